@@ -1,0 +1,42 @@
+# Each target works on its own and can be called again: all of them install first, and install does
+# nothing when .venv is up to date. PYTHON chooses the interpreter that .venv is made from.
+PYTHON ?= python3
+
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint format clean
+
+help:
+	@echo "make install   make .venv with Postlude and its tools (PYTHON=... chooses the Python)"
+	@echo "make demo      show two models before and after, on this machine"
+	@echo "make test      lint, then the five rungs of tests, each with its own total"
+	@echo "make lint      ruff and mypy, nothing changed"
+	@echo "make format    let ruff rewrite what it can"
+	@echo "make clean     remove .venv, caches and built files"
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@PYTHON="$(PYTHON)" bash tools/make_venv.sh
+
+demo: $(STAMP)
+	@$(VENV)/bin/postlude demo
+
+test: lint
+	@$(PY) tests/rungs.py
+
+lint: $(STAMP)
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+
+format: $(STAMP)
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

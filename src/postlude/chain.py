@@ -1,0 +1,319 @@
+"""What is computed: an optional convolution, then a short straight-line program over its result.
+
+A `Chain` is frozen and hashable and holds no tensors. Its tensor arguments are named by their position
+(`Slot`), intermediate results by the order in which they arise (`Value`):
+
+    Value(0)      what the convolution gives, or the chain's input where there is no convolution
+    Value(i)      what step i gives, counting from 1
+
+A value may be used more than once (residuals, x·sigmoid(x)); the last one is the chain's result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Role = Literal["input", "weight", "bias", "channel", "full"]
+Setting = float | str
+
+
+@dataclass(frozen=True)
+class PointwiseRow:
+    """One row of the vocabulary: how many operands, which settings, and is it affine in its first operand."""
+
+    arity: int
+    settings: tuple[str, ...] = ()
+    affine: bool = False
+
+
+# The vocabulary. reference.py, graph/spellings.py and run/cpu.py have a row for each key (tests/test_tables.py).
+POINTWISE: dict[str, PointwiseRow] = {
+    "relu": PointwiseRow(1),
+    "leaky_relu": PointwiseRow(1, ("slope",)),
+    "silu": PointwiseRow(1),
+    "gelu": PointwiseRow(1, ("approximate",)),
+    "add": PointwiseRow(2, affine=True),
+    "mul": PointwiseRow(2, affine=True),
+}
+NORMS = ("group_norm", "instance_norm")
+REDUCTIONS = ("mean", "sum")
+
+
+@dataclass(frozen=True)
+class Value:
+    index: int
+
+
+@dataclass(frozen=True)
+class Slot:
+    index: int
+
+
+@dataclass(frozen=True)
+class Scalar:
+    value: float
+
+
+Operand = Value | Slot | Scalar
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A convolution or its transpose; its input, weight and bias are the chain's first slots."""
+
+    transposed: bool
+    in_channels: int
+    out_channels: int
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    output_padding: tuple[int, ...]
+    groups: int = 1
+    has_bias: bool = False
+    # What input, weight and bias are cast to first: autocast's dtype where it was on, else None.
+    dtype: str | None = None
+
+    @property
+    def dims(self) -> int:
+        return len(self.kernel)
+
+    @property
+    def name(self) -> str:
+        return f"conv{'_transpose' if self.transposed else ''}{self.dims}d"
+
+    def as_plain(self) -> Convolution | None:
+        """The plain convolution that a stride-1 transposed one is with its weight flipped, or None."""
+        if not self.transposed:
+            return self
+        if any(size != 1 for size in self.stride) or any(self.output_padding) or self.groups != 1:
+            return None
+        padding = tuple(d * (k - 1) - p for d, k, p in zip(self.dilation, self.kernel, self.padding))
+        return None if min(padding) < 0 else dataclasses.replace(self, transposed=False, padding=padding)
+
+    def output_space(self, space: tuple[int, ...]) -> tuple[int, ...]:
+        """The spatial size of the result for an input of spatial size `space`."""
+        return tuple(self.output_size(axis, size) for axis, size in enumerate(space))
+
+    def output_size(self, axis: int, size: int) -> int:
+        reach = self.dilation[axis] * (self.kernel[axis] - 1)
+        if self.transposed:
+            full = (size - 1) * self.stride[axis] + reach + 1
+            return full - 2 * self.padding[axis] + self.output_padding[axis]
+        return (size + 2 * self.padding[axis] - reach - 1) // self.stride[axis] + 1
+
+    def reads_every_position(self, space: tuple[int, ...]) -> bool:
+        """False where a stride steps over some of the input, so that what stands there cannot matter."""
+        for axis, size in enumerate(space):
+            read = {
+                out * self.stride[axis] - self.padding[axis] + tap * self.dilation[axis]
+                for out in range(self.output_size(axis, size))
+                for tap in range(self.kernel[axis])
+            }
+            if not self.transposed and not read.issuperset(range(size)):
+                return False
+        return True
+
+    def flops(self, batch: int, space: tuple[int, ...]) -> int:
+        """Multiply-adds counted twice; a transposed convolution's taps outside its cropped border included."""
+        places = batch
+        for size in space if self.transposed else self.output_space(space):
+            places *= size
+        taps = 1
+        for size in self.kernel:
+            taps *= size
+        return 2 * places * taps * self.in_channels * self.out_channels // self.groups
+
+    def __str__(self) -> str:
+        words = [f"{self.in_channels}→{self.out_channels}", f"k{_sizes(self.kernel)}"]
+        for letter, sizes, usual in (
+            ("s", self.stride, 1),
+            ("p", self.padding, 0),
+            ("op", self.output_padding, 0),
+            ("d", self.dilation, 1),
+        ):
+            if any(size != usual for size in sizes):
+                words.append(f"{letter}{_sizes(sizes)}")
+        if self.groups != 1:
+            words.append(f"g{self.groups}")
+        if self.dtype is not None:
+            words.append(self.dtype)
+        return f"{self.name}({', '.join(words)})"
+
+
+@dataclass(frozen=True)
+class Pointwise:
+    """One elementwise operation; operands other than values broadcast over the first one."""
+
+    op: str
+    operands: tuple[Operand, ...]
+    settings: tuple[tuple[str, Setting], ...] = ()
+
+
+@dataclass(frozen=True)
+class Normalize:
+    """Barrier: subtract the mean and divide by the spread, per sample and group of channels over all positions."""
+
+    op: str
+    operand: Value
+    groups: int | None  # None: one group per channel
+    eps: float
+    weight: Slot | None = None
+    bias: Slot | None = None
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """Barrier: mean or sum over space, or over everything but the batch."""
+
+    op: str
+    operand: Value
+    over: Literal["space", "sample"]
+    keepdim: bool = False
+
+
+@dataclass(frozen=True)
+class Cast:
+    """A change of dtype that autocast or the model makes between two steps."""
+
+    operand: Value
+    dtype: str
+
+
+Step = Pointwise | Normalize | Reduce | Cast
+
+
+@dataclass(frozen=True)
+class Chain:
+    dims: int
+    producer: Convolution | None
+    steps: tuple[Step, ...]
+    roles: tuple[Role, ...]
+
+    def __post_init__(self) -> None:
+        problem = next(_mistakes(self), None)
+        if problem is not None:
+            raise ValueError(f"not a chain: {problem}")
+
+    def last_uses(self) -> dict[int, int]:
+        """Value index → number of the last step that reads it (the result counts as read after the end)."""
+        uses = {value.index: number for number, step in enumerate(self.steps, 1) for value in values_of(step)}
+        uses[len(self.steps)] = len(self.steps) + 1
+        return uses
+
+    def dumps(self) -> str:
+        return json.dumps(_encode(self), separators=(",", ":"))
+
+    @staticmethod
+    def loads(text: str) -> Chain:
+        chain = _decode(json.loads(text))
+        if not isinstance(chain, Chain):
+            raise TypeError("the text does not describe a chain")
+        return chain
+
+    def words(self) -> list[str]:
+        """One word per step."""
+        return [_word(step, number, self.roles) for number, step in enumerate(self.steps, 1)]
+
+    def __str__(self) -> str:
+        return " → ".join(([str(self.producer)] if self.producer else []) + self.words())
+
+
+def operands_of(step: Step) -> tuple[Operand, ...]:
+    """Everything that a step reads, the value it works on first."""
+    if isinstance(step, Pointwise):
+        return step.operands
+    if isinstance(step, Normalize):
+        return (step.operand, *(slot for slot in (step.weight, step.bias) if slot is not None))
+    return (step.operand,)
+
+
+def values_of(step: Step) -> tuple[Value, ...]:
+    return tuple(operand for operand in operands_of(step) if isinstance(operand, Value))
+
+
+def is_barrier(step: Step) -> bool:
+    """True where a step needs more than one element at a time, so that a pass ends before it."""
+    return isinstance(step, (Normalize, Reduce))
+
+
+def _mistakes(chain: Chain) -> Any:
+    expected = ["input"]
+    if chain.producer is not None:
+        expected += ["weight"] + ["bias"] * chain.producer.has_bias
+        if chain.producer.dims != chain.dims:
+            yield f"a {chain.producer.dims}-D convolution in a {chain.dims}-D chain"
+    if list(chain.roles[: len(expected)]) != expected or not {"input", "weight", "bias"}.isdisjoint(
+        chain.roles[len(expected) :]
+    ):
+        yield f"slots start with {', '.join(expected)}, not {', '.join(chain.roles)}"
+    reduced = False
+    for number, step in enumerate(chain.steps, 1):
+        for operand in operands_of(step):
+            if isinstance(operand, Value) and not 0 <= operand.index < number:
+                yield f"step {number} reads value {operand.index}, which does not exist yet"
+            if isinstance(operand, Slot) and not 0 < operand.index < len(chain.roles):
+                yield f"step {number} reads slot {operand.index}, which does not exist"
+            if isinstance(operand, Slot) and reduced:
+                yield f"step {number} reads a tensor after a reduction"
+        if isinstance(step, Pointwise):
+            row = POINTWISE.get(step.op)
+            if row is None:
+                yield f"unknown operation {step.op}"
+            elif len(step.operands) != row.arity or tuple(name for name, _ in step.settings) != row.settings:
+                yield f"{step.op} takes {row.arity} operands and settings {row.settings}"
+            elif not isinstance(step.operands[0], Value):
+                yield f"{step.op}'s first operand must be a value"
+        elif isinstance(step, Normalize) and step.op not in NORMS:
+            yield f"unknown norm {step.op}"
+        elif isinstance(step, Reduce):
+            if step.op not in REDUCTIONS:
+                yield f"unknown reduction {step.op}"
+            reduced = True
+
+
+def _sizes(sizes: tuple[int, ...]) -> str:
+    return str(sizes[0]) if len(set(sizes)) == 1 else "×".join(map(str, sizes))
+
+
+def _word(step: Step, number: int, roles: tuple[Role, ...]) -> str:
+    if isinstance(step, Cast):
+        return f"to {step.dtype}"
+    if isinstance(step, Normalize):
+        return f"{step.op}({step.groups})" if step.groups else step.op
+    if isinstance(step, Reduce):
+        return f"{step.op} over {'space' if step.over == 'space' else 'all but batch'}"
+    first, *others = step.operands
+    words = [f"{value:g}" if isinstance(value, float) else value for _, value in step.settings if value != "none"]
+    if first != Value(number - 1):
+        words.append(_operand(first, roles))
+    words += [_operand(operand, roles) for operand in others]
+    return f"{step.op}({', '.join(words)})" if words else step.op
+
+
+def _operand(operand: Operand, roles: tuple[Role, ...]) -> str:
+    if isinstance(operand, Scalar):
+        return f"{operand.value:g}"
+    if isinstance(operand, Slot):
+        return {"channel": "per channel", "full": "tensor"}.get(roles[operand.index], roles[operand.index])
+    return f"value {operand.index}"
+
+
+_CLASSES = {cls.__name__: cls for cls in (Value, Slot, Scalar, Convolution, Pointwise, Normalize, Reduce, Cast, Chain)}
+
+
+def _encode(item: Any) -> Any:
+    if dataclasses.is_dataclass(item):
+        fields = {f.name: _encode(getattr(item, f.name)) for f in dataclasses.fields(item)}
+        return {"is": type(item).__name__, **fields}
+    return [_encode(part) for part in item] if isinstance(item, tuple) else item
+
+
+def _decode(item: Any) -> Any:
+    if isinstance(item, dict):
+        fields = dict(item)
+        return _CLASSES[fields.pop("is")](**{name: _decode(part) for name, part in fields.items()})
+    return tuple(_decode(part) for part in item) if isinstance(item, list) else item

@@ -1,0 +1,222 @@
+"""The error rule: how far a result may be from the float64 truth, and the verdict on it.
+
+Errors are relative to the spread (standard deviation) of the truth. The budget of a precision mode is the
+larger of PyTorch's own error in it and the error of the mode itself, plus 4 ulp of the output's dtype; a
+result is right when its error, pooled over at least five points, is within 2 budgets by RMS and 4 by worst.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from postlude.check.verdict import Errors, Judged, Outcome
+from postlude.check.verdict import Verdict as Verdict
+from postlude.check.verdict import combine as combine
+from postlude.errors import PostludeError
+
+RMS_FACTOR = 2.0
+WORST_FACTOR = 4.0
+ULPS = 4
+MIN_POINTS = 5
+TOLERANCE = 1e-5  # atol and rtol of the strict fp32 rule
+# Fewer elements than this say little about their own spread: the points of a pool then share one.
+FEW_ELEMENTS = 8
+# A truth that varies by fewer ulp than this cannot tell a right result from a constant.
+MIN_SPREAD_ULPS = 8
+BLOCK = 1 << 22  # elements compared at a time, so that the float64 copies stay small
+
+
+class MismatchError(PostludeError):
+    """A result that cannot be compared with the truth because its shape is another one."""
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """Absolute error against the truth; infinite where non-finite values are not the truth's."""
+
+    errors: Errors
+    allclose: bool
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large and how spread out a truth's finite values are, and the ulp of the output's dtype there."""
+
+    count: int
+    mean: float
+    spread: float
+    ulp: Errors
+    eps: float
+
+    @property
+    def rms(self) -> float:
+        return math.hypot(self.mean, self.spread)
+
+
+@dataclass(frozen=True)
+class Point:
+    """Everything that judging needs to know about one quantity at one test point; no tensors."""
+
+    scale: Scale
+    result: Deviation
+    own: Deviation  # PyTorch's, in the same mode
+    mode: Deviation  # of the mode itself: operands rounded, the rest in float64
+    nulls: Mapping[str, Errors] = field(default_factory=dict)
+    floor: float = 0.0  # errors count relative to at least this: for gradients, which may vanish in truth
+
+
+def deviation(result: Tensor, truth: Tensor) -> Deviation:
+    if result.shape != truth.shape:
+        raise MismatchError(f"the result has shape {tuple(result.shape)}, it should be {tuple(truth.shape)}")
+    squares, worst, close, count = 0.0, 0.0, True, 0
+    for ours, true in _blocks(result.to(truth.device), truth):
+        finite = torch.isfinite(true)
+        agrees = torch.where(finite, torch.isfinite(ours), (ours == true) | (ours.isnan() & true.isnan()))
+        if not bool(agrees.all()):
+            return Deviation(Errors(math.inf, math.inf), False)
+        error = torch.where(finite, (ours - true).abs(), 0.0)
+        squares += float(error.square().sum())
+        worst = max(worst, float(error.max()))
+        close = close and bool((~finite | (error <= TOLERANCE + TOLERANCE * true.abs())).all())
+        count += int(finite.sum())
+    return Deviation(Errors(math.sqrt(squares / max(count, 1)), worst), close)
+
+
+def scale_of(truth: Tensor, dtype: torch.dtype) -> Scale:
+    """The scale of a truth whose results come in `dtype`."""
+    info = torch.finfo(dtype)
+    count, total, largest, ulp_squares = 0, 0.0, 0.0, 0.0
+    for block in _finite(truth):
+        magnitude = block.abs().clamp(min=info.tiny)
+        ulp = torch.ldexp(torch.full_like(magnitude, info.eps), torch.frexp(magnitude).exponent - 1)
+        count, total = count + block.numel(), total + float(block.sum())
+        largest = max(largest, float(block.abs().max()))
+        ulp_squares += float(ulp.square().sum())
+    if count == 0:
+        return Scale(0, 0.0, 0.0, Errors(0.0, 0.0), info.eps)
+    mean = total / count
+    variance = sum(float((block - mean).square().sum()) for block in _finite(truth)) / count
+    worst_ulp = info.eps * 2.0 ** math.floor(math.log2(max(largest, info.tiny)))
+    ulps = Errors(math.sqrt(ulp_squares / count), worst_ulp)
+    return Scale(count, mean, math.sqrt(variance), ulps, info.eps)
+
+
+def pooled(errors: Sequence[Errors], spreads: Sequence[float]) -> Errors:
+    """Absolute errors made relative to the spreads and pooled, every point weighing the same."""
+    squares = [(error.rms / spread) ** 2 for error, spread in zip(errors, spreads, strict=True)]
+    return Errors(
+        math.sqrt(sum(squares) / len(squares)),
+        max(error.worst / s for error, s in zip(errors, spreads, strict=True)),
+    )
+
+
+def budget_of(points: Sequence[Point], spreads: Sequence[float]) -> Errors:
+    own = pooled([point.own.errors for point in points], spreads)
+    mode = pooled([point.mode.errors for point in points], spreads)
+    ulp = pooled([_ulp(point) for point in points], spreads)
+    return Errors(max(own.rms, mode.rms) + ULPS * ulp.rms, max(own.worst, mode.worst) + ULPS * ulp.worst)
+
+
+def within(errors: Errors, budget: Errors) -> bool:
+    return errors.rms <= RMS_FACTOR * budget.rms and errors.worst <= WORST_FACTOR * budget.worst
+
+
+def nulls_rejected(points: Sequence[Point], spreads: Sequence[float], budget: Errors) -> dict[str, bool]:
+    """Null candidate → whether these very points and this budget reject it."""
+    names = dict.fromkeys(name for point in points for name in point.nulls)
+    rejected = {}
+    for name in names:
+        having = [(p.nulls[name], spread) for p, spread in zip(points, spreads, strict=True) if name in p.nulls]
+        rejected[name] = not within(pooled([error for error, _ in having], [s for _, s in having]), budget)
+    return rejected
+
+
+def judge(name: str, points: Sequence[Point], *, strict: bool = False, slack: float = 1.0) -> Judged:
+    """The verdict on one quantity; `strict` adds the allclose rule, `slack` widens the budget."""
+    spreads = _spreads(points)
+    usable = [(point, spread) for point, spread in zip(points, spreads, strict=True) if not _constant(point, spread)]
+    refused = len(points) - len(usable)
+    if len(usable) < MIN_POINTS:
+        return Judged(name, *_too_few(name, points, refused), points=len(points), refused=refused)
+    points, spreads = [point for point, _ in usable], [spread for _, spread in usable]
+    errors = pooled([point.result.errors for point in points], spreads)
+    budget = budget_of(points, spreads).times(slack)
+    rejected = nulls_rejected(points, spreads, budget)
+    outcome, reasons = _outcome(name, points, errors, budget, rejected, strict)
+    own, mode = (pooled([getattr(p, what).errors for p in points], spreads) for what in ("own", "mode"))
+    passing = tuple(null for null, is_rejected in rejected.items() if not is_rejected)
+    return Judged(name, outcome, reasons, errors, budget, own, mode, len(points), refused, passing)
+
+
+def _outcome(
+    name: str,
+    points: Sequence[Point],
+    errors: Errors,
+    budget: Errors,
+    rejected: Mapping[str, bool],
+    strict: bool,
+) -> tuple[Outcome, tuple[str, ...]]:
+    if not (math.isfinite(budget.rms) and math.isfinite(budget.worst)):
+        return "cannot tell", (f"{name}: PyTorch itself is not finite where the truth is, or the reverse",)
+    reasons = []
+    if not math.isfinite(errors.worst):
+        reasons.append(f"{name}: NaN or infinite values are not where the truth has them")
+    else:
+        for what, factor in (("rms", RMS_FACTOR), ("worst", WORST_FACTOR)):
+            error, allowed = getattr(errors, what), getattr(budget, what)
+            if error > factor * allowed:
+                limit = factor * allowed
+                reasons.append(f"{name}: {what} error {error:.2g} of the spread, allowed {limit:.2g}")
+    missed = sum(point.own.allclose and not point.result.allclose for point in points)
+    if strict and missed:
+        reasons.append(f"{name}: misses allclose({TOLERANCE:g}) at {missed} points where PyTorch passes it")
+    if reasons:
+        return "wrong", tuple(reasons)
+    passing = [null for null, is_rejected in rejected.items() if not is_rejected]
+    # A gradient that the norm cancels is zero in truth: zeros are then right, not a sign of a weak test.
+    cancelled = sum(point.scale.rms < point.floor for point in points) * 2 > len(points)
+    if passing and not cancelled:
+        return "cannot tell", (f"{name}: these points would also accept {', '.join(passing)}",)
+    return "right", ()
+
+
+def _too_few(name: str, points: Sequence[Point], refused: int) -> tuple[Outcome, tuple[str, ...]]:
+    if any(not math.isfinite(p.result.errors.worst) and math.isfinite(p.own.errors.worst) for p in points):
+        return "wrong", (f"{name}: NaN or infinite values are not where the truth has them",)
+    why = f"; {refused} refused because the truth there is nearly constant" if refused else ""
+    return "cannot tell", (f"{name}: {len(points) - refused} usable points, {MIN_POINTS} are needed{why}",)
+
+
+def _spreads(points: Sequence[Point]) -> list[float]:
+    counted = [point.scale for point in points if point.scale.count]
+    total = sum(scale.count for scale in counted)
+    mean = sum(scale.count * scale.mean for scale in counted) / max(total, 1)
+    squares = sum(scale.count * (scale.spread**2 + (scale.mean - mean) ** 2) for scale in counted)
+    shared = math.sqrt(squares / max(total, 1))
+    few = [0 < point.scale.count < FEW_ELEMENTS for point in points]
+    return [max(shared if is_few else p.scale.spread, p.floor) for p, is_few in zip(points, few, strict=True)]
+
+
+def _constant(point: Point, spread: float) -> bool:
+    return not spread > MIN_SPREAD_ULPS * point.scale.eps * point.scale.rms
+
+
+def _ulp(point: Point) -> Errors:
+    least = point.scale.eps * point.floor
+    return Errors(max(point.scale.ulp.rms, least), max(point.scale.ulp.worst, least))
+
+
+def _blocks(*tensors: Tensor) -> Iterator[list[Tensor]]:
+    flat = [tensor.detach().reshape(-1) for tensor in tensors]
+    for start in range(0, flat[0].numel(), BLOCK):
+        yield [one[start : start + BLOCK].double() for one in flat]
+
+
+def _finite(tensor: Tensor) -> Iterator[Tensor]:
+    blocks = (block[torch.isfinite(block)] for (block,) in _blocks(tensor))
+    return (block for block in blocks if block.numel())

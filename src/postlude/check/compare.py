@@ -1,0 +1,191 @@
+"""What verifying a chain and verifying a module have in common: named quantities, compared point by point."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from postlude.check.budget import Deviation, Point, deviation, judge, scale_of
+from postlude.check.nulls import null_candidates
+from postlude.check.points import draw, generator_for
+from postlude.check.verdict import Errors, Judged, Verdict, conclude
+
+Quantities = dict[str, Tensor]
+Progress = Callable[[str], None] | None
+GRADIENT = "gradient of "
+LARGE_OFFSET = "large offset"
+# Gradients below this part of the largest one are judged by absolute error: the norm may cancel them.
+FLOOR_FRACTION = 1e-3
+# At a large offset the error is little more than the rounding of a few means: too few numbers for two honest
+# results to agree within 2×. What these points are for, cancellation, is beyond this by orders of magnitude.
+OFFSET_SLACK = 4.0
+EXACT = Deviation(Errors(0.0, 0.0), True)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Every quantity at one point, by the candidate, by PyTorch, in float64, and in the bare mode."""
+
+    result: Quantities
+    own: Quantities
+    truth: Quantities
+    mode: Quantities | None = None
+    repeated: Quantities | None = None  # the candidate's second answer to the same question
+    nulls: Mapping[str, Quantities] | None = None  # further answers that must be rejected, for outputs
+    single: tuple[Quantities, Quantities] | None = None  # for float64 data: PyTorch in float32, and its truth
+
+
+@dataclass(frozen=True)
+class Round:
+    """One test point: what it says about each quantity."""
+
+    family: str
+    points: dict[str, Point]
+
+
+def compare(answers: Answers, findings: list[str]) -> dict[str, Point]:
+    """Measures each quantity; what cannot be measured (shape, dtype, no gradient) becomes a finding."""
+    points = {}
+    for name, truth in answers.truth.items():
+        problem = contract_problem(name, answers.result.get(name), answers.own[name])
+        if problem:
+            findings.append(problem)
+        elif not answers.own[name].is_floating_point():  # indices and masks have no error, only equality
+            if not same_bits(answers.result[name], answers.own[name]):
+                findings.append(f"{name}: differs from PyTorch's")
+        else:
+            points[name] = _point(name, answers, truth)
+    unexpected = answers.result.keys() - answers.truth.keys()
+    findings += [f"{name}: PyTorch has none" for name in sorted(unexpected) if answers.result[name].any()]
+    return points
+
+
+def contract_problem(name: str, result: Tensor | None, own: Tensor) -> str | None:
+    """Why a result cannot stand in for PyTorch's, whatever its values are."""
+    if result is None:
+        return f"{name}: missing"
+    for what, ours, theirs in (
+        ("shape", tuple(result.shape), tuple(own.shape)),
+        ("dtype", result.dtype, own.dtype),
+        ("device", result.device.type, own.device.type),
+    ):
+        if ours != theirs:
+            return f"{name}: {what} {ours}, PyTorch gives {theirs}"
+    return None
+
+
+def verdict_of(rounds: Sequence[Round], findings: Sequence[str], precision: str) -> Verdict:
+    """Plain points must be able to tell; points with a large offset, judged apart, can only find faults.
+
+    PyTorch's own error is far larger at a large offset: in one pool it would hide errors at the plain points.
+    """
+    rounds = [_with_floors(one) for one in rounds]
+    plain = [one for one in rounds if one.family != LARGE_OFFSET]
+    offset = [one for one in rounds if one.family == LARGE_OFFSET]
+    extra = _judge_all(offset, False, f" ({LARGE_OFFSET})", OFFSET_SLACK)
+    if not plain:
+        return conclude(precision, findings, extra)
+    return conclude(precision, findings, _judge_all(plain, strict=precision == "fp32"), extra)
+
+
+def nonfinite_problem(result: Tensor, own: Tensor, truth: Tensor, what: str) -> str | None:
+    """Where PyTorch and the truth agree on what is finite, NaN or infinite, the result must agree as well."""
+    kinds = [_kind(tensor.to(truth.device)) for tensor in (result, own, truth)]
+    wrong = (kinds[0] != kinds[2]) & (kinds[1] == kinds[2])
+    if not bool(wrong.any()):
+        return None
+    lost = bool((wrong & (kinds[2] != 0)).any())
+    verb = "lost" if lost else "spread"
+    return f"with {what} in the input the result {verb} it: {int(wrong.sum())} values differ"
+
+
+def cotangent(like: Tensor, seed: int) -> Tensor:
+    """A random weight for each output, to take gradients with; the same on every device."""
+    dtype = like.dtype if like.is_floating_point() else torch.float32
+    return draw(like.shape, "normal", generator_for(seed + 20_000), dtype).to(like.device)
+
+
+def poison(like: Tensor) -> None:
+    """Leaves NaN in memory that the next allocation of this size is likely to get."""
+    scratch = [torch.full_like(like, math.nan) for _ in range(3) if like.is_floating_point()]
+    del scratch
+
+
+def first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    """Equal, NaN counting as equal to itself."""
+    return a.shape == b.shape and bool(torch.equal(a, b) or ((a == b) | ((a != a) & (b != b))).all())
+
+
+def _point(name: str, answers: Answers, truth: Tensor) -> Point:
+    result = deviation(answers.result[name], truth)
+    if answers.repeated is not None and name in answers.repeated:
+        again = answers.repeated[name]
+        # A second answer of another shape is as wrong as one with other values.
+        second = deviation(again, truth) if again.shape == truth.shape else _INFINITE
+        result = _larger(result, second)
+    # Every channel may rightly have the same gradient, so only zeros are no answer there.
+    nulls = {"zeros": torch.zeros_like(truth)} if name.startswith(GRADIENT) else null_candidates(truth)
+    if name.startswith("output"):
+        nulls.update({null: found[name] for null, found in (answers.nulls or {}).items() if name in found})
+    return Point(
+        scale=scale_of(truth, answers.own[name].dtype),
+        result=result,
+        own=_own_deviation(name, answers, truth),
+        mode=EXACT if answers.mode is None else deviation(answers.mode[name], truth),
+        nulls={null: deviation(values, truth).errors for null, values in nulls.items()},
+    )
+
+
+def _own_deviation(name: str, answers: Answers, truth: Tensor) -> Deviation:
+    """PyTorch's error. In float64 it is its own truth, so its error in float32 is taken, scaled down."""
+    if answers.single is None:
+        return deviation(answers.own[name], truth)
+    own, exact = answers.single
+    errors = deviation(own[name], exact[name]).errors
+    factor = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+    return Deviation(errors.times(factor), True)
+
+
+_INFINITE = Deviation(Errors(math.inf, math.inf), False)
+
+
+def _larger(a: Deviation, b: Deviation) -> Deviation:
+    errors = Errors(max(a.errors.rms, b.errors.rms), max(a.errors.worst, b.errors.worst))
+    return Deviation(errors, a.allclose and b.allclose)
+
+
+def _kind(tensor: Tensor) -> Tensor:
+    """0 finite, 1 NaN, 2 infinite."""
+    return tensor.isnan().to(torch.int8) + 2 * tensor.isinf().to(torch.int8)
+
+
+def _with_floors(one: Round) -> Round:
+    """Gradients count relative to their size, and to a floor where the norm cancels them."""
+    gradients = {name for name in one.points if name.startswith(GRADIENT)}
+    largest = max((one.points[name].scale.rms for name in gradients), default=0.0)
+    least = FLOOR_FRACTION * largest
+    floors = {name: max(one.points[name].scale.rms, least) for name in gradients}
+    return Round(one.family, {name: replace(p, floor=floors.get(name, 0.0)) for name, p in one.points.items()})
+
+
+def _judge_all(rounds: Sequence[Round], strict: bool, suffix: str = "", slack: float = 1.0) -> list[Judged]:
+    names = dict.fromkeys(name for one in rounds for name in one.points)
+    return [
+        judge(
+            name + suffix,
+            [one.points[name] for one in rounds if name in one.points],
+            strict=strict and name.startswith("output"),
+            slack=slack,
+        )
+        for name in names
+    ]

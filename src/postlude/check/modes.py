@@ -1,0 +1,83 @@
+"""Precision modes: which format a mode rounds to, the mode's own error, and PyTorch's switches for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from postlude.errors import PrecisionError
+from postlude.hardware import default_fp32_precision
+from postlude.reference import round_to_format
+
+Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16"]
+FORMATS: dict[str, str | None] = {"fp32": None, "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16"}
+_WORDS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+# Operator → positions of the operands that tensor cores read in the mode's format.
+_aten = torch.ops.aten
+_PRODUCTS: dict[Any, tuple[int, ...]] = {
+    _aten.convolution.default: (0, 1),
+    _aten.convolution_backward.default: (0, 1, 2),
+    _aten.mm.default: (0, 1),
+    _aten.bmm.default: (0, 1),
+    _aten.mv.default: (0, 1),
+    _aten.addmm.default: (1, 2),
+    _aten.addmv.default: (1, 2),
+    _aten.baddbmm.default: (1, 2),
+}
+
+
+def resolve(precision: str, dtype: torch.dtype, device: torch.device) -> str:
+    """The mode in plain words: 16-bit data runs in its own format, "auto" follows PyTorch's switches."""
+    if precision != "auto" and precision not in FORMATS:
+        raise PrecisionError(f"unknown precision {precision!r}: choose one of auto, {', '.join(FORMATS)}")
+    if dtype in _WORDS:
+        return _WORDS[dtype]
+    if precision == "auto":
+        return default_fp32_precision() if device.type == "cuda" else "fp32"
+    return precision
+
+
+class RoundedOperands(TorchDispatchMode):
+    """Rounds the operands of every product to a format, forward and backward, and changes nothing else."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.name = name
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        places = _PRODUCTS.get(func, ())
+        rounded = [
+            round_to_format(arg, self.name) if place in places and isinstance(arg, Tensor) else arg
+            for place, arg in enumerate(args)
+        ]
+        return func(*rounded, **(kwargs or {}))
+
+
+@contextmanager
+def pytorch_switches(precision: str, device: torch.device) -> Iterator[None]:
+    """PyTorch's own switches set for "fp32" or "tf32" on a GPU, and put back afterwards."""
+    if device.type != "cuda" or precision not in ("fp32", "tf32"):
+        yield
+        return
+    # Only the new interface is touched: once it was set, reading the old one raises.
+    switches: tuple[Any, ...] = (torch.backends.cudnn.conv, torch.backends.cuda.matmul)  # type: ignore[attr-defined]
+    before = [switch.fp32_precision for switch in switches]
+    try:
+        for switch in switches:
+            switch.fp32_precision = "tf32" if precision == "tf32" else "ieee"
+        yield
+    finally:
+        for switch, value in zip(switches, before, strict=True):
+            switch.fp32_precision = value

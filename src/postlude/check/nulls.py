@@ -1,0 +1,40 @@
+"""Null candidates: answers that compute nothing. Points that would accept one of them prove nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from postlude.chain import Chain
+from postlude.check.points import draw, generator_for, slots_of_gamma
+from postlude.reference import evaluate
+
+
+def null_candidates(truth: Tensor) -> dict[str, Tensor]:
+    """Answers that can be guessed from the truth's statistics alone."""
+    nulls = {"zeros": torch.zeros_like(truth)}
+    finite = truth[torch.isfinite(truth)]
+    if finite.numel() > 1:
+        nulls["the mean of the truth"] = torch.full_like(truth, float(finite.mean()))
+    if truth.dim() > 2 and truth.shape[1] > 1 and truth.numel() > truth.shape[1]:
+        means = truth.mean([axis for axis in range(truth.dim()) if axis != 1], keepdim=True)
+        nulls["the mean of each channel"] = means.expand_as(truth)
+    return nulls
+
+
+def chain_nulls(chain: Chain, tensors: Sequence[Tensor], seed: int = 0) -> dict[str, dict[str, Tensor]]:
+    """Answers that ignore the input, or the norm: mean(β) where a mean follows the norm."""
+    tensors = [tensor.double() for tensor in tensors]
+    other = draw(tensors[0].shape, "hierarchical", generator_for(seed + 10_000), torch.float64)
+    nulls = {
+        "the answer for another input": evaluate(
+            chain, [other.to(tensors[0].device), *tensors[1:]], dtype=torch.float64
+        )
+    }
+    gammas = {slot.index for slot in slots_of_gamma(chain)}
+    if gammas:
+        without = [torch.zeros_like(t) if index in gammas else t for index, t in enumerate(tensors)]
+        nulls["β in place of the norm"] = evaluate(chain, without, dtype=torch.float64)
+    return {name: {"output": answer} for name, answer in nulls.items()}

@@ -1,0 +1,268 @@
+"""Test points: random parameters and inputs that leave a wrong result nowhere to hide.
+
+Independent noise averages out of global reductions and default parameters (γ = 1, β = 0) hide what is left
+out, so inputs also come with an offset and a scale per sample and channel, and every parameter is drawn. All
+numbers are drawn on the CPU, so that a seed gives the same point on every device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from postlude.chain import Chain, Convolution, Normalize, Role, Slot
+
+Family = Literal["uniform", "normal", "hierarchical", "large offset", "heavy-tailed"]
+Layout = Literal["contiguous", "channels_last"]
+# The order in which a series of seeds takes its families.
+PLAIN: tuple[Family, ...] = (
+    "hierarchical",
+    "normal",
+    "hierarchical",
+    "uniform",
+    "hierarchical",
+    "heavy-tailed",
+)
+PARAMETER_SPREAD = 0.5
+LARGEST_OFFSET = 300.0
+TAIL = 100.0
+_NORMS = (nn.GroupNorm, nn.LayerNorm, nn.modules.batchnorm._NormBase)
+_PRODUCERS = (nn.modules.conv._ConvNd, nn.Linear)
+
+
+@dataclass(frozen=True)
+class ChainPoint:
+    """One tensor per slot of a chain, and where they come from."""
+
+    tensors: tuple[Tensor, ...]
+    family: str = "given"
+
+
+def generator_for(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def offset_for(dtype: torch.dtype) -> float:
+    """A mean that is large against a spread of 1, as far as the dtype can still hold that spread."""
+    return min(LARGEST_OFFSET, 0.05 / torch.finfo(dtype).eps)
+
+
+def draw(shape: Sequence[int], family: Family, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """A tensor of a family; where there are two dimensions or more, the first two are sample and channel."""
+    noise = torch.randn(list(shape), generator=generator)
+    if family == "uniform":
+        return torch.rand(list(shape), generator=generator).to(dtype)
+    if family == "normal":
+        return (1.5 * noise + 0.3).to(dtype)
+    if family == "large offset":
+        return (noise + offset_for(dtype)).to(dtype)
+    if family == "heavy-tailed":  # Student's t with three degrees of freedom
+        chi = torch.randn([3, *shape], generator=generator).square_().mean(0)
+        return (noise / chi.sqrt()).clamp(-TAIL, TAIL).to(dtype)
+    for axis in range(min(2, len(shape) - 1)):
+        own = [size if place == axis else 1 for place, size in enumerate(shape)]
+        noise = noise * torch.randn(own, generator=generator).mul(0.5).exp() + torch.randn(own, generator=generator)
+    if len(shape) > 2:
+        noise = noise + torch.randn([*shape[:2], *[1] * (len(shape) - 2)], generator=generator)
+    return noise.to(dtype)
+
+
+def inputs_like(inputs: Any, family: Family, seed: int) -> Any:
+    """The same nested inputs with every floating tensor drawn anew; strides, layout and the rest are kept."""
+    generator = generator_for(seed)
+
+    def renew(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        return laid_out_like(draw(tensor.shape, family, generator, tensor.dtype), tensor)
+
+    return map_tensors(renew, inputs)
+
+
+def map_tensors(function: Callable[[Tensor], Any], item: Any) -> Any:
+    """`function` applied to every tensor in nested lists, tuples and dicts."""
+    if isinstance(item, Tensor):
+        return function(item)
+    if isinstance(item, dict):
+        return type(item)((key, map_tensors(function, part)) for key, part in item.items())
+    if isinstance(item, tuple) and hasattr(item, "_fields"):
+        return type(item)(*(map_tensors(function, part) for part in item))
+    if isinstance(item, (list, tuple)):
+        return type(item)(map_tensors(function, part) for part in item)
+    return item
+
+
+def laid_out_like(values: Tensor, like: Tensor) -> Tensor:
+    """`values` with the device, strides and `requires_grad` of `like`, gaps and repeats included."""
+    if like.numel() == 0:
+        return torch.empty_like(like)
+    # A dimension of stride 0 holds one value only.
+    kept = [1 if stride == 0 else size for size, stride in zip(like.shape, like.stride(), strict=True)]
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(kept, like.stride(), strict=True))
+    storage = torch.zeros(extent, dtype=like.dtype, device=like.device)
+    part = values[tuple(slice(size) for size in kept)]
+    storage.as_strided(kept, like.stride()).copy_(part)
+    return storage.as_strided(like.shape, like.stride()).requires_grad_(like.requires_grad)
+
+
+def random_state(module: nn.Module, seed: int, family: Family = "normal") -> dict[str, Tensor]:
+    """A state for `module`: producers scaled by fan-in, γ of both signs, variances positive."""
+    generator = generator_for(seed)
+    owners = dict(module.named_modules(remove_duplicate=False))
+    state: dict[str, Tensor] = {}
+    drawn: dict[tuple[int, torch.Size], Tensor] = {}
+    for key, tensor in module.state_dict().items():
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            state[key] = tensor.clone() if isinstance(tensor, Tensor) else tensor
+            continue
+        place = (tensor.data_ptr(), tensor.shape)  # tied parameters stay tied
+        if place not in drawn:
+            path, _, name = key.rpartition(".")
+            offset = _offset(family, seed, "bias", tensor.dtype)
+            values = _state_tensor(owners.get(path), name, tensor, generator, offset)
+            drawn[place] = values.to(tensor.dtype).to(tensor.device)
+        state[key] = drawn[place]
+    return state
+
+
+def input_family(family: Family, seed: int, has_bias: bool = True) -> Family:
+    """The family of the inputs: a large offset sits in the producers' bias at even seeds, else in the inputs.
+
+    A large mean of the input gives every channel another large mean, and a group of them a large spread.
+    """
+    return "normal" if family == "large offset" and has_bias and seed % 2 == 0 else family
+
+
+def tensors_for(
+    chain: Chain,
+    input_shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    family: Family = "normal",
+    layout: Layout = "contiguous",
+) -> tuple[Tensor, ...]:
+    """One tensor per slot of a chain whose input has the shape `input_shape`."""
+    conv = chain.producer
+    channels = conv.out_channels if conv else input_shape[1]
+    space = conv.output_space(tuple(input_shape[2:])) if conv else tuple(input_shape[2:])
+    shapes: dict[Role, Sequence[int]] = {
+        "input": input_shape,
+        "weight": _weight_shape(conv) if conv else (),
+        "full": (input_shape[0], channels, *space),
+    }
+    slots = [(shapes.get(role, (channels,)), dtype) for role in chain.roles]
+    values = _slot_values(chain, slots, seed, family)
+    large = [role in ("input", "full") and layout == "channels_last" for role in chain.roles]
+    return tuple(_place(one, is_large, device) for one, is_large in zip(values, large, strict=True))
+
+
+def tensors_like(
+    chain: Chain, tensors: Sequence[Tensor], seed: int = 0, family: Family | None = None
+) -> tuple[Tensor, ...]:
+    """New values for a chain's tensors, with their shapes, dtypes, devices and strides; varied by seed."""
+    slots = [(tensor.shape, tensor.dtype) for tensor in tensors]
+    values = _slot_values(chain, slots, seed, family or PLAIN[seed % len(PLAIN)])
+    return tuple(laid_out_like(new, old) for new, old in zip(values, tensors, strict=True))
+
+
+def chain_points(
+    chain: Chain,
+    input_shape: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seeds: int = 5,
+    layout: Layout = "contiguous",
+) -> Iterator[ChainPoint]:
+    """The points that a chain is judged by, one at a time: `families(seeds)`."""
+    for seed, family in enumerate(families(seeds)):
+        yield ChainPoint(tensors_for(chain, input_shape, dtype, device, seed, family, layout), family)
+
+
+def families(seeds: int) -> tuple[Family, ...]:
+    """`seeds` hierarchical points with each other plain family among them, then `seeds` of large offset.
+
+    Independent noise may average out to a nearly constant truth; such points are refused, so they are extra.
+    """
+    plain: list[Family] = ["hierarchical"] * seeds
+    for place, family in enumerate(family for family in PLAIN if family != "hierarchical"):
+        plain.insert(2 * place + 1, family)
+    offset: list[Family] = ["large offset"] * seeds
+    return (*plain, *offset)
+
+
+def slots_of_gamma(chain: Chain) -> tuple[Slot, ...]:
+    return tuple(step.weight for step in chain.steps if isinstance(step, Normalize) and step.weight is not None)
+
+
+def _slot_values(
+    chain: Chain, slots: Sequence[tuple[Sequence[int], torch.dtype]], seed: int, family: Family
+) -> list[Tensor]:
+    generator = generator_for(seed)
+    has_bias = chain.producer is not None and chain.producer.has_bias
+    transposed = chain.producer is not None and chain.producer.transposed
+    gammas = {slot.index for slot in slots_of_gamma(chain)}
+    found = []
+    for index, (role, (shape, dtype)) in enumerate(zip(chain.roles, slots, strict=True)):
+        if role == "input":
+            values = draw(shape, input_family(family, seed, has_bias), generator, dtype)
+        elif role == "weight":
+            values = _fan_in_scaled(shape, transposed, generator)
+        elif role == "full":
+            values = draw(shape, "hierarchical", generator, dtype)
+        elif index in gammas:
+            values = _gamma(shape, generator)
+        else:
+            values = torch.randn(list(shape), generator=generator) + _offset(family, seed, role, dtype)
+        found.append(values.to(dtype))
+    return found
+
+
+def _offset(family: Family, seed: int, role: str, dtype: torch.dtype) -> float:
+    in_bias = role == "bias" and family == "large offset" and input_family(family, seed) != family
+    return offset_for(dtype) if in_bias else 0.0
+
+
+def _state_tensor(
+    owner: nn.Module | None, name: str, tensor: Tensor, generator: torch.Generator, offset: float
+) -> Tensor:
+    noise = torch.randn(tensor.shape, generator=generator)
+    if name == "running_var":
+        return 0.5 + noise.square()
+    if isinstance(owner, _PRODUCERS) and name == "weight":
+        return _fan_in_scaled(tensor.shape, getattr(owner, "transposed", False), generator)
+    if isinstance(owner, _PRODUCERS) and name == "bias":
+        return noise + offset
+    if isinstance(owner, _NORMS) and name == "weight":
+        return _gamma(tensor.shape, generator)
+    if isinstance(owner, _NORMS):
+        return noise
+    return tensor.detach().float().cpu() + PARAMETER_SPREAD * noise
+
+
+def _gamma(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Around ±1, about a third negative, never near 0."""
+    size = 0.5 + torch.rand(list(shape), generator=generator)
+    return torch.where(torch.rand(list(shape), generator=generator) < 0.35, -size, size)
+
+
+def _fan_in_scaled(shape: Sequence[int], transposed: bool, generator: torch.Generator) -> Tensor:
+    fan_in = math.prod(shape[2:]) * shape[0 if transposed else 1]
+    return torch.randn(list(shape), generator=generator) / math.sqrt(fan_in)
+
+
+def _weight_shape(conv: Convolution) -> tuple[int, ...]:
+    first, second = (conv.in_channels, conv.out_channels) if conv.transposed else (conv.out_channels, conv.in_channels)
+    return (first, second // conv.groups, *conv.kernel)
+
+
+def _place(values: Tensor, channels_last: bool, device: torch.device | str) -> Tensor:
+    if channels_last:
+        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+        values = values.contiguous(memory_format=formats[values.dim()])
+    return values.to(device)

@@ -1,0 +1,188 @@
+"""Measurements as CSV: one row per problem, machine and variant, with everything a number depends on."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import functools
+import hashlib
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from postlude.hardware import malloc_is_tuned, versions
+
+# Rows that agree in these measure the same thing: the newer one replaces the older.
+KEY = ("chain", "shape", "dtype", "layout", "precision", "mode", "variant", "threads", "malloc", "device")
+UNKNOWN = "unknown"
+# Fields of the syntax tree that say nothing about what the code does, or that only some Python versions have.
+_IGNORED_FIELDS = frozenset({"kind", "type_comment", "type_ignores", "type_params"})
+
+
+@dataclass(frozen=True)
+class Record:
+    """One row; numbers that were not measured are None and stay empty in the file."""
+
+    chain: str
+    shape: str
+    dtype: str
+    layout: str
+    precision: str
+    mode: str
+    variant: str
+    ms_p20: float | None = None
+    ms_p50: float | None = None
+    ms_p80: float | None = None
+    ms_low: float | None = None
+    ms_high: float | None = None
+    speedup: float | None = None
+    speedup_low: float | None = None
+    speedup_high: float | None = None
+    error_rms: float | None = None
+    error_worst: float | None = None
+    budget_rms: float | None = None
+    budget_worst: float | None = None
+    peak_mib: float | None = None
+    threads: int | None = None
+    malloc: str = ""
+    device: str = ""
+    torch: str = ""
+    triton: str = ""
+    python: str = ""
+    postlude: str = ""
+    commit: str = ""
+    kernel_hash: str = ""
+    timestamp: str = ""
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        return tuple(_text(getattr(self, name)) for name in KEY)
+
+
+COLUMNS = tuple(field.name for field in fields(Record))
+
+
+def environment(device_type: str) -> dict[str, str]:
+    """The columns that describe the machine, its software and the moment."""
+    found = versions()
+    return {
+        **{name: found[name] for name in ("torch", "triton", "python", "postlude")},
+        "device": found.get("gpu", UNKNOWN) if device_type == "cuda" else found["cpu"],
+        "malloc": "tuned" if malloc_is_tuned() else "default",
+        "commit": commit(),
+        "timestamp": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def merge(old: Iterable[Record], new: Iterable[Record]) -> list[Record]:
+    """A new row takes the place of the old one with its key; others are appended."""
+    rows = {record.key: record for record in old}
+    rows.update((record.key, record) for record in new)
+    return list(rows.values())
+
+
+def update(path: Path, records: Iterable[Record]) -> list[Record]:
+    """Merges `records` into the file and answers what it now holds."""
+    rows = merge(read(path) if path.exists() else [], records)
+    write(path, rows)
+    return rows
+
+
+def write(path: Path, records: Iterable[Record]) -> None:
+    """Writes all rows at once: a reader sees the old file or the new one, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows({column: _text(v) for column, v in asdict(record).items()} for record in records)
+        temporary.chmod(0o644)  # mkstemp makes it readable by its owner only
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read(path: Path) -> list[Record]:
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        if tuple(reader.fieldnames or ()) != COLUMNS:
+            raise ValueError(f"{path} does not have the columns of a record file")
+        return [_record(row) for row in reader]
+
+
+@functools.cache
+def commit() -> str:
+    """The commit that this code is at, with a + where files changed since; "unknown" elsewhere."""
+    here = Path(__file__)
+    if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
+        return UNKNOWN
+    head = _git(here.parent, "rev-parse", "--short=10", "HEAD")
+    if not head:
+        return UNKNOWN
+    return head + ("+" if _git(here.parent, "status", "--porcelain", "--untracked-files=no") else "")
+
+
+def kernel_hash(paths: Path | Sequence[Path]) -> str:
+    """A hash of what the Python files under `paths` do: comments, docstrings and line breaks do not count."""
+    digest = hashlib.sha256()
+    for root in [paths] if isinstance(paths, Path) else sorted(paths):
+        files = [root] if root.is_file() else sorted(root.rglob("*.py"))
+        if not files:
+            raise ValueError(f"no Python files in {root}")
+        for file in files:
+            name = file.name if file == root else file.relative_to(root).as_posix()
+            digest.update(f"{name}\n{_meaning(ast.parse(file.read_bytes()))}\n".encode())
+    return digest.hexdigest()[:12]
+
+
+def _meaning(node: Any) -> str:
+    """A syntax tree as text. `ast.dump` would do, if its form were the same in every version of Python."""
+    if isinstance(node, list):
+        return f"[{','.join(_meaning(part) for part in node)}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    parts = []
+    for name, value in ast.iter_fields(node):
+        if name in _IGNORED_FIELDS or value is None or value == []:
+            continue
+        parts.append(f"{name}={_meaning(_without_docstring(node, value) if name == 'body' else value)}")
+    return f"{type(node).__name__}({','.join(parts)})"
+
+
+def _without_docstring(node: ast.AST, body: Any) -> Any:
+    if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        return body
+    return body if ast.get_docstring(node, clean=False) is None else body[1:]
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        command = ["git", "-C", str(folder), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _record(row: Mapping[str, str]) -> Record:
+    values: dict[str, Any] = {}
+    for field in fields(Record):
+        text = row[field.name]
+        if field.type in ("float | None", "int | None"):
+            number = float if field.type.startswith("float") else int
+            values[field.name] = number(text) if text else None
+        else:
+            values[field.name] = text
+    return Record(**values)
+
+
+def _text(value: object) -> str:
+    return "" if value is None else repr(value) if isinstance(value, float) else str(value)

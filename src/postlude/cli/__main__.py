@@ -1,0 +1,4 @@
+from postlude.cli import main
+
+if __name__ == "__main__":
+    main()

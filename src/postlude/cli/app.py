@@ -1,0 +1,186 @@
+"""The commands and their options; what a command does is imported when it is called."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from postlude import __version__
+from postlude.cli import frame, output
+
+app = typer.Typer(
+    name="postlude",
+    help="Makes everything that follows a PyTorch model's convolutions nearly free, and proves the answer.",
+    epilog="FILE.py is KernelBench's format: a class Model and the functions get_inputs and get_init_inputs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+File = Annotated[Path, typer.Argument(metavar="FILE.py", help="The problem: Model, get_inputs, get_init_inputs.")]
+Device = Annotated[
+    str | None, typer.Option(metavar="cpu|cuda", help="Where to run; by default the GPU where there is one.")
+]
+Precision = Annotated[str, typer.Option(metavar="auto|fp32|tf32", help="auto follows PyTorch's own switches.")]
+Json = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write the results to this file as well.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and the warnings of libraries.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        output.say(f"postlude {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and stop."),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(short_help="Find a model's chains, say how each will run, check them.")
+def optimize(
+    file: File, device: Device = None, precision: Precision = "auto", json: Json = None, debug: Debug = False
+) -> None:
+    """Find the chains of a model, say how each one will run and why, and check it against float64.
+
+    Exit code: 0 fused and right, 1 nothing to fuse or wrong, 2 could not run.
+    """
+
+    def command(settings: frame.Settings) -> frame.Answer:
+        from postlude.cli import chains
+
+        return chains.optimize(settings, file)
+
+    frame.run("optimize", frame.Request(device, precision, json, debug), command)
+
+
+@app.command(short_help="Show the passes, the traffic saved, and the reasons.")
+def explain(
+    file: File, device: Device = None, precision: Precision = "auto", json: Json = None, debug: Debug = False
+) -> None:
+    """Show each chain's passes, the memory traffic they should save, and why the rest is left alone.
+
+    Exit code: 0 done, 2 could not run.
+    """
+
+    def command(settings: frame.Settings) -> frame.Answer:
+        from postlude.cli import chains
+
+        return chains.explain(settings, file)
+
+    frame.run("explain", frame.Request(device, precision, json, debug), command)
+
+
+@app.command(short_help="Judge a candidate (ModelNew) against the float64 truth.")
+def verify(
+    reference: Annotated[Path, typer.Argument(metavar="REFERENCE.py", help="The problem, with its Model.")],
+    candidate: Annotated[Path, typer.Argument(metavar="CANDIDATE.py", help="A file with ModelNew.")],
+    backward: Annotated[bool, typer.Option("--backward", help="Check the gradients as well.")] = False,
+    seeds: Annotated[int, typer.Option(min=5, help="Points of each kind; more find rarer faults.")] = 5,
+    device: Device = None,
+    precision: Precision = "auto",
+    json: Json = None,
+    debug: Debug = False,
+) -> None:
+    """Judge a candidate against the float64 truth, on random states and inputs that tell right from wrong.
+
+    The candidate runs in this process: do not hand in code that you do not trust.
+
+    Exit code: 0 right, 1 wrong or the candidate raises, 2 could not run or cannot tell.
+    """
+
+    def command(settings: frame.Settings) -> frame.Answer:
+        from postlude.cli import judge
+
+        return judge.verify(settings, reference, candidate, backward, seeds)
+
+    frame.run("verify", frame.Request(device, precision, json, debug), command)
+
+
+@app.command(short_help="Time eager, torch.compile and Postlude in turns.")
+def bench(
+    file: File,
+    candidate: Annotated[
+        Path | None,
+        typer.Argument(metavar="[CANDIDATE.py]", help="A file with ModelNew, verified before it is timed."),
+    ] = None,
+    train: Annotated[bool, typer.Option("--train", help="Time forward and backward.")] = False,
+    rounds: Annotated[int, typer.Option(min=3, help="How often the variants take turns.")] = 20,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Begin no new round after this time.")] = 30.0,
+    csv: Annotated[Path | None, typer.Option("--csv", metavar="PATH", help="Merge the rows into this file.")] = None,
+    device: Device = None,
+    precision: Precision = "auto",
+    json: Json = None,
+    debug: Debug = False,
+) -> None:
+    """Time eager PyTorch, torch.compile and Postlude in turns; a speed-up is shown only for what is right.
+
+    Exit code: 0 done, 1 a candidate that failed verification, 2 could not run.
+    """
+
+    def command(settings: frame.Settings) -> frame.Answer:
+        from postlude.cli import bench as work
+
+        return work.bench(settings, work.Options(file, candidate, train, rounds, seconds, csv))
+
+    frame.run("bench", frame.Request(device, precision, json, debug), command)
+
+
+@app.command(short_help="Show two models before and after, on this machine.")
+def demo(device: Device = None, precision: Precision = "auto", json: Json = None, debug: Debug = False) -> None:
+    """Show two models before and after, on this machine, in about a minute.
+
+    Exit code: 0 done, 1 a result was wrong, 2 could not run.
+    """
+
+    def command(settings: frame.Settings) -> frame.Answer:
+        from postlude.cli import demo as work
+
+        return work.demo(settings)
+
+    frame.run("demo", frame.Request(device, precision, json, debug), command)
+
+
+@app.command()
+def doctor(device: Device = None, json: Json = None, debug: Debug = False) -> None:
+    """Look at this machine and run a tiny self-test.
+
+    Exit code: 0 all well, 1 something is bad, with what to change.
+    """
+
+    def command(settings: frame.Settings) -> frame.Answer:
+        from postlude.cli import doctor as work
+
+        return work.doctor(settings)
+
+    frame.run("doctor", frame.Request(device, "auto", json, debug), command)
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """The entry point; every way out is an exit code, and a mistake in the options is one sentence."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # → and × under an ASCII locale
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = app(args=given, prog_name="postlude", standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
+        code = frame.INTERRUPTED
+    except Exception as error:
+        explain_it = getattr(error, "format_message", None)  # typer brings its own copy of click, or needs click
+        if explain_it is None:
+            raise
+        output.complain(f"{explain_it().rstrip('.')}. See postlude --help.")
+        code = frame.COULD_NOT_RUN
+    raise SystemExit(code if isinstance(code, int) else frame.DONE)

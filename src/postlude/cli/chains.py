@@ -1,0 +1,109 @@
+"""`postlude optimize` and `postlude explain`: what was found in a model and what becomes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from postlude.check.verdict import Verdict
+from postlude.cli.frame import COULD_NOT_RUN, DONE, NO, Answer, Settings
+from postlude.cli.output import megabytes, say, show_table
+from postlude.cli.session import fuse, is_fused, machine_data, open_problem, result_data
+from postlude.errors import PostludeError
+from postlude.pipeline import Optimized, SiteReport
+from postlude.plan import Plan
+
+
+def optimize(settings: Settings, path: Path) -> Answer:
+    opened = open_problem(settings, path)
+    result = fuse(settings, opened.model, opened.inputs)
+    _raise_if_not_captured(result, path)
+    if result.sites:
+        rows = [[site.name, str(site.chain), _how(site), verdict_words(site.verdict)] for site in result.sites]
+        show_table(["where", "chain", "what will run", "against float64"], rows)
+    _show_declined(result)
+    code, sentence = _conclusion(result)
+    say(sentence, "bold")
+    return Answer(code, {"file": str(path), **machine_data(settings), **result_data(result)})
+
+
+def explain(settings: Settings, path: Path) -> Answer:
+    opened = open_problem(settings, path)
+    result = fuse(settings, opened.model, opened.inputs)
+    _raise_if_not_captured(result, path)
+    for site in result.sites:
+        explain_site(site)
+        say()
+    _show_declined(result)
+    if not result.sites and not result.declined:
+        say("There is no convolution and no norm in this model.")
+    return Answer(DONE, {"file": str(path), **machine_data(settings), **result_data(result)})
+
+
+def explain_site(site: SiteReport) -> None:
+    """The passes of one chain, what they move, and why it was done this way."""
+    say(f"{site.name}: {site.chain}", "bold")
+    x = site.problem.x
+    shape, layout = "×".join(map(str, x.shape)), x.layout.replace("_", " ")
+    say(f"  input {shape}, {x.dtype}, {layout}, on {site.problem.device}")
+    plan = site.outcome
+    if not isinstance(plan, Plan):
+        say("  runs through PyTorch's own operators")
+    else:
+        for line in plan.describe():
+            say(f"  {line}")
+        say(f"  {_slabs(plan)}")
+        moved, before = megabytes(plan.moved_bytes), megabytes(plan.eager_bytes)
+        say(f"  predicted to move {moved} beyond the cache; PyTorch moves {before}")
+    for reason in plan.reasons:
+        say(f"  why: {reason}")
+    if site.verdict is not None:
+        say(f"  checked: {site.verdict}")
+
+
+def _slabs(plan: Plan) -> str:
+    samples = f"{plan.slab} sample{'s' * (plan.slab != 1)}"
+    if plan.slabs == 1:
+        return f"all {samples} at once, {megabytes(plan.slab_bytes)}"
+    return f"{plan.slabs} slabs of {samples}, {megabytes(plan.slab_bytes)} each, which stays in cache"
+
+
+def _raise_if_not_captured(result: Optimized, path: Path) -> None:
+    if result.failure is not None and not result.sites:
+        raise PostludeError(f"{path}: the model cannot be captured and runs as it was ({result.failure.rstrip('.')}).")
+
+
+def _show_declined(result: Optimized) -> None:
+    if result.declined:
+        say("Left as it is:")
+        show_table(["where", "what", "why"], [[item.name, item.what, item.reason] for item in result.declined])
+
+
+def _how(site: SiteReport) -> str:
+    plan = site.outcome
+    if not isinstance(plan, Plan):
+        return f"PyTorch's operators: {'; '.join(plan.reasons)}"
+    return "\n".join([*plan.describe(), *(f"why: {reason}" for reason in plan.reasons)])
+
+
+def verdict_words(verdict: Verdict | None) -> str:
+    if verdict is None:
+        return "not checked"
+    if verdict.errors is None or verdict.quantities[0].own is None or verdict.reasons:
+        return str(verdict)
+    own = verdict.quantities[0].own.rms
+    return f"right: error {verdict.errors.rms:.1e} of the spread, PyTorch's own {own:.1e}"
+
+
+def _conclusion(result: Optimized) -> tuple[int, str]:
+    fused = [site for site in result.sites if is_fused(site)]
+    outcomes = {site.verdict.outcome for site in result.sites if site.verdict is not None}
+    if "wrong" in outcomes:
+        return NO, "Wrong: a fused chain failed its check, so it runs through PyTorch's operators."
+    if "cannot tell" in outcomes:
+        return COULD_NOT_RUN, "Cannot tell: this problem does not tell a right result from a wrong one."
+    if not fused:
+        return NO, "Nothing to fuse: the model runs as it did."
+    return (
+        DONE,
+        f"{len(fused)} of {len(result.sites)} chain{'s' * (len(result.sites) != 1)} fused, and right.",
+    )

@@ -1,0 +1,75 @@
+"""The problems that the demo shows, and how one of them is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from postlude import problem_file, problems
+from postlude.check.clock import Estimate
+from postlude.cli.frame import Settings
+from postlude.cli.race import COMPILE, EAGER, POSTLUDE, Call, Course, compile_model, race
+from postlude.cli.session import Opened
+
+ROUNDS = 15
+SECONDS = 5.0  # per problem and malloc; with three problems, two mallocs and compiling, about a minute in all
+
+
+@dataclass(frozen=True)
+class Case:
+    key: str
+    title: str
+    file: str
+    cpu_sizes: Mapping[str, int] = field(default_factory=dict)  # a GPU runs the file's own sizes, KernelBench's
+    channels_last: bool = False
+
+    @property
+    def layout(self) -> str:
+        return ", channels-last" if self.channels_last else ""
+
+    def open(self, device: str) -> Opened:
+        folder = Path(next(iter(problems.__path__)))
+        problem = problem_file.load(folder / f"{self.file}.py")
+        if device == "cpu":
+            problem.with_sizes(**self.cpu_sizes)
+        model, inputs = problem.build(device), problem.inputs(device)
+        if self.channels_last:
+            model = model.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+            inputs = tuple(x.to(memory_format=torch.channels_last_3d) for x in inputs)
+        return Opened(problem, model, inputs, problem.run(model, inputs))
+
+
+_CUBE = {"batch_size": 4, "depth": 16, "height": 16, "width": 16}
+CASES = (
+    Case("23", "Conv3d → GroupNorm → mean", "conv3d_group_norm_mean", {"batch_size": 16}),
+    Case("61", "ConvTranspose3d → ReLU → GroupNorm", "conv_transpose3d_relu_group_norm", _CUBE),
+    Case(
+        "61cl",
+        "ConvTranspose3d → ReLU → GroupNorm",
+        "conv_transpose3d_relu_group_norm",
+        _CUBE,
+        channels_last=True,
+    ),
+)
+
+
+def compile_case(case: Case, settings: Settings, opened: Opened) -> tuple[Call | None, str]:
+    """The case's model under torch.compile, or None and why there is none."""
+    return compile_model(case.open(settings.device).model, _course(opened), settings.device)
+
+
+def time_case(
+    opened: Opened, fused: nn.Module, compiled: Call | None, update: Callable[[str], None] | None
+) -> dict[str, Estimate]:
+    models: dict[str, Call] = {EAGER: opened.model, POSTLUDE: fused}
+    if compiled is not None:
+        models[COMPILE] = compiled
+    return race(models, _course(opened), update)
+
+
+def _course(opened: Opened) -> Course:
+    return Course([opened.inputs], opened.output, rounds=ROUNDS, seconds=SECONDS)

@@ -1,0 +1,137 @@
+"""`postlude doctor`: is this machine fit, and what should be changed where it is not?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor, nn
+
+from postlude import hardware
+from postlude.cli.frame import DONE, NO, Answer, Settings
+from postlude.cli.output import megabytes, say, show_table, working
+from postlude.cli.session import machine_data
+from postlude.pipeline import optimize
+
+OLDEST_TORCH = (2, 11)
+OLDEST_GPU = (8, 0)
+TUNED_MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": "4294967296",
+    "MALLOC_TRIM_THRESHOLD_": "8589934592",
+    "MALLOC_TOP_PAD_": "268435456",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    what: str
+    found: str
+    state: str  # "good", "note" (could be better) or "bad"
+    advice: str = ""
+
+
+def doctor(settings: Settings) -> Answer:
+    with working("Looking at this machine and running a self-test"):
+        findings = [*_software(), *_machine(settings), *_torch_compile(settings), _self_test(settings)]
+    show_table(["", "found", "", "what to change"], [[f.what, f.found, f.state, f.advice] for f in findings])
+    bad = [finding.what for finding in findings if finding.state == "bad"]
+    say(f"Bad: {', '.join(bad)}." if bad else "All well.", "bold")
+    data = {"findings": [asdict(finding) for finding in findings]}
+    return Answer(NO if bad else DONE, {**machine_data(settings), **data})
+
+
+def _software() -> Iterator[Finding]:
+    found = hardware.versions()
+    for name in ("postlude", "python", "system"):
+        yield Finding(name, found[name], "good")
+    release = tuple(int(part) for part in found["torch"].split("+")[0].split(".")[:2])
+    old = release < OLDEST_TORCH
+    advice = f"install torch {'.'.join(map(str, OLDEST_TORCH))} or newer" if old else ""
+    yield Finding("torch", found["torch"], "bad" if old else "good", advice)
+
+
+def _machine(settings: Settings) -> Iterator[Finding]:
+    yield Finding("cpu", hardware.cpu_name(), "good")
+    yield Finding("last-level cache", megabytes(hardware.last_level_cache_bytes()), "good")
+    yield _threads()
+    if settings.device == "cuda":
+        yield _gpu()
+        return
+    tuned = hardware.malloc_is_tuned()
+    export = " ".join(f"{name}={value}" for name, value in TUNED_MALLOC.items())
+    yield Finding(
+        "malloc",
+        "tuned" if tuned else "the system's",
+        "good" if tuned else "note",
+        "" if tuned else f"eager and Postlude are both faster under: export {export}",
+    )
+
+
+def _threads() -> Finding:
+    threads = hardware.machine_for("cpu").threads
+    # Only Linux says which cores this process may use.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else threads
+    if threads > cores:
+        return Finding("threads", f"{threads} on {cores} cores", "bad", f"set OMP_NUM_THREADS={cores}")
+    return Finding("threads", f"{threads} on {cores} cores", "good")
+
+
+def _gpu() -> Finding:
+    name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    if capability < OLDEST_GPU:
+        return Finding("gpu", name, "bad", "Postlude needs Ampere or newer; use --device cpu")
+    return Finding("gpu", name, "good")
+
+
+def _torch_compile(settings: Settings) -> Iterator[Finding]:
+    compiler = hardware.cpp_compiler()
+    needs = settings.device == "cpu"
+    advice = "torch.compile cannot be compared with on a CPU until g++ or clang++ is installed"
+    state = "note" if compiler is None and needs else "good"
+    yield Finding("C++ compiler", compiler or "none", state, advice if state == "note" else "")
+    triton, on_gpu = hardware.has_triton(), settings.device == "cuda"
+    bad = on_gpu and not triton
+    yield Finding(
+        "Triton",
+        hardware.versions()["triton"],
+        "bad" if bad else "good",
+        "pip install 'postlude[gpu]'" if bad else "",
+    )
+    listed = "postlude" in torch.compiler.list_backends(exclude_tags=())
+    advice = "" if listed else "install the package (pip install .) so that torch finds the backend by its name"
+    state = "good" if listed else "bad"
+    yield Finding('torch.compile(backend="postlude")', "registered" if listed else "unknown to torch", state, advice)
+
+
+class _Tiny(nn.Module):
+    """A chain of the kind that Postlude fuses, small enough for any machine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv3d(3, 8, 3), nn.GroupNorm(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(torch.relu(self.conv(x)))  # type: ignore[no-any-return]
+
+
+def _self_test(settings: Settings) -> Finding:
+    name = "self-test"
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        model = _Tiny().to(settings.device)
+        inputs = (torch.randn(2, 3, 8, 8, 8, device=settings.device),)
+        try:
+            result = optimize(model, inputs)
+        except Exception as error:  # whatever is broken here is what the doctor is asked about
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            return Finding(name, text, "bad", "run postlude doctor --debug and report what it prints")
+    if result.failure is not None:
+        return Finding(name, f"not captured: {result.failure}", "bad", "report this with the versions above")
+    if not result.sites:
+        return Finding(name, "no chain was found", "bad", "report this with the versions above")
+    verdict = result.verdict
+    if verdict is not None and not verdict.right:
+        return Finding(name, str(verdict), "bad", "report this with the versions above")
+    return Finding(name, "a chain was found and is right" if verdict else "a chain was found", "good")

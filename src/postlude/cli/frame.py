@@ -1,0 +1,113 @@
+"""What every command shares: the request, quiet libraries, one sentence for what goes wrong, exit codes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from postlude.cli.output import check_writable, complain, write_json
+from postlude.errors import PostludeError
+
+DONE, NO, COULD_NOT_RUN, INTERRUPTED = 0, 1, 2, 130
+DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Request:
+    """The options that every command has."""
+
+    device: str | None = None
+    precision: str = "auto"
+    json: Path | None = None
+    debug: bool = False
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A request that this machine can do."""
+
+    device: str
+    precision: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    code: int
+    data: dict[str, Any]  # what --json writes
+
+
+def run(name: str, request: Request, command: Callable[[Settings], Answer]) -> None:
+    """Runs a command and ends with its exit code."""
+    raise typer.Exit(_run(name, request, command))
+
+
+def _run(name: str, request: Request, command: Callable[[Settings], Answer]) -> int:
+    try:
+        with quiet(request.debug):
+            check_writable(request.json)
+            with settled(request) as settings:
+                answer = command(settings)
+            if request.json is not None:
+                write_json(request.json, {"command": name, "exit_code": answer.code, **answer.data})
+            return answer.code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:
+        if request.debug:
+            traceback.print_exc()
+        complain(_sentence(error))
+        return COULD_NOT_RUN
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, PostludeError):
+        return str(error)
+    first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+    return f"unexpected {type(error).__name__}: {first} (--debug shows where)."
+
+
+@contextlib.contextmanager
+def settled(request: Request) -> Iterator[Settings]:
+    """The request with its defaults filled in, and PyTorch's precision switches set to it while it runs."""
+    if request.device is not None and request.device not in DEVICES:
+        raise PostludeError(f"--device {request.device} is unknown; use {' or '.join(DEVICES)}.")
+    from postlude import hardware
+    from postlude.check.modes import pytorch_switches
+    from postlude.run.execute import check_precision
+
+    device = request.device or hardware.default_device()
+    if device == "cuda" and hardware.default_device() != "cuda":
+        raise PostludeError("--device cuda needs an NVIDIA GPU that this PyTorch can use; there is none here.")
+    import torch
+
+    with pytorch_switches(request.precision, torch.device(device)):
+        check_precision(request.precision, device)
+        yield Settings(device, request.precision)
+
+
+@contextlib.contextmanager
+def quiet(debug: bool) -> Iterator[None]:
+    """Keeps warnings and logs of libraries out of the output: what matters is in the results."""
+    # Children (Inductor's workers) and torch's C++ part read these once, at their start.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if debug or "TORCH_LOGS" in os.environ:
+        yield
+        return
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

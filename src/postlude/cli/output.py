@@ -1,0 +1,142 @@
+"""What people read: results on stdout, progress on stderr, files written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from postlude.errors import PostludeError
+
+_PIPE_WIDTH = 240  # a file has no width: cutting or folding a table for it would only harm
+
+
+def say(text: str = "", style: str = "") -> None:
+    _console(sys.stdout).print(Text(text, style=style), soft_wrap=True)
+
+
+def complain(text: str) -> None:
+    _console(sys.stderr).print(Text(f"postlude: {text}"), soft_wrap=True)
+
+
+def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()) -> None:
+    """A table; columns named in `numbers` are set to the right."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for column in columns:
+        table.add_column(Text(column), justify="right" if column in numbers else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console = _console(sys.stdout)
+    if console.is_terminal:
+        console.print(table)
+        return
+    with console.capture() as captured:  # rich pads lines to the table's width; a file is better without
+        console.print(table)
+    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
+
+
+@contextlib.contextmanager
+def working(text: str, *, timed: bool = False) -> Iterator[Callable[[str], None]]:
+    """Says on stderr what is being done; the function it gives updates the words.
+
+    While something is timed nothing may run beside it, so the line then moves only when it is told to.
+    """
+    console = _console(sys.stderr)
+    if not console.is_terminal:
+        complain(f"{text} …")
+        yield lambda _: None
+        return
+    started = time.monotonic()
+
+    def line(more: str = "") -> Text:
+        passed = time.monotonic() - started
+        return Text(f"{text} … {passed:3.0f} s  {more}", style="dim", overflow="ellipsis", no_wrap=True)
+
+    from rich.live import Live
+
+    latest = [""]
+    with Live(
+        console=console,
+        transient=True,
+        auto_refresh=not timed,
+        refresh_per_second=2,
+        get_renderable=lambda: line(latest[0]),
+    ) as live:
+
+        def update(more: str) -> None:
+            latest[0] = more
+            live.refresh()
+
+        yield update
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.3g}" if seconds < 1 else f"{1000 * seconds:.0f}"
+
+
+def times(ratio: float) -> str:
+    return f"{ratio:.2f}×"
+
+
+def between(low: float, high: float) -> str:
+    return f"{low:.2f}–{high:.2f}"
+
+
+def megabytes(count: float) -> str:
+    return f"{count / 1e6:.3g} MB" if count < 1e9 else f"{count / 1e9:.3g} GB"
+
+
+def check_writable(path: Path | None) -> None:
+    """Raises in one sentence where a result could not be written: said before the work, not after it."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise PostludeError(f"{path}: this is a directory; name a file to write to.")
+    if not path.parent.is_dir():
+        raise PostludeError(f"{path}: the folder {path.parent} does not exist.")
+    if not os.access(path.parent, os.W_OK):
+        raise PostludeError(f"{path}: the folder {path.parent} cannot be written to.")
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    write_whole(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes beside the file and moves it into place, so that nobody ever reads half of it."""
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        partial = Path(name)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            partial.chmod(0o666 & ~_umask())  # mkstemp's files are for their owner alone
+            partial.replace(path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise PostludeError(f"{path}: it cannot be written ({error.strerror}).") from error
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _console(stream: TextIO) -> Console:
+    width = None if stream.isatty() else _PIPE_WIDTH
+    # Whether there is a terminal is the stream's to say; NO_COLOR and TERM=dumb are rich's to honour.
+    return Console(file=stream, width=width, highlight=False, markup=False, emoji=False, force_terminal=stream.isatty())

@@ -1,0 +1,97 @@
+"""A problem opened on a device, and the records of what Postlude made of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from postlude import hardware, problem_file
+from postlude.cli.frame import Settings
+from postlude.cli.output import working
+from postlude.pipeline import Optimized, SiteReport
+from postlude.pipeline import optimize as optimize_model
+from postlude.plan import Plan
+from postlude.problem_file import ProblemFile
+
+
+@dataclass(frozen=True)
+class Opened:
+    problem: ProblemFile
+    model: nn.Module
+    inputs: tuple[Any, ...]
+    output: Tensor  # what the model itself gives
+
+
+def open_problem(settings: Settings, path: Path) -> Opened:
+    """Loads, builds and runs the model once, so that whatever is wrong with the file is said first."""
+    problem = problem_file.load(path)
+    with working(f"Running {path.name} as it is"):
+        model = problem.build(settings.device)
+        inputs = problem.inputs(settings.device)
+        return Opened(problem, model, inputs, problem.run(model, inputs))
+
+
+def fuse(settings: Settings, model: nn.Module, inputs: tuple[Any, ...], *, train: bool = False) -> Optimized:
+    """`postlude.optimize` in the mode that will run: training has other plans than inference."""
+    with working("Finding chains and checking them against float64"), torch.set_grad_enabled(train):
+        return optimize_model(model, inputs, precision=settings.precision)
+
+
+def fuse_silently(settings: Settings, model: nn.Module, inputs: tuple[Any, ...]) -> Optimized:
+    """The same for inference, for a model that was checked elsewhere."""
+    with torch.no_grad():
+        return optimize_model(model, inputs, precision=settings.precision, verify=False)
+
+
+def is_fused(site: SiteReport) -> bool:
+    return isinstance(site.outcome, Plan) and (site.verdict is None or site.verdict.right)
+
+
+def machine_data(settings: Settings) -> dict[str, Any]:
+    """What a number depends on, for --json."""
+    machine = hardware.machine_for(settings.device)
+    return {
+        "device": settings.device,
+        "precision": settings.precision,
+        "threads": machine.threads,
+        "malloc": malloc_word(),
+        "versions": hardware.versions(),
+    }
+
+
+def malloc_word() -> str:
+    return "tuned malloc" if hardware.malloc_is_tuned() else "system malloc"
+
+
+def result_data(result: Optimized) -> dict[str, Any]:
+    return {
+        "sites": [site_data(site) for site in result.sites],
+        "declined": [{"name": d.name, "what": d.what, "reason": d.reason} for d in result.declined],
+        "failure": result.failure,
+        "verdict": None if result.verdict is None else result.verdict.as_dict(),
+    }
+
+
+def site_data(site: SiteReport) -> dict[str, Any]:
+    outcome = site.outcome
+    how: dict[str, Any] = {"fused": isinstance(outcome, Plan), "reasons": list(outcome.reasons)}
+    if isinstance(outcome, Plan):
+        how |= {
+            "passes": outcome.describe(),
+            "slab": outcome.slab,
+            "slabs": outcome.slabs,
+            "slab_bytes": outcome.slab_bytes,
+            "moved_bytes": outcome.moved_bytes,
+            "eager_bytes": outcome.eager_bytes,
+        }
+    return {
+        "name": site.name,
+        "chain": str(site.chain),
+        "inputs": [{"shape": list(t.shape), "dtype": t.dtype, "layout": t.layout} for t in site.problem.tensors],
+        "plan": how,
+        "verdict": None if site.verdict is None else site.verdict.as_dict(),
+    }

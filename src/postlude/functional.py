@@ -1,0 +1,26 @@
+"""The pieces, for people who build with them: run a `Chain` on tensors of their own."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from postlude.chain import Chain
+from postlude.errors import PostludeError
+from postlude.run.execute import check_precision, run_chain
+
+__all__ = ["run"]
+
+
+def run(chain: Chain, *tensors: Tensor, precision: str = "auto") -> Tensor:
+    """The chain's result for one tensor per slot (`chain.roles` names them); differentiable."""
+    if len(tensors) != len(chain.roles):
+        raise PostludeError(
+            f"this chain takes {len(chain.roles)} tensors ({', '.join(chain.roles)}), but {len(tensors)} were given."
+        )
+    devices = {str(tensor.device) for tensor in tensors}
+    if len(devices) > 1:
+        raise PostludeError(
+            f"all tensors of a chain must be on one device, but they are on {', '.join(sorted(devices))}."
+        )
+    check_precision(precision, tensors[0].device.type)
+    return run_chain(chain, tensors, precision)

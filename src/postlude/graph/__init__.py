@@ -1,0 +1,1 @@
+"""Model to chains and back: capture, tidy, match, splice."""

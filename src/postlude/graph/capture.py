@@ -1,0 +1,106 @@
+"""Dynamo's graph, traced again at ATen level: differentiable, parameters still inputs, dtypes as they will be.
+
+Every private interface of PyTorch that Postlude needs is in this file. It is tested on torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._guards import TracingContext
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx, track_tensor_tree
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
+from torch.utils._pytree import tree_map, tree_map_only
+
+# Nodes that change how everything after them computes; no chain crosses one.
+MODE_CHANGES = (_enter_autocast, _exit_autocast, torch._C._set_grad_enabled)
+
+
+def capture(graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+    """Re-traces `graph` with pre-dispatch ATen operators on fake copies of `inputs`; runs nothing for real."""
+    with _fresh_fakes(inputs) as fakes, fx.traceback.preserve_node_meta():
+        trace = make_fx(_AtenTracer(graph).run, pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True)
+        return trace(*fakes)
+
+
+def capture_function(function: Callable[..., Any], inputs: Sequence[Any]) -> fx.GraphModule:
+    """The same for a plain function of tensors, without Dynamo: what `postlude.nn` traces its modules with."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = [mode.from_tensor(x, static_shapes=True) if isinstance(x, torch.Tensor) else x for x in inputs]
+    with mode:
+        trace = make_fx(function, pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True)
+        return trace(*fakes)
+
+
+def same_shape(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    """True where two shapes are known to be equal; never adds a guard, as `==` on symbols would."""
+    return len(left) == len(right) and all(statically_known_true(sym_eq(a, b)) for a, b in zip(left, right))
+
+
+@contextlib.contextmanager
+def _fresh_fakes(inputs: Sequence[Any]) -> Iterator[list[Any]]:
+    # Dynamo's own fakes belong to an older mode ("Mixing fake modes"), and the context's mode is memoised by
+    # AOTAutograd: so a mode of our own over Dynamo's ShapeEnv, which shares its symbols and guards.
+    context = TracingContext.get()
+    old = context.fake_mode
+    mode = FakeTensorMode(shape_env=old.shape_env if old else None, allow_non_fake_inputs=True)
+    context.fake_mode = mode
+
+    def fake(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x  # SymInts pass through
+        symbolic = context.tensor_to_context.get(x)
+        source = getattr(symbolic, "tensor_source", None)
+        return mode.from_tensor(x, symbolic_context=symbolic, source=source, static_shapes=symbolic is None)
+
+    try:
+        with mode:
+            yield [fake(x) for x in inputs]
+    finally:
+        context.fake_mode = old
+
+
+class _AtenTracer(fx.Interpreter):
+    """Runs Dynamo's graph under make_fx, with the two kinds of nodes that make_fx would get wrong."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.target is _enter_autocast:
+            # make_fx records the call without entering it: every dtype in the region would be wrong.
+            region = torch.amp.autocast(*n.args)  # type: ignore[arg-type]
+            region.__enter__()  # records the node as well
+            return region
+        if n.target is _exit_autocast:
+            return self.env[n.args[0]].__exit__(None, None, None)  # type: ignore[index]
+        if isinstance(n.target, HigherOrderOperator):
+            return self._copy_untouched(n)
+        return super().run_node(n)
+
+    def _copy_untouched(self, node: fx.Node) -> Any:
+        # Tracing through autograd_function_apply loses the input's gradient, through a checkpoint it raises.
+        args, kwargs = self.fetch_args_kwargs_from_env(node)
+        mode = torch._ops._get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)
+        tracer = mode.tracer
+
+        def proxy(item: Any) -> Any:
+            if isinstance(item, torch.nn.Module):
+                name = f"body_{len(tracer.root._modules)}"
+                tracer.root.add_module(name, item)
+                return tracer.create_proxy("get_attr", name, (), {})
+            return tracer.unwrap_proxy(item) if isinstance(item, (torch.Tensor, torch.SymInt)) else item
+
+        proxied = tree_map(proxy, (tuple(args), dict(kwargs)))
+        call = tracer.create_proxy("call_function", node.target, *proxied)
+        with disable_proxy_modes_tracing():
+            out = tree_map_only(
+                torch.Tensor,
+                lambda v: torch.empty_strided(v.size(), v.stride(), dtype=v.dtype, device=v.device),
+                node.meta["example_value"],
+            )
+        return track_tensor_tree(out, call, constant=None, tracer=tracer)

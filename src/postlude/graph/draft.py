@@ -1,0 +1,266 @@
+"""A chain while it is read off the graph: one ATen node at a time, or a sentence why it ends here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from postlude.chain import (
+    Cast,
+    Chain,
+    Convolution,
+    Normalize,
+    Operand,
+    Pointwise,
+    Reduce,
+    Role,
+    Scalar,
+    Slot,
+    Step,
+    Value,
+)
+from postlude.graph import spellings
+from postlude.graph.capture import same_shape
+from postlude.graph.spellings import arguments_of
+
+
+@dataclass(frozen=True)
+class Draft:
+    dims: int
+    producer: Convolution | None
+    nodes: tuple[fx.Node, ...]
+    values: Mapping[fx.Node, Value]
+    dtypes: tuple[torch.dtype, ...]  # of each value
+    steps: tuple[Step, ...]
+    roles: tuple[Role, ...]
+    tensors: tuple[fx.Node, ...]
+
+    def chain(self) -> Chain:
+        return Chain(self.dims, self.producer, self.steps, self.roles)
+
+    def extend(self, node: fx.Node) -> Draft | str:
+        """This draft with one more step, or a sentence why `node` cannot be one."""
+        if any(isinstance(step, Reduce) for step in self.steps) and spellings.pointwise(node) is None:
+            return f"{describe(node)} comes after a reduction"
+        spelled = spellings.pointwise(node)
+        if isinstance(spelled, str):
+            return spelled
+        if spelled is not None:
+            return _pointwise(self, node, spelled)
+        if spellings.norm(node) is not None:
+            return _normalize(self, node)
+        if spellings.reduction(node) is not None:
+            return _reduce(self, node)
+        if node.target is torch.ops.aten.to.dtype:
+            return self._add(node, Cast(self.values[node.args[0]], _name(dtype_of(node))))  # type: ignore[index]
+        return f"{describe(node)} is not in the vocabulary"
+
+    def _slot(self, node: fx.Node, role: Role) -> tuple[Draft, Slot]:
+        for index, (known, known_role) in enumerate(zip(self.tensors, self.roles)):
+            if known is node and known_role == role:
+                return self, Slot(index)
+        grown = dataclasses.replace(self, tensors=(*self.tensors, node), roles=(*self.roles, role))
+        return grown, Slot(len(self.tensors))
+
+    def _cast(self, value: Value, dtype: torch.dtype) -> tuple[Draft, Value]:
+        """Autocast changes dtypes below the level of this graph: where it did, the chain says so."""
+        if self.dtypes[value.index] == dtype:
+            return self, value
+        steps = (*self.steps, Cast(value, _name(dtype)))
+        return dataclasses.replace(self, steps=steps, dtypes=(*self.dtypes, dtype)), Value(len(steps))
+
+    def _add(self, node: fx.Node, step: Step) -> Draft:
+        steps = (*self.steps, step)
+        return dataclasses.replace(
+            self,
+            nodes=(*self.nodes, node),
+            values={**self.values, node: Value(len(steps))},
+            dtypes=(*self.dtypes, dtype_of(node)),
+            steps=steps,
+        )
+
+
+def start_with_convolution(node: fx.Node) -> Draft | str:
+    call = arguments_of(node)
+    x, weight, bias = call["input"], call["weight"], call["bias"]
+    conv = _convolution(node, call)
+    if isinstance(conv, str):
+        return conv
+    roles: tuple[Role, ...] = ("input", "weight")
+    tensors: tuple[fx.Node, ...] = (x, weight)
+    if bias is not None:
+        roles, tensors = (*roles, "bias"), (*tensors, bias)
+    dtype = dtype_of(node)
+    return Draft(conv.dims, conv, (node,), {node: Value(0)}, (dtype,), (), roles, tensors)
+
+
+def start_with_input(node: fx.Node) -> Draft | str:
+    """A chain without a convolution begins at the tensor that `node` works on."""
+    shape = shape_of(node)
+    if len(shape) not in (4, 5):
+        return f"{describe(node)} has {len(shape)} axes; chains are 2-D or 3-D with a batch and channels"
+    return Draft(len(shape) - 2, None, (), {node: Value(0)}, (dtype_of(node),), (), ("input",), (node,))
+
+
+def shape_of(node: fx.Node) -> tuple[Any, ...]:
+    value = node.meta.get("val")
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+
+
+def dtype_of(node: fx.Node) -> torch.dtype:
+    dtype = node.meta["val"].dtype
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def describe(node: fx.Node) -> str:
+    return str(node.target).removesuffix(".default") if node.op == "call_function" else f"{node.op} {node.name}"
+
+
+def _convolution(node: fx.Node, call: spellings.Arguments) -> Convolution | str:
+    name = spellings.CONVOLUTIONS[node.target]  # type: ignore[index]
+    dims, transposed = int(name[-2]), "transpose" in name
+    if len(shape_of(call["input"])) != dims + 2:
+        return f"{name} on an input without a batch axis"
+    weight = shape_of(call["weight"])
+    if not all(isinstance(size, int) for size in weight):
+        return f"{name} whose weight has no fixed shape"
+    kernel = weight[2:]
+    padding = _padding(call["padding"], kernel, _each(call["dilation"], dims))
+    if isinstance(padding, str):
+        return padding
+    groups = int(call["groups"])
+    tensors = [call["input"], call["weight"], *([call["bias"]] if call["bias"] is not None else [])]
+    mixed = any(dtype_of(tensor) != dtype_of(node) for tensor in tensors)
+    return Convolution(
+        transposed,
+        weight[0] if transposed else weight[1] * groups,
+        weight[1] * groups if transposed else weight[0],
+        kernel,
+        _each(call["stride"], dims),
+        padding,
+        _each(call["dilation"], dims),
+        _each(call.get("output_padding", 0), dims),
+        groups,
+        call["bias"] is not None,
+        _name(dtype_of(node)) if mixed else None,
+    )
+
+
+def _padding(given: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]) -> tuple[int, ...] | str:
+    if given == "valid":
+        return (0,) * len(kernel)
+    if given == "same":
+        totals = [d * (k - 1) for d, k in zip(dilation, kernel)]
+        if any(total % 2 for total in totals):
+            return "padding='same' with an even kernel pads one side more than the other"
+        return tuple(total // 2 for total in totals)
+    return _each(given, len(kernel))
+
+
+def _pointwise(draft: Draft, node: fx.Node, spelled: spellings.Spelled) -> Draft | str:
+    operands: list[Operand] = []
+    given = list(spelled.operands)
+    if len(given) == 2 and given[0] not in draft.values:
+        given.reverse()  # add and mul commute; the value comes first
+    if not isinstance(given[0], fx.Node) or given[0] not in draft.values:
+        return f"{describe(node)} does not work on the chain's value"
+    first = given[0]
+    for item in given:
+        operand = _operand(draft, node, first, item)
+        if isinstance(operand, str):
+            return operand
+        draft, read = operand
+        operands.append(read)
+    dtype = _promoted(draft, operands)
+    if dtype != dtype_of(node):
+        draft, operands[0] = draft._cast(draft.values[first], dtype_of(node))
+        if _promoted(draft, operands) != dtype_of(node):
+            return f"{describe(node)} changes the dtype in a way that is not understood"
+    return draft._add(node, Pointwise(spelled.op, tuple(operands), spelled.settings))
+
+
+def _operand(draft: Draft, node: fx.Node, first: fx.Node, item: Any) -> tuple[Draft, Operand] | str:
+    if isinstance(item, (int, float)):
+        return draft, Scalar(float(item))
+    if not isinstance(item, fx.Node) or not isinstance(item.meta.get("val"), torch.Tensor):
+        return f"{describe(node)} has an operand that is neither a tensor nor a number"
+    shape, other = shape_of(first), shape_of(item)
+    if item in draft.values:
+        if not same_shape(shape, other):
+            return f"{describe(node)} broadcasts one of the chain's values"
+        return draft, draft.values[item]
+    if any(isinstance(step, Reduce) for step in draft.steps):
+        return f"{describe(node)} brings another tensor in after a reduction"
+    if same_shape(shape, other):
+        return draft._slot(item, "full")
+    if same_shape(shape[1:2] + (1,) * draft.dims, other[-draft.dims - 1 :]) and all(
+        same_shape((size,), (1,)) for size in other[: -draft.dims - 1]
+    ):
+        return draft._slot(item, "channel")
+    return f"{describe(node)} broadcasts a tensor of shape {tuple(other)}, which is neither full nor per channel"
+
+
+def _promoted(draft: Draft, operands: list[Operand]) -> torch.dtype:
+    """The dtype that plain PyTorch gives, outside autocast; numbers do not widen a floating tensor."""
+    dtypes = []
+    for operand in operands:
+        if isinstance(operand, Value):
+            dtypes.append(draft.dtypes[operand.index])
+        elif isinstance(operand, Slot):
+            dtypes.append(dtype_of(draft.tensors[operand.index]))
+    result = dtypes[0]
+    for dtype in dtypes[1:]:
+        result = torch.promote_types(result, dtype)
+    return result
+
+
+def _normalize(draft: Draft, node: fx.Node) -> Draft | str:
+    op = spellings.norm(node)
+    assert op is not None
+    call = arguments_of(node)
+    if op == "instance_norm" and (call["running_mean"] is not None or not call["use_input_stats"]):
+        return "instance_norm with running statistics"
+    if call["input"] not in draft.values:
+        return f"{describe(node)} does not work on the chain's value"
+    draft, value = draft._cast(draft.values[call["input"]], dtype_of(node))
+    slots: list[Slot | None] = []
+    for name in ("weight", "bias"):
+        slot = None
+        if call[name] is not None:
+            draft, slot = draft._slot(call[name], "channel")
+        slots.append(slot)
+    groups = int(call["num_groups"]) if op == "group_norm" else None
+    return draft._add(node, Normalize(op, value, groups, float(call["eps"]), *slots))
+
+
+def _reduce(draft: Draft, node: fx.Node) -> Draft | str:
+    op = spellings.reduction(node)
+    assert op is not None
+    call = arguments_of(node)
+    if call["self"] not in draft.values:
+        return f"{describe(node)} does not work on the chain's value"
+    if call["dtype"] is not None:
+        return f"{describe(node)} with a dtype of its own"
+    rank = draft.dims + 2
+    axes = sorted(axis % rank for axis in call["dim"]) if call["dim"] is not None else []
+    spans = {tuple(range(2, rank)): "space", tuple(range(1, rank)): "sample"}
+    over = spans.get(tuple(axes))
+    if over is None:
+        return f"{describe(node)} over axes {axes}: only space, or all but the batch, is understood"
+    draft, value = draft._cast(draft.values[call["self"]], dtype_of(node))
+    return draft._add(node, Reduce(op, value, over, bool(call["keepdim"])))  # type: ignore[arg-type]
+
+
+def _each(sizes: Any, dims: int) -> tuple[int, ...]:
+    given = (sizes,) if isinstance(sizes, int) else tuple(int(size) for size in sizes)
+    return given * dims if len(given) == 1 else given
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,159 @@
+"""Finds the chains of a graph, and says for every convolution and norm that is in none, why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+from postlude.chain import Chain, Normalize
+from postlude.graph import spellings
+from postlude.graph.capture import MODE_CHANGES
+from postlude.graph.draft import Draft, describe, start_with_convolution, start_with_input
+from postlude.graph.tidy import mutated_storages, storage_of
+
+_LONGEST = 24  # steps; longer straight lines do not occur, and the search stays linear
+
+
+@dataclass(frozen=True)
+class Match:
+    """A chain, the nodes it replaces (in order) and the node behind each of its slots."""
+
+    name: str
+    chain: Chain
+    nodes: tuple[fx.Node, ...]
+    tensors: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class Declined:
+    """A convolution or norm that stays as it is."""
+
+    name: str
+    what: str
+    reason: str
+
+
+def match(graph: fx.GraphModule) -> tuple[list[Match], list[Declined]]:
+    finder = _Finder(graph)
+    for node in graph.graph.nodes:
+        if spellings.is_convolution(node):
+            finder.try_from(node, start_with_convolution, wants_norm=False)
+    for node in graph.graph.nodes:
+        # Without a convolution, a chain begins at an elementwise step or a norm, and must have a norm to pay.
+        if node not in finder.taken and (
+            spellings.norm(node) or isinstance(spellings.pointwise(node), spellings.Spelled)
+        ):
+            before = node.all_input_nodes[0] if node.all_input_nodes else None
+            if before is not None and "val" in before.meta:
+                finder.try_from(before, start_with_input, wants_norm=True, first=node)
+    return finder.matches, finder.declined_norms_too(graph)
+
+
+class _Finder:
+    def __init__(self, graph: fx.GraphModule) -> None:
+        self.place: dict[fx.Node, int] = {}
+        self.mode: dict[fx.Node, int] = {}  # chains do not cross a change of autocast or grad mode
+        self.writes: list[tuple[int, set[object]]] = []
+        self.taken: set[fx.Node] = set()
+        self.matches: list[Match] = []
+        self.why: dict[fx.Node, str] = {}
+        mode = 0
+        for number, node in enumerate(graph.graph.nodes):
+            mode += node.target in MODE_CHANGES
+            self.place[node], self.mode[node] = number, mode
+            if "in_place" not in node.meta and (written := mutated_storages(node)):
+                self.writes.append((number, written))
+
+    def try_from(
+        self,
+        node: fx.Node,
+        start: Callable[[fx.Node], Draft | str],
+        *,
+        wants_norm: bool,
+        first: fx.Node | None = None,
+    ) -> None:
+        draft = start(node)
+        if isinstance(draft, str):
+            self.why[first or node] = draft
+            return
+        drafts, stop = self._grow(draft, first)
+        best = next((d for d in reversed(drafts) if self._stands_alone(d)), None)
+        if best is None and len(drafts) > 1:
+            stop = "a value inside the chain is used outside it as well"
+        if best is None or (wants_norm and not any(isinstance(step, Normalize) for step in best.steps)):
+            self.why[first or node] = stop
+            return
+        self.taken.update(best.nodes)
+        self.matches.append(Match(site_name(best.nodes), best.chain(), best.nodes, best.tensors))
+
+    def _grow(self, draft: Draft, first: fx.Node | None) -> tuple[list[Draft], str]:
+        """Every draft on the way to the longest one, and what stopped it."""
+        drafts = [draft]
+        refused: dict[fx.Node, str] = {}
+        while len(draft.steps) < _LONGEST:
+            starts = [first] if first is not None and not draft.nodes else []
+            users = starts or sorted(
+                {user for value in (draft.nodes or draft.values) for user in value.users}
+                - set(draft.nodes)
+                - set(refused),
+                key=self.place.__getitem__,
+            )
+            if not users:
+                break
+            node = users[0]
+            grown = self._extend(draft, node)
+            if isinstance(grown, str):
+                refused[node] = grown
+                if starts:
+                    break
+                continue
+            drafts.append(draft := grown)
+        return drafts, next(iter(refused.values()), "nothing follows it")
+
+    def _extend(self, draft: Draft, node: fx.Node) -> Draft | str:
+        start = draft.nodes[0] if draft.nodes else node
+        if node.op == "output":
+            return "its result is the model's result"
+        if node in self.taken:
+            return f"{describe(node)} already belongs to another chain"
+        if self.mode.get(node) != self.mode[start]:
+            return "autocast or grad mode changes before the next step"
+        grown = draft.extend(node)
+        if isinstance(grown, Draft) and self._is_overwritten(grown, start, node):
+            return f"a tensor that the chain reads is changed in place before {describe(node)}"
+        return grown
+
+    def _is_overwritten(self, draft: Draft, start: fx.Node, end: fx.Node) -> bool:
+        """True where something writes to a tensor of the chain between its first and its last node."""
+        read = {storage_of(node) for node in (*draft.tensors, *draft.values)}
+        first, last = self.place[start], self.place[end]
+        return any(first < number < last and not written.isdisjoint(read) for number, written in self.writes)
+
+    def _stands_alone(self, draft: Draft) -> bool:
+        """True where nothing but the draft's last value is used outside it."""
+        if not draft.steps:
+            return False
+        inside = set(draft.nodes)
+        return all(set(node.users) <= inside for node in draft.nodes[:-1])
+
+    def declined_norms_too(self, graph: fx.GraphModule) -> list[Declined]:
+        return [
+            Declined(site_name((node,)), describe(node), self.why.get(node, "no chain reaches it"))
+            for node in graph.graph.nodes
+            if node not in self.taken and (spellings.is_convolution(node) or spellings.norm(node))
+        ]
+
+
+def site_name(nodes: tuple[fx.Node, ...]) -> str:
+    """The module that the chain begins in, as `named_modules` calls it; else the node's own name."""
+    for node in nodes:
+        stack = node.meta.get("nn_module_stack")
+        if stack:
+            path = re.sub(r"^L\['\w+'\]", "", str(list(stack.values())[-1][0]))
+            name = re.sub(r"_modules\['([^']*)'\]", r"\1", path).strip(".")
+            if name:
+                return name
+    return nodes[0].name

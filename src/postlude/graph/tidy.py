@@ -1,0 +1,91 @@
+"""In-place operators made functional where that is safe, and put back where nothing came of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._ops import OpOverload
+
+aten = torch.ops.aten
+_DROPOUTS = (aten.dropout, aten.feature_dropout, aten.alpha_dropout, aten.dropout_, aten.feature_dropout_)
+
+
+def functionalise(graph: fx.GraphModule) -> None:
+    """Rewrites in-place operators on private, unviewed values; later readers then read the operator's result.
+
+    Everything else (a view, an input, a parameter) stays as it was written.
+    """
+    _erase_inactive_dropout(graph)
+    nodes = list(graph.graph.nodes)
+    place = {node: number for number, node in enumerate(nodes)}
+    aliases: dict[Any, list[fx.Node]] = {}
+    for node in nodes:
+        aliases.setdefault(storage_of(node), []).append(node)
+    for node in nodes:
+        twin = _functional_twin(node)
+        if twin is None or not isinstance(before := node.args[0], fx.Node):
+            continue
+        family = aliases[storage_of(node)]
+        if any(member.op in ("placeholder", "get_attr") for member in family):
+            continue
+        if any(_functional_twin(member) is None and "in_place" not in member.meta for member in family[1:]):
+            continue
+
+        def reads_later(user: fx.Node, change: fx.Node = node) -> bool:
+            return place[user] > place[change]
+
+        before.replace_all_uses_with(node, delete_user_cb=reads_later)
+        node.meta["in_place"] = node.target
+        node.target = twin
+
+
+def restore(graph: fx.GraphModule) -> None:
+    """Puts what did not fuse back in place (eager's memory and saved tensors), except on a chain's result."""
+    for node in graph.graph.nodes:
+        if "in_place" in node.meta and node.args[0].op != "call_module":
+            node.target = node.meta["in_place"]
+
+
+def storage_of(node: Any) -> Any:
+    """A key that two nodes share when their tensors share memory; None for what is not a tensor."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def mutated_storages(node: fx.Node) -> set[Any]:
+    """The memory that a node writes to, by its schema."""
+    if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
+        return set()
+    arguments = node.target._schema.arguments
+    written = [given for given, argument in zip(node.args, arguments) if _is_written(argument)]
+    written += [
+        node.kwargs[argument.name] for argument in arguments if _is_written(argument) and argument.name in node.kwargs
+    ]
+    return {storage_of(item) for item in written} - {None}
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _functional_twin(node: fx.Node) -> OpOverload | None:
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return None
+    schema = node.target._schema
+    if not (schema.name.startswith("aten::") and schema.name.endswith("_") and schema.arguments):
+        return None
+    if not _is_written(schema.arguments[0]):
+        return None
+    packet = getattr(aten, schema.name[len("aten::") : -1], None)
+    return getattr(packet, node.target._overloadname, None)
+
+
+def _erase_inactive_dropout(graph: fx.GraphModule) -> None:
+    for node in list(graph.graph.nodes):
+        if isinstance(node.target, OpOverload) and node.target.overloadpacket in _DROPOUTS:
+            probability, is_training = node.args[1], node.args[2]
+            if probability == 0 or not is_training:
+                node.replace_all_uses_with(node.args[0])
+                graph.graph.erase_node(node)

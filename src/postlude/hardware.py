@@ -1,0 +1,120 @@
+"""The only file that asks the machine anything. Every answer is lazy and cached; nothing is asked at import."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The facts that planning needs, as a value, so that a plan can be tested for any machine."""
+
+    device: str  # torch's device type
+    threads: int
+    cache_bytes: int  # what stays close to the cores: the last-level cache
+    has_triton: bool
+    has_onednn: bool = False
+    architecture: str = ""  # "sm_90" on a GPU, the CPU's instruction set otherwise
+
+
+@functools.cache
+def machine_for(device_type: str) -> Machine:
+    if device_type == "cuda":
+        major, minor = torch.cuda.get_device_capability()
+        return Machine(
+            "cuda",
+            1,
+            torch.cuda.get_device_properties().L2_cache_size,
+            has_triton(),
+            False,
+            f"sm_{major}{minor}",
+        )
+    threads, cache = torch.get_num_threads(), last_level_cache_bytes()
+    return Machine(device_type, threads, cache, has_triton(), has_onednn(), cpu_capability())
+
+
+def default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def has_onednn() -> bool:
+    """True where oneDNN serves CPU convolutions, and can write one into a buffer that is already there."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_convolution_pointwise_")
+
+
+def cpu_capability() -> str:
+    return torch.backends.cpu.get_cpu_capability()
+
+
+def cpp_compiler() -> str | None:
+    """The C++ compiler that torch.compile would call on the CPU, or None."""
+    named = os.environ.get("CXX")
+    return next((found for name in (named, "g++", "clang++") if name and (found := shutil.which(name))), None)
+
+
+@functools.cache
+def last_level_cache_bytes() -> int:
+    """Size of the largest cache of core 0; 8 MiB where the system does not say."""
+    sizes = []
+    for entry in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = entry.read_text().strip()
+        unit = {"K": 1 << 10, "M": 1 << 20}.get(text[-1:], 1)
+        sizes.append(int(text.rstrip("KM")) * unit)
+    return max(sizes, default=8 << 20)
+
+
+def malloc_is_tuned() -> bool:
+    """True where the environment keeps the C library from mapping and unmapping every large buffer."""
+    return "MALLOC_MMAP_THRESHOLD_" in os.environ or "jemalloc" in os.environ.get("LD_PRELOAD", "")
+
+
+def default_fp32_precision() -> str:
+    """What PyTorch does with fp32 convolutions on a GPU now: "tf32" or "fp32"."""
+    cudnn = torch.backends.cudnn
+    if hasattr(cudnn, "conv"):  # once the new switch was set, reading the old one raises
+        return "tf32" if cudnn.conv.fp32_precision == "tf32" else "fp32"
+    return "tf32" if cudnn.allow_tf32 else "fp32"
+
+
+def versions() -> dict[str, str]:
+    """What a result depends on, for reports and records."""
+    found = {
+        "postlude": _version("postlude"),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": cpu_name(),
+    }
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+        found["cudnn"] = str(torch.backends.cudnn.version())
+    return found
+
+
+@functools.cache
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor() or 'unknown'} ({cpu_capability()})"
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

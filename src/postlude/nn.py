@@ -1,0 +1,79 @@
+"""`FusedChain`: modules in sequence that run as one chain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from postlude.errors import PostludeError
+from postlude.graph.capture import capture_function
+from postlude.graph.match import match
+from postlude.graph.tidy import functionalise
+from postlude.run.execute import check_precision
+from postlude.run.site import Site
+
+__all__ = ["FusedChain", "Mean"]
+
+
+class Mean(nn.Module):
+    """`x.mean(dim)` as a module; by default over everything but the batch of a 3-D volume."""
+
+    def __init__(self, dim: tuple[int, ...] = (1, 2, 3, 4), keepdim: bool = False) -> None:
+        super().__init__()
+        self.dim, self.keepdim = tuple(dim), keepdim
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(dim=self.dim, keepdim=self.keepdim)
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, keepdim={self.keepdim}"
+
+
+class FusedChain(nn.Sequential):
+    """An `nn.Sequential` that is one chain: same modules, same `state_dict` keys, fused forward.
+
+        FusedChain(nn.Conv3d(3, 24, 3), nn.GroupNorm(8, 24), Mean())
+
+    The chain is read off the modules on the first call for each dtype and mode; modules that do not form one
+    chain raise and say why. Forward hooks of the inner modules do not fire.
+    """
+
+    def __init__(self, *modules: nn.Module, precision: str = "auto") -> None:
+        super().__init__(*modules)
+        self.precision = precision
+        self._read: dict[Any, tuple[Site, tuple[str | None, ...]]] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        device = x.device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        key = (x.dtype, x.dim(), device, autocast, self.training)
+        if key not in self._read:
+            check_precision(self.precision, device)
+            self._read[key] = self._read_chain(x)
+        site, names = self._read[key]
+        return site(*(x if name is None else self.get_parameter(name) for name in names))  # type: ignore[no-any-return]
+
+    def _read_chain(self, x: Tensor) -> tuple[Site, tuple[str | None, ...]]:
+        names = [name for name, _ in self.named_parameters()]
+        plain = nn.Sequential(*self)
+
+        def call(x: Tensor, *values: Tensor) -> Any:
+            return torch.func.functional_call(plain, dict(zip(names, values)), (x,))
+
+        graph = capture_function(call, [x, *(self.get_parameter(name) for name in names)])
+        functionalise(graph)
+        found, declined = match(graph)
+        placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        result = graph.graph.output_node().args[0]
+        if len(found) != 1 or found[0].nodes[-1] is not result or found[0].tensors[0] is not placeholders[0]:
+            reasons = "; ".join(f"{item.what}: {item.reason}" for item in declined) or "they form more than one"
+            raise PostludeError(
+                f"these modules are not one chain ({reasons}); use nn.Sequential and postlude.optimize."
+            )
+        by_node = dict(zip(placeholders, [None, *names]))
+        return Site(type(self).__name__, found[0].chain, self.precision), tuple(by_node[n] for n in found[0].tensors)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_read": {}}  # type: ignore[no-untyped-call]

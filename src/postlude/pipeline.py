@@ -1,0 +1,162 @@
+"""`postlude.optimize`: find a model's chains, fuse them in place, check each one, and be able to undo it."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from postlude import hardware
+from postlude.chain import Chain
+from postlude.check.budget import Verdict, combine
+from postlude.errors import PostludeError
+from postlude.graph.backend import Backend
+from postlude.graph.match import Declined, Match
+from postlude.plan import Plan, Problem, Refusal
+from postlude.run.execute import check_precision
+from postlude.run.site import Site
+from postlude.site_check import check_site
+
+log = logging.getLogger("postlude")
+MEMORIES = ("default",)
+Only = Callable[[str, Chain], bool] | Iterable[str] | str | None
+
+_results: weakref.WeakKeyDictionary[nn.Module, Optimized] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class SiteReport:
+    """One chain of the model: where, what, how it runs for the inputs that were given, and is it right."""
+
+    name: str
+    chain: Chain
+    problem: Problem
+    outcome: Plan | Refusal
+    verdict: Verdict | None
+
+
+@dataclass(frozen=True)
+class Optimized:
+    """What `optimize` did."""
+
+    model: nn.Module
+    sites: tuple[SiteReport, ...]
+    declined: tuple[Declined, ...]
+    verdict: Verdict | None  # None where nothing was fused or verify=False
+    failure: str | None  # why the model could not be captured, if it could not
+    backend: Backend = field(repr=False)
+
+    def undo(self) -> nn.Module:
+        """Makes the model run as it did before; a model optimized again since then is left alone."""
+        if _results.get(self.model) is self:
+            del _results[self.model]
+            self.model._compiled_call_impl = None
+        return self.model
+
+
+def optimize(
+    model: nn.Module,
+    inputs: Any,
+    *,
+    precision: str = "auto",
+    memory: str = "default",
+    rest: str = "eager",
+    only: Only = None,
+    verify: bool = True,
+) -> Optimized:
+    """Fuses the chains of `model` in place, through `nn.Module.compile`.
+
+    Parameters, `state_dict`, hooks and class stay; a copy of the model is a plain model again. `inputs` is one
+    call's arguments (a tensor, a tuple, or a dict of keywords): the model runs on them once, and buffers, random
+    state and gradients are left as they were. `only` keeps chains by name (`"decoder.*"`) or by a function of
+    name and chain. `verify` checks every site against float64 on a bounded crop of what it received.
+    """
+    args, kwargs = _call_arguments(inputs)
+    _check_request(model, precision, memory, args, kwargs)
+    if (earlier := _results.get(model)) is not None:
+        earlier.undo()
+    if model._compiled_call_impl is not None:
+        raise PostludeError("the model is already compiled; call postlude.optimize before model.compile().")
+    backend = Backend(precision, rest, _filter(only), record=verify)
+    model.compile(backend=backend)
+    try:
+        with _left_as_found(model):
+            model(*args, **kwargs)
+            sites = [site for captured in backend.captured for site in captured.sites]
+            backend.record = False  # graphs for other shapes and modes hold the same chains
+            reports = tuple(_report(site, verify) for site in sites)
+    except BaseException:
+        model._compiled_call_impl = None
+        raise
+    declined = tuple(item for captured in backend.captured for item in captured.declined)
+    verdicts = [report.verdict for report in reports if report.verdict is not None]
+    result = Optimized(model, reports, declined, combine(verdicts), backend.failure, backend)
+    _results[model] = result
+    return result
+
+
+def is_optimized(model: nn.Module) -> bool:
+    """True while `model` itself runs fused; a deep copy or an unpickled model is plain and gives False."""
+    return model in _results and model._compiled_call_impl is not None
+
+
+def _report(site: Site, verify: bool) -> SiteReport:
+    crops, site.recorded = site.recorded, None
+    if site.last is None:
+        raise PostludeError(f"the chain at {site.name} was captured but never ran; report this with `postlude doctor`.")
+    problem, outcome = site.last
+    verdict = check_site(site, crops) if verify and crops else None
+    if verdict is not None and verdict.outcome == "wrong":
+        site.is_enabled = False
+        log.warning("the fused chain at %s is wrong (%s) and runs through PyTorch instead", site.name, verdict)
+    return SiteReport(site.name, site.chain, problem, outcome, verdict)
+
+
+def _call_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, dict):
+        return (), dict(inputs)
+    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
+
+
+def _check_request(
+    model: nn.Module, precision: str, memory: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise PostludeError(f"optimize needs an nn.Module, not {type(model).__name__}.")
+    if memory not in MEMORIES:
+        raise PostludeError(f"memory={memory!r} is unknown; use {' or '.join(map(repr, MEMORIES))}.")
+    tensors = [item for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
+    check_precision(precision, tensors[0].device.type if tensors else hardware.default_device())
+
+
+def _filter(only: Only) -> Callable[[str, Match], bool] | None:
+    if only is None:
+        return None
+    if callable(only):
+        keep = only
+        return lambda name, found: keep(name, found.chain)
+    patterns = [only] if isinstance(only, str) else list(only)
+    return lambda name, _: any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+@contextlib.contextmanager
+def _left_as_found(model: nn.Module) -> Iterator[None]:
+    """Random state and buffers after this are what they were before (gradients and mode are never touched)."""
+    devices = sorted(
+        {t.device.index for t in model.parameters() if t.device.type == "cuda" and t.device.index is not None}
+    )
+    kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in kept:
+                    buffer.copy_(value)

@@ -1,0 +1,19 @@
+"""Chain to plan: what will run, for one problem, and why."""
+
+from postlude.plan.lower import lower
+from postlude.plan.problem import PRECISIONS, Problem, Spec, problem_of
+from postlude.plan.types import Keep, Moments, Pass, Plan, Refusal, Store
+
+__all__ = [
+    "PRECISIONS",
+    "Keep",
+    "Moments",
+    "Pass",
+    "Plan",
+    "Problem",
+    "Refusal",
+    "Spec",
+    "Store",
+    "lower",
+    "problem_of",
+]

@@ -1,0 +1,32 @@
+"""Chain + problem + machine → plan, or a refusal with reasons. A pure function: it runs nothing."""
+
+from __future__ import annotations
+
+from postlude.chain import Chain
+from postlude.hardware import Machine
+from postlude.plan.cpu import lower_for_cpu
+from postlude.plan.problem import Problem
+from postlude.plan.types import Plan, Refusal
+
+
+def lower(chain: Chain, problem: Problem, machine: Machine, *, even_if_slower: bool = False) -> Plan | Refusal:
+    """How this chain runs for this problem. `even_if_slower` plans the fused way where eager's is expected to win."""
+    reasons = _unsupported(problem)
+    if reasons:
+        return Refusal(reasons)
+    return lower_for_cpu(chain, problem, machine, even_if_slower)
+
+
+def _unsupported(problem: Problem) -> tuple[str, ...]:
+    reasons = []
+    if problem.device != "cpu":
+        reasons.append(f"there are no fused passes for {problem.device} devices yet")
+    if problem.needs_grad:
+        reasons.append("gradients are needed, and the fused passes have no backward of their own yet")
+    if any(spec.elements == 0 for spec in problem.tensors):
+        reasons.append("the input is empty")
+    if not problem.x.dtype.startswith(("float", "bfloat")):
+        reasons.append(f"{problem.x.dtype} is not a floating dtype")
+    if problem.x.layout == "strided":
+        reasons.append("the input is neither contiguous nor channels-last")
+    return tuple(reasons)

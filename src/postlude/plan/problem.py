@@ -1,0 +1,111 @@
+"""One instance of a chain: shapes, dtypes, layouts, device and precision, as a value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from postlude.chain import Cast, Chain, Normalize, Pointwise, Reduce, Slot, Value, values_of
+
+Layout = Literal["contiguous", "channels_last", "strided"]
+PRECISIONS = ("auto", "fp32", "tf32")
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+@dataclass(frozen=True)
+class Spec:
+    shape: tuple[int, ...]
+    dtype: str
+    layout: Layout
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * item_size(self.dtype)
+
+
+@dataclass(frozen=True)
+class Problem:
+    tensors: tuple[Spec, ...]  # one per slot of the chain
+    device: str
+    precision: str
+    needs_grad: bool
+
+    @property
+    def x(self) -> Spec:
+        return self.tensors[0]
+
+
+def item_size(dtype: str) -> int:
+    return int(getattr(torch, dtype).itemsize)
+
+
+def problem_of(tensors: Sequence[Tensor], precision: str = "auto") -> Problem:
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return Problem(tuple(map(spec_of, tensors)), tensors[0].device.type, precision, needs_grad)
+
+
+def spec_of(tensor: Tensor) -> Spec:
+    return Spec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), layout_of(tensor))
+
+
+def layout_of(tensor: Tensor) -> Layout:
+    """Contiguous where both readings fit (one channel, one position), as PyTorch's convolutions decide."""
+    if tensor.is_contiguous():
+        return "contiguous"
+    last = _CHANNELS_LAST.get(tensor.dim())
+    return "channels_last" if last is not None and tensor.is_contiguous(memory_format=last) else "strided"
+
+
+def body_shape(chain: Chain, problem: Problem) -> tuple[int, ...]:
+    """The shape of the chain's first value: what the convolution gives, or the input."""
+    x = problem.x.shape
+    if chain.producer is None:
+        return x
+    return (x[0], chain.producer.out_channels, *chain.producer.output_space(x[2:]))
+
+
+def result_shape(chain: Chain, problem: Problem) -> tuple[int, ...]:
+    shape = body_shape(chain, problem)
+    for step in chain.steps:
+        if isinstance(step, Reduce):
+            kept = 2 if step.over == "space" else 1
+            shape = shape[:kept] + ((1,) * (len(shape) - kept) if step.keepdim else ())
+    return shape
+
+
+def result_dtype(chain: Chain, problem: Problem) -> str:
+    """The dtype that the steps give, one after the other, as PyTorch promotes."""
+    start = problem.x.dtype if chain.producer is None else (chain.producer.dtype or problem.x.dtype)
+    dtypes = [getattr(torch, start)]
+    for step in chain.steps:
+        dtype = dtypes[values_of(step)[0].index]
+        if isinstance(step, Cast):
+            dtype = getattr(torch, step.dtype)
+        if isinstance(step, Pointwise):
+            for operand in step.operands:
+                if isinstance(operand, Slot):
+                    dtype = torch.promote_types(dtype, getattr(torch, problem.tensors[operand.index].dtype))
+                elif isinstance(operand, Value):
+                    dtype = torch.promote_types(dtype, dtypes[operand.index])
+        dtypes.append(dtype)
+    return str(dtypes[-1]).removeprefix("torch.")
+
+
+def result_layout(chain: Chain, problem: Problem) -> Layout:
+    """The layout that eager's operators hand on from one to the next, on the CPU."""
+    layout = problem.x.layout
+    if chain.producer is not None and problem.tensors[1].layout == "channels_last":
+        layout = "channels_last"  # a convolution follows whichever of its operands asks for it
+    for step in chain.steps:
+        if isinstance(step, Normalize) and step.op == "instance_norm":
+            layout = "contiguous"  # PyTorch computes it on a reshaped copy
+    return layout

@@ -1,0 +1,73 @@
+"""What a chain's program allows: where it can be cut, and where moments are all that is needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from postlude.chain import (
+    POINTWISE,
+    Cast,
+    Chain,
+    Normalize,
+    Pointwise,
+    Reduce,
+    Scalar,
+    Slot,
+    Step,
+    Value,
+    is_barrier,
+)
+
+
+@dataclass(frozen=True)
+class MomentsOnly:
+    """Steps up to `before` make a value of which only moments matter; the reduction `reduce` ends the need for them."""
+
+    before: int
+    reduce: int
+    squares: bool
+
+
+def first_barrier(chain: Chain) -> int | None:
+    """The number of the first step (from 1) that needs more than one element at a time."""
+    return next((number for number, step in enumerate(chain.steps, 1) if is_barrier(step)), None)
+
+
+def moments_only(chain: Chain) -> MomentsOnly | None:
+    """Where the result depends on the first barrier's input through its moments per sample and channel alone.
+
+    That is so when every step from there to a reduction is affine per sample and channel: norms, and adding or
+    multiplying by numbers and per-channel vectors. The mean of an affine image is the image of the mean.
+    """
+    start = first_barrier(chain)
+    if start is None:
+        return None
+    for number in range(start, len(chain.steps) + 1):
+        step = chain.steps[number - 1]
+        if not _follows(step, number, start):
+            return None
+        if isinstance(step, Reduce):
+            squares = any(isinstance(other, Normalize) for other in chain.steps[start - 1 : number - 1])
+            return MomentsOnly(start - 1, number, squares) if _is_last_need(chain, start, number) else None
+        if not isinstance(step, (Normalize, Cast)) and not _is_affine(chain, step):
+            return None
+    return None
+
+
+def _follows(step: Step, number: int, start: int) -> bool:
+    """True where a step works on the value just before it, so that nothing else is needed."""
+    operand = step.operands[0] if isinstance(step, Pointwise) else step.operand
+    return isinstance(operand, Value) and operand.index == number - 1 >= start - 1
+
+
+def _is_affine(chain: Chain, step: Step) -> bool:
+    if not isinstance(step, Pointwise) or not POINTWISE[step.op].affine:
+        return False
+    other = step.operands[1]
+    return isinstance(other, Scalar) or (isinstance(other, Slot) and chain.roles[other.index] == "channel")
+
+
+def _is_last_need(chain: Chain, start: int, reduce: int) -> bool:
+    """True where no step after the reduction reads a value from before it."""
+    uses = chain.last_uses()
+    return all(uses.get(index, 0) <= reduce for index in range(start - 1, reduce))

@@ -1,0 +1,86 @@
+"""How a chain runs: passes, each *source → program → sinks*, or a refusal with its reasons."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from postlude.chain import Chain
+from postlude.plan.problem import Layout
+
+Source = Literal["library convolution", "load"]
+
+
+@dataclass(frozen=True)
+class Keep:
+    """The value stays in the slab, in cache, for the next pass."""
+
+    def __str__(self) -> str:
+        return "keep in cache"
+
+
+@dataclass(frozen=True)
+class Store:
+    """The value is written to the result, in the layout that PyTorch would have given it."""
+
+    def __str__(self) -> str:
+        return "store"
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Only the mean and the sum of squared deviations per sample and channel are kept."""
+
+    squares: bool  # False: the mean is all that is needed
+
+    def __str__(self) -> str:
+        return "moments per channel" if self.squares else "mean per channel"
+
+
+Sink = Keep | Store | Moments
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Steps `first` to `last` (counted from 1, last included) of the chain, between one source and one sink."""
+
+    source: Source
+    first: int
+    last: int
+    sink: Sink
+
+
+@dataclass(frozen=True)
+class Plan:
+    chain: Chain
+    passes: tuple[Pass, ...]
+    slab: int  # samples per slab
+    slabs: int
+    slab_bytes: int
+    channels_last_inside: bool  # the convolution sees channels-last slabs, whatever the caller's layout
+    in_buffer: bool  # the convolution writes into one buffer, slab after slab
+    centres_by_bias: bool  # the convolution's bias subtracts its own mean, so that squares need no care
+    result_layout: Layout
+    result_dtype: str
+    moved_bytes: int  # predicted traffic beyond the cache: inputs read, result written
+    eager_bytes: int  # the same for eager, which writes and reads every value
+    reasons: tuple[str, ...]  # why this way
+
+    def describe(self) -> list[str]:
+        """One line per pass, as `postlude explain` prints them."""
+        lines = []
+        for number, item in enumerate(self.passes, 1):
+            source = str(self.chain.producer) if item.source == "library convolution" else "slab"
+            words = self.chain.words()[item.first - 1 : item.last]
+            lines.append(f"pass {number}: " + " → ".join([source, *words, str(item.sink)]))
+        return lines
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """The chain runs through PyTorch's own operators, for these reasons."""
+
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "; ".join(self.reasons)

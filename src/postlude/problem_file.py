@@ -1,0 +1,198 @@
+"""Problem files in KernelBench's format: `Model`, `get_inputs()`, `get_init_inputs()`.
+
+A candidate has `ModelNew` in place of `Model`. Whatever is wrong with a file is said in one sentence, as a
+`ProblemFileError`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from postlude.errors import ProblemFileError
+
+T = TypeVar("T")
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class ProblemFile:
+    """A file that was executed and has the model class; nothing of it has been called yet."""
+
+    path: Path
+    module: types.ModuleType
+    model_class: type[nn.Module]
+
+    def build(self, device: str = "cpu", *, seed: int = 0, like: ProblemFile | None = None) -> nn.Module:
+        """The model, its parameters drawn under `seed`; a candidate is built with `like`'s arguments."""
+        args, kwargs = (like or self)._init_arguments(seed)
+        what = f"{self.model_class.__name__}.__init__"
+        with _seeded(seed):
+            return self._call(what, lambda: self.model_class(*args, **kwargs).to(device))
+
+    def inputs(self, device: str = "cpu", *, seed: int = 0) -> tuple[Any, ...]:
+        """What `get_inputs()` gives under `seed`, tensors moved to the device."""
+        made = self._function("get_inputs", seed)
+        if not isinstance(made, (list, tuple)):
+            raise self._error(f"get_inputs() must return a list or a tuple, not {_a(type(made))}.")
+        if not any(isinstance(item, Tensor) for item in made):
+            raise self._error("get_inputs() returns no tensor.")
+        move = lambda item: item.to(device) if isinstance(item, Tensor) else item  # noqa: E731
+        return self._call("moving the inputs to the device", lambda: tuple(map(move, made)))
+
+    def with_sizes(self, **sizes: int) -> ProblemFile:
+        """The same file after its module-level sizes (`batch_size`, `depth`, …) were set to others."""
+        for name, size in sizes.items():
+            if not hasattr(self.module, name):
+                raise self._error(f"it has no size named {name}.")
+            setattr(self.module, name, size)
+        return self
+
+    def run(self, model: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
+        """One forward without gradients, which must give one tensor."""
+        name = type(model).__name__
+        with torch.no_grad(), _seeded(0):
+            result = self._call(f"{name}.forward", lambda: model(*inputs))
+        if isinstance(result, Tensor):
+            return result
+        size = f" of {len(result)}" if isinstance(result, (tuple, list, dict)) else ""
+        raise self._error(f"{name} returns {_a(type(result))}{size}; Postlude judges models that return one tensor.")
+
+    def _init_arguments(self, seed: int) -> tuple[list[Any], dict[str, Any]]:
+        if not hasattr(self.module, "get_init_inputs"):
+            return [], {}
+        made = self._function("get_init_inputs", seed)
+        if isinstance(made, dict):
+            return [], made
+        if not isinstance(made, (list, tuple)):
+            raise self._error(f"get_init_inputs() must return a list or a tuple, not {_a(type(made))}.")
+        if len(made) == 2 and isinstance(made[0], (list, tuple)) and isinstance(made[1], dict):
+            return list(made[0]), made[1]
+        return list(made), {}
+
+    def _function(self, name: str, seed: int) -> Any:
+        function = getattr(self.module, name, None)
+        if not callable(function):
+            raise self._error(f"it has no function {name}().")
+        with _seeded(seed):
+            return self._call(f"{name}()", function)
+
+    def _call(self, what: str, function: Callable[[], T]) -> T:
+        try:
+            return function()
+        except (Exception, SystemExit) as error:  # the file's own code may raise anything
+            raise self._error(f"{what} raises {_first_line(error)}.") from error
+
+    def _error(self, sentence: str) -> ProblemFileError:
+        return ProblemFileError(f"{self.path}: {sentence}")
+
+
+def load(path: str | Path, class_name: str = "Model") -> ProblemFile:
+    """Executes the file as a module of its own name and finds `class_name` in it."""
+    path = Path(path)
+    module = _execute(path, _compile(path, _read(path)))
+    model_class = getattr(module, class_name, None)
+    if model_class is None:
+        raise ProblemFileError(f"{path}: it has no class {class_name} ({_classes_of(module)}).")
+    if not (isinstance(model_class, type) and issubclass(model_class, nn.Module)):
+        raise ProblemFileError(f"{path}: {class_name} is not a subclass of torch.nn.Module.")
+    if class_name == "Model" and not callable(getattr(module, "get_inputs", None)):
+        raise ProblemFileError(f"{path}: it has no function get_inputs().")
+    return ProblemFile(path, module, model_class)
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Random numbers under `seed`, and the caller's state afterwards; a GPU is not started for it."""
+    started = torch.cuda.is_initialized()
+    devices = range(torch.cuda.device_count()) if started else ()
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        yield
+
+
+def _read(path: Path) -> str:
+    try:
+        if path.is_dir():
+            raise ProblemFileError(f"{path}: this is a directory, not a Python file.")
+        if path.exists() and not path.is_file():
+            raise ProblemFileError(f"{path}: this is not a regular file.")
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise ProblemFileError(f"{path}: there is no such file.") from None
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        raise ProblemFileError(f"{path}: it cannot be read ({getattr(error, 'strerror', None) or error}).") from None
+    if not data.strip():
+        raise ProblemFileError(f"{path}: the file is empty.")
+    if b"\0" in data:
+        raise ProblemFileError(f"{path}: the file is binary, not Python source.")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ProblemFileError(f"{path}: the file is not UTF-8 text (line {line}).") from None
+
+
+def _compile(path: Path, source: str) -> types.CodeType:
+    try:
+        return compile(source, str(path.resolve()), "exec", dont_inherit=True)
+    except SyntaxError as error:
+        raise ProblemFileError(f"{path}: syntax error in line {error.lineno}: {error.msg}.") from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise ProblemFileError(f"{path}: it cannot be compiled ({_first_line(error)}).") from error
+
+
+def _execute(path: Path, code: types.CodeType) -> types.ModuleType:
+    stem = re.sub(r"\W", "_", path.stem)
+    module = types.ModuleType(f"postlude_problem_{next(_numbers)}_{stem}")
+    module.__file__ = code.co_filename
+    sys.modules[module.__name__] = module  # inspect, pickle and Triton look modules up there
+    folder = str(Path(code.co_filename).parent)
+    sys.path.append(folder)  # at the end: a neighbour may be imported, but hides no installed package
+    try:
+        exec(code, module.__dict__)
+    except (Exception, SystemExit) as error:  # the file's own code may raise anything
+        del sys.modules[module.__name__]
+        what = "an import fails" if isinstance(error, ImportError) else "running the file fails"
+        where = _line_in(code.co_filename, error)
+        raise ProblemFileError(f"{path}: {what}{where}: {_first_line(error)}.") from error
+    finally:
+        if folder in sys.path:
+            del sys.path[len(sys.path) - 1 - sys.path[::-1].index(folder)]
+    return module
+
+
+def _line_in(filename: str, error: BaseException) -> str:
+    """The last line of the file itself on the way to the error."""
+    lines, trace = [], error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == filename:
+            lines.append(trace.tb_lineno)
+        trace = trace.tb_next
+    return f" in line {lines[-1]}" if lines else ""
+
+
+def _classes_of(module: types.ModuleType) -> str:
+    found = [
+        name for name, item in vars(module).items() if isinstance(item, type) and item.__module__ == module.__name__
+    ]
+    return f"it has {', '.join(found)}" if found else "it has no classes at all"
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0].rstrip('.')}" if text else type(error).__name__
+
+
+def _a(kind: type) -> str:
+    return "None" if kind is type(None) else f"{'an' if kind.__name__[0] in 'aeio' else 'a'} {kind.__name__}"

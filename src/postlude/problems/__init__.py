@@ -1,0 +1,1 @@
+"""The two named chains as problem files, at KernelBench's sizes."""

@@ -1,0 +1,144 @@
+"""The truth: a Chain evaluated by plain PyTorch, one operator per step, in any dtype.
+
+With `dtype=None` this is what the model did before Postlude touched it, operator by operator and dtype by
+dtype; with `dtype=torch.float64` it is the truth that every error is measured against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from postlude.chain import (
+    Cast,
+    Chain,
+    Convolution,
+    Operand,
+    Pointwise,
+    Reduce,
+    Scalar,
+    Step,
+    Value,
+    values_of,
+)
+
+POINTWISE: dict[str, Callable[..., Tensor]] = {
+    "relu": torch.relu,
+    "leaky_relu": lambda x, slope: F.leaky_relu(x, slope),
+    "silu": F.silu,
+    "gelu": lambda x, approximate: F.gelu(x, approximate=approximate),
+    "add": torch.add,
+    "mul": torch.mul,
+}
+NORMS: dict[str, Callable[..., Tensor]] = {
+    "group_norm": lambda x, step, weight, bias: F.group_norm(x, step.groups, weight, bias, step.eps),
+    "instance_norm": lambda x, step, weight, bias: F.instance_norm(x, None, None, weight, bias, eps=step.eps),
+}
+REDUCTIONS: dict[str, Callable[..., Tensor]] = {"mean": torch.mean, "sum": torch.sum}
+
+
+def evaluate(
+    chain: Chain,
+    tensors: Sequence[Tensor],
+    *,
+    dtype: torch.dtype | None = None,
+    rounded_to: str | None = None,
+) -> Tensor:
+    """The chain's result for `tensors` (one per slot).
+
+    `dtype` computes everything in that dtype, casts inside the chain left out. `rounded_to` ("tf32", "float16",
+    "bfloat16") rounds the convolution's operands to that format first: with float64 this is a precision
+    mode's own error and nothing else.
+    """
+    if dtype is not None:
+        tensors = [tensor.to(dtype) for tensor in tensors]
+    start = tensors[0] if chain.producer is None else _convolve(chain.producer, tensors, dtype, rounded_to)
+    values: list[Tensor | None] = [start]
+    last_uses = chain.last_uses()
+    for number, step in enumerate(chain.steps, 1):
+        values.append(apply(chain, step, values, tensors, keep_dtype=dtype is not None))
+        for value in values_of(step):
+            if last_uses[value.index] == number:
+                values[value.index] = None  # as eager does: a value is freed when nothing will read it
+    return _present(values[-1])
+
+
+def apply(
+    chain: Chain,
+    step: Step,
+    values: Sequence[Tensor | None],
+    tensors: Sequence[Tensor],
+    keep_dtype: bool = False,
+) -> Tensor:
+    """One step on the values so far."""
+    if isinstance(step, Pointwise):
+        operands = [fetch(chain, operand, values, tensors) for operand in step.operands]
+        return POINTWISE[step.op](*operands, **dict(step.settings))
+    x = _present(values[step.operand.index])
+    if isinstance(step, Cast):
+        return x if keep_dtype else x.to(getattr(torch, step.dtype))
+    if isinstance(step, Reduce):
+        return REDUCTIONS[step.op](x, dim=reduced_axes(chain, step), keepdim=step.keepdim)
+    weight, bias = (None if slot is None else tensors[slot.index] for slot in (step.weight, step.bias))
+    return NORMS[step.op](x, step, weight, bias)
+
+
+def fetch(chain: Chain, operand: Operand, values: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> Any:
+    if isinstance(operand, Scalar):
+        return operand.value
+    if isinstance(operand, Value):
+        return _present(values[operand.index])
+    tensor = tensors[operand.index]
+    return per_channel(tensor, chain.dims) if chain.roles[operand.index] == "channel" else tensor
+
+
+def per_channel(vector: Tensor, dims: int) -> Tensor:
+    """A vector of one number per channel, shaped to broadcast over (N, C, space)."""
+    return vector.reshape(-1, *[1] * dims)
+
+
+def reduced_axes(chain: Chain, step: Reduce) -> list[int]:
+    return list(range(2 if step.over == "space" else 1, 2 + chain.dims))
+
+
+def convolve(conv: Convolution, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The library's convolution with this chain's settings."""
+    function = getattr(F, conv.name)
+    if conv.transposed:
+        result = function(x, weight, bias, conv.stride, conv.padding, conv.output_padding, conv.groups, conv.dilation)
+    else:
+        result = function(x, weight, bias, conv.stride, conv.padding, conv.dilation, conv.groups)
+    return _present(result)
+
+
+def round_to_format(tensor: Tensor, name: str) -> Tensor:
+    """Rounds to the nearest number of a narrower format (ties to even), keeping the tensor's dtype."""
+    if name != "tf32":
+        return tensor.to(getattr(torch, name)).to(tensor.dtype)
+    bits = tensor.float().view(torch.int32)
+    # fp32 has 23 mantissa bits, TF32 has 10: add half of the dropped 13, one less where the kept part is even.
+    rounded = (bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF
+    return rounded.view(torch.float32).to(tensor.dtype)
+
+
+def _convolve(
+    conv: Convolution, tensors: Sequence[Tensor], dtype: torch.dtype | None, rounded_to: str | None
+) -> Tensor:
+    x, weight = tensors[0], tensors[1]
+    bias = tensors[2] if conv.has_bias else None
+    if rounded_to is not None:
+        x, weight = round_to_format(x, rounded_to), round_to_format(weight, rounded_to)
+    if conv.dtype is not None and dtype is None:
+        target = getattr(torch, conv.dtype)
+        x, weight, bias = x.to(target), weight.to(target), None if bias is None else bias.to(target)
+    return convolve(conv, x, weight, bias)
+
+
+def _present(value: Tensor | None) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise RuntimeError("a step reads a value that was already freed")
+    return value

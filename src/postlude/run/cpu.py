@@ -1,0 +1,138 @@
+"""Plans on the CPU: the library's convolution over slabs of the batch, everything after it while in cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from postlude.chain import Chain, Normalize, Pointwise, Step, values_of
+from postlude.plan import Plan
+from postlude.plan.types import Moments as MomentsSink
+from postlude.reference import apply, convolve, fetch
+from postlude.run.library import CHANNELS_LAST, BufferConvolution, SlabConvolution
+from postlude.run.moments import Convolve, Moments, centred_moments, channel_moments, finish
+
+IN_PLACE: dict[str, Callable[..., Tensor]] = {
+    "relu": torch.relu_,
+    "leaky_relu": lambda x, slope: F.leaky_relu_(x, slope),
+    "silu": lambda x: F.silu(x, inplace=True),
+    "gelu": lambda x, approximate: torch.ops.aten.gelu_(x, approximate=approximate),
+    "add": Tensor.add_,
+    "mul": Tensor.mul_,
+}
+
+
+def execute(plan: Plan, tensors: Sequence[Tensor]) -> Tensor:
+    last = plan.passes[-1]
+    if isinstance(last.sink, MomentsSink):
+        moments = _moments(plan, tensors, last.last, last.sink.squares)
+        return finish(plan.chain, moments, last.last + 1, getattr(torch, plan.result_dtype), tensors)
+    return _stored(plan, tensors)
+
+
+def run_steps(chain: Chain, start: Tensor, tensors: Sequence[Tensor], last: int, owned: bool) -> Tensor:
+    """Steps 1 to `last`, in place wherever the value is ours, nobody reads it again, and its dtype stays.
+
+    `owned` says whether the first value may be overwritten: a convolution's result may, a caller's tensor not.
+    """
+    values: list[Tensor | None] = [start]
+    may_overwrite = [owned]
+    last_uses = chain.last_uses()
+    result = start
+    for number, step in enumerate(chain.steps[:last], 1):
+        operand = values_of(step)[0].index
+        is_free = may_overwrite[operand] and last_uses[operand] == number
+        result = _step(chain, step, values, tensors, is_free)
+        may_overwrite.append(is_free if result is values[operand] else True)
+        values.append(result)
+        for value in values_of(step):
+            if last_uses[value.index] == number:
+                values[value.index] = None
+    return result
+
+
+def _step(chain: Chain, step: Step, values: list[Tensor | None], tensors: Sequence[Tensor], is_free: bool) -> Tensor:
+    if isinstance(step, Normalize):
+        x = values[step.operand.index]
+        assert x is not None
+        if step.groups is None:
+            # instance_norm is group_norm with one group per channel, which PyTorch runs several times faster.
+            # Its result is contiguous as instance_norm's is; group_norm's channels-last kernel would cancel.
+            x = x.contiguous()
+        weight, bias = (None if slot is None else tensors[slot.index] for slot in (step.weight, step.bias))
+        return F.group_norm(x, step.groups or x.shape[1], weight, bias, step.eps)
+    if isinstance(step, Pointwise) and is_free:
+        operands = [fetch(chain, operand, values, tensors) for operand in step.operands]
+        if len({operand.dtype for operand in operands if isinstance(operand, Tensor)}) == 1:
+            return IN_PLACE[step.op](*operands, **dict(step.settings))
+    return apply(chain, step, values, tensors)
+
+
+def _stored(plan: Plan, tensors: Sequence[Tensor]) -> Tensor:
+    """The result is as large as the value: each slab is finished in cache and written out once."""
+    chain, batch = plan.chain, tensors[0].shape[0]
+    conv = _library(plan, tensors)
+    out: Tensor | None = None
+    for start, here in _slabs(plan, tensors):
+        value = here[0] if conv is None else conv(here[0], _bias(chain, here))
+        value = run_steps(chain, value, here, len(chain.steps), owned=conv is not None)
+        if plan.slabs == 1:
+            return value
+        if out is None:
+            out = _allocate(plan, batch, value)
+        out[start : start + plan.slab].copy_(value)
+    assert out is not None
+    return out
+
+
+def _moments(plan: Plan, tensors: Sequence[Tensor], last: int, squares: bool) -> Moments:
+    """Only the mean and variance per sample and channel are kept; each slab's value is thrown away."""
+    chain = plan.chain
+    conv = _library(plan, tensors)
+    if plan.centres_by_bias and conv is not None:
+        return centred_moments(chain, conv, tensors, plan.slab)
+    parts: list[Moments] = []
+    for _, here in _slabs(plan, tensors):
+        value = here[0] if conv is None else conv(here[0], _bias(chain, here))
+        value = run_steps(chain, value, here, last, owned=conv is not None)
+        parts.append(channel_moments(value, squares, overwrite=last > 0 or conv is not None))
+    return Moments.cat(parts)
+
+
+def _library(plan: Plan, tensors: Sequence[Tensor]) -> Convolve | None:
+    conv = plan.chain.producer
+    if conv is None:
+        return None
+    weight = tensors[1] if conv.dtype is None else tensors[1].to(getattr(torch, conv.dtype))
+    if plan.slabs == 1 and not plan.in_buffer:
+        return lambda x, bias: convolve(conv, x, weight, bias)  # eager's own call, so eager's layout
+    if plan.in_buffer:
+        return BufferConvolution(conv, weight, (plan.slab, *tensors[0].shape[1:]))
+    return SlabConvolution(conv, weight, plan.channels_last_inside)
+
+
+def _slabs(plan: Plan, tensors: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
+    conv = plan.chain.producer
+    for start in range(0, tensors[0].shape[0], plan.slab):
+        here = [
+            tensor[start : start + plan.slab] if role in ("input", "full") else tensor
+            for tensor, role in zip(tensors, plan.chain.roles)
+        ]
+        if conv is not None and conv.dtype is not None:
+            dtype = getattr(torch, conv.dtype)
+            for index in range(3 if conv.has_bias else 2):
+                here[index] = here[index].to(dtype)
+        yield start, here
+
+
+def _bias(chain: Chain, tensors: Sequence[Tensor]) -> Tensor | None:
+    return tensors[2] if chain.producer is not None and chain.producer.has_bias else None
+
+
+def _allocate(plan: Plan, batch: int, value: Tensor) -> Tensor:
+    is_last = plan.result_layout == "channels_last" and value.dim() == plan.chain.dims + 2
+    layout = CHANNELS_LAST[plan.chain.dims] if is_last else torch.contiguous_format
+    return torch.empty((batch, *value.shape[1:]), dtype=value.dtype, device=value.device, memory_format=layout)

@@ -1,0 +1,189 @@
+"""The one table of chains that the tests run: every word of the vocabulary, every producer, odd sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from postlude.chain import (
+    Chain,
+    Convolution,
+    Normalize,
+    Operand,
+    Pointwise,
+    Reduce,
+    Role,
+    Scalar,
+    Setting,
+    Slot,
+    Step,
+    Value,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    chain: Chain
+    shape: tuple[int, ...]  # of the input
+
+
+def conv(
+    dims: int,
+    channels: tuple[int, int],
+    kernel: int = 3,
+    *,
+    transposed: bool = False,
+    stride: int = 1,
+    padding: int = 0,
+    dilation: int = 1,
+    output_padding: int = 0,
+    groups: int = 1,
+    bias: bool = True,
+) -> Convolution:
+    each = (1,) * dims
+    return Convolution(
+        transposed,
+        *channels,
+        tuple(kernel * one for one in each),
+        tuple(stride * one for one in each),
+        tuple(padding * one for one in each),
+        tuple(dilation * one for one in each),
+        tuple(output_padding * one for one in each),
+        groups,
+        bias,
+    )
+
+
+class Builder:
+    """Writes a chain step by step: `Builder(3, conv(...)).op("relu").norm(8).reduce("mean", "sample").chain()`."""
+
+    def __init__(self, dims: int, producer: Convolution | None = None) -> None:
+        self.dims, self.producer = dims, producer
+        self.steps: list[Step] = []
+        self.roles: list[Role] = ["input"]
+        if producer is not None:
+            self.roles += ["weight", "bias"] if producer.has_bias else ["weight"]
+
+    @property
+    def value(self) -> Value:
+        return Value(len(self.steps))
+
+    def slot(self, role: Role) -> Slot:
+        self.roles.append(role)
+        return Slot(len(self.roles) - 1)
+
+    def op(self, name: str, *others: Operand | str | float, **settings: Setting) -> Builder:
+        operands = [self.slot(o) if o in ("channel", "full") else o for o in others]  # type: ignore[arg-type]
+        operands = [Scalar(o) if isinstance(o, float) else o for o in operands]
+        self.steps.append(Pointwise(name, (self.value, *operands), tuple(settings.items())))  # type: ignore[arg-type]
+        return self
+
+    def norm(self, groups: int | None, *, affine: bool = True, eps: float = 1e-5) -> Builder:
+        value = self.value
+        weight, bias = (self.slot("channel"), self.slot("channel")) if affine else (None, None)
+        op = "instance_norm" if groups is None else "group_norm"
+        self.steps.append(Normalize(op, value, groups, eps, weight, bias))
+        return self
+
+    def reduce(self, op: str, over: str, keepdim: bool = False) -> Builder:
+        self.steps.append(Reduce(op, self.value, over, keepdim))  # type: ignore[arg-type]
+        return self
+
+    def chain(self) -> Chain:
+        return Chain(self.dims, self.producer, tuple(self.steps), tuple(self.roles))
+
+
+def _start(dims: int, producer: Convolution | None = None) -> Builder:
+    return Builder(dims, producer)
+
+
+CHAIN_61 = _start(3, conv(3, (64, 128), transposed=True, bias=False)).op("relu").norm(8).chain()
+CHAIN_23 = _start(3, conv(3, (3, 24))).norm(8).reduce("mean", "sample").chain()
+
+CASES = [
+    Case(
+        "61 small",
+        _start(3, conv(3, (4, 8), transposed=True, bias=False)).op("relu").norm(2).chain(),
+        (3, 4, 5, 6, 7),
+    ),
+    Case("23 small", _start(3, conv(3, (3, 6))).norm(2).reduce("mean", "sample").chain(), (5, 3, 6, 7, 8)),
+    Case(
+        "conv instance_norm leaky_relu",
+        _start(3, conv(3, (4, 6), padding=1)).norm(None).op("leaky_relu", slope=0.01).chain(),
+        (2, 4, 5, 6, 7),
+    ),
+    Case(
+        "2-D conv group_norm silu",
+        _start(2, conv(2, (4, 8), padding=1)).norm(4).op("silu").chain(),
+        (3, 4, 9, 11),
+    ),
+    Case(
+        "2-D transposed conv relu instance_norm",
+        _start(2, conv(2, (4, 6), transposed=True, stride=2, padding=1, output_padding=1))
+        .op("relu")
+        .norm(None, affine=False)
+        .chain(),
+        (2, 4, 7, 5),
+    ),
+    Case(
+        "conv gelu residual",
+        _start(3, conv(3, (4, 4), padding=1)).op("gelu", approximate="none").op("add", "full").chain(),
+        (2, 4, 5, 5, 6),
+    ),
+    Case("conv gelu tanh", _start(2, conv(2, (3, 5), 1)).op("gelu", approximate="tanh").chain(), (2, 3, 8, 9)),
+    Case(
+        "conv per-channel and scalar",
+        _start(3, conv(3, (4, 6), stride=2))
+        .op("mul", "channel")
+        .op("add", "channel")
+        .op("mul", 0.5)
+        .op("add", -1.5)
+        .chain(),
+        (2, 4, 7, 8, 9),
+    ),
+    Case(
+        "conv norm residual relu",
+        _start(3, conv(3, (4, 4), padding=1, bias=False)).norm(2).op("add", "full").op("relu").chain(),
+        (2, 4, 6, 5, 4),
+    ),
+    Case("norm relu without conv", _start(3).norm(3).op("relu").chain(), (2, 6, 5, 4, 7)),
+    Case("silu norm without conv", _start(2).op("silu").norm(None).chain(), (3, 5, 9, 8)),
+    Case(
+        "conv relu mean over space",
+        _start(3, conv(3, (4, 6))).op("relu").reduce("mean", "space").chain(),
+        (3, 4, 6, 7, 5),
+    ),
+    Case(
+        "conv norm affine sum over space",
+        _start(3, conv(3, (4, 6))).norm(3).op("mul", "channel").op("add", 0.25).reduce("sum", "space", True).chain(),
+        (3, 4, 6, 7, 5),
+    ),
+    Case(
+        "conv relu norm mean relu",
+        _start(3, conv(3, (4, 6), bias=False))
+        .op("relu")
+        .norm(2)
+        .reduce("mean", "sample")
+        .op("relu")
+        .op("mul", 3.0)
+        .chain(),
+        (4, 4, 6, 6, 5),
+    ),
+    Case(
+        "value used twice",
+        _start(3, conv(3, (4, 6))).op("silu").op("mul", Value(0)).norm(2).op("add", Value(0)).chain(),
+        (2, 4, 5, 6, 5),
+    ),
+    Case(
+        "grouped dilated conv",
+        _start(3, conv(3, (4, 8), dilation=2, groups=2)).op("relu").norm(4).chain(),
+        (2, 4, 7, 8, 7),
+    ),
+    Case("two norms", _start(2, conv(2, (4, 8))).norm(2).op("relu").norm(4, affine=False).chain(), (2, 4, 8, 9)),
+    Case(
+        "batch of one",
+        _start(3, conv(3, (2, 4), transposed=True)).op("relu").norm(4).chain(),
+        (1, 2, 4, 5, 3),
+    ),
+]
+BY_NAME = {case.name: case for case in CASES}

@@ -1,0 +1,135 @@
+"""`postlude optimize` and `postlude explain`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cli.problem_texts import GOOD, NOTHING, RESULT, Run, Write
+
+from postlude.cli import session
+
+CHAIN = "conv3d(3→8, k3) → group_norm(4) → relu"
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+def test_good_problem_is_fused_and_right(run: Run, good: Path) -> None:
+    ran = run("optimize", good, "--device", "cpu")
+    assert ran.code == 0
+    assert CHAIN in ran.out
+    assert "right: error" in ran.out
+    assert ran.out.splitlines()[-1] == "1 of 1 chain fused, and right."
+    assert ran.sentences == []
+    assert "\x1b" not in ran.out + ran.err
+
+
+def test_json_holds_what_was_found(run: Run, good: Path) -> None:
+    path = good.parent / "out.json"
+    path.write_text("old")
+    assert run("optimize", good, "--device", "cpu", "--precision", "fp32", "--json", path).code == 0
+    data = json.loads(path.read_text(encoding="utf-8"))
+    assert (data["command"], data["exit_code"], data["device"], data["precision"]) == (
+        "optimize",
+        0,
+        "cpu",
+        "fp32",
+    )
+    assert data["versions"]["torch"]
+    (site,) = data["sites"]
+    assert (site["name"], site["chain"], site["plan"]["fused"]) == ("conv", CHAIN, True)
+    assert site["inputs"][0] == {"shape": [4, 3, 10, 12, 12], "dtype": "float32", "layout": "contiguous"}
+    assert site["plan"]["moved_bytes"] < site["plan"]["eager_bytes"]
+    assert data["verdict"]["outcome"] == "right"
+    assert {entry.name for entry in good.parent.iterdir()} == {"problem.py", "out.json"}
+
+
+def test_nothing_to_fuse(run: Run, write: Write) -> None:
+    ran = run("optimize", write(NOTHING), "--device", "cpu")
+    assert ran.code == 1
+    assert ran.out == "Nothing to fuse: the model runs as it did.\n"
+    assert run("explain", write(NOTHING), "--device", "cpu").out.startswith("There is no convolution and no norm")
+
+
+def test_what_is_declined_has_a_reason(run: Run, write: Write) -> None:
+    ran = run("explain", write(GOOD.replace(RESULT, "self.conv(x).cumsum(2)")), "--device", "cpu")
+    assert ran.code == 0
+    assert "Left as it is:" in ran.out
+    assert "cumsum" in ran.out
+
+
+def test_explain_shows_passes_traffic_and_reasons(run: Run, good: Path) -> None:
+    ran = run("explain", good, "--device", "cpu")
+    assert ran.code == 0
+    for words in (
+        CHAIN,
+        "input 4×3×10×12×12, float32, contiguous, on cpu",
+        "pass 1: ",
+        "why: ",
+        "checked: right",
+    ):
+        assert words in ran.out
+    assert "predicted to move" in ran.out
+
+
+def test_wrong_and_doubtful_sites_are_not_sold_as_fused(run: Run, good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataclasses import replace
+
+    from postlude.check.verdict import Verdict
+    from postlude.pipeline import optimize
+
+    for verdict, code in ((Verdict("wrong", ("output: off",)), 1), (Verdict("cannot tell", ("flat",)), 2)):
+
+        def judged(*args: object, _verdict: Verdict = verdict, **kwargs: object) -> object:
+            result = optimize(*args, **kwargs)  # type: ignore[arg-type]
+            return replace(result, sites=tuple(replace(site, verdict=_verdict) for site in result.sites))
+
+        monkeypatch.setattr(session, "optimize_model", judged)
+        ran = run("optimize", good, "--device", "cpu")
+        assert ran.code == code
+        assert verdict.reasons[0] in ran.out
+        assert "fused, and right" not in ran.out
+
+
+def test_model_that_cannot_be_captured(run: Run, good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no trace\nof it")
+
+    monkeypatch.setattr("postlude.graph.backend.capture", fail)
+    out = good.parent / "out.json"
+    ran = run("optimize", good, "--device", "cpu", "--json", out)
+    assert ran.code == 2
+    assert len(ran.sentences) == 1
+    assert "cannot be captured and runs as it was (RuntimeError: no trace)" in ran.sentences[0]
+    assert not out.exists()
+
+
+def test_noise_of_libraries_stays_out(run: Run, write: Write) -> None:
+    noise = "import logging, warnings\nwarnings.warn('noise')\nlogging.getLogger('torch').error('noise')\n"
+    path = write(noise + NOTHING)
+    assert "noise" not in run("optimize", path, "--device", "cpu").err
+    with pytest.warns(UserWarning, match="noise"):
+        run("optimize", path, "--device", "cpu", "--debug")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (" ", "the file is empty."),
+        ("class Model(:\n", "syntax error in line 1"),
+        ("import no_such_module_at_all\n", "an import fails in line 1"),
+        (GOOD.replace("Model", "Net"), "it has no class Model (it has Net)."),
+        (GOOD.replace("get_inputs", "inputs"), "it has no function get_inputs()."),
+        (GOOD.replace("rand(4, 3", "rand(4, 5"), "Model.forward raises RuntimeError"),
+        (GOOD.replace(RESULT, "x, x"), "Model returns a tuple of 2"),
+    ],
+)
+@pytest.mark.parametrize("command", ["optimize", "explain", "bench"])
+def test_bad_file_is_one_sentence(run: Run, write: Write, command: str, text: str, sentence: str) -> None:
+    path = write(text)
+    ran = run(command, path, "--device", "cpu", "--json", path.parent / "out.json")
+    assert (ran.code, ran.out) == (2, "")
+    assert len(ran.sentences) == 1
+    assert sentence in ran.sentences[0]
+    assert "Traceback" not in ran.err
+    assert list(path.parent.iterdir()) == [path]

@@ -1,0 +1,93 @@
+"""`postlude doctor` and `postlude demo`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cli.problem_texts import Run
+
+from postlude import hardware
+from postlude.cli import demo, demo_case, demo_child, doctor
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+def test_doctor_looks_at_everything(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    ran = run("doctor", "--device", "cpu", "--json", out)
+    findings = {finding["what"]: finding for finding in json.loads(out.read_text(encoding="utf-8"))["findings"]}
+    for what in ("torch", "threads", "malloc", "C++ compiler", "Triton", "self-test"):
+        assert what in findings
+    assert findings["self-test"]["state"] == "good"
+    bad = [finding for finding in findings.values() if finding["state"] == "bad"]
+    assert ran.code == bool(bad)
+    assert all(finding["advice"] for finding in bad)
+
+
+def test_doctor_says_what_to_change(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "OLDEST_TORCH", (99, 0))
+    ran = run("doctor", "--device", "cpu")
+    assert ran.code == 1
+    assert "install torch 99.0 or newer" in ran.out
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"batch_size": 2, "depth": 4, "height": 6, "width": 6}
+    cases = tuple(replace(case, cpu_sizes=sizes) for case in demo_case.CASES)
+    monkeypatch.setattr(demo, "CASES", cases)
+    monkeypatch.setattr(demo_child, "CASES", cases)
+    monkeypatch.setattr(demo_case, "ROUNDS", 3)
+    monkeypatch.setattr(demo_case, "SECONDS", 0.2)
+
+
+@pytest.mark.usefixtures("tiny", "no_compiler")
+def test_demo_ends_with_a_table_and_what_to_try_next(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def elsewhere(settings: object, _: object) -> demo_child.Timings:
+        demo_child.main(settings.device, settings.precision)  # type: ignore[attr-defined]
+        lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+        events = [line for line in lines if "timings" in line]
+        return {
+            event["case"]: {name: demo_child.estimate_from(data) for name, data in event["timings"].items()}
+            for event in events
+        }
+
+    monkeypatch.setattr(demo, "time_elsewhere", elsewhere)
+    monkeypatch.setattr(demo.platform, "libc_ver", lambda: ("glibc", "2"))
+    out = tmp_path / "out.json"
+    ran = run("demo", "--device", "cpu", "--json", out)
+    assert ran.code == 0
+    for words in (
+        "system malloc",
+        "tuned malloc",
+        "× eager",
+        "torch.compile was not timed",
+        "postlude bench FILE.py",
+    ):
+        assert words in ran.out
+    problems = json.loads(out.read_text(encoding="utf-8"))["problems"]
+    assert [len(problem["seconds"]) for problem in problems] == [2, 2, 2]
+    assert all(problem["sites"] for problem in problems)
+
+
+def test_the_other_process_has_the_other_malloc(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in doctor.TUNED_MALLOC:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    assert not hardware.malloc_is_tuned()
+    assert demo_child._other_malloc().items() >= doctor.TUNED_MALLOC.items()
+    for name, value in doctor.TUNED_MALLOC.items():
+        monkeypatch.setenv(name, value)
+    assert doctor.TUNED_MALLOC.keys().isdisjoint(demo_child._other_malloc())
+
+
+def test_a_process_that_fails_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(demo_child.PostludeError, match="other malloc setting failed"):
+        demo_child.time_elsewhere(demo_child.Settings("cpu", "auto"), lambda _: None)

@@ -1,0 +1,95 @@
+"""Options: what they do, and one sentence for each value that cannot be."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from cli.problem_texts import Run
+
+import postlude
+from postlude.cli import chains
+
+
+def test_version(run: Run) -> None:
+    ran = run("--version")
+    assert (ran.code, ran.out, ran.err) == (0, f"postlude {postlude.__version__}\n", "")
+
+
+def test_help_names_every_command(run: Run) -> None:
+    ran = run("--help")
+    assert ran.code == 0
+    assert all(name in ran.out for name in ("optimize", "verify", "bench", "explain", "demo", "doctor"))
+
+
+def test_help_does_not_load_torch() -> None:
+    program = "import sys, postlude.cli; raise SystemExit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["optimise"], "No such command 'optimise'."),
+        (["optimize"], "Missing argument"),
+        (["optimize", "FILE", "--fast"], "No such option: --fast"),
+        (["optimize", "FILE", "--device", "potato"], "--device potato is unknown; use cpu or cuda."),
+        (
+            ["explain", "FILE", "--precision", "foo"],
+            "precision 'foo' is unknown; use one of auto, fp32, tf32.",
+        ),
+        (
+            ["bench", "FILE", "--device", "cpu", "--precision", "tf32"],
+            "precision 'tf32' exists only on NVIDIA GPUs",
+        ),
+        (["verify", "FILE", "FILE", "--seeds", "two"], "Invalid value for '--seeds'"),
+        (["verify", "FILE", "FILE", "--seeds", "2"], "Invalid value for '--seeds'"),
+        (["bench", "FILE", "--rounds", "0"], "Invalid value for '--rounds'"),
+        (["bench", "FILE", "--seconds", "-1"], "Invalid value for '--seconds'"),
+        (["bench", "FILE", "--csv", "FOLDER"], "this is a directory; name a file to write to."),
+        (["bench", "FILE", "--csv", "FILE"], "this file exists and is no record file"),
+        (["optimize", "FILE", "--json", "FOLDER"], "this is a directory; name a file to write to."),
+        (["optimize", "FILE", "--json", "FOLDER/none/out.json"], "does not exist."),
+        (["doctor", "--json", "FOLDER/none/out.json"], "does not exist."),
+    ],
+)
+def test_one_sentence_for_what_cannot_be(run: Run, good: Path, arguments: list[str], sentence: str) -> None:
+    places = {"FILE": str(good), "FOLDER": str(good.parent)}
+    for word, place in places.items():
+        arguments = [argument.replace(word, place) for argument in arguments]
+    ran = run(*arguments)
+    assert ran.code == 2
+    assert ran.out == ""
+    assert len(ran.sentences) == 1
+    assert ran.sentences[0].startswith("postlude: ")
+    assert sentence in ran.sentences[0]
+    assert list(good.parent.iterdir()) == [good]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_cuda_without_a_gpu(run: Run, good: Path) -> None:
+    ran = run("optimize", good, "--device", "cuda")
+    assert ran.code == 2
+    assert ran.err == "postlude: --device cuda needs an NVIDIA GPU that this PyTorch can use; there is none here.\n"
+
+
+def test_interrupt_is_quiet(run: Run, good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(chains, "optimize", interrupted)
+    ran = run("optimize", good, "--device", "cpu")
+    assert (ran.code, ran.out, ran.err) == (130, "", "")
+
+
+def test_a_mistake_of_ours_is_one_sentence_too(run: Run, good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise AssertionError("first\nsecond")
+
+    monkeypatch.setattr(chains, "optimize", broken)
+    ran = run("optimize", good, "--device", "cpu")
+    assert (ran.code, ran.err) == (2, "postlude: unexpected AssertionError: first (--debug shows where).\n")
+    assert "Traceback" in run("optimize", good, "--device", "cpu", "--debug").err

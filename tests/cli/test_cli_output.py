@@ -1,0 +1,54 @@
+"""Writing: whole files or none, and tables that survive a pipe."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from postlude.cli import output
+from postlude.errors import PostludeError
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "out.json"
+    output.write_json(path, {"a": "→"})
+    assert json.loads(path.read_text(encoding="utf-8")) == {"a": "→"}
+    assert oct(path.stat().st_mode & 0o400) == "0o400"
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(PostludeError, match=r"it cannot be written \(No space left on device\)"):
+        output.write_json(path, {"a": "new"})
+    assert json.loads(path.read_text(encoding="utf-8")) == {"a": "→"}
+    assert os.listdir(tmp_path) == ["out.json"]  # noqa: PTH208 (a list is compared)
+
+
+def test_unserialisable_data_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(TypeError):
+        output.write_json(tmp_path / "out.json", {"a": object()})
+    assert not any(tmp_path.iterdir())
+
+
+def test_tables_are_not_cut_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    long = "x" * 120
+    output.show_table(["name", "number"], [[long, "1"], ["[bold]", "22"]], numbers=["number"])
+    lines = capsys.readouterr().out.splitlines()
+    assert any(long in line for line in lines)
+    assert any("[bold]" in line for line in lines)
+    assert all(line == line.rstrip() for line in lines)
+
+
+def test_progress_is_one_plain_line_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with output.working("Counting") as update:
+        update("one")
+    assert capsys.readouterr() == ("", "postlude: Counting …\n")
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.0001234, "0.123"), (0.0123, "12.3"), (0.987, "987"), (2.5, "2500")])
+def test_milliseconds(seconds: float, text: str) -> None:
+    assert output.milliseconds(seconds) == text

@@ -1,0 +1,139 @@
+"""Capture, match and splice on models that are easy to get wrong: same numbers, same gradients, right chains."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graph.models import CAPTURES, Capture, Written
+from postlude.graph.backend import Backend
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+def _both(capture: Capture, seed: int = 0) -> tuple[nn.Module, nn.Module, Backend]:
+    torch.manual_seed(seed)
+    eager = Written(capture.body)
+    fused, backend = copy.deepcopy(eager), Backend()
+    fused.compile(backend=backend)
+    return eager, fused, backend
+
+
+def _step(model: nn.Module, x: Tensor, seed: int = 1) -> list[Tensor]:
+    torch.manual_seed(seed)  # dropout must draw the same mask
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    y = model(x)
+    (y.float() * torch.linspace(-1, 1, y.numel()).reshape(y.shape)).sum().backward()
+    assert x.grad is not None
+    grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
+    return [y.detach(), x.grad, *grads]
+
+
+@pytest.mark.parametrize("capture", CAPTURES, ids=lambda c: c.name)
+def test_training_and_inference_equal_eager_and_the_expected_chains_are_found(capture: Capture) -> None:
+    eager, fused, backend = _both(capture)
+    for shape in ((2, 4, 5, 6, 4), (3, 4, 6, 5, 7)):
+        x = torch.randn(shape)
+        for ours, theirs in zip(_step(fused, x), _step(eager, x)):
+            assert ours.dtype == theirs.dtype
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    first_call = backend.captured[: 2 if capture.name == "graph break" else 1]
+    found = tuple(str(site.chain) for captured in first_call for site in captured.sites)
+    assert found == capture.chains
+    for model in (eager, fused):
+        model.eval()
+    with torch.no_grad():
+        x = torch.randn(2, 4, 5, 6, 4)
+        torch.testing.assert_close(fused(x), eager(x), rtol=0, atol=0)
+    for ours, theirs in zip(fused.state_dict().values(), eager.state_dict().values()):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert list(fused.state_dict()) == list(eager.state_dict())
+    assert backend.failure is None
+
+
+@pytest.mark.parametrize("capture", [CAPTURES[0], CAPTURES[4]], ids=lambda c: c.name)
+def test_ambient_autocast_gives_pytorchs_dtypes(capture: Capture) -> None:
+    eager, fused, backend = _both(capture)
+    x = torch.randn(2, 4, 5, 6, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours, theirs = fused(x), eager(x)
+    assert ours.dtype == theirs.dtype
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert "bfloat16" in str(backend.captured[0].sites[0].chain)
+
+
+def test_hooks_fire_and_a_hook_that_keeps_a_value_shortens_the_chain() -> None:
+    eager, fused, backend = _both(CAPTURES[0])
+    seen: list[tuple[int, ...]] = []
+    for model in (eager, fused):
+        model.relu.register_forward_hook(lambda _m, _i, out: seen.append(tuple(out.shape)))  # type: ignore[union-attr]
+    x = torch.randn(2, 4, 5, 5, 5)
+    torch.testing.assert_close(fused(x), eager(x), rtol=0, atol=0)
+    assert len(seen) == 2
+    kept: list[Tensor] = []
+    fused.conv.register_forward_hook(lambda _m, _i, out: kept.append(out))  # type: ignore[union-attr]
+    torch.testing.assert_close(fused(x), eager(x), rtol=0, atol=0)
+    assert kept[0].shape == (2, 4, 5, 5, 5)
+    assert not any(str(site.chain).startswith("conv3d") for site in backend.captured[-1].sites)
+
+
+def test_changing_shapes_settle_on_a_dynamic_graph_and_keep_fusing() -> None:
+    eager, fused, backend = _both(CAPTURES[0])
+    with torch.no_grad():
+        for size in range(4, 14):
+            x = torch.randn(1 + size % 3, 4, size, size + 1, 4)
+            torch.testing.assert_close(fused(x), eager(x), rtol=0, atol=0)
+    assert len(backend.captured) <= 4
+    assert all(len(captured.sites) == 1 for captured in backend.captured)
+
+
+def test_frozen_parameters_and_channels_last_inputs() -> None:
+    eager, fused, _ = _both(CAPTURES[0])
+    for model in (eager, fused):
+        model.conv.weight.requires_grad_(False)  # type: ignore[union-attr]
+    x = torch.randn(2, 4, 5, 6, 4).to(memory_format=torch.channels_last_3d)
+    ours, theirs = fused(x), eager(x)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert ours.stride() == theirs.stride()
+
+
+def test_every_convolution_outside_a_chain_has_a_reason() -> None:
+    for name in ("used outside", "active dropout", "autocast ends mid-chain"):
+        _, fused, backend = _both(next(c for c in CAPTURES if c.name == name))
+        fused(torch.randn(2, 4, 5, 6, 4))
+        declined = backend.captured[0].declined
+        assert [item.what for item in declined if "conv3d" in item.what], name
+        assert all(len(item.reason) > 10 for item in declined)
+
+
+def test_a_capture_that_fails_runs_the_model_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("an interface moved")
+
+    monkeypatch.setattr("postlude.graph.backend.capture", broken)
+    eager, fused, backend = _both(CAPTURES[0])
+    x = torch.randn(2, 4, 5, 6, 4)
+    torch.testing.assert_close(fused(x), eager(x), rtol=0, atol=0)
+    assert backend.failure == "RuntimeError: an interface moved"
+    assert "could not be captured" in caplog.text
+
+
+def test_rest_inductor_runs_chains_as_one_operator_in_inference() -> None:
+    torch.manual_seed(0)
+    eager = Written(CAPTURES[0].body)
+    fused, backend = copy.deepcopy(eager), Backend(rest="inductor")
+    fused.compile(backend=backend)
+    x = torch.randn(2, 4, 5, 6, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(fused(x), eager(x))
+    assert [str(site.chain) for site in backend.captured[0].sites] == list(CAPTURES[0].chains)
+    y = fused(x)
+    y.sum().backward()
+    assert backend.captured[1].sites == ()
+    assert "inference only" in backend.captured[1].declined[-1].reason

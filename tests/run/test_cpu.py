@@ -1,0 +1,111 @@
+"""The CPU path against float64, for every case, layout and dtype; and the ways in which it could go wrong."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from cases import BY_NAME, CASES, Case
+from torch import Tensor
+
+from postlude import hardware, reference
+from postlude.chain import Chain
+from postlude.check import chain_points, tensors_for, verify_chain
+from postlude.plan import Plan, lower, problem_of
+from postlude.run import moments
+from postlude.run.execute import execute
+
+SMALL_CACHE = hardware.Machine("cpu", 2, 16 << 10, False, hardware.has_onednn())  # forces several slabs
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def fused(chain: Chain, tensors: list[Tensor], machine: hardware.Machine = SMALL_CACHE) -> Tensor:
+    with torch.no_grad():
+        plan = lower(chain, problem_of(tensors), machine, even_if_slower=True)
+        assert isinstance(plan, Plan), plan
+        return execute(chain, plan, tensors)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.usefixtures("poisoned_memory")
+def test_is_right_by_the_rule(case: Case, layout: str) -> None:
+    points = chain_points(case.chain, case.shape, torch.float32, "cpu", layout=layout)
+    verdict = verify_chain(fused, case.chain, points)
+    assert verdict.right, verdict
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_is_right_in_bfloat16_and_float64(case: Case) -> None:
+    verdict = verify_chain(fused, case.chain, chain_points(case.chain, case.shape, torch.bfloat16, "cpu"))
+    assert verdict.right, verdict
+    tensors = tensors_for(case.chain, case.shape, torch.float64, "cpu", 0, "normal", "contiguous")
+    torch.testing.assert_close(
+        fused(case.chain, tensors), reference.evaluate(case.chain, tensors), rtol=1e-11, atol=1e-11
+    )
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_dtype_shape_and_strides_are_pytorchs(case: Case, layout: str) -> None:
+    tensors = tensors_for(case.chain, case.shape, torch.float32, "cpu", 0, "normal", layout)
+    for machine in (SMALL_CACHE, hardware.machine_for("cpu")):
+        ours, theirs = fused(case.chain, tensors, machine), reference.evaluate(case.chain, tensors)
+        assert (ours.dtype, ours.shape, ours.stride()) == (theirs.dtype, theirs.shape, theirs.stride())
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_the_callers_tensors_are_left_alone(case: Case) -> None:
+    tensors = tensors_for(case.chain, case.shape, torch.float32, "cpu", 0, "normal", "contiguous")
+    before = copy.deepcopy(tensors)
+    fused(case.chain, tensors)
+    for now, then in zip(tensors, before):
+        torch.testing.assert_close(now, then, rtol=0, atol=0)
+
+
+def test_a_sample_far_from_its_slab_is_centred_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = BY_NAME["23 small"]
+    tensors = tensors_for(case.chain, case.shape, torch.float32, "cpu", 0, "normal", "contiguous")
+    tensors[0][3] += 1e4
+    truth = reference.evaluate(case.chain, tensors, dtype=torch.float64)
+    wide = dataclasses.replace(SMALL_CACHE, cache_bytes=64 << 20)  # one slab for all samples
+    right = (fused(case.chain, tensors, wide) - truth).abs().max()
+    monkeypatch.setattr(moments, "_FAR", float("inf"))
+    wrong = (fused(case.chain, tensors, wide) - truth).abs().max()
+    assert 10 * right < wrong
+
+
+def test_moments_plans_allocate_nothing_of_the_values_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = BY_NAME["23 small"]
+    tensors = tensors_for(case.chain, (32, 3, 6, 7, 8), torch.float32, "cpu", 0, "normal", "contiguous")
+    largest = 0
+    plain = torch.empty
+
+    def counted(*args: object, **kwargs: object) -> Tensor:
+        nonlocal largest
+        result: Tensor = plain(*args, **kwargs)  # type: ignore[call-overload]
+        largest = max(largest, result.numel())
+        return result
+
+    monkeypatch.setattr(torch, "empty", counted)
+    fused(case.chain, tensors)
+    value = 32 * 6 * 4 * 5 * 6
+    assert 0 < largest <= value // 8
+
+
+def test_an_in_place_step_never_overwrites_a_value_that_is_read_again() -> None:
+    """Mutant: forget last uses, and `value used twice` goes wrong."""
+    case = BY_NAME["value used twice"]
+    tensors = tensors_for(case.chain, case.shape, torch.float32, "cpu", 0, "normal", "contiguous")
+    truth = reference.evaluate(case.chain, tensors, dtype=torch.float64)
+    assert (fused(case.chain, tensors) - truth).abs().max() < 1e-4
+
+    class Forgetful(Chain):
+        def last_uses(self) -> dict[int, int]:
+            return {index: number for index, number in zip(range(len(self.steps) + 1), range(1, len(self.steps) + 2))}
+
+    forgetful = Forgetful(*(getattr(case.chain, f.name) for f in dataclasses.fields(Chain)))
+    with pytest.raises((AssertionError, RuntimeError)):
+        assert (fused(forgetful, tensors) - truth).abs().max() < 1e-4

@@ -1,0 +1,123 @@
+"""Who may import whom. This table and docs/layout.md say the same thing; this test keeps the listing true."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import postlude
+
+ROOT = Path(postlude.__file__).parent
+
+# Layer → the layers it may import. A name is a folder or a file of src/postlude.
+MAY_IMPORT = {
+    "errors": set(),
+    "chain": set(),
+    "hardware": set(),
+    "reference": {"chain"},
+    "plan": {"chain", "hardware"},
+    "run": {"chain", "errors", "hardware", "plan", "reference"},
+    "graph": {"chain", "errors", "hardware", "run"},
+    "check": {"chain", "errors", "hardware", "reference"},
+    "functional": {"chain", "errors", "run"},
+    "nn": {"errors", "graph", "run"},
+    "site_check": {"chain", "check", "hardware", "plan", "run"},
+    "pipeline": {"chain", "check", "errors", "graph", "hardware", "plan", "run", "site_check"},
+    "problem_file": {"errors", "hardware"},
+    "problems": set(),
+    "cli": {
+        "chain",
+        "check",
+        "errors",
+        "hardware",
+        "nn",
+        "pipeline",
+        "plan",
+        "problem_file",
+        "problems",
+        "run",
+    },
+    "__init__": {"chain", "errors", "functional", "nn", "pipeline"},
+}
+
+
+def _layer(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def _imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            if node.module == "postlude":
+                found |= {alias.name for alias in node.names}
+            elif node.module.startswith("postlude."):
+                found.add(node.module.split(".")[1])
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("postlude.")}
+    return found
+
+
+def _violations(files: dict[Path, set[str]]) -> list[str]:
+    return [
+        f"{path.name} ({_layer(path)}) imports {name}"
+        for path, names in files.items()
+        for name in names - {_layer(path), "__version__"}
+        if name not in MAY_IMPORT[_layer(path)]
+    ]
+
+
+def test_imports_follow_the_table() -> None:
+    files = {path: _imports(path) for path in ROOT.rglob("*.py")}
+    assert {_layer(path) for path in files} == set(MAY_IMPORT)
+    assert _violations(files) == []
+
+
+def test_a_forbidden_import_is_seen() -> None:
+    assert _violations({ROOT / "chain.py": {"hardware"}}) == ["chain.py (chain) imports hardware"]
+
+
+def test_only_hardware_asks_the_machine() -> None:
+    questions = (
+        "cuda.is_available",
+        "get_device_properties",
+        "os.cpu_count",
+        "get_num_threads",
+        "/proc/",
+        "shutil.which",
+    )
+    for path in ROOT.rglob("*.py"):
+        if path.name != "hardware.py":
+            text = path.read_text()
+            assert [q for q in questions if q in text] == [], path.name
+
+
+def test_files_and_functions_stay_small() -> None:
+    for path in ROOT.rglob("*.py"):
+        text = path.read_text()
+        assert len(text.splitlines()) <= 320, path.name
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno is not None:
+                assert node.end_lineno - node.lineno < 50, f"{path.name}: {node.name}"
+
+
+def test_importing_postlude_is_cheap_and_touches_no_device() -> None:
+    program = (
+        "import sys, time, torch\n"
+        "start = time.perf_counter()\n"
+        "import postlude\n"
+        "took = time.perf_counter() - start\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "assert 'torch._dynamo' not in sys.modules and 'triton' not in sys.modules\n"
+        "print(took)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 0.3
+
+
+def test_public_words_exist() -> None:
+    for word in postlude.__all__:
+        assert getattr(postlude, word) is not None
+    assert callable(postlude.optimize)

@@ -179,6 +179,7 @@ CASES = [
         _start(3, conv(3, (4, 8), dilation=2, groups=2)).op("relu").norm(4).chain(),
         (2, 4, 7, 8, 7),
     ),
+    Case("conv clamp_min norm", _start(2, conv(2, (3, 4))).op("clamp_min", bound=0.1).norm(2).chain(), (2, 3, 9, 7)),
     Case("two norms", _start(2, conv(2, (4, 8))).norm(2).op("relu").norm(4, affine=False).chain(), (2, 4, 8, 9)),
     Case(
         "batch of one",

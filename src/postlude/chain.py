@@ -32,6 +32,8 @@ class PointwiseRow:
 # The vocabulary. reference.py, graph/spellings.py and run/cpu.py have a row for each key (tests/test_tables.py).
 POINTWISE: dict[str, PointwiseRow] = {
     "relu": PointwiseRow(1),
+    # Not relu: at exactly the bound clamp passes the gradient on, relu does not.
+    "clamp_min": PointwiseRow(1, ("bound",)),
     "leaky_relu": PointwiseRow(1, ("slope",)),
     "silu": PointwiseRow(1),
     "gelu": PointwiseRow(1, ("approximate",)),

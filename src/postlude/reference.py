@@ -28,6 +28,7 @@ from postlude.chain import (
 
 POINTWISE: dict[str, Callable[..., Tensor]] = {
     "relu": torch.relu,
+    "clamp_min": lambda x, bound: torch.clamp_min(x, bound),
     "leaky_relu": lambda x, slope: F.leaky_relu(x, slope),
     "silu": F.silu,
     "gelu": lambda x, approximate: F.gelu(x, approximate=approximate),

@@ -6,13 +6,13 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import candidates
 import pytest
 import torch
 import torch.nn.functional as F
-from candidates import INPUTS, Honest, Model, candidate
 from torch import Tensor, nn
 
+from check import candidates
+from check.candidates import INPUTS, Honest, Model, candidate
 from postlude.check.modules import verify_modules
 from postlude.check.verdict import Verdict
 

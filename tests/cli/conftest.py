@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cli.problem_texts import GOOD, RESULT, Ran, Run, Write
 
+from cli.problem_texts import GOOD, RESULT, Ran, Run, Write
 from postlude.cli import main
 
 

@@ -22,7 +22,7 @@ class Model(nn.Module):
 
 
 def get_inputs():
-    return [torch.rand(4, 3, 10, 12, 12)]
+    return [torch.rand(4, 3, 18, 34, 36)]
 
 
 def get_init_inputs():

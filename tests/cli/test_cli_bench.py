@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cli.problem_texts import Run
 
+from cli.problem_texts import Run
 from postlude.check import records
 from postlude.hardware import cpp_compiler
 
@@ -30,7 +30,7 @@ def test_three_variants_and_an_honest_candidate(run: Run, good: Path, candidate:
     assert all(timing["low"] <= timing["median"] <= timing["high"] for timing in data["seconds"].values())
     rows = records.read(csv)
     assert {row.variant for row in rows} == names
-    assert {(row.mode, row.shape) for row in rows} == {("inference", "4×3×10×12×12")}
+    assert {(row.mode, row.shape) for row in rows} == {("inference", "4×3×18×34×36")}
 
 
 @pytest.mark.usefixtures("no_compiler")

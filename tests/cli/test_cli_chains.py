@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from cli.problem_texts import GOOD, NOTHING, RESULT, Run, Write
 
+from cli.problem_texts import GOOD, NOTHING, RESULT, Run, Write
 from postlude.cli import session
 
 CHAIN = "conv3d(3→8, k3) → group_norm(4) → relu"
@@ -38,7 +38,7 @@ def test_json_holds_what_was_found(run: Run, good: Path) -> None:
     assert data["versions"]["torch"]
     (site,) = data["sites"]
     assert (site["name"], site["chain"], site["plan"]["fused"]) == ("conv", CHAIN, True)
-    assert site["inputs"][0] == {"shape": [4, 3, 10, 12, 12], "dtype": "float32", "layout": "contiguous"}
+    assert site["inputs"][0] == {"shape": [4, 3, 18, 34, 36], "dtype": "float32", "layout": "contiguous"}
     assert site["plan"]["moved_bytes"] < site["plan"]["eager_bytes"]
     assert data["verdict"]["outcome"] == "right"
     assert {entry.name for entry in good.parent.iterdir()} == {"problem.py", "out.json"}
@@ -63,7 +63,7 @@ def test_explain_shows_passes_traffic_and_reasons(run: Run, good: Path) -> None:
     assert ran.code == 0
     for words in (
         CHAIN,
-        "input 4×3×10×12×12, float32, contiguous, on cpu",
+        "input 4×3×18×34×36, float32, contiguous, on cpu",
         "pass 1: ",
         "why: ",
         "checked: right",

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from cli.problem_texts import GOOD, RESULT, Run, Write
 
 Candidate = Callable[[str], Path]

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cli.problem_texts import Run
 
+from cli.problem_texts import Run
 from postlude import hardware
 from postlude.cli import demo, demo_case, demo_child, doctor
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli.problem_texts import Run
 
 import postlude
+from cli.problem_texts import Run
 from postlude.cli import chains
 
 

@@ -104,8 +104,8 @@ C, G = "conv3d(4→4, k3, p1)", "group_norm(2)"
 CAPTURES = [
     Capture("modules", lambda m, x: m.norm(m.relu(m.conv(x))), (f"{C} → relu → {G}",)),
     Capture("functional", lambda m, x: F.group_norm(F.relu(m.conv(x)), 2), (f"{C} → relu → {G}",)),
-    Capture("clamp", lambda m, x: m.norm(m.conv(x).clamp(min=0)), (f"{C} → relu → {G}",)),
-    Capture("clamp_min", lambda m, x: m.norm(torch.clamp_min(m.conv(x), 0.0)), (f"{C} → relu → {G}",)),
+    Capture("clamp", lambda m, x: m.norm(m.conv(x).clamp(min=0)), (f"{C} → clamp_min(0) → {G}",)),
+    Capture("clamp_min", lambda m, x: m.norm(torch.clamp_min(m.conv(x), 0.25)), (f"{C} → clamp_min(0.25) → {G}",)),
     Capture("in-place module", lambda m, x: m.norm(m.relu_(m.conv(x))), (f"{C} → relu → {G}",)),
     Capture("in-place statement", _statement, (f"{C} → relu → {G}",)),
     Capture(

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from graph.models import CAPTURES, Capture, Written
 from postlude.graph.backend import Backend
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+# Dynamo warns about its own use of torch, which the suite would turn into errors inside it.
+pytestmark = [pytest.mark.usefixtures("fresh_dynamo"), pytest.mark.filterwarnings("ignore")]
 
 
 def _both(capture: Capture, seed: int = 0) -> tuple[nn.Module, nn.Module, Backend]:

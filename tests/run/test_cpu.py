@@ -7,18 +7,28 @@ import dataclasses
 
 import pytest
 import torch
-from cases import BY_NAME, CASES, Case
 from torch import Tensor
 
+from cases import BY_NAME, CASES, Case
 from postlude import hardware, reference
 from postlude.chain import Chain
 from postlude.check import chain_points, tensors_for, verify_chain
 from postlude.plan import Plan, lower, problem_of
-from postlude.run import moments
+from postlude.plan import cpu as plan_cpu
+from postlude.run import moments, normalize
 from postlude.run.execute import execute
 
 SMALL_CACHE = hardware.Machine("cpu", 2, 16 << 10, False, hardware.has_onednn())  # forces several slabs
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+@pytest.fixture(params=["as planned", "large values"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Small values take the ways of large ones too: slabs in a buffer or called directly, norms in place."""
+    if request.param == "large values":
+        monkeypatch.setattr(plan_cpu, "ALWAYS_MAPPED", 0)
+        monkeypatch.setattr(normalize, "_SMALLEST", 0)
+    return str(request.param)
 
 
 def fused(chain: Chain, tensors: list[Tensor], machine: hardware.Machine = SMALL_CACHE) -> Tensor:
@@ -30,7 +40,7 @@ def fused(chain: Chain, tensors: list[Tensor], machine: hardware.Machine = SMALL
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.usefixtures("poisoned_memory", "way")
 def test_is_right_by_the_rule(case: Case, layout: str) -> None:
     points = chain_points(case.chain, case.shape, torch.float32, "cpu", layout=layout)
     verdict = verify_chain(fused, case.chain, points)
@@ -49,6 +59,7 @@ def test_is_right_in_bfloat16_and_float64(case: Case) -> None:
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.usefixtures("way")
 def test_dtype_shape_and_strides_are_pytorchs(case: Case, layout: str) -> None:
     tensors = tensors_for(case.chain, case.shape, torch.float32, "cpu", 0, "normal", layout)
     for machine in (SMALL_CACHE, hardware.machine_for("cpu")):
@@ -57,6 +68,7 @@ def test_dtype_shape_and_strides_are_pytorchs(case: Case, layout: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.usefixtures("way")
 def test_the_callers_tensors_are_left_alone(case: Case) -> None:
     tensors = tensors_for(case.chain, case.shape, torch.float32, "cpu", 0, "normal", "contiguous")
     before = copy.deepcopy(tensors)
@@ -104,7 +116,7 @@ def test_an_in_place_step_never_overwrites_a_value_that_is_read_again() -> None:
 
     class Forgetful(Chain):
         def last_uses(self) -> dict[int, int]:
-            return {index: number for index, number in zip(range(len(self.steps) + 1), range(1, len(self.steps) + 2))}
+            return dict(zip(range(len(self.steps) + 1), range(1, len(self.steps) + 2)))
 
     forgetful = Forgetful(*(getattr(case.chain, f.name) for f in dataclasses.fields(Chain)))
     with pytest.raises((AssertionError, RuntimeError)):

@@ -18,7 +18,7 @@ def optimize(settings: Settings, path: Path) -> Answer:
     result = fuse(settings, opened.model, opened.inputs)
     _raise_if_not_captured(result, path)
     if result.sites:
-        rows = [[site.name, str(site.chain), _how(site), verdict_words(site.verdict)] for site in result.sites]
+        rows = [[site.name, str(site.chain), _how(site), _checked(site)] for site in result.sites]
         show_table(["where", "chain", "what will run", "against float64"], rows)
     _show_declined(result)
     code, sentence = _conclusion(result)
@@ -56,7 +56,7 @@ def explain_site(site: SiteReport) -> None:
         say(f"  predicted to move {moved} beyond the cache; PyTorch moves {before}")
     for reason in plan.reasons:
         say(f"  why: {reason}")
-    if site.verdict is not None:
+    if site.verdict is not None and _matters(site):
         say(f"  checked: {site.verdict}")
 
 
@@ -85,6 +85,15 @@ def _how(site: SiteReport) -> str:
     return "\n".join([*plan.describe(), *(f"why: {reason}" for reason in plan.reasons)])
 
 
+def _matters(site: SiteReport) -> bool:
+    """False where the fused way was found right but is not the one that runs."""
+    return isinstance(site.outcome, Plan) or (site.verdict is not None and not site.verdict.right)
+
+
+def _checked(site: SiteReport) -> str:
+    return verdict_words(site.verdict) if _matters(site) else "–"
+
+
 def verdict_words(verdict: Verdict | None) -> str:
     if verdict is None:
         return "not checked"
@@ -101,6 +110,8 @@ def _conclusion(result: Optimized) -> tuple[int, str]:
         return NO, "Wrong: a fused chain failed its check, so it runs through PyTorch's operators."
     if "cannot tell" in outcomes:
         return COULD_NOT_RUN, "Cannot tell: this problem does not tell a right result from a wrong one."
+    if any(site.verdict is None for site in fused):
+        return COULD_NOT_RUN, "Cannot tell: a fused chain was not checked."
     if not fused:
         return NO, "Nothing to fuse: the model runs as it did."
     return (

@@ -8,7 +8,7 @@ from typing import Any
 
 from postlude import __version__, hardware
 from postlude.check.clock import Estimate, ratio
-from postlude.check.verdict import Errors, Verdict
+from postlude.check.verdict import Errors
 from postlude.cli.chains import explain_site
 from postlude.cli.demo_case import CASES, Case, compile_case, time_case
 from postlude.cli.demo_child import time_elsewhere
@@ -120,12 +120,12 @@ def _conclude(settings: Settings, shown: list[Shown]) -> None:
     say(f"× is how many times as fast Postlude is: the median, and an interval with {surely:.0%} confidence.")
     say("Errors are RMS distances from float64, relative to the spread of the result.")
     if settings.device == "cpu":
-        say("On a CPU fresh memory costs page faults, often half of eager's time; tuning avoids them.")
+        say("On a CPU fresh memory costs page faults; a tuned malloc keeps its pages, which helps eager as well.")
     for sentence in _disappointments(shown):
         say(sentence)
     say()
     say("Your own model:      result = postlude.optimize(model, inputs), then use model as before")
-    say("A KernelBench file:  postlude explain FILE.py, then postlude bench FILE.py", "")
+    say("A KernelBench file:  postlude explain FILE.py, then postlude bench FILE.py")
 
 
 def _rows(one: Shown, with_malloc: bool) -> list[list[str]]:
@@ -133,7 +133,7 @@ def _rows(one: Shown, with_malloc: bool) -> list[list[str]]:
     for number, (malloc, timings) in enumerate(sorted(one.timings.items())):
         eager, compiled, ours = (timings.get(name) for name in (EAGER, COMPILE, POSTLUDE))
         speed = [ratio_cell(base, ours) if one.is_right else "–" for base in (eager, compiled)]
-        errors = _errors(one.result.verdict) if number == 0 else ("", "")
+        errors = _errors(one) if number == 0 else ("", "")
         names = [one.case.title, f"  {one.shape}{one.case.layout}"]
         title = names[number] if len(one.timings) > 1 else "\n".join(names)
         memory = [malloc] if with_malloc else []
@@ -141,9 +141,10 @@ def _rows(one: Shown, with_malloc: bool) -> list[list[str]]:
     return rows
 
 
-def _errors(verdict: Verdict | None) -> tuple[str, str]:
+def _errors(one: Shown) -> tuple[str, str]:
+    verdict = one.result.verdict
     if verdict is None:
-        return "not checked", ""
+        return "not fused", ""
     if not verdict.right:
         return verdict.outcome, ""
     first = verdict.quantities[0] if verdict.quantities else None
@@ -160,7 +161,8 @@ def _disappointments(shown: list[Shown]) -> list[str]:
         level: list[str] = []
         for one, malloc, timings in _pairs(shown):
             if base in timings and (found := ratio(timings[base], timings[POSTLUDE])).low <= 1:
-                (slower if found.high < 1 else level).append(f"{one.name} with {malloc} ({times(found.median)})")
+                where = f" with {malloc}" if len(one.timings) > 1 else ""
+                (slower if found.high < 1 else level).append(f"{one.name}{where} ({times(found.median)})")
         sentences += [f"Slower than {name}: {'; '.join(slower)}."] if slower else []
         sentences += [f"Not clearly faster than {name}: {'; '.join(level)}."] if level else []
     missing = next((one.no_compile for one in shown if one.no_compile), "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -30,17 +31,17 @@ def time_elsewhere(settings: Settings, update: Callable[[str], None]) -> Timings
         child = subprocess.Popen(
             command, env=_other_malloc(), stdout=subprocess.PIPE, stderr=errors, text=True, encoding="utf-8"
         )
-        try:
-            for line in child.stdout or ():
-                event = json.loads(line)
-                if "timings" in event:
-                    found[event["case"]] = {name: estimate_from(data) for name, data in event["timings"].items()}
-                else:
-                    update(event["update"])
-            failed = child.wait() != 0
-        finally:
-            child.kill()
-            child.wait()
+        with child:
+            try:
+                for line in child.stdout or ():
+                    event = json.loads(line)
+                    if "timings" in event:
+                        found[event["case"]] = {name: estimate_from(d) for name, d in event["timings"].items()}
+                    else:
+                        update(event["update"])
+                failed = child.wait() != 0
+            finally:
+                child.kill()
         errors.seek(0)
         last = (errors.read().strip().splitlines() or ["no message"])[-1]
     if failed:
@@ -59,13 +60,13 @@ def _other_malloc() -> dict[str, str]:
 
 def main(device: str, precision: str) -> None:
     settings = Settings(device, precision)
-    # Only events go to stdout; whatever else is printed goes where errors go.
-    events, sys.stdout = sys.stdout, sys.stderr
+    events = sys.stdout
 
     def tell(**event: Any) -> None:
         print(json.dumps(event), file=events, flush=True)
 
-    with quiet(debug=False):
+    # Only events go to stdout; whatever else is printed goes where errors go.
+    with quiet(debug=False), contextlib.redirect_stdout(sys.stderr):
         for case in CASES:
             opened, fused = case.open(device), case.open(device).model
             fuse_silently(settings, fused, opened.inputs)

@@ -45,10 +45,10 @@ def _unary(op: str, call: Arguments) -> Read:
     return Spelled(op, (call["self"],))
 
 
-def _clamp_at_zero(op: str, call: Arguments) -> Read:
-    if call["min"] == 0 and call.get("max") is None:
-        return Spelled(op, (call["self"],))
-    return "clamp is understood only as clamp(min=0)"
+def _clamp_min(op: str, call: Arguments) -> Read:
+    if isinstance(call["min"], (int, float)) and call.get("max") is None:
+        return Spelled(op, (call["self"],), (("bound", float(call["min"])),))
+    return "clamp is understood only with a lower bound that is a number"
 
 
 def _leaky(op: str, call: Arguments) -> Read:
@@ -66,11 +66,8 @@ def _binary(op: str, call: Arguments) -> Read:
 
 
 POINTWISE: dict[str, dict[OpOverload, Reader]] = {
-    "relu": {
-        aten.relu.default: _unary,
-        aten.clamp.default: _clamp_at_zero,
-        aten.clamp_min.default: _clamp_at_zero,
-    },
+    "relu": {aten.relu.default: _unary},
+    "clamp_min": {aten.clamp.default: _clamp_min, aten.clamp_min.default: _clamp_min},
     "leaky_relu": {aten.leaky_relu.default: _leaky},
     "silu": {aten.silu.default: _unary},
     "gelu": {aten.gelu.default: _gelu},

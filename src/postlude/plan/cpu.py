@@ -1,85 +1,86 @@
-"""What runs on the CPU: slab size, layout inside the slab, and when eager's own way is best."""
+"""What runs on the CPU: slab size, who convolves and into what, and when eager's own way is best.
+
+The thresholds were measured on 2 threads (benchmarks/cpu.py; results in benchmarks/results/cpu.csv). What decides
+is less arithmetic than memory: the C library maps and unmaps every buffer above 32 MiB, and often smaller ones,
+and a page fault costs about 1 µs per 4 KiB, ten times what writing the page costs.
+"""
 
 from __future__ import annotations
 
 import math
 
-from postlude.chain import Chain, Normalize
+from postlude.chain import Chain, Convolution, Normalize
 from postlude.hardware import Machine
 from postlude.plan.problem import Problem, body_shape, item_size, result_dtype, result_layout, result_shape
 from postlude.plan.program import MomentsOnly, first_barrier, moments_only
-from postlude.plan.types import Keep, Moments, Pass, Plan, Refusal, Source, Store
+from postlude.plan.types import Convolve, Keep, Moments, Pass, Plan, Refusal, Source, Store
 
 MIB = 1 << 20
-_SMALLEST = 2 * MIB  # of the convolution's result: below, planning and slicing cost more than they save
-_SLAB_SHARE = 0.25  # of the last-level cache; the rest is for weights, the input slab and other threads
-_BUSY = 600  # FLOPs per element from which on the convolution alone fills the time
+SLAB = 4 * MIB  # of the convolution's result; 2 to 8 measured alike, smaller pays per call, larger leaves the cache
+SMALLEST_REDUCED = 8 * MIB  # chains that keep only moments or sums: below, eager's buffers are recycled too
+SMALLEST_STORED = MIB  # chains that store: below, eager's operators take well under a millisecond
+ALWAYS_MAPPED = 32 * MIB  # glibc maps buffers from here on, whatever was freed before
+LARGE_SAMPLE = 8 * MIB  # one sample above this does not stay in cache: the convolution runs on the whole batch
 
 
 def lower_for_cpu(chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool) -> Plan | Refusal:
-    body_bytes = math.prod(body_shape(chain, problem)) * item_size(problem.x.dtype)
-    if body_bytes < _SMALLEST and not even_if_slower:
-        return Refusal(
-            (f"too small to gain: the value is {body_bytes / MIB:.2f} MiB, slabs pay from {_SMALLEST // MIB}",)
-        )
     moments = moments_only(chain)
-    if moments is not None:
-        return _moments_plan(chain, problem, machine, moments)
-    return _stored_plan(chain, problem, machine)
+    size = _body_bytes(chain, problem)
+    smallest = SMALLEST_STORED if moments is None else SMALLEST_REDUCED
+    if size < smallest and not even_if_slower and not _leaves_onednn(chain, problem, machine):
+        return Refusal((f"too small to gain: a value of {size / MIB:.1f} MiB, fusing pays from {smallest // MIB} on",))
+    if moments is None:
+        return _stored_plan(chain, problem, machine)
+    if chain.producer is None and problem.x.layout != "contiguous":
+        return Refusal(("channels-last moments without a convolution are no faster than PyTorch's norm",))
+    return _moments_plan(chain, problem, machine, moments)
 
 
 def _moments_plan(chain: Chain, problem: Problem, machine: Machine, moments: MomentsOnly) -> Plan:
     conv = chain.producer
-    in_buffer = (
-        conv is not None
-        and problem.x.dtype == "float32"
-        and conv.dtype is None
-        and conv.as_plain() is not None
-        and machine.has_onednn
-    )
+    slab = _slab(chain, problem, machine) if conv is not None else problem.x.shape[0]
     reasons = ["only moments are needed: nothing of the convolution's size is kept"]
-    centres = (
-        conv is not None
-        and conv.dtype is None
-        and moments.before == 0
-        and moments.squares
-        and problem.x.dtype in ("float32", "float64")
-        and conv.reads_every_position(problem.x.shape[2:])
-    )
+    centres = conv is not None and moments.squares and moments.before == 0 and _may_centre(conv, problem)
     if centres:
         reasons.append("the mean follows from the input; the bias subtracts it, so squares cannot cancel")
-    return _build(
-        chain,
-        problem,
-        (Pass(_source(chain), 1, moments.before, Moments(moments.squares)),),
-        _slab(chain, problem, machine),
-        in_buffer,
-        in_buffer,
-        centres,
-        reasons,
-    )
+    how: Convolve = "eager"
+    if _is_direct(chain, problem, machine):
+        how = "buffer"
+        reasons.append("the convolution writes into one buffer, so no memory is mapped anew")
+    passes = (Pass(_source(chain), 1, moments.before, Moments(moments.squares)),)
+    return _build(chain, problem, passes, slab, how, reasons, centres)
 
 
 def _stored_plan(chain: Chain, problem: Problem, machine: Machine) -> Plan:
-    barrier = first_barrier(chain)
-    steps = len(chain.steps)
+    barrier, steps = first_barrier(chain), len(chain.steps)
     if barrier is None:
         passes: tuple[Pass, ...] = (Pass(_source(chain), 1, steps, Store()),)
     else:
         passes = (Pass(_source(chain), 1, barrier - 1, Keep()), Pass("load", barrier, steps, Store()))
-    batch = problem.x.shape[0]
-    slab = batch if _flops_per_element(chain) >= _BUSY else _slab(chain, problem, machine)
-    inside = result_layout(chain, problem) == "channels_last"
-    if inside and problem.x.dtype != "float32":
-        slab = batch  # PyTorch's layout depends on which library serves: leave the call as eager makes it
-    reasons = []
-    if slab == batch:
-        reasons.append("the convolution fills the time, so it runs on the whole batch")
-    else:
-        reasons.append("slabs of the batch stay in cache from the convolution to the result")
+    slab, how, reasons = _stored_way(chain, problem, machine)
     if any(isinstance(step, Normalize) and step.op == "instance_norm" for step in chain.steps):
         reasons.append("instance_norm runs as group_norm with one group per channel")
-    return _build(chain, problem, passes, slab, inside, False, False, reasons)
+    return _build(chain, problem, passes, slab, how, reasons)
+
+
+def _stored_way(chain: Chain, problem: Problem, machine: Machine) -> tuple[int, Convolve, list[str]]:
+    batch, size = problem.x.shape[0], _body_bytes(chain, problem)
+    is_last = result_layout(chain, problem) == "channels_last"
+    is_direct = _is_direct(chain, problem, machine)
+    if _leaves_onednn(chain, problem, machine):
+        return batch, "direct", ["PyTorch leaves oneDNN for this batch of one; it is called directly"]
+    if chain.producer is None or size < ALWAYS_MAPPED or not is_direct or batch == 1:
+        return batch, "eager", ["one convolution over the batch; every step after it in place"]
+    if is_last:
+        # One sample per slab at least: the buffer may exceed the cache and still saves the page faults.
+        return _slab(chain, problem, machine), "buffer", ["slabs in one buffer: no memory but the result's is mapped"]
+    if size // batch > LARGE_SAMPLE:
+        return batch, "eager", ["one sample exceeds the cache: one convolution over the batch, every step in place"]
+    return (
+        _slab(chain, problem, machine),
+        "direct",
+        ["slabs of the batch stay in cache until they are finished"],
+    )
 
 
 def _build(
@@ -87,44 +88,63 @@ def _build(
     problem: Problem,
     passes: tuple[Pass, ...],
     slab: int,
-    channels_last_inside: bool,
-    in_buffer: bool,
-    centres_by_bias: bool,
+    how: Convolve,
     reasons: list[str],
+    centres_by_bias: bool = False,
 ) -> Plan:
-    body = math.prod(body_shape(chain, problem))
-    size = item_size(problem.x.dtype)
-    result_bytes = math.prod(result_shape(chain, problem)) * item_size(result_dtype(chain, problem))
+    batch, size = problem.x.shape[0], _body_bytes(chain, problem)
+    dtype = result_dtype(chain, problem)
     given = sum(spec.bytes for spec in problem.tensors)
-    batch = problem.x.shape[0]
+    compulsory = given + math.prod(result_shape(chain, problem)) * item_size(dtype)
     return Plan(
-        chain,
-        passes,
-        slab,
-        -(-batch // slab),
-        body * size * slab // batch,
-        channels_last_inside,
-        in_buffer,
-        centres_by_bias,
-        result_layout(chain, problem),
-        result_dtype(chain, problem),
-        given + result_bytes,
-        given + result_bytes + 2 * body * size * len(chain.steps),
-        tuple(reasons),
+        chain=chain,
+        passes=passes,
+        slab=slab,
+        slabs=-(-batch // slab),
+        slab_bytes=size * slab // batch,
+        convolve=how,
+        centres_by_bias=centres_by_bias,
+        result_layout=result_layout(chain, problem),
+        result_dtype=dtype,
+        moved_bytes=compulsory if slab < batch or how == "buffer" else compulsory + 2 * size * (len(passes) - 1),
+        eager_bytes=compulsory + 2 * size * len(chain.steps),
+        reasons=tuple(reasons),
     )
 
 
 def _slab(chain: Chain, problem: Problem, machine: Machine) -> int:
-    """Samples whose value fills a share of the cache; all slabs but the last are of one size."""
+    """Samples per slab; all slabs but the last are of one size."""
     batch = problem.x.shape[0]
-    sample = math.prod(body_shape(chain, problem)[1:]) * item_size(problem.x.dtype)
-    return max(1, min(batch, int(machine.cache_bytes * _SLAB_SHARE) // sample))
+    sample = _body_bytes(chain, problem) // batch
+    return max(1, min(batch, min(SLAB, machine.cache_bytes // 4) // sample))
+
+
+def _body_bytes(chain: Chain, problem: Problem) -> int:
+    return math.prod(body_shape(chain, problem)) * item_size(problem.x.dtype)
+
+
+def _is_direct(chain: Chain, problem: Problem, machine: Machine) -> bool:
+    """True where oneDNN can be called without going through PyTorch's choice of library."""
+    conv = chain.producer
+    is_plain = conv is not None and conv.dtype is None and conv.as_plain() is not None
+    return is_plain and machine.has_onednn and {spec.dtype for spec in problem.tensors} == {"float32"}
+
+
+def _leaves_onednn(chain: Chain, problem: Problem, machine: Machine) -> bool:
+    """True where PyTorch takes its own slow convolution although oneDNN would serve (conv3d measured 2 to 13 times
+    slower): a single small sample."""
+    if chain.dims != 3 or problem.x.shape[0] != 1 or problem.x.layout != "contiguous":
+        return False
+    conv = chain.producer
+    if conv is None or conv.groups > 1 or not _is_direct(chain, problem, machine):
+        return False
+    return math.prod(problem.x.shape[:4]) <= 20480 and not (conv.kernel[-1] > 3 and conv.kernel[-2] > 3)
+
+
+def _may_centre(conv: Convolution, problem: Problem) -> bool:
+    is_plain = conv.dtype is None and problem.x.dtype in ("float32", "float64")
+    return is_plain and conv.reads_every_position(problem.x.shape[2:])
 
 
 def _source(chain: Chain) -> Source:
     return "load" if chain.producer is None else "library convolution"
-
-
-def _flops_per_element(chain: Chain) -> float:
-    conv = chain.producer
-    return 0 if conv is None else 2 * math.prod(conv.kernel) * conv.in_channels / conv.groups

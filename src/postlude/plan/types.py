@@ -9,6 +9,9 @@ from postlude.chain import Chain
 from postlude.plan.problem import Layout
 
 Source = Literal["library convolution", "load"]
+# eager: PyTorch's own call. direct: oneDNN without PyTorch's choice of library. buffer: the same into one
+# channels-last buffer, slab after slab.
+Convolve = Literal["eager", "direct", "buffer"]
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,7 @@ class Plan:
     slab: int  # samples per slab
     slabs: int
     slab_bytes: int
-    channels_last_inside: bool  # the convolution sees channels-last slabs, whatever the caller's layout
-    in_buffer: bool  # the convolution writes into one buffer, slab after slab
+    convolve: Convolve
     centres_by_bias: bool  # the convolution's bias subtracts its own mean, so that squares need no care
     result_layout: Layout
     result_dtype: str

@@ -12,11 +12,13 @@ from postlude.chain import Chain, Normalize, Pointwise, Step, values_of
 from postlude.plan import Plan
 from postlude.plan.types import Moments as MomentsSink
 from postlude.reference import apply, convolve, fetch
-from postlude.run.library import CHANNELS_LAST, BufferConvolution, SlabConvolution
+from postlude.run.library import CHANNELS_LAST, BufferConvolution, DirectConvolution
 from postlude.run.moments import Convolve, Moments, centred_moments, channel_moments, finish
+from postlude.run.normalize import normalized
 
 IN_PLACE: dict[str, Callable[..., Tensor]] = {
     "relu": torch.relu_,
+    "clamp_min": lambda x, bound: torch.clamp_min_(x, bound),
     "leaky_relu": lambda x, slope: F.leaky_relu_(x, slope),
     "silu": lambda x: F.silu(x, inplace=True),
     "gelu": lambda x, approximate: torch.ops.aten.gelu_(x, approximate=approximate),
@@ -58,12 +60,7 @@ def _step(chain: Chain, step: Step, values: list[Tensor | None], tensors: Sequen
     if isinstance(step, Normalize):
         x = values[step.operand.index]
         assert x is not None
-        if step.groups is None:
-            # instance_norm is group_norm with one group per channel, which PyTorch runs several times faster.
-            # Its result is contiguous as instance_norm's is; group_norm's channels-last kernel would cancel.
-            x = x.contiguous()
-        weight, bias = (None if slot is None else tensors[slot.index] for slot in (step.weight, step.bias))
-        return F.group_norm(x, step.groups or x.shape[1], weight, bias, step.eps)
+        return normalized(x, step, tensors, overwrite=is_free)
     if isinstance(step, Pointwise) and is_free:
         operands = [fetch(chain, operand, values, tensors) for operand in step.operands]
         if len({operand.dtype for operand in operands if isinstance(operand, Tensor)}) == 1:
@@ -79,7 +76,7 @@ def _stored(plan: Plan, tensors: Sequence[Tensor]) -> Tensor:
     for start, here in _slabs(plan, tensors):
         value = here[0] if conv is None else conv(here[0], _bias(chain, here))
         value = run_steps(chain, value, here, len(chain.steps), owned=conv is not None)
-        if plan.slabs == 1:
+        if plan.slabs == 1 and plan.convolve != "buffer":
             return value
         if out is None:
             out = _allocate(plan, batch, value)
@@ -98,7 +95,7 @@ def _moments(plan: Plan, tensors: Sequence[Tensor], last: int, squares: bool) ->
     for _, here in _slabs(plan, tensors):
         value = here[0] if conv is None else conv(here[0], _bias(chain, here))
         value = run_steps(chain, value, here, last, owned=conv is not None)
-        parts.append(channel_moments(value, squares, overwrite=last > 0 or conv is not None))
+        parts.append(channel_moments(value, squares, overwrite=last > 0 or conv is not None)[0])
     return Moments.cat(parts)
 
 
@@ -107,11 +104,11 @@ def _library(plan: Plan, tensors: Sequence[Tensor]) -> Convolve | None:
     if conv is None:
         return None
     weight = tensors[1] if conv.dtype is None else tensors[1].to(getattr(torch, conv.dtype))
-    if plan.slabs == 1 and not plan.in_buffer:
-        return lambda x, bias: convolve(conv, x, weight, bias)  # eager's own call, so eager's layout
-    if plan.in_buffer:
+    if plan.convolve == "buffer":
         return BufferConvolution(conv, weight, (plan.slab, *tensors[0].shape[1:]))
-    return SlabConvolution(conv, weight, plan.channels_last_inside)
+    if plan.convolve == "direct":
+        return DirectConvolution(conv, weight, plan.result_layout == "channels_last")
+    return lambda x, bias: convolve(conv, x, weight, bias)
 
 
 def _slabs(plan: Plan, tensors: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:

@@ -39,17 +39,32 @@ class Moments:
         )
 
 
-def channel_moments(value: Tensor, squares: bool, overwrite: bool) -> Moments:
-    """Moments of a value in cache: a sum, then (centred in place) a sum of squares."""
+def channel_moments(value: Tensor, squares: bool, overwrite: bool) -> tuple[Moments, Tensor | float]:
+    """Moments of a value, and what was subtracted from it in place ([N, C] float64, or 0.0 where nothing was).
+
+    Sums of squares are taken as the value is where every mean is small beside its spread; else it is centred first.
+    """
     positions = math.prod(value.shape[2:])
     mean = sum_over_space(value) / positions
     if not squares:
-        return Moments(mean, None, positions)
+        return Moments(mean, None, positions), 0.0
+    if value.is_contiguous():
+        variance = squares_over_space(value) / positions - mean.square()
+        if bool((mean.square() <= _FAR * variance).all()):
+            return Moments(mean, variance, positions), 0.0
     centre = mean.to(value.dtype)
     spread = (-1, value.shape[1], *[1] * (value.dim() - 2))
     centred = value.sub_(centre.view(spread)) if overwrite else value - centre.view(spread)
-    variance = sum_over_space(centred.square_()) / positions - (mean - centre.double()).square()
-    return Moments(mean, variance, positions)
+    total = squares_over_space(centred) if value.is_contiguous() else sum_over_space(centred * centred)
+    variance = total / positions - (mean - centre.double()).square()
+    return Moments(mean, variance, positions), centre.double() if overwrite else 0.0
+
+
+def squares_over_space(value: Tensor) -> Tensor:
+    """[N, C] in float64: sums of squares of a contiguous value, short runs in its dtype, the rest in float64."""
+    rows = value.view(*value.shape[:3], -1)  # [N, C, S0, S1·S2]
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=3)
+    return norms.double().square().sum(2)
 
 
 def centred_moments(chain: Chain, convolve: Convolve, tensors: Sequence[Tensor], slab: int) -> Moments:

@@ -1,0 +1,175 @@
+"""Times chains on the CPU, eager and fused in turns, under the system's malloc and a tuned one.
+
+    python benchmarks/cpu.py                     print the table
+    python benchmarks/cpu.py --record            also merge the rows into benchmarks/results/cpu.csv
+    python benchmarks/cpu.py --only 23 --rounds 9
+
+Every row is verified against float64 before it is timed. Half of eager's time on large outputs is page faults,
+which a tuned malloc avoids: a ratio without saying which malloc means little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from cases import CHAIN_23, CHAIN_61, Builder, conv
+from postlude import hardware, reference
+from postlude.chain import Chain
+from postlude.check import clock, records
+from postlude.check.points import tensors_for
+from postlude.plan import Plan, problem_of
+from postlude.run import execute as running
+
+RESULTS = Path(__file__).parent / "results" / "cpu.csv"
+SOURCES = Path(running.__file__).parents[1]
+TUNED = {
+    "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
+    "MALLOC_TOP_PAD_": str(256 << 20),
+}
+
+
+@dataclass(frozen=True)
+class Bench:
+    name: str
+    chain: Chain
+    shape: tuple[int, ...]
+    layouts: tuple[str, ...] = ("contiguous", "channels_last")
+
+
+BENCHES = [
+    Bench("23", CHAIN_23, (16, 3, 24, 32, 32)),
+    Bench("61", CHAIN_61, (2, 64, 16, 16, 16)),
+    Bench("61 large", CHAIN_61, (2, 64, 32, 32, 32)),
+    Bench("61 batch 4", CHAIN_61, (4, 64, 16, 16, 16)),
+    Bench(
+        "conv instance_norm leaky_relu",
+        Builder(3, conv(3, (32, 32), padding=1)).norm(None).op("leaky_relu", slope=0.01).chain(),
+        (2, 32, 32, 32, 32),
+    ),
+    Bench(
+        "few channels, norm, relu",
+        Builder(3, conv(3, (3, 16))).norm(4).op("relu").chain(),
+        (8, 3, 24, 32, 32),
+    ),
+    Bench(
+        "2-D conv group_norm silu", Builder(2, conv(2, (16, 32), padding=1)).norm(8).op("silu").chain(), (8, 16, 64, 64)
+    ),
+    Bench(
+        "2-D conv gelu residual",
+        Builder(2, conv(2, (16, 16), padding=1)).op("gelu", approximate="none").op("add", "full").chain(),
+        (8, 16, 96, 96),
+    ),
+    Bench("conv relu", Builder(3, conv(3, (8, 16))).op("relu").chain(), (4, 8, 24, 32, 32)),
+    Bench(
+        "conv relu mean over space",
+        Builder(3, conv(3, (8, 16))).op("relu").reduce("mean", "space").chain(),
+        (8, 8, 16, 32, 32),
+    ),
+    Bench(
+        "2-D transposed conv relu instance_norm",
+        Builder(2, conv(2, (16, 16), transposed=True, stride=2, padding=1, output_padding=1))
+        .op("relu")
+        .norm(None)
+        .chain(),
+        (8, 16, 48, 48),
+    ),
+    Bench("group_norm relu", Builder(3).norm(8).op("relu").chain(), (2, 32, 32, 48, 48)),
+    Bench("instance_norm leaky_relu", Builder(3).norm(None).op("leaky_relu", slope=0.01).chain(), (2, 32, 32, 48, 48)),
+    Bench("group_norm mean", Builder(3).norm(8).reduce("mean", "space").chain(), (4, 32, 32, 32, 32)),
+    Bench(
+        "conv norm residual relu",
+        Builder(3, conv(3, (16, 16), padding=1)).norm(4).op("add", "full").op("relu").chain(),
+        (4, 16, 24, 24, 24),
+    ),
+]
+
+
+def measure(bench: Bench, layout: str, rounds: int, seconds: float) -> list[records.Record]:
+    inputs = [tensors_for(bench.chain, bench.shape, torch.float32, "cpu", seed, "normal", layout) for seed in range(3)]
+    truth = reference.evaluate(bench.chain, inputs[0], dtype=torch.float64)
+    variants = {
+        "eager": clock.rotating(lambda *tensors: reference.evaluate(bench.chain, tensors), inputs),
+        "postlude": clock.rotating(lambda *tensors: running.run_chain(bench.chain, tensors), inputs),
+    }
+    timings = clock.time_interleaved(variants, rounds=rounds, min_window_s=0.02, budget_s=seconds)
+    gain = clock.ratio(timings["eager"], timings["postlude"])
+    outcome = running.outcome_for(bench.chain, problem_of(inputs[0]))
+    rows = []
+    for name, timing in timings.items():
+        result = variants[name](0)
+        assert isinstance(result, Tensor)
+        error = (result - truth).abs() / truth.std()
+        rows.append(
+            records.Record(
+                str(bench.chain),
+                "×".join(map(str, bench.shape)),
+                "float32",
+                layout,
+                "fp32",
+                "forward",
+                name if name == "eager" else f"postlude, {way(outcome)}",
+                *(1e3 * timing.quantile(p) for p in (0.2, 0.5, 0.8)),
+                1e3 * timing.low,
+                1e3 * timing.high,
+                *((gain.median, gain.low, gain.high) if name != "eager" else (None, None, None)),
+                float(error.square().mean().sqrt()),
+                float(error.max()),
+                threads=torch.get_num_threads(),
+                kernel_hash=records.kernel_hash([SOURCES / "run", SOURCES / "plan"]),
+                **records.environment("cpu"),  # type: ignore[arg-type]
+            )
+        )
+    return rows
+
+
+def way(outcome: object) -> str:
+    if not isinstance(outcome, Plan):
+        return "through PyTorch"
+    return "whole batch" if outcome.slabs == 1 else f"{outcome.slabs} slabs of {outcome.slab}"
+
+
+def show(rows: Sequence[records.Record]) -> None:
+    eager, ours = rows
+    print(
+        f"{eager.malloc:8} {eager.layout:14} {eager.chain[:62]:62} {eager.shape:16}"
+        f" {eager.ms_p50:8.2f} {ours.ms_p50:8.2f}"
+        f" {ours.speedup:5.2f} ({ours.speedup_low:.2f}–{ours.speedup_high:.2f})  "
+        f"{ours.error_rms:.1e} / {eager.error_rms:.1e}  {ours.variant.removeprefix('postlude, ')}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="benches whose name contains this")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=20.0, help="at most, for each row")
+    parser.add_argument("--record", action="store_true", help=f"merge into {RESULTS.name}")
+    options = parser.parse_args()
+    torch.set_num_threads(2)
+    for bench in BENCHES:
+        if options.only in bench.name:
+            for layout in bench.layouts:
+                with torch.no_grad():
+                    rows = measure(bench, layout, options.rounds, options.seconds)
+                show(rows)
+                if options.record:
+                    records.update(RESULTS, rows)
+    if not hardware.malloc_is_tuned():
+        subprocess.run([sys.executable, *sys.argv], env={**os.environ, **TUNED}, check=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""`lower` is a pure function: plans and refusals for machines that are not here."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from cases import BY_NAME, CASES, CHAIN_23, CHAIN_61, Builder, Case, conv
+from postlude import reference
+from postlude.chain import Chain, Value
+from postlude.check import tensors_for
+from postlude.hardware import Machine
+from postlude.plan import Keep, Moments, Plan, Problem, Refusal, Spec, Store, lower, problem_of
+from postlude.plan.problem import result_dtype, result_layout, result_shape
+from postlude.plan.program import MomentsOnly, moments_only
+
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+CPU = Machine("cpu", 2, 32 << 20, True, True, "AVX2")
+
+
+def problem(chain: Chain, shape: tuple[int, ...], layout: str = "contiguous", **changes: object) -> Problem:
+    small = (1, shape[1], *[4] * chain.dims)  # parameters do not depend on space
+    tensors = tensors_for(chain, small, torch.float32, "cpu", 0, "normal", "contiguous")
+    specs = [Spec(tuple(t.shape), "float32", "contiguous") for t in tensors]
+    specs[0] = Spec(shape, "float32", layout)  # type: ignore[arg-type]
+    return dataclasses.replace(Problem(tuple(specs), "cpu", "auto", False), **changes)  # type: ignore[arg-type]
+
+
+def plan(chain: Chain, given: Problem, machine: Machine = CPU) -> Plan:
+    found = lower(chain, given, machine)
+    assert isinstance(found, Plan), found
+    return found
+
+
+def test_chain_23_keeps_only_moments_of_one_slab() -> None:
+    found = plan(CHAIN_23, problem(CHAIN_23, (128, 3, 24, 32, 32)))
+    assert [item.sink for item in found.passes] == [Moments(squares=True)]
+    assert found.convolve == "buffer"
+    assert found.centres_by_bias
+    assert found.slab_bytes <= 4 << 20
+    assert found.slab * (found.slabs - 1) < 128 <= found.slab * found.slabs
+    assert found.moved_bytes < found.eager_bytes / 10
+    assert found.describe() == ["pass 1: conv3d(3→24, k3) → moments per channel"]
+
+
+def test_chain_61_is_two_passes_and_names_them() -> None:
+    found = plan(CHAIN_61, problem(CHAIN_61, (2, 64, 16, 16, 16)))
+    assert [item.sink for item in found.passes] == [Keep(), Store()]
+    assert found.describe() == [
+        "pass 1: conv_transpose3d(64→128, k3) → relu → keep in cache",
+        "pass 2: slab → group_norm(8) → store",
+    ]
+    assert found.convolve == "eager"
+
+
+def test_a_chain_without_a_norm_is_one_pass() -> None:
+    case = BY_NAME["conv gelu residual"]
+    found = plan(case.chain, problem(case.chain, (8, 4, 32, 32, 32)))
+    assert [item.sink for item in found.passes] == [Store()]
+
+
+def test_large_values_go_in_slabs_and_large_samples_whole() -> None:
+    chain = Builder(2, conv(2, (16, 32), padding=1)).norm(8).op("silu").chain()
+    many = plan(chain, problem(chain, (32, 16, 128, 128)))
+    assert (many.convolve, many.slab) == ("direct", 2)
+    last = plan(chain, problem(chain, (32, 16, 128, 128), "channels_last"))
+    assert last.convolve == "buffer"
+    huge = plan(CHAIN_61, problem(CHAIN_61, (2, 64, 32, 32, 32)))
+    assert (huge.convolve, huge.slabs) == ("eager", 1)
+
+
+def test_slabs_follow_the_cache() -> None:
+    small = dataclasses.replace(CPU, cache_bytes=4 << 20)
+    given = problem(CHAIN_23, (128, 3, 24, 32, 32))
+    assert plan(CHAIN_23, given, small).slab < plan(CHAIN_23, given).slab
+
+
+def test_a_batch_of_one_that_pytorch_takes_out_of_onednn_is_called_directly() -> None:
+    chain = Builder(3, conv(3, (8, 16))).op("relu").chain()
+    assert plan(chain, problem(chain, (1, 8, 48, 48, 48))).convolve == "direct"
+    assert plan(chain, problem(chain, (2, 8, 48, 48, 48))).convolve == "eager"
+    without = dataclasses.replace(CPU, has_onednn=False)
+    assert plan(chain, problem(chain, (1, 8, 48, 48, 48)), without).convolve == "eager"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"device": "cuda"}, "no fused passes for cuda"),
+        ({"needs_grad": True}, "gradients are needed"),
+    ],
+)
+def test_refusals_say_why(changes: dict[str, object], reason: str) -> None:
+    refusal = lower(CHAIN_23, problem(CHAIN_23, (128, 3, 24, 32, 32), **changes), CPU)
+    assert isinstance(refusal, Refusal)
+    assert reason in str(refusal)
+
+
+def test_small_strided_and_empty_problems_are_left_to_pytorch() -> None:
+    for shape, layout, reason in (
+        ((2, 3, 8, 8, 8), "contiguous", "too small"),
+        ((128, 3, 24, 32, 32), "strided", "neither contiguous nor channels-last"),
+        ((0, 3, 24, 32, 32), "contiguous", "empty"),
+    ):
+        refusal = lower(CHAIN_23, problem(CHAIN_23, shape, layout), CPU)
+        assert isinstance(refusal, Refusal)
+        assert reason in str(refusal)
+    assert isinstance(lower(CHAIN_23, problem(CHAIN_23, (2, 3, 8, 8, 8)), CPU, even_if_slower=True), Plan)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_predicted_results_are_pytorchs(case: Case, layout: str) -> None:
+    tensors = tensors_for(case.chain, case.shape, torch.float32, "cpu", 0, "normal", layout)
+    if case.shape[0] == 1:
+        pytest.skip("PyTorch's layout for a batch of one depends on the library it picks; such plans keep its call")
+    given, result = problem_of(tensors), reference.evaluate(case.chain, tensors)
+    assert result_shape(case.chain, given) == tuple(result.shape)
+    assert result_dtype(case.chain, given) == str(result.dtype).removeprefix("torch.")
+    if result.dim() == case.chain.dims + 2 and result.shape[2] > 1:
+        form = torch.channels_last if case.chain.dims == 2 else torch.channels_last_3d
+        expected = (
+            result.contiguous(memory_format=form)
+            if result_layout(case.chain, given) == "channels_last"
+            else result.contiguous()
+        )
+        assert result.stride() == expected.stride()
+
+
+def test_moments_suffice_only_where_every_step_is_affine() -> None:
+    assert moments_only(CHAIN_23) == MomentsOnly(0, 2, True)
+    assert moments_only(CHAIN_61) is None
+    assert moments_only(BY_NAME["conv relu mean over space"].chain) == MomentsOnly(1, 2, False)
+    assert moments_only(BY_NAME["conv norm affine sum over space"].chain) == MomentsOnly(0, 4, True)
+    assert moments_only(BY_NAME["conv relu norm mean relu"].chain) == MomentsOnly(1, 3, True)
+    curved = Builder(3, conv(3, (4, 6))).norm(2).op("relu").reduce("mean", "space").chain()
+    assert moments_only(curved) is None
+    residual = Builder(3, conv(3, (4, 6))).norm(2).op("add", "full").reduce("mean", "space").chain()
+    assert moments_only(residual) is None
+    twice = Builder(3, conv(3, (4, 6))).norm(2).op("add", Value(0)).reduce("mean", "space").chain()
+    assert moments_only(twice) is None

@@ -1,0 +1,210 @@
+"""`postlude.optimize`: in place, verified, undoable, and everything else left as it was."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Sequence
+from importlib import metadata
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import postlude
+from postlude import nn as fused_nn
+from postlude.check import random_state
+from postlude.plan import Plan, Refusal
+from postlude.run import cpu
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(
+            nn.Conv3d(2, 8, 3, padding=1), nn.InstanceNorm3d(8, affine=True), nn.LeakyReLU(0.1)
+        )
+        self.bn = nn.BatchNorm3d(8)
+        self.drop = nn.Dropout(0.5)
+        self.decoder = nn.ConvTranspose3d(8, 4, 2, stride=2)
+        self.norm = nn.GroupNorm(2, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.drop(self.bn(self.encoder(x)))
+        return torch.relu(self.norm(self.decoder(h)))
+
+
+@pytest.fixture
+def net() -> Net:
+    model = Net().eval()
+    model.load_state_dict(random_state(model, 0))
+    return model
+
+
+def test_in_place_verified_and_undoable(net: Net) -> None:
+    x = torch.randn(2, 2, 8, 9, 10)
+    parameters, keys = list(net.parameters()), list(net.state_dict())
+    plain = copy.deepcopy(net)
+    with torch.no_grad():
+        result = postlude.optimize(net, x)
+        assert result.model is net
+        assert postlude.is_optimized(net)
+        assert [str(site.chain) for site in result.sites] == [
+            "conv3d(2→8, k3, p1) → instance_norm → leaky_relu(0.1)",
+            "conv_transpose3d(8→4, k2, s2) → group_norm(2) → relu",
+        ]
+        assert [site.name for site in result.sites] == ["encoder.0", "decoder"]
+        assert result.verdict is not None
+        assert result.verdict.right, result.verdict
+        assert all(site.verdict is not None and site.verdict.right for site in result.sites)
+        torch.testing.assert_close(net(x), plain(x))
+    assert type(net) is Net
+    assert all(a is b for a, b in zip(net.parameters(), parameters))
+    assert list(net.state_dict()) == keys
+    assert result.undo() is net
+    assert not postlude.is_optimized(net)
+    with torch.no_grad():
+        torch.testing.assert_close(net(x), plain(x), rtol=0, atol=0)
+
+
+def test_buffers_random_state_gradients_and_mode_are_left_alone(net: Net) -> None:
+    net.train()
+    x = torch.randn(2, 2, 8, 8, 8)
+    net(x).sum().backward()
+    before = copy.deepcopy(net.state_dict())
+    grads = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    random = torch.get_rng_state()
+    postlude.optimize(net, x)
+    assert net.training
+    assert torch.equal(random, torch.get_rng_state())
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    for ours, theirs in zip((p.grad for p in net.parameters()), grads):
+        assert ours is not None
+        assert torch.equal(ours, theirs)
+
+
+def test_training_gives_pytorchs_gradients(net: Net) -> None:
+    plain = copy.deepcopy(net)
+    x = torch.randn(2, 2, 8, 8, 8)
+    result = postlude.optimize(net, x)
+    assert all(isinstance(site.outcome, Refusal) for site in result.sites)
+    assert "gradients" in str(result.sites[0].outcome)
+    for model in (net, plain):
+        model(x).square().sum().backward()
+    for ours, theirs in zip(net.parameters(), plain.parameters()):
+        assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+def test_copies_and_pickles_are_plain_models(net: Net) -> None:
+    x = torch.randn(1, 2, 8, 8, 8)
+    postlude.optimize(net, x)
+    twin = copy.deepcopy(net)
+    assert not postlude.is_optimized(twin)
+    again = pickle.loads(pickle.dumps(net))
+    assert not postlude.is_optimized(again)
+    with torch.no_grad():
+        torch.testing.assert_close(twin(x), net(x))
+        torch.testing.assert_close(again(x), net(x))
+    saved = io.BytesIO()
+    torch.save(net.state_dict(), saved)
+    assert postlude.optimize(twin, x).model is twin
+
+
+def test_only_selects_by_name_or_function(net: Net) -> None:
+    x = torch.randn(1, 2, 8, 8, 8)
+    result = postlude.optimize(net, x, only="decoder*")
+    assert [site.name for site in result.sites] == ["decoder"]
+    assert any(item.reason == "left out by only=" for item in result.declined)
+    result = postlude.optimize(
+        net, (x,), only=lambda name, chain: chain.producer is not None and name.startswith("enc")
+    )
+    assert [site.name for site in result.sites] == ["encoder.0"]
+
+
+def test_a_site_that_is_wrong_is_switched_off_and_said(
+    net: Net, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    honest = cpu._stored
+
+    def off_by_a_little(plan: Plan, tensors: Sequence[Tensor]) -> Tensor:
+        return honest(plan, tensors) * 1.001
+
+    monkeypatch.setattr(cpu, "_stored", off_by_a_little)
+    plain = copy.deepcopy(net)
+    x = torch.randn(1, 2, 8, 8, 8)
+    with torch.no_grad():
+        result = postlude.optimize(net, x)
+        assert result.verdict is not None
+        assert result.verdict.outcome == "wrong"
+        assert "runs through PyTorch instead" in caplog.text
+        torch.testing.assert_close(net(x), plain(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"precision": "tf32"}, "precision 'tf32' exists only on NVIDIA GPUs"),
+        ({"precision": "half"}, "precision 'half' is unknown; use one of auto, fp32, tf32."),
+        ({"memory": "thin"}, "memory='thin' is unknown"),
+        ({"rest": "xla"}, "rest='xla' is unknown; use one of eager, inductor."),
+    ],
+)
+def test_bad_requests_get_one_sentence_and_change_nothing(net: Net, arguments: dict[str, str], sentence: str) -> None:
+    with pytest.raises(postlude.PostludeError, match=sentence):
+        postlude.optimize(net, torch.randn(1, 2, 8, 8, 8), **arguments)  # type: ignore[arg-type]
+    assert net._compiled_call_impl is None
+
+
+def test_a_model_that_raises_is_left_as_it_was(net: Net) -> None:
+    with pytest.raises(RuntimeError):
+        postlude.optimize(net, torch.randn(1, 3, 8, 8, 8))
+    assert not postlude.is_optimized(net)
+    assert net._compiled_call_impl is None
+
+
+def test_an_already_compiled_model_is_declined(net: Net) -> None:
+    net.compile(backend="eager")
+    with pytest.raises(postlude.PostludeError, match="already compiled"):
+        postlude.optimize(net, torch.randn(1, 2, 8, 8, 8))
+
+
+@pytest.mark.skipif(not metadata.entry_points(name="postlude", group="torch_dynamo_backends"), reason="not installed")
+def test_the_backend_works_by_name_with_no_import(net: Net) -> None:
+    compiled = torch.compile(net, backend="postlude")
+    x = torch.randn(1, 2, 8, 8, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), net(x))
+    with pytest.raises(Exception, match="unknown option colour"):
+        torch.compile(copy.deepcopy(net), backend="postlude", options={"colour": 1})(x)
+
+
+def test_fused_chain_is_a_sequential_with_one_chain() -> None:
+    modules = nn.Sequential(nn.Conv3d(3, 6, 3), nn.GroupNorm(2, 6), fused_nn.Mean())
+    fused = postlude.nn.FusedChain(*copy.deepcopy(modules))
+    assert list(fused.state_dict()) == list(modules.state_dict())
+    fused.load_state_dict(random_state(modules, 1))
+    modules.load_state_dict(random_state(modules, 1))
+    x = torch.randn(2, 3, 6, 7, 8)
+    torch.testing.assert_close(fused(x), modules(x), rtol=0, atol=0)
+    fused(x).sum().backward()
+    assert fused[0].weight.grad is not None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert fused(x).dtype == modules(x).dtype
+    assert copy.deepcopy(fused)(x).shape == (2,)
+    with pytest.raises(postlude.PostludeError, match=r"not one chain .*max_pool3d"):
+        postlude.nn.FusedChain(nn.Conv3d(3, 6, 3), nn.MaxPool3d(2))(x)
+
+
+def test_functional_runs_a_chain_and_complains_in_a_sentence() -> None:
+    from cases import BY_NAME
+    from postlude.check import tensors_for
+
+    case = BY_NAME["61 small"]
+    tensors = tensors_for(case.chain, case.shape, torch.float32, "cpu", 0, "normal", "contiguous")
+    assert postlude.functional.run(case.chain, *tensors).shape == (3, 8, 7, 8, 9)
+    with pytest.raises(postlude.PostludeError, match="takes 4 tensors"):
+        postlude.functional.run(case.chain, tensors[0])

@@ -52,7 +52,7 @@ BENCHES = [
     Bench("23", CHAIN_23, (16, 3, 24, 32, 32)),
     Bench("61", CHAIN_61, (2, 64, 16, 16, 16)),
     Bench("61 large", CHAIN_61, (2, 64, 32, 32, 32)),
-    Bench("61 batch 4", CHAIN_61, (4, 64, 16, 16, 16)),
+    Bench("61 batch 8", CHAIN_61, (8, 64, 16, 16, 16)),
     Bench(
         "conv instance_norm leaky_relu",
         Builder(3, conv(3, (32, 32), padding=1)).norm(None).op("leaky_relu", slope=0.01).chain(),
@@ -71,6 +71,12 @@ BENCHES = [
         Builder(2, conv(2, (16, 16), padding=1)).op("gelu", approximate="none").op("add", "full").chain(),
         (8, 16, 96, 96),
     ),
+    Bench(
+        "2-D many",
+        Builder(2, conv(2, (16, 32), padding=1)).norm(8).op("silu").chain(),
+        (32, 16, 128, 128),
+    ),
+    Bench("conv relu batch of one", Builder(3, conv(3, (8, 16))).op("relu").chain(), (1, 8, 48, 48, 48)),
     Bench("conv relu", Builder(3, conv(3, (8, 16))).op("relu").chain(), (4, 8, 24, 32, 32)),
     Bench(
         "conv relu mean over space",
@@ -103,7 +109,7 @@ def measure(bench: Bench, layout: str, rounds: int, seconds: float) -> list[reco
         "eager": clock.rotating(lambda *tensors: reference.evaluate(bench.chain, tensors), inputs),
         "postlude": clock.rotating(lambda *tensors: running.run_chain(bench.chain, tensors), inputs),
     }
-    timings = clock.time_interleaved(variants, rounds=rounds, min_window_s=0.02, budget_s=seconds)
+    timings = clock.time_interleaved(variants, rounds=rounds, min_window_s=0.2, budget_s=seconds)
     gain = clock.ratio(timings["eager"], timings["postlude"])
     outcome = running.outcome_for(bench.chain, problem_of(inputs[0]))
     rows = []

@@ -107,18 +107,6 @@ class Convolution:
             return full - 2 * self.padding[axis] + self.output_padding[axis]
         return (size + 2 * self.padding[axis] - reach - 1) // self.stride[axis] + 1
 
-    def reads_every_position(self, space: tuple[int, ...]) -> bool:
-        """False where a stride steps over some of the input, so that what stands there cannot matter."""
-        for axis, size in enumerate(space):
-            read = {
-                out * self.stride[axis] - self.padding[axis] + tap * self.dilation[axis]
-                for out in range(self.output_size(axis, size))
-                for tap in range(self.kernel[axis])
-            }
-            if not self.transposed and not read.issuperset(range(size)):
-                return False
-        return True
-
     def flops(self, batch: int, space: tuple[int, ...]) -> int:
         """Multiply-adds counted twice; a transposed convolution's taps outside its cropped border included."""
         places = batch

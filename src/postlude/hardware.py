@@ -23,6 +23,7 @@ class Machine:
     cache_bytes: int  # what stays close to the cores: the last-level cache
     has_triton: bool
     has_onednn: bool = False
+    maps_large_buffers: bool = True  # the allocator gives large buffers back to the system and gets them anew
     architecture: str = ""  # "sm_90" on a GPU, the CPU's instruction set otherwise
 
 
@@ -30,16 +31,10 @@ class Machine:
 def machine_for(device_type: str) -> Machine:
     if device_type == "cuda":
         major, minor = torch.cuda.get_device_capability()
-        return Machine(
-            "cuda",
-            1,
-            torch.cuda.get_device_properties().L2_cache_size,
-            has_triton(),
-            False,
-            f"sm_{major}{minor}",
-        )
+        cache = torch.cuda.get_device_properties().L2_cache_size
+        return Machine("cuda", 1, cache, has_triton(), architecture=f"sm_{major}{minor}")
     threads, cache = torch.get_num_threads(), last_level_cache_bytes()
-    return Machine(device_type, threads, cache, has_triton(), has_onednn(), cpu_capability())
+    return Machine(device_type, threads, cache, has_triton(), has_onednn(), not malloc_is_tuned(), cpu_capability())
 
 
 def default_device() -> str:
@@ -51,8 +46,8 @@ def has_triton() -> bool:
 
 
 def has_onednn() -> bool:
-    """True where oneDNN serves CPU convolutions, and can write one into a buffer that is already there."""
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_convolution_pointwise_")
+    """True where oneDNN serves CPU convolutions and can be called without PyTorch's choice of library."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch, "mkldnn_convolution")
 
 
 def cpu_capability() -> str:

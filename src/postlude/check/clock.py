@@ -87,7 +87,7 @@ def time_interleaved(
     variants: Mapping[str, Variant],
     *,
     rounds: int = 20,
-    min_window_s: float = 0.02,
+    min_window_s: float = 0.1,
     warmup: int = 2,
     budget_s: float | None = None,
     progress: Callable[[str], None] | None = None,

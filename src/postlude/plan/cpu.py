@@ -1,26 +1,28 @@
 """What runs on the CPU: slab size, who convolves and into what, and when eager's own way is best.
 
 The thresholds were measured on 2 threads (benchmarks/cpu.py; results in benchmarks/results/cpu.csv). What decides
-is less arithmetic than memory: the C library maps and unmaps every buffer above 32 MiB, and often smaller ones,
-and a page fault costs about 1 µs per 4 KiB, ten times what writing the page costs.
+is less arithmetic than memory: the C library maps and unmaps large buffers, call after call, and a page fault costs
+about 1 µs per 4 KiB, ten times what writing the page costs.
 """
 
 from __future__ import annotations
 
 import math
 
-from postlude.chain import Chain, Convolution, Normalize
+from postlude.chain import Chain, Normalize
 from postlude.hardware import Machine
-from postlude.plan.problem import Problem, body_shape, item_size, result_dtype, result_layout, result_shape
+from postlude.plan.problem import Layout, Problem, body_shape, item_size, result_dtype, result_layout, result_shape
 from postlude.plan.program import MomentsOnly, first_barrier, moments_only
 from postlude.plan.types import Convolve, Keep, Moments, Pass, Plan, Refusal, Source, Store
 
 MIB = 1 << 20
-SLAB = 4 * MIB  # of the convolution's result; 2 to 8 measured alike, smaller pays per call, larger leaves the cache
+SLAB = 8 * MIB  # of the convolution's result; 4 to 8 measured alike, smaller pays per call, larger leaves the cache
 SMALLEST_REDUCED = 8 * MIB  # chains that keep only moments or sums: below, eager's buffers are recycled too
 SMALLEST_STORED = MIB  # chains that store: below, eager's operators take well under a millisecond
-ALWAYS_MAPPED = 32 * MIB  # glibc maps buffers from here on, whatever was freed before
-LARGE_SAMPLE = 8 * MIB  # one sample above this does not stay in cache: the convolution runs on the whole batch
+MAPPED = 16 * MIB  # from here on eager's buffers are mapped anew or trimmed away, call after call
+LARGE_SAMPLE = 8 * MIB  # one sample above this does not stay in cache
+FEW_CHANNELS = 4  # of the input: 3 measured 8.7 ms channels-last against 11.3, 8 alike
+BUSY = 600  # FLOPs per element of the result from which on the convolution fills the time and slabs gain nothing
 
 
 def lower_for_cpu(chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool) -> Plan | Refusal:
@@ -40,15 +42,13 @@ def _moments_plan(chain: Chain, problem: Problem, machine: Machine, moments: Mom
     conv = chain.producer
     slab = _slab(chain, problem, machine) if conv is not None else problem.x.shape[0]
     reasons = ["only moments are needed: nothing of the convolution's size is kept"]
-    centres = conv is not None and moments.squares and moments.before == 0 and _may_centre(conv, problem)
-    if centres:
-        reasons.append("the mean follows from the input; the bias subtracts it, so squares cannot cancel")
-    how: Convolve = "eager"
-    if _is_direct(chain, problem, machine):
-        how = "buffer"
-        reasons.append("the convolution writes into one buffer, so no memory is mapped anew")
+    inside = problem.x.layout
+    if conv is not None and conv.in_channels <= FEW_CHANNELS:
+        inside = "channels_last"
+        reasons.append("few input channels convolve faster channels-last, and the input is cheap to convert")
+    how: Convolve = "direct" if _is_direct(chain, problem, machine) else "eager"
     passes = (Pass(_source(chain), 1, moments.before, Moments(moments.squares)),)
-    return _build(chain, problem, passes, slab, how, reasons, centres)
+    return _build(chain, problem, passes, slab, how, reasons, inside)
 
 
 def _stored_plan(chain: Chain, problem: Problem, machine: Machine) -> Plan:
@@ -60,27 +60,18 @@ def _stored_plan(chain: Chain, problem: Problem, machine: Machine) -> Plan:
     slab, how, reasons = _stored_way(chain, problem, machine)
     if any(isinstance(step, Normalize) and step.op == "instance_norm" for step in chain.steps):
         reasons.append("instance_norm runs as group_norm with one group per channel")
-    return _build(chain, problem, passes, slab, how, reasons)
+    return _build(chain, problem, passes, slab, how, reasons, result_layout(chain, problem))
 
 
 def _stored_way(chain: Chain, problem: Problem, machine: Machine) -> tuple[int, Convolve, list[str]]:
     batch, size = problem.x.shape[0], _body_bytes(chain, problem)
-    is_last = result_layout(chain, problem) == "channels_last"
-    is_direct = _is_direct(chain, problem, machine)
     if _leaves_onednn(chain, problem, machine):
         return batch, "direct", ["PyTorch leaves oneDNN for this batch of one; it is called directly"]
-    if chain.producer is None or size < ALWAYS_MAPPED or not is_direct or batch == 1:
+    if size < MAPPED or batch == 1 or not machine.maps_large_buffers or not _is_direct(chain, problem, machine):
         return batch, "eager", ["one convolution over the batch; every step after it in place"]
-    if is_last:
-        # One sample per slab at least: the buffer may exceed the cache and still saves the page faults.
-        return _slab(chain, problem, machine), "buffer", ["slabs in one buffer: no memory but the result's is mapped"]
-    if size // batch > LARGE_SAMPLE:
-        return batch, "eager", ["one sample exceeds the cache: one convolution over the batch, every step in place"]
-    return (
-        _slab(chain, problem, machine),
-        "direct",
-        ["slabs of the batch stay in cache until they are finished"],
-    )
+    if size // batch > LARGE_SAMPLE or _flops_per_element(chain) > BUSY:
+        return batch, "eager", ["the convolution fills the time: one over the batch; every step after it in place"]
+    return _slab(chain, problem, machine), "direct", ["slabs of the batch stay in cache until they are finished"]
 
 
 def _build(
@@ -90,7 +81,7 @@ def _build(
     slab: int,
     how: Convolve,
     reasons: list[str],
-    centres_by_bias: bool = False,
+    layout_inside: Layout,
 ) -> Plan:
     batch, size = problem.x.shape[0], _body_bytes(chain, problem)
     dtype = result_dtype(chain, problem)
@@ -103,10 +94,10 @@ def _build(
         slabs=-(-batch // slab),
         slab_bytes=size * slab // batch,
         convolve=how,
-        centres_by_bias=centres_by_bias,
+        layout_inside=layout_inside,
         result_layout=result_layout(chain, problem),
         result_dtype=dtype,
-        moved_bytes=compulsory if slab < batch or how == "buffer" else compulsory + 2 * size * (len(passes) - 1),
+        moved_bytes=compulsory if slab < batch else compulsory + 2 * size * (len(passes) - 1),
         eager_bytes=compulsory + 2 * size * len(chain.steps),
         reasons=tuple(reasons),
     )
@@ -141,9 +132,9 @@ def _leaves_onednn(chain: Chain, problem: Problem, machine: Machine) -> bool:
     return math.prod(problem.x.shape[:4]) <= 20480 and not (conv.kernel[-1] > 3 and conv.kernel[-2] > 3)
 
 
-def _may_centre(conv: Convolution, problem: Problem) -> bool:
-    is_plain = conv.dtype is None and problem.x.dtype in ("float32", "float64")
-    return is_plain and conv.reads_every_position(problem.x.shape[2:])
+def _flops_per_element(chain: Chain) -> float:
+    conv = chain.producer
+    return 0.0 if conv is None else 2 * math.prod(conv.kernel) * conv.in_channels / conv.groups
 
 
 def _source(chain: Chain) -> Source:

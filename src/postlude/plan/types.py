@@ -9,9 +9,8 @@ from postlude.chain import Chain
 from postlude.plan.problem import Layout
 
 Source = Literal["library convolution", "load"]
-# eager: PyTorch's own call. direct: oneDNN without PyTorch's choice of library. buffer: the same into one
-# channels-last buffer, slab after slab.
-Convolve = Literal["eager", "direct", "buffer"]
+# eager: PyTorch's own call. direct: oneDNN, without PyTorch's choice of library and layout.
+Convolve = Literal["eager", "direct"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Plan:
     slabs: int
     slab_bytes: int
     convolve: Convolve
-    centres_by_bias: bool  # the convolution's bias subtracts its own mean, so that squares need no care
+    layout_inside: Layout  # what a direct convolution is given and gives
     result_layout: Layout
     result_dtype: str
     moved_bytes: int  # predicted traffic beyond the cache: inputs read, result written

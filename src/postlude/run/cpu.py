@@ -12,9 +12,11 @@ from postlude.chain import Chain, Normalize, Pointwise, Step, values_of
 from postlude.plan import Plan
 from postlude.plan.types import Moments as MomentsSink
 from postlude.reference import apply, convolve, fetch
-from postlude.run.library import CHANNELS_LAST, BufferConvolution, DirectConvolution
-from postlude.run.moments import Convolve, Moments, centred_moments, channel_moments, finish
+from postlude.run.library import CHANNELS_LAST, DirectConvolution
+from postlude.run.moments import Moments, channel_moments, finish
 from postlude.run.normalize import normalized
+
+Convolve = Callable[[Tensor, "Tensor | None"], Tensor]
 
 IN_PLACE: dict[str, Callable[..., Tensor]] = {
     "relu": torch.relu_,
@@ -76,7 +78,7 @@ def _stored(plan: Plan, tensors: Sequence[Tensor]) -> Tensor:
     for start, here in _slabs(plan, tensors):
         value = here[0] if conv is None else conv(here[0], _bias(chain, here))
         value = run_steps(chain, value, here, len(chain.steps), owned=conv is not None)
-        if plan.slabs == 1 and plan.convolve != "buffer":
+        if plan.slabs == 1:
             return value
         if out is None:
             out = _allocate(plan, batch, value)
@@ -89,8 +91,6 @@ def _moments(plan: Plan, tensors: Sequence[Tensor], last: int, squares: bool) ->
     """Only the mean and variance per sample and channel are kept; each slab's value is thrown away."""
     chain = plan.chain
     conv = _library(plan, tensors)
-    if plan.centres_by_bias and conv is not None:
-        return centred_moments(chain, conv, tensors, plan.slab)
     parts: list[Moments] = []
     for _, here in _slabs(plan, tensors):
         value = here[0] if conv is None else conv(here[0], _bias(chain, here))
@@ -104,10 +104,8 @@ def _library(plan: Plan, tensors: Sequence[Tensor]) -> Convolve | None:
     if conv is None:
         return None
     weight = tensors[1] if conv.dtype is None else tensors[1].to(getattr(torch, conv.dtype))
-    if plan.convolve == "buffer":
-        return BufferConvolution(conv, weight, (plan.slab, *tensors[0].shape[1:]))
     if plan.convolve == "direct":
-        return DirectConvolution(conv, weight, plan.result_layout == "channels_last")
+        return DirectConvolution(conv, weight, plan.layout_inside == "channels_last")
     return lambda x, bias: convolve(conv, x, weight, bias)
 
 

@@ -1,4 +1,4 @@
-"""The library's convolution on the CPU, called so that it stays in oneDNN and can write into our own buffer."""
+"""The library's convolution on the CPU, called so that it stays in oneDNN, in the layout that suits it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
 
 
 class DirectConvolution:
-    """oneDNN's convolution, called slab after slab in the caller's layout.
+    """oneDNN's convolution, called slab after slab.
 
     With a batch of one, PyTorch's own entry points may leave oneDNN (conv3d measured 2 to 13 times slower).
     """
@@ -24,33 +24,6 @@ class DirectConvolution:
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         x, conv = x.contiguous(memory_format=self.memory_format), self.conv
         return torch.mkldnn_convolution(x, self.weight, bias, conv.padding, conv.stride, conv.dilation, conv.groups)
-
-
-class BufferConvolution:
-    """The same into one channels-last buffer, call after call: no fresh memory, so no page faults.
-
-    Half of eager's time on large outputs is page faults, because the C library maps and unmaps every big buffer.
-    """
-
-    def __init__(self, conv: Convolution, weight: Tensor, x_shape: tuple[int, ...]) -> None:
-        plain, weight = _plain(conv, weight)
-        self.settings = (list(plain.padding), list(plain.stride), list(plain.dilation), plain.groups)
-        self.weight = torch.ops.mkldnn._reorder_convolution_weight(weight, *self.settings, list(x_shape))
-        layout = CHANNELS_LAST[conv.dims]
-        self.x = torch.empty(x_shape, dtype=weight.dtype, memory_format=layout)
-        shape = (x_shape[0], plain.out_channels, *plain.output_space(x_shape[2:]))
-        self.out = torch.empty(shape, dtype=weight.dtype, memory_format=layout)
-
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The result lives in the buffer until the next call; a last slab may be smaller than the first."""
-        out = self.out[: x.shape[0]]
-        if not x.is_contiguous(memory_format=CHANNELS_LAST[x.dim() - 2]):
-            x = self.x[: x.shape[0]].copy_(x)
-        out.zero_()  # the operator adds to what is there
-        torch.ops.mkldnn._convolution_pointwise_.binary(
-            out, x, self.weight, bias, *self.settings, "add", 1.0, None, [], None
-        )
-        return out
 
 
 def _plain(conv: Convolution, weight: Tensor) -> tuple[Convolution, Tensor]:

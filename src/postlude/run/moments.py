@@ -1,6 +1,6 @@
 """Moments: the mean and variance per sample and channel, and the part of a chain that needs nothing else.
 
-Variances never come from E[x²] − E[x]²: values are centred first, in place or through the convolution's bias.
+Variances come from E[x²] − E[x]² only where the mean is small beside the spread; else the mean is subtracted first.
 """
 
 from __future__ import annotations
@@ -14,12 +14,9 @@ from torch import Tensor
 
 from postlude.chain import Cast, Chain, Normalize, Pointwise, Reduce, Scalar, Slot
 from postlude.reference import apply
-from postlude.run.conv_mean import convolution_mean
 
-Convolve = Callable[[Tensor, "Tensor | None"], Tensor]
-
-# A slab is centred by its own mean; a sample that lies further from it than this many variances is done alone.
-# The error of a variance grows with 1 + this ratio, so 4 keeps it at a few units in the last place.
+# Squares are taken as the value is where no mean is further from 0 than this many variances, else it is centred
+# first: the error of E[x²] − E[x]² grows with 1 + this ratio.
 _FAR = 4.0
 
 
@@ -40,71 +37,50 @@ class Moments:
 
 
 def channel_moments(value: Tensor, squares: bool, overwrite: bool) -> tuple[Moments, Tensor | float]:
-    """Moments of a value, and what was subtracted from it in place ([N, C] float64, or 0.0 where nothing was).
-
-    Sums of squares are taken as the value is where every mean is small beside its spread; else it is centred first.
-    """
+    """Moments of a value, and what was subtracted from it in place ([N, C] float64, or 0.0 where nothing was)."""
     positions = math.prod(value.shape[2:])
-    mean = sum_over_space(value) / positions
+    if squares and not value.is_contiguous() and value.dtype in (torch.float32, torch.float64):
+        return _channels_last_moments(value, positions), 0.0
+    mean = _sum_over_space(value) / positions
     if not squares:
         return Moments(mean, None, positions), 0.0
-    if value.is_contiguous():
-        variance = squares_over_space(value) / positions - mean.square()
-        if bool((mean.square() <= _FAR * variance).all()):
-            return Moments(mean, variance, positions), 0.0
+    variance = _squares_over_space(value) / positions - mean.square()
+    if bool((mean.square() <= _FAR * variance).all()):
+        return Moments(mean, variance, positions), 0.0
     centre = mean.to(value.dtype)
-    spread = (-1, value.shape[1], *[1] * (value.dim() - 2))
-    centred = value.sub_(centre.view(spread)) if overwrite else value - centre.view(spread)
-    total = squares_over_space(centred) if value.is_contiguous() else sum_over_space(centred * centred)
-    variance = total / positions - (mean - centre.double()).square()
+    each = centre.view(-1, value.shape[1], *[1] * (value.dim() - 2))
+    centred = value.sub_(each) if overwrite else value - each
+    variance = _squares_over_space(centred) / positions - (mean - centre.double()).square()
     return Moments(mean, variance, positions), centre.double() if overwrite else 0.0
 
 
-def squares_over_space(value: Tensor) -> Tensor:
-    """[N, C] in float64: sums of squares of a contiguous value, short runs in its dtype, the rest in float64."""
-    rows = value.view(*value.shape[:3], -1)  # [N, C, S0, S1·S2]
-    norms: Tensor = torch.linalg.vector_norm(rows, dim=3)
-    return norms.double().square().sum(2)
+def _channels_last_moments(value: Tensor, positions: int) -> Moments:
+    """One call per sample of PyTorch's batch statistics, over rows of width times channels.
 
-
-def centred_moments(chain: Chain, convolve: Convolve, tensors: Sequence[Tensor], slab: int) -> Moments:
-    """Moments of a convolution's result, with the mean taken from the input and subtracted through the bias.
-
-    The convolution then gives centred values at once: one pass over the slab, the sum of squares, is left.
+    It subtracts the mean before it squares, runs on whole vectors whatever the number of channels, and each of the
+    row's columns adds up only a fraction of the positions; columns are combined by Chan's formula.
     """
-    conv, x = chain.producer, tensors[0]
-    assert conv is not None
-    mean = convolution_mean(conv, x, tensors[1])  # [N, C]
-    positions = math.prod(conv.output_space(tuple(x.shape[2:])))
-    variances = []
-    for start in range(0, x.shape[0], slab):
-        part, own = x[start : start + slab], mean[start : start + slab]
-        variance = _variance_around(convolve, part, own, positions)
-        if slab > 1 and not bool(((own - own.mean(0)).square() <= _FAR * variance).all()):
-            alone = [_variance_around(convolve, part[i : i + 1], own[i : i + 1], positions) for i in range(len(part))]
-            variance = torch.cat(alone)
-        variances.append(variance)
-    if conv.has_bias:
-        mean = mean + tensors[2].double()
-    return Moments(mean, torch.cat(variances), positions)
-
-
-def _variance_around(convolve: Convolve, x: Tensor, mean: Tensor, positions: int) -> Tensor:
-    shift = mean.mean(0).to(x.dtype)  # [C]
-    squares = sum_over_space(convolve(x, -shift).square_()) / positions
-    return squares - (mean - shift.double()).square()
-
-
-def sum_over_space(value: Tensor) -> Tensor:
-    """[N, C] in float64. Short runs are added in the value's dtype, the rest in float64."""
     batch, channels = value.shape[:2]
-    if value.is_contiguous():
-        return value.flatten(2).view(batch, channels, value.shape[2], -1).sum(3).sum(2, dtype=torch.float64)
-    inner = value.movedim(1, -1).reshape(batch, value.shape[2], -1, channels)  # [N, S0, S1·S2, C]
-    # Several positions side by side make rows wide enough for vector units and the runs shorter.
-    width = next(size for size in (16, 12, 9, 8, 7, 6, 5, 4, 3, 2, 1) if inner.shape[2] % size == 0)
-    rows = inner.view(batch, value.shape[2], -1, width * channels).sum(2)  # [N, S0, width·C]
-    return rows.view(batch, -1, channels).sum(1, dtype=torch.float64)
+    width = value.shape[-1]
+    rows = value.movedim(1, -1).reshape(batch, 1, value.shape[2], -1, width * channels)  # [N, 1, S0, S1, W·C]
+    found = [torch.batch_norm_update_stats(sample, None, None, 0.0) for sample in rows.movedim(-1, 2)]
+    means = torch.stack([mean for mean, _ in found]).view(batch, width, channels).double()
+    variances = torch.stack([variance for _, variance in found]).view(batch, width, channels).double()
+    mean = means.mean(1)
+    return Moments(mean, variances.mean(1) + (means - mean[:, None]).square().mean(1), positions)
+
+
+def _sum_over_space(value: Tensor) -> Tensor:
+    """[N, C] in float64. Short runs are added in the value's dtype (16-bit: in float32), the rest in float64."""
+    value = value if value.dtype.itemsize >= 4 else value.float()
+    inner = tuple(range(3, value.dim()))
+    return value.sum(inner).sum(2, dtype=torch.float64)
+
+
+def _squares_over_space(value: Tensor) -> Tensor:
+    value = value if value.dtype.itemsize >= 4 else value.float()
+    norms: Tensor = torch.linalg.vector_norm(value, dim=tuple(range(3, value.dim())))
+    return norms.double().square().sum(2)
 
 
 def finish(chain: Chain, moments: Moments, first: int, dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensor:

@@ -1,10 +1,10 @@
-"""Times chains on the CPU, eager and fused in turns, under the system's malloc and a tuned one.
+"""Times chains on the CPU, eager, torch.compile and fused in turns, under the system's malloc and a tuned one.
 
     python benchmarks/cpu.py                     print the table
     python benchmarks/cpu.py --record            also merge the rows into benchmarks/results/cpu.csv
     python benchmarks/cpu.py --only 23 --rounds 9
 
-Every row is verified against float64 before it is timed. Half of eager's time on large outputs is page faults,
+Every row carries its error against float64 beside PyTorch's own. Half of eager's time on large outputs is page faults,
 which a tuned malloc avoids: a ratio without saying which malloc means little.
 """
 
@@ -23,6 +23,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+from table import CPU_SOURCES, RESULTS
+
 from cases import CHAIN_23, CHAIN_61, Builder, conv
 from postlude import hardware, reference
 from postlude.chain import Chain
@@ -30,9 +32,8 @@ from postlude.check import clock, records
 from postlude.check.points import tensors_for
 from postlude.plan import Plan, problem_of
 from postlude.run import execute as running
+from postlude.run.site import Site
 
-RESULTS = Path(__file__).parent / "results" / "cpu.csv"
-SOURCES = Path(running.__file__).parents[1]
 TUNED = {
     "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
@@ -45,18 +46,19 @@ class Bench:
     name: str
     chain: Chain
     shape: tuple[int, ...]
+    compiled: bool = False  # torch.compile takes part: ten seconds of compiling for each row
     layouts: tuple[str, ...] = ("contiguous", "channels_last")
 
 
 BENCHES = [
-    Bench("23", CHAIN_23, (16, 3, 24, 32, 32)),
-    Bench("61", CHAIN_61, (2, 64, 16, 16, 16)),
-    Bench("61 large", CHAIN_61, (2, 64, 32, 32, 32)),
-    Bench("61 batch 8", CHAIN_61, (8, 64, 16, 16, 16)),
+    Bench("23", CHAIN_23, (16, 3, 24, 32, 32), True),
+    Bench("61", CHAIN_61, (2, 64, 16, 16, 16), True),
+    Bench("61 large", CHAIN_61, (2, 64, 32, 32, 32), True),
     Bench(
         "conv instance_norm leaky_relu",
         Builder(3, conv(3, (32, 32), padding=1)).norm(None).op("leaky_relu", slope=0.01).chain(),
         (2, 32, 32, 32, 32),
+        True,
     ),
     Bench(
         "few channels, norm, relu",
@@ -107,13 +109,16 @@ def measure(bench: Bench, layout: str, rounds: int, seconds: float) -> list[reco
     truth = reference.evaluate(bench.chain, inputs[0], dtype=torch.float64)
     variants = {
         "eager": clock.rotating(lambda *tensors: reference.evaluate(bench.chain, tensors), inputs),
-        "postlude": clock.rotating(lambda *tensors: running.run_chain(bench.chain, tensors), inputs),
+        "postlude": clock.rotating(Site(bench.name, bench.chain), inputs),
     }
+    if bench.compiled and hardware.cpp_compiler() is not None:
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda *tensors: reference.evaluate(bench.chain, tensors))
+        variants["torch.compile"] = clock.rotating(compiled, inputs)
     timings = clock.time_interleaved(variants, rounds=rounds, min_window_s=0.2, budget_s=seconds)
-    gain = clock.ratio(timings["eager"], timings["postlude"])
-    outcome = running.outcome_for(bench.chain, problem_of(inputs[0]))
     rows = []
     for name, timing in timings.items():
+        gain = clock.ratio(timings["eager"], timing)
         result = variants[name](0)
         assert isinstance(result, Tensor)
         error = (result - truth).abs() / truth.std()
@@ -125,34 +130,37 @@ def measure(bench: Bench, layout: str, rounds: int, seconds: float) -> list[reco
                 layout,
                 "fp32",
                 "forward",
-                name if name == "eager" else f"postlude, {way(outcome)}",
+                name,
                 *(1e3 * timing.quantile(p) for p in (0.2, 0.5, 0.8)),
                 1e3 * timing.low,
                 1e3 * timing.high,
-                *((gain.median, gain.low, gain.high) if name != "eager" else (None, None, None)),
+                *(gain.median, gain.low, gain.high),
                 float(error.square().mean().sqrt()),
                 float(error.max()),
                 threads=torch.get_num_threads(),
-                kernel_hash=records.kernel_hash([SOURCES / "run", SOURCES / "plan"]),
+                kernel_hash=records.kernel_hash(CPU_SOURCES),
                 **records.environment("cpu"),  # type: ignore[arg-type]
             )
         )
     return rows
 
 
-def way(outcome: object) -> str:
+def way_of(bench: Bench, layout: str) -> str:
+    tensors = tensors_for(bench.chain, bench.shape, torch.float32, "cpu", 0, "normal", layout)
+    outcome = running.outcome_for(bench.chain, problem_of(tensors))
     if not isinstance(outcome, Plan):
         return "through PyTorch"
     return "whole batch" if outcome.slabs == 1 else f"{outcome.slabs} slabs of {outcome.slab}"
 
 
-def show(rows: Sequence[records.Record]) -> None:
-    eager, ours = rows
+def show(rows: Sequence[records.Record], way: str) -> None:
+    by_name = {row.variant: row for row in rows}
+    eager, ours, rival = by_name["eager"], by_name["postlude"], by_name.get("torch.compile")
     print(
-        f"{eager.malloc:8} {eager.layout:14} {eager.chain[:62]:62} {eager.shape:16}"
-        f" {eager.ms_p50:8.2f} {ours.ms_p50:8.2f}"
-        f" {ours.speedup:5.2f} ({ours.speedup_low:.2f}–{ours.speedup_high:.2f})  "
-        f"{ours.error_rms:.1e} / {eager.error_rms:.1e}  {ours.variant.removeprefix('postlude, ')}",
+        f"{eager.malloc:8} {eager.layout:14} {eager.chain[:62]:62} {eager.shape:16} {eager.ms_p50:8.2f}"
+        f" {'' if rival is None else format(rival.ms_p50, '.2f'):>8} {ours.ms_p50:8.2f}"
+        f" {ours.speedup:5.2f} ({ours.speedup_low:.2f}–{ours.speedup_high:.2f})"
+        f"  {ours.error_rms:.1e} / {eager.error_rms:.1e}  {way}",
         flush=True,
     )
 
@@ -170,7 +178,7 @@ def main() -> None:
             for layout in bench.layouts:
                 with torch.no_grad():
                     rows = measure(bench, layout, options.rounds, options.seconds)
-                show(rows)
+                    show(rows, way_of(bench, layout))
                 if options.record:
                     records.update(RESULTS, rows)
     if not hardware.malloc_is_tuned():

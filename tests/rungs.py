@@ -35,7 +35,7 @@ RUNGS = (
     Rung("interpret", 180, "kernels under TRITON_INTERPRET=1", "no kernels yet, nothing to run"),
     Rung("compile", 180, "kernels compiled ahead of time", "no kernels yet, nothing to compile"),
     Rung("export", 60, "exported files run without the package", "no exporter yet, nothing to run"),
-    Rung("record", 30, "checked-in GPU results match the kernels", "no GPU results yet, nothing to compare"),
+    Rung("record", 30, "the README shows recorded results of this code", "no results yet, nothing to compare"),
 )
 
 

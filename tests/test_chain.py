@@ -60,7 +60,7 @@ def test_output_space_is_pytorchs(transposed: bool, stride: int, padding: int, d
 
 
 def test_last_uses_keep_a_value_that_is_read_again() -> None:
-    uses = BY_NAME["value used twice"].chain.last_uses()
+    uses = BY_NAME["value used twice"].chain.last_uses
     assert uses[0] == 4
     assert uses[1] == 2
     assert uses[4] == 5

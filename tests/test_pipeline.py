@@ -114,6 +114,18 @@ def test_copies_and_pickles_are_plain_models(net: Net) -> None:
     assert postlude.optimize(twin, x).model is twin
 
 
+def test_a_model_of_pytorchs_own_class_is_captured_too() -> None:
+    model = nn.Sequential(nn.Conv3d(2, 4, 3), nn.ReLU(), nn.GroupNorm(2, 4)).eval()
+    plain = copy.deepcopy(model)
+    x = torch.randn(2, 2, 6, 6, 6)
+    with torch.no_grad():
+        result = postlude.optimize(model, x)
+        assert [(site.name, str(site.chain)) for site in result.sites] == [
+            ("0", "conv3d(2→4, k3) → relu → group_norm(2)")
+        ]
+        torch.testing.assert_close(model(x), plain(x))
+
+
 def test_only_selects_by_name_or_function(net: Net) -> None:
     x = torch.randn(1, 2, 8, 8, 8)
     result = postlude.optimize(net, x, only="decoder*")

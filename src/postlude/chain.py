@@ -12,6 +12,7 @@ A value may be used more than once (residuals, x·sigmoid(x)); the last one is t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -188,6 +189,7 @@ class Chain:
         if problem is not None:
             raise ValueError(f"not a chain: {problem}")
 
+    @functools.cached_property
     def last_uses(self) -> dict[int, int]:
         """Value index → number of the last step that reads it (the result counts as read after the end)."""
         uses = {value.index: number for number, step in enumerate(self.steps, 1) for value in values_of(step)}
@@ -203,6 +205,13 @@ class Chain:
         if not isinstance(chain, Chain):
             raise TypeError("the text does not describe a chain")
         return chain
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:  # chains are looked up on every call, and never change
+        return hash((self.dims, self.producer, self.steps, self.roles))
 
     def words(self) -> list[str]:
         """One word per step."""

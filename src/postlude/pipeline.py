@@ -85,7 +85,7 @@ def optimize(
     if model._compiled_call_impl is not None:
         raise PostludeError("the model is already compiled; call postlude.optimize before model.compile().")
     backend = Backend(precision, rest, _filter(only), record=verify)
-    model.compile(backend=backend)
+    _compile(model, backend)
     try:
         with _left_as_found(model):
             model(*args, **kwargs)
@@ -105,6 +105,19 @@ def optimize(
 def is_optimized(model: nn.Module) -> bool:
     """True while `model` itself runs fused; a deep copy or an unpickled model is plain and gives False."""
     return model in _results and model._compiled_call_impl is not None
+
+
+def _compile(model: nn.Module, backend: Backend) -> None:
+    """What `model.compile(backend=backend)` does, one frame further out.
+
+    Dynamo passes over frames inside torch.nn, so a model whose class is PyTorch's own (`nn.Sequential`) would never
+    reach the backend.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)
+
+    model._compiled_call_impl = torch.compile(call, backend=backend)
 
 
 def _report(site: Site, verify: bool) -> SiteReport:

@@ -59,7 +59,7 @@ def evaluate(
         tensors = [tensor.to(dtype) for tensor in tensors]
     start = tensors[0] if chain.producer is None else _convolve(chain.producer, tensors, dtype, rounded_to)
     values: list[Tensor | None] = [start]
-    last_uses = chain.last_uses()
+    last_uses = chain.last_uses
     for number, step in enumerate(chain.steps, 1):
         values.append(apply(chain, step, values, tensors, keep_dtype=dtype is not None))
         for value in values_of(step):

@@ -16,7 +16,7 @@ from postlude.chain import Chain
 from postlude.check import chain_points, tensors_for, verify_chain
 from postlude.plan import Plan, lower, problem_of
 from postlude.plan import cpu as plan_cpu
-from postlude.run import moments, normalize
+from postlude.run import moments
 from postlude.run.execute import execute
 
 SMALL_CACHE = hardware.Machine("cpu", 2, 16 << 10, False, hardware.has_onednn())  # forces several slabs
@@ -28,7 +28,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Small values take the ways of large ones too: slabs in a buffer or called directly, norms in place."""
     if request.param == "large values":
         monkeypatch.setattr(plan_cpu, "MAPPED", 0)
-        monkeypatch.setattr(normalize, "_SMALLEST", 0)
+        monkeypatch.setattr(plan_cpu, "SURELY_MAPPED", 0)
     return str(request.param)
 
 
@@ -122,7 +122,8 @@ def test_an_in_place_step_never_overwrites_a_value_that_is_read_again() -> None:
     assert (fused(case.chain, tensors) - truth).abs().max() < 1e-4
 
     class Forgetful(Chain):
-        def last_uses(self) -> dict[int, int]:
+        @property
+        def last_uses(self) -> dict[int, int]:  # type: ignore[override]
             return dict(zip(range(len(self.steps) + 1), range(1, len(self.steps) + 2)))
 
     forgetful = Forgetful(*(getattr(case.chain, f.name) for f in dataclasses.fields(Chain)))

@@ -20,7 +20,9 @@ SLAB = 8 * MIB  # of the convolution's result; 4 to 8 measured alike, smaller pa
 SMALLEST_REDUCED = 8 * MIB  # chains that keep only moments or sums: below, eager's buffers are recycled too
 SMALLEST_STORED = MIB  # chains that store: below, eager's operators take well under a millisecond
 MAPPED = 16 * MIB  # from here on eager's buffers are mapped anew or trimmed away, call after call
+SURELY_MAPPED = 32 * MIB  # glibc's limit: from here on no history of earlier buffers helps
 LARGE_SAMPLE = 8 * MIB  # one sample above this does not stay in cache
+WORTH_A_CALL = 10_000_000  # FLOPs: oneDNN takes 70 µs to set up, PyTorch's own small convolution 10
 FEW_CHANNELS = 4  # of the input: 3 measured 8.7 ms channels-last against 11.3, 8 alike
 BUSY = 600  # FLOPs per element of the result from which on the convolution fills the time and slabs gain nothing
 
@@ -48,7 +50,7 @@ def _moments_plan(chain: Chain, problem: Problem, machine: Machine, moments: Mom
         reasons.append("few input channels convolve faster channels-last, and the input is cheap to convert")
     how: Convolve = "direct" if _is_direct(chain, problem, machine) else "eager"
     passes = (Pass(_source(chain), 1, moments.before, Moments(moments.squares)),)
-    return _build(chain, problem, passes, slab, how, reasons, inside)
+    return _build(chain, problem, machine, passes, slab, how, reasons, inside)
 
 
 def _stored_plan(chain: Chain, problem: Problem, machine: Machine) -> Plan:
@@ -60,7 +62,7 @@ def _stored_plan(chain: Chain, problem: Problem, machine: Machine) -> Plan:
     slab, how, reasons = _stored_way(chain, problem, machine)
     if any(isinstance(step, Normalize) and step.op == "instance_norm" for step in chain.steps):
         reasons.append("instance_norm runs as group_norm with one group per channel")
-    return _build(chain, problem, passes, slab, how, reasons, result_layout(chain, problem))
+    return _build(chain, problem, machine, passes, slab, how, reasons, result_layout(chain, problem))
 
 
 def _stored_way(chain: Chain, problem: Problem, machine: Machine) -> tuple[int, Convolve, list[str]]:
@@ -77,6 +79,7 @@ def _stored_way(chain: Chain, problem: Problem, machine: Machine) -> tuple[int, 
 def _build(
     chain: Chain,
     problem: Problem,
+    machine: Machine,
     passes: tuple[Pass, ...],
     slab: int,
     how: Convolve,
@@ -94,6 +97,7 @@ def _build(
         slabs=-(-batch // slab),
         slab_bytes=size * slab // batch,
         convolve=how,
+        norms_in_place=machine.maps_large_buffers and size * slab // batch >= SURELY_MAPPED,
         layout_inside=layout_inside,
         result_layout=result_layout(chain, problem),
         result_dtype=dtype,
@@ -128,6 +132,8 @@ def _leaves_onednn(chain: Chain, problem: Problem, machine: Machine) -> bool:
         return False
     conv = chain.producer
     if conv is None or conv.groups > 1 or not _is_direct(chain, problem, machine):
+        return False
+    if conv.flops(1, problem.x.shape[2:]) < WORTH_A_CALL:
         return False
     return math.prod(problem.x.shape[:4]) <= 20480 and not (conv.kernel[-1] > 3 and conv.kernel[-2] > 3)
 

@@ -69,5 +69,5 @@ def _is_affine(chain: Chain, step: Step) -> bool:
 
 def _is_last_need(chain: Chain, start: int, reduce: int) -> bool:
     """True where no step after the reduction reads a value from before it."""
-    uses = chain.last_uses()
+    uses = chain.last_uses
     return all(uses.get(index, 0) <= reduce for index in range(start - 1, reduce))

@@ -60,6 +60,7 @@ class Plan:
     slabs: int
     slab_bytes: int
     convolve: Convolve
+    norms_in_place: bool  # a norm overwrites its value, which saves a second buffer and costs a pass
     layout_inside: Layout  # what a direct convolution is given and gives
     result_layout: Layout
     result_dtype: str

@@ -37,19 +37,20 @@ def execute(plan: Plan, tensors: Sequence[Tensor]) -> Tensor:
     return _stored(plan, tensors)
 
 
-def run_steps(chain: Chain, start: Tensor, tensors: Sequence[Tensor], last: int, owned: bool) -> Tensor:
+def run_steps(plan: Plan, start: Tensor, tensors: Sequence[Tensor], last: int, owned: bool) -> Tensor:
     """Steps 1 to `last`, in place wherever the value is ours, nobody reads it again, and its dtype stays.
 
     `owned` says whether the first value may be overwritten: a convolution's result may, a caller's tensor not.
     """
+    chain = plan.chain
     values: list[Tensor | None] = [start]
     may_overwrite = [owned]
-    last_uses = chain.last_uses()
+    last_uses = chain.last_uses
     result = start
     for number, step in enumerate(chain.steps[:last], 1):
         operand = values_of(step)[0].index
         is_free = may_overwrite[operand] and last_uses[operand] == number
-        result = _step(chain, step, values, tensors, is_free)
+        result = _step(plan, step, values, tensors, is_free)
         may_overwrite.append(is_free if result is values[operand] else True)
         values.append(result)
         for value in values_of(step):
@@ -58,16 +59,16 @@ def run_steps(chain: Chain, start: Tensor, tensors: Sequence[Tensor], last: int,
     return result
 
 
-def _step(chain: Chain, step: Step, values: list[Tensor | None], tensors: Sequence[Tensor], is_free: bool) -> Tensor:
+def _step(plan: Plan, step: Step, values: list[Tensor | None], tensors: Sequence[Tensor], is_free: bool) -> Tensor:
     if isinstance(step, Normalize):
         x = values[step.operand.index]
         assert x is not None
-        return normalized(x, step, tensors, overwrite=is_free)
+        return normalized(x, step, tensors, overwrite=is_free and plan.norms_in_place)
     if isinstance(step, Pointwise) and is_free:
-        operands = [fetch(chain, operand, values, tensors) for operand in step.operands]
+        operands = [fetch(plan.chain, operand, values, tensors) for operand in step.operands]
         if len({operand.dtype for operand in operands if isinstance(operand, Tensor)}) == 1:
             return IN_PLACE[step.op](*operands, **dict(step.settings))
-    return apply(chain, step, values, tensors)
+    return apply(plan.chain, step, values, tensors)
 
 
 def _stored(plan: Plan, tensors: Sequence[Tensor]) -> Tensor:
@@ -77,7 +78,7 @@ def _stored(plan: Plan, tensors: Sequence[Tensor]) -> Tensor:
     out: Tensor | None = None
     for start, here in _slabs(plan, tensors):
         value = here[0] if conv is None else conv(here[0], _bias(chain, here))
-        value = run_steps(chain, value, here, len(chain.steps), owned=conv is not None)
+        value = run_steps(plan, value, here, len(chain.steps), owned=conv is not None)
         if plan.slabs == 1:
             return value
         if out is None:
@@ -94,7 +95,7 @@ def _moments(plan: Plan, tensors: Sequence[Tensor], last: int, squares: bool) ->
     parts: list[Moments] = []
     for _, here in _slabs(plan, tensors):
         value = here[0] if conv is None else conv(here[0], _bias(chain, here))
-        value = run_steps(chain, value, here, last, owned=conv is not None)
+        value = run_steps(plan, value, here, last, owned=conv is not None)
         parts.append(channel_moments(value, squares, overwrite=last > 0 or conv is not None)[0])
     return Moments.cat(parts)
 

@@ -12,18 +12,16 @@ from torch import Tensor
 from postlude.chain import Normalize
 from postlude.run.moments import channel_moments
 
-_SMALLEST = 32 << 20  # bytes: from here on the C library maps a second buffer on every call
-
 
 def normalized(x: Tensor, step: Normalize, tensors: Sequence[Tensor], overwrite: bool) -> Tensor:
-    """group_norm or instance_norm of `x`, into `x` itself where `overwrite` allows and it pays."""
+    """group_norm or instance_norm of `x`, into `x` itself where `overwrite` allows."""
     weight, bias = (None if slot is None else tensors[slot.index] for slot in (step.weight, step.bias))
     groups = step.groups or x.shape[1]
     if step.groups is None:
         # instance_norm is group_norm with one group per channel, which PyTorch runs several times faster.
         # Its result is contiguous as instance_norm's is; group_norm's channels-last kernel would cancel.
         x = x.contiguous()
-    if overwrite and x.dtype == torch.float32 and x.is_contiguous() and x.nbytes >= _SMALLEST:
+    if overwrite and x.dtype == torch.float32 and x.is_contiguous():
         return _in_place(x, groups, step.eps, weight, bias)
     return F.group_norm(x, groups, weight, bias, step.eps)
 

@@ -1,4 +1,4 @@
-"""Writes the README's table of CPU results from benchmarks/results/cpu.csv, between its two markers.
+"""Writes the README's tables of results from benchmarks/results/*.csv, each between its two markers.
 
 python benchmarks/table.py           rewrite README.md
 python benchmarks/table.py --check   exit 1 where README.md differs from the recorded results
@@ -16,17 +16,39 @@ from postlude.check.records import Record
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results" / "cpu.csv"
-START, END = "<!-- cpu results: made by benchmarks/table.py -->", "<!-- end of cpu results -->"
+GPU_RESULTS = ROOT / "benchmarks" / "results" / "h200.csv"
 SOURCE = Path(postlude.__file__).parent
-# What a time on the CPU depends on; a result whose hash differs was measured on other code.
+# What a time depends on; a result whose hash differs was measured on other code.
 CPU_SOURCES = [
-    SOURCE / "plan/cpu.py",
-    *(SOURCE / f"run/{name}.py" for name in ("cpu", "library", "moments", "normalize")),
+    SOURCE / name for name in ("plan/cpu.py", "run/cpu.py", "run/library.py", "run/moments.py", "run/normalize.py")
+]
+GPU_SOURCES = [
+    SOURCE / "kernels",
+    *(SOURCE / name for name in ("emit.py", "plan/gpu.py", "run/gpu.py", "run/programs.py")),
 ]
 HEAD = (
-    "| chain | input | layout | eager ms | compile ms | postlude ms | × eager, system malloc | × eager, tuned malloc |\n"
+    "| chain | input | layout | eager ms | compile ms | postlude ms "
+    "| × eager, system malloc | × eager, tuned malloc |\n"
     "|---|---|---|--:|--:|--:|--:|--:|"
 )
+GPU_HEAD = (
+    "| chain | input | dtype | layout | eager ms | compile ms | postlude ms | × eager | × compile |\n"
+    "|---|---|---|---|--:|--:|--:|--:|--:|"
+)
+
+
+def render_gpu() -> str:
+    rows = records.read(GPU_RESULTS)
+    found = {(row.chain, row.shape, row.dtype, row.layout, row.variant): row for row in rows}
+    lines = [GPU_HEAD]
+    for problem in dict.fromkeys((row.chain, row.shape, row.dtype, row.layout) for row in rows):
+        eager, rival, ours = (found[(*problem, name)] for name in ("eager", "torch.compile", "postlude"))
+        assert rival.ms_p50 is not None
+        assert ours.ms_p50 is not None
+        chain, shape, dtype, layout = problem
+        cells = [chain, shape, dtype, layout.replace("_", "-"), _ms(eager), _ms(rival), _ms(ours), _gain(ours)]
+        lines.append(f"| {' | '.join(cells)} | {rival.ms_p50 / ours.ms_p50:.2f} |")
+    return "\n".join([*lines, "", _where(rows, GPU_SOURCES)])
 
 
 def render() -> str:
@@ -40,22 +62,23 @@ def render() -> str:
         chain, shape, layout = problem
         cells = [chain, shape, layout.replace("_", "-"), _ms(eager), _ms(rival), _ms(ours), _gain(ours), _gain(tuned)]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", _where(rows)])
+    return "\n".join([*lines, "", _where(rows, CPU_SOURCES)])
 
 
-def stale(rows: list[Record]) -> list[str]:
+def stale(rows: list[Record], sources: list[Path]) -> list[str]:
     """The commits at which rows were measured on code that has changed since."""
-    now = records.kernel_hash(CPU_SOURCES)
+    now = records.kernel_hash(sources)
     return sorted({row.commit for row in rows if row.kernel_hash != now})
 
 
-def _where(rows: list[Record]) -> str:
+def _where(rows: list[Record], sources: list[Path]) -> str:
     first = rows[0]
+    threads = f", {first.threads} threads, float32" if first.threads else ""
     text = (
-        f"{first.device}, {first.threads} threads, float32, torch {first.torch}, {first.timestamp[:10]}; medians, and in "
-        "brackets an interval that holds the median with 95 % confidence."
+        f"{first.device}{threads}, torch {first.torch}, {first.timestamp[:10]}; medians, and in brackets an interval "
+        "that holds the median with 95 % confidence."
     )
-    old = stale(rows)
+    old = stale(rows, sources)
     return text + (f" **Measured before the code changed: at {', '.join(old)}.**" if old else "")
 
 
@@ -70,9 +93,11 @@ def _gain(row: Record | None) -> str:
 
 
 def rewritten(text: str) -> str:
-    before, rest = text.split(START)
-    _, after = rest.split(END)
-    return f"{before}{START}\n{render()}\n{END}{after}"
+    for name, table in (("cpu", render), ("gpu", render_gpu)):
+        start, end = f"<!-- {name} results: made by benchmarks/table.py -->", f"<!-- end of {name} results -->"
+        before, rest = text.split(start)
+        text = f"{before}{start}\n{table()}\n{end}{rest.split(end)[1]}"
+    return text
 
 
 def main() -> int:

@@ -31,11 +31,11 @@ def test_the_readme_shows_the_recorded_results(table: ModuleType) -> None:
 
 
 def test_every_row_says_what_it_was_measured_on(table: ModuleType) -> None:
-    for row in records.read(table.RESULTS):
+    for row in records.read(table.RESULTS) + records.read(table.GPU_RESULTS):
         assert row.torch
         assert row.commit
         assert row.kernel_hash
-        assert row.threads
+        assert row.device
         assert row.malloc in ("default", "tuned")
         assert row.ms_low is not None
         assert row.ms_p50 is not None
@@ -45,5 +45,5 @@ def test_every_row_says_what_it_was_measured_on(table: ModuleType) -> None:
 def test_old_results_are_named(table: ModuleType) -> None:
     rows = records.read(table.RESULTS)
     aged = [dataclasses.replace(row, kernel_hash="0", commit="abc") for row in rows]
-    assert table.stale(aged) == ["abc"]
-    assert "abc" in table._where(aged)
+    assert table.stale(aged, table.CPU_SOURCES) == ["abc"]
+    assert "abc" in table._where(aged, table.CPU_SOURCES)

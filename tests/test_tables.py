@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cases import CASES
-from postlude import chain, reference
+from postlude import chain, emit, reference
 from postlude.chain import Normalize, Pointwise, Reduce
 from postlude.graph import spellings
 from postlude.run import cpu, moments
@@ -14,6 +14,7 @@ def test_pointwise_tables_have_equal_keys() -> None:
     assert set(reference.POINTWISE) == words
     assert set(spellings.POINTWISE) == words
     assert set(cpu.IN_PLACE) == words
+    assert set(emit.POINTWISE) == words
 
 
 def test_norm_and_reduction_tables_have_equal_keys() -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 
 @dataclass(frozen=True)
@@ -19,22 +20,32 @@ class Machine:
     """The facts that planning needs, as a value, so that a plan can be tested for any machine."""
 
     device: str  # torch's device type
-    threads: int
+    threads: int  # multiprocessors on a GPU
     cache_bytes: int  # what stays close to the cores: the last-level cache
     has_triton: bool
     has_onednn: bool = False
     maps_large_buffers: bool = True  # the allocator gives large buffers back to the system and gets them anew
+    norms_keeping_layout: frozenset[str] = frozenset({"group_norm"})  # whose result is channels-last as their input
     architecture: str = ""  # "sm_90" on a GPU, the CPU's instruction set otherwise
 
 
 @functools.cache
 def machine_for(device_type: str) -> Machine:
     if device_type == "cuda":
-        major, minor = torch.cuda.get_device_capability()
-        cache = torch.cuda.get_device_properties().L2_cache_size
-        return Machine("cuda", 1, cache, has_triton(), architecture=f"sm_{major}{minor}")
+        card = torch.cuda.get_device_properties()
+        cores, name = card.multi_processor_count, f"sm_{card.major}{card.minor}"
+        keeping = norms_keeping_layout("cuda")
+        return Machine("cuda", cores, card.L2_cache_size, has_triton(), norms_keeping_layout=keeping, architecture=name)
     threads, cache = torch.get_num_threads(), last_level_cache_bytes()
-    return Machine(device_type, threads, cache, has_triton(), has_onednn(), not malloc_is_tuned(), cpu_capability())
+    maps, keeping = not malloc_is_tuned(), norms_keeping_layout(device_type)
+    return Machine(device_type, threads, cache, has_triton(), has_onednn(), maps, keeping, cpu_capability())
+
+
+def norms_keeping_layout(device_type: str) -> frozenset[str]:
+    """Asks PyTorch, whose answer differs by device and version: run each norm on a small channels-last tensor."""
+    x = torch.ones(2, 4, 3, 3, 3, device=device_type).to(memory_format=torch.channels_last_3d)
+    results = {"group_norm": F.group_norm(x, 2), "instance_norm": F.instance_norm(x)}
+    return frozenset(name for name, result in results.items() if not result.is_contiguous())
 
 
 def default_device() -> str:

@@ -13,11 +13,12 @@ from postlude.chain import Chain, Value
 from postlude.check import tensors_for
 from postlude.hardware import Machine
 from postlude.plan import Keep, Moments, Plan, Problem, Refusal, Spec, Store, lower, problem_of
+from postlude.plan.gpu import tile_for
 from postlude.plan.problem import result_dtype, result_layout, result_shape
 from postlude.plan.program import MomentsOnly, moments_only
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-CPU = Machine("cpu", 2, 32 << 20, True, True, True, "AVX2")
+CPU = Machine("cpu", 2, 32 << 20, True, True, True, architecture="AVX2")
 
 
 def problem(chain: Chain, shape: tuple[int, ...], layout: str = "contiguous", **changes: object) -> Problem:
@@ -87,7 +88,7 @@ def test_a_batch_of_one_that_pytorch_takes_out_of_onednn_is_called_directly() ->
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"device": "cuda"}, "no fused passes for cuda"),
+        ({"device": "mps"}, "no fused passes for mps"),
         ({"needs_grad": True}, "gradients are needed"),
     ],
 )
@@ -122,7 +123,7 @@ def test_predicted_results_are_pytorchs(case: Case, layout: str) -> None:
         form = torch.channels_last if case.chain.dims == 2 else torch.channels_last_3d
         expected = (
             result.contiguous(memory_format=form)
-            if result_layout(case.chain, given) == "channels_last"
+            if result_layout(case.chain, given, CPU) == "channels_last"
             else result.contiguous()
         )
         assert result.stride() == expected.stride()
@@ -140,3 +141,41 @@ def test_moments_suffice_only_where_every_step_is_affine() -> None:
     assert moments_only(residual) is None
     twice = Builder(3, conv(3, (4, 6))).norm(2).op("add", Value(0)).reduce("mean", "space").chain()
     assert moments_only(twice) is None
+
+
+CARD = Machine("cuda", 132, 50 << 20, True, architecture="sm_90")
+
+
+def test_on_a_gpu_a_norm_is_two_passes_over_the_librarys_convolution() -> None:
+    found = plan(CHAIN_61, problem(CHAIN_61, (16, 64, 32, 32, 32), device="cuda"), CARD)
+    assert [item.sink for item in found.passes] == [Moments(squares=True), Store()]
+    assert found.describe() == [
+        "pass 1: conv_transpose3d(64→128, k3) → relu → moments per channel",
+        "pass 2: slab → relu → group_norm(8) → store",
+    ]
+    assert found.tile is not None
+    assert found.tile.block_c == 0
+    last = plan(CHAIN_61, problem(CHAIN_61, (16, 64, 32, 32, 32), "channels_last", device="cuda"), CARD)
+    assert last.tile is not None
+    assert last.tile.block * last.tile.block_c == 8192
+
+
+def test_on_a_gpu_small_values_and_moments_stay_with_pytorch() -> None:
+    small = lower(CHAIN_61, problem(CHAIN_61, (1, 64, 16, 16, 16), device="cuda"), CARD)
+    assert "too small to gain" in str(small)
+    moments = lower(CHAIN_23, problem(CHAIN_23, (128, 3, 24, 32, 32), device="cuda"), CARD)
+    assert "only moments are needed" in str(moments)
+
+
+def test_a_gpu_without_triton_is_declined() -> None:
+    bare = dataclasses.replace(CARD, has_triton=False)
+    refusal = lower(CHAIN_61, problem(CHAIN_61, (16, 64, 32, 32, 32), device="cuda"), bare)
+    assert "Triton is not installed" in str(refusal)
+
+
+def test_tiles_grow_with_the_problem_and_stay_powers_of_two() -> None:
+    chain = Builder(3).norm(8).op("relu").chain()
+    tiles = [tile_for(chain, problem(chain, (2, 32, s, s, s), device="cuda"), CARD) for s in (4, 16, 64, 128)]
+    assert [tile.block for tile in tiles] == [128, 4096, 4096, 4096]
+    assert [tile.tiles for tile in tiles] == [1, 1, 1, 3]
+    assert all(tile.block & (tile.block - 1) == 0 for tile in tiles)

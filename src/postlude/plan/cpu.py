@@ -62,7 +62,7 @@ def _stored_plan(chain: Chain, problem: Problem, machine: Machine) -> Plan:
     slab, how, reasons = _stored_way(chain, problem, machine)
     if any(isinstance(step, Normalize) and step.op == "instance_norm" for step in chain.steps):
         reasons.append("instance_norm runs as group_norm with one group per channel")
-    return _build(chain, problem, machine, passes, slab, how, reasons, result_layout(chain, problem))
+    return _build(chain, problem, machine, passes, slab, how, reasons, result_layout(chain, problem, machine))
 
 
 def _stored_way(chain: Chain, problem: Problem, machine: Machine) -> tuple[int, Convolve, list[str]]:
@@ -99,7 +99,7 @@ def _build(
         convolve=how,
         norms_in_place=machine.maps_large_buffers and size * slab // batch >= SURELY_MAPPED,
         layout_inside=layout_inside,
-        result_layout=result_layout(chain, problem),
+        result_layout=result_layout(chain, problem, machine),
         result_dtype=dtype,
         moved_bytes=compulsory if slab < batch else compulsory + 2 * size * (len(passes) - 1),
         eager_bytes=compulsory + 2 * size * len(chain.steps),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from postlude.chain import Chain
 from postlude.hardware import Machine
 from postlude.plan.cpu import lower_for_cpu
+from postlude.plan.gpu import lower_for_gpu
 from postlude.plan.problem import Problem
 from postlude.plan.types import Plan, Refusal
 
@@ -14,13 +15,15 @@ def lower(chain: Chain, problem: Problem, machine: Machine, *, even_if_slower: b
     reasons = _unsupported(problem)
     if reasons:
         return Refusal(reasons)
+    if problem.device == "cuda":
+        return lower_for_gpu(chain, problem, machine, even_if_slower)
     return lower_for_cpu(chain, problem, machine, even_if_slower)
 
 
 def _unsupported(problem: Problem) -> tuple[str, ...]:
     reasons = []
-    if problem.device != "cpu":
-        reasons.append(f"there are no fused passes for {problem.device} devices yet")
+    if problem.device not in ("cpu", "cuda"):
+        reasons.append(f"there are no fused passes for {problem.device} devices")
     if problem.needs_grad:
         reasons.append("gradients are needed, and the fused passes have no backward of their own yet")
     if any(spec.elements == 0 for spec in problem.tensors):

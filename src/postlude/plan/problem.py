@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from postlude.chain import Cast, Chain, Normalize, Pointwise, Reduce, Slot, Value, values_of
+from postlude.hardware import Machine
 
 Layout = Literal["contiguous", "channels_last", "strided"]
 PRECISIONS = ("auto", "fp32", "tf32")
@@ -100,12 +101,17 @@ def result_dtype(chain: Chain, problem: Problem) -> str:
     return str(dtypes[-1]).removeprefix("torch.")
 
 
-def result_layout(chain: Chain, problem: Problem) -> Layout:
-    """The layout that eager's operators hand on from one to the next, on the CPU."""
-    layout = problem.x.layout
+def body_layout(chain: Chain, problem: Problem) -> Layout:
+    """The layout of the chain's first value: a convolution follows whichever of its operands asks for it."""
     if chain.producer is not None and problem.tensors[1].layout == "channels_last":
-        layout = "channels_last"  # a convolution follows whichever of its operands asks for it
+        return "channels_last"
+    return problem.x.layout
+
+
+def result_layout(chain: Chain, problem: Problem, machine: Machine) -> Layout:
+    """The layout that eager's operators hand on from one to the next; only a norm may give up channels-last."""
+    layout = body_layout(chain, problem)
     for step in chain.steps:
-        if isinstance(step, Normalize) and step.op == "instance_norm":
-            layout = "contiguous"  # PyTorch computes it on a reshaped copy
+        if isinstance(step, Normalize) and step.op not in machine.norms_keeping_layout:
+            layout = "contiguous"
     return layout

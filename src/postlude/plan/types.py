@@ -53,6 +53,15 @@ class Pass:
 
 
 @dataclass(frozen=True)
+class Tile:
+    """How a GPU pass is cut: elements of a row (or rows of channels) per tile, and tiles per program."""
+
+    block: int
+    block_c: int  # channels per tile; 0 where the value is contiguous and a tile lies in one channel
+    tiles: int
+
+
+@dataclass(frozen=True)
 class Plan:
     chain: Chain
     passes: tuple[Pass, ...]
@@ -67,6 +76,7 @@ class Plan:
     moved_bytes: int  # predicted traffic beyond the cache: inputs read, result written
     eager_bytes: int  # the same for eager, which writes and reads every value
     reasons: tuple[str, ...]  # why this way
+    tile: Tile | None = None  # None on the CPU
 
     def describe(self) -> list[str]:
         """One line per pass, as `postlude explain` prints them."""

@@ -13,9 +13,9 @@ from postlude import hardware, reference
 from postlude.chain import Chain
 from postlude.errors import PrecisionError
 from postlude.plan import PRECISIONS, Plan, Problem, Refusal, lower, problem_of
-from postlude.run import cpu
+from postlude.run import cpu, gpu
 
-EXECUTORS: dict[str, Callable[[Plan, Sequence[Tensor]], Tensor]] = {"cpu": cpu.execute}
+EXECUTORS: dict[str, Callable[[Plan, Sequence[Tensor]], Tensor]] = {"cpu": cpu.execute, "cuda": gpu.execute}
 
 
 def execute(chain: Chain, outcome: Plan | Refusal, tensors: Sequence[Tensor]) -> Tensor:

@@ -1,0 +1,1 @@
+"""Device code. Nothing here imports anything of ours, and nothing here launches anything."""

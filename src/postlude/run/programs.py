@@ -1,0 +1,37 @@
+"""Composed Triton functions: emitted text made into jit functions, once per text and process."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import linecache
+from typing import Any
+
+from postlude.chain import Chain
+from postlude.emit import emit
+
+HEADER = "import triton\nimport triton.language as tl\n\n\n"
+
+
+@functools.lru_cache(maxsize=1024)
+def program(chain: Chain, name: str, last: int, pointers: tuple[int, ...]) -> Any:
+    """Steps 1 to `last` of the chain as a jit function named `name`."""
+    text = HEADER + emit(chain, name, last, pointers)
+    return compose(text)[name]
+
+
+@functools.lru_cache(maxsize=1024)
+def compose(text: str) -> dict[str, Any]:
+    """Runs emitted text with the device functions in reach.
+
+    Triton reads a function's source from its file; this one has none, so linecache holds it, under a name made of
+    the text, where tracebacks and profilers find it as well.
+    """
+    from postlude.kernels.triton import pointwise
+
+    name = f"<postlude {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    functions = {key: value for key, value in vars(pointwise).items() if not key.startswith("_")}
+    namespace: dict[str, Any] = {**functions, "__name__": "postlude.emitted"}
+    exec(compile(text, name, "exec"), namespace)
+    return namespace

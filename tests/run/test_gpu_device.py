@@ -1,0 +1,65 @@
+"""The GPU passes on a real card: every case in every dtype by the rule, launches counted, graphs captured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from cases import BY_NAME, CASES, Case
+from postlude import hardware, reference
+from postlude.chain import Chain
+from postlude.check import chain_points, tensors_for, verify_chain
+from postlude.plan import Plan, lower, problem_of
+from postlude.run.execute import execute
+
+pytestmark = pytest.mark.gpu
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def fused(chain: Chain, tensors: list[Tensor]) -> Tensor:
+    with torch.no_grad():
+        plan = lower(chain, problem_of(tensors), hardware.machine_for("cuda"), even_if_slower=True)
+        assert isinstance(plan, Plan), plan
+        return execute(chain, plan, tensors)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_is_right_by_the_rule(case: Case, layout: str, dtype: torch.dtype) -> None:
+    points = chain_points(case.chain, case.shape, dtype, "cuda", layout=layout)
+    verdict = verify_chain(fused, case.chain, points)
+    assert verdict.right, verdict
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_strides_are_pytorchs_and_bits_are_the_same_every_time(case: Case, layout: str) -> None:
+    tensors = tensors_for(case.chain, case.shape, torch.float32, "cuda", 0, "normal", layout)
+    ours, theirs = fused(case.chain, tensors), reference.evaluate(case.chain, tensors)
+    assert (ours.dtype, ours.shape, ours.stride()) == (theirs.dtype, theirs.shape, theirs.stride())
+    assert torch.equal(ours, fused(case.chain, tensors))
+
+
+def test_three_launches_follow_the_convolution() -> None:
+    case = BY_NAME["norm relu without conv"]
+    tensors = tensors_for(case.chain, case.shape, torch.float32, "cuda", 0, "normal", "contiguous")
+    fused(case.chain, tensors)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        fused(case.chain, tensors)
+        torch.cuda.synchronize()
+    kernels = [event.key for event in profile.key_averages() if "kernel" in event.key]
+    assert sorted(kernels) == ["combine_moments_kernel", "row_finish_kernel", "row_moments_kernel"]
+
+
+def test_runs_inside_a_cuda_graph() -> None:
+    case = BY_NAME["conv instance_norm leaky_relu"]
+    tensors = tensors_for(case.chain, case.shape, torch.float32, "cuda", 0, "normal", "contiguous")
+    expected = fused(case.chain, tensors)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = fused(case.chain, tensors)
+    result.zero_()
+    graph.replay()
+    torch.testing.assert_close(result, expected, rtol=0, atol=0)

@@ -1,0 +1,33 @@
+"""The emitted text of a pass: readable, loads each tensor once, one function."""
+
+from __future__ import annotations
+
+import ast
+
+from cases import BY_NAME, CASES, CHAIN_61
+from postlude.emit import emit, pass_slots
+from postlude.plan.gpu import last_fused_step
+
+
+def test_chain_61_reads_as_one_would_write_it() -> None:
+    pointers = pass_slots(CHAIN_61, 2)
+    assert emit(CHAIN_61, "whole", 2, pointers) == (
+        "@triton.jit\n"
+        "def whole(v0, mean, rstd, o_c, base, o_x, m_c, m_x, a0, a1, a2, a3, a4, a5):\n"
+        "    v1 = relu(v0)\n"
+        "    t2 = tl.load(a0 + o_c, mask=m_c, other=0.0).to(v0.dtype)\n"
+        "    t3 = tl.load(a1 + o_c, mask=m_c, other=0.0).to(v0.dtype)\n"
+        "    v2 = (v1 - mean) * (rstd * t2) + t3\n"
+        "    return v2\n"
+    )
+
+
+def test_full_tensors_are_loaded_where_the_value_is() -> None:
+    chain = BY_NAME["conv norm residual relu"].chain
+    assert "+ base + o_x, mask=m_x" in emit(chain, "whole", 3, pass_slots(chain, 3))
+
+
+def test_every_case_emits_python() -> None:
+    for case in CASES:
+        last = last_fused_step(case.chain)
+        ast.parse(emit(case.chain, "whole", last, pass_slots(case.chain, last)))

@@ -58,7 +58,8 @@ def has_triton() -> bool:
 
 def has_onednn() -> bool:
     """True where oneDNN serves CPU convolutions and can be called without PyTorch's choice of library."""
-    return torch.backends.mkldnn.is_available() and hasattr(torch, "mkldnn_convolution")
+    operators = hasattr(torch, "mkldnn_convolution") and hasattr(torch.ops.mkldnn, "_convolution_pointwise_")
+    return torch.backends.mkldnn.is_available() and operators
 
 
 def cpu_capability() -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import postlude
 from cases import BY_NAME, CASES, Case
 from postlude import hardware, reference
 from postlude.chain import Chain
@@ -63,3 +66,20 @@ def test_runs_inside_a_cuda_graph() -> None:
     result.zero_()
     graph.replay()
     torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_whole_model_is_optimized_and_verified(autocast: bool) -> None:
+    layers = [nn.Conv3d(4, 16, 3, padding=1), nn.InstanceNorm3d(16, affine=True), nn.LeakyReLU(0.01)]
+    layers += [nn.Conv3d(16, 16, 3, padding=1), nn.ReLU(), nn.GroupNorm(4, 16)]
+    model = nn.Sequential(*layers).cuda().eval()
+    plain = copy.deepcopy(model)
+    x = torch.randn(2, 4, 64, 64, 64, device="cuda")
+    with torch.no_grad(), torch.autocast("cuda", dtype=torch.float16, enabled=autocast):
+        result = postlude.optimize(model, x)
+        assert result.verdict is not None
+        assert result.verdict.right, result.verdict
+        expected = plain(x)
+        assert model(x).dtype == expected.dtype
+        torch.testing.assert_close(model(x), expected, rtol=1e-2, atol=2e-2)
+    assert sum(isinstance(site.outcome, Plan) for site in result.sites) == (1 if autocast else 2)

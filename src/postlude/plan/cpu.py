@@ -49,6 +49,9 @@ def _moments_plan(chain: Chain, problem: Problem, machine: Machine, moments: Mom
         inside = "channels_last"
         reasons.append("few input channels convolve faster channels-last, and the input is cheap to convert")
     how: Convolve = "direct" if _is_direct(chain, problem, machine) else "eager"
+    if how == "direct" and inside == "channels_last" and machine.maps_large_buffers:
+        how = "buffer"
+        reasons.append("the convolution writes into memory that is kept, so no page is mapped anew")
     passes = (Pass(_source(chain), 1, moments.before, Moments(moments.squares)),)
     return _build(chain, problem, machine, passes, slab, how, reasons, inside)
 

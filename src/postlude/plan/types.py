@@ -9,8 +9,9 @@ from postlude.chain import Chain
 from postlude.plan.problem import Layout
 
 Source = Literal["library convolution", "load"]
-# eager: PyTorch's own call. direct: oneDNN, without PyTorch's choice of library and layout.
-Convolve = Literal["eager", "direct"]
+# eager: PyTorch's own call. direct: oneDNN, without PyTorch's choice of library and layout. buffer: the same into
+# channels-last memory that is kept from call to call.
+Convolve = Literal["eager", "direct", "buffer"]
 
 
 @dataclass(frozen=True)

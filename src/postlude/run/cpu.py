@@ -12,7 +12,7 @@ from postlude.chain import Chain, Normalize, Pointwise, Step, values_of
 from postlude.plan import Plan
 from postlude.plan.types import Moments as MomentsSink
 from postlude.reference import apply, convolve, fetch
-from postlude.run.library import CHANNELS_LAST, DirectConvolution
+from postlude.run.library import CHANNELS_LAST, BufferConvolution, DirectConvolution
 from postlude.run.moments import Moments, channel_moments, finish
 from postlude.run.normalize import normalized
 
@@ -105,6 +105,8 @@ def _library(plan: Plan, tensors: Sequence[Tensor]) -> Convolve | None:
     if conv is None:
         return None
     weight = tensors[1] if conv.dtype is None else tensors[1].to(getattr(torch, conv.dtype))
+    if plan.convolve == "buffer":
+        return BufferConvolution(conv, weight, (plan.slab, *tensors[0].shape[1:]))
     if plan.convolve == "direct":
         return DirectConvolution(conv, weight, plan.layout_inside == "channels_last")
     return lambda x, bias: convolve(conv, x, weight, bias)

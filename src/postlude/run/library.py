@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import threading
+
 import torch
 from torch import Tensor
 
@@ -24,6 +27,48 @@ class DirectConvolution:
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         x, conv = x.contiguous(memory_format=self.memory_format), self.conv
         return torch.mkldnn_convolution(x, self.weight, bias, conv.padding, conv.stride, conv.dilation, conv.groups)
+
+
+class BufferConvolution:
+    """The same into one channels-last buffer, call after call: no fresh memory, so no page faults.
+
+    Uses the operator that Inductor uses. Under the system's malloc a slab's memory may be given back and mapped anew
+    between two calls, which costs chain 23 2 ms of 11; clearing the buffer costs it 0.7.
+    """
+
+    def __init__(self, conv: Convolution, weight: Tensor, x_shape: tuple[int, ...]) -> None:
+        plain, weight = _plain(conv, weight)
+        self.settings = (list(plain.padding), list(plain.stride), list(plain.dilation), plain.groups)
+        self.weight = torch.ops.mkldnn._reorder_convolution_weight(weight, *self.settings, list(x_shape))
+        shape = (x_shape[0], plain.out_channels, *plain.output_space(x_shape[2:]))
+        self.x, self.out = _kept_memory(x_shape, shape)
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The result lives in the buffer until the next call; a last slab may be smaller than the first."""
+        out = self.out[: x.shape[0]]
+        if not x.is_contiguous(memory_format=CHANNELS_LAST[x.dim() - 2]):
+            x = self.x[: x.shape[0]].copy_(x)
+        out.zero_()  # the operator adds to what is there
+        torch.ops.mkldnn._convolution_pointwise_.binary(
+            out, x, self.weight, bias, *self.settings, "add", 1.0, None, [], None
+        )
+        return out
+
+
+_kept = threading.local()
+_KEPT_BYTES = 32 << 20  # more than one slab and its input; larger memory is freed after the call
+
+
+def _kept_memory(*shapes: tuple[int, ...]) -> list[Tensor]:
+    """Channels-last fp32 tensors in memory that this thread keeps from call to call."""
+    sizes = [math.prod(shape) for shape in shapes]
+    memory = getattr(_kept, "memory", None)
+    if memory is None or memory.numel() < sum(sizes):
+        memory = torch.empty(sum(sizes), dtype=torch.float32)
+        if memory.nbytes <= _KEPT_BYTES:
+            _kept.memory = memory
+    parts = memory[: sum(sizes)].split(sizes)
+    return [part.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1) for part, shape in zip(parts, shapes)]
 
 
 def _plain(conv: Convolution, weight: Tensor) -> tuple[Convolution, Tensor]:

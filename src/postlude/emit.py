@@ -10,6 +10,8 @@ The function works on one block of a value and loads what else it needs itself:
 
 from __future__ import annotations
 
+import functools
+
 from postlude.chain import Cast, Chain, Normalize, Operand, Pointwise, Reduce, Scalar, Slot, Step, operands_of
 
 OPERANDS = 6  # pointers that the kernels take
@@ -26,6 +28,7 @@ _BIAS = 2  # the slot of a convolution's bias
 _WORDS = {"none": "gelu", "tanh": "gelu_tanh"}  # settings that name a device function
 
 
+@functools.lru_cache(maxsize=1024)
 def pass_slots(chain: Chain, last: int) -> tuple[int, ...]:
     """The slots that steps 1 to `last` read, in the order of their pointers; the convolution's bias is one of them."""
     read = [operand.index for step in chain.steps[:last] for operand in operands_of(step) if isinstance(operand, Slot)]

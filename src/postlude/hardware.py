@@ -83,6 +83,19 @@ def last_level_cache_bytes() -> int:
     return max(sizes, default=8 << 20)
 
 
+def usable_cores() -> int:
+    """Cores that this process may use; only Linux says which, elsewhere torch's threads stand for them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else torch.get_num_threads()
+
+
+def has_glibc() -> bool:
+    return platform.libc_ver()[0] == "glibc"
+
+
+def gpu_capability() -> tuple[int, int]:
+    return torch.cuda.get_device_capability()
+
+
 def malloc_is_tuned() -> bool:
     """True where the environment keeps the C library from mapping and unmapping every large buffer."""
     return "MALLOC_MMAP_THRESHOLD_" in os.environ or "jemalloc" in os.environ.get("LD_PRELOAD", "")

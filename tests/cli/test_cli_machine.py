@@ -59,7 +59,7 @@ def test_demo_ends_with_a_table_and_what_to_try_next(
         }
 
     monkeypatch.setattr(demo, "time_elsewhere", elsewhere)
-    monkeypatch.setattr(demo.platform, "libc_ver", lambda: ("glibc", "2"))
+    monkeypatch.setattr(hardware, "has_glibc", lambda: True)
     out = tmp_path / "out.json"
     ran = run("demo", "--device", "cpu", "--json", out)
     assert ran.code == 0

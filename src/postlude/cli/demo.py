@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +60,7 @@ class Shown:
 def demo(settings: Settings) -> Answer:
     _introduce(settings)
     shown = [_show(case, settings) for case in CASES]
-    if settings.device == "cpu" and platform.libc_ver()[0] == "glibc":
+    if settings.device == "cpu" and hardware.has_glibc():
         _time_with_other_malloc(settings, shown)
     _conclude(settings, shown)
     code = DONE if all(one.is_right for one in shown) else NO

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
@@ -71,16 +70,15 @@ def _machine(settings: Settings) -> Iterator[Finding]:
 
 def _threads() -> Finding:
     threads = hardware.machine_for("cpu").threads
-    # Only Linux says which cores this process may use.
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else threads
+    cores = hardware.usable_cores()
     if threads > cores:
         return Finding("threads", f"{threads} on {cores} cores", "bad", f"set OMP_NUM_THREADS={cores}")
     return Finding("threads", f"{threads} on {cores} cores", "good")
 
 
 def _gpu() -> Finding:
-    name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
-    if capability < OLDEST_GPU:
+    name = hardware.versions()["gpu"]
+    if hardware.gpu_capability() < OLDEST_GPU:
         return Finding("gpu", name, "bad", "Postlude needs Ampere or newer; use --device cpu")
     return Finding("gpu", name, "good")
 

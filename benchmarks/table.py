@@ -20,7 +20,7 @@ GPU_RESULTS = ROOT / "benchmarks" / "results" / "h200.csv"
 SOURCE = Path(postlude.__file__).parent
 # What a time depends on; a result whose hash differs was measured on other code.
 CPU_SOURCES = [
-    SOURCE / name for name in ("plan/cpu.py", "run/cpu.py", "run/library.py", "run/moments.py", "run/normalize.py")
+    SOURCE / name for name in ("plan/cpu.py", "run/cpu.py", "run/onednn.py", "run/moments.py", "run/normalize.py")
 ]
 GPU_SOURCES = [
     SOURCE / "kernels",

@@ -71,7 +71,7 @@ def optimize(
     only: Only = None,
     verify: bool = True,
 ) -> Optimized:
-    """Fuses the chains of `model` in place, through `nn.Module.compile`.
+    """Fuses the chains of `model` in place, by the means of `nn.Module.compile`.
 
     Parameters, `state_dict`, hooks and class stay; a copy of the model is a plain model again. `inputs` is one
     call's arguments (a tensor, a tuple, or a dict of keywords): the model runs on them once, and buffers, random

@@ -68,6 +68,14 @@ def evaluate(
     return _present(values[-1])
 
 
+def continue_from(chain: Chain, number: int, value: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """The steps after step `number`, whose result is `value`; they must not read anything earlier."""
+    values: list[Tensor | None] = [None] * number + [value]
+    for step in chain.steps[number:]:
+        values.append(apply(chain, step, values, tensors))
+    return _present(values[-1])
+
+
 def apply(
     chain: Chain,
     step: Step,

@@ -169,6 +169,12 @@ def test_on_a_gpu_small_values_and_moments_stay_with_pytorch() -> None:
     assert "only moments are needed" in str(moments)
 
 
+def test_on_a_gpu_a_tail_that_reads_an_early_value_is_declined() -> None:
+    chain = Builder(3).norm(2).op("relu").norm(2).op("add", Value(1)).chain()
+    refusal = lower(chain, problem(chain, (2, 8, 128, 128, 128), device="cuda"), CARD)
+    assert "reads a value from inside the fused passes" in str(refusal)
+
+
 def test_a_gpu_without_triton_is_declined() -> None:
     bare = dataclasses.replace(CARD, has_triton=False)
     refusal = lower(CHAIN_61, problem(CHAIN_61, (16, 64, 32, 32, 32), device="cuda"), bare)

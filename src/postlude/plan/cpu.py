@@ -11,9 +11,9 @@ import math
 
 from postlude.chain import Chain, Normalize
 from postlude.hardware import Machine
-from postlude.plan.problem import Layout, Problem, body_shape, item_size, result_dtype, result_layout, result_shape
+from postlude.plan.problem import Layout, Problem, body_bytes, compulsory_bytes, result_dtype, result_layout
 from postlude.plan.program import MomentsOnly, first_barrier, moments_only
-from postlude.plan.types import Convolve, Keep, Moments, Pass, Plan, Refusal, Source, Store
+from postlude.plan.types import Convolve, Keep, Moments, Pass, Plan, Refusal, Store, first_source
 
 MIB = 1 << 20
 SLAB = 8 * MIB  # of the convolution's result; 4 to 8 measured alike, smaller pays per call, larger leaves the cache
@@ -29,7 +29,7 @@ BUSY = 600  # FLOPs per element of the result from which on the convolution fill
 
 def lower_for_cpu(chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool) -> Plan | Refusal:
     moments = moments_only(chain)
-    size = _body_bytes(chain, problem)
+    size = body_bytes(chain, problem)
     smallest = SMALLEST_STORED if moments is None else SMALLEST_REDUCED
     if size < smallest and not even_if_slower and not _leaves_onednn(chain, problem, machine):
         return Refusal((f"too small to gain: a value of {size / MIB:.1f} MiB, fusing pays from {smallest // MIB} on",))
@@ -52,16 +52,16 @@ def _moments_plan(chain: Chain, problem: Problem, machine: Machine, moments: Mom
     if how == "direct" and inside == "channels_last" and machine.maps_large_buffers:
         how = "buffer"
         reasons.append("the convolution writes into memory that is kept, so no page is mapped anew")
-    passes = (Pass(_source(chain), 1, moments.before, Moments(moments.squares)),)
+    passes = (Pass(first_source(chain), 1, moments.before, Moments(moments.squares)),)
     return _build(chain, problem, machine, passes, slab, how, reasons, inside)
 
 
 def _stored_plan(chain: Chain, problem: Problem, machine: Machine) -> Plan:
     barrier, steps = first_barrier(chain), len(chain.steps)
     if barrier is None:
-        passes: tuple[Pass, ...] = (Pass(_source(chain), 1, steps, Store()),)
+        passes: tuple[Pass, ...] = (Pass(first_source(chain), 1, steps, Store()),)
     else:
-        passes = (Pass(_source(chain), 1, barrier - 1, Keep()), Pass("load", barrier, steps, Store()))
+        passes = (Pass(first_source(chain), 1, barrier - 1, Keep()), Pass("load", barrier, steps, Store()))
     slab, how, reasons = _stored_way(chain, problem, machine)
     if any(isinstance(step, Normalize) and step.op == "instance_norm" for step in chain.steps):
         reasons.append("instance_norm runs as group_norm with one group per channel")
@@ -69,7 +69,7 @@ def _stored_plan(chain: Chain, problem: Problem, machine: Machine) -> Plan:
 
 
 def _stored_way(chain: Chain, problem: Problem, machine: Machine) -> tuple[int, Convolve, list[str]]:
-    batch, size = problem.x.shape[0], _body_bytes(chain, problem)
+    batch, size = problem.x.shape[0], body_bytes(chain, problem)
     if _leaves_onednn(chain, problem, machine):
         return batch, "direct", ["PyTorch leaves oneDNN for this batch of one; it is called directly"]
     if size < MAPPED or batch == 1 or not machine.maps_large_buffers or not _is_direct(chain, problem, machine):
@@ -89,10 +89,8 @@ def _build(
     reasons: list[str],
     layout_inside: Layout,
 ) -> Plan:
-    batch, size = problem.x.shape[0], _body_bytes(chain, problem)
-    dtype = result_dtype(chain, problem)
-    given = sum(spec.bytes for spec in problem.tensors)
-    compulsory = given + math.prod(result_shape(chain, problem)) * item_size(dtype)
+    batch, size = problem.x.shape[0], body_bytes(chain, problem)
+    compulsory = compulsory_bytes(chain, problem)
     return Plan(
         chain=chain,
         passes=passes,
@@ -103,7 +101,7 @@ def _build(
         norms_in_place=machine.maps_large_buffers and size * slab // batch >= SURELY_MAPPED,
         layout_inside=layout_inside,
         result_layout=result_layout(chain, problem, machine),
-        result_dtype=dtype,
+        result_dtype=result_dtype(chain, problem),
         moved_bytes=compulsory if slab < batch else compulsory + 2 * size * (len(passes) - 1),
         eager_bytes=compulsory + 2 * size * len(chain.steps),
         reasons=tuple(reasons),
@@ -113,12 +111,8 @@ def _build(
 def _slab(chain: Chain, problem: Problem, machine: Machine) -> int:
     """Samples per slab; all slabs but the last are of one size."""
     batch = problem.x.shape[0]
-    sample = _body_bytes(chain, problem) // batch
+    sample = body_bytes(chain, problem) // batch
     return max(1, min(batch, min(SLAB, machine.cache_bytes // 4) // sample))
-
-
-def _body_bytes(chain: Chain, problem: Problem) -> int:
-    return math.prod(body_shape(chain, problem)) * item_size(problem.x.dtype)
 
 
 def _is_direct(chain: Chain, problem: Problem, machine: Machine) -> bool:
@@ -138,13 +132,10 @@ def _leaves_onednn(chain: Chain, problem: Problem, machine: Machine) -> bool:
         return False
     if conv.flops(1, problem.x.shape[2:]) < WORTH_A_CALL:
         return False
+    # PyTorch's own rule for fp32: a batch of one stays with oneDNN from 20480 rows of the last axis on.
     return math.prod(problem.x.shape[:4]) <= 20480 and not (conv.kernel[-1] > 3 and conv.kernel[-2] > 3)
 
 
 def _flops_per_element(chain: Chain) -> float:
     conv = chain.producer
     return 0.0 if conv is None else 2 * math.prod(conv.kernel) * conv.in_channels / conv.groups
-
-
-def _source(chain: Chain) -> Source:
-    return "load" if chain.producer is None else "library convolution"

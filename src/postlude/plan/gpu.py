@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 
-from postlude.chain import Chain, Normalize, Reduce
+from postlude.chain import Chain, Normalize, Reduce, values_of
 from postlude.emit import OPERANDS, pass_slots
 from postlude.hardware import Machine
 from postlude.plan.problem import (
     Problem,
+    body_bytes,
     body_layout,
     body_shape,
-    item_size,
+    compulsory_bytes,
     result_dtype,
     result_layout,
-    result_shape,
 )
 from postlude.plan.program import first_barrier, moments_only
-from postlude.plan.types import Moments, Pass, Plan, Refusal, Source, Store, Tile
+from postlude.plan.types import Moments, Pass, Plan, Refusal, Store, Tile, first_source
 
 # Measured on an H200 over (2, 32, 128³) in fp16, where copying the tensor twice takes 0.258 ms: tiles of 4096 elements
 # contiguous (0.214) and 8192 channels-last (0.236; 4096: 0.29, 2048: 0.39), several tiles per program.
@@ -27,13 +27,13 @@ SMALLEST = 32 << 20  # bytes of the value: below, three launches cost the host m
 
 
 def lower_for_gpu(chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool = False) -> Plan | Refusal:
-    size = math.prod(body_shape(chain, problem)) * item_size(problem.x.dtype)
+    size = body_bytes(chain, problem)
     reasons = _reasons_against(chain, machine)
     if not even_if_slower:
         reasons += _reasons_to_stay(chain, size)
     if reasons:
         return Refusal(tuple(reasons))
-    source: Source = "load" if chain.producer is None else "library convolution"
+    source = first_source(chain)
     moments, last = moments_only(chain), last_fused_step(chain)
     barrier = first_barrier(chain)
     passes: tuple[Pass, ...]
@@ -43,8 +43,7 @@ def lower_for_gpu(chain: Chain, problem: Problem, machine: Machine, even_if_slow
         passes = (Pass(source, 1, barrier - 1, Moments(True)), Pass("load", 1, last, Store()))
     else:
         passes = (Pass(source, 1, last, Store()),)
-    compulsory = sum(spec.bytes for spec in problem.tensors)
-    compulsory += math.prod(result_shape(chain, problem)) * item_size(result_dtype(chain, problem))
+    compulsory = compulsory_bytes(chain, problem)
     batch = problem.x.shape[0]
     return Plan(
         chain=chain,
@@ -98,9 +97,12 @@ def _reasons_against(chain: Chain, machine: Machine) -> list[str]:
     reasons = []
     if not machine.has_triton:
         reasons.append("Triton is not installed, which the GPU passes need")
-    if last_fused_step(chain) == 0 and moments_only(chain) is None:
+    last = last_fused_step(chain)
+    if last == 0 and moments_only(chain) is None:
         reasons.append("nothing before the reduction can be fused")
-    if len(pass_slots(chain, last_fused_step(chain))) > OPERANDS:
+    if any(value.index < last for step in chain.steps[last:] for value in values_of(step)):
+        reasons.append("a step after the last fused one reads a value from inside the fused passes")
+    if len(pass_slots(chain, last)) > OPERANDS:
         reasons.append(f"the steps read more than {OPERANDS} tensors")
     return reasons
 

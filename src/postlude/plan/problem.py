@@ -15,7 +15,7 @@ from postlude.hardware import Machine
 
 Layout = Literal["contiguous", "channels_last", "strided"]
 PRECISIONS = ("auto", "fp32", "tf32")
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+_CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}  # by spatial axes
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,12 @@ def layout_of(tensor: Tensor) -> Layout:
     """Contiguous where both readings fit (one channel, one position), as PyTorch's convolutions decide."""
     if tensor.is_contiguous():
         return "contiguous"
-    last = _CHANNELS_LAST.get(tensor.dim())
+    last = _CHANNELS_LAST.get(tensor.dim() - 2)
     return "channels_last" if last is not None and tensor.is_contiguous(memory_format=last) else "strided"
+
+
+def memory_format(layout: Layout, dims: int) -> torch.memory_format:
+    return _CHANNELS_LAST[dims] if layout == "channels_last" else torch.contiguous_format
 
 
 def body_shape(chain: Chain, problem: Problem) -> tuple[int, ...]:
@@ -99,6 +103,16 @@ def result_dtype(chain: Chain, problem: Problem) -> str:
                     dtype = torch.promote_types(dtype, dtypes[operand.index])
         dtypes.append(dtype)
     return str(dtypes[-1]).removeprefix("torch.")
+
+
+def body_bytes(chain: Chain, problem: Problem) -> int:
+    return math.prod(body_shape(chain, problem)) * item_size(problem.x.dtype)
+
+
+def compulsory_bytes(chain: Chain, problem: Problem) -> int:
+    """What any way of running the chain must move: every tensor read once, the result written once."""
+    result = math.prod(result_shape(chain, problem)) * item_size(result_dtype(chain, problem))
+    return sum(spec.bytes for spec in problem.tensors) + result
 
 
 def body_layout(chain: Chain, problem: Problem) -> Layout:

@@ -53,6 +53,10 @@ class Pass:
     sink: Sink
 
 
+def first_source(chain: Chain) -> Source:
+    return "load" if chain.producer is None else "library convolution"
+
+
 @dataclass(frozen=True)
 class Tile:
     """How a GPU pass is cut: elements of a row (or rows of channels) per tile, and tiles per program."""

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from postlude.chain import Chain, Normalize, Pointwise, Step, values_of
 from postlude.plan import Plan
+from postlude.plan.problem import memory_format
 from postlude.plan.types import Moments as MomentsSink
 from postlude.reference import apply, convolve, fetch
-from postlude.run.library import CHANNELS_LAST, BufferConvolution, DirectConvolution
 from postlude.run.moments import Moments, channel_moments, finish
 from postlude.run.normalize import normalized
+from postlude.run.onednn import BufferConvolution, DirectConvolution
 
 Convolve = Callable[[Tensor, "Tensor | None"], Tensor]
 
@@ -108,7 +109,7 @@ def _library(plan: Plan, tensors: Sequence[Tensor]) -> Convolve | None:
     if plan.convolve == "buffer":
         return BufferConvolution(conv, weight, (plan.slab, *tensors[0].shape[1:]))
     if plan.convolve == "direct":
-        return DirectConvolution(conv, weight, plan.layout_inside == "channels_last")
+        return DirectConvolution(conv, weight, plan.layout_inside)
     return lambda x, bias: convolve(conv, x, weight, bias)
 
 
@@ -131,6 +132,8 @@ def _bias(chain: Chain, tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def _allocate(plan: Plan, batch: int, value: Tensor) -> Tensor:
-    is_last = plan.result_layout == "channels_last" and value.dim() == plan.chain.dims + 2
-    layout = CHANNELS_LAST[plan.chain.dims] if is_last else torch.contiguous_format
-    return torch.empty((batch, *value.shape[1:]), dtype=value.dtype, device=value.device, memory_format=layout)
+    shape = (batch, *value.shape[1:])
+    if value.dim() != plan.chain.dims + 2:  # a reduction took the axes that have a layout
+        return torch.empty(shape, dtype=value.dtype, device=value.device)
+    layout = memory_format(plan.result_layout, plan.chain.dims)
+    return torch.empty(shape, dtype=value.dtype, device=value.device, memory_format=layout)

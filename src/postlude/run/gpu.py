@@ -12,10 +12,10 @@ from torch import Tensor
 from postlude.chain import Chain, Normalize
 from postlude.emit import OPERANDS, pass_slots
 from postlude.plan import Plan
+from postlude.plan.problem import memory_format
 from postlude.plan.types import Moments as MomentsSink
 from postlude.plan.types import Tile
-from postlude.reference import apply, convolve
-from postlude.run.library import CHANNELS_LAST
+from postlude.reference import continue_from, convolve
 from postlude.run.moments import Moments, finish
 from postlude.run.programs import program
 
@@ -40,19 +40,12 @@ def _execute(plan: Plan, tensors: Sequence[Tensor]) -> Tensor:
         moments = _per_channel(value, means, squares, chunk) if last.sink.squares else _mean_only(value, means)
         return finish(chain, moments, last.last + 1, getattr(torch, plan.result_dtype), tensors)
     result = _finished(plan, tile, value, tensors, last.last)
-    if last.last == len(chain.steps):
-        return result
-    values: list[Tensor | None] = [None] * last.last + [result]
-    for step in chain.steps[last.last :]:
-        values.append(apply(chain, step, values, tensors))
-    end = values[-1]
-    assert end is not None
-    return end
+    return continue_from(chain, last.last, result, tensors)
 
 
 def _first_value(plan: Plan, tensors: Sequence[Tensor]) -> Tensor:
     conv = plan.chain.producer
-    layout = CHANNELS_LAST[plan.chain.dims] if plan.layout_inside == "channels_last" else torch.contiguous_format
+    layout = memory_format(plan.layout_inside, plan.chain.dims)
     if conv is None:
         return tensors[0].contiguous(memory_format=layout)
     dtype = None if conv.dtype is None else getattr(torch, conv.dtype)
@@ -171,7 +164,7 @@ def _mean_only(value: Tensor, sums: Tensor) -> Moments:
 
 
 def _operands(chain: Chain, value: Tensor, tensors: Sequence[Tensor], pointers: tuple[int, ...]) -> list[Tensor]:
-    layout = torch.contiguous_format if value.is_contiguous() else CHANNELS_LAST[chain.dims]
+    layout = memory_format("contiguous" if value.is_contiguous() else "channels_last", chain.dims)
     found = [
         tensors[index].contiguous(memory_format=layout) if chain.roles[index] == "full" else tensors[index].contiguous()
         for index in pointers

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from postlude.chain import Cast, Chain, Normalize, Pointwise, Reduce, Scalar, Slot
-from postlude.reference import apply
+from postlude.reference import continue_from
 
 # Squares are taken as the value is where no mean is further from 0 than this many variances, else it is centred
 # first: the error of E[x²] − E[x]² grows with 1 + this ratio.
@@ -88,7 +88,7 @@ def finish(chain: Chain, moments: Moments, first: int, dtype: torch.dtype, tenso
     for number in range(first, len(chain.steps) + 1):
         step = chain.steps[number - 1]
         if isinstance(step, Reduce):
-            return _tail(chain, _reduce(chain, moments, step).to(dtype), number, tensors)
+            return continue_from(chain, number, _reduce(chain, moments, step).to(dtype), tensors)
         if isinstance(step, Normalize):
             moments = _normalize(moments, step, tensors)
         elif isinstance(step, Pointwise):
@@ -96,15 +96,6 @@ def finish(chain: Chain, moments: Moments, first: int, dtype: torch.dtype, tenso
         elif not isinstance(step, Cast):
             raise TypeError(f"moments cannot go through {step}")
     raise ValueError("a chain that runs on moments must end its need for them with a reduction")
-
-
-def _tail(chain: Chain, reduced: Tensor, number: int, tensors: Sequence[Tensor]) -> Tensor:
-    values: list[Tensor | None] = [None] * number + [reduced]
-    for step in chain.steps[number:]:
-        values.append(apply(chain, step, values, tensors))
-    result = values[-1]
-    assert result is not None
-    return result
 
 
 def _reduce(chain: Chain, moments: Moments, step: Reduce) -> Tensor:
@@ -119,14 +110,21 @@ def _reduce(chain: Chain, moments: Moments, step: Reduce) -> Tensor:
     return result
 
 
+def group_moments(moments: Moments, groups: int) -> tuple[Tensor, Tensor]:
+    """[N, G, 1] means and variances of groups of channels, from their channels'."""
+    assert moments.variance is not None
+    means, variances = moments.mean.unflatten(1, (groups, -1)), moments.variance.unflatten(1, (groups, -1))
+    mean = means.mean(2, keepdim=True)
+    return mean, (variances + (means - mean).square()).mean(2, keepdim=True)
+
+
 def _normalize(moments: Moments, step: Normalize, tensors: Sequence[Tensor]) -> Moments:
-    mean, variance = moments.mean, moments.variance
-    assert variance is not None
-    groups = step.groups or mean.shape[1]
-    grouped, within = mean.unflatten(1, (groups, -1)), variance.unflatten(1, (groups, -1))  # [N, G, C/G]
-    centred = grouped - grouped.mean(2, keepdim=True)
-    scale = torch.rsqrt((within + centred.square()).mean(2, keepdim=True) + step.eps)
-    mean, variance = (centred * scale).flatten(1), (within * scale.square()).flatten(1)
+    assert moments.variance is not None
+    shape = (step.groups or moments.mean.shape[1], -1)
+    centre, spread = group_moments(moments, shape[0])
+    scale = torch.rsqrt(spread + step.eps)
+    mean = ((moments.mean.unflatten(1, shape) - centre) * scale).flatten(1)
+    variance = (moments.variance.unflatten(1, shape) * scale.square()).flatten(1)
     if step.weight is not None:
         weight = tensors[step.weight.index].double()
         mean, variance = mean * weight, variance * weight.square()

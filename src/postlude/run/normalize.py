@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from postlude.chain import Normalize
-from postlude.run.moments import channel_moments
+from postlude.run.moments import channel_moments, group_moments
 
 
 def normalized(x: Tensor, step: Normalize, tensors: Sequence[Tensor], overwrite: bool) -> Tensor:
@@ -30,14 +30,11 @@ def _in_place(x: Tensor, groups: int, eps: float, weight: Tensor | None, bias: T
     """Saves the second buffer, and with it the page faults that are half of eager's time on large values."""
     batch, channels = x.shape[:2]
     moments, centre = channel_moments(x, squares=True, overwrite=True)
-    assert moments.variance is not None
-    mean = moments.mean.unflatten(1, (groups, -1))  # [N, G, C/G]
-    middle = mean.mean(2, keepdim=True)
-    spread = (moments.variance.unflatten(1, (groups, -1)) + (mean - middle).square()).mean(2, keepdim=True)
-    scale = torch.rsqrt(spread + eps).expand_as(mean).flatten(1)  # [N, C]
+    middle, spread = (part.expand(-1, -1, channels // groups).flatten(1) for part in group_moments(moments, groups))
+    scale = torch.rsqrt(spread + eps)  # [N, C]
     if weight is not None:
         scale = scale * weight.double()
-    shift = (centre - middle.expand_as(mean).flatten(1)) * scale
+    shift = (centre - middle) * scale
     if bias is not None:
         shift = shift + bias.double()
     rows = x.view(1, batch * channels, math.prod(x.shape[2:]))

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from postlude.chain import Convolution
-
-CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
+from postlude.plan.problem import Layout, memory_format
 
 
 class DirectConvolution:
@@ -19,9 +18,9 @@ class DirectConvolution:
     With a batch of one, PyTorch's own entry points may leave oneDNN (conv3d measured 2 to 13 times slower).
     """
 
-    def __init__(self, conv: Convolution, weight: Tensor, channels_last: bool) -> None:
+    def __init__(self, conv: Convolution, weight: Tensor, layout: Layout) -> None:
         self.conv, weight = _plain(conv, weight)
-        self.memory_format = CHANNELS_LAST[conv.dims] if channels_last else torch.contiguous_format
+        self.memory_format = memory_format(layout, conv.dims)
         self.weight = weight.contiguous(memory_format=self.memory_format)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -46,7 +45,7 @@ class BufferConvolution:
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The result lives in the buffer until the next call; a last slab may be smaller than the first."""
         out = self.out[: x.shape[0]]
-        if not x.is_contiguous(memory_format=CHANNELS_LAST[x.dim() - 2]):
+        if not x.is_contiguous(memory_format=memory_format("channels_last", x.dim() - 2)):
             x = self.x[: x.shape[0]].copy_(x)
         out.zero_()  # the operator adds to what is there
         torch.ops.mkldnn._convolution_pointwise_.binary(

@@ -147,7 +147,7 @@ def measure(bench: Bench, layout: str, rounds: int, seconds: float) -> list[reco
 
 def way_of(bench: Bench, layout: str) -> str:
     tensors = tensors_for(bench.chain, bench.shape, torch.float32, "cpu", 0, "normal", layout)
-    outcome = running.outcome_for(bench.chain, problem_of(tensors))
+    outcome, _ = running.prepared(bench.chain, problem_of(tensors))
     if not isinstance(outcome, Plan):
         return "through PyTorch"
     return "whole batch" if outcome.slabs == 1 else f"{outcome.slabs} slabs of {outcome.slab}"

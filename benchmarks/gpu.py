@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,9 @@ from cases import CHAIN_23, CHAIN_61, Builder, conv
 from postlude import reference
 from postlude.chain import Chain
 from postlude.check import clock, records
+from postlude.check.modes import pytorch_switches
 from postlude.check.points import tensors_for
+from postlude.plan import Plan
 from postlude.run.site import Site
 
 
@@ -31,7 +33,9 @@ class Bench:
     chain: Chain
     shape: tuple[int, ...]
     dtype: torch.dtype
-    layout: str
+    layout: str = "contiguous"
+    precision: str = "auto"
+    autotune: bool = False  # torch.compile's most expensive mode as well
 
 
 def block(cin: int, cout: int) -> Chain:
@@ -41,50 +45,65 @@ def block(cin: int, cout: int) -> Chain:
 NORM = Builder(3).norm(None).op("leaky_relu", slope=0.01).chain()
 GROUP = Builder(3).norm(8).op("relu").chain()
 BLOCKS = [(2, 32, 32, 128), (1, 32, 32, 160), (2, 32, 64, 64), (2, 64, 64, 64), (2, 128, 128, 32)]
+LAYOUTS = ("contiguous", "channels_last")
+NAMED = {CHAIN_61: (16, 64, 32, 32, 32), CHAIN_23: (128, 3, 24, 32, 32)}
 BENCHES = [
+    *(
+        Bench(chain, shape, dtype, precision=precision, autotune=chain is CHAIN_23 and dtype == torch.bfloat16)
+        for chain, shape in NAMED.items()
+        for dtype, precision in ((torch.float32, "fp32"), (torch.float32, "tf32"), (torch.bfloat16, "auto"))
+    ),
     *(
         Bench(block(cin, cout), (n, cin, s, s, s), torch.float16, layout)
         for n, cin, cout, s in BLOCKS
-        for layout in ("contiguous", "channels_last")
+        for layout in LAYOUTS
     ),
     *(
         Bench(chain, shape, torch.float16, layout)
         for chain in (NORM, GROUP)
         for shape in ((2, 32, 128, 128, 128), (1, 32, 160, 160, 160))
-        for layout in ("contiguous", "channels_last")
+        for layout in LAYOUTS
     ),
-    Bench(CHAIN_61, (16, 64, 32, 32, 32), torch.float32, "contiguous"),
-    Bench(CHAIN_61, (16, 64, 32, 32, 32), torch.bfloat16, "contiguous"),
-    Bench(CHAIN_23, (128, 3, 24, 32, 32), torch.float32, "contiguous"),
-    Bench(CHAIN_23, (128, 3, 24, 32, 32), torch.bfloat16, "contiguous"),
 ]
+
+
+def calls_of(bench: Bench) -> dict[str, Callable[..., Tensor]]:
+    torch._dynamo.reset()
+
+    def evaluate(*tensors: Tensor) -> Tensor:
+        return reference.evaluate(bench.chain, tensors)
+
+    calls: dict[str, Callable[..., Tensor]] = {"eager": evaluate, "torch.compile": torch.compile(evaluate)}
+    if bench.autotune:
+        calls["torch.compile max-autotune"] = torch.compile(
+            lambda *tensors: evaluate(*tensors), mode="max-autotune-no-cudagraphs"
+        )
+    calls["postlude"] = Site("bench", bench.chain, bench.precision)
+    if bench.chain.producer is None:
+        calls["copy twice"] = lambda x, *_: x.clone().clone()
+    return calls
 
 
 def measure(bench: Bench, rounds: int) -> list[records.Record]:
     sets = [tensors_for(bench.chain, bench.shape, bench.dtype, "cuda", s, "normal", bench.layout) for s in range(2)]
-    torch._dynamo.reset()
-    calls: dict[str, Callable[..., Tensor]] = {
-        "eager": lambda *tensors: reference.evaluate(bench.chain, tensors),
-        "torch.compile": torch.compile(lambda *tensors: reference.evaluate(bench.chain, tensors)),
-        "postlude": Site("bench", bench.chain),
-    }
-    if bench.chain.producer is None:
-        calls["copy twice"] = lambda x, *_: x.clone().clone()
+    calls = calls_of(bench)
     variants = {name: clock.rotating(call, sets) for name, call in calls.items()}
     timings = clock.time_interleaved(variants, rounds=rounds, min_window_s=0.03)
-    small = [t[:1] if role in ("input", "full") else t for t, role in zip(sets[0], bench.chain.roles)]
-    truth = reference.evaluate(bench.chain, small, dtype=torch.float64)
+    few = [t[:2] if role in ("input", "full") else t for t, role in zip(sets[0], bench.chain.roles)]
+    truth = reference.evaluate(bench.chain, few, dtype=torch.float64)
     rows = []
     for name, timing in timings.items():
         gain = clock.ratio(timings["eager"], timing)
-        error = None if name == "copy twice" else (calls[name](*small).double() - truth) / truth.abs().mean()
+        error = None
+        if name != "copy twice":
+            error = (calls[name](*sets[0])[:2].double() - truth) / truth.std()
         rows.append(
             records.Record(
                 str(bench.chain),
                 "×".join(map(str, bench.shape)),
                 str(bench.dtype).removeprefix("torch."),
                 bench.layout,
-                "auto",
+                bench.precision,
                 "forward",
                 name,
                 *(1e3 * timing.quantile(p) for p in (0.2, 0.5, 0.8)),
@@ -93,11 +112,38 @@ def measure(bench: Bench, rounds: int) -> list[records.Record]:
                 *(gain.median, gain.low, gain.high),
                 None if error is None else float(error.square().mean().sqrt()),
                 None if error is None else float(error.abs().max()),
+                peak_mib=peak_mib(calls[name], sets[0]),
+                launches=launches_of(calls[name]),
+                clock_mhz=busy_clock(calls[name], sets[0]),
                 kernel_hash=records.kernel_hash(GPU_SOURCES),
                 **records.environment("cuda"),  # type: ignore[arg-type]
             )
         )
     return rows
+
+
+def peak_mib(call: Callable[..., Tensor], tensors: Sequence[Tensor]) -> float:
+    """Memory that one call takes beyond what was there before it."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call(*tensors)
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def launches_of(call: Callable[..., Tensor]) -> int | None:
+    if isinstance(call, Site) and call.last is not None and isinstance(call.last[1], Plan):
+        return call.last[1].launches
+    return None
+
+
+def busy_clock(call: Callable[..., Tensor], tensors: Sequence[Tensor]) -> int | None:
+    for _ in range(30):
+        call(*tensors)
+    try:
+        return int(torch.cuda.clock_rate())
+    except (ModuleNotFoundError, RuntimeError):  # NVML is not there to ask
+        return None
 
 
 def main() -> None:
@@ -106,10 +152,12 @@ def main() -> None:
     parser.add_argument("--csv", type=Path)
     options = parser.parse_args()
     for bench in BENCHES:
-        with torch.no_grad():
+        with torch.no_grad(), pytorch_switches(bench.precision, torch.device("cuda")):
             rows = measure(bench, options.rounds)
         cells = " ".join(f"{row.variant} {row.ms_p50:.3f} (err {row.error_rms or 0:.1e})" for row in rows)
-        print(f"{rows[0].chain[:60]:60} {rows[0].shape:16} {rows[0].dtype:8} {rows[0].layout:13} {cells}", flush=True)
+        first = rows[0]
+        what = f"{first.chain[:40]:40} {first.shape:16} {first.dtype:8} {first.precision:4} {first.layout:13}"
+        print(what, cells, flush=True)
         if options.csv:
             records.update(options.csv, rows)
 

@@ -24,7 +24,10 @@ CPU_SOURCES = [
 ]
 GPU_SOURCES = [
     SOURCE / "kernels",
-    *(SOURCE / name for name in ("emit.py", "plan/gpu.py", "run/gpu.py", "run/programs.py")),
+    SOURCE / "emit.py",
+    *(SOURCE / f"plan/{name}.py" for name in ("gpu", "convolve", "gemm", "few_channels")),
+    *(SOURCE / f"run/{name}.py" for name in ("gpu", "gemm", "few_channels", "passes", "finish_moments", "library")),
+    *(SOURCE / f"run/{name}.py" for name in ("launch", "nvrtc", "programs")),
 ]
 HEAD = (
     "| chain | input | layout | eager ms | compile ms | postlude ms "
@@ -32,23 +35,32 @@ HEAD = (
     "|---|---|---|--:|--:|--:|--:|--:|"
 )
 GPU_HEAD = (
-    "| chain | input | dtype | layout | eager ms | compile ms | postlude ms | × eager | × compile |\n"
-    "|---|---|---|---|--:|--:|--:|--:|--:|"
+    "| chain | input | precision | layout | eager ms | compile ms | postlude ms | × eager | × compile | "
+    "error | PyTorch's |\n"
+    "|---|---|---|---|--:|--:|--:|--:|--:|--:|--:|"
 )
 
 
 def render_gpu() -> str:
-    rows = records.read(GPU_RESULTS)
-    found = {(row.chain, row.shape, row.dtype, row.layout, row.variant): row for row in rows}
+    rows = [row for row in records.read(GPU_RESULTS) if row.mode == "forward"]
+    found = {(row.chain, row.shape, row.dtype, row.precision, row.layout, row.variant): row for row in rows}
     lines = [GPU_HEAD]
-    for problem in dict.fromkeys((row.chain, row.shape, row.dtype, row.layout) for row in rows):
-        eager, rival, ours = (found[(*problem, name)] for name in ("eager", "torch.compile", "postlude"))
+    for problem in dict.fromkeys((row.chain, row.shape, row.dtype, row.precision, row.layout) for row in rows):
+        eager, ours = found[(*problem, "eager")], found[(*problem, "postlude")]
+        rivals = [found.get((*problem, name)) for name in ("torch.compile", "torch.compile max-autotune")]
+        rival = min((row for row in rivals if row is not None), key=lambda row: row.ms_p50 or 0.0)
         assert rival.ms_p50 is not None
         assert ours.ms_p50 is not None
-        chain, shape, dtype, layout = problem
-        cells = [chain, shape, dtype, layout.replace("_", "-"), _ms(eager), _ms(rival), _ms(ours), _gain(ours)]
-        lines.append(f"| {' | '.join(cells)} | {rival.ms_p50 / ours.ms_p50:.2f} |")
+        chain, shape, dtype, precision, layout = problem
+        mode = dtype if precision == "auto" else precision
+        cells = [chain, shape, mode, layout.replace("_", "-"), _ms(eager), _ms(rival), _ms(ours), _gain(ours)]
+        cells += [f"{rival.ms_p50 / ours.ms_p50:.2f}", _error(ours), _error(eager)]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", _where(rows, GPU_SOURCES)])
+
+
+def _error(row: Record) -> str:
+    return "" if row.error_rms is None else f"{row.error_rms:.1e}"
 
 
 def render() -> str:

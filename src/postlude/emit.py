@@ -6,6 +6,9 @@ The function works on one block of a value and loads what else it needs itself:
     o_c, m_c        channel of each element and its mask
     base, o_x, m_x  where the row or sample begins, each element's offset from there, and its mask
     a0 … a5         pointers to the other tensors of the pass
+
+Where a chain needs only moments, a second function carries them (`emit_moments`): mean, var [BLOCK_C] per channel of
+one sample, each over `count` positions.
 """
 
 from __future__ import annotations
@@ -24,6 +27,15 @@ POINTWISE: dict[str, str] = {
     "add": "add({x}, {y})",
     "mul": "mul({x}, {y})",
 }
+# What an affine word makes of a variance, where it is not left as it is.
+VARIANCE: dict[str, str | None] = {"add": None, "mul": "mul({x}, {y} * {y})"}
+_SUM = "tl.sum(tl.where(m_c, mean, 0.0))"  # over channels; lanes past the last one may hold NaN
+REDUCTIONS: dict[tuple[str, str], str] = {
+    ("mean", "space"): "mean",
+    ("sum", "space"): "mean * count",
+    ("mean", "sample"): f"{_SUM} / C",
+    ("sum", "sample"): f"{_SUM} * count",
+}
 _BIAS = 2  # the slot of a convolution's bias
 _WORDS = {"none": "gelu", "tanh": "gelu_tanh"}  # settings that name a device function
 
@@ -31,8 +43,14 @@ _WORDS = {"none": "gelu", "tanh": "gelu_tanh"}  # settings that name a device fu
 @functools.lru_cache(maxsize=1024)
 def pass_slots(chain: Chain, last: int) -> tuple[int, ...]:
     """The slots that steps 1 to `last` read, in the order of their pointers; the convolution's bias is one of them."""
-    read = [operand.index for step in chain.steps[:last] for operand in operands_of(step) if isinstance(operand, Slot)]
+    read = _read_by(chain, 1, last)
     return tuple(dict.fromkeys([_BIAS, *read] if _has_bias(chain) else read))
+
+
+@functools.lru_cache(maxsize=1024)
+def moments_slots(chain: Chain, first: int, last: int) -> tuple[int, ...]:
+    """The slots that steps `first` to `last` read, in the order of their pointers."""
+    return tuple(dict.fromkeys(_read_by(chain, first, last)))
 
 
 def emit(chain: Chain, name: str, last: int, pointers: tuple[int, ...]) -> str:
@@ -52,6 +70,42 @@ def emit(chain: Chain, name: str, last: int, pointers: tuple[int, ...]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def emit_moments(chain: Chain, first: int, last: int, pointers: tuple[int, ...]) -> str:
+    """Steps `first` to `last`, the reduction, on moments: the mean of an affine image is the image of the mean."""
+    lines = ["@triton.jit", f"def moments(mean, var, count, o_c, m_c, C, {_arguments()}):"]
+    lines += [f"    {_load(chain, Slot(index), pointers, 'mean')}" for index in pointers]
+    for number, step in enumerate(chain.steps[first - 1 : last], first):
+        squares = any(isinstance(later, Normalize) for later in chain.steps[number:last])
+        lines += [f"    {line}" for line in _moments(step, squares)]
+    return "\n".join(lines) + "\n"
+
+
+def _moments(step: Step, squares: bool) -> list[str]:
+    """What one step makes of mean and var; `squares`: a later norm reads the variance."""
+    if isinstance(step, Cast):
+        return []
+    if isinstance(step, Reduce):
+        return [f"return {REDUCTIONS[step.op, step.over]}"]
+    if isinstance(step, Pointwise):
+        return _affine(step.op, step.operands[1], squares)
+    per_group = 1 if step.groups is None else f"C // {step.groups}"
+    lines = [f"mean, var = normalize_moments(mean, var, o_c, {per_group}, {step.eps!r})"]
+    for op, slot in (("mul", step.weight), ("add", step.bias)):
+        lines += [] if slot is None else _affine(op, slot, squares)
+    return lines
+
+
+def _affine(op: str, operand: Operand, squares: bool) -> list[str]:
+    y, variance = _operand(operand), VARIANCE[op]
+    lines = [f"mean = {POINTWISE[op].format(x='mean', y=y)}"]
+    return lines + ([f"var = {variance.format(x='var', y=y)}"] if squares and variance else [])
+
+
+def _read_by(chain: Chain, first: int, last: int) -> list[int]:
+    steps = chain.steps[first - 1 : last]
+    return [operand.index for step in steps for operand in operands_of(step) if isinstance(operand, Slot)]
+
+
 def _has_bias(chain: Chain) -> bool:
     return chain.producer is not None and chain.producer.has_bias
 
@@ -60,10 +114,10 @@ def _arguments() -> str:
     return ", ".join(f"a{number}" for number in range(OPERANDS))
 
 
-def _load(chain: Chain, slot: Slot, pointers: tuple[int, ...]) -> str:
+def _load(chain: Chain, slot: Slot, pointers: tuple[int, ...], like: str = "v0") -> str:
     pointer = f"a{pointers.index(slot.index)}"
     where, mask = ("base + o_x", "m_x") if chain.roles[slot.index] == "full" else ("o_c", "m_c")
-    return f"t{slot.index} = tl.load({pointer} + {where}, mask={mask}, other=0.0).to(v0.dtype)"
+    return f"t{slot.index} = tl.load({pointer} + {where}, mask={mask}, other=0.0).to({like}.dtype)"
 
 
 def _expression(step: Step) -> str:

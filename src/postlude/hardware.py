@@ -27,6 +27,8 @@ class Machine:
     maps_large_buffers: bool = True  # the allocator gives large buffers back to the system and gets them anew
     norms_keeping_layout: frozenset[str] = frozenset({"group_norm"})  # whose result is channels-last as their input
     architecture: str = ""  # "sm_90" on a GPU, the CPU's instruction set otherwise
+    shared_bytes: int = 0  # shared memory that one block may have, on a GPU
+    has_nvrtc: bool = False
 
 
 @functools.cache
@@ -35,7 +37,16 @@ def machine_for(device_type: str) -> Machine:
         card = torch.cuda.get_device_properties()
         cores, name = card.multi_processor_count, f"sm_{card.major}{card.minor}"
         keeping = norms_keeping_layout("cuda")
-        return Machine("cuda", cores, card.L2_cache_size, has_triton(), norms_keeping_layout=keeping, architecture=name)
+        return Machine(
+            "cuda",
+            cores,
+            card.L2_cache_size,
+            has_triton(),
+            norms_keeping_layout=keeping,
+            architecture=name,
+            shared_bytes=int(getattr(card, "shared_memory_per_block_optin", card.shared_memory_per_block)),
+            has_nvrtc=has_nvrtc(),
+        )
     threads, cache = torch.get_num_threads(), last_level_cache_bytes()
     maps, keeping = not malloc_is_tuned(), norms_keeping_layout(device_type)
     return Machine(device_type, threads, cache, has_triton(), has_onednn(), maps, keeping, cpu_capability())
@@ -54,6 +65,22 @@ def default_device() -> str:
 
 def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+def nvrtc_libraries() -> list[str]:
+    """Where NVRTC may be, best first: next to torch's other CUDA packages, then wherever the system finds it."""
+    cuda = torch.version.cuda
+    majors = sorted(("13", "12"), key=lambda major: cuda is None or not cuda.startswith(major))
+    spec = importlib.util.find_spec("nvidia")
+    roots = [Path(root) for root in (spec.submodule_search_locations or ())] if spec else []
+    folders = {"13": "cu13", "12": "cuda_nvrtc"}
+    packaged = [root / folders[m] / "lib" / f"libnvrtc.so.{m}" for m in majors for root in roots]
+    return [str(path) for path in packaged if path.exists()] + [f"libnvrtc.so.{m}" for m in majors]
+
+
+def has_nvrtc() -> bool:
+    """True where CUDA C++ can be compiled at run time: every CUDA build of torch carries NVRTC."""
+    return torch.version.cuda is not None or Path(nvrtc_libraries()[0]).exists()
 
 
 def has_onednn() -> bool:

@@ -106,7 +106,7 @@ def test_kernel_hash_covers_every_file_and_its_name(tmp_path: Path) -> None:
     (tmp_path / "kernels" / "more").mkdir()
     (tmp_path / "kernels" / "more" / "c.py").write_text("x = 1\n")
     assert kernel_hash(tmp_path / "kernels") != first
-    with pytest.raises(ValueError, match="no Python files"):
+    with pytest.raises(ValueError, match="no Python or CUDA files"):
         kernel_hash(tmp_path / "nowhere")
 
 
@@ -118,3 +118,12 @@ def test_environment_fills_its_columns_and_git_is_optional(monkeypatch: pytest.M
     monkeypatch.setenv("PATH", "")
     assert records.commit() == "unknown"
     records.commit.cache_clear()
+
+
+def test_kernel_hash_reads_cuda_without_its_comments(tmp_path: Path) -> None:
+    file = tmp_path / "kernel.cu"
+    hashes = []
+    for text in ("int a = 1; // one\n", "/* a\nnote */ int  a = 1;\n", "int a = 2;\n"):
+        file.write_text(text)
+        hashes.append(kernel_hash(tmp_path))
+    assert hashes[0] == hashes[1] != hashes[2]

@@ -13,6 +13,7 @@ from postlude.chain import Chain, Value
 from postlude.check import tensors_for
 from postlude.hardware import Machine
 from postlude.plan import Keep, Moments, Plan, Problem, Refusal, Spec, Store, lower, problem_of
+from postlude.plan.gemm import Gemm
 from postlude.plan.gpu import tile_for
 from postlude.plan.problem import result_dtype, result_layout, result_shape
 from postlude.plan.program import MomentsOnly, moments_only
@@ -38,7 +39,7 @@ def plan(chain: Chain, given: Problem, machine: Machine = CPU) -> Plan:
 def test_chain_23_keeps_only_moments_of_one_slab() -> None:
     found = plan(CHAIN_23, problem(CHAIN_23, (128, 3, 24, 32, 32)))
     assert [item.sink for item in found.passes] == [Moments(squares=True)]
-    assert (found.convolve, found.layout_inside) == ("buffer", "channels_last")
+    assert (found.convolve, found.value.layout) == ("buffer", "channels_last")
     tuned = plan(CHAIN_23, problem(CHAIN_23, (128, 3, 24, 32, 32)), dataclasses.replace(CPU, maps_large_buffers=False))
     assert tuned.convolve == "direct"
     assert found.slab_bytes <= 8 << 20
@@ -145,28 +146,90 @@ def test_moments_suffice_only_where_every_step_is_affine() -> None:
     assert moments_only(twice) is None
 
 
-CARD = Machine("cuda", 132, 50 << 20, True, architecture="sm_90")
+CARD = Machine("cuda", 132, 50 << 20, True, architecture="sm_90", shared_bytes=232_448, has_nvrtc=True)
+STRIDED = Builder(3, conv(3, (64, 64), stride=2)).op("relu").norm(8).chain()
+
+
+def test_on_a_gpu_a_norm_is_two_passes_over_our_convolution() -> None:
+    found = plan(CHAIN_61, problem(CHAIN_61, (16, 64, 32, 32, 32), device="cuda"), CARD)
+    assert [item.sink for item in found.passes] == [Moments(squares=True, stores=True), Store()]
+    assert found.describe() == [
+        "pass 1: conv_transpose3d(64→128, k3) [matrix product of float16 in two planes, scaled; "
+        "tiles of 128 × 128 × 64] → relu → store, moments per channel",
+        "pass 2: slab → relu → group_norm(8) → store",
+    ]
+    assert found.launches == 6  # largest, input, weight, product, combine, finish
 
 
 def test_on_a_gpu_a_norm_is_two_passes_over_the_librarys_convolution() -> None:
-    found = plan(CHAIN_61, problem(CHAIN_61, (16, 64, 32, 32, 32), device="cuda"), CARD)
+    found = plan(STRIDED, problem(STRIDED, (4, 64, 64, 64, 64), device="cuda"), CARD)
     assert [item.sink for item in found.passes] == [Moments(squares=True), Store()]
     assert found.describe() == [
-        "pass 1: conv_transpose3d(64→128, k3) → relu → moments per channel",
+        "pass 1: conv3d(64→64, k3, s2) → relu → moments per channel",
         "pass 2: slab → relu → group_norm(8) → store",
     ]
+    assert "strides other than 1 have no kernel of ours" in str(found.reasons)
+    assert found.launches == 3
     assert found.tile is not None
     assert found.tile.block_c == 0
-    last = plan(CHAIN_61, problem(CHAIN_61, (16, 64, 32, 32, 32), "channels_last", device="cuda"), CARD)
+    keeping = dataclasses.replace(CARD, norms_keeping_layout=frozenset({"group_norm"}))
+    last = plan(STRIDED, problem(STRIDED, (4, 64, 64, 64, 64), "channels_last", device="cuda"), keeping)
     assert last.tile is not None
     assert last.tile.block * last.tile.block_c == 8192
 
 
-def test_on_a_gpu_small_values_and_moments_stay_with_pytorch() -> None:
-    small = lower(CHAIN_61, problem(CHAIN_61, (1, 64, 16, 16, 16), device="cuda"), CARD)
+def test_on_a_gpu_chain_23_stores_nothing_of_the_convolutions_size() -> None:
+    found = plan(CHAIN_23, problem(CHAIN_23, (128, 3, 24, 32, 32), device="cuda"), CARD)
+    assert found.describe() == [
+        "pass 1: conv3d(3→24, k3) [direct, products of float16 in two planes; tiles of 11 × 10 × 32] → "
+        "moments per channel"
+    ]
+    assert (found.slab_bytes, found.launches) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("chain", "precision", "allowed", "planes"),
+    [
+        (CHAIN_61, "auto", True, 1),
+        (CHAIN_61, "auto", False, 2),
+        (CHAIN_61, "fp32", True, 2),
+        (CHAIN_61, "tf32", False, 1),
+        (CHAIN_23, "auto", True, 2),  # cuDNN does not use TF32 with three channels
+        (CHAIN_23, "tf32", True, 1),
+    ],
+)
+def test_a_precision_is_what_was_asked_for_or_what_pytorch_would_do(
+    chain: Chain, precision: str, allowed: bool, planes: int
+) -> None:
+    shape = (16, 64, 32, 32, 32) if chain is CHAIN_61 else (128, 3, 24, 32, 32)
+    found = plan(chain, problem(chain, shape, device="cuda", precision=precision, allows_tf32=allowed), CARD)
+    assert (found.own.arithmetic.planes if isinstance(found.own, Gemm) else found.own.planes) == planes  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("precision", "allowed", "told"), [("auto", True, None), ("fp32", True, False), ("tf32", False, True)]
+)
+def test_pytorchs_convolution_is_told_a_precision_that_its_switch_does_not_say(
+    precision: str, allowed: bool, told: bool | None
+) -> None:
+    for shape in ((4, 64, 64, 64, 64), (1, 64, 8, 8, 8)):  # planned, and refused for its size
+        given = problem(STRIDED, shape, device="cuda", precision=precision, allows_tf32=allowed)
+        assert lower(STRIDED, given, CARD).library_tf32 is told
+
+
+def test_on_a_gpu_small_values_and_moments_of_the_librarys_convolution_stay_with_pytorch() -> None:
+    small = lower(CHAIN_61, problem(CHAIN_61, (1, 64, 8, 8, 8), device="cuda"), CARD)
     assert "too small to gain" in str(small)
-    moments = lower(CHAIN_23, problem(CHAIN_23, (128, 3, 24, 32, 32), device="cuda"), CARD)
+    chain = Builder(3, conv(3, (3, 24), stride=2)).norm(8).reduce("mean", "sample").chain()
+    moments = lower(chain, problem(chain, (128, 3, 24, 32, 32), device="cuda"), CARD)
     assert "only moments are needed" in str(moments)
+
+
+@pytest.mark.parametrize("architecture", ["sm_75", ""])
+def test_cards_before_ampere_are_declined(architecture: str) -> None:
+    old = dataclasses.replace(CARD, architecture=architecture)
+    refusal = lower(CHAIN_61, problem(CHAIN_61, (16, 64, 32, 32, 32), device="cuda"), old)
+    assert "Ampere or later" in str(refusal)
 
 
 def test_on_a_gpu_a_tail_that_reads_an_early_value_is_declined() -> None:
@@ -183,7 +246,9 @@ def test_a_gpu_without_triton_is_declined() -> None:
 
 def test_tiles_grow_with_the_problem_and_stay_powers_of_two() -> None:
     chain = Builder(3).norm(8).op("relu").chain()
-    tiles = [tile_for(chain, problem(chain, (2, 32, s, s, s), device="cuda"), CARD) for s in (4, 16, 64, 128)]
-    assert [tile.block for tile in tiles] == [128, 4096, 4096, 4096]
-    assert [tile.tiles for tile in tiles] == [1, 1, 1, 3]
-    assert all(tile.block & (tile.block - 1) == 0 for tile in tiles)
+    tiles = [
+        tile_for(chain, problem(chain, (2, 32, s, s, s), device="cuda"), CARD, "contiguous") for s in (4, 16, 64, 128)
+    ]
+    assert [tile.block for tile in tiles] == [128, 2048, 2048, 2048]
+    assert [tile.moments_block for tile in tiles] == [128, 1024, 1024, 1024]
+    assert [tile.tiles for tile in tiles] == [1, 1, 15, 16]

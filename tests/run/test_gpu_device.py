@@ -82,4 +82,4 @@ def test_a_whole_model_is_optimized_and_verified(autocast: bool) -> None:
         expected = plain(x)
         assert model(x).dtype == expected.dtype
         torch.testing.assert_close(model(x), expected, rtol=1e-2, atol=2e-2)
-    assert sum(isinstance(site.outcome, Plan) for site in result.sites) == (1 if autocast else 2)
+    assert all(isinstance(site.outcome, Plan) for site in result.sites)

@@ -7,6 +7,7 @@ import csv
 import functools
 import hashlib
 import os
+import re
 import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ from postlude.hardware import malloc_is_tuned, versions
 # Rows that agree in these measure the same thing: the newer one replaces the older.
 KEY = ("chain", "shape", "dtype", "layout", "precision", "mode", "variant", "threads", "malloc", "device")
 UNKNOWN = "unknown"
+_CODE = (".py", ".cu", ".cuh")
 # Fields of the syntax tree that say nothing about what the code does, or that only some Python versions have.
 _IGNORED_FIELDS = frozenset({"kind", "type_comment", "type_ignores", "type_params"})
 
@@ -48,6 +50,8 @@ class Record:
     budget_rms: float | None = None
     budget_worst: float | None = None
     peak_mib: float | None = None
+    launches: int | None = None  # kernels of ours in one call
+    clock_mhz: int | None = None  # of the GPU's multiprocessors, while it was busy
     threads: int | None = None
     malloc: str = ""
     device: str = ""
@@ -131,16 +135,22 @@ def commit() -> str:
 
 
 def kernel_hash(paths: Path | Sequence[Path]) -> str:
-    """A hash of what the Python files under `paths` do: comments, docstrings and line breaks do not count."""
+    """A hash of what the Python and CUDA files under `paths` do: comments, docstrings and line breaks do not count."""
     digest = hashlib.sha256()
     for root in [paths] if isinstance(paths, Path) else sorted(paths):
-        files = [root] if root.is_file() else sorted(root.rglob("*.py"))
+        files = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.suffix in _CODE)
         if not files:
-            raise ValueError(f"no Python files in {root}")
+            raise ValueError(f"no Python or CUDA files in {root}")
         for file in files:
             name = file.name if file == root else file.relative_to(root).as_posix()
-            digest.update(f"{name}\n{_meaning(ast.parse(file.read_bytes()))}\n".encode())
+            digest.update(f"{name}\n{_code(file)}\n".encode())
     return digest.hexdigest()[:12]
+
+
+def _code(file: Path) -> str:
+    if file.suffix == ".py":
+        return _meaning(ast.parse(file.read_bytes()))
+    return " ".join(re.sub(r"//[^\n]*|/\*.*?\*/", " ", file.read_text("utf-8"), flags=re.DOTALL).split())
 
 
 def _meaning(node: Any) -> str:

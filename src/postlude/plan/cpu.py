@@ -11,7 +11,15 @@ import math
 
 from postlude.chain import Chain, Normalize
 from postlude.hardware import Machine
-from postlude.plan.problem import Layout, Problem, body_bytes, compulsory_bytes, result_dtype, result_layout
+from postlude.plan.problem import (
+    Layout,
+    Problem,
+    body_bytes,
+    body_spec,
+    compulsory_bytes,
+    result_dtype,
+    result_layout,
+)
 from postlude.plan.program import MomentsOnly, first_barrier, moments_only
 from postlude.plan.types import Convolve, Keep, Moments, Pass, Plan, Refusal, Store, first_source
 
@@ -99,7 +107,8 @@ def _build(
         slab_bytes=size * slab // batch,
         convolve=how,
         norms_in_place=machine.maps_large_buffers and size * slab // batch >= SURELY_MAPPED,
-        layout_inside=layout_inside,
+        input=problem.x,
+        value=body_spec(chain, problem, layout_inside),
         result_layout=result_layout(chain, problem, machine),
         result_dtype=result_dtype(chain, problem),
         moved_bytes=compulsory if slab < batch else compulsory + 2 * size * (len(passes) - 1),

@@ -1,4 +1,4 @@
-"""What runs on a GPU: the library's convolution, then one pass for the moments and one for everything after."""
+"""What runs on a GPU: a convolution with its moments, or PyTorch's and a pass for them, then one for all the rest."""
 
 from __future__ import annotations
 
@@ -7,62 +7,118 @@ import math
 from postlude.chain import Chain, Normalize, Reduce, values_of
 from postlude.emit import OPERANDS, pass_slots
 from postlude.hardware import Machine
+from postlude.plan.convolve import own_convolution
+from postlude.plan.few_channels import FewChannels
+from postlude.plan.gemm import Gemm
 from postlude.plan.problem import (
+    Layout,
     Problem,
     body_bytes,
     body_layout,
     body_shape,
+    body_spec,
     compulsory_bytes,
+    power_of_two,
     result_dtype,
     result_layout,
 )
 from postlude.plan.program import first_barrier, moments_only
 from postlude.plan.types import Moments, Pass, Plan, Refusal, Store, Tile, first_source
 
-# Measured on an H200 over (2, 32, 128³) in fp16, where copying the tensor twice takes 0.258 ms: tiles of 4096 elements
-# contiguous (0.214) and 8192 channels-last (0.236; 4096: 0.29, 2048: 0.39), several tiles per program.
-_TILE = {"contiguous": 4096, "channels_last": 8192}
-_PROGRAMS_PER_CORE = {"contiguous": 64, "channels_last": 16}
-SMALLEST = 32 << 20  # bytes of the value: below, three launches cost the host more than they save the card
+Own = Gemm | FewChannels
+# Elements of a tile, by layout. Measured on an H200 in fp16: the last pass over (2, 32, 128³) contiguous 0.128 ms with
+# 2048, 0.134 with 8192; the moments pass 0.064 with 1024 and 16 tiles a program, 0.069 with 4096 and one.
+# Channels-last 0.137 and 0.091 (2048 in the moments pass: 0.089, but 0.012 instead of 0.008 over (2, 128, 32³)).
+_FINISH_TILE = {"contiguous": 2048, "channels_last": 8192}
+_MOMENTS_TILE = {"contiguous": 1024, "channels_last": 8192}
+_PROGRAMS_PER_CORE = {"contiguous": 8, "channels_last": 2}
+_MOST_TILES = 16  # of one program: each costs the moments one more unit of rounding, at worst
+SMALLEST = 8 << 20  # bytes of the value: below, three launches cost the host more than they save the card
+_OLDEST = 80  # Ampere: the kernels are compiled and tested for nothing older
 
 
 def lower_for_gpu(chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool = False) -> Plan | Refusal:
-    size = body_bytes(chain, problem)
+    own = own_convolution(chain, problem, machine, even_if_slower)
+    library_tf32 = _library_tf32(chain, problem)
     reasons = _reasons_against(chain, machine)
-    if not even_if_slower:
-        reasons += _reasons_to_stay(chain, size)
+    if not even_if_slower and isinstance(own, str):
+        reasons += _reasons_to_stay(chain, problem, own)
     if reasons:
-        return Refusal(tuple(reasons))
-    source = first_source(chain)
-    moments, last = moments_only(chain), last_fused_step(chain)
-    barrier = first_barrier(chain)
-    passes: tuple[Pass, ...]
-    if moments is not None:
-        passes = (Pass(source, 1, moments.before, Moments(moments.squares)),)
-    elif barrier is not None and barrier <= last:
-        passes = (Pass(source, 1, barrier - 1, Moments(True)), Pass("load", 1, last, Store()))
-    else:
-        passes = (Pass(source, 1, last, Store()),)
-    compulsory = compulsory_bytes(chain, problem)
+        return Refusal(tuple(reasons), library_tf32)
+    is_own = not isinstance(own, str)
+    passes = _passes(chain, is_own)
+    layout = result_layout(chain, problem, machine)
+    inside = layout if is_own else body_layout(chain, problem)
+    size, compulsory = body_bytes(chain, problem), compulsory_bytes(chain, problem)
     batch = problem.x.shape[0]
     return Plan(
         chain=chain,
+        input=problem.x,
+        value=body_spec(chain, problem, inside),
         passes=passes,
         slab=batch,
         slabs=1,
-        slab_bytes=size,
-        convolve="eager",
+        slab_bytes=0 if is_own and isinstance(passes[-1].sink, Moments) else size,
+        convolve="own" if is_own else "eager",
         norms_in_place=False,
-        layout_inside=body_layout(chain, problem),
-        result_layout=result_layout(chain, problem, machine),
+        result_layout=layout,
         result_dtype=result_dtype(chain, problem),
-        moved_bytes=compulsory + size * (len(passes) if chain.producer is None else len(passes) + 1),
+        moved_bytes=_moved_bytes(chain, problem, passes, own, compulsory, size),
         eager_bytes=compulsory + 2 * size * len(chain.steps),
-        reasons=("PyTorch's convolution; the steps before the norm are computed twice rather than stored",)
-        if len(passes) == 2
-        else ("PyTorch's convolution, then one pass",),
-        tile=tile_for(chain, problem, machine),
+        reasons=_reasons_for(chain, passes, own),
+        tile=tile_for(chain, problem, machine, inside),
+        own=None if isinstance(own, str) else own,
+        library_tf32=library_tf32,
+        launches=_launches(passes, own),
     )
+
+
+def _passes(chain: Chain, is_own: bool) -> tuple[Pass, ...]:
+    source = "own convolution" if is_own else first_source(chain)
+    moments, last, barrier = moments_only(chain), last_fused_step(chain), first_barrier(chain)
+    if moments is not None:
+        return (Pass(source, 1, moments.before, Moments(moments.squares)),)
+    if barrier is not None and barrier <= last:
+        return (Pass(source, 1, barrier - 1, Moments(True, stores=is_own)), Pass("load", 1, last, Store()))
+    return (Pass(source, 1, last, Store()),)
+
+
+def _launches(passes: tuple[Pass, ...], own: Own | str) -> int:
+    """Kernels of ours: packing, the convolution or a moments pass, the moments' combination or end, the last pass."""
+    count = 0
+    if not isinstance(own, str):
+        count += 3 + own.arithmetic.scaled if isinstance(own, Gemm) else 1
+    if isinstance(passes[0].sink, Moments):
+        count += 2 if isinstance(own, str) else 1
+    return count + (passes[-1].source != "own convolution" and isinstance(passes[-1].sink, Store))
+
+
+def _moved_bytes(
+    chain: Chain, problem: Problem, passes: tuple[Pass, ...], own: Own | str, compulsory: int, size: int
+) -> int:
+    """Bytes read and written: the value once for every pass after the one that makes it, and packed operands twice."""
+    if isinstance(own, str):
+        return compulsory + size * (len(passes) if chain.producer is None else len(passes) + 1)
+    if not isinstance(own, Gemm):
+        return compulsory
+    packed = problem.x.shape[0] * own.volume.sample_rows * own.volume.pitch * own.channels * 2 * own.arithmetic.planes
+    again = problem.x.bytes if own.arithmetic.scaled else 0
+    return compulsory + again + 2 * packed + 2 * size * (len(passes) - 1)
+
+
+def _reasons_for(chain: Chain, passes: tuple[Pass, ...], own: Own | str) -> tuple[str, ...]:
+    twice = ("the steps before the norm are computed twice rather than stored",) if len(passes) == 2 else ()
+    if chain.producer is None:
+        return twice or ("one pass",)
+    return (f"PyTorch's convolution: {own}" if isinstance(own, str) else "our own convolution", *twice)
+
+
+def _library_tf32(chain: Chain, problem: Problem) -> bool | None:
+    """What PyTorch's convolution must be told where the precision asked for is not what its switch says."""
+    conv = chain.producer
+    is_fp32 = conv is not None and (conv.dtype or problem.x.dtype) == "float32"
+    asked = {"fp32": False, "tf32": True}.get(problem.precision)
+    return asked if is_fp32 and asked is not None and asked != problem.allows_tf32 else None
 
 
 def last_fused_step(chain: Chain) -> int:
@@ -75,28 +131,31 @@ def last_fused_step(chain: Chain) -> int:
     return len(chain.steps)
 
 
-def tile_for(chain: Chain, problem: Problem, machine: Machine) -> Tile:
-    """Elements per tile, and how many tiles one program of the moments pass takes."""
+def tile_for(chain: Chain, problem: Problem, machine: Machine, layout: Layout) -> Tile:
+    """How the passes over a value in memory are cut."""
     batch, channels, *space = body_shape(chain, problem)
     positions = math.prod(space)
-    layout = body_layout(chain, problem)
-    most = _TILE.get(layout, _TILE["contiguous"])
+    layout = layout if layout in _FINISH_TILE else "contiguous"
     if layout == "channels_last":
-        block_c = min(_power_of_two(channels), 256)
-        block = max(1, most // block_c)
-        tiles_in_all = batch * -(-positions // block) * -(-channels // block_c)
+        block_c = min(power_of_two(channels), 256)
+        block, moments_block = (max(1, table[layout] // block_c) for table in (_FINISH_TILE, _MOMENTS_TILE))
+        tiles_in_all = batch * -(-positions // moments_block) * -(-channels // block_c)
     else:
-        block_c, block = 0, min(most, max(128, _power_of_two(positions)))
-        tiles_in_all = batch * channels * -(-positions // block)
-    programs = machine.threads * _PROGRAMS_PER_CORE.get(layout, _PROGRAMS_PER_CORE["contiguous"])
-    tiles = max(1, min(64, tiles_in_all // programs))
-    return Tile(block, block_c, tiles)
+        row = max(128, power_of_two(positions))
+        block_c, block, moments_block = 0, min(_FINISH_TILE[layout], row), min(_MOMENTS_TILE[layout], row)
+        tiles_in_all = batch * channels * -(-positions // moments_block)
+    tiles = tiles_in_all // (machine.threads * _PROGRAMS_PER_CORE[layout])
+    return Tile(block, block_c, moments_block, max(1, min(_MOST_TILES, tiles)))
 
 
 def _reasons_against(chain: Chain, machine: Machine) -> list[str]:
     reasons = []
     if not machine.has_triton:
         reasons.append("Triton is not installed, which the GPU passes need")
+    if int(machine.architecture.removeprefix("sm_") or 0) < _OLDEST:
+        reasons.append(
+            f"the GPU passes need an NVIDIA card of Ampere or later, not {machine.architecture or 'this one'}"
+        )
     last = last_fused_step(chain)
     if last == 0 and moments_only(chain) is None:
         reasons.append("nothing before the reduction can be fused")
@@ -107,13 +166,11 @@ def _reasons_against(chain: Chain, machine: Machine) -> list[str]:
     return reasons
 
 
-def _reasons_to_stay(chain: Chain, size: int) -> list[str]:
-    if moments_only(chain) is not None:
-        return ["only moments are needed, but PyTorch's convolution stores its result all the same: nothing is gained"]
+def _reasons_to_stay(chain: Chain, problem: Problem, why_library: str) -> list[str]:
+    size = body_bytes(chain, problem)
+    if moments_only(chain) is not None and chain.producer is not None:
+        why = f"only moments are needed, but PyTorch's convolution stores its result all the same ({why_library})"
+        return [f"{why}: nothing is gained"]
     if size < SMALLEST:
         return [f"too small to gain: a value of {size / 2**20:.1f} MiB, fusing pays from {SMALLEST >> 20} on"]
     return []
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << max(0, number - 1).bit_length()

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from postlude.chain import Cast, Chain, Normalize, Pointwise, Reduce, Slot, Value, values_of
-from postlude.hardware import Machine
+from postlude.hardware import Machine, default_fp32_precision
 
 Layout = Literal["contiguous", "channels_last", "strided"]
 PRECISIONS = ("auto", "fp32", "tf32")
+_TF32_CHANNELS = 16  # with fewer, cuDNN computes contiguous fp32 in fp32 whatever its switch says (seen on an H200)
 _CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}  # by spatial axes
 
 
@@ -39,6 +40,7 @@ class Problem:
     device: str
     precision: str
     needs_grad: bool
+    allows_tf32: bool = False  # PyTorch's switch for fp32 convolutions on a GPU, which "auto" follows
 
     @property
     def x(self) -> Spec:
@@ -51,7 +53,9 @@ def item_size(dtype: str) -> int:
 
 def problem_of(tensors: Sequence[Tensor], precision: str = "auto") -> Problem:
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    return Problem(tuple(map(spec_of, tensors)), tensors[0].device.type, precision, needs_grad)
+    device = tensors[0].device.type
+    tf32 = device == "cuda" and default_fp32_precision() == "tf32"
+    return Problem(tuple(map(spec_of, tensors)), device, precision, needs_grad, tf32)
 
 
 def spec_of(tensor: Tensor) -> Spec:
@@ -78,6 +82,14 @@ def body_shape(chain: Chain, problem: Problem) -> tuple[int, ...]:
     return (x[0], chain.producer.out_channels, *chain.producer.output_space(x[2:]))
 
 
+def body_dtype(chain: Chain, problem: Problem) -> str:
+    return problem.x.dtype if chain.producer is None else (chain.producer.dtype or problem.x.dtype)
+
+
+def body_spec(chain: Chain, problem: Problem, layout: Layout) -> Spec:
+    return Spec(body_shape(chain, problem), body_dtype(chain, problem), layout)
+
+
 def result_shape(chain: Chain, problem: Problem) -> tuple[int, ...]:
     shape = body_shape(chain, problem)
     for step in chain.steps:
@@ -89,8 +101,7 @@ def result_shape(chain: Chain, problem: Problem) -> tuple[int, ...]:
 
 def result_dtype(chain: Chain, problem: Problem) -> str:
     """The dtype that the steps give, one after the other, as PyTorch promotes."""
-    start = problem.x.dtype if chain.producer is None else (chain.producer.dtype or problem.x.dtype)
-    dtypes = [getattr(torch, start)]
+    dtypes = [getattr(torch, body_dtype(chain, problem))]
     for step in chain.steps:
         dtype = dtypes[values_of(step)[0].index]
         if isinstance(step, Cast):
@@ -105,8 +116,16 @@ def result_dtype(chain: Chain, problem: Problem) -> str:
     return str(dtypes[-1]).removeprefix("torch.")
 
 
+def fp32_mode(chain: Chain, problem: Problem) -> str:
+    """ "fp32" or "tf32": what was asked for, or what PyTorch would do; with few channels it does not use TF32."""
+    if problem.precision != "auto":
+        return problem.precision
+    conv = chain.producer
+    return "tf32" if problem.allows_tf32 and conv is not None and conv.in_channels >= _TF32_CHANNELS else "fp32"
+
+
 def body_bytes(chain: Chain, problem: Problem) -> int:
-    return math.prod(body_shape(chain, problem)) * item_size(problem.x.dtype)
+    return math.prod(body_shape(chain, problem)) * item_size(body_dtype(chain, problem))
 
 
 def compulsory_bytes(chain: Chain, problem: Problem) -> int:
@@ -129,3 +148,8 @@ def result_layout(chain: Chain, problem: Problem, machine: Machine) -> Layout:
         if isinstance(step, Normalize) and step.op not in machine.norms_keeping_layout:
             layout = "contiguous"
     return layout
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is `number` or more."""
+    return 1 << max(0, number - 1).bit_length()

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from postlude.chain import Chain
-from postlude.plan.problem import Layout
+from postlude.plan.few_channels import FewChannels
+from postlude.plan.gemm import Gemm
+from postlude.plan.problem import Layout, Spec
 
-Source = Literal["library convolution", "load"]
+Source = Literal["own convolution", "library convolution", "load"]
 # eager: PyTorch's own call. direct: oneDNN, without PyTorch's choice of library and layout. buffer: the same into
-# channels-last memory that is kept from call to call.
-Convolve = Literal["eager", "direct", "buffer"]
+# channels-last memory that is kept from call to call. own: a kernel of ours.
+Convolve = Literal["eager", "direct", "buffer", "own"]
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,10 @@ class Moments:
     """Only the mean and the sum of squared deviations per sample and channel are kept."""
 
     squares: bool  # False: the mean is all that is needed
+    stores: bool = False  # the convolution's result is written as well, before any step, for the next pass
 
     def __str__(self) -> str:
-        return "moments per channel" if self.squares else "mean per channel"
+        return ("store, " if self.stores else "") + ("moments per channel" if self.squares else "mean per channel")
 
 
 Sink = Keep | Store | Moments
@@ -59,35 +62,44 @@ def first_source(chain: Chain) -> Source:
 
 @dataclass(frozen=True)
 class Tile:
-    """How a GPU pass is cut: elements of a row (or rows of channels) per tile, and tiles per program."""
+    """How the GPU passes over a value are cut: elements of a row (or rows of channels) per tile."""
 
-    block: int
+    block: int  # of the last pass
     block_c: int  # channels per tile; 0 where the value is contiguous and a tile lies in one channel
-    tiles: int
+    moments_block: int
+    tiles: int  # that one program of the moments pass takes
 
 
 @dataclass(frozen=True)
 class Plan:
     chain: Chain
+    input: Spec
+    value: Spec  # the chain's first value: what the convolution gives, or the input
     passes: tuple[Pass, ...]
     slab: int  # samples per slab
     slabs: int
     slab_bytes: int
     convolve: Convolve
     norms_in_place: bool  # a norm overwrites its value, which saves a second buffer and costs a pass
-    layout_inside: Layout  # what a direct convolution is given and gives
     result_layout: Layout
     result_dtype: str
     moved_bytes: int  # predicted traffic beyond the cache: inputs read, result written
     eager_bytes: int  # the same for eager, which writes and reads every value
     reasons: tuple[str, ...]  # why this way
     tile: Tile | None = None  # None on the CPU
+    own: Gemm | FewChannels | None = None  # our convolution, where `convolve` says so
+    library_tf32: bool | None = (
+        None  # where PyTorch convolves in fp32 and its switch says otherwise; None: as it is set
+    )
+    launches: int = 0  # of kernels of ours, on a GPU
 
     def describe(self) -> list[str]:
         """One line per pass, as `postlude explain` prints them."""
         lines = []
         for number, item in enumerate(self.passes, 1):
-            source = str(self.chain.producer) if item.source == "library convolution" else "slab"
+            source = "slab" if item.source == "load" else str(self.chain.producer)
+            if item.source == "own convolution":
+                source += f" [{self.own}]"
             words = self.chain.words()[item.first - 1 : item.last]
             lines.append(f"pass {number}: " + " → ".join([source, *words, str(item.sink)]))
         return lines
@@ -98,6 +110,7 @@ class Refusal:
     """The chain runs through PyTorch's own operators, for these reasons."""
 
     reasons: tuple[str, ...]
+    library_tf32: bool | None = None  # as in a plan
 
     def __str__(self) -> str:
         return "; ".join(self.reasons)

@@ -109,7 +109,7 @@ def _library(plan: Plan, tensors: Sequence[Tensor]) -> Convolve | None:
     if plan.convolve == "buffer":
         return BufferConvolution(conv, weight, (plan.slab, *tensors[0].shape[1:]))
     if plan.convolve == "direct":
-        return DirectConvolution(conv, weight, plan.layout_inside)
+        return DirectConvolution(conv, weight, plan.value.layout)
     return lambda x, bias: convolve(conv, x, weight, bias)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 
@@ -13,28 +12,45 @@ from postlude import hardware, reference
 from postlude.chain import Chain
 from postlude.errors import PrecisionError
 from postlude.plan import PRECISIONS, Plan, Problem, Refusal, lower, problem_of
-from postlude.run import cpu, gpu
+from postlude.run import cpu, gpu, library
 
-EXECUTORS: dict[str, Callable[[Plan, Sequence[Tensor]], Tensor]] = {"cpu": cpu.execute, "cuda": gpu.execute}
+Runner = Callable[[Sequence[Tensor]], Tensor]
+_PREPARE: dict[str, Callable[[Plan], Runner]] = {
+    "cpu": lambda plan: functools.partial(cpu.execute, plan),
+    "cuda": gpu.GpuRun,
+}
+
+
+def prepare(chain: Chain, outcome: Plan | Refusal, device: str) -> Runner:
+    """What runs the chain, with all that stays the same from call to call made ready."""
+    if isinstance(outcome, Refusal):
+        return functools.partial(_through_pytorch, chain, outcome.library_tf32)
+    return _PREPARE[device](outcome)
+
+
+def call(runner: Runner, tensors: Sequence[Tensor]) -> Tensor:
+    """The chain's result; its dtypes are already part of the chain, so autocast is off inside."""
+    device = tensors[0].device.type
+    if torch.is_autocast_enabled(device):
+        with torch.autocast(device, enabled=False):
+            return runner(tensors)
+    return runner(tensors)
 
 
 def execute(chain: Chain, outcome: Plan | Refusal, tensors: Sequence[Tensor]) -> Tensor:
-    """The chain's result; its dtypes are already part of the chain, so autocast is off inside."""
-    device = tensors[0].device.type
-    with _without_autocast(device):
-        if isinstance(outcome, Refusal):
-            return reference.evaluate(chain, tensors)
-        return EXECUTORS[device](outcome, tensors)
+    """One call of an outcome that nobody keeps."""
+    return call(prepare(chain, outcome, tensors[0].device.type), tensors)
 
 
 @functools.lru_cache(maxsize=4096)
-def outcome_for(chain: Chain, problem: Problem) -> Plan | Refusal:
-    return lower(chain, problem, hardware.machine_for(problem.device))
+def prepared(chain: Chain, problem: Problem) -> tuple[Plan | Refusal, Runner]:
+    """Planned and made ready once per problem."""
+    outcome = lower(chain, problem, hardware.machine_for(problem.device))
+    return outcome, prepare(chain, outcome, problem.device)
 
 
 def run_chain(chain: Chain, tensors: Sequence[Tensor], precision: str = "auto") -> Tensor:
-    """Plans (once per problem) and runs."""
-    return execute(chain, outcome_for(chain, problem_of(tensors, precision)), tensors)
+    return call(prepared(chain, problem_of(tensors, precision))[1], tensors)
 
 
 def check_precision(precision: str, device: str) -> None:
@@ -43,14 +59,11 @@ def check_precision(precision: str, device: str) -> None:
         raise PrecisionError(f"precision {precision!r} is unknown; use one of {', '.join(PRECISIONS)}.")
     if precision == "tf32" and device != "cuda":
         raise PrecisionError("precision 'tf32' exists only on NVIDIA GPUs; use 'auto' or 'fp32' on the CPU.")
-    if device == "cuda" and precision not in ("auto", hardware.default_fp32_precision()):
-        raise PrecisionError(
-            f"precision {precision!r} is not what PyTorch's convolutions are set to on this GPU; set "
-            f"torch.backends.cudnn.conv.fp32_precision accordingly or use 'auto'."
-        )
 
 
-def _without_autocast(device: str) -> contextlib.AbstractContextManager[object]:
-    if torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return contextlib.nullcontext()
+def _through_pytorch(chain: Chain, tf32: bool | None, tensors: Sequence[Tensor]) -> Tensor:
+    conv = chain.producer
+    if tf32 is None or conv is None:
+        return reference.evaluate(chain, tensors)
+    bias = tensors[2] if conv.has_bias else None
+    return reference.continue_from(chain, 0, library.convolve(conv, tensors[0], tensors[1], bias, tf32), tensors)

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from postlude.chain import Chain
+from postlude.hardware import default_fp32_precision
 from postlude.plan import Plan, Problem, Refusal, problem_of
 from postlude.run.crop import crop
-from postlude.run.execute import execute, outcome_for
+from postlude.run.execute import Runner, call, prepare, prepared
 
 _REMEMBERED = 256  # problems per site before the look-up starts anew
 
@@ -26,25 +27,28 @@ class Site(nn.Module):
         self.is_enabled = True  # False: runs through PyTorch's operators, because verification said so
         self.last: tuple[Problem, Plan | Refusal] | None = None
         self.recorded: list[tuple[Tensor, ...]] | None = None  # [] while a crop of the inputs is wanted
-        self._known: dict[Any, tuple[Problem, Plan | Refusal]] = {}
+        self._known: dict[Any, tuple[Problem, Plan | Refusal, Runner]] = {}
 
     def forward(self, *tensors: Tensor) -> Tensor:
         if self.recorded is not None and not self.recorded:
             self.recorded.append(crop(self.chain, tensors))
-        self.last = self._look_up(tensors)
-        return execute(self.chain, self.last[1], tensors)
+        problem, outcome, runner = self._look_up(tensors)
+        self.last = (problem, outcome)
+        return call(runner, tensors)
 
-    def _look_up(self, tensors: tuple[Tensor, ...]) -> tuple[Problem, Plan | Refusal]:
+    def _look_up(self, tensors: tuple[Tensor, ...]) -> tuple[Problem, Plan | Refusal, Runner]:
         # Hashing a chain and its problem costs more than a small layer: the key is what a tensor says at once.
         grad = torch.is_grad_enabled()
-        key = (self.is_enabled, *((t.shape, t.stride(), t.dtype, grad and t.requires_grad) for t in tensors))
+        switch = default_fp32_precision() if tensors[0].is_cuda else ""
+        key = (self.is_enabled, switch, *((t.shape, t.stride(), t.dtype, grad and t.requires_grad) for t in tensors))
         known = self._known.get(key)
         if known is None:
             problem = problem_of(tensors, self.precision)
-            outcome = outcome_for(self.chain, problem) if self.is_enabled else DISABLED
+            disabled = (DISABLED, prepare(self.chain, DISABLED, problem.device))
+            found = prepared(self.chain, problem) if self.is_enabled else disabled
             if len(self._known) >= _REMEMBERED:
                 self._known.clear()
-            known = self._known[key] = (problem, outcome)
+            known = self._known[key] = (problem, *found)
         return known
 
 

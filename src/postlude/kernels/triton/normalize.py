@@ -16,12 +16,15 @@ import triton.language as tl
 
 
 @triton.jit
-def merge(count, mean, m2, b_count, b_mean, b_m2):
-    """Chan's formula: moments of two sets from the moments of each."""
-    total = count + b_count
-    delta = b_mean - mean
-    weight = b_count / total
-    return total, mean + delta * weight, m2 + b_m2 + delta * delta * count * weight
+def centred(shift, total, squares, count):
+    """Mean and sum of squared deviations from sums over x − shift.
+
+    The shift is the mean of the first tile of `count` elements: the rest may lie anywhere, but then it is the spread
+    that is large, so that no more than the number of tiles is lost to cancellation, in units of rounding.
+    """
+    mean = total / count
+    m2 = squares - total * mean
+    return shift + mean, tl.where(m2 < 0.0, 0.0, m2)  # a NaN stays
 
 
 @triton.jit
@@ -29,6 +32,7 @@ def row_moments_kernel(
     p_x,  # [N·C, S]
     p_mean,  # [N·C, CHUNKS], out
     p_m2,  # [N·C, CHUNKS], out
+    p_count,  # [N, CHUNKS], out: positions of each chunk
     a0,
     a1,
     a2,
@@ -42,31 +46,41 @@ def row_moments_kernel(
     BEFORE: tl.constexpr,
     SQUARES: tl.constexpr,  # False: only sums are wanted, which keep an infinity where moments would make it NaN
     BLOCK: tl.constexpr,
+    ALIGN: tl.constexpr,  # a power of two that divides S: the compiler asks only for 16
     ACC: tl.constexpr,
 ):
     i_chunk = tl.program_id(0) % CHUNKS
     i_row = tl.program_id(0) // CHUNKS
+    S = S // ALIGN * ALIGN  # the same number: a hint would not reach the masks
     base = i_row.to(tl.int64) * S
     o_c = i_row % C
-    count = tl.zeros([], ACC)
-    mean = tl.zeros([], ACC)
-    m2 = tl.zeros([], ACC)
-    for i_tile in range(TILES):
-        o_s = (i_chunk * TILES + i_tile) * BLOCK + tl.arange(0, BLOCK)
+    first = i_chunk * TILES * BLOCK
+    count = tl.minimum(TILES * BLOCK, S - first).to(ACC)
+    o_s = first + tl.arange(0, BLOCK)
+    m_s = o_s < S
+    b_x = tl.load(p_x + base + o_s, mask=m_s, other=0.0).to(ACC)  # [BLOCK]
+    b_x = BEFORE(b_x, o_c, base, o_s, o_c < C, m_s, a0, a1, a2, a3, a4, a5)
+    shift = tl.zeros([], ACC)
+    if SQUARES:
+        shift = tl.sum(tl.where(m_s, b_x, 0.0)) / tl.minimum(BLOCK, S - first).to(ACC)
+    total = tl.where(m_s, b_x - shift, 0.0)
+    squares = total * total
+    for i_tile in range(1, TILES):
+        o_s = first + i_tile * BLOCK + tl.arange(0, BLOCK)
         m_s = o_s < S
-        b_x = tl.load(p_x + base + o_s, mask=m_s, other=0.0).to(ACC)  # [BLOCK]
+        b_x = tl.load(p_x + base + o_s, mask=m_s, other=0.0).to(ACC)
         b_x = BEFORE(b_x, o_c, base, o_s, o_c < C, m_s, a0, a1, a2, a3, a4, a5)
-        b_count = tl.sum(m_s.to(ACC))
-        b_mean = tl.sum(tl.where(m_s, b_x, 0.0)) / tl.maximum(b_count, 1.0)
-        b_diff = tl.where(m_s, b_x - b_mean, 0.0)
-        b_m2 = tl.sum(b_diff * b_diff)
-        if SQUARES:
-            if b_count > 0:
-                count, mean, m2 = merge(count, mean, m2, b_count, b_mean, b_m2)
-        else:
-            mean += b_mean * b_count
-    tl.store(p_mean + i_row * CHUNKS + i_chunk, mean)
-    tl.store(p_m2 + i_row * CHUNKS + i_chunk, m2)
+        b_x = tl.where(m_s, b_x - shift, 0.0)
+        total += b_x
+        squares += b_x * b_x
+    if SQUARES:
+        mean, m2 = centred(shift, tl.sum(total), tl.sum(squares), count)
+        tl.store(p_mean + i_row * CHUNKS + i_chunk, mean)
+        tl.store(p_m2 + i_row * CHUNKS + i_chunk, m2)
+    else:
+        tl.store(p_mean + i_row * CHUNKS + i_chunk, tl.sum(total))
+    if o_c == 0:
+        tl.store(p_count + i_row // C * CHUNKS + i_chunk, count)
 
 
 @triton.jit
@@ -74,6 +88,7 @@ def last_moments_kernel(
     p_x,  # [N, S, C]
     p_mean,  # [N, C, CHUNKS], out
     p_m2,  # [N, C, CHUNKS], out
+    p_count,  # [N, CHUNKS], out: positions of each chunk
     a0,
     a1,
     a2,
@@ -96,64 +111,74 @@ def last_moments_kernel(
     base = i_n.to(tl.int64) * S * C
     o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)  # [BLOCK_C]
     m_c = o_c < C
-    count = tl.zeros([], ACC)
-    mean = tl.zeros([BLOCK_C], ACC)
-    m2 = tl.zeros([BLOCK_C], ACC)
-    for i_tile in range(TILES):
-        o_s = (i_chunk * TILES + i_tile) * BLOCK + tl.arange(0, BLOCK)
-        m_s = o_s < S
-        o_x = (o_s[:, None].to(tl.int64) if WIDE else o_s[:, None]) * C + o_c[None, :]  # [BLOCK, BLOCK_C]
-        m_x = m_s[:, None] & m_c[None, :]
+    first = i_chunk * TILES * BLOCK
+    count = tl.minimum(TILES * BLOCK, S - first).to(ACC)
+    o_s = first + tl.arange(0, BLOCK)
+    o_x = (o_s[:, None].to(tl.int64) if WIDE else o_s[:, None]) * C + o_c[None, :]  # [BLOCK, BLOCK_C]
+    m_x = (o_s < S)[:, None] & m_c[None, :]
+    b_x = tl.load(p_x + base + o_x, mask=m_x, other=0.0).to(ACC)
+    b_x = BEFORE(b_x, o_c[None, :], base, o_x, m_c[None, :], m_x, a0, a1, a2, a3, a4, a5)
+    shift = tl.zeros([BLOCK_C], ACC)
+    if SQUARES:
+        shift = tl.sum(tl.where(m_x, b_x, 0.0), axis=0) / tl.minimum(BLOCK, S - first).to(ACC)
+    total = tl.where(m_x, b_x - shift[None, :], 0.0)
+    squares = total * total
+    for i_tile in range(1, TILES):
+        o_s = first + i_tile * BLOCK + tl.arange(0, BLOCK)
+        o_x = (o_s[:, None].to(tl.int64) if WIDE else o_s[:, None]) * C + o_c[None, :]
+        m_x = (o_s < S)[:, None] & m_c[None, :]
         b_x = tl.load(p_x + base + o_x, mask=m_x, other=0.0).to(ACC)
         b_x = BEFORE(b_x, o_c[None, :], base, o_x, m_c[None, :], m_x, a0, a1, a2, a3, a4, a5)
-        b_count = tl.sum(m_s.to(ACC))
-        b_mean = tl.sum(tl.where(m_x, b_x, 0.0), axis=0) / tl.maximum(b_count, 1.0)  # [BLOCK_C]
-        b_diff = tl.where(m_x, b_x - b_mean[None, :], 0.0)
-        b_m2 = tl.sum(b_diff * b_diff, axis=0)
-        if SQUARES:
-            if b_count > 0:
-                count, mean, m2 = merge(count, mean, m2, b_count, b_mean, b_m2)
-        else:
-            mean += b_mean * b_count
+        b_x = tl.where(m_x, b_x - shift[None, :], 0.0)
+        total += b_x
+        squares += b_x * b_x
     o_out = (i_n * C + o_c) * CHUNKS + i_chunk
-    tl.store(p_mean + o_out, mean, mask=m_c)
-    tl.store(p_m2 + o_out, m2, mask=m_c)
+    if SQUARES:
+        mean, m2 = centred(shift, tl.sum(total, axis=0), tl.sum(squares, axis=0), count)
+        tl.store(p_mean + o_out, mean, mask=m_c)
+        tl.store(p_m2 + o_out, m2, mask=m_c)
+    else:
+        tl.store(p_mean + o_out, tl.sum(total, axis=0), mask=m_c)
+    if tl.program_id(1) == 0:
+        tl.store(p_count + i_n * CHUNKS + i_chunk, count)
 
 
 @triton.jit
 def combine_moments_kernel(
     p_mean,  # [N·G, PARTS]: the partial moments of a group's channels, chunk by chunk
     p_m2,  # [N·G, PARTS]
+    p_count,  # [N, CHUNKS]
     p_group_mean,  # [N·G], out
     p_group_rstd,  # [N·G], out
+    GROUPS,
     PARTS,
     CHUNKS,
-    CHUNK,  # positions in every chunk but a channel's last
-    S,
     count,  # positions of a whole group
     eps,
     BLOCK: tl.constexpr,
     ACC: tl.constexpr,
 ):
     i_group = tl.program_id(0)
+    base = i_group.to(tl.int64) * PARTS
+    p_count += i_group // GROUPS * CHUNKS
     o_part = tl.arange(0, BLOCK)
-    total = tl.zeros([], ACC)
+    total = tl.zeros([BLOCK], ACC)
     for start in range(0, PARTS, BLOCK):
         o = start + o_part
         m = o < PARTS
-        b_count = tl.where(m, tl.minimum(CHUNK, S - (o % CHUNKS) * CHUNK), 0).to(ACC)  # [BLOCK]
-        total += tl.sum(tl.load(p_mean + i_group * PARTS + o, mask=m, other=0.0) * b_count)
-    mean = total / count
-    m2 = tl.zeros([], ACC)
+        b_count = tl.load(p_count + o % CHUNKS, mask=m, other=0.0)  # [BLOCK]
+        total += tl.load(p_mean + base + o, mask=m, other=0.0) * b_count
+    mean = tl.sum(total) / count
+    m2 = tl.zeros([BLOCK], ACC)
     for start in range(0, PARTS, BLOCK):
         o = start + o_part
         m = o < PARTS
-        b_count = tl.where(m, tl.minimum(CHUNK, S - (o % CHUNKS) * CHUNK), 0).to(ACC)
-        b_mean = tl.load(p_mean + i_group * PARTS + o, mask=m, other=0.0)
-        b_m2 = tl.load(p_m2 + i_group * PARTS + o, mask=m, other=0.0)
-        m2 += tl.sum(tl.where(m, b_m2 + b_count * (b_mean - mean) * (b_mean - mean), 0.0))
+        b_count = tl.load(p_count + o % CHUNKS, mask=m, other=0.0)
+        b_mean = tl.load(p_mean + base + o, mask=m, other=0.0)
+        b_m2 = tl.load(p_m2 + base + o, mask=m, other=0.0)
+        m2 += tl.where(m, b_m2 + b_count * (b_mean - mean) * (b_mean - mean), 0.0)
     tl.store(p_group_mean + i_group, mean)
-    tl.store(p_group_rstd + i_group, 1.0 / tl.sqrt(m2 / count + eps))
+    tl.store(p_group_rstd + i_group, 1.0 / tl.sqrt(tl.sum(m2) / count + eps))
 
 
 @triton.jit
@@ -175,10 +200,12 @@ def row_finish_kernel(
     WHOLE: tl.constexpr,
     HAS_NORM: tl.constexpr,
     BLOCK: tl.constexpr,
+    ALIGN: tl.constexpr,  # a power of two that divides S: the compiler asks only for 16
     ACC: tl.constexpr,
 ):
     i_chunk = tl.program_id(0) % CHUNKS
     i_row = tl.program_id(0) // CHUNKS
+    S = S // ALIGN * ALIGN  # the same number: a hint would not reach the masks
     base = i_row.to(tl.int64) * S
     o_c = i_row % C
     o_s = i_chunk * BLOCK + tl.arange(0, BLOCK)

@@ -1,0 +1,130 @@
+"""A convolution as one matrix product over packed operands (see pack.py), with what follows it in the same launch.
+
+A row of the product is WIDTH neighbouring outputs, its columns their channels. For one (z, y) of the kernel's taps the
+WIDTH + KW − 1 positions that they read lie next to one another: a stretch of one packed row, so a tile of the left
+operand is one 2-D descriptor load, with nothing to mask. With few channels a WIDTH above 1 reads each input fewer
+times, at the price of products with zeros.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def convolve_kernel(
+    d_high,  # descriptor [rows, columns] over the packed input; rows overlap where WIDTH > 1
+    d_low,  # the low plane, where PLANES is 2
+    d_w,  # descriptor [columns, PLANES·K]
+    p_unscale,  # [COUT] where SCALED
+    p_y,  # [N, COUT, S], or [N, S, COUT] where LAST, out; where STORE
+    p_mean,  # [N, COUT, TILES], out, where MOMENTS
+    p_m2,  # the same
+    p_count,  # [N, TILES], out, where MOMENTS: a tile's outputs that are none of the padding
+    a0,
+    a1,
+    a2,
+    a3,
+    a4,
+    a5,
+    COUT,
+    TILES,  # per sample
+    UNITS,  # tiles in all, times blocks of channels
+    SAMPLE_ROWS,  # rows of a packed sample
+    PITCH,
+    PLANE,
+    FIRST,  # planes of the packed sample that hold input
+    LAST_PLANE,
+    OD,
+    OH,
+    OW,
+    BEFORE: tl.constexpr,
+    KD: tl.constexpr,
+    KH: tl.constexpr,
+    SPAN_C: tl.constexpr,  # elements that a row of the product reads for one (z, y) of the taps
+    C: tl.constexpr,  # channels of a packed position
+    WIDTH: tl.constexpr,
+    PLANES: tl.constexpr,
+    SCALED: tl.constexpr,
+    STORE: tl.constexpr,  # "no", "raw": what the convolution gives, or "done": what BEFORE makes of it
+    MOMENTS: tl.constexpr,  # "no", "both", or "sums"
+    LAST: tl.constexpr,
+    DENSE: tl.constexpr,  # the packed volume is the output's, so a position's number is its place in the output
+    WIDE: tl.constexpr,
+    ALIGN: tl.constexpr,  # a power of two that divides OD·OH·OW, where DENSE
+    BLOCKS_C: tl.constexpr,
+    BM: tl.constexpr,
+    BC: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    KB: tl.constexpr = SPAN_C // BK
+    K: tl.constexpr = KD * KH * SPAN_C
+    for unit in range(tl.program_id(0), UNITS, tl.num_programs(0)):
+        i_b = unit % BLOCKS_C
+        i_tile = (unit // BLOCKS_C) % TILES
+        i_n = unit // BLOCKS_C // TILES
+        s0 = i_tile * (BM * WIDTH)
+        row0 = i_n * SAMPLE_ROWS + i_tile * BM
+        column0 = i_b * (WIDTH * BC)
+        # Taps that meet only the padding in front of or behind the volume are left out.
+        z_last = tl.minimum(s0 + BM * WIDTH - 1, OD * PLANE - 1) // PLANE
+        kd_first = tl.maximum(0, FIRST - z_last)
+        kd_end = tl.minimum(KD, LAST_PLANE + 1 - s0 // PLANE)
+        acc = tl.zeros([BM, WIDTH * BC], ACC)
+        for i in tl.range(kd_first * (KH * KB), kd_end * (KH * KB), num_stages=STAGES):
+            i_zy = i // KB
+            offset = (i_zy // KH) * PLANE + (i_zy % KH) * PITCH
+            row = row0 + offset // WIDTH
+            column = (offset % WIDTH) * C + (i % KB) * BK
+            high = d_high.load([row, column])  # [BM, BK]
+            w_high = d_w.load([column0, i * BK])  # [WIDTH·BC, BK]
+            if PLANES == 2:
+                low = d_low.load([row, column])
+                w_low = d_w.load([column0, K + i * BK])
+                # Tensor cores cut off what does not fit while they accumulate: the sum over one block stays short,
+                # small products first, and is added up in ordinary fp32.
+                part = tl.dot(low, w_high.T)
+                part = tl.dot(high, w_low.T, part)
+                part = tl.dot(high, w_high.T, part)
+                acc += part
+            else:
+                acc = tl.dot(high, w_high.T, acc, out_dtype=ACC)
+        b_v = tl.reshape(acc, [BM * WIDTH, BC])
+        o_c = i_b * BC + tl.arange(0, BC)
+        m_c = o_c < COUT
+        if SCALED:
+            b_v = b_v * tl.load(p_unscale + o_c, mask=m_c, other=0.0)[None, :]
+        o_p = s0 + tl.arange(0, BM * WIDTH)
+        o_s = o_p
+        S = OD * OH * OW // ALIGN * ALIGN  # the same number, seen to be a multiple: stores are as wide as that
+        m_s = o_p < S
+        if not DENSE:
+            x = o_p % PITCH
+            y = (o_p % PLANE) // PITCH
+            m_s = (o_p < OD * PLANE) & (x < OW) & (y < OH)
+            o_s = (o_p // PLANE * OH + y) * OW + x
+        base = i_n.to(tl.int64) * COUT * S
+        if LAST:
+            o_x = (o_s[:, None].to(tl.int64) if WIDE else o_s[:, None]) * COUT + o_c[None, :]  # [BM·WIDTH, BC]
+        else:
+            o_x = (o_c[None, :].to(tl.int64) if WIDE else o_c[None, :]) * S + o_s[:, None]
+        m_x = m_s[:, None] & m_c[None, :]
+        if STORE == "raw":
+            tl.store(p_y + base + o_x, b_v.to(p_y.dtype.element_ty), mask=m_x)
+        b_v = BEFORE(b_v, o_c[None, :], base, o_x, m_c[None, :], m_x, a0, a1, a2, a3, a4, a5)
+        if STORE == "done":
+            tl.store(p_y + base + o_x, b_v.to(p_y.dtype.element_ty), mask=m_x)
+        if MOMENTS != "no":
+            count = tl.sum(m_s.to(ACC))
+            b_sum = tl.sum(tl.where(m_x, b_v, 0.0), axis=0)  # [BC]
+            o_out = (i_n * COUT + o_c) * TILES + i_tile
+            if MOMENTS == "both":
+                b_mean = b_sum / tl.maximum(count, 1.0)
+                b_diff = tl.where(m_x, b_v - b_mean[None, :], 0.0)
+                tl.store(p_mean + o_out, b_mean, mask=m_c)
+                tl.store(p_m2 + o_out, tl.sum(b_diff * b_diff, axis=0), mask=m_c)
+            else:
+                tl.store(p_mean + o_out, b_sum, mask=m_c)
+            if i_b == 0:
+                tl.store(p_count + i_n * TILES + i_tile, count)

@@ -1,0 +1,86 @@
+"""The end of a chain that needs only moments: partial moments in, one number per sample or channel out.
+
+Names as in normalize.py. MOMENTS is one composed function (see emit.py). All arithmetic is in float64: there are few
+numbers, and the mean of what a norm gives is a small difference of large ones.
+"""
+
+import triton
+import triton.language as tl
+
+MOST_CHANNELS = 256  # a program holds all channels of a sample, and [BLOCK_C, BLOCK_C] for a norm's groups
+
+
+@triton.jit
+def group_mean(x, o_c, PER: tl.constexpr):
+    """[BLOCK_C], the mean over each channel's group of PER neighbours."""
+    if PER == 1:
+        return x
+    o_g = o_c // PER
+    # Chosen, not multiplied by 0 or 1: a NaN stays in its group. Lanes past the last channel make groups of their own.
+    return tl.sum(tl.where(o_g[:, None] == o_g[None, :], x[None, :], 0.0), axis=1) / PER
+
+
+@triton.jit
+def normalize_moments(mean, var, o_c, PER: tl.constexpr, eps: tl.constexpr):
+    """[BLOCK_C] moments after a norm without weight and bias."""
+    mean = mean - group_mean(mean, o_c, PER)
+    scale = 1.0 / tl.sqrt(group_mean(var + mean * mean, o_c, PER) + eps)
+    return mean * scale, var * (scale * scale)
+
+
+@triton.jit
+def combine_chunks(p_mean, p_m2, p_count, i_n, o_c, CHUNKS, C, SQUARES, BLOCK_C, BLOCK):
+    """Positions of a sample, and [BLOCK_C] its channels' means and variances: Chan's formula, tile by tile in order."""
+    count = tl.zeros([], tl.float64)
+    mean = tl.zeros([BLOCK_C], tl.float64)
+    m2 = tl.zeros([BLOCK_C], tl.float64)
+    for start in range(0, CHUNKS, BLOCK):
+        o_k = start + tl.arange(0, BLOCK)
+        b_n = tl.load(p_count + i_n * CHUNKS + o_k, mask=o_k < CHUNKS, other=0.0).to(tl.float64)  # [BLOCK]
+        b_count = tl.sum(b_n)
+        o_x = (i_n * C + o_c)[:, None] * CHUNKS + o_k[None, :]  # [BLOCK_C, BLOCK]
+        m_x = (o_c < C)[:, None] & (b_n > 0)[None, :]
+        b_mean = tl.load(p_mean + o_x, mask=m_x, other=0.0).to(tl.float64)
+        if SQUARES:
+            b_m2 = tl.load(p_m2 + o_x, mask=m_x, other=0.0).to(tl.float64)
+            b_all = tl.sum(b_mean * b_n[None, :], axis=1) / tl.maximum(b_count, 1.0)  # [BLOCK_C]
+            b_diff = b_mean - b_all[:, None]
+            delta = b_all - mean
+            weight = b_count / tl.maximum(count + b_count, 1.0)
+            m2 += tl.sum(b_m2 + b_n[None, :] * b_diff * b_diff, axis=1) + delta * delta * count * weight
+            mean += delta * weight
+        else:
+            mean += tl.sum(b_mean, axis=1)
+        count += b_count
+    return count, mean if SQUARES else mean / count, m2 / count
+
+
+@triton.jit
+def finish_moments_kernel(
+    p_mean,  # [N, C, CHUNKS]; sums where not SQUARES
+    p_m2,  # [N, C, CHUNKS], read where SQUARES
+    p_count,  # [N, CHUNKS]: positions of a chunk; what a chunk of none holds is not read
+    p_out,  # [N, C] where OVER_SPACE, else [N], out
+    a0,
+    a1,
+    a2,
+    a3,
+    a4,
+    a5,
+    CHUNKS,
+    C: tl.constexpr,
+    MOMENTS: tl.constexpr,
+    SQUARES: tl.constexpr,  # False: only sums are wanted, which keep an infinity where moments would make it NaN
+    OVER_SPACE: tl.constexpr,
+    BLOCK_C: tl.constexpr,  # at least C
+    BLOCK: tl.constexpr,  # chunks of a tile
+):
+    i_n = tl.program_id(0).to(tl.int64)
+    o_c = tl.arange(0, BLOCK_C)
+    m_c = o_c < C
+    count, mean, var = combine_chunks(p_mean, p_m2, p_count, i_n, o_c, CHUNKS, C, SQUARES, BLOCK_C, BLOCK)
+    result = MOMENTS(mean, var, count, o_c, m_c, C, a0, a1, a2, a3, a4, a5).to(p_out.dtype.element_ty)
+    if OVER_SPACE:
+        tl.store(p_out + i_n * C + o_c, result, mask=m_c)
+    else:
+        tl.store(p_out + i_n, result)

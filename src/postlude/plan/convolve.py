@@ -1,0 +1,91 @@
+"""Who convolves on a GPU: our own kernel, in which arithmetic and tiles, or PyTorch's, and why."""
+
+from __future__ import annotations
+
+from postlude.chain import Chain, Convolution, Normalize
+from postlude.hardware import Machine
+from postlude.plan.few_channels import FewChannels, few_channels_for
+from postlude.plan.gemm import Arithmetic, Gemm, unsupported, volume_for
+from postlude.plan.problem import Problem, body_dtype, fp32_mode, power_of_two
+
+# A packed position has a multiple of this many channels, so that a tile's rows begin where a descriptor may.
+_CHANNEL_STEP = 16
+_COLUMNS = 128  # of a tile: neighbouring outputs fill up what their channels leave (see `width_for`)
+# Below this many operations the packing launches cost more than a better convolution gains, by what PyTorch's takes:
+# about 16 TFLOP/s in strict fp32, 100 in TF32, 250 to 500 in 16 bits.
+_WORTH = {"fp32": 1e9, "tf32": 8e9, "16 bits": 20e9}
+
+
+def own_convolution(
+    chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool = False
+) -> Gemm | FewChannels | str:
+    """Our convolution for this chain, or why it is PyTorch's."""
+    few = few_channels_for(chain, problem, machine)
+    return gemm_for(chain, problem, machine, even_if_slower) if isinstance(few, str) else few
+
+
+def gemm_for(chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool = False) -> Gemm | str:
+    conv = chain.producer
+    if conv is None:
+        return "there is no convolution"
+    reason = unsupported(conv)
+    if reason:
+        return reason
+    arithmetic = arithmetic_for(chain, problem)
+    if arithmetic is None:
+        return "without a norm after it, an infinity in the input could not be kept"
+    if not even_if_slower:
+        reason = _slower(chain, problem, arithmetic)
+        if reason:
+            return reason
+    columns = min(_COLUMNS, max(16, power_of_two(conv.out_channels)))
+    rows, block_c, stages, warps = _tile(arithmetic, columns, machine)
+    channels = -(-conv.in_channels // _CHANNEL_STEP) * _CHANNEL_STEP
+    # Neighbours in a row are multiplied by zeros, which an infinity does not survive: only a norm hides that.
+    has_norm = any(isinstance(step, Normalize) for step in chain.steps)
+    volume = volume_for(conv, problem.x.shape[2:], width_for(conv, block_c) if has_norm else 1)
+    steps = (16,) if arithmetic.operands == "float64" else (64, 32, 16)
+    block_k = next(k for k in steps if volume.span * channels % k == 0)
+    return Gemm(arithmetic, volume, channels, rows, block_c, block_k, stages, warps)
+
+
+def arithmetic_for(chain: Chain, problem: Problem) -> Arithmetic | None:
+    """Scaled planes turn an infinity into NaN, which only a norm does as well: without one there are none."""
+    dtype = body_dtype(chain, problem)
+    if dtype != "float32":
+        return Arithmetic(dtype)
+    if not any(isinstance(step, Normalize) for step in chain.steps):
+        return None
+    return Arithmetic("float16", 1 if fp32_mode(chain, problem) == "tf32" else 2, scaled=True)
+
+
+def width_for(conv: Convolution, block_c: int) -> int:
+    """Neighbouring outputs of one row: as many as fill the tile's columns, at most 4; 1 where nothing is read twice."""
+    return 1 if conv.kernel[-1] == 1 else min(4, _COLUMNS // block_c)
+
+
+def _tile(arithmetic: Arithmetic, block_c: int, machine: Machine) -> tuple[int, int, int, int]:
+    """Rows, channels, stages and warps. Measured on an H200 on chain 61 (docs/gpu.md); elsewhere the largest that do
+    not spill, for there the operands of a product wait in registers."""
+    if arithmetic.operands == "float64":
+        return 32, min(32, block_c), 2, 4  # correctness only: no card is fast at it
+    if machine.architecture != "sm_90":
+        return (128, block_c, 3, 8) if arithmetic.planes == 1 else (64, block_c, 2, 8)
+    # One plane, 96 KiB: two blocks an SM hide each other's epilogue. Two planes, 192 KiB: one block.
+    return (128, block_c, 3, 4) if arithmetic.planes == 1 else (128, block_c, 3, 8)
+
+
+def _slower(chain: Chain, problem: Problem, arithmetic: Arithmetic) -> str | None:
+    conv = chain.producer
+    assert conv is not None
+    if arithmetic.operands == "float64":
+        return "float64 is faster through PyTorch"
+    mode = "16 bits" if not arithmetic.scaled else fp32_mode(chain, problem)
+    if conv.in_channels < 8:
+        return "with so few input channels most products would be with zeros"
+    if conv.flops(problem.x.shape[0], problem.x.shape[2:]) < _WORTH[mode]:
+        return "the convolution is too small for packing its operands to pay"
+    most = 64 if problem.x.layout == "contiguous" else 32  # cuDNN converts what is not channels-last
+    if mode == "16 bits" and max(conv.in_channels, conv.out_channels) > most:
+        return "cuDNN is faster from this many channels on"
+    return None

@@ -1,0 +1,123 @@
+"""A convolution of few input channels of which only moments are wanted: whether our CUDA kernel can do it, and how."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from postlude.chain import Chain
+from postlude.hardware import Machine
+from postlude.plan.gemm import unsupported, volume_for
+from postlude.plan.problem import Problem, body_dtype, fp32_mode
+from postlude.plan.program import moments_only
+
+WIDTH = 32  # outputs of a tile along the last axis
+_MOST_FRAGMENTS = 4  # their sums must fit the registers
+_RESERVED = 1 << 10  # bytes of shared memory that the system keeps of each block
+
+
+@dataclass(frozen=True)
+class FewChannels:
+    """One way of running the kernel. fp32 input goes into fp16 planes, scaled, or one bf16 plane, as it is."""
+
+    operand: str  # "float16" or "bfloat16"
+    planes: int  # 2: fp32 input with fp32's precision
+    depth: int  # outputs of a tile along the first axis and along the second
+    height: int
+    rows: int = 2  # of 32 outputs that a warp computes together; divides the height
+    warps: int = 8
+    blocks: int = 2  # of a multiprocessor; bounds the registers
+    programs: int = 0  # 0: one per tile
+
+    def tiles(self, out: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Of a sample along each axis."""
+        return -(-out[0] // self.depth), -(-out[1] // self.height), -(-out[2] // WIDTH)
+
+    def __str__(self) -> str:
+        planes = " in two planes" if self.planes == 2 else ""
+        return f"direct, products of {self.operand}{planes}; tiles of {self.depth} × {self.height} × {WIDTH}"
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What the kernel is compiled for, besides its settings."""
+
+    cin: int
+    cout: int
+    kernel: tuple[int, int, int]
+    padding: tuple[int, int, int]  # of the equivalent convolution that gathers
+    flip: bool  # the weight's taps are read backwards: a transposed convolution
+    dtype: str
+
+    @property
+    def fragments(self) -> int:
+        """Of 8 output channels each, in one block: the blocks share them evenly."""
+        return -(-self.cout // (8 * self.channel_blocks))
+
+    @property
+    def channel_blocks(self) -> int:
+        return -(-self.cout // (8 * _MOST_FRAGMENTS))
+
+
+def shared_bytes(settings: FewChannels, shape: Geometry) -> int:
+    """Shared memory of a block; the kernel checks this sum against its own."""
+    kd, kh, kw = shape.kernel
+    positions = 4 // shape.cin  # of a slot
+    chunks = -(-kw // positions)
+    steps = -(-kd * kh * chunks // 4)
+    half = 8 // settings.planes
+    columns = WIDTH + (chunks - 1) * positions
+    pitch = (columns + half - 1) // (2 * half) * (2 * half) + half
+    plane = (settings.height + kh - 1) * pitch + (half if settings.height % 2 == 0 else 0)
+    slots = (settings.depth + kd - 1) * plane + steps * shape.fragments * 32
+    channels = shape.fragments * 8
+    words = 5 * channels + settings.warps * (2 * channels + 2) + steps * 4 + 1
+    return slots * 8 * settings.planes + words * 4
+
+
+def few_channels_for(chain: Chain, problem: Problem, machine: Machine) -> FewChannels | str:
+    """Settings for this card, or why the kernel cannot serve the chain."""
+    conv, moments = chain.producer, moments_only(chain)
+    if conv is None or conv.in_channels > 4 or max(conv.kernel) > 4:
+        return "more than 4 input channels or taps"
+    if moments is None or moments.before or not moments.squares:
+        return "more than the convolution's own moments is needed"
+    dtype = body_dtype(chain, problem)
+    reason = unsupported(conv)
+    if reason is not None or dtype == "float64" or not machine.has_nvrtc:
+        return reason or ("float64" if machine.has_nvrtc else "NVRTC is not there to compile it")
+    if math.prod(problem.x.shape[1:]) >= 1 << 30:
+        return "a sample of more than 2³⁰ elements"
+    planes = 2 if dtype == "float32" and fp32_mode(chain, problem) == "fp32" else 1
+    operand = "float16" if dtype == "float32" else dtype
+    return _fitted(FewChannels(operand, planes, 0, 0), chain, problem, machine)
+
+
+def _fitted(settings: FewChannels, chain: Chain, problem: Problem, machine: Machine) -> FewChannels | str:
+    """The largest tile of which two blocks fit a multiprocessor, or one. Measured on an H200 on chain 23: tiles of
+    11 × 10 rows 0.189 ms in two planes, 6 × 10 0.232, 8 × 8 0.216; two blocks an SM walking over the tiles."""
+    conv = chain.producer
+    assert conv is not None
+    volume = volume_for(conv, problem.x.shape[2:], 1)
+    shape = Geometry(conv.in_channels, conv.out_channels, volume.kernel, volume.padding, conv.transposed, "")
+    # Two rows at a time fit the registers on sm_90 only (elsewhere they spill).
+    rows = 2 if machine.architecture == "sm_90" else 1
+    for blocks in (2, 1):
+        for height in (10, 8, 6, 4, 2):
+            tile = dataclasses.replace(
+                settings,
+                depth=_even_share(volume.out[0], 11),
+                height=-(-_even_share(volume.out[1], height) // rows) * rows,
+                rows=rows,
+                blocks=blocks,
+                programs=blocks * machine.threads,
+            )
+            if shared_bytes(tile, shape) <= machine.shared_bytes // blocks - _RESERVED:
+                return tile
+    return "no tile fits the card's shared memory"
+
+
+def _even_share(size: int, most: int) -> int:
+    """What each of the fewest parts of at most `most` gets."""
+    return -(-size // -(-size // most))

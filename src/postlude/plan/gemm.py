@@ -1,0 +1,113 @@
+"""Our own convolution as a value: its arithmetic, the packed volume that it reads, its tiles."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from postlude.chain import Convolution
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """What the tensor cores are given: a dtype, one plane or two, scaled by powers of two or not."""
+
+    operands: str
+    planes: int = 1
+    scaled: bool = False
+
+    def __str__(self) -> str:
+        planes = {1: "", 2: " in two planes"}[self.planes]
+        return f"{self.operands}{planes}{', scaled' if self.scaled else ''}"
+
+
+@dataclass(frozen=True)
+class Volume:
+    """The packed input: in front of each axis the padding, behind it nothing (see kernels/triton/pack.py)."""
+
+    space: tuple[int, int, int]  # of the input
+    kernel: tuple[int, int, int]
+    padding: tuple[int, int, int]  # of the equivalent convolution that gathers
+    width: int  # neighbouring outputs of one row of the product
+
+    @property
+    def padded(self) -> tuple[int, int, int]:
+        d, h, w = (size + pad for size, pad in zip(self.space, self.padding))
+        return d, h, w
+
+    @property
+    def out(self) -> tuple[int, int, int]:
+        d, h, w = (s + 2 * p - k + 1 for s, p, k in zip(self.space, self.padding, self.kernel))
+        return d, h, w
+
+    @property
+    def pitch(self) -> int:
+        return self.padded[2]
+
+    @property
+    def plane(self) -> int:
+        return self.padded[1] * self.padded[2]
+
+    @property
+    def sample_rows(self) -> int:
+        """Rows of a packed sample: as many as hold a whole number of rows of the product."""
+        step = self.width // math.gcd(self.width, self.pitch)
+        return -(-self.padded[0] * self.padded[1] // step) * step
+
+    @property
+    def tail_rows(self) -> int:
+        """Rows behind the last sample that overlapping rows of the product may read; zero as well."""
+        return -(-(self.width + self.kernel[2]) // self.pitch)
+
+    @property
+    def is_dense(self) -> bool:
+        return self.padded[1:] == self.out[1:]
+
+    @property
+    def span(self) -> int:
+        return self.width + self.kernel[2] - 1
+
+    def tiles(self, rows: int) -> int:
+        """Tiles of a sample: planes behind the last output are not computed."""
+        return -(-self.out[0] * self.plane // (rows * self.width))
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """One way of running the product."""
+
+    arithmetic: Arithmetic
+    volume: Volume
+    channels: int  # of a packed position: the input's, padded
+    rows: int  # of a tile
+    block_c: int  # output channels of a tile
+    block_k: int
+    stages: int
+    warps: int
+
+    def __str__(self) -> str:
+        columns = self.volume.width * self.block_c
+        return f"matrix product of {self.arithmetic}; tiles of {self.rows} × {columns} × {self.block_k}"
+
+
+def volume_for(conv: Convolution, space: tuple[int, ...], width: int) -> Volume:
+    """Two-dimensional convolutions have one plane."""
+    plain = conv.as_plain()
+    assert plain is not None
+    missing = 3 - len(space)
+    ones, zeros = (1,) * missing, (0,) * missing
+    return Volume((*ones, *space), (*ones, *conv.kernel), (*zeros, *plain.padding), width)  # type: ignore[arg-type]
+
+
+def unsupported(conv: Convolution) -> str | None:
+    """Why no convolution of ours can be it, whatever follows it; None where one can."""
+    plain = conv.as_plain()
+    if plain is None or any(size != 1 for size in conv.stride):
+        return "strides other than 1 have no kernel of ours"
+    if conv.groups != 1:
+        return "grouped convolutions have no kernel of ours"
+    if any(size != 1 for size in conv.dilation):
+        return "dilated convolutions have no kernel of ours"
+    if any(not 0 <= p < max(k, 1) for p, k in zip(plain.padding, plain.kernel)):
+        return "the padding is wider than the kernel reaches"
+    return None

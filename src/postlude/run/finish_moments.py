@@ -1,0 +1,96 @@
+"""The end of a chain that needs only moments, on a GPU: one launch from partial moments to the reduction's result."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from postlude.chain import Chain, Reduce
+from postlude.emit import OPERANDS, emit_moments, moments_slots
+from postlude.plan.problem import Spec
+from postlude.reference import continue_from
+from postlude.run.launch import Launch
+from postlude.run.moments import Moments, finish
+from postlude.run.passes import Partials
+from postlude.run.programs import HEADER, compose
+
+_IMPORTS = "from postlude.kernels.triton.moments import normalize_moments\n\n\n"
+_TILE = 2048  # partial moments of a tile: 4096 spill as float64
+WARPS = 8
+
+
+class FinishMoments:
+    """Steps `first` to the end, from the partial moments of a value: one small launch, then what follows the reduction.
+
+    Where that launch has no room (too many channels, or too many tensors read), PyTorch's operators do it.
+    """
+
+    def __init__(self, chain: Chain, first: int, squares: bool, value: Spec, chunks: int, dtype: torch.dtype) -> None:
+        from postlude.kernels.triton.moments import MOST_CHANNELS, finish_moments_kernel
+
+        self.chain, self.first, self.squares, self.dtype = chain, first, squares, dtype
+        self.last, reduce = _reduction(chain, first)
+        batch, channels, self.positions = value.shape[0], value.shape[1], math.prod(value.shape[2:])
+        self.slots = moments_slots(chain, first, self.last)
+        self.shape = _shape(reduce, chain.dims, batch, channels)
+        self.launch = None
+        if channels <= MOST_CHANNELS and len(self.slots) <= OPERANDS:
+            block_c, block = blocks(channels)
+            constants = {
+                "C": channels,
+                "MOMENTS": moments_program(chain, first, self.last),
+                "SQUARES": squares,
+                "OVER_SPACE": reduce.over == "space",
+                "BLOCK_C": block_c,
+                "BLOCK": block,
+            }
+            self.launch = Launch(finish_moments_kernel, (batch,), (chunks,), constants, WARPS)
+
+    def __call__(self, partials: Partials, tensors: Sequence[Tensor]) -> Tensor:
+        if self.launch is None:
+            return finish(self.chain, self._combined(partials), self.first, self.dtype, tensors)
+        means = partials.means
+        result = torch.empty(self.shape, dtype=self.dtype, device=means.device)
+        operands = [tensors[index].contiguous() for index in self.slots] + [means] * (OPERANDS - len(self.slots))
+        self.launch(means, partials.squares, partials.counts, result, *operands)
+        if self.last == len(self.chain.steps):
+            return result
+        return continue_from(self.chain, self.last, result, tensors)
+
+    def _combined(self, partials: Partials) -> Moments:
+        """[N, C] moments in float64 from the chunks', by Chan's formula."""
+        means, counts = partials.means.double(), partials.counts.double()[:, None]
+        if not self.squares:
+            return Moments(means.sum(2) / self.positions, None, self.positions)
+        mean = (means * counts).sum(2) / self.positions
+        total = partials.squares.double().sum(2) + ((means - mean[..., None]).square() * counts).sum(2)
+        return Moments(mean, total / self.positions, self.positions)
+
+
+def blocks(channels: int) -> tuple[int, int]:
+    """The kernel's BLOCK_C and BLOCK."""
+    block_c = max(16, 1 << (channels - 1).bit_length())
+    return block_c, _TILE // block_c
+
+
+@functools.lru_cache(maxsize=1024)
+def moments_program(chain: Chain, first: int, last: int) -> Any:
+    text = emit_moments(chain, first, last, moments_slots(chain, first, last))
+    return compose(HEADER.rstrip() + "\n" + _IMPORTS + text)["moments"]
+
+
+@functools.lru_cache(maxsize=1024)
+def _reduction(chain: Chain, first: int) -> tuple[int, Reduce]:
+    """The reduction that ends the need for moments, and its number."""
+    steps = enumerate(chain.steps[first - 1 :], first)
+    return next((number, step) for number, step in steps if isinstance(step, Reduce))
+
+
+def _shape(step: Reduce, dims: int, batch: int, channels: int) -> tuple[int, ...]:
+    kept = (batch, channels) if step.over == "space" else (batch,)
+    return kept + (1,) * (dims + 2 - len(kept)) if step.keepdim else kept

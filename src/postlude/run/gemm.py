@@ -1,0 +1,198 @@
+"""Our own convolution on a GPU: pack both operands, then one launch of the product with what follows it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from postlude.plan import Plan
+from postlude.plan.gemm import Gemm
+from postlude.plan.problem import Spec, memory_format, power_of_two
+from postlude.plan.types import Moments
+from postlude.run.launch import Launch, accumulator, descriptor
+from postlude.run.passes import Operands, Partials, accumulator_of
+from postlude.run.programs import program
+
+_PACK_BLOCK = 64  # positions of a packing tile
+_LARGEST_TILES = 4  # of 4096 elements, for one program that looks for the largest
+
+
+class GemmConvolution:
+    """The first pass: the convolution's result where it is stored, its moments where they are wanted."""
+
+    def __init__(self, plan: Plan, gemm: Gemm) -> None:
+        self.input, self.value = plan.input, plan.value
+        self.pack = Packing(plan, gemm)
+        item = plan.passes[0]
+        self.acc = accumulator_of(plan.value)
+        self.moments, self.store = "no", "done"
+        if isinstance(item.sink, Moments):
+            self.moments = "both" if item.sink.squares else "sums"
+            self.store = "raw" if item.sink.stores else "no"
+        # Before a norm the convolution's own dtype, as PyTorch would have it; else this is the result.
+        self.dtype = getattr(torch, plan.result_dtype if self.store == "done" else plan.value.dtype)
+        self.format = memory_format(plan.value.layout, plan.chain.dims)
+        self.input_format = memory_format(plan.input.layout, plan.chain.dims)
+        self.operands = Operands(plan.chain, item.last, plan.value.layout)
+        self.chunks = gemm.volume.tiles(gemm.rows)
+        before = program(plan.chain, "before", item.last, self.operands.slots)
+        self.launch = self._prepared(gemm, before)
+
+    def __call__(self, tensors: Sequence[Tensor]) -> tuple[Tensor | None, Partials | None]:
+        x = tensors[0].contiguous(memory_format=self.input_format)
+        device, shape = x.device, self.value.shape
+        value = None
+        if self.store != "no":
+            value = torch.empty(shape, dtype=self.dtype, device=device, memory_format=self.format)
+        operands, unscale = self.pack(x, tensors[1])
+        mean = m2 = count = unscale  # unwritten without moments
+        if self.moments != "no":
+            mean = torch.empty((*shape[:2], self.chunks), dtype=self.acc, device=device)
+            m2 = torch.empty_like(mean) if self.moments == "both" else mean
+            count = torch.empty((shape[0], self.chunks), dtype=self.acc, device=device)
+        out = unscale if value is None else value
+        self.launch(*operands, unscale, out, mean, m2, count, *self.operands(tensors, unscale))
+        return value, None if self.moments == "no" else Partials(mean, m2, count)
+
+    def _prepared(self, gemm: Gemm, before: Any) -> Launch:
+        from postlude.kernels.triton.convolve import convolve_kernel
+
+        volume, (batch, channels, *_) = gemm.volume, self.value.shape
+        blocks_c, positions = -(-channels // gemm.block_c), math.prod(volume.out)
+        units = batch * self.chunks * blocks_c
+        rows, first = volume.sample_rows * volume.pitch // volume.width, volume.padding[0]
+        sizes = (rows, volume.pitch, volume.plane, first, first + volume.space[0] - 1, *volume.out)
+        constants = {
+            "BEFORE": before,
+            "KD": volume.kernel[0],
+            "KH": volume.kernel[1],
+            "SPAN_C": volume.span * gemm.channels,
+            "C": gemm.channels,
+            "WIDTH": volume.width,
+            "PLANES": gemm.arithmetic.planes,
+            "SCALED": gemm.arithmetic.scaled,
+            "STORE": self.store,
+            "MOMENTS": self.moments,
+            "LAST": self.value.layout == "channels_last",
+            "DENSE": volume.is_dense,
+            "WIDE": positions * channels >= 1 << 31,
+            "ALIGN": min(16, positions & -positions) if volume.is_dense else 1,
+            "BLOCKS_C": blocks_c,
+            "BM": gemm.rows,
+            "BC": gemm.block_c,
+            "BK": gemm.block_k,
+            "STAGES": gemm.stages,
+            "ACC": accumulator(self.acc),
+        }
+        return Launch(convolve_kernel, (units,), (channels, self.chunks, units, *sizes), constants, gemm.warps)
+
+
+class Packing:
+    """Input and weight as the two matrices of the product, every call anew: weights may change without a trace."""
+
+    def __init__(self, plan: Plan, gemm: Gemm) -> None:
+        conv, volume = plan.chain.producer, gemm.volume
+        assert conv is not None
+        self.dtype = getattr(torch, gemm.arithmetic.operands)
+        self.is_scaled, self.planes = gemm.arithmetic.scaled, gemm.arithmetic.planes
+        self.transposed, self.in_channels = conv.transposed, conv.in_channels
+        rows = plan.input.shape[0] * volume.sample_rows + volume.tail_rows
+        self.shape = (rows, volume.pitch, gemm.channels)
+        self.outputs = -(-conv.out_channels // gemm.block_c) * gemm.block_c
+        taps = volume.kernel[0] * volume.kernel[1]
+        self.weight_shape = (self.outputs * volume.width, self.planes * taps * volume.span * gemm.channels)
+        self.largest = _largest(plan.input) if self.is_scaled else None
+        self.input = self._input(plan.input, gemm)
+        self.weights: dict[tuple[int, ...], Launch] = {}  # by the weight's strides
+        self.gemm, self.out_channels = gemm, conv.out_channels
+        self.templates: tuple[Any, Any] | None = None
+
+    def __call__(self, x: Tensor, weight: Tensor) -> tuple[tuple[Any, Any, Any], Tensor]:
+        """Descriptors of both planes (one twice, where there is one) and of the weight, and what undoes its scales."""
+        device, largest = x.device, x
+        if self.largest is not None:
+            largest = torch.zeros(self.in_channels, dtype=torch.int32, device=device)
+            self.largest(x, largest)
+        high = torch.empty(self.shape, dtype=self.dtype, device=device)
+        low = torch.empty_like(high) if self.planes == 2 else high
+        self.input(x, high, low, largest)
+        packed = torch.empty(self.weight_shape, dtype=self.dtype, device=device)
+        unscale = torch.empty(self.outputs, dtype=torch.float32, device=device) if self.is_scaled else packed
+        launch = self.weights.get(weight.stride())
+        if launch is None:
+            launch = self.weights[weight.stride()] = self._weight(weight)
+        launch(weight, packed, largest, unscale)
+        if self.templates is None:
+            self.templates = _templates(self.gemm, x.shape[0], high, packed)
+        rows, columns = self.templates
+        d_high = descriptor(rows, high)
+        d_low = descriptor(rows, low) if self.planes == 2 else d_high
+        return (d_high, d_low, descriptor(columns, packed)), unscale
+
+    def _input(self, x: Spec, gemm: Gemm) -> Launch:
+        from postlude.kernels.triton.pack import pack_input_kernel
+
+        volume, width = gemm.volume, gemm.volume.space[2]
+        block, block_c = min(_PACK_BLOCK, max(16, power_of_two(width))), min(64, gemm.channels & -gemm.channels)
+        grid = (self.shape[0], -(-width // block), gemm.channels // block_c)
+        numbers = (*x.shape[:2], *volume.space, *volume.padding, volume.pitch, volume.padded[1], volume.sample_rows)
+        constants = {
+            "CP": gemm.channels,
+            "PLANES": self.planes,
+            "SCALED": self.is_scaled,
+            "LAST": x.layout == "channels_last",
+            "BLOCK": block,
+            "BLOCK_C": block_c,
+            "PAD": power_of_two(max(1, volume.padding[2])),
+        }
+        return Launch(pack_input_kernel, grid, numbers, constants)
+
+    def _weight(self, weight: Tensor) -> Launch:
+        from postlude.kernels.triton.pack import pack_weight_kernel
+
+        gemm, volume = self.gemm, self.gemm.volume
+        stride_o, stride_c = weight.stride(int(self.transposed)), weight.stride(int(not self.transposed))
+        constants = {
+            "ROWS": volume.kernel[0] * volume.kernel[1],
+            "KW": volume.kernel[2],
+            "WIDTH": volume.width,
+            "SPAN": volume.span,
+            "CP": gemm.channels,
+            "BLOCK_O": gemm.block_c,
+            "PLANES": self.planes,
+            "SCALED": self.is_scaled,
+            "FLIP": self.transposed,
+            "BLOCK": 1024,
+        }
+        numbers = (self.out_channels, self.in_channels, stride_o, stride_c, weight.stride(-1))
+        return Launch(pack_weight_kernel, (self.outputs, volume.width), numbers, constants)
+
+
+def _largest(x: Spec) -> Launch:
+    """Each channel's largest finite magnitude."""
+    from postlude.kernels.triton.pack import largest_kernel
+
+    (batch, channels), positions, is_last = x.shape[:2], math.prod(x.shape[2:]), x.layout == "channels_last"
+    block_c = min(64, power_of_two(channels)) if is_last else 1
+    block = 4096 // block_c
+    chunks = -(-positions // (block * _LARGEST_TILES))
+    grid = (batch * chunks, -(-channels // block_c)) if is_last else (batch * channels * chunks,)
+    constants = {"LAST": is_last, "BLOCK": block, "BLOCK_C": block_c}
+    return Launch(largest_kernel, grid, (channels, positions, chunks, _LARGEST_TILES), constants)
+
+
+def _templates(gemm: Gemm, batch: int, high: Tensor, weight: Tensor) -> tuple[Any, Any]:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    volume = gemm.volume
+    row = volume.width * gemm.channels
+    shape = [batch * volume.sample_rows * volume.pitch // volume.width, row + (volume.span - 1) * gemm.channels]
+    columns = [volume.width * gemm.block_c, gemm.block_k]
+    return (
+        TensorDescriptor(high, shape, [row, 1], [gemm.rows, gemm.block_k]),
+        TensorDescriptor(weight, [*weight.shape], [weight.shape[1], 1], columns),
+    )

@@ -1,0 +1,24 @@
+"""PyTorch's convolution on a GPU, in a precision of our choosing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from postlude import reference
+from postlude.chain import Convolution
+
+
+def convolve(conv: Convolution, x: Tensor, weight: Tensor, bias: Tensor | None, tf32: bool | None) -> Tensor:
+    """As PyTorch's switch says where `tf32` is None; else cuDNN is called with it, and the switch is left alone."""
+    if tf32 is None:
+        return reference.convolve(conv, x, weight, bias)
+    cudnn = torch.backends.cudnn
+    settings = (cudnn.benchmark, cudnn.deterministic, tf32)
+    sizes = (conv.stride, conv.dilation, conv.groups, *settings)
+    result: Tensor
+    if conv.transposed:
+        result = torch.ops.aten.cudnn_convolution_transpose(x, weight, conv.padding, conv.output_padding, *sizes)
+    else:
+        result = torch.ops.aten.cudnn_convolution(x, weight, conv.padding, *sizes)
+    return result if bias is None else result + reference.per_channel(bias, conv.dims)

@@ -1,0 +1,175 @@
+"""The passes over a value that is in memory: moments, their combination, and everything in one reading and writing.
+
+Each is made once for a plan, with its launches ready, and called for every tensor that comes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from postlude.chain import Chain, Normalize
+from postlude.emit import OPERANDS, pass_slots
+from postlude.plan import Plan
+from postlude.plan.problem import Layout, Spec, memory_format, power_of_two
+from postlude.plan.types import Moments, Tile
+from postlude.run.launch import Launch, accumulator
+from postlude.run.programs import program
+
+_WARPS = 4
+_LAST_FINISH_WARPS = 8  # channels-last tiles of the last pass are four times as large
+
+
+@dataclass(frozen=True)
+class Partials:
+    """Moments by chunks of positions, to be combined."""
+
+    means: Tensor  # [N, C, CHUNKS]; sums where only the mean is wanted
+    squares: Tensor  # [N, C, CHUNKS], sums of squared deviations
+    counts: Tensor  # [N, CHUNKS]
+
+
+class Operands:
+    """The tensors that a pass reads beside its value."""
+
+    def __init__(self, chain: Chain, last: int, layout: Layout) -> None:
+        self.slots = pass_slots(chain, last)
+        full = memory_format(layout, chain.dims)
+        self._formats = [full if chain.roles[s] == "full" else torch.contiguous_format for s in self.slots]
+        self._left = OPERANDS - len(self.slots)
+
+    def __call__(self, tensors: Sequence[Tensor], unread: Tensor) -> list[Tensor]:
+        """In the value's layout; `unread` fills the places that no step reads."""
+        found = [tensors[s] for s in self.slots]
+        for number, form in enumerate(self._formats):
+            if not found[number].is_contiguous(memory_format=form):
+                found[number] = found[number].contiguous(memory_format=form)
+        return found + [unread] * self._left
+
+
+class MomentsPass:
+    def __init__(self, plan: Plan) -> None:
+        from postlude.kernels.triton import normalize as kernels
+
+        value, tile, item = plan.value, tile_of(plan), plan.passes[0]
+        assert isinstance(item.sink, Moments)
+        batch, channels, positions = sizes_of(value)
+        self.chunks = -(-positions // (tile.moments_block * tile.tiles))
+        self.shape = (batch, channels, self.chunks)
+        self.acc = accumulator_of(value)
+        self.operands = Operands(plan.chain, item.last, value.layout)
+        constants: dict[str, Any] = {
+            "BEFORE": program(plan.chain, "before", item.last, self.operands.slots),
+            "SQUARES": item.sink.squares,
+            "BLOCK": tile.moments_block,
+            **_shape_constants(value, tile),
+            "ACC": accumulator(self.acc),
+        }
+        kernel = kernels.last_moments_kernel if tile.block_c else kernels.row_moments_kernel
+        numbers = (channels, positions, self.chunks, tile.tiles)
+        self.launch = Launch(kernel, _grid(value, tile, self.chunks), numbers, constants, _WARPS)
+
+    def __call__(self, value: Tensor, tensors: Sequence[Tensor]) -> Partials:
+        means = torch.empty(self.shape, dtype=self.acc, device=value.device)
+        squares = torch.empty_like(means)
+        counts = torch.empty((self.shape[0], self.chunks), dtype=self.acc, device=value.device)
+        self.launch(value, means, squares, counts, *self.operands(tensors, value))
+        return Partials(means, squares, counts)
+
+
+class Combine:
+    """Partial moments to one mean and one reciprocal deviation per sample and group."""
+
+    def __init__(self, step: Normalize, value: Spec, chunks: int) -> None:
+        from postlude.kernels.triton.normalize import combine_moments_kernel
+
+        batch, channels, positions = sizes_of(value)
+        groups = step.groups or channels
+        self.per_group = channels // groups
+        self.groups = batch * groups
+        parts, count = self.per_group * chunks, float(self.per_group * positions)
+        block = min(1024, max(32, power_of_two(parts)))
+        constants = {"BLOCK": block, "ACC": accumulator(accumulator_of(value))}
+        self.launch = Launch(
+            combine_moments_kernel, (self.groups,), (groups, parts, chunks, count, step.eps), constants
+        )
+
+    def __call__(self, partials: Partials) -> tuple[Tensor, Tensor]:
+        both = torch.empty((2, self.groups), dtype=partials.means.dtype, device=partials.means.device)
+        mean, rstd = both[0], both[1]
+        self.launch(partials.means, partials.squares, partials.counts, mean, rstd)
+        return mean, rstd
+
+
+class FinishPass:
+    """All steps that are fused, from the convolution's result on, in one reading and one writing of it."""
+
+    def __init__(self, plan: Plan, per_group: int) -> None:
+        from postlude.kernels.triton import normalize as kernels
+
+        chain, value, tile, last = plan.chain, plan.value, tile_of(plan), plan.passes[-1].last
+        _, channels, positions = sizes_of(value)
+        chunks = -(-positions // tile.block)
+        has_norm = any(isinstance(step, Normalize) for step in chain.steps[:last])
+        ends_here = last == len(chain.steps)
+        # A channels-last value may have to become a contiguous result, as PyTorch's norm would have left it.
+        self.turns = bool(tile.block_c) and ends_here and plan.result_layout == "contiguous"
+        self.dtype = getattr(torch, plan.result_dtype)
+        self.overwrites = not self.turns and chain.producer is not None and value.dtype == plan.result_dtype
+        self.operands = Operands(chain, last, value.layout)
+        constants: dict[str, Any] = {
+            "WHOLE": program(chain, "whole", last, self.operands.slots),
+            "HAS_NORM": has_norm,
+            "BLOCK": tile.block,
+            **_shape_constants(value, tile),
+        }
+        if tile.block_c:
+            constants["CONTIGUOUS_OUT"] = self.turns
+        constants["ACC"] = accumulator(accumulator_of(value))
+        kernel = kernels.last_finish_kernel if tile.block_c else kernels.row_finish_kernel
+        numbers = (channels, positions, chunks, per_group)
+        warps = _LAST_FINISH_WARPS if tile.block_c else _WARPS
+        self.launch = Launch(kernel, _grid(value, tile, chunks), numbers, constants, warps)
+
+    def __call__(self, value: Tensor, moments: tuple[Tensor, Tensor] | None, tensors: Sequence[Tensor]) -> Tensor:
+        if self.overwrites:
+            result = value
+        elif self.turns:
+            result = torch.empty(value.shape, dtype=self.dtype, device=value.device)
+        else:
+            result = torch.empty_like(value, dtype=self.dtype)
+        mean, rstd = moments or (value, value)  # unread without a norm
+        self.launch(value, result, mean, rstd, *self.operands(tensors, value))
+        return result
+
+
+def tile_of(plan: Plan) -> Tile:
+    assert plan.tile is not None
+    return plan.tile
+
+
+def sizes_of(value: Spec) -> tuple[int, int, int]:
+    return value.shape[0], value.shape[1], math.prod(value.shape[2:])
+
+
+def accumulator_of(value: Spec) -> torch.dtype:
+    return torch.float64 if value.dtype == "float64" else torch.float32
+
+
+def _grid(value: Spec, tile: Tile, chunks: int) -> tuple[int, ...]:
+    batch, channels, _ = sizes_of(value)
+    if tile.block_c:
+        return batch * chunks, -(-channels // tile.block_c)
+    return (batch * channels * chunks,)
+
+
+def _shape_constants(value: Spec, tile: Tile) -> dict[str, Any]:
+    _, channels, positions = sizes_of(value)
+    if tile.block_c:
+        return {"BLOCK_C": tile.block_c, "WIDE": channels * positions >= 1 << 31}
+    return {"ALIGN": min(16, positions & -positions)}

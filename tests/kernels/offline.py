@@ -1,0 +1,76 @@
+"""Kernels compiled ahead of time for cards that are not here."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+# Architecture → shared memory that one block may have, in bytes.
+CARDS = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+
+
+class OfflineDriver:
+    """Lets a kernel be warmed up for a card that is not here."""
+
+    def __init__(self, architecture: int) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.target = GPUTarget("cuda", architecture, 32)
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> int:
+        # Triton keeps what it has compiled by device: one number for all would give every card the first one's code.
+        return int(self.target.arch)
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+@pytest.fixture(params=sorted(CARDS))
+def card(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Test modules take it as `card = offline.card`."""
+    from triton.runtime import driver
+
+    before = driver._active
+    driver.set_active(OfflineDriver(request.param))
+    yield request.param
+    driver._active = before
+
+
+def use_card(monkeypatch: pytest.MonkeyPatch, architecture: int) -> None:
+    """One card for the rest of a test."""
+    from triton.runtime import driver
+
+    monkeypatch.setattr(driver, "_active", OfflineDriver(architecture))
+
+
+@dataclass(frozen=True)
+class Resources:
+    registers: int
+    spilled: int  # bytes
+
+
+def resources(ptx: str, card: int) -> Resources:
+    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        ptxas, name = get_ptxas(card).path, sm_arch_from_capability(card)
+        command = [ptxas, "-v", "--gpu-name", name, file.name, "-o", "/dev/null"]
+        run = subprocess.run(command, capture_output=True, text=True, check=True)
+    report = run.stderr + run.stdout
+    spilled = sum(map(int, re.findall(r"(\d+) bytes spill", report)))
+    return Resources(max(map(int, re.findall(r"Used (\d+) registers", report))), spilled)

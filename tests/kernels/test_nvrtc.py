@@ -1,0 +1,195 @@
+"""CUDA C++ compiled by NVRTC for the cards we support: it compiles, fits, and does not spill. And its cache."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.offline import CARDS
+from postlude.hardware import has_nvrtc
+from postlude.plan.few_channels import FewChannels, Geometry, shared_bytes
+from postlude.run import nvrtc
+from postlude.run.few_channels import defines, source
+
+# What the kernel is for: operand, planes, input.
+USES = {
+    "fp32 in two planes": ("float16", 2, "float32"),
+    "fp32 in one plane": ("float16", 1, "float32"),
+    "bf16": ("bfloat16", 1, "bfloat16"),
+}
+
+
+def settings_for(card: int, operand: str, planes: int) -> FewChannels:
+    """Two rows at a time fit the registers of sm_90 only; smaller tiles where blocks have less shared memory."""
+    small = CARDS[card] < 110_000
+    rows, height = (2 if card == 90 else 1), (6 if small else 10)
+    return FewChannels(operand, planes, 11, height, rows, blocks=1 if small and planes == 2 else 2)
+
+
+@pytest.mark.compile
+@pytest.mark.skipif(not has_nvrtc(), reason="needs NVRTC: install nvidia-cuda-nvrtc")
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("card", sorted(CARDS))
+def test_compiles_within_each_cards_limits(card: int, use: str) -> None:
+    operand, planes, dtype = USES[use]
+    settings, shape = settings_for(card, operand, planes), Geometry(3, 24, (3, 3, 3), (0, 0, 0), False, dtype)
+    options = (f"--gpu-architecture=sm_{card}", "--ptxas-options=-v", *defines(settings, shape))
+    cubin, log = nvrtc.compile_source(source(), options)
+    assert cubin.startswith(b"\x7fELF")
+    registers = re.search(r"Used (\d+) registers", log)
+    assert registers is not None, log
+    spilled = [int(n) for n in re.findall(r"(\d+) bytes (?:stack frame|spill)", log)]
+    assert spilled, log
+    assert sum(spilled) == 0, f"{registers[0]}: {log}"
+    assert int(registers[1]) * settings.warps * 32 * settings.blocks <= 65_536, registers[0]
+    assert shared_bytes(settings, shape) <= CARDS[card], registers[0]
+
+
+@pytest.mark.compile
+@pytest.mark.skipif(not has_nvrtc(), reason="needs NVRTC: install nvidia-cuda-nvrtc")
+def test_a_mistake_is_shown_with_the_compilers_words() -> None:
+    with pytest.raises(nvrtc.CudaError, match=r"cannot compile wrong.cu(?s:.*)identifier \"missing\""):
+        nvrtc.compile_source(nvrtc.Source("wrong.cu", "__global__ void f() { missing = 1; }"), ["-arch=sm_90"])
+
+
+class Compiler:
+    """Counts what it is asked to compile."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls = 0
+        monkeypatch.setattr(nvrtc, "nvrtc_version", lambda: "13.0")
+        monkeypatch.setattr(nvrtc, "compile_source", self.compile)
+
+    def compile(self, code: nvrtc.Source, options: tuple[str, ...]) -> tuple[bytes, str]:
+        self.calls += 1
+        return f"{code.text} {options}".encode(), ""
+
+
+CODE = nvrtc.Source("some.cu", "text", (("some.cuh", "header"),))
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Compiler:
+    monkeypatch.setenv("POSTLUDE_CACHE_DIR", str(tmp_path / "cache"))
+    return Compiler(monkeypatch)
+
+
+def test_a_kernel_is_compiled_once_per_source_options_and_version(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first = nvrtc.cubin_for(CODE, ("-DA=1",))
+    assert nvrtc.cubin_for(CODE, ("-DA=1",)) == first
+    assert compiler.calls == 1
+    nvrtc.cubin_for(CODE, ("-DA=2",))
+    nvrtc.cubin_for(nvrtc.Source("some.cu", "text", (("some.cuh", "another"),)), ("-DA=1",))
+    monkeypatch.setattr(nvrtc, "nvrtc_version", lambda: "13.1")
+    nvrtc.cubin_for(CODE, ("-DA=1",))
+    assert compiler.calls == 4
+    assert {path.suffix for path in (tmp_path / "cache").iterdir()} == {".cubin"}  # nothing half-written is left
+
+
+@pytest.mark.parametrize("damage", [b"", b"short", hashlib.sha256(b"").digest(), b"\0" * 100])
+def test_a_damaged_file_is_built_again(compiler: Compiler, tmp_path: Path, damage: bytes) -> None:
+    good = nvrtc.cubin_for(CODE, ())
+    (path,) = (tmp_path / "cache").iterdir()
+    path.write_bytes(damage)
+    assert nvrtc.cubin_for(CODE, ()) == good
+    assert nvrtc.cubin_for(CODE, ()) == good
+    assert compiler.calls == 2
+
+
+def test_a_folder_that_cannot_be_written_only_costs_time(compiler: Compiler, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    assert nvrtc.cubin_for(CODE, ()) == nvrtc.cubin_for(CODE, ())
+    assert compiler.calls == 2
+
+
+def test_a_write_that_fails_leaves_nothing(compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(self: Path, target: Path) -> Path:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "replace", full)
+    nvrtc.cubin_for(CODE, ())
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_the_folder_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("POSTLUDE_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/some/cache")
+    assert nvrtc.cache_folder() == Path("/some/cache/postlude")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/some/home")
+    assert nvrtc.cache_folder() == Path("/some/home/.cache/postlude")
+
+
+def test_importing_loads_no_library() -> None:
+    program = (
+        "import ctypes, torch\n"
+        "def refuse(*_): raise AssertionError('a library was loaded')\n"
+        "ctypes.CDLL.__init__ = refuse\n"
+        "import postlude.run.nvrtc, postlude.run.few_channels\n"
+        "assert not torch.cuda.is_initialized()\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+class Driver:
+    """Answers every call with 0, but for launches, which it takes down."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.codes = [0]
+        self.launched: list[tuple[int, ...]] = []
+
+    def __getattr__(self, name: str) -> object:
+        def call(*arguments: object) -> int:
+            self.calls.append(name)
+            if name != "cuLaunchKernel":
+                return 0
+            *sizes, stream, pointers, _ = arguments
+            values = [ctypes.c_int64.from_address(pointers[i]).value for i in range(3)]  # type: ignore[index]
+            self.launched.append((*sizes[1:], stream, *values))  # type: ignore[arg-type]
+            return self.codes.pop(0)
+
+        return call
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    fake = Driver()
+    monkeypatch.setattr(nvrtc, "_driver", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    stream = type("Stream", (), {"cuda_stream": 77})
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    return fake
+
+
+def test_a_launch_hands_over_its_arguments(driver: Driver) -> None:
+    kernel = nvrtc.Kernel(b"cubin", "some", device=1, shared=60_000, arguments=3)
+    assert driver.calls.count("cuFuncSetAttribute") == 2
+    kernel.launch((5, 2), 64, (1 << 47, -3, 7))
+    assert driver.launched == [(5, 2, 1, 64, 1, 1, 60_000, 77, 1 << 47, -3, 7)]
+
+
+def test_a_thread_without_a_context_gets_one(driver: Driver) -> None:
+    kernel = nvrtc.Kernel(b"cubin", "some", device=1, shared=0, arguments=3)
+    driver.codes = [201, 0]
+    kernel.launch((1, 1), 32, (1, 2, 3))
+    assert len(driver.launched) == 2
+
+
+def test_a_refused_launch_says_why(driver: Driver) -> None:
+    kernel = nvrtc.Kernel(b"cubin", "some", device=1, shared=0, arguments=3)
+    driver.codes = [701]
+    with pytest.raises(nvrtc.CudaError, match=r"refused a launch: .*\(701\)"):
+        kernel.launch((1, 1), 32, (1, 2, 3))

@@ -1,0 +1,113 @@
+"""Our own convolution on paper: the packed volume, the tiles for every card, and when it is PyTorch's turn."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cases import CHAIN_23, CHAIN_61, Builder, conv
+from kernels.offline import CARDS
+from plan.test_lower import CARD, problem
+from postlude.chain import Chain
+from postlude.hardware import Machine
+from postlude.plan.convolve import gemm_for
+from postlude.plan.few_channels import FewChannels, Geometry, few_channels_for, shared_bytes
+from postlude.plan.gemm import Gemm, Volume
+
+BLOCK = Builder(3, conv(3, (32, 32), padding=1)).norm(None).op("leaky_relu", slope=0.01).chain()
+
+
+def card(architecture: int) -> Machine:
+    return dataclasses.replace(CARD, architecture=f"sm_{architecture}", shared_bytes=CARDS[architecture])
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("kernel", "padding"),
+    [((3, 3, 3), (1, 1, 1)), ((3, 3, 3), (2, 2, 2)), ((1, 3, 2), (0, 0, 1)), ((3, 1, 3), (0, 0, 2))],
+)
+def test_every_tap_is_a_shifted_read_of_the_packed_volume(
+    kernel: tuple[int, int, int], padding: tuple[int, int, int], width: int
+) -> None:
+    """Written out with a plain vector instead of a kernel: output = sum over taps of the volume read further on."""
+    volume = Volume((4, 3, 5), kernel, padding, width)
+    x, w = torch.randn(2, 1, *volume.space, dtype=torch.float64), torch.randn(1, 1, *kernel, dtype=torch.float64)
+    sample = volume.sample_rows * volume.pitch
+    packed = torch.zeros(2 * sample + volume.tail_rows * volume.pitch + 1000, dtype=torch.float64)
+    for n in range(2):
+        grid = packed[n * sample :][: volume.padded[0] * volume.plane].view(volume.padded)
+        grid[padding[0] :, padding[1] :, padding[2] :] = x[n, 0]
+    truth = F.conv3d(x, w, padding=padding)
+    assert truth.shape[2:] == volume.out
+    for n, z, y, at in itertools.product(range(2), *map(range, volume.out)):
+        place = n * sample + z * volume.plane + y * volume.pitch + at
+        taps = itertools.product(*map(range, kernel))
+        total = sum(w[0, 0, i, j, k] * packed[place + i * volume.plane + j * volume.pitch + k] for i, j, k in taps)
+        assert abs(float(total - truth[n, 0, z, y, at])) < 1e-12
+    assert sample % width == 0
+    assert volume.is_dense == (volume.padded[1:] == volume.out[1:])
+
+
+def test_planes_behind_the_last_output_are_not_computed() -> None:
+    volume = Volume((128, 128, 128), (3, 3, 3), (1, 1, 1), 4)
+    assert volume.padded == (129, 129, 129)
+    assert volume.tiles(128) == -(-128 * 129 * 129 // 512)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+@pytest.mark.parametrize("architecture", sorted(CARDS))
+def test_tiles_fit_the_shared_memory_of_every_card(architecture: int, precision: str) -> None:
+    for chain in (CHAIN_61, BLOCK):
+        cin = 64 if chain is CHAIN_61 else 32
+        given = problem(chain, (8, cin, 64, 64, 64), device="cuda", precision=precision)
+        found = gemm_for(chain, given, card(architecture))
+        assert isinstance(found, Gemm)
+        columns = found.volume.width * found.block_c
+        stage = 2 * found.arithmetic.planes * (found.rows + columns) * found.block_k
+        assert stage * found.stages + 1024 <= CARDS[architecture]
+        assert columns <= 256
+        assert found.volume.span * found.channels % found.block_k == 0
+
+
+@pytest.mark.parametrize("out", [(22, 30, 30), (5, 7, 100), (1, 1, 1), (128, 128, 128)])
+@pytest.mark.parametrize("architecture", sorted(CARDS))
+def test_few_channels_get_a_tile_that_fits(architecture: int, out: tuple[int, int, int]) -> None:
+    shape = (2, 3, *(size + 2 for size in out))
+    found = few_channels_for(CHAIN_23, problem(CHAIN_23, shape, device="cuda"), card(architecture))
+    assert isinstance(found, FewChannels)
+    geometry = Geometry(3, 24, (3, 3, 3), (0, 0, 0), False, "float32")
+    assert shared_bytes(found, geometry) * found.blocks <= CARDS[architecture]
+    assert found.height % found.rows == 0
+    deep, high, wide = found.tiles(out)
+    assert deep * found.depth >= out[0]
+    assert high * found.height >= out[1]
+    assert wide * 32 >= out[2]
+
+
+@pytest.mark.parametrize(
+    ("chain", "shape", "layout", "reason"),
+    [
+        (Builder(3, conv(3, (64, 64), stride=2)).norm(8).chain(), (2, 64, 64, 64, 64), "contiguous", "strides"),
+        (Builder(3, conv(3, (64, 64), groups=2)).norm(8).chain(), (2, 64, 64, 64, 64), "contiguous", "grouped"),
+        (Builder(3, conv(3, (64, 64), dilation=2)).norm(8).chain(), (2, 64, 64, 64, 64), "contiguous", "dilated"),
+        (Builder(3, conv(3, (64, 64), 1, padding=1)).norm(8).chain(), (2, 64, 64, 64, 64), "contiguous", "wider"),
+        (Builder(3, conv(3, (64, 64))).op("relu").chain(), (2, 64, 64, 64, 64), "contiguous", "infinity"),
+        (BLOCK, (1, 32, 8, 8, 8), "contiguous", "too small"),
+        (Builder(3, conv(3, (3, 64))).op("relu").norm(8).chain(), (16, 3, 64, 64, 64), "contiguous", "so few input"),
+    ],
+)
+def test_pytorch_convolves_with_a_reason(chain: Chain, shape: tuple[int, ...], layout: str, reason: str) -> None:
+    found = gemm_for(chain, problem(chain, shape, layout, device="cuda"), CARD)
+    assert isinstance(found, str)
+    assert reason in found
+
+
+def test_16_bits_with_many_channels_are_cudnns() -> None:
+    chain = Builder(3, conv(3, (128, 128), padding=1)).norm(8).chain()
+    given = problem(chain, (2, 128, 64, 64, 64), device="cuda")
+    given = dataclasses.replace(given, tensors=tuple(dataclasses.replace(t, dtype="float16") for t in given.tensors))
+    assert gemm_for(chain, given, CARD) == "cuDNN is faster from this many channels on"

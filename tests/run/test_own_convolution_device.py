@@ -1,0 +1,173 @@
+"""Our own convolutions on a real card: every precision by the rule, exact at full size, launches and memory counted."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from cases import CHAIN_23, CHAIN_61, Builder, conv
+from postlude import hardware, reference
+from postlude.chain import Chain
+from postlude.check import chain_points, tensors_for, verify_chain
+from postlude.plan import Plan, lower, problem_of
+from postlude.run.gpu import GpuRun
+
+pytestmark = pytest.mark.gpu
+BLOCK = Builder(3, conv(3, (32, 32), padding=1)).norm(None).op("leaky_relu", slope=0.01).chain()
+FLAT = Builder(2, conv(2, (24, 40), padding=1)).op("silu").norm(4).chain()
+POINTWISE = Builder(3, conv(3, (48, 20), 1)).norm(5).op("relu").chain()
+RESIDUAL = Builder(3, conv(3, (16, 16), padding=1)).norm(4).op("add", "full").op("relu").chain()
+WIDE = Builder(3, conv(3, (16, 144), transposed=True, padding=1)).op("relu").norm(8).chain()
+# Odd sizes, several tiles, every width of the product's rows.
+SMALL: dict[str, tuple[Chain, tuple[int, ...]]] = {
+    "61": (CHAIN_61, (2, 64, 9, 10, 11)),
+    "23": (CHAIN_23, (6, 3, 15, 13, 37)),
+    "block": (BLOCK, (2, 32, 13, 12, 17)),
+    "2-D": (FLAT, (3, 24, 31, 29)),
+    "1×1": (POINTWISE, (2, 48, 7, 11, 9)),
+    "residual": (RESIDUAL, (2, 16, 9, 8, 7)),
+    "many channels": (WIDE, (2, 16, 8, 9, 7)),
+}
+FULL = {"61": (CHAIN_61, (16, 64, 32, 32, 32)), "23": (CHAIN_23, (128, 3, 24, 32, 32))}
+
+
+def ready(chain: Chain, tensors: Sequence[Tensor], precision: str) -> GpuRun:
+    problem = dataclasses.replace(problem_of(tensors, precision), needs_grad=False)
+    plan = lower(chain, problem, hardware.machine_for("cuda"), even_if_slower=True)
+    assert isinstance(plan, Plan), plan
+    assert plan.own is not None
+    return GpuRun(plan)
+
+
+def fused(precision: str) -> Callable[[Chain, Sequence[Tensor]], Tensor]:
+    def run(chain: Chain, tensors: Sequence[Tensor]) -> Tensor:
+        with torch.no_grad():
+            return ready(chain, tensors, precision)(tensors)
+
+    return run
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", SMALL)
+def test_is_right_by_the_rule_in_every_precision(name: str, precision: str, layout: str) -> None:
+    chain, shape = SMALL[name]
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    asked = precision if dtype == torch.float32 else "auto"
+    points = chain_points(chain, shape, dtype, "cuda", layout=layout)
+    verdict = verify_chain(fused(asked), chain, points, asked)
+    assert verdict.right, verdict
+
+
+def test_one_plane_is_seen_not_to_be_fp32() -> None:
+    """Mutant: fp32 was asked for and TF32's arithmetic is given."""
+    chain, shape = SMALL["61"]
+    verdict = verify_chain(fused("tf32"), chain, chain_points(chain, shape, torch.float32, "cuda"), "fp32")
+    assert not verdict.right
+
+
+@pytest.mark.parametrize("family", ["uniform", "normal", "hierarchical", "heavy-tailed"])
+@pytest.mark.parametrize("name", FULL)
+def test_fp32_is_exact_at_full_size(name: str, family: str) -> None:
+    """allclose(1e-5) against float64 wherever strict PyTorch passes it, and at most twice its error."""
+    chain, shape = FULL[name]
+    tensors = tensors_for(chain, shape, torch.float32, "cuda", 3, family)  # type: ignore[arg-type]
+    ours = fused("fp32")(chain, list(tensors))[:2]
+    few = [t[:2] if role == "input" else t for t, role in zip(tensors, chain.roles)]
+    truth = reference.evaluate(chain, few, dtype=torch.float64)
+    switch = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    before = switch.fp32_precision
+    try:
+        switch.fp32_precision = "ieee"
+        theirs = reference.evaluate(chain, few)
+    finally:
+        switch.fp32_precision = before
+    if torch.allclose(theirs.double(), truth, 1e-5, 1e-5):
+        torch.testing.assert_close(ours.double(), truth, rtol=1e-5, atol=1e-5)
+    ulp = torch.finfo(torch.float32).eps * float(truth.abs().max())
+    error, own = (float((y.double() - truth).square().mean().sqrt()) for y in (ours, theirs))
+    assert error <= 2 * own + ulp
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+@pytest.mark.parametrize("name", SMALL)
+def test_same_bits_every_time_and_in_a_cuda_graph(name: str, precision: str) -> None:
+    chain, shape = SMALL[name]
+    tensors = tensors_for(chain, shape, torch.float32, "cuda", 0, "normal")
+    run = ready(chain, tensors, precision)
+    expected = run(tensors)
+    assert torch.equal(run(tensors), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run(tensors)
+    result.zero_()
+    graph.replay()
+    assert torch.equal(result, expected)
+
+
+def kernels_of(run: Callable[[], object]) -> list[str]:
+    run()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events()]  # a memset, and filling zeros, are no kernels of ours
+    return sorted(name for name in names if name.endswith(("_kernel", "_moments")))
+
+
+def test_launches_are_the_planned_ones() -> None:
+    found = {}
+    for name, (chain, shape) in FULL.items():
+        tensors = tensors_for(chain, (4, *shape[1:]), torch.float32, "cuda")
+        run = ready(chain, tensors, "fp32")
+        found[name] = kernels_of(lambda run=run, tensors=tensors: run(tensors))  # type: ignore[misc]
+        assert len(found[name]) == run.plan.launches
+    assert found["61"] == [
+        "combine_moments_kernel",
+        "convolve_kernel",
+        "largest_kernel",
+        "pack_input_kernel",
+        "pack_weight_kernel",
+        "row_finish_kernel",
+    ]
+    assert found["23"] == ["few_channels_moments", "finish_moments_kernel"]
+
+
+def peak_above_start(run: Callable[[], object]) -> int:
+    run()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def test_memory_is_the_result_and_the_packed_operands() -> None:
+    mib = 1 << 20
+    for name, precision, most in (("23", "fp32", 4), ("61", "fp32", 500), ("61", "tf32", 400)):
+        chain, shape = FULL[name]
+        tensors = tensors_for(chain, shape, torch.float32, "cuda")
+        run = ready(chain, tensors, precision)
+        ours = peak_above_start(lambda run=run, tensors=tensors: run(tensors))  # type: ignore[misc]
+        theirs = peak_above_start(lambda chain=chain, tensors=tensors: reference.evaluate(chain, tensors))  # type: ignore[misc]
+        assert ours < most * mib, (name, ours / mib)
+        assert ours < theirs, (name, ours / mib, theirs / mib)
+
+
+def test_a_precision_other_than_pytorchs_reaches_its_convolution_too() -> None:
+    """Strided: no convolution of ours. The switch is left as it was."""
+    chain = Builder(3, conv(3, (32, 32), stride=2)).norm(8).chain()
+    tensors = tensors_for(chain, (2, 32, 17, 18, 19), torch.float32, "cuda", 0, "normal")
+    truth = reference.evaluate(chain, tensors, dtype=torch.float64)
+    errors = {}
+    before = hardware.default_fp32_precision()
+    for precision in ("fp32", "tf32"):
+        plan = lower(chain, problem_of(tensors, precision), hardware.machine_for("cuda"), even_if_slower=True)
+        assert isinstance(plan, Plan)
+        errors[precision] = float((GpuRun(plan)(tensors).double() - truth).square().mean().sqrt())
+    assert errors["fp32"] < 1e-6 < 1e-5 < errors["tf32"] < 1e-2
+    assert hardware.default_fp32_precision() == before

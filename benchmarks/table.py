@@ -23,7 +23,8 @@ CPU_SOURCES = [
     SOURCE / name for name in ("plan/cpu.py", "run/cpu.py", "run/onednn.py", "run/moments.py", "run/normalize.py")
 ]
 GPU_SOURCES = [
-    SOURCE / "kernels",
+    SOURCE / "kernels" / "cuda",
+    *(SOURCE / f"kernels/triton/{name}.py" for name in ("pointwise", "normalize", "moments", "pack", "convolve")),
     SOURCE / "emit.py",
     *(SOURCE / f"plan/{name}.py" for name in ("gpu", "convolve", "gemm", "few_channels")),
     *(SOURCE / f"run/{name}.py" for name in ("gpu", "gemm", "few_channels", "passes", "finish_moments", "library")),

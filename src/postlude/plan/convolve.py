@@ -85,7 +85,8 @@ def _slower(chain: Chain, problem: Problem, arithmetic: Arithmetic) -> str | Non
         return "with so few input channels most products would be with zeros"
     if conv.flops(problem.x.shape[0], problem.x.shape[2:]) < _WORTH[mode]:
         return "the convolution is too small for packing its operands to pay"
-    most = 64 if problem.x.layout == "contiguous" else 32  # cuDNN converts what is not channels-last
-    if mode == "16 bits" and max(conv.in_channels, conv.out_channels) > most:
+    # cuDNN converts what is not channels-last, which costs it as much as packing costs us.
+    few = conv.in_channels <= 64 if problem.x.layout == "contiguous" else conv.in_channels + conv.out_channels <= 64
+    if mode == "16 bits" and not few:
         return "cuDNN is faster from this many channels on"
     return None

@@ -7,8 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from cases import CHAIN_23, CHAIN_61
 from cli.problem_texts import GOOD, NOTHING, RESULT, Run, Write
+from plan.test_lower import CARD, problem
 from postlude.cli import session
+from postlude.cli.chains import explain_site
+from postlude.pipeline import SiteReport
+from postlude.plan import lower
 
 CHAIN = "conv3d(3→8, k3) → group_norm(4) → relu"
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -133,3 +138,14 @@ def test_bad_file_is_one_sentence(run: Run, write: Write, command: str, text: st
     assert sentence in ran.sentences[0]
     assert "Traceback" not in ran.err
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_gpu_plan_is_explained_by_its_launches(capsys: pytest.CaptureFixture[str]) -> None:
+    for chain, shape in ((CHAIN_61, (16, 64, 32, 32, 32)), (CHAIN_23, (128, 3, 24, 32, 32))):
+        given = problem(chain, shape, device="cuda")
+        explain_site(SiteReport("layer", chain, given, lower(chain, given, CARD), None))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "tiles of 128 × 128 × 64" in said
+    assert "6 launches of our kernels; a value of" in said
+    assert "2 launches of our kernels; nothing of the convolution's size is stored" in said
+    assert "why: our own convolution" in said

@@ -51,13 +51,22 @@ def explain_site(site: SiteReport) -> None:
     else:
         for line in plan.describe():
             say(f"  {line}")
-        say(f"  {_slabs(plan)}")
+        say(f"  {_slabs(plan) if plan.tile is None else _launches(plan)}")
         moved, before = megabytes(plan.moved_bytes), megabytes(plan.eager_bytes)
         say(f"  predicted to move {moved} beyond the cache; PyTorch moves {before}")
     for reason in plan.reasons:
         say(f"  why: {reason}")
     if site.verdict is not None and _matters(site):
         say(f"  checked: {site.verdict}")
+
+
+def _launches(plan: Plan) -> str:
+    count = f"{plan.launches} launch{'es' * (plan.launches != 1)} of our kernels"
+    if plan.convolve != "own" and plan.chain.producer is not None:
+        count += " after PyTorch's convolution"
+    if plan.slab_bytes == 0:
+        return f"{count}; nothing of the convolution's size is stored"
+    return f"{count}; a value of {megabytes(plan.slab_bytes)} in memory"
 
 
 def _slabs(plan: Plan) -> str:

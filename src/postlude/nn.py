@@ -11,10 +11,12 @@ from postlude.errors import PostludeError
 from postlude.graph.capture import capture_function
 from postlude.graph.match import match
 from postlude.graph.tidy import functionalise
+from postlude.run import operator as _operator  # noqa: F401  registers torch.ops.postlude.chain
 from postlude.run.execute import check_precision
 from postlude.run.site import Site
 
 __all__ = ["FusedChain", "Mean"]
+_EXAMPLE = 32  # the size of an example along each axis of space: more than any kernel's reach
 
 
 class Mean(nn.Module):
@@ -48,12 +50,43 @@ class FusedChain(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         device = x.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        if torch.compiler.is_compiling():
+            return self._as_operator(x, device, autocast)
         key = (x.dtype, x.dim(), device, autocast, self.training)
         if key not in self._read:
             check_precision(self.precision, device)
             self._read[key] = self._read_chain(x)
         site, names = self._read[key]
         return site(*(x if name is None else self.get_parameter(name) for name in names))  # type: ignore[no-any-return]
+
+    def _as_operator(self, x: Tensor, device: str, autocast: torch.dtype | None) -> Tensor:
+        """For compilers that trace through this module: one registered operator, no break in their graph."""
+        text, names = self._text(x.dtype, x.dim(), device, autocast, self.training)
+        parameters = dict(self.named_parameters())
+        tensors = [x if name is None else parameters[name] for name in names]
+        result: Tensor = torch.ops.postlude.chain(tensors, text, self.precision)
+        return result
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _text(
+        self, dtype: torch.dtype, dims: int, device: str, autocast: torch.dtype | None, training: bool
+    ) -> tuple[str, tuple[str | None, ...]]:
+        """The chain and its tensors' names, read off an example that is made here: a compiler's has no values."""
+        key = (dtype, dims, device, autocast, training)
+        if key not in self._read:
+            check_precision(self.precision, device)
+            example = torch.zeros((2, self._channels(), *[_EXAMPLE] * (dims - 2)), dtype=dtype, device=device)
+            with torch.autocast(device, dtype=autocast, enabled=autocast is not None):
+                self._read[key] = self._read_chain(example)
+        site, names = self._read[key]
+        return site.chain.dumps(), names
+
+    def _channels(self) -> int:
+        for module in self:
+            for name in ("in_channels", "num_channels", "num_features"):
+                if isinstance(found := getattr(module, name, None), int):
+                    return found
+        raise PostludeError("this FusedChain has neither a convolution nor a norm: there is nothing to fuse.")
 
     def _read_chain(self, x: Tensor) -> tuple[Site, tuple[str | None, ...]]:
         names = [name for name, _ in self.named_parameters()]

@@ -41,6 +41,10 @@ class SiteReport:
     outcome: Plan | Refusal
     verdict: Verdict | None
 
+    @property
+    def is_fused(self) -> bool:
+        return isinstance(self.outcome, Plan) and (self.verdict is None or self.verdict.right)
+
 
 @dataclass(frozen=True)
 class Optimized:

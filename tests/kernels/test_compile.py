@@ -94,8 +94,9 @@ def test_compiles_within_each_cards_limits(name: str, card: int, monkeypatch: py
         used = offline.resources(found.ptx, card)
         assert used.registers * 32 * found.warps <= 65_536, (found.name, used)
         # The product's tile fills the registers; an epilogue that reads a second tile of that size parks part of it,
-        # once per tile and outside the loop.
-        allowed = 1024 if found.name == "convolve_kernel" else 0
+        # once per tile and outside the loop. The moments' tile was chosen by measurement (plan/gpu.py): a long program
+        # such as gelu before the norm parks a few words of it.
+        allowed = {"convolve_kernel": 1024, "last_moments_kernel": 256}.get(found.name, 0)
         assert used.spilled <= allowed, (found.name, used)
 
 

@@ -32,7 +32,7 @@ from postlude.cli.race import (
     ratio_cell,
     time_cell,
 )
-from postlude.cli.session import Opened, fuse, is_fused, machine_data, open_problem, result_data
+from postlude.cli.session import Opened, fuse, machine_data, open_problem, result_data
 from postlude.errors import PostludeError
 from postlude.pipeline import Optimized
 from postlude.plan.problem import spec_of
@@ -88,7 +88,7 @@ def bench(settings: Settings, options: Options) -> Answer:
 def _enter_postlude(settings: Settings, opened: Opened, course: Course, runners: Field) -> Optimized:
     model = opened.problem.build(settings.device)
     result = fuse(settings, model, opened.inputs, train=course.train)
-    fused = sum(map(is_fused, result.sites))
+    fused = sum(site.is_fused for site in result.sites)
     runners.models[POSTLUDE], runners.verdicts[POSTLUDE] = model, result.verdict
     runners.notes[POSTLUDE] = f"{fused} of {len(result.sites)} chains fused"
     if result.failure is not None:

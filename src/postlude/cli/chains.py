@@ -7,7 +7,7 @@ from pathlib import Path
 from postlude.check.verdict import Verdict
 from postlude.cli.frame import COULD_NOT_RUN, DONE, NO, Answer, Settings
 from postlude.cli.output import megabytes, say, show_table
-from postlude.cli.session import fuse, is_fused, machine_data, open_problem, result_data
+from postlude.cli.session import fuse, machine_data, open_problem, result_data
 from postlude.errors import PostludeError
 from postlude.pipeline import Optimized, SiteReport
 from postlude.plan import Plan
@@ -113,7 +113,7 @@ def verdict_words(verdict: Verdict | None) -> str:
 
 
 def _conclusion(result: Optimized) -> tuple[int, str]:
-    fused = [site for site in result.sites if is_fused(site)]
+    fused = [site for site in result.sites if site.is_fused]
     outcomes = {site.verdict.outcome for site in result.sites if site.verdict is not None}
     if "wrong" in outcomes:
         return NO, "Wrong: a fused chain failed its check, so it runs through PyTorch's operators."

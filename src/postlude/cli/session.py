@@ -47,10 +47,6 @@ def fuse_silently(settings: Settings, model: nn.Module, inputs: tuple[Any, ...])
         return optimize_model(model, inputs, precision=settings.precision, verify=False)
 
 
-def is_fused(site: SiteReport) -> bool:
-    return isinstance(site.outcome, Plan) and (site.verdict is None or site.verdict.right)
-
-
 def machine_data(settings: Settings) -> dict[str, Any]:
     """What a number depends on, for --json."""
     machine = hardware.machine_for(settings.device)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from postlude.chain import Chain, Convolution, Normalize
 from postlude.hardware import Machine
 from postlude.plan.few_channels import FewChannels, few_channels_for
-from postlude.plan.gemm import Arithmetic, Gemm, unsupported, volume_for
+from postlude.plan.gemm import Arithmetic, Gemm, WeightGemm, input_gradient_of, unsupported, volume_for
 from postlude.plan.problem import Problem, body_dtype, fp32_mode, power_of_two
 
 # A packed position has a multiple of this many channels, so that a tile's rows begin where a descriptor may.
 _CHANNEL_STEP = 16
+_WEIGHT_PROGRAMS = 2  # programs of the weight's gradient for each multiprocessor
 _COLUMNS = 128  # of a tile: neighbouring outputs fill up what their channels leave (see `width_for`)
 # Below this many operations the packing launches cost more than a better convolution gains, by what PyTorch's takes:
 # about 16 TFLOP/s in strict fp32, 100 in TF32, 250 to 500 in 16 bits.
@@ -38,15 +39,38 @@ def gemm_for(chain: Chain, problem: Problem, machine: Machine, even_if_slower: b
         reason = _slower(chain, problem, arithmetic)
         if reason:
             return reason
+    # Neighbours in a row are multiplied by zeros, which an infinity does not survive: only a norm hides that.
+    widens = any(isinstance(step, Normalize) for step in chain.steps)
+    return product_for(conv, problem.x.shape[2:], arithmetic, machine, widens)
+
+
+def product_for(
+    conv: Convolution, space: tuple[int, ...], arithmetic: Arithmetic, machine: Machine, widens: bool = True
+) -> Gemm:
+    """The matrix product of a convolution that `unsupported` says nothing against."""
     columns = min(_COLUMNS, max(16, power_of_two(conv.out_channels)))
     rows, block_c, stages, warps = _tile(arithmetic, columns, machine)
     channels = -(-conv.in_channels // _CHANNEL_STEP) * _CHANNEL_STEP
-    # Neighbours in a row are multiplied by zeros, which an infinity does not survive: only a norm hides that.
-    has_norm = any(isinstance(step, Normalize) for step in chain.steps)
-    volume = volume_for(conv, problem.x.shape[2:], width_for(conv, block_c) if has_norm else 1)
+    volume = volume_for(conv, space, width_for(conv, block_c) if widens else 1)
     steps = (16,) if arithmetic.operands == "float64" else (64, 32, 16)
     block_k = next(k for k in steps if volume.span * channels % k == 0)
     return Gemm(arithmetic, volume, channels, rows, block_c, block_k, stages, warps)
+
+
+def gradient_products(
+    conv: Convolution, problem: Problem, own: Gemm, machine: Machine
+) -> tuple[Gemm, WeightGemm] | tuple[None, None]:
+    """Our products for the gradients of input and weight where our convolution made the forward pass.
+
+    In 16 bits cuDNN's are taken until ours were measured against them; before Hopper the weight's does not fit the
+    registers.
+    """
+    is_exact = own.arithmetic.scaled or own.arithmetic.operands == "float64"
+    if not is_exact or machine.architecture != "sm_90" or conv.kernel[-1] > 3:
+        return None, None
+    back, space = input_gradient_of(conv), problem.x.shape[2:]
+    weight = weight_gemm_for(conv, space, own.arithmetic, machine)
+    return product_for(back, conv.output_space(space), own.arithmetic, machine), weight
 
 
 def arithmetic_for(chain: Chain, problem: Problem) -> Arithmetic | None:
@@ -90,3 +114,19 @@ def _slower(chain: Chain, problem: Problem, arithmetic: Arithmetic) -> str | Non
     if mode == "16 bits" and not few:
         return "cuDNN is faster from this many channels on"
     return None
+
+
+def weight_gemm_for(conv: Convolution, space: tuple[int, ...], arithmetic: Arithmetic, machine: Machine) -> WeightGemm:
+    """The product for the weight's gradient; the convolution must be one that `unsupported` says nothing against."""
+    volume = volume_for(conv, space, 1)
+    rows, columns = min(64, max(16, power_of_two(conv.in_channels))), min(128, max(16, power_of_two(conv.out_channels)))
+    if arithmetic.operands == "float64":
+        rows, columns = min(rows, 32), min(columns, 32)
+    tiles = volume.kernel[0] * volume.kernel[1] * -(-conv.in_channels // rows) * -(-conv.out_channels // columns)
+    splits = max(1, _WEIGHT_PROGRAMS * machine.threads // tiles)
+    channels, out_channels = (
+        -(-size // _CHANNEL_STEP) * _CHANNEL_STEP for size in (conv.in_channels, conv.out_channels)
+    )
+    stages = 2 if arithmetic.planes == 2 or arithmetic.operands == "float64" else 3
+    block_k = 16 if arithmetic.operands == "float64" else 64
+    return WeightGemm(arithmetic, volume, channels, out_channels, rows, columns, block_k, splits, stages, 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -90,6 +91,34 @@ class Gemm:
         return f"matrix product of {self.arithmetic}; tiles of {self.rows} × {columns} × {self.block_k}"
 
 
+@dataclass(frozen=True)
+class WeightGemm:
+    """One way of running the product that gives the weight's gradient: over positions, in stretches."""
+
+    arithmetic: Arithmetic
+    volume: Volume  # of the packed input
+    channels: int  # of a packed position, of the input and of the gradient, padded
+    out_channels: int
+    rows: int  # input channels of a tile
+    columns: int  # output channels of a tile
+    block_k: int
+    splits: int
+    stages: int
+    warps: int
+
+    @property
+    def gradient_volume(self) -> Volume:
+        """The gradient in a volume of the input's pitch: what its rows, planes and samples lack lies in front."""
+        d, h, w = (whole - out for whole, out in zip(self.volume.padded, self.volume.out))
+        return Volume(self.volume.out, self.volume.kernel, (d, h, w), 1)
+
+    @property
+    def shift(self) -> int:
+        """Positions by which a gradient lies behind its output's."""
+        d, h, w = self.gradient_volume.padding
+        return d * self.volume.plane + h * self.volume.pitch + w
+
+
 def volume_for(conv: Convolution, space: tuple[int, ...], width: int) -> Volume:
     """Two-dimensional convolutions have one plane."""
     plain = conv.as_plain()
@@ -97,6 +126,18 @@ def volume_for(conv: Convolution, space: tuple[int, ...], width: int) -> Volume:
     missing = 3 - len(space)
     ones, zeros = (1,) * missing, (0,) * missing
     return Volume((*ones, *space), (*ones, *conv.kernel), (*zeros, *plain.padding), width)  # type: ignore[arg-type]
+
+
+def input_gradient_of(conv: Convolution) -> Convolution:
+    """The convolution that takes the result's gradient to the input's: the transpose, with the very same weight."""
+    return dataclasses.replace(
+        conv,
+        transposed=not conv.transposed,
+        in_channels=conv.out_channels,
+        out_channels=conv.in_channels,
+        has_bias=False,
+        dtype=None,
+    )
 
 
 def unsupported(conv: Convolution) -> str | None:

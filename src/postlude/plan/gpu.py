@@ -6,8 +6,9 @@ import math
 
 from postlude.chain import Chain, Normalize, Reduce, values_of
 from postlude.emit import OPERANDS, pass_slots
+from postlude.emit_gradient import unsupported_gradient
 from postlude.hardware import Machine
-from postlude.plan.convolve import own_convolution
+from postlude.plan.convolve import gradient_products, own_convolution
 from postlude.plan.few_channels import FewChannels
 from postlude.plan.gemm import Gemm
 from postlude.plan.problem import (
@@ -41,6 +42,8 @@ def lower_for_gpu(chain: Chain, problem: Problem, machine: Machine, even_if_slow
     own = own_convolution(chain, problem, machine, even_if_slower)
     library_tf32 = _library_tf32(chain, problem)
     reasons = _reasons_against(chain, machine)
+    if problem.needs_grad:
+        reasons += _reasons_against_training(chain, library_tf32)
     if not even_if_slower and isinstance(own, str):
         reasons += _reasons_to_stay(chain, problem, own)
     if reasons:
@@ -51,6 +54,9 @@ def lower_for_gpu(chain: Chain, problem: Problem, machine: Machine, even_if_slow
     inside = layout if is_own else body_layout(chain, problem)
     size, compulsory = body_bytes(chain, problem), compulsory_bytes(chain, problem)
     batch = problem.x.shape[0]
+    dx, dw = (None, None)
+    if problem.needs_grad and isinstance(own, Gemm) and chain.producer is not None:
+        dx, dw = gradient_products(chain.producer, problem, own, machine)
     return Plan(
         chain=chain,
         input=problem.x,
@@ -70,6 +76,10 @@ def lower_for_gpu(chain: Chain, problem: Problem, machine: Machine, even_if_slow
         own=None if isinstance(own, str) else own,
         library_tf32=library_tf32,
         launches=_launches(passes, own),
+        trains=problem.needs_grad,
+        input_gradient=dx,
+        weight_gradient=dw,
+        is_lean=problem.memory == "lean" and chain.producer is not None,
     )
 
 
@@ -164,6 +174,21 @@ def _reasons_against(chain: Chain, machine: Machine) -> list[str]:
     if len(pass_slots(chain, last)) > OPERANDS:
         reasons.append(f"the steps read more than {OPERANDS} tensors")
     return reasons
+
+
+def _reasons_against_training(chain: Chain, library_tf32: bool | None) -> list[str]:
+    reasons = []
+    last = last_fused_step(chain)
+    if not any(isinstance(step, Normalize) for step in chain.steps):
+        reasons.append("in training a chain without a norm would keep more than PyTorch keeps")
+    if last < len(chain.steps):
+        reasons.append("the backward passes do not cover a reduction or a second norm")
+    if library_tf32 is not None:
+        wanted = "tf32" if library_tf32 else "ieee"
+        switch = f'torch.backends.cudnn.conv.fp32_precision = "{wanted}"'
+        reasons.append(f"PyTorch's backward convolutions follow its switch alone: set {switch}")
+    unsupported = unsupported_gradient(chain, last)
+    return reasons if unsupported is None else [*reasons, unsupported]
 
 
 def _reasons_to_stay(chain: Chain, problem: Problem, why_library: str) -> list[str]:

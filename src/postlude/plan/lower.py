@@ -9,6 +9,10 @@ from postlude.plan.gpu import lower_for_gpu
 from postlude.plan.problem import Problem
 from postlude.plan.types import Plan, Refusal
 
+# Devices on which the backward passes were measured and found right. On the GPU they are written and run by Triton's
+# interpreter, not yet by a card.
+TRAINS: frozenset[str] = frozenset()
+
 
 def lower(chain: Chain, problem: Problem, machine: Machine, *, even_if_slower: bool = False) -> Plan | Refusal:
     """How this chain runs for this problem. `even_if_slower` plans the fused way where eager's is expected to win."""
@@ -24,7 +28,7 @@ def _unsupported(problem: Problem) -> tuple[str, ...]:
     reasons = []
     if problem.device not in ("cpu", "cuda"):
         reasons.append(f"there are no fused passes for {problem.device} devices")
-    if problem.needs_grad:
+    if problem.needs_grad and problem.device not in TRAINS:
         reasons.append("gradients are needed, and the fused passes have no backward of their own yet")
     if any(spec.elements == 0 for spec in problem.tensors):
         reasons.append("the input is empty")

@@ -41,6 +41,7 @@ class Problem:
     precision: str
     needs_grad: bool
     allows_tf32: bool = False  # PyTorch's switch for fp32 convolutions on a GPU, which "auto" follows
+    memory: str = "default"  # or "lean"
 
     @property
     def x(self) -> Spec:
@@ -51,11 +52,11 @@ def item_size(dtype: str) -> int:
     return int(getattr(torch, dtype).itemsize)
 
 
-def problem_of(tensors: Sequence[Tensor], precision: str = "auto") -> Problem:
+def problem_of(tensors: Sequence[Tensor], precision: str = "auto", memory: str = "default") -> Problem:
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     device = tensors[0].device.type
     tf32 = device == "cuda" and default_fp32_precision() == "tf32"
-    return Problem(tuple(map(spec_of, tensors)), device, precision, needs_grad, tf32)
+    return Problem(tuple(map(spec_of, tensors)), device, precision, needs_grad, tf32, memory)
 
 
 def spec_of(tensor: Tensor) -> Spec:

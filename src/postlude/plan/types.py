@@ -7,7 +7,7 @@ from typing import Literal
 
 from postlude.chain import Chain
 from postlude.plan.few_channels import FewChannels
-from postlude.plan.gemm import Gemm
+from postlude.plan.gemm import Gemm, WeightGemm
 from postlude.plan.problem import Layout, Spec
 
 Source = Literal["own convolution", "library convolution", "load"]
@@ -92,6 +92,10 @@ class Plan:
         None  # where PyTorch convolves in fp32 and its switch says otherwise; None: as it is set
     )
     launches: int = 0  # of kernels of ours, on a GPU
+    trains: bool = False  # gradients will be asked for
+    input_gradient: Gemm | None = None  # our products for the convolution's gradients; None: PyTorch's
+    weight_gradient: WeightGemm | None = None
+    is_lean: bool = False  # nothing of the convolution's size is kept for them: it is computed again
 
     def describe(self) -> list[str]:
         """One line per pass, as `postlude explain` prints them."""

@@ -13,11 +13,12 @@ from postlude.chain import Chain
 from postlude.errors import PrecisionError
 from postlude.plan import PRECISIONS, Plan, Problem, Refusal, lower, problem_of
 from postlude.run import cpu, gpu, library
+from postlude.run.training import Training
 
 Runner = Callable[[Sequence[Tensor]], Tensor]
 _PREPARE: dict[str, Callable[[Plan], Runner]] = {
     "cpu": lambda plan: functools.partial(cpu.execute, plan),
-    "cuda": gpu.GpuRun,
+    "cuda": lambda plan: Training(plan) if plan.trains else gpu.GpuRun(plan),
 }
 
 

@@ -11,14 +11,12 @@ from torch import Tensor
 
 from postlude.plan import Plan
 from postlude.plan.gemm import Gemm
-from postlude.plan.problem import Spec, memory_format, power_of_two
+from postlude.plan.problem import memory_format
 from postlude.plan.types import Moments
 from postlude.run.launch import Launch, accumulator, descriptor
+from postlude.run.packing import InputPacking
 from postlude.run.passes import Operands, Partials, accumulator_of
 from postlude.run.programs import program
-
-_PACK_BLOCK = 64  # positions of a packing tile
-_LARGEST_TILES = 4  # of 4096 elements, for one program that looks for the largest
 
 
 class GemmConvolution:
@@ -97,31 +95,23 @@ class Packing:
     def __init__(self, plan: Plan, gemm: Gemm) -> None:
         conv, volume = plan.chain.producer, gemm.volume
         assert conv is not None
+        self.gemm, self.arithmetic = gemm, gemm.arithmetic
         self.dtype = getattr(torch, gemm.arithmetic.operands)
-        self.is_scaled, self.planes = gemm.arithmetic.scaled, gemm.arithmetic.planes
-        self.transposed, self.in_channels = conv.transposed, conv.in_channels
-        rows = plan.input.shape[0] * volume.sample_rows + volume.tail_rows
-        self.shape = (rows, volume.pitch, gemm.channels)
+        self.transposed, self.channels = conv.transposed, (conv.out_channels, conv.in_channels)
         self.outputs = -(-conv.out_channels // gemm.block_c) * gemm.block_c
         taps = volume.kernel[0] * volume.kernel[1]
-        self.weight_shape = (self.outputs * volume.width, self.planes * taps * volume.span * gemm.channels)
-        self.largest = _largest(plan.input) if self.is_scaled else None
-        self.input = self._input(plan.input, gemm)
+        self.weight_shape = (self.outputs * volume.width, self.arithmetic.planes * taps * volume.span * gemm.channels)
+        self.input = InputPacking(plan.input, volume, gemm.arithmetic, gemm.channels)
         self.weights: dict[tuple[int, ...], Launch] = {}  # by the weight's strides
-        self.gemm, self.out_channels = gemm, conv.out_channels
         self.templates: tuple[Any, Any] | None = None
 
     def __call__(self, x: Tensor, weight: Tensor) -> tuple[tuple[Any, Any, Any], Tensor]:
         """Descriptors of both planes (one twice, where there is one) and of the weight, and what undoes its scales."""
-        device, largest = x.device, x
-        if self.largest is not None:
-            largest = torch.zeros(self.in_channels, dtype=torch.int32, device=device)
-            self.largest(x, largest)
-        high = torch.empty(self.shape, dtype=self.dtype, device=device)
-        low = torch.empty_like(high) if self.planes == 2 else high
-        self.input(x, high, low, largest)
-        packed = torch.empty(self.weight_shape, dtype=self.dtype, device=device)
-        unscale = torch.empty(self.outputs, dtype=torch.float32, device=device) if self.is_scaled else packed
+        high, low, largest = self.input(x)
+        packed = torch.empty(self.weight_shape, dtype=self.dtype, device=x.device)
+        unscale = packed
+        if self.arithmetic.scaled:
+            unscale = torch.empty(self.outputs, dtype=torch.float32, device=x.device)
         launch = self.weights.get(weight.stride())
         if launch is None:
             launch = self.weights[weight.stride()] = self._weight(weight)
@@ -130,26 +120,8 @@ class Packing:
             self.templates = _templates(self.gemm, x.shape[0], high, packed)
         rows, columns = self.templates
         d_high = descriptor(rows, high)
-        d_low = descriptor(rows, low) if self.planes == 2 else d_high
+        d_low = descriptor(rows, low) if self.arithmetic.planes == 2 else d_high
         return (d_high, d_low, descriptor(columns, packed)), unscale
-
-    def _input(self, x: Spec, gemm: Gemm) -> Launch:
-        from postlude.kernels.triton.pack import pack_input_kernel
-
-        volume, width = gemm.volume, gemm.volume.space[2]
-        block, block_c = min(_PACK_BLOCK, max(16, power_of_two(width))), min(64, gemm.channels & -gemm.channels)
-        grid = (self.shape[0], -(-width // block), gemm.channels // block_c)
-        numbers = (*x.shape[:2], *volume.space, *volume.padding, volume.pitch, volume.padded[1], volume.sample_rows)
-        constants = {
-            "CP": gemm.channels,
-            "PLANES": self.planes,
-            "SCALED": self.is_scaled,
-            "LAST": x.layout == "channels_last",
-            "BLOCK": block,
-            "BLOCK_C": block_c,
-            "PAD": power_of_two(max(1, volume.padding[2])),
-        }
-        return Launch(pack_input_kernel, grid, numbers, constants)
 
     def _weight(self, weight: Tensor) -> Launch:
         from postlude.kernels.triton.pack import pack_weight_kernel
@@ -163,26 +135,13 @@ class Packing:
             "SPAN": volume.span,
             "CP": gemm.channels,
             "BLOCK_O": gemm.block_c,
-            "PLANES": self.planes,
-            "SCALED": self.is_scaled,
+            "PLANES": self.arithmetic.planes,
+            "SCALED": self.arithmetic.scaled,
             "FLIP": self.transposed,
             "BLOCK": 1024,
         }
-        numbers = (self.out_channels, self.in_channels, stride_o, stride_c, weight.stride(-1))
+        numbers = (*self.channels, stride_o, stride_c, weight.stride(-1))
         return Launch(pack_weight_kernel, (self.outputs, volume.width), numbers, constants)
-
-
-def _largest(x: Spec) -> Launch:
-    """Each channel's largest finite magnitude."""
-    from postlude.kernels.triton.pack import largest_kernel
-
-    (batch, channels), positions, is_last = x.shape[:2], math.prod(x.shape[2:]), x.layout == "channels_last"
-    block_c = min(64, power_of_two(channels)) if is_last else 1
-    block = 4096 // block_c
-    chunks = -(-positions // (block * _LARGEST_TILES))
-    grid = (batch * chunks, -(-channels // block_c)) if is_last else (batch * channels * chunks,)
-    constants = {"LAST": is_last, "BLOCK": block, "BLOCK_C": block_c}
-    return Launch(largest_kernel, grid, (channels, positions, chunks, _LARGEST_TILES), constants)
 
 
 def _templates(gemm: Gemm, batch: int, high: Tensor, weight: Tensor) -> tuple[Any, Any]:

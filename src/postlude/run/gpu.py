@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -23,7 +24,8 @@ from postlude.run.passes import Combine, FinishPass, MomentsPass, Partials
 class GpuRun:
     """A plan made ready: every launch is prepared once, the calls only allocate and launch."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, keeps_value: bool = False) -> None:
+        """`keeps_value`: the last pass leaves the convolution's result as it is, for a backward pass to read."""
         self.plan = plan
         chain, first, last = plan.chain, plan.passes[0], plan.passes[-1]
         self.own = _own_convolution(plan)
@@ -37,30 +39,29 @@ class GpuRun:
         elif last.source != "own convolution":
             norm = next((step for step in chain.steps[: last.last] if isinstance(step, Normalize)), None)
             self.combine = None if norm is None else Combine(norm, plan.value, chunks)
-            self.finish = FinishPass(plan, 1 if self.combine is None else self.combine.per_group)
+            self.finish = FinishPass(plan, 1 if self.combine is None else self.combine.per_group, keeps_value)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
-        device = tensors[0].device
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
-            with torch.cuda.device(device):  # Triton launches on the current device, whatever its pointers say
-                return self._run(tensors)
-        return self._run(tensors)
+        with on_device_of(tensors[0]):
+            return self.parts(tensors)[0]
 
-    def _run(self, tensors: Sequence[Tensor]) -> Tensor:
-        value, partials = self._first_pass(tensors)
+    def parts(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
+        """The chain's result, the value that its last pass read, and the norm's means and reciprocal deviations."""
+        value, partials = self.first_pass(tensors)
         if self.from_moments is not None:
             assert partials is not None
-            return self.from_moments(partials, tensors)
+            return self.from_moments(partials, tensors), value, None
         assert value is not None
+        result, moments = value, None
         if self.finish is not None:
             moments = None if self.combine is None or partials is None else self.combine(partials)
-            value = self.finish(value, moments, tensors)
+            result = self.finish(value, moments, tensors)
         last = self.plan.passes[-1].last
-        if last == len(self.plan.chain.steps):
-            return value
-        return continue_from(self.plan.chain, last, value, tensors)
+        if last < len(self.plan.chain.steps):
+            result = continue_from(self.plan.chain, last, result, tensors)
+        return result, value, moments
 
-    def _first_pass(self, tensors: Sequence[Tensor]) -> tuple[Tensor | None, Partials | None]:
+    def first_pass(self, tensors: Sequence[Tensor]) -> tuple[Tensor | None, Partials | None]:
         if self.own is not None:
             return self.own(tensors)
         value = self._first_value(tensors)
@@ -77,6 +78,14 @@ class GpuRun:
             x, weight = x.to(getattr(torch, conv.dtype)), weight.to(getattr(torch, conv.dtype))
         result = convolve(conv, x, weight, None, plan.library_tf32)  # the program adds the bias
         return result.contiguous(memory_format=layout)
+
+
+def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Triton launches on the current device, whatever its pointers say."""
+    device = tensor.device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        return torch.cuda.device(device)
+    return contextlib.nullcontext()
 
 
 def _own_convolution(plan: Plan) -> GemmConvolution | FewChannelsConvolution | None:

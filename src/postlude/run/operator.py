@@ -1,18 +1,24 @@
 """`torch.ops.postlude.chain`: a chain as one registered operator, for compilers that trace through the graph.
 
-Inference only. Eager calls do not come through here: the registered boundary costs them tens of microseconds.
+Eager calls do not come through here: the registered boundary costs them tens of microseconds. Its gradient computes the
+forward pass again, for an operator can keep nothing but what it was given and what it returned.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from postlude import reference
 from postlude.chain import Chain
-from postlude.run.execute import run_chain
+from postlude.plan import problem_of
+from postlude.run.execute import prepared, run_chain
+from postlude.run.training import Training
 
 
 @functools.lru_cache(maxsize=1024)
@@ -22,7 +28,8 @@ def _parse(text: str) -> Chain:
 
 @torch.library.custom_op("postlude::chain", mutates_args=())
 def chain(tensors: list[Tensor], text: str, precision: str) -> Tensor:
-    result = run_chain(_parse(text), tensors, precision)
+    with torch.no_grad():
+        result = run_chain(_parse(text), tensors, precision)
     # An operator must not return one of its arguments; a chain of no-ops could.
     return result.clone() if any(result is tensor for tensor in tensors) else result
 
@@ -30,3 +37,57 @@ def chain(tensors: list[Tensor], text: str, precision: str) -> Tensor:
 @chain.register_fake
 def _(tensors: list[Tensor], text: str, precision: str) -> Tensor:  # noqa: ARG001
     return reference.evaluate(_parse(text), tensors)
+
+
+@torch.library.custom_op("postlude::chain_gradient", mutates_args=())
+def chain_gradient(dy: Tensor, tensors: list[Tensor], text: str, precision: str, needs: list[bool]) -> list[Tensor]:
+    """The gradients of the tensors that need one, like them in dtype and strides."""
+    given = _parse(text)
+    problem = dataclasses.replace(problem_of(tensors, precision), needs_grad=True)
+    _, runner = prepared(given, problem)
+    with torch.no_grad():
+        found = (
+            _fused(runner, tensors, dy, needs) if isinstance(runner, Training) else _plain(given, tensors, dy, needs)
+        )
+    wanted = [tensor for tensor, is_needed in zip(tensors, needs) if is_needed]
+    return [torch.empty_like(tensor).copy_(gradient) for tensor, gradient in zip(wanted, found)]
+
+
+@chain_gradient.register_fake
+def _(dy: Tensor, tensors: list[Tensor], text: str, precision: str, needs: list[bool]) -> list[Tensor]:  # noqa: ARG001
+    return [torch.empty_like(tensor) for tensor, is_needed in zip(tensors, needs) if is_needed]
+
+
+def _fused(training: Training, tensors: Sequence[Tensor], dy: Tensor, needs: Sequence[bool]) -> list[Tensor]:
+    _, value, moments = training.run.parts(tensors)
+    if value is None or training.plan.is_lean:
+        value = training.value_of(tensors)
+    found = training.backward(tensors, value, moments, dy, needs)
+    return [gradient for gradient in found if gradient is not None]
+
+
+def _plain(given: Chain, tensors: Sequence[Tensor], dy: Tensor, needs: Sequence[bool]) -> list[Tensor]:
+    """By PyTorch's own derivatives. torch.func brings its own autograd, which an operator's inside lacks."""
+    places = [place for place, is_needed in enumerate(needs) if is_needed]
+
+    def of_wanted(*values: Tensor) -> Tensor:
+        replaced = dict(zip(places, values))
+        return reference.evaluate(given, [replaced.get(place, t) for place, t in enumerate(tensors)])
+
+    with torch.enable_grad():
+        pulled: Any = torch.func.vjp(of_wanted, *(tensors[place].detach() for place in places))
+        return list(pulled[1](dy))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
+    tensors, ctx.text, ctx.precision = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.needs = [tensor.requires_grad for tensor in tensors]
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[list[Tensor | None], None, None]:
+    found = iter(torch.ops.postlude.chain_gradient(dy, list(ctx.saved_tensors), ctx.text, ctx.precision, ctx.needs))
+    return [next(found) if is_needed else None for is_needed in ctx.needs], None, None
+
+
+chain.register_autograd(_backward, setup_context=_keep)

@@ -67,12 +67,12 @@ class MomentsPass:
             "BEFORE": program(plan.chain, "before", item.last, self.operands.slots),
             "SQUARES": item.sink.squares,
             "BLOCK": tile.moments_block,
-            **_shape_constants(value, tile),
+            **shape_constants(value, tile),
             "ACC": accumulator(self.acc),
         }
         kernel = kernels.last_moments_kernel if tile.block_c else kernels.row_moments_kernel
         numbers = (channels, positions, self.chunks, tile.tiles)
-        self.launch = Launch(kernel, _grid(value, tile, self.chunks), numbers, constants, _WARPS)
+        self.launch = Launch(kernel, grid_of(value, tile, self.chunks), numbers, constants, _WARPS)
 
     def __call__(self, value: Tensor, tensors: Sequence[Tensor]) -> Partials:
         means = torch.empty(self.shape, dtype=self.acc, device=value.device)
@@ -109,7 +109,7 @@ class Combine:
 class FinishPass:
     """All steps that are fused, from the convolution's result on, in one reading and one writing of it."""
 
-    def __init__(self, plan: Plan, per_group: int) -> None:
+    def __init__(self, plan: Plan, per_group: int, keeps_value: bool = False) -> None:
         from postlude.kernels.triton import normalize as kernels
 
         chain, value, tile, last = plan.chain, plan.value, tile_of(plan), plan.passes[-1].last
@@ -120,13 +120,14 @@ class FinishPass:
         # A channels-last value may have to become a contiguous result, as PyTorch's norm would have left it.
         self.turns = bool(tile.block_c) and ends_here and plan.result_layout == "contiguous"
         self.dtype = getattr(torch, plan.result_dtype)
-        self.overwrites = not self.turns and chain.producer is not None and value.dtype == plan.result_dtype
+        is_ours = chain.producer is not None and not keeps_value
+        self.overwrites = is_ours and not self.turns and value.dtype == plan.result_dtype
         self.operands = Operands(chain, last, value.layout)
         constants: dict[str, Any] = {
             "WHOLE": program(chain, "whole", last, self.operands.slots),
             "HAS_NORM": has_norm,
             "BLOCK": tile.block,
-            **_shape_constants(value, tile),
+            **shape_constants(value, tile),
         }
         if tile.block_c:
             constants["CONTIGUOUS_OUT"] = self.turns
@@ -134,7 +135,7 @@ class FinishPass:
         kernel = kernels.last_finish_kernel if tile.block_c else kernels.row_finish_kernel
         numbers = (channels, positions, chunks, per_group)
         warps = _LAST_FINISH_WARPS if tile.block_c else _WARPS
-        self.launch = Launch(kernel, _grid(value, tile, chunks), numbers, constants, warps)
+        self.launch = Launch(kernel, grid_of(value, tile, chunks), numbers, constants, warps)
 
     def __call__(self, value: Tensor, moments: tuple[Tensor, Tensor] | None, tensors: Sequence[Tensor]) -> Tensor:
         if self.overwrites:
@@ -161,14 +162,14 @@ def accumulator_of(value: Spec) -> torch.dtype:
     return torch.float64 if value.dtype == "float64" else torch.float32
 
 
-def _grid(value: Spec, tile: Tile, chunks: int) -> tuple[int, ...]:
+def grid_of(value: Spec, tile: Tile, chunks: int) -> tuple[int, ...]:
     batch, channels, _ = sizes_of(value)
     if tile.block_c:
         return batch * chunks, -(-channels // tile.block_c)
     return (batch * channels * chunks,)
 
 
-def _shape_constants(value: Spec, tile: Tile) -> dict[str, Any]:
+def shape_constants(value: Spec, tile: Tile) -> dict[str, Any]:
     _, channels, positions = sizes_of(value)
     if tile.block_c:
         return {"BLOCK_C": tile.block_c, "WIDE": channels * positions >= 1 << 31}

@@ -1,0 +1,215 @@
+"""Writes the gradients of a pass's steps as the text of two Triton functions, in reverse over its straight line.
+
+Both work on one block, compute the values again from the block v0 with emit's own lines, and go back from g, the
+gradient of the last step's value; what else they take is as in emit.py:
+
+    sums(v0, g, mean, rstd, o_c, base, o_x, m_c, m_x, a0 … a5)
+        dn, dn · x̂, then the gradient of each vector of `sums`: blocks to be summed per channel
+    gradient(v0, g, mean, rstd, A, B, o_c, base, o_x, m_c, m_x, a0 … a5)
+        the gradient at v0, of each vector of `totals` (to be summed), of each tensor of `full`
+
+    x̂      (x − mean) · rstd, x being the norm's operand
+    dn     the gradient at the norm's result γ · x̂ + β: its sums over a channel are β's gradient and, times x̂, γ's
+    A, B   means of γ · dn and of γ · dn · x̂ over a group: the norm's operand gets rstd · (γ · dn − A − x̂ · B)
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from postlude.chain import Cast, Chain, Normalize, Operand, Pointwise, Reduce, Scalar, Slot, Step, Value, values_of
+from postlude.emit import OPERANDS, emit, pass_slots
+
+FULL = 2  # gradients of whole tensors that the kernels store beside the value's
+# The gradient of each operand, from {g} of the step's value {v}; the functions are in kernels/triton/derivatives.py.
+DERIVATIVES: dict[str, tuple[str, ...]] = {
+    "relu": ("relu_gradient({g}, {x})",),
+    "clamp_min": ("clamp_min_gradient({g}, {x}, {bound})",),
+    "leaky_relu": ("leaky_relu_gradient({g}, {x}, {slope})",),
+    "silu": ("silu_gradient({g}, {x})",),
+    "gelu": ("{approximate}_gradient({g}, {x})",),
+    "add": ("{g}", "{g}"),
+    "mul": ("{g} * {y}", "{g} * {x}"),
+}
+_WORDS = {"none": "gelu", "tanh": "gelu_tanh"}  # settings that name a device function
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What each pass gives beside dn, dn · x̂ and the gradient at the first value, as slots of the chain."""
+
+    sums: tuple[int, ...]  # per-channel vectors that only steps after the norm read
+    totals: tuple[int, ...]  # the convolution's bias, and the vectors that are not in `sums`
+    full: tuple[int, ...]  # tensors of the value's size
+
+
+@functools.lru_cache(maxsize=1024)
+def wanted(chain: Chain, last: int, needs: frozenset[int]) -> Wanted:
+    """Those of steps 1 to `last` whose gradient is needed; γ and β need nothing but dn and dn · x̂."""
+    norm, uses = norm_step(chain, last), _first_uses(chain, last)
+    asked = [slot for slot in pass_slots(chain, last) if slot in needs]
+    full = tuple(slot for slot in asked if chain.roles[slot] == "full")
+    vectors = [slot for slot in asked if chain.roles[slot] == "channel" and slot in uses]
+    sums = tuple(slot for slot in vectors if norm is not None and uses[slot] > norm)
+    totals = tuple(slot for slot in asked if chain.roles[slot] == "bias" or (slot in vectors and slot not in sums))
+    return Wanted(sums, totals, full)
+
+
+def unsupported_gradient(chain: Chain, last: int) -> str | None:
+    """Why the gradients of steps 1 to `last` cannot be computed here, or None."""
+    steps = chain.steps[:last]
+    if not steps:
+        return "no step is fused"
+    if any(isinstance(step, Reduce) for step in steps):
+        return "a reduction is among the steps"
+    if sum(isinstance(step, Normalize) for step in steps) > 1:
+        return "more than one norm is among the steps"
+    read = {value.index for step in steps for value in values_of(step)}
+    unread = set(range(last)) - read
+    if unread:
+        return f"no fused step reads value {min(unread)}"
+    slots = pass_slots(chain, last)
+    if len(slots) > OPERANDS:
+        return f"the steps read more than {OPERANDS} tensors"
+    if sum(chain.roles[slot] == "full" for slot in slots) > FULL:
+        return f"the steps read more than {FULL} tensors of the value's size"
+    return None
+
+
+def emit_sums(chain: Chain, last: int, needs: frozenset[int], pointers: tuple[int, ...]) -> str:
+    """The first pass, of a chain with a norm: from the last step back to the norm's result."""
+    norm, slots = norm_step(chain, last), wanted(chain, last, needs).sums
+    assert norm is not None
+    back, parts = _backward(chain, norm + 1, last, norm, slots)
+    back += [f"d{norm} = {_sum(parts[Value(norm)])}", *_slot_lines(slots, parts)]
+    given = [f"d{norm}", f"d{norm} * x_hat", *map(_slot_name, slots)]
+    return _function("sums", "", [*_forward(chain, last, pointers), *back], given)
+
+
+def emit_gradient(chain: Chain, last: int, needs: frozenset[int], pointers: tuple[int, ...]) -> str:
+    """The second pass: from the last step back to the first value."""
+    want = wanted(chain, last, needs)
+    slots = want.totals + want.full
+    back, parts = _backward(chain, 1, last, 0, slots)
+    back.append(f"d0 = {_sum(parts[Value(0)])}")
+    for slot in slots:
+        if chain.roles[slot] == "bias":
+            parts.setdefault(Slot(slot), []).append("d0")
+    back += _slot_lines(slots, parts)
+    given = ["d0", *map(_slot_name, slots)]
+    return _function("gradient", "A, B, ", [*_forward(chain, last, pointers), *back], given)
+
+
+def slots_read(text: str) -> set[int]:
+    """The slots whose tensors an emitted function loads: gradients need fewer than values do."""
+    return {int(slot) for slot in re.findall(r"^    t(\d+) = tl.load", text, re.MULTILINE)}
+
+
+def norm_step(chain: Chain, last: int) -> int | None:
+    steps = enumerate(chain.steps[:last], 1)
+    return next((number for number, step in steps if isinstance(step, Normalize)), None)
+
+
+def _first_uses(chain: Chain, last: int) -> dict[int, int]:
+    """Slot → the first pointwise step that reads it; γ and β have none, as a rule."""
+    uses: dict[int, int] = {}
+    for number, step in enumerate(chain.steps[:last], 1):
+        for operand in step.operands if isinstance(step, Pointwise) else ():
+            if isinstance(operand, Slot):
+                uses.setdefault(operand.index, number)
+    return uses
+
+
+def _dependent(chain: Chain, first: int, last: int, root: int, slots: Iterable[int]) -> set[Operand]:
+    """The operands of steps `first` to `last` that have a gradient: value `root`, these slots and what they make."""
+    found: set[Operand] = {Value(root), *map(Slot, slots)}
+    for number, step in enumerate(chain.steps[first - 1 : last], first):
+        if any(operand in found for operand, _ in _parts(step, number)):
+            found.add(Value(number))
+    return found
+
+
+def _backward(
+    chain: Chain, first: int, last: int, root: int, slots: Iterable[int]
+) -> tuple[list[str], dict[Operand, list[str]]]:
+    """The gradients d{number} of steps `last` back to `first`, and the terms of every operand's gradient.
+
+    A value's readers come after it, so that its terms are complete when its own step is reached.
+    """
+    dependent = _dependent(chain, first, last, root, slots)
+    lines: list[str] = []
+    parts: dict[Operand, list[str]] = {Value(last): ["g"]}
+    for number in range(last, first - 1, -1):
+        if Value(number) not in dependent:
+            continue
+        lines.append(f"d{number} = {_sum(parts[Value(number)])}")
+        for operand, text in _parts(chain.steps[number - 1], number):
+            if operand in dependent:
+                parts.setdefault(operand, []).append(text)
+    return lines, parts
+
+
+def _parts(step: Step, number: int) -> list[tuple[Operand, str]]:
+    """What a step passes back to each of its operands; a norm's weight and bias get theirs from the sums."""
+    g = f"d{number}"
+    if isinstance(step, Normalize):
+        scaled = g if step.weight is None else f"t{step.weight.index} * {g}"
+        return [(step.operand, f"rstd * ({scaled} - A - x_hat * B)")]
+    if isinstance(step, Pointwise):
+        settings = {name: _WORDS.get(str(value), repr(value)) for name, value in step.settings}
+        x, *others = map(_name, step.operands)
+        words = {"g": g, "v": f"v{number}", "x": x, "y": others[0] if others else "", **settings}
+        return [(operand, text.format(**words)) for operand, text in zip(step.operands, DERIVATIVES[step.op])]
+    if isinstance(step, Cast):
+        return [(step.operand, g)]  # blocks stay in the accumulator's dtype
+    raise ValueError("a reduction is no step of a block")
+
+
+def _forward(chain: Chain, last: int, pointers: tuple[int, ...]) -> list[str]:
+    """The lines that compute v1, v2, …: emit's own, without its signature and its return."""
+    lines = [line.strip() for line in emit(chain, "whole", last, pointers).splitlines()[2:-1]]
+    norm = norm_step(chain, last)
+    if norm is not None:
+        (operand,) = values_of(chain.steps[norm - 1])
+        lines.append(f"x_hat = (v{operand.index} - mean) * rstd")
+    return lines
+
+
+def _function(name: str, means: str, lines: list[str], given: list[str]) -> str:
+    """With the lines that lead to what is given, and no others."""
+    kept: list[str] = []
+    used = set(_names(" ".join(given)))
+    for line in reversed(lines):
+        target, text = line.split(" = ", 1)
+        if target in used:
+            used.update(_names(text))
+            kept.append(line)
+    arguments = ", ".join(f"a{number}" for number in range(OPERANDS))
+    head = f"def {name}(v0, g, mean, rstd, {means}o_c, base, o_x, m_c, m_x, {arguments}):"
+    body = "".join(f"    {line}\n" for line in reversed(kept))
+    return f"@triton.jit\n{head}\n{body}    return ({', '.join(given)},)\n"
+
+
+def _names(text: str) -> list[str]:
+    return re.findall(r"\b[a-z]\w*\b(?!\.dtype)", text)  # a dtype is v0's whether or not its bias was added
+
+
+def _slot_lines(slots: Iterable[int], parts: dict[Operand, list[str]]) -> list[str]:
+    return [f"{_slot_name(slot)} = {_sum(parts[Slot(slot)])}" for slot in slots]
+
+
+def _slot_name(slot: int) -> str:
+    return f"dt{slot}"
+
+
+def _sum(terms: list[str]) -> str:
+    return " + ".join(terms)
+
+
+def _name(operand: Operand) -> str:
+    if isinstance(operand, Scalar):
+        return repr(operand.value)
+    return f"t{operand.index}" if isinstance(operand, Slot) else f"v{operand.index}"

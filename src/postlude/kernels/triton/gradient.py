@@ -1,0 +1,269 @@
+"""The passes of a chain's gradients: sums over the norm's result, their combination, and all gradients.
+
+Names, rows, tiles and bases are as in normalize.py. p_g is the gradient of the last step's value, in the value's
+layout. SUMS and GRADIENT are composed functions (see emit_gradient.py) that give tuples of blocks. What is summed per
+channel is stored chunk by chunk and added up later, in a fixed order: the same bits every time.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def added(totals, blocks, mask, COUNT: tl.constexpr):
+    sums = ()
+    for i in tl.static_range(COUNT):
+        sums += (totals[i] + tl.where(mask, blocks[i], 0.0),)  # lanes past the end may hold NaN
+    return sums
+
+
+@triton.jit
+def row_sums_kernel(
+    p_x,  # [N·C, S]
+    p_g,  # [N·C, S]
+    p_mean,  # [N·G]
+    p_rstd,  # [N·G]
+    p_sums,  # [COUNT, N·C, CHUNKS], out
+    a0,
+    a1,
+    a2,
+    a3,
+    a4,
+    a5,
+    C,
+    S,
+    CHUNKS,
+    TILES,  # per chunk
+    PER_GROUP,  # channels of a group
+    PLANE,  # N·C·CHUNKS
+    SUMS: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIGN: tl.constexpr,  # a power of two that divides S: the compiler asks only for 16
+    ACC: tl.constexpr,
+):
+    i_chunk = tl.program_id(0) % CHUNKS
+    i_row = tl.program_id(0) // CHUNKS
+    S = S // ALIGN * ALIGN  # the same number: a hint would not reach the masks
+    base = i_row.to(tl.int64) * S
+    o_c = i_row % C
+    mean = tl.load(p_mean + i_row // PER_GROUP)
+    rstd = tl.load(p_rstd + i_row // PER_GROUP)
+    totals = (tl.zeros([BLOCK], ACC),) * COUNT
+    for i_tile in range(TILES):
+        o_s = (i_chunk * TILES + i_tile) * BLOCK + tl.arange(0, BLOCK)
+        m_s = o_s < S
+        b_x = tl.load(p_x + base + o_s, mask=m_s, other=0.0).to(ACC)  # [BLOCK]
+        b_g = tl.load(p_g + base + o_s, mask=m_s, other=0.0).to(ACC)
+        blocks = SUMS(b_x, b_g, mean, rstd, o_c, base, o_s, o_c < C, m_s, a0, a1, a2, a3, a4, a5)
+        totals = added(totals, blocks, m_s, COUNT)
+    for i in tl.static_range(COUNT):
+        tl.store(p_sums + i * PLANE + i_row * CHUNKS + i_chunk, tl.sum(totals[i]))
+
+
+@triton.jit
+def last_sums_kernel(
+    p_x,  # [N, S, C]
+    p_g,  # [N, S, C]
+    p_mean,  # [N·G]
+    p_rstd,  # [N·G]
+    p_sums,  # [COUNT, N, C, CHUNKS], out
+    a0,
+    a1,
+    a2,
+    a3,
+    a4,
+    a5,
+    C,
+    S,
+    CHUNKS,
+    TILES,
+    PER_GROUP,
+    PLANE,
+    SUMS: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,  # rows of a tile
+    BLOCK_C: tl.constexpr,
+    WIDE: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    i_chunk = tl.program_id(0) % CHUNKS
+    i_n = tl.program_id(0) // CHUNKS
+    base = i_n.to(tl.int64) * S * C
+    o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)  # [BLOCK_C]
+    m_c = o_c < C
+    o_g = (i_n * C + o_c) // PER_GROUP
+    mean = tl.load(p_mean + o_g, mask=m_c, other=0.0)[None, :]  # [1, BLOCK_C]
+    rstd = tl.load(p_rstd + o_g, mask=m_c, other=0.0)[None, :]
+    totals = (tl.zeros([BLOCK, BLOCK_C], ACC),) * COUNT
+    for i_tile in range(TILES):
+        o_s = (i_chunk * TILES + i_tile) * BLOCK + tl.arange(0, BLOCK)
+        o_x = (o_s[:, None].to(tl.int64) if WIDE else o_s[:, None]) * C + o_c[None, :]  # [BLOCK, BLOCK_C]
+        m_x = (o_s < S)[:, None] & m_c[None, :]
+        b_x = tl.load(p_x + base + o_x, mask=m_x, other=0.0).to(ACC)
+        b_g = tl.load(p_g + base + o_x, mask=m_x, other=0.0).to(ACC)
+        blocks = SUMS(b_x, b_g, mean, rstd, o_c[None, :], base, o_x, m_c[None, :], m_x, a0, a1, a2, a3, a4, a5)
+        totals = added(totals, blocks, m_x, COUNT)
+    o_out = (i_n * C + o_c) * CHUNKS + i_chunk
+    for i in tl.static_range(COUNT):
+        tl.store(p_sums + i * PLANE + o_out, tl.sum(totals[i], axis=0), mask=m_c)
+
+
+@triton.jit
+def combine_sums_kernel(
+    p_sums,  # [2 and more, N·G, PER_GROUP, CHUNKS]: sums of dn, and of dn · x̂
+    p_weight,  # [C], unread without HAS_WEIGHT
+    p_a,  # [N·G], out: the mean of γ · dn over a group
+    p_b,  # [N·G], out: the mean of γ · dn · x̂
+    GROUPS,
+    PER_GROUP,
+    S,
+    CHUNKS,
+    PLANE,  # N·C·CHUNKS
+    HAS_WEIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    i_group = tl.program_id(0)
+    base = i_group.to(tl.int64) * PER_GROUP * CHUNKS
+    first = i_group % GROUPS * PER_GROUP  # the group's first channel
+    # Sums of opposite signs may be far larger than their total: float64, which costs nothing for so few.
+    a = tl.zeros([BLOCK], tl.float64)
+    b = tl.zeros([BLOCK], tl.float64)
+    for start in range(0, PER_GROUP * CHUNKS, BLOCK):
+        o = start + tl.arange(0, BLOCK)
+        m = o < PER_GROUP * CHUNKS
+        b_a = tl.load(p_sums + base + o, mask=m, other=0.0).to(tl.float64)  # [BLOCK]
+        b_b = tl.load(p_sums + PLANE + base + o, mask=m, other=0.0).to(tl.float64)
+        if HAS_WEIGHT:
+            b_weight = tl.load(p_weight + first + o // CHUNKS, mask=m, other=0.0).to(tl.float64)
+            b_a *= b_weight
+            b_b *= b_weight
+        a += b_a
+        b += b_b
+    count = tl.cast(PER_GROUP, tl.float64) * S
+    tl.store(p_a + i_group, (tl.sum(a) / count).to(p_a.dtype.element_ty))
+    tl.store(p_b + i_group, (tl.sum(b) / count).to(p_b.dtype.element_ty))
+
+
+@triton.jit
+def row_gradient_kernel(
+    p_x,  # [N·C, S]
+    p_g,  # [N·C, S]
+    p_mean,  # [N·G]
+    p_rstd,  # [N·G]
+    p_a,  # [N·G]
+    p_b,  # [N·G]
+    p_dx,  # [N·C, S], out
+    p_sums,  # [TOTALS, N·C, CHUNKS], out
+    p_full0,  # [N·C, S], out where FULL
+    p_full1,  # [N·C, S], out where FULL is 2
+    a0,
+    a1,
+    a2,
+    a3,
+    a4,
+    a5,
+    C,
+    S,
+    CHUNKS,
+    PER_GROUP,
+    PLANE,
+    GRADIENT: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    TOTALS: tl.constexpr,  # blocks after the first one that are summed
+    FULL: tl.constexpr,  # blocks after those that are stored
+    BLOCK: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    i_chunk = tl.program_id(0) % CHUNKS
+    i_row = tl.program_id(0) // CHUNKS
+    S = S // ALIGN * ALIGN
+    base = i_row.to(tl.int64) * S
+    o_c = i_row % C
+    o_s = i_chunk * BLOCK + tl.arange(0, BLOCK)
+    m_s = o_s < S
+    b_x = tl.load(p_x + base + o_s, mask=m_s, other=0.0).to(ACC)  # [BLOCK]
+    b_g = tl.load(p_g + base + o_s, mask=m_s, other=0.0).to(ACC)
+    mean = tl.zeros([], ACC)
+    rstd = mean
+    a = mean
+    b = mean
+    if HAS_NORM:
+        mean = tl.load(p_mean + i_row // PER_GROUP)
+        rstd = tl.load(p_rstd + i_row // PER_GROUP)
+        a = tl.load(p_a + i_row // PER_GROUP)
+        b = tl.load(p_b + i_row // PER_GROUP)
+    blocks = GRADIENT(b_x, b_g, mean, rstd, a, b, o_c, base, o_s, o_c < C, m_s, a0, a1, a2, a3, a4, a5)
+    tl.store(p_dx + base + o_s, blocks[0].to(p_dx.dtype.element_ty), mask=m_s)
+    for i in tl.static_range(TOTALS):
+        total = tl.sum(tl.where(m_s, blocks[1 + i], 0.0))
+        tl.store(p_sums + i * PLANE + i_row * CHUNKS + i_chunk, total)
+    if FULL > 0:
+        tl.store(p_full0 + base + o_s, blocks[1 + TOTALS].to(p_full0.dtype.element_ty), mask=m_s)
+    if FULL > 1:
+        tl.store(p_full1 + base + o_s, blocks[2 + TOTALS].to(p_full1.dtype.element_ty), mask=m_s)
+
+
+@triton.jit
+def last_gradient_kernel(
+    p_x,  # [N, S, C]
+    p_g,  # [N, S, C]
+    p_mean,  # [N·G]
+    p_rstd,  # [N·G]
+    p_a,  # [N·G]
+    p_b,  # [N·G]
+    p_dx,  # [N, S, C], out
+    p_sums,  # [TOTALS, N, C, CHUNKS], out
+    p_full0,  # [N, S, C], out where FULL
+    p_full1,  # [N, S, C], out where FULL is 2
+    a0,
+    a1,
+    a2,
+    a3,
+    a4,
+    a5,
+    C,
+    S,
+    CHUNKS,
+    PER_GROUP,
+    PLANE,
+    GRADIENT: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    TOTALS: tl.constexpr,
+    FULL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    WIDE: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    i_chunk = tl.program_id(0) % CHUNKS
+    i_n = tl.program_id(0) // CHUNKS
+    base = i_n.to(tl.int64) * S * C
+    o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)  # [BLOCK_C]
+    m_c = o_c < C
+    o_s = i_chunk * BLOCK + tl.arange(0, BLOCK)
+    o_x = (o_s[:, None].to(tl.int64) if WIDE else o_s[:, None]) * C + o_c[None, :]  # [BLOCK, BLOCK_C]
+    m_x = (o_s < S)[:, None] & m_c[None, :]
+    b_x = tl.load(p_x + base + o_x, mask=m_x, other=0.0).to(ACC)
+    b_g = tl.load(p_g + base + o_x, mask=m_x, other=0.0).to(ACC)
+    mean = tl.zeros([1, BLOCK_C], ACC)
+    rstd = mean
+    a = mean
+    b = mean
+    if HAS_NORM:
+        o_g = (i_n * C + o_c) // PER_GROUP
+        mean = tl.load(p_mean + o_g, mask=m_c, other=0.0)[None, :]
+        rstd = tl.load(p_rstd + o_g, mask=m_c, other=0.0)[None, :]
+        a = tl.load(p_a + o_g, mask=m_c, other=0.0)[None, :]
+        b = tl.load(p_b + o_g, mask=m_c, other=0.0)[None, :]
+    blocks = GRADIENT(b_x, b_g, mean, rstd, a, b, o_c[None, :], base, o_x, m_c[None, :], m_x, a0, a1, a2, a3, a4, a5)
+    tl.store(p_dx + base + o_x, blocks[0].to(p_dx.dtype.element_ty), mask=m_x)
+    o_out = (i_n * C + o_c) * CHUNKS + i_chunk
+    for i in tl.static_range(TOTALS):
+        total = tl.sum(tl.where(m_x, blocks[1 + i], 0.0), axis=0)  # [BLOCK_C]
+        tl.store(p_sums + i * PLANE + o_out, total, mask=m_c)
+    if FULL > 0:
+        tl.store(p_full0 + base + o_x, blocks[1 + TOTALS].to(p_full0.dtype.element_ty), mask=m_x)
+    if FULL > 1:
+        tl.store(p_full1 + base + o_x, blocks[2 + TOTALS].to(p_full1.dtype.element_ty), mask=m_x)

@@ -1,0 +1,201 @@
+"""The gradients of a plan's fused steps on a GPU: sums over the norm's result, then one pass for everything.
+
+`GradientPasses` is made once for a plan and for the slots whose gradient is wanted, with its launches ready.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from postlude.chain import Normalize
+from postlude.emit_gradient import FULL, Wanted, emit_gradient, emit_sums, slots_read, unsupported_gradient, wanted
+from postlude.plan import Plan
+from postlude.plan.gpu import last_fused_step
+from postlude.plan.problem import Spec, memory_format, power_of_two
+from postlude.plan.types import Tile
+from postlude.run.launch import Launch, accumulator
+from postlude.run.passes import Operands, accumulator_of, grid_of, shape_constants, sizes_of, tile_of
+from postlude.run.programs import HEADER, compose
+
+_IMPORTS = (
+    "from postlude.kernels.triton.derivatives import clamp_min_gradient, gelu_gradient, gelu_tanh_gradient\n"
+    "from postlude.kernels.triton.derivatives import leaky_relu_gradient, relu_gradient, silu_gradient\n\n\n"
+)
+# Elements of a tile at most, a quarter in float64: each needs registers for two values and, in the first pass, sums.
+_MOST, _MOST_SUMMED = 4096, 2048
+_ROW_WARPS, _LAST_WARPS = 4, 8  # channels-last tiles are larger, and keep more per element
+
+
+class GradientPasses:
+    """Gradients of the chain's steps up to the last fused one, from the gradient of that one's value.
+
+    `needs` are the slots whose gradient is wanted. The input's and the weight's are made by the convolution from the
+    gradient at the first value, which is always computed; without a convolution it is the input's.
+    """
+
+    def __init__(self, plan: Plan, needs: frozenset[int]) -> None:
+        chain, value, last = plan.chain, plan.value, last_fused_step(plan.chain)
+        reason = unsupported_gradient(chain, last)
+        if reason is not None:
+            raise ValueError(f"no gradient passes: {reason}")
+        self.needs, self.wanted = needs, wanted(chain, last, needs)
+        self.format = memory_format(value.layout, chain.dims)
+        self.dtype = getattr(torch, plan.result_dtype)
+        self.operands = Operands(chain, last, value.layout)
+        self.norm = next((step for step in chain.steps[:last] if isinstance(step, Normalize)), None)
+        text = emit_gradient(chain, last, needs, self.operands.slots)
+        read, tile, per_group = slots_read(text), _tile(plan), 1
+        self.sums = self.combine = None
+        if self.norm is not None:
+            first = emit_sums(chain, last, needs, self.operands.slots)
+            read |= slots_read(first)
+            per_group = value.shape[1] // (self.norm.groups or value.shape[1])
+            self.sums = SumsPass(value, tile, _composed(first, "sums"), 2 + len(self.wanted.sums), per_group)
+            self.combine = CombineSums(value, self.sums.chunks, per_group, self.norm.weight is not None)
+        self.gradient = GradientPass(value, tile, _composed(text, "gradient"), self.norm, self.wanted, per_group)
+        # A residual's gradient does not depend on it, as a rule: then it need not be there at all.
+        self.unread = {slot for slot in self.operands.slots if chain.roles[slot] == "full"} - read
+
+    def __call__(
+        self, value: Tensor, moments: tuple[Tensor, Tensor] | None, dy: Tensor, tensors: Sequence[Tensor]
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """The gradient at the first value, and each slot's in its dtype.
+
+        `value` is the convolution's result without its bias, or the input; `moments` the norm's mean and rstd.
+        """
+        value = value.contiguous(memory_format=self.format)
+        dy = dy.to(self.dtype).contiguous(memory_format=self.format)
+        operands = self.operands([value if slot in self.unread else t for slot, t in enumerate(tensors)], value)
+        means = group_means = moments or (value, value)  # unread without a norm
+        found: dict[int, list[Tensor]] = {}
+        if self.sums is not None and self.combine is not None and self.norm is not None:
+            sums = self.sums(value, dy, means, operands)
+            weight, bias = (None if slot is None else slot.index for slot in (self.norm.weight, self.norm.bias))
+            self._add(found, (bias, weight, *self.wanted.sums), sums)
+            group_means = self.combine(sums, None if weight is None else tensors[weight].contiguous())
+        dtypes = [tensors[slot].dtype for slot in self.wanted.full]
+        dv0, sums, full = self.gradient(value, dy, (*means, *group_means), operands, dtypes)
+        self._add(found, self.wanted.totals, sums)
+        gradients = dict(zip(self.wanted.full, full))
+        for slot, parts in found.items():
+            total = functools.reduce(torch.add, parts)  # a vector may be the norm's and a step's at once
+            gradients[slot] = total.to(tensors[slot].dtype).reshape(tensors[slot].shape)
+        return dv0, gradients
+
+    def _add(self, found: dict[int, list[Tensor]], slots: Sequence[int | None], sums: Tensor) -> None:
+        """Sums [COUNT, N, C, CHUNKS] over samples and chunks, where a slot needs them."""
+        if any(slot in self.needs for slot in slots):
+            for slot, total in zip(slots, sums.sum((1, 3), dtype=torch.float64)):
+                if slot is not None and slot in self.needs:
+                    found.setdefault(slot, []).append(total)
+
+
+class SumsPass:
+    """Sums per sample, channel and chunk of dn, of dn · x̂ and of the gradients of vectors after the norm."""
+
+    def __init__(self, value: Spec, tile: Tile, program: Any, count: int, per_group: int) -> None:
+        from postlude.kernels.triton import gradient as kernels
+
+        batch, channels, positions = sizes_of(value)
+        self.chunks = -(-positions // (tile.moments_block * tile.tiles))
+        self.shape = (count, batch, channels, self.chunks)
+        self.acc = accumulator_of(value)
+        constants: dict[str, Any] = {
+            "SUMS": program,
+            "COUNT": count,
+            "BLOCK": tile.moments_block,
+            **shape_constants(value, tile),
+            "ACC": accumulator(self.acc),
+        }
+        kernel = kernels.last_sums_kernel if tile.block_c else kernels.row_sums_kernel
+        numbers = (channels, positions, self.chunks, tile.tiles, per_group, batch * channels * self.chunks)
+        self.launch = Launch(kernel, grid_of(value, tile, self.chunks), numbers, constants, _warps(tile))
+
+    def __call__(self, value: Tensor, dy: Tensor, means: tuple[Tensor, Tensor], operands: list[Tensor]) -> Tensor:
+        sums = torch.empty(self.shape, dtype=self.acc, device=value.device)
+        self.launch(value, dy, *means, sums, *operands)
+        return sums
+
+
+class CombineSums:
+    """The means over a group of γ · dn and of γ · dn · x̂."""
+
+    def __init__(self, value: Spec, chunks: int, per_group: int, has_weight: bool) -> None:
+        from postlude.kernels.triton.gradient import combine_sums_kernel
+
+        batch, channels, positions = sizes_of(value)
+        groups = channels // per_group
+        self.shape = (2, batch * groups)
+        numbers = (groups, per_group, positions, chunks, batch * channels * chunks)
+        constants = {"HAS_WEIGHT": has_weight, "BLOCK": min(1024, max(32, power_of_two(per_group * chunks)))}
+        self.launch = Launch(combine_sums_kernel, (batch * groups,), numbers, constants)
+
+    def __call__(self, sums: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        both = torch.empty(self.shape, dtype=sums.dtype, device=sums.device)
+        a, b = both[0], both[1]
+        self.launch(sums, sums if weight is None else weight, a, b)
+        return a, b
+
+
+class GradientPass:
+    """All steps backwards in one reading of the value and of dy: what is stored, and sums per channel and chunk."""
+
+    def __init__(
+        self, value: Spec, tile: Tile, program: Any, norm: Normalize | None, want: Wanted, per_group: int
+    ) -> None:
+        from postlude.kernels.triton import gradient as kernels
+
+        batch, channels, positions = sizes_of(value)
+        chunks = -(-positions // tile.block)
+        self.shape = (len(want.totals), batch, channels, chunks)
+        self.acc = accumulator_of(value)
+        constants: dict[str, Any] = {
+            "GRADIENT": program,
+            "HAS_NORM": norm is not None,
+            "TOTALS": len(want.totals),
+            "FULL": len(want.full),
+            "BLOCK": tile.block,
+            **shape_constants(value, tile),
+            "ACC": accumulator(self.acc),
+        }
+        kernel = kernels.last_gradient_kernel if tile.block_c else kernels.row_gradient_kernel
+        numbers = (channels, positions, chunks, per_group, batch * channels * chunks)
+        self.launch = Launch(kernel, grid_of(value, tile, chunks), numbers, constants, _warps(tile))
+
+    def __call__(
+        self,
+        value: Tensor,
+        dy: Tensor,
+        means: tuple[Tensor, ...],
+        operands: list[Tensor],
+        dtypes: list[torch.dtype],
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """The gradient at the first value, the sums, and gradients of the value's size in `dtypes`."""
+        dv0 = torch.empty_like(value)
+        sums = torch.empty(self.shape, dtype=self.acc, device=value.device)
+        full = [torch.empty_like(value, dtype=dtype) for dtype in dtypes]
+        outputs = [dv0, sums if sums.numel() else value, *full, *[value] * (FULL - len(full))]
+        self.launch(value, dy, *means, *outputs, *operands)
+        return dv0, sums, full
+
+
+def _composed(text: str, name: str) -> Any:
+    return compose(HEADER.rstrip() + "\n" + _IMPORTS + text)[name]
+
+
+def _tile(plan: Plan) -> Tile:
+    """The plan's, with no more elements than registers last for."""
+    tile = tile_of(plan)
+    each = max(1, tile.block_c) * (4 if accumulator_of(plan.value) == torch.float64 else 1)
+    block, moments_block = max(1, _MOST // each), max(1, _MOST_SUMMED // each)
+    return dataclasses.replace(tile, block=min(tile.block, block), moments_block=min(tile.moments_block, moments_block))
+
+
+def _warps(tile: Tile) -> int:
+    return _LAST_WARPS if tile.block_c else _ROW_WARPS

@@ -1,0 +1,68 @@
+"""A tensor as a matrix of positions by channels, in half-precision planes where its precision asks for them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from postlude.plan.gemm import Arithmetic, Volume
+from postlude.plan.problem import Spec, power_of_two
+from postlude.run.launch import Launch
+
+_PACK_BLOCK = 64  # positions of a packing tile
+_LARGEST_TILES = 4  # of 4096 elements, for one program that looks for the largest
+
+
+class InputPacking:
+    """For tensors of one shape and layout, into one volume."""
+
+    def __init__(self, x: Spec, volume: Volume, arithmetic: Arithmetic, channels: int) -> None:
+        self.arithmetic, self.dtype = arithmetic, getattr(torch, arithmetic.operands)
+        self.shape = (x.shape[0] * volume.sample_rows + volume.tail_rows, volume.pitch, channels)
+        self.channels = x.shape[1]
+        self.largest = _largest(x) if arithmetic.scaled else None
+        self.launch = self._prepared(x, volume)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[rows, pitch, channels] twice (the same where there is one plane), and the channels' largest magnitudes."""
+        largest = x
+        if self.largest is not None:
+            largest = torch.zeros(self.channels, dtype=torch.int32, device=x.device)
+            self.largest(x, largest)
+        high = torch.empty(self.shape, dtype=self.dtype, device=x.device)
+        low = torch.empty_like(high) if self.arithmetic.planes == 2 else high
+        self.launch(x, high, low, largest)
+        return high, low, largest
+
+    def _prepared(self, x: Spec, volume: Volume) -> Launch:
+        from postlude.kernels.triton.pack import pack_input_kernel
+
+        width, channels = volume.space[2], self.shape[2]
+        block, block_c = min(_PACK_BLOCK, max(16, power_of_two(width))), min(64, channels & -channels)
+        grid = (self.shape[0], -(-width // block), channels // block_c)
+        numbers = (*x.shape[:2], *volume.space, *volume.padding, volume.pitch, volume.padded[1], volume.sample_rows)
+        constants = {
+            "CP": channels,
+            "PLANES": self.arithmetic.planes,
+            "SCALED": self.arithmetic.scaled,
+            "LAST": x.layout == "channels_last",
+            "BLOCK": block,
+            "BLOCK_C": block_c,
+            "PAD": power_of_two(max(1, volume.padding[2])),
+        }
+        return Launch(pack_input_kernel, grid, numbers, constants)
+
+
+def _largest(x: Spec) -> Launch:
+    """Each channel's largest finite magnitude."""
+    from postlude.kernels.triton.pack import largest_kernel
+
+    (batch, channels), positions, is_last = x.shape[:2], math.prod(x.shape[2:]), x.layout == "channels_last"
+    block_c = min(64, power_of_two(channels)) if is_last else 1
+    block = 4096 // block_c
+    chunks = -(-positions // (block * _LARGEST_TILES))
+    grid = (batch * chunks, -(-channels // block_c)) if is_last else (batch * channels * chunks,)
+    constants = {"LAST": is_last, "BLOCK": block, "BLOCK_C": block_c}
+    return Launch(largest_kernel, grid, (channels, positions, chunks, _LARGEST_TILES), constants)

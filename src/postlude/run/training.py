@@ -1,0 +1,123 @@
+"""Chains in training on a GPU: the fused forward pass, what it keeps, and the backward pass from that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from postlude import reference
+from postlude.chain import POINTWISE, Chain, Pointwise, Slot, Value, operands_of, values_of
+from postlude.plan import Plan
+from postlude.run.convolution_gradients import ConvolutionGradients
+from postlude.run.gpu import GpuRun, on_device_of
+from postlude.run.gradient import GradientPasses
+
+_CONVOLVED = 3  # slots that the convolution's dtype applies to: input, weight, bias
+
+
+class Training:
+    """A plan with its backward pass. Between the two it keeps the tensors whose values matter, the convolution's
+    result and the norm's moments; where the plan is lean, the convolution is computed again instead."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.chain = plan, plan.chain
+        self.run = GpuRun(plan, keeps_value=not plan.is_lean)
+        self.needed = needed_values(plan.chain)
+        self.convolution = None if plan.chain.producer is None else ConvolutionGradients(plan, plan.chain.producer)
+        self.gradients: dict[frozenset[int], GradientPasses] = {}
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
+        conv = self.chain.producer
+        if conv is not None and conv.dtype is not None:
+            # Outside of the function below, so that what it keeps is in the convolution's dtype, as eager's is.
+            dtype, count = getattr(torch, conv.dtype), _CONVOLVED if conv.has_bias else _CONVOLVED - 1
+            tensors = [t.to(dtype) if number < count else t for number, t in enumerate(tensors)]
+        result: Tensor = _ChainFunction.apply(self, *tensors)  # type: ignore[no-untyped-call]
+        return result
+
+    def value_of(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The convolution's result, computed again."""
+        value, _ = self.run.first_pass(tensors)
+        assert value is not None
+        return value
+
+    def backward(
+        self,
+        tensors: Sequence[Tensor],
+        value: Tensor,
+        moments: tuple[Tensor, Tensor] | None,
+        dy: Tensor,
+        needs: Sequence[bool],
+    ) -> list[Tensor | None]:
+        """The gradient of every slot that needs one."""
+        wanted = frozenset(slot for slot, is_needed in enumerate(needs) if is_needed)
+        passes = self.gradients.get(wanted)
+        if passes is None:
+            passes = self.gradients[wanted] = GradientPasses(self.plan, wanted)
+        dv, found = passes(value, moments, dy, tensors)
+        grads = [found.get(slot) for slot in range(len(needs))]
+        if self.convolution is None:
+            grads[0] = dv.to(tensors[0].dtype) if needs[0] else None
+        elif needs[0] or needs[1]:
+            grads[:2] = self.convolution(dv, tensors[0], tensors[1], needs[0], needs[1])
+        return grads
+
+
+class _ChainFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, training: Training, *tensors: Tensor) -> Tensor:
+        with on_device_of(tensors[0]):
+            result, value, moments = training.run.parts(tensors)
+        kept = [t if slot in training.needed else None for slot, t in enumerate(tensors)]
+        ctx.training, ctx.shapes = training, [(t.shape, t.dtype) for t in tensors]
+        ctx.save_for_backward(*kept, None if training.plan.is_lean else value, *(moments or (None, None)))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        training: Training = ctx.training
+        *kept, value, mean, rstd = ctx.saved_tensors
+        needs = ctx.needs_input_grad[1:]
+        # What was not kept has no influence on any gradient: zeros of its shape do as well.
+        tensors = [
+            dy.new_zeros(()).to(dtype).expand(shape) if t is None else t for t, (shape, dtype) in zip(kept, ctx.shapes)
+        ]
+        if torch.is_grad_enabled():
+            return None, *_differentiable(training.chain, tensors, dy, needs)
+        with on_device_of(dy):
+            if value is None:
+                value = training.value_of(tensors)
+            moments = None if mean is None else (mean, rstd)
+            return None, *training.backward(tensors, value, moments, dy, needs)
+
+
+def _differentiable(chain: Chain, tensors: Sequence[Tensor], dy: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+    """Gradients that can be differentiated again: by PyTorch's own operators, at their speed."""
+    # A tensor that was not kept comes as zeros, which no gradient depends on; it is a leaf of its own here.
+    tensors = [t if t.requires_grad or not n else t.detach().requires_grad_() for t, n in zip(tensors, needs)]
+    wanted = [t for t, is_needed in zip(tensors, needs) if is_needed]
+    with torch.enable_grad():
+        result = reference.evaluate(chain, tensors)
+        found = iter(torch.autograd.grad(result, wanted, dy, create_graph=True, allow_unused=True))
+    return [next(found) if is_needed else None for is_needed in needs]
+
+
+def needed_values(chain: Chain) -> frozenset[int]:
+    """The slots whose values a backward pass reads: a tensor that is only added to what stays linear is not one."""
+    matters = {slot for slot, role in enumerate(chain.roles) if role in ("input", "weight", "bias", "channel")}
+    bent = set()  # values whose own value some derivative depends on
+    for number, step in reversed(list(enumerate(chain.steps, 1))):
+        is_linear = isinstance(step, Pointwise) and POINTWISE[step.op].affine and not _multiplies_values(step)
+        if not is_linear or number in bent:
+            bent |= {value.index for value in values_of(step)}
+            matters |= {o.index for o in operands_of(step) if isinstance(o, Slot)}
+        elif isinstance(step, Pointwise) and step.op == "mul":
+            matters |= {o.index for o in operands_of(step) if isinstance(o, Slot)}
+    return frozenset(matters)
+
+
+def _multiplies_values(step: Pointwise) -> bool:
+    return step.op == "mul" and any(isinstance(operand, (Value, Slot)) for operand in step.operands[1:])

@@ -1,0 +1,208 @@
+"""Fused chains under autograd: gradients, what is kept for them, and PyTorch's contracts, by Triton's interpreter."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from cases import BY_NAME, Builder, conv
+from postlude import reference
+from postlude.chain import Chain
+from postlude.check import tensors_for
+from postlude.plan import Plan, problem_of
+from postlude.plan.gemm import Gemm
+from postlude.plan.gpu import lower_for_gpu
+from postlude.run.training import Training, needed_values
+from run.test_gpu import CARD, SMALL
+
+pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore")]
+BLOCK = Builder(2, conv(2, (3, 4), padding=1)).norm(None).op("leaky_relu", slope=0.1).chain()
+RESIDUAL = Builder(2, conv(2, (3, 4), padding=1, bias=False)).op("relu").norm(2).op("add", "full").op("silu").chain()
+ADDED = Builder(2, conv(2, (3, 4), padding=1)).norm(2).op("add", "full").chain()
+TURNED = Builder(2, conv(2, (3, 4), transposed=True)).op("relu").norm(2).chain()
+NORM = Builder(2).op("mul", "channel").norm(2).op("gelu", approximate="tanh").chain()
+CHAINS = {"block": BLOCK, "residual": RESIDUAL, "added": ADDED, "transposed": TURNED, "no convolution": NORM}
+
+
+@pytest.fixture
+def library_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("postlude.plan.gpu.own_convolution", lambda *_: "not in this test")
+
+
+def inputs(chain: Chain, dtype: torch.dtype = torch.float64, layout: str = "contiguous") -> list[Tensor]:
+    channels = chain.producer.in_channels if chain.producer else 4
+    made = tensors_for(chain, (2, channels, 5, 4), dtype, layout=layout)  # type: ignore[arg-type]
+    return [t.requires_grad_() for t in made]
+
+
+def training(chain: Chain, tensors: Sequence[Tensor], memory: str = "default") -> Training:
+    problem = dataclasses.replace(problem_of(tensors, memory=memory), needs_grad=True)
+    plan = lower_for_gpu(chain, problem, CARD, even_if_slower=True)
+    assert isinstance(plan, Plan), plan
+    assert plan.tile is not None
+    tile = SMALL["channels_last" if plan.tile.block_c else "contiguous"]
+    if isinstance(plan.own, Gemm) and plan.input_gradient is not None and plan.weight_gradient is not None:
+        plan = dataclasses.replace(
+            plan,
+            own=dataclasses.replace(plan.own, rows=32),
+            input_gradient=dataclasses.replace(plan.input_gradient, rows=32),
+            weight_gradient=dataclasses.replace(plan.weight_gradient, splits=2),
+        )
+    return Training(dataclasses.replace(plan, tile=tile))
+
+
+def gradients(run: Callable[[Sequence[Tensor]], Tensor], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    y = run(tensors)
+    wanted = [t for t in tensors if t.requires_grad]
+    generator = torch.Generator().manual_seed(1)
+    return y, *torch.autograd.grad(y, wanted, torch.randn(y.shape, generator=generator).to(y.dtype))
+
+
+def assert_gradients(chain: Chain, tensors: Sequence[Tensor], memory: str = "default", tolerance: float = 1e-8) -> None:
+    truth = gradients(lambda ts: reference.evaluate(chain, ts, dtype=torch.float64), tensors)
+    for ours, true in zip(gradients(training(chain, tensors, memory), tensors), truth, strict=True):
+        assert ours.shape == true.shape
+        torch.testing.assert_close(
+            ours.double(), true.double(), rtol=tolerance, atol=tolerance * float(true.abs().max() + 1)
+        )
+
+
+@pytest.mark.parametrize("memory", ["default", "lean"])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.usefixtures("poisoned_memory", "library_convolution")
+def test_gradients_are_autograds(name: str, layout: str, memory: str) -> None:
+    assert_gradients(CHAINS[name], inputs(CHAINS[name], layout=layout), memory)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-8), (torch.float32, 1e-5)], ids=str)
+@pytest.mark.parametrize("name", ["block", "transposed"])
+@pytest.mark.usefixtures("poisoned_memory")
+def test_gradients_by_convolutions_of_our_own(name: str, dtype: torch.dtype, tolerance: float) -> None:
+    """Forward, input's and weight's: in float64, and in two half-precision planes."""
+    tensors = inputs(CHAINS[name], dtype)
+    assert training(CHAINS[name], tensors).plan.weight_gradient is not None
+    assert_gradients(CHAINS[name], tensors, tolerance=tolerance)
+
+
+def test_gradcheck_over_convolutions_of_our_own() -> None:
+    chain = Builder(2, conv(2, (2, 2), 2)).op("silu").norm(1).chain()
+    tensors = [t.requires_grad_() for t in tensors_for(chain, (1, 2, 3, 3), torch.float64)]
+    run = training(chain, tensors)
+    assert torch.autograd.gradcheck(lambda *ts: run(ts), tensors, fast_mode=True)
+
+
+@pytest.mark.parametrize("name", ["block", "no convolution"])
+@pytest.mark.usefixtures("library_convolution")
+def test_gradcheck_over_the_real_kernels(name: str) -> None:
+    chain = CHAINS[name]
+    tensors = inputs(chain)
+    run = training(chain, tensors)
+    assert torch.autograd.gradcheck(lambda *ts: run(ts), tensors, fast_mode=True)
+
+
+@pytest.mark.parametrize("name", ["block", "added"])
+@pytest.mark.usefixtures("library_convolution")
+def test_gradients_can_be_differentiated_again(name: str) -> None:
+    chain = CHAINS[name]
+    tensors = inputs(chain)
+    run = training(chain, tensors)
+    assert torch.autograd.gradgradcheck(lambda *ts: run(ts), tensors, fast_mode=True)
+
+
+@pytest.mark.parametrize("frozen", [(0,), (1,), (0, 1), (2, 3), (3, 4)], ids=str)
+@pytest.mark.usefixtures("library_convolution")
+def test_frozen_tensors_get_nothing(frozen: tuple[int, ...]) -> None:
+    tensors = inputs(BLOCK)
+    for slot in frozen:
+        tensors[slot].requires_grad_(False)
+    assert_gradients(BLOCK, tensors)
+
+
+@pytest.mark.usefixtures("library_convolution")
+def test_two_backward_calls_and_accumulation() -> None:
+    tensors = inputs(BLOCK)
+    y = training(BLOCK, tensors)(tensors).square().sum()
+    y.backward(retain_graph=True)
+    once = [t.grad.clone() for t in tensors if t.grad is not None]
+    y.backward()
+    for one, t in zip(once, tensors, strict=True):
+        torch.testing.assert_close(t.grad, 2 * one)
+
+
+@pytest.mark.usefixtures("library_convolution")
+def test_checkpointing() -> None:
+    tensors = inputs(BLOCK)
+    run = training(BLOCK, tensors)
+    plain = gradients(run, tensors)
+    again = gradients(lambda ts: checkpoint(lambda *t: run(t), *ts, use_reentrant=False), tensors)
+    for one, other in zip(plain, again, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def saved_bytes(run: Callable[[Sequence[Tensor]], Tensor], tensors: Sequence[Tensor]) -> int:
+    """Of distinct memory that is no leaf: parameters and inputs are there anyway."""
+    seen: dict[int, int] = {}
+    leaves = {t.untyped_storage().data_ptr() for t in tensors}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in leaves:
+            seen[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = run(tensors)
+    del result
+    return sum(seen.values())
+
+
+@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.usefixtures("library_convolution")
+def test_never_more_is_kept_than_eager_keeps(name: str) -> None:
+    chain = CHAINS[name]
+    tensors = tensors_for(chain, (2, 3 if chain.producer else 4, 16, 17), torch.float32)
+    tensors = tuple(t.requires_grad_() for t in tensors)
+    theirs = saved_bytes(lambda ts: reference.evaluate(chain, ts), tensors)
+    ours = saved_bytes(training(chain, tensors), tensors)
+    assert ours <= theirs, (ours, theirs)
+    lean = saved_bytes(training(chain, tensors, "lean"), tensors)
+    if chain.producer is not None:
+        assert lean <= 256, lean  # the norm's moments
+
+
+def test_a_tensor_that_is_only_added_is_not_kept() -> None:
+    assert len(ADDED.roles) - 1 not in needed_values(ADDED)
+    assert len(RESIDUAL.roles) - 1 in needed_values(RESIDUAL)
+
+
+@pytest.mark.usefixtures("library_convolution")
+def test_autocasts_dtype_is_what_is_kept_and_gradients_come_back_in_each_tensors_own() -> None:
+    half = dataclasses.replace(BLOCK, producer=dataclasses.replace(BLOCK.producer, dtype="float16"))  # type: ignore[type-var]
+    tensors = inputs(half, torch.float32)
+    y, *grads = gradients(training(half, tensors), tensors)
+    assert y.dtype == reference.evaluate(half, tensors).dtype
+    assert [g.dtype for g in grads] == [t.dtype for t in tensors]
+    truth = gradients(lambda ts: reference.evaluate(half, ts, dtype=torch.float64), tensors)
+    for ours, true in zip(grads, truth[1:], strict=True):
+        torch.testing.assert_close(ours, true, rtol=2e-2, atol=2e-2 * float(true.abs().max()) + 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("chain", "reason"),
+    [
+        (BY_NAME["conv gelu residual"].chain, "without a norm"),
+        (BY_NAME["23 small"].chain, "a reduction or a second norm"),
+        (BY_NAME["two norms"].chain, "a reduction or a second norm"),
+    ],
+)
+def test_what_the_backward_passes_do_not_cover_is_declined(chain: Chain, reason: str) -> None:
+    channels = chain.producer.in_channels if chain.producer else 4
+    tensors = tensors_for(chain, (2, channels, *[8] * chain.dims), torch.float32)
+    problem = dataclasses.replace(problem_of(tensors), needs_grad=True)
+    assert reason in str(lower_for_gpu(chain, problem, CARD, even_if_slower=True))

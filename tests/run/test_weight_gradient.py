@@ -1,0 +1,74 @@
+"""The weight's gradient as a product over positions, by Triton's interpreter, against float64 autograd."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from cases import conv
+from postlude import reference
+from postlude.chain import Convolution
+from postlude.hardware import Machine
+from postlude.plan.convolve import weight_gemm_for
+from postlude.plan.gemm import Arithmetic
+from postlude.plan.problem import spec_of
+from postlude.run.weight_gradient import WeightGradient
+
+pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore")]
+CARD = Machine("cuda", 4, 50 << 20, True, architecture="sm_90")
+EXACT, TWO, ONE = Arithmetic("float64"), Arithmetic("float16", 2, True), Arithmetic("float16", 1, True)
+HALF = Arithmetic("float16")
+CASES: dict[str, tuple[Convolution, tuple[int, ...]]] = {
+    "padded": (conv(3, (6, 5), padding=1), (2, 6, 4, 3, 5)),
+    "valid": (conv(3, (3, 8)), (2, 3, 4, 5, 5)),
+    "transposed": (conv(3, (4, 6), transposed=True), (2, 4, 3, 4, 3)),
+    "transposed and padded": (conv(2, (20, 4), transposed=True, padding=1), (3, 20, 5, 6)),
+    "1×1": (conv(2, (5, 7), 1), (2, 5, 6, 4)),
+    "2 taps": (conv(2, (5, 18), 2), (2, 5, 6, 4)),
+}
+
+
+def both(name: str, arithmetic: Arithmetic, layout: str = "contiguous") -> tuple[Tensor, Tensor]:
+    """Ours and the truth."""
+    how, shape = CASES[name]
+    dtype = {"float64": torch.float64}.get(arithmetic.operands, torch.float32 if arithmetic.scaled else torch.float16)
+    generator = torch.Generator().manual_seed(0)
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}[len(shape)]
+    form = last if layout == "channels_last" else torch.contiguous_format
+    x = torch.randn(shape, generator=generator).to(dtype).contiguous(memory_format=form)
+    channels = (how.in_channels, how.out_channels) if how.transposed else (how.out_channels, how.in_channels)
+    weight = torch.randn(*channels, *how.kernel, generator=generator).to(dtype)
+    out = (shape[0], how.out_channels, *how.output_space(shape[2:]))
+    dy = (torch.randn(out, generator=generator) + 0.5).to(dtype).contiguous(memory_format=form)
+    exact = weight.double().requires_grad_()
+    (truth,) = torch.autograd.grad(reference.convolve(how, x.double(), exact, None), exact, dy.double())
+    gemm = dataclasses.replace(weight_gemm_for(how, shape[2:], arithmetic, CARD), splits=3)
+    return WeightGradient(how, gemm, spec_of(x), spec_of(dy))(x, dy, weight), truth
+
+
+def error(found: tuple[Tensor, Tensor]) -> float:
+    ours, truth = found
+    assert ours.shape == truth.shape
+    return float((ours.double() - truth).abs().max() / truth.abs().max())
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.usefixtures("poisoned_memory")
+def test_is_autograds(name: str, layout: str) -> None:
+    assert error(both(name, EXACT, layout)) < 1e-13
+
+
+@pytest.mark.parametrize(("arithmetic", "most"), [(TWO, 1e-6), (ONE, 2e-3), (HALF, 2e-3)], ids=str)
+@pytest.mark.parametrize("name", ["padded", "transposed"])
+@pytest.mark.usefixtures("poisoned_memory")
+def test_in_every_arithmetic(name: str, arithmetic: Arithmetic, most: float) -> None:
+    assert error(both(name, arithmetic)) < most
+
+
+def test_without_the_shift_it_is_seen_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("postlude.plan.gemm.WeightGemm.shift", 0)
+    assert error(both("padded", EXACT)) > 1e-2

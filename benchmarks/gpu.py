@@ -6,6 +6,7 @@ python benchmarks/gpu.py --csv benchmarks/results/h200.csv
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,12 +20,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from table import GPU_SOURCES
 
 from cases import CHAIN_23, CHAIN_61, Builder, conv
-from postlude import reference
+from postlude import hardware, reference
 from postlude.chain import Chain
 from postlude.check import clock, records
 from postlude.check.modes import pytorch_switches
 from postlude.check.points import tensors_for
-from postlude.plan import Plan
+from postlude.plan import Plan, problem_of
+from postlude.plan.gpu import lower_for_gpu
+from postlude.run.execute import prepare
 from postlude.run.site import Site
 
 
@@ -146,14 +149,60 @@ def busy_clock(call: Callable[..., Tensor], tensors: Sequence[Tensor]) -> int | 
         return None
 
 
+def measure_training(bench: Bench, rounds: int) -> list[records.Record]:
+    """One step, forward and backward for every tensor, at the same precision."""
+    tensors = [
+        t.requires_grad_()
+        for t in tensors_for(bench.chain, bench.shape, bench.dtype, "cuda", 0, "normal", bench.layout)
+    ]
+    problem = dataclasses.replace(problem_of(tensors), needs_grad=True)
+    plan = lower_for_gpu(bench.chain, problem, hardware.machine_for("cuda"), even_if_slower=True)
+    if not isinstance(plan, Plan):
+        print(f"{bench.chain}: {plan}")
+        return []
+    torch._dynamo.reset()
+    runner = prepare(bench.chain, plan, "cuda")
+    forwards: dict[str, Callable[..., Tensor]] = {
+        "eager": lambda *ts: reference.evaluate(bench.chain, ts),
+        "torch.compile": torch.compile(lambda *ts: reference.evaluate(bench.chain, ts)),
+        "postlude": lambda *ts: runner(ts),
+    }
+    dy = torch.randn_like(forwards["eager"](*tensors))
+
+    def step(forward: Callable[..., Tensor]) -> Callable[..., object]:
+        return lambda *ts: torch.autograd.grad(forward(*ts), ts, dy)
+
+    variants = {name: clock.rotating(step(forward), [tensors]) for name, forward in forwards.items()}
+    timings = clock.time_interleaved(variants, rounds=rounds, min_window_s=0.03)
+    shape, dtype = "×".join(map(str, bench.shape)), str(bench.dtype).removeprefix("torch.")
+    rows = []
+    for name, timing in timings.items():
+        gain = clock.ratio(timings["eager"], timing)
+        rows.append(
+            records.Record(
+                *(str(bench.chain), shape, dtype, bench.layout, bench.precision, "training step", name),
+                *(1e3 * timing.quantile(p) for p in (0.2, 0.5, 0.8)),
+                1e3 * timing.low,
+                1e3 * timing.high,
+                *(gain.median, gain.low, gain.high),
+                kernel_hash=records.kernel_hash(GPU_SOURCES),
+                **records.environment("cuda"),  # type: ignore[arg-type]
+            )
+        )
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--csv", type=Path)
+    parser.add_argument("--train", action="store_true", help="a training step instead of a forward pass")
     options = parser.parse_args()
     for bench in BENCHES:
-        with torch.no_grad(), pytorch_switches(bench.precision, torch.device("cuda")):
-            rows = measure(bench, options.rounds)
+        with torch.set_grad_enabled(options.train), pytorch_switches(bench.precision, torch.device("cuda")):
+            rows = (measure_training if options.train else measure)(bench, options.rounds)
+        if not rows:
+            continue
         cells = " ".join(f"{row.variant} {row.ms_p50:.3f} (err {row.error_rms or 0:.1e})" for row in rows)
         first = rows[0]
         what = f"{first.chain[:40]:40} {first.shape:16} {first.dtype:8} {first.precision:4} {first.layout:13}"

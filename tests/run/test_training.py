@@ -197,7 +197,7 @@ def test_autocasts_dtype_is_what_is_kept_and_gradients_come_back_in_each_tensors
     ("chain", "reason"),
     [
         (BY_NAME["conv gelu residual"].chain, "without a norm"),
-        (BY_NAME["23 small"].chain, "a reduction or a second norm"),
+        (BY_NAME["conv relu norm mean relu"].chain, "a convolution with its norm directly after it"),
         (BY_NAME["two norms"].chain, "a reduction or a second norm"),
     ],
 )

@@ -35,6 +35,7 @@ _MOMENTS_TILE = {"contiguous": 1024, "channels_last": 8192}
 _PROGRAMS_PER_CORE = {"contiguous": 8, "channels_last": 2}
 _MOST_TILES = 16  # of one program: each costs the moments one more unit of rounding, at worst
 SMALLEST = 8 << 20  # bytes of the value: below, three launches cost the host more than they save the card
+TRAINING_SLAB = 32 << 20  # bytes of a convolution's result that a backward pass computes again at a time
 _OLDEST = 80  # Ampere: the kernels are compiled and tested for nothing older
 
 
@@ -54,17 +55,18 @@ def lower_for_gpu(chain: Chain, problem: Problem, machine: Machine, even_if_slow
     inside = layout if is_own else body_layout(chain, problem)
     size, compulsory = body_bytes(chain, problem), compulsory_bytes(chain, problem)
     batch = problem.x.shape[0]
+    slab = max(1, min(batch, TRAINING_SLAB * batch // size)) if problem.needs_grad and _is_moments(passes) else batch
     dx, dw = (None, None)
-    if problem.needs_grad and isinstance(own, Gemm) and chain.producer is not None:
+    if problem.needs_grad and not isinstance(own, str) and chain.producer is not None:
         dx, dw = gradient_products(chain.producer, problem, own, machine)
     return Plan(
         chain=chain,
         input=problem.x,
         value=body_spec(chain, problem, inside),
         passes=passes,
-        slab=batch,
-        slabs=1,
-        slab_bytes=0 if is_own and isinstance(passes[-1].sink, Moments) else size,
+        slab=slab,
+        slabs=-(-batch // slab),
+        slab_bytes=0 if is_own and _is_moments(passes) else size,
         convolve="own" if is_own else "eager",
         norms_in_place=False,
         result_layout=layout,
@@ -91,6 +93,10 @@ def _passes(chain: Chain, is_own: bool) -> tuple[Pass, ...]:
     if barrier is not None and barrier <= last:
         return (Pass(source, 1, barrier - 1, Moments(True, stores=is_own)), Pass("load", 1, last, Store()))
     return (Pass(source, 1, last, Store()),)
+
+
+def _is_moments(passes: tuple[Pass, ...]) -> bool:
+    return isinstance(passes[-1].sink, Moments)
 
 
 def _launches(passes: tuple[Pass, ...], own: Own | str) -> int:
@@ -178,15 +184,19 @@ def _reasons_against(chain: Chain, machine: Machine) -> list[str]:
 
 def _reasons_against_training(chain: Chain, library_tf32: bool | None) -> list[str]:
     reasons = []
-    last = last_fused_step(chain)
     if not any(isinstance(step, Normalize) for step in chain.steps):
         reasons.append("in training a chain without a norm would keep more than PyTorch keeps")
-    if last < len(chain.steps):
-        reasons.append("the backward passes do not cover a reduction or a second norm")
     if library_tf32 is not None:
         wanted = "tf32" if library_tf32 else "ieee"
         switch = f'torch.backends.cudnn.conv.fp32_precision = "{wanted}"'
         reasons.append(f"PyTorch's backward convolutions follow its switch alone: set {switch}")
+    moments, last = moments_only(chain), last_fused_step(chain)
+    if moments is not None:
+        if moments.before or chain.producer is None:
+            reasons.append("the backward passes from moments cover a convolution with its norm directly after it")
+        return reasons
+    if last < len(chain.steps):
+        reasons.append("the backward passes do not cover a reduction or a second norm")
     unsupported = unsupported_gradient(chain, last)
     return reasons if unsupported is None else [*reasons, unsupported]
 

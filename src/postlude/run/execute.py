@@ -11,15 +11,20 @@ from torch import Tensor
 from postlude import hardware, reference
 from postlude.chain import Chain
 from postlude.errors import PrecisionError
-from postlude.plan import PRECISIONS, Plan, Problem, Refusal, lower, problem_of
+from postlude.plan import PRECISIONS, Moments, Plan, Problem, Refusal, lower, problem_of
 from postlude.run import cpu, gpu, library
+from postlude.run.moments_training import MomentsTraining
 from postlude.run.training import Training
 
 Runner = Callable[[Sequence[Tensor]], Tensor]
 _PREPARE: dict[str, Callable[[Plan], Runner]] = {
     "cpu": lambda plan: functools.partial(cpu.execute, plan),
-    "cuda": lambda plan: Training(plan) if plan.trains else gpu.GpuRun(plan),
+    "cuda": lambda plan: _training(plan) if plan.trains else gpu.GpuRun(plan),
 }
+
+
+def _training(plan: Plan) -> Runner:
+    return MomentsTraining(plan) if isinstance(plan.passes[-1].sink, Moments) else Training(plan)
 
 
 def prepare(chain: Chain, outcome: Plan | Refusal, device: str) -> Runner:

@@ -53,7 +53,7 @@ class FinishMoments:
 
     def __call__(self, partials: Partials, tensors: Sequence[Tensor]) -> Tensor:
         if self.launch is None:
-            return finish(self.chain, self._combined(partials), self.first, self.dtype, tensors)
+            return finish(self.chain, self.combined(partials), self.first, self.dtype, tensors)
         means = partials.means
         result = torch.empty(self.shape, dtype=self.dtype, device=means.device)
         operands = [tensors[index].contiguous() for index in self.slots] + [means] * (OPERANDS - len(self.slots))
@@ -62,7 +62,7 @@ class FinishMoments:
             return result
         return continue_from(self.chain, self.last, result, tensors)
 
-    def _combined(self, partials: Partials) -> Moments:
+    def combined(self, partials: Partials) -> Moments:
         """[N, C] moments in float64 from the chunks', by Chan's formula."""
         means, counts = partials.means.double(), partials.counts.double()[:, None]
         if not self.squares:

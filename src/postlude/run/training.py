@@ -30,12 +30,7 @@ class Training:
         self.gradients: dict[frozenset[int], GradientPasses] = {}
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
-        conv = self.chain.producer
-        if conv is not None and conv.dtype is not None:
-            # Outside of the function below, so that what it keeps is in the convolution's dtype, as eager's is.
-            dtype, count = getattr(torch, conv.dtype), _CONVOLVED if conv.has_bias else _CONVOLVED - 1
-            tensors = [t.to(dtype) if number < count else t for number, t in enumerate(tensors)]
-        result: Tensor = _ChainFunction.apply(self, *tensors)  # type: ignore[no-untyped-call]
+        result: Tensor = _ChainFunction.apply(self, *cast_for_convolution(self.chain, tensors))  # type: ignore[no-untyped-call]
         return result
 
     def value_of(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -86,7 +81,7 @@ class _ChainFunction(torch.autograd.Function):
             dy.new_zeros(()).to(dtype).expand(shape) if t is None else t for t, (shape, dtype) in zip(kept, ctx.shapes)
         ]
         if torch.is_grad_enabled():
-            return None, *_differentiable(training.chain, tensors, dy, needs)
+            return None, *differentiable(training.chain, tensors, dy, needs)
         with on_device_of(dy):
             if value is None:
                 value = training.value_of(tensors)
@@ -94,7 +89,16 @@ class _ChainFunction(torch.autograd.Function):
             return None, *training.backward(tensors, value, moments, dy, needs)
 
 
-def _differentiable(chain: Chain, tensors: Sequence[Tensor], dy: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+def cast_for_convolution(chain: Chain, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """What autocast does first; outside of the function that keeps tensors, so that they are kept as eager does."""
+    conv = chain.producer
+    if conv is None or conv.dtype is None:
+        return tensors
+    dtype, count = getattr(torch, conv.dtype), _CONVOLVED if conv.has_bias else _CONVOLVED - 1
+    return [t.to(dtype) if number < count else t for number, t in enumerate(tensors)]
+
+
+def differentiable(chain: Chain, tensors: Sequence[Tensor], dy: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
     """Gradients that can be differentiated again: by PyTorch's own operators, at their speed."""
     # A tensor that was not kept comes as zeros, which no gradient depends on; it is a leaf of its own here.
     tensors = [t if t.requires_grad or not n else t.detach().requires_grad_() for t, n in zip(tensors, needs)]

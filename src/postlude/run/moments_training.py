@@ -1,0 +1,141 @@
+"""Training of chains that need only a convolution's moments: nothing of its result's size outlives a slab.
+
+The chain's result is a function of each sample's and channel's mean and variance, of a few numbers each; PyTorch's
+autograd takes the gradient through that function. At the convolution's result v it is then affine,
+
+    dv = dmean / S + dvariance · 2 (v − mean) / S  =  a + b · v,
+
+so the backward pass computes v again, a few samples at a time, turns it into dv where it lies, and hands that to the
+convolution's gradients. The bias gets Σ dv = Σ dmean, for what is left of v sums to nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from postlude.plan import Plan
+from postlude.plan.types import Moments as MomentsSink
+from postlude.run.convolution_gradients import ConvolutionGradients
+from postlude.run.finish_moments import FinishMoments
+from postlude.run.gpu import GpuRun, on_device_of
+from postlude.run.library import convolve
+from postlude.run.moments import Moments, finish
+from postlude.run.passes import accumulator_of
+from postlude.run.training import cast_for_convolution, differentiable
+
+_CONVOLVED = 3  # slots of the convolution: input, weight, bias
+
+
+class MomentsTraining:
+    """A plan with its backward pass. Between the two it keeps the tensors it was given and two numbers a channel."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.chain = plan, plan.chain
+        self.run = GpuRun(plan)
+        item = plan.passes[-1]
+        assert isinstance(item.sink, MomentsSink)
+        assert isinstance(self.run.from_moments, FinishMoments)
+        self.finish: FinishMoments = self.run.from_moments
+        self.first = item.last + 1
+        self.dtype = getattr(torch, plan.result_dtype)
+        self.gradients: dict[int, ConvolutionGradients] = {}  # by samples of a slab
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
+        result: Tensor = _MomentsFunction.apply(self, *cast_for_convolution(self.chain, tensors))  # type: ignore[no-untyped-call]
+        return result
+
+    def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Moments]:
+        _, partials = self.run.first_pass(tensors)
+        assert partials is not None
+        return self.finish(partials, tensors), self.finish.combined(partials)
+
+    def backward(
+        self, tensors: Sequence[Tensor], moments: Moments, dy: Tensor, needs: Sequence[bool]
+    ) -> list[Tensor | None]:
+        conv = self.chain.producer
+        assert conv is not None
+        grads, dmean, dvariance = self._through_moments(tensors, moments, dy, needs)
+        if conv.has_bias and needs[2]:
+            grads[2] = dmean.sum(0).to(tensors[2].dtype)
+        if needs[0] or needs[1]:
+            slope = 2 * dvariance / moments.positions
+            shift = dmean / moments.positions - slope * moments.mean
+            if conv.has_bias:  # v is computed without it
+                shift = shift + slope * tensors[2].double()
+            grads[:2] = self._through_convolution(tensors[0], tensors[1], shift, slope, needs)
+        return grads
+
+    def _through_moments(
+        self, tensors: Sequence[Tensor], moments: Moments, dy: Tensor, needs: Sequence[bool]
+    ) -> tuple[list[Tensor | None], Tensor, Tensor]:
+        """Gradients of the tensors that the steps read, and of the means and variances, [N, C] float64."""
+        assert moments.variance is not None
+        conv = self.chain.producer
+        own = _CONVOLVED if conv is not None and conv.has_bias else _CONVOLVED - 1
+        wanted = [slot for slot, is_needed in enumerate(needs) if is_needed and slot >= own]
+        leaves = {slot: tensors[slot].detach().requires_grad_() for slot in wanted}
+        mean, variance = (t.detach().requires_grad_() for t in (moments.mean, moments.variance))
+        with torch.enable_grad():
+            given = [leaves.get(slot, t) for slot, t in enumerate(tensors)]
+            result = finish(self.chain, Moments(mean, variance, moments.positions), self.first, self.dtype, given)
+            sources = [mean, variance, *leaves.values()]
+            found = torch.autograd.grad(result, sources, dy, allow_unused=True, materialize_grads=True)
+        grads: list[Tensor | None] = [None] * len(tensors)
+        for slot, gradient in zip(wanted, found[2:]):
+            grads[slot] = gradient
+        return grads, found[0], found[1]
+
+    def _through_convolution(
+        self, x: Tensor, weight: Tensor, shift: Tensor, slope: Tensor, needs: Sequence[bool]
+    ) -> list[Tensor | None]:
+        conv = self.chain.producer
+        assert conv is not None
+        dx = torch.empty_like(x) if needs[0] else None
+        dw: Tensor | None = None
+        shape = (-1, conv.out_channels, *[1] * self.chain.dims)
+        for start in range(0, x.shape[0], self.plan.slab):
+            part = slice(start, start + self.plan.slab)
+            v = convolve(conv, x[part], weight, None, self.plan.library_tf32)
+            a, b = (t[part].to(v.dtype).view(shape) for t in (shift, slope))
+            dv = torch.addcmul(a, b, v, out=v)
+            found = self._gradients(len(v))(dv, x[part], weight, needs[0], needs[1])
+            if dx is not None and found[0] is not None:
+                dx[part] = found[0]
+            if found[1] is not None:
+                dw = found[1].to(accumulator_of(self.plan.value)) if dw is None else dw + found[1]
+        return [dx, None if dw is None else dw.to(weight.dtype)]
+
+    def _gradients(self, samples: int) -> ConvolutionGradients:
+        found = self.gradients.get(samples)
+        if found is None:
+            plan, conv = self.plan, self.chain.producer
+            assert conv is not None
+            x, value = (dataclasses.replace(s, shape=(samples, *s.shape[1:])) for s in (plan.input, plan.value))
+            slab = dataclasses.replace(plan, input=x, value=value)
+            found = self.gradients[samples] = ConvolutionGradients(slab, conv)
+        return found
+
+
+class _MomentsFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, training: MomentsTraining, *tensors: Tensor) -> Tensor:
+        with on_device_of(tensors[0]):
+            result, moments = training.forward(tensors)
+        ctx.training, ctx.positions = training, moments.positions
+        ctx.save_for_backward(*tensors, moments.mean, moments.variance)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        training: MomentsTraining = ctx.training
+        *tensors, mean, variance = ctx.saved_tensors
+        needs = ctx.needs_input_grad[1:]
+        if torch.is_grad_enabled():
+            return None, *differentiable(training.chain, tensors, dy, needs)
+        with on_device_of(dy):
+            return None, *training.backward(tensors, Moments(mean, variance, ctx.positions), dy, needs)

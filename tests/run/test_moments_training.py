@@ -1,0 +1,118 @@
+"""Training of chains that need only moments, by Triton's interpreter: gradients, slabs, and what is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from cases import BY_NAME, Builder, conv
+from postlude import reference
+from postlude.chain import Chain
+from postlude.check import tensors_for
+from postlude.plan import Plan, problem_of
+from postlude.plan.gemm import Gemm
+from postlude.plan.gpu import lower_for_gpu
+from postlude.run.moments_training import MomentsTraining
+from run.test_gpu import CARD
+from run.test_training import gradients, saved_bytes
+
+pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore")]
+SPACE = Builder(2, conv(2, (3, 4), padding=1, bias=False)).norm(2).op("mul", "channel").reduce("mean", "space").chain()
+SUM = Builder(2, conv(2, (2, 4), 2)).norm(None).op("add", 0.5).reduce("sum", "sample").op("relu").chain()
+CHAINS: dict[str, tuple[Chain, tuple[int, ...]]] = {
+    "23": (BY_NAME["23 small"].chain, (5, 3, 4, 5, 4)),
+    "over space": (SPACE, (3, 3, 5, 4)),
+    "sum": (SUM, (3, 2, 4, 5)),
+}
+
+
+def inputs(name: str, dtype: torch.dtype) -> list[Tensor]:
+    chain, shape = CHAINS[name]
+    return [t.requires_grad_() for t in tensors_for(chain, shape, dtype, family="hierarchical")]
+
+
+def training(name: str, tensors: Sequence[Tensor], slab: int = 2) -> MomentsTraining:
+    problem = dataclasses.replace(problem_of(tensors), needs_grad=True)
+    plan = lower_for_gpu(CHAINS[name][0], problem, CARD, even_if_slower=True)
+    assert isinstance(plan, Plan), plan
+    assert isinstance(plan.own, Gemm)
+    assert plan.input_gradient is not None
+    assert plan.weight_gradient is not None
+    return MomentsTraining(
+        dataclasses.replace(
+            plan,
+            own=dataclasses.replace(plan.own, rows=32),
+            input_gradient=dataclasses.replace(plan.input_gradient, rows=32),
+            weight_gradient=dataclasses.replace(plan.weight_gradient, splits=2),
+            slab=slab,
+        )
+    )
+
+
+def assert_gradients(name: str, tensors: Sequence[Tensor], tolerance: float) -> None:
+    chain = CHAINS[name][0]
+    truth = gradients(lambda ts: reference.evaluate(chain, ts, dtype=torch.float64), tensors)
+    for ours, true in zip(gradients(training(name, tensors), tensors), truth, strict=True):
+        assert (ours.shape, ours.dtype) == (true.shape, tensors[0].dtype)
+        torch.testing.assert_close(
+            ours.double(), true.double(), rtol=tolerance, atol=tolerance * float(true.abs().max() + 1)
+        )
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-5)], ids=str)
+@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.usefixtures("poisoned_memory")
+def test_gradients_are_autograds(name: str, dtype: torch.dtype, tolerance: float) -> None:
+    assert_gradients(name, inputs(name, dtype), tolerance)
+
+
+@pytest.mark.parametrize("frozen", [(0,), (1,), (0, 1, 2), (3, 4)], ids=str)
+def test_frozen_tensors_get_nothing(frozen: tuple[int, ...]) -> None:
+    tensors = inputs("23", torch.float64)
+    for slot in frozen:
+        tensors[slot].requires_grad_(False)
+    assert_gradients("23", tensors, 1e-9)
+
+
+def test_gradients_can_be_checked_and_differentiated_again() -> None:
+    tensors = inputs("sum", torch.float64)
+    run = training("sum", tensors)
+    assert torch.autograd.gradcheck(lambda *ts: run(ts), tensors, fast_mode=True)
+    assert torch.autograd.gradgradcheck(lambda *ts: run(ts), tensors, fast_mode=True)
+
+
+def test_two_numbers_a_channel_are_kept() -> None:
+    tensors = inputs("23", torch.float32)
+    chain = CHAINS["23"][0]
+    ours = saved_bytes(training("23", tensors), tensors)
+    assert ours == 2 * 8 * 5 * 6  # means and variances, float64, of 5 samples and 6 channels
+    assert ours < saved_bytes(lambda ts: reference.evaluate(chain, ts), tensors)
+
+
+def test_a_slab_is_bounded() -> None:
+    chain = CHAINS["23"][0]
+    tensors = [t.to("meta") for t in tensors_for(chain, (2, 3, 4, 4, 4), torch.float32)]
+    tensors[0] = torch.empty(128, 3, 26, 34, 34, device="meta")
+    problem = dataclasses.replace(problem_of(tensors), device="cuda", needs_grad=True)
+    plan = lower_for_gpu(chain, problem, CARD, even_if_slower=True)
+    assert isinstance(plan, Plan)
+    one = 6 * 24 * 32 * 32 * 4
+    assert plan.slab * one <= 32 << 20 < (plan.slab + 1) * one
+
+
+def test_without_the_variance_it_is_seen_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: the means' gradient alone, as if the norm's spread were a constant."""
+    tensors = inputs("23", torch.float64)
+    honest = MomentsTraining._through_moments
+
+    def forgetful(self: MomentsTraining, *rest: object) -> tuple[list[Tensor | None], Tensor, Tensor]:
+        grads, dmean, dvariance = honest(self, *rest)  # type: ignore[arg-type]
+        return grads, dmean, torch.zeros_like(dvariance)
+
+    monkeypatch.setattr(MomentsTraining, "_through_moments", forgetful)
+    with pytest.raises(AssertionError):
+        assert_gradients("23", tensors, 1e-3)

@@ -18,9 +18,11 @@ from kernels import offline
 from plan.test_convolve import card as machine_of
 from postlude.chain import Chain
 from postlude.check import tensors_for
-from postlude.plan import Plan, lower, problem_of
+from postlude.plan import Plan, problem_of
+from postlude.plan.gpu import lower_for_gpu
 from postlude.run.gpu import GpuRun
 from postlude.run.launch import Launch
+from postlude.run.training import Training
 
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.compile, pytest.mark.filterwarnings("ignore")]
@@ -45,6 +47,7 @@ PLANS: dict[str, tuple[Chain, tuple[int, ...], torch.dtype, str, str]] = {
     "moments only": (MEAN, (2, 32, 64, 64, 64), torch.float32, "contiguous", "tf32"),
 }
 EVERYWHERE = ("61 fp32", "61 tf32", "library channels-last")
+TRAINED = ("61 fp32", "61 tf32", "61 bf16", "block channels-last", "residual fp32", "library")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +58,15 @@ class Compiled:
     ptx: str
 
 
-def compiled_launches(monkeypatch: pytest.MonkeyPatch, name: str, architecture: int) -> list[Compiled]:
+def compiled_launches(
+    monkeypatch: pytest.MonkeyPatch, name: str, architecture: int, trains: bool = False
+) -> list[Compiled]:
     chain, shape, dtype, layout, precision = PLANS[name]
     tensors = [t.to("meta") for t in tensors_for(chain, (1, shape[1], *[3] * chain.dims), dtype, "cpu", layout=layout)]
     tensors = [_of_shape(t, shape, chain, role, layout) for t, role in zip(tensors, chain.roles)]
-    problem = dataclasses.replace(problem_of(tensors, precision), device="cuda", needs_grad=False)
-    plan = lower(chain, problem, machine_of(architecture), even_if_slower=True)
+    tf32 = precision == "tf32"
+    problem = dataclasses.replace(problem_of(tensors, precision), device="cuda", needs_grad=trains, allows_tf32=tf32)
+    plan = lower_for_gpu(chain, problem, machine_of(architecture), even_if_slower=True)
     assert isinstance(plan, Plan), plan
     found: list[Compiled] = []
 
@@ -70,6 +76,10 @@ def compiled_launches(monkeypatch: pytest.MonkeyPatch, name: str, architecture: 
         found.append(Compiled(self.kernel.__name__, made.metadata.shared, self.warps, made.asm["ptx"]))
 
     monkeypatch.setattr(Launch, "__call__", compile_instead)
+    if trains:
+        y = Training(plan)([t.requires_grad_() for t in tensors])
+        torch.autograd.grad(y, tensors, torch.empty_like(y))
+        return found
     with torch.no_grad():
         GpuRun(plan)(tensors)
     assert len(found) == plan.launches
@@ -98,6 +108,20 @@ def test_compiles_within_each_cards_limits(name: str, card: int, monkeypatch: py
         # such as gelu before the norm parks a few words of it.
         allowed = {"convolve_kernel": 1024, "last_moments_kernel": 256}.get(found.name, 0)
         assert used.spilled <= allowed, (found.name, used)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_training_step_compiles_for_hopper(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    offline.use_card(monkeypatch, 90)
+    launches = compiled_launches(monkeypatch, name, 90, trains=True)
+    names = [found.name for found in launches]
+    assert "weight_gradient_kernel" in names if name in ("61 fp32", "61 tf32", "residual fp32") else True
+    assert names.count("convolve_kernel") == {"61 fp32": 2, "61 tf32": 2, "residual fp32": 2, "library": 0}.get(name, 1)
+    for found in launches:
+        assert found.shared <= offline.CARDS[90], found.name
+        used = offline.resources(found.ptx, 90)
+        assert used.registers * 32 * found.warps <= 65_536, (found.name, used)
+        assert used.spilled <= (1024 if found.name == "convolve_kernel" else 0), (found.name, used)
 
 
 def test_hopper_uses_its_own_matrix_and_copy_instructions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,6 +162,7 @@ def test_a_site_that_is_wrong_is_switched_off_and_said(
         ({"precision": "tf32"}, "precision 'tf32' exists only on NVIDIA GPUs"),
         ({"precision": "half"}, "precision 'half' is unknown; use one of auto, fp32, tf32."),
         ({"memory": "thin"}, "memory='thin' is unknown"),
+        ({"memory": "lean"}, "memory='lean' is about fused training"),
         ({"rest": "xla"}, "rest='xla' is unknown; use one of eager, inductor."),
     ],
 )

@@ -20,12 +20,13 @@ from postlude.errors import PostludeError
 from postlude.graph.backend import Backend
 from postlude.graph.match import Declined, Match
 from postlude.plan import Plan, Problem, Refusal
+from postlude.plan.lower import TRAINS
 from postlude.run.execute import check_precision
 from postlude.run.site import Site
 from postlude.site_check import check_site
 
 log = logging.getLogger("postlude")
-MEMORIES = ("default",)
+MEMORIES = ("default", "lean")
 Only = Callable[[str, Chain], bool] | Iterable[str] | str | None
 
 _results: weakref.WeakKeyDictionary[nn.Module, Optimized] = weakref.WeakKeyDictionary()
@@ -88,7 +89,7 @@ def optimize(
         earlier.undo()
     if model._compiled_call_impl is not None:
         raise PostludeError("the model is already compiled; call postlude.optimize before model.compile().")
-    backend = Backend(precision, rest, _filter(only), record=verify)
+    backend = Backend(precision, rest, _filter(only), record=verify, memory=memory)
     _compile(model, backend)
     try:
         with _left_as_found(model):
@@ -150,7 +151,10 @@ def _check_request(
     if memory not in MEMORIES:
         raise PostludeError(f"memory={memory!r} is unknown; use {' or '.join(map(repr, MEMORIES))}.")
     tensors = [item for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
-    check_precision(precision, tensors[0].device.type if tensors else hardware.default_device())
+    device = tensors[0].device.type if tensors else hardware.default_device()
+    if memory == "lean" and device not in TRAINS:
+        raise PostludeError(f"memory='lean' is about fused training, which there is not on {device} yet; leave it out.")
+    check_precision(precision, device)
 
 
 def _filter(only: Only) -> Callable[[str, Match], bool] | None:

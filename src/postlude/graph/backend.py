@@ -41,10 +41,11 @@ class Backend:
         rest: str = "eager",
         wanted: Callable[[str, Match], bool] | None = None,
         record: bool = False,
+        memory: str = "default",
     ) -> None:
         if rest not in RESTS:
             raise PostludeError(f"rest={rest!r} is unknown; use one of {', '.join(RESTS)}.")
-        self.precision, self.rest, self.wanted = precision, rest, wanted
+        self.precision, self.rest, self.wanted, self.memory = precision, rest, wanted, memory
         self.record = record  # sites keep crops of what they receive, for verification
         self.captured: list[Captured] = []
         self.failure: str | None = None
@@ -65,7 +66,7 @@ class Backend:
         left_out = [item for item in found if not self._is_wanted(item, inputs)]
         declined += [Declined(item.name, str(item.chain), self._why_left_out(item)) for item in left_out]
         found = [item for item in found if item not in left_out]
-        sites = [Site(item.name, item.chain, self.precision) for item in found]
+        sites = [Site(item.name, item.chain, self.precision, self.memory) for item in found]
         for site in sites:
             site.recorded = [] if self.record else None
         splice(traced, found, sites)

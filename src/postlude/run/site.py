@@ -19,11 +19,12 @@ _REMEMBERED = 256  # problems per site before the look-up starts anew
 class Site(nn.Module):
     """Runs one chain of a captured graph. Holds no parameters: they arrive as arguments, every call."""
 
-    def __init__(self, name: str, chain: Chain, precision: str = "auto") -> None:
+    def __init__(self, name: str, chain: Chain, precision: str = "auto", memory: str = "default") -> None:
         super().__init__()
         self.name = name
         self.chain = chain
         self.precision = precision
+        self.memory = memory
         self.is_enabled = True  # False: runs through PyTorch's operators, because verification said so
         self.last: tuple[Problem, Plan | Refusal] | None = None
         self.recorded: list[tuple[Tensor, ...]] | None = None  # [] while a crop of the inputs is wanted
@@ -43,7 +44,7 @@ class Site(nn.Module):
         key = (self.is_enabled, switch, *((t.shape, t.stride(), t.dtype, grad and t.requires_grad) for t in tensors))
         known = self._known.get(key)
         if known is None:
-            problem = problem_of(tensors, self.precision)
+            problem = problem_of(tensors, self.precision, self.memory)
             disabled = (DISABLED, prepare(self.chain, DISABLED, problem.device))
             found = prepared(self.chain, problem) if self.is_enabled else disabled
             if len(self._known) >= _REMEMBERED:

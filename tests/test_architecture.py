@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "emit": {"chain"},
     "emit_gradient": {"chain", "emit"},
     "kernels": set(),
+    "export": set(),
     "plan": {"chain", "emit", "emit_gradient", "hardware"},
     "run": {"chain", "emit", "emit_gradient", "errors", "hardware", "kernels", "plan", "reference"},
     "graph": {"chain", "errors", "hardware", "run"},

@@ -1,0 +1,1 @@
+"""Self-contained files: our kernels cut down to one case."""

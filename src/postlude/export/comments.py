@@ -1,0 +1,64 @@
+"""Comments after decisions: `where FLAG` is cut or cuts its clause, numbers stand in place of names."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+
+from postlude.export.analysis import UNKNOWN, value_of
+
+_CONDITION = (
+    r"(?P<how>where|without) (?P<condition>(?:not )?(?P<flag>\w+)"
+    r'(?: (?:is not|is|==|!=|<=|>=|<|>) (?:[\w.]+|"\w*"))?)(?!\w)'
+)
+_PART = r"(?:\[[^\]]*\]|[^,;:\[\]])"  # of a clause; commas inside brackets do not end it
+# "[N, C, S], or [N, S, C] where LAST" is one of the two, "[N, C] where OVER_SPACE, else [N]" as well.
+_OR = re.compile(rf"(?P<no>{_PART}*?(?:, {_PART}+?)??), or (?P<yes>{_PART}+?) {_CONDITION}")
+_ELSE = re.compile(rf"(?P<yes>{_PART}+?) {_CONDITION}, else (?P<no>{_PART}+)")
+_CLAUSE = re.compile(rf"(?P<separator>^|[,;] ?| )(?P<clause>{_PART}*?) ?\b{_CONDITION}")
+_FALSE_WORDS = ("no", "none", "")  # what a flag of words says where it is off
+
+
+def decided(comment: str, known: Mapping[str, object]) -> str:
+    """A comment's text without the conditions that `known` decides."""
+    for pattern in (_OR, _ELSE):
+        comment = pattern.sub(lambda m: _chosen(m, known), comment)
+    comment = _CLAUSE.sub(lambda m: _clause(m, known), comment)
+    return re.sub(r"^[,;:] ?", "", comment).rstrip()
+
+
+def _chosen(match: re.Match[str], known: Mapping[str, object]) -> str:
+    truth = _truth(match, known)
+    return match[0] if truth is None else match["yes" if truth else "no"]
+
+
+def _clause(match: re.Match[str], known: Mapping[str, object]) -> str:
+    truth = _truth(match, known)
+    if truth is None:
+        return match[0]
+    return f"{match['separator']}{match['clause']}" if truth and match["clause"].strip() else ""
+
+
+def _truth(match: re.Match[str], known: Mapping[str, object]) -> bool | None:
+    if match["flag"] not in known:
+        return None
+    text = match["condition"].replace(" is not ", " != ").replace(" is ", " == ")
+    try:
+        value = value_of(ast.parse(text, mode="eval").body, known)
+    except SyntaxError:  # prose
+        return None
+    truth = value is UNKNOWN or (value.lower() not in _FALSE_WORDS if isinstance(value, str) else bool(value))
+    return truth == (match["how"] == "where")
+
+
+def with_words(text: str, words: Mapping[str, str]) -> str:
+    """Names put as numbers or other names; products with 1 are left out, products of numbers worked out."""
+    changed = re.sub(r"\b[A-Za-z_]\w*\b", lambda m: words.get(m[0], m[0]), text)
+    if changed == text:
+        return text
+    product = re.compile(r"(?<![\w.·])(\d+)·(\d+)(?![\w.])")
+    while product.search(changed):
+        changed = product.sub(lambda m: str(int(m[1]) * int(m[2])), changed)
+    changed = re.sub(r"(?<![\w.])1·(?=\w)", "", changed)
+    return re.sub(r"(?<=\w)·1(?![\w.])", "", changed)

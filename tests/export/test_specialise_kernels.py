@@ -1,0 +1,166 @@
+"""The real kernels specialised for real plans: no decided name is left, and the text is as ruff would have it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import postlude
+from postlude.export.specialise import Inline, Name, specialise
+
+KERNELS = Path(postlude.__file__).parent / "kernels" / "triton"
+# Chain 61 at KernelBench's sizes, as the plans have it.
+CONVOLVE: dict[str, object] = {
+    "BEFORE": Inline("relu({0})"),
+    "KD": 3,
+    "KH": 3,
+    "SPAN_C": 192,
+    "C": 64,
+    "WIDTH": 1,
+    "PLANES": 2,
+    "SCALED": True,
+    "STORE": "raw",
+    "MOMENTS": "both",
+    "LAST": False,
+    "DENSE": True,
+    "WIDE": False,
+    "ALIGN": 8,
+    "BLOCKS_C": 1,
+    "BM": 128,
+    "BC": 128,
+    "BK": 64,
+    "STAGES": 3,
+    "ACC": Name("tl.float32"),
+}
+TILES = frozenset({"BM", "BC", "BK", "STAGES"})
+HALF: dict[str, object] = {**CONVOLVE, "PLANES": 1, "SCALED": False}
+BLOCK: dict[str, object] = {
+    **HALF,
+    "BEFORE": Inline("{0}"),
+    "SPAN_C": 6 * 32,
+    "C": 32,
+    "WIDTH": 4,
+    "LAST": True,
+    "WIDE": True,
+    "DENSE": False,
+    "ALIGN": 1,
+    "BLOCKS_C": 2,
+}
+
+
+def source_of(file: str, name: str) -> str:
+    text = (KERNELS / file).read_text()
+    (node,) = [n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef) and n.name == name]
+    return "\n".join(text.splitlines()[node.decorator_list[0].lineno - 1 : node.end_lineno]) + "\n"
+
+
+def ruff(*arguments: str, text: str) -> str:
+    command = [sys.executable, "-m", "ruff", *arguments, "--isolated", "--line-length", "120", "-"]
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def in_file(text: str) -> str:
+    called = sorted(
+        set(re.findall(r"(?<![\w.])[a-z_]\w+(?=\()", text)) - {"range", "float", *re.findall(r"def (\w+)", text)}
+    )
+    imports = "".join(f"from device import {name}\n" for name in called)
+    return f"import triton\nimport triton.language as tl\n{imports}\n\n{text}"
+
+
+REAL: dict[str, tuple[str, str, dict[str, object], frozenset[str], int]] = {
+    "61 fp32": ("convolve.py", "convolve_kernel", CONVOLVE, TILES, 75),
+    "61 fp32, tiles decided": ("convolve.py", "convolve_kernel", CONVOLVE, frozenset(), 71),
+    "61 bf16": ("convolve.py", "convolve_kernel", HALF, TILES, 64),
+    "block, channels-last": ("convolve.py", "convolve_kernel", BLOCK, TILES, 72),
+    "largest": ("pack.py", "largest_kernel", {"LAST": False, "BLOCK": 4096, "BLOCK_C": 1}, frozenset({"BLOCK"}), 22),
+    "pack input": (
+        "pack.py",
+        "pack_input_kernel",
+        {"CP": 64, "PLANES": 2, "SCALED": True, "LAST": False, "BLOCK": 32, "BLOCK_C": 64, "PAD": 2},
+        frozenset({"BLOCK", "BLOCK_C"}),
+        60,
+    ),
+    "pack weight": (
+        "pack.py",
+        "pack_weight_kernel",
+        {"ROWS": 9, "KW": 3, "WIDTH": 1, "SPAN": 3, "CP": 64, "BLOCK_O": 128, "PLANES": 2, "SCALED": True}
+        | {"FLIP": True, "BLOCK": 1024},
+        frozenset({"BLOCK"}),
+        60,
+    ),
+    "combine": ("normalize.py", "combine_moments_kernel", {"BLOCK": 1024, "ACC": Name("tl.float32")}, frozenset(), 40),
+    "finish": (
+        "normalize.py",
+        "row_finish_kernel",
+        {"WHOLE": Name("whole"), "HAS_NORM": True, "BLOCK": 2048, "ALIGN": 8, "ACC": Name("tl.float32")},
+        frozenset({"BLOCK"}),
+        35,
+    ),
+    "moments": (
+        "normalize.py",
+        "row_moments_kernel",
+        {"BEFORE": Inline("{0}"), "SQUARES": False, "BLOCK": 1024, "ALIGN": 8, "ACC": Name("tl.float32")},
+        frozenset(),
+        35,
+    ),
+    "channels-last moments": (
+        "normalize.py",
+        "last_moments_kernel",
+        {"BEFORE": Inline("{0}"), "SQUARES": True, "BLOCK": 64, "BLOCK_C": 32, "WIDE": False}
+        | {"ACC": Name("tl.float32")},
+        frozenset(),
+        50,
+    ),
+    "channels-last finish": (
+        "normalize.py",
+        "last_finish_kernel",
+        {"WHOLE": Inline("whole({0}, {1}, {2}, {3}, a0)"), "HAS_NORM": True, "BLOCK": 64, "BLOCK_C": 32}
+        | {"WIDE": False, "CONTIGUOUS_OUT": True, "ACC": Name("tl.float32")},
+        frozenset(),
+        40,
+    ),
+    "finish from moments": (
+        "moments.py",
+        "finish_moments_kernel",
+        {"C": 24, "MOMENTS": Name("moments"), "SQUARES": True, "OVER_SPACE": False, "BLOCK_C": 32, "BLOCK": 64},
+        frozenset(),
+        25,
+    ),
+    "group mean": ("moments.py", "group_mean", {"PER": 3}, frozenset(), 8),
+    "combine chunks": ("moments.py", "combine_chunks", {"SQUARES": False, "BLOCK_C": 32, "BLOCK": 64}, frozenset(), 20),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_kernels(name: str) -> None:
+    file, kernel, constants, keep, most = REAL[name]
+    before = source_of(file, kernel)
+    made = specialise(before, constants, keep=keep)
+    words = set(re.findall(r"\w+", made.text))
+    assert words.isdisjoint(constants.keys() - keep), words & (constants.keys() - keep)
+    ast.parse(made.text)
+    ruff("check", "--select", "F,E,W", text=in_file(made.text))
+    assert ruff("format", text=made.text) == made.text
+    assert len(made.text.splitlines()) <= min(most, len(before.splitlines()) - 1)
+    assert set(made.parameters) <= set(re.findall(r"\w+", before))
+
+
+def test_61_in_half_precision_is_a_plain_kernel() -> None:
+    made = specialise(source_of("convolve.py", "convolve_kernel"), HALF, {"convolve_kernel": "convolve_relu"}, TILES)
+    assert made.parameters[:6] == ("d_high", "d_w", "p_y", "p_mean", "p_m2", "p_count")
+    assert made.parameters[-4:] == ("BM", "BC", "BK", "STAGES")
+    assert made.text.count("if ") == 0
+    lines = [line.strip() for line in made.text.splitlines()]
+    assert lines[1] == "def convolve_relu("
+    assert "d_high,  # descriptor [rows, columns] over the packed input" in lines
+    assert "p_y,  # [N, COUT, S], out" in lines
+    assert "w_high = d_w.load([0, i * BK])  # [BC, BK]" in lines
+    assert "row = row0 + offset" in lines
+    assert "b_v = relu(b_v)" in lines

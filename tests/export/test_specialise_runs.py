@@ -1,0 +1,158 @@
+"""Specialised kernels against the kernels that they were cut from, bit for bit, by Triton's interpreter."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cases import BY_NAME
+from postlude.check import tensors_for
+from postlude.export import rules
+from postlude.export.specialise import Inline, Name, specialise
+from postlude.hardware import Machine
+from postlude.plan import Plan, problem_of
+from postlude.plan.gpu import lower_for_gpu
+from postlude.plan.types import Tile
+from postlude.run.gpu import GpuRun
+from postlude.run.launch import Launch, descriptor
+from postlude.run.programs import HEADER, compose
+
+pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore")]
+CARD = Machine("cuda", 4, 50 << 20, True, architecture="sm_90")
+SMALL = {"contiguous": Tile(128, 0, 64, 2), "channels_last": Tile(64, 8, 32, 2)}
+TILES = frozenset({"BM", "BC", "BK", "BLOCK", "BLOCK_C", "STAGES"})
+PASSES = {"61 small": {"before": "relu({0})"}}  # what a composed function does, where that is one call
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    kernel: str
+    parameters: tuple[str, ...]
+    equal: bool
+
+
+def compared_launches(
+    monkeypatch: pytest.MonkeyPatch, name: str, layout: str, dtype: torch.dtype, numbers: bool, width: int | None = None
+) -> list[Compared]:
+    """Runs a chain on the GPU path, each launch once as it is and once specialised."""
+    case = BY_NAME[name]
+    shape = (2, *case.shape[1:2], *[size - 2 for size in case.shape[2:]])
+    tensors = tensors_for(case.chain, shape, dtype, "cpu", 0, "normal", layout)
+    found: list[Compared] = []
+    once = Launch.__call__
+
+    def both(self: Launch, *pointers: Any) -> None:
+        copies = _copies(pointers)
+        once(self, *pointers)
+        parameters = _run_specialised(self, copies, PASSES.get(name, {}), numbers)
+        equal = all(_bits(a) == _bits(b) for a, b in zip(pointers, copies))
+        found.append(Compared(self.kernel.fn.__name__, parameters, equal))
+
+    with torch.no_grad():
+        plan = lower_for_gpu(case.chain, problem_of(tensors), CARD, even_if_slower=True)
+        assert isinstance(plan, Plan), plan
+        tile = SMALL["channels_last" if plan.tile is not None and plan.tile.block_c else "contiguous"]
+        plan = dataclasses.replace(plan, tile=tile)
+        if plan.own is not None:
+            own = dataclasses.replace(plan.own, rows=32)
+            if width is not None:
+                own = dataclasses.replace(own, volume=dataclasses.replace(own.volume, width=width))
+            plan = dataclasses.replace(plan, own=own)
+        run = GpuRun(plan)
+        monkeypatch.setattr(Launch, "__call__", both)
+        run(tensors)
+    return found
+
+
+def _run_specialised(launch: Launch, pointers: Sequence[Any], calls: dict[str, str], numbers: bool) -> tuple[str, ...]:
+    names = launch.kernel.arg_names
+    values = dict(zip(names, (*pointers, *launch.numbers, *launch.constants.values())))
+    constants = {name: _constant(value, calls) for name, value in launch.constants.items()}
+    if numbers:  # run-time sizes as well, and no tile sizes left over
+        sizes = values.items()
+        constants |= {name: value for name, value in sizes if name not in constants and type(value) is int}
+    made = specialise(
+        inspect.getsource(launch.kernel.fn), constants, keep=frozenset() if numbers else TILES & constants.keys()
+    )
+    programs = [value for value in launch.constants.values() if hasattr(value, "fn")]
+    helpers = _helpers(made.text, {**launch.kernel.fn.__globals__, **{p.fn.__name__: p for p in programs}})
+    space = compose(HEADER + "\n\n".join([*helpers.values(), made.text]))
+    space[launch.kernel.fn.__name__][launch.grid](*[values[p] for p in made.parameters], num_warps=launch.warps)
+    return made.parameters
+
+
+def _constant(value: Any, calls: dict[str, str]) -> object:
+    if hasattr(value, "fn"):
+        name = value.fn.__name__
+        return Inline(calls[name]) if name in calls else Name(name)
+    return (
+        value if isinstance(value, int | float | str) else Name(f"tl.{'float64' if '64' in str(value) else 'float32'}")
+    )
+
+
+def _helpers(text: str, space: dict[str, Any]) -> dict[str, str]:
+    """The device functions that a text calls, those that they call first."""
+    found: dict[str, str] = {}
+    for name in re.findall(r"(?<![\w.])(\w+)\(", text):
+        if hasattr(space.get(name), "fn") and not re.search(rf"def {name}\b", text):
+            source = inspect.getsource(space[name].fn)
+            found = {**_helpers(source, {**space, **space[name].fn.__globals__}), name: source, **found}
+    return found
+
+
+def _copies(pointers: Sequence[Any]) -> list[Any]:
+    """Tensors that are the same stay the same."""
+    bases = {id(p): getattr(p, "base", p) for p in pointers}
+    clones = {base.data_ptr(): base.clone(memory_format=torch.preserve_format) for base in bases.values()}
+    return [
+        clones[p.data_ptr()] if isinstance(p, Tensor) else descriptor(p, clones[p.base.data_ptr()]) for p in pointers
+    ]
+
+
+def _bits(pointer: Any) -> bytes:
+    tensor = getattr(pointer, "base", pointer)
+    return bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
+
+@pytest.mark.parametrize("numbers", [False, True], ids=["tiles kept", "all decided"])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("name", ["61 small", "conv norm residual relu"])
+def test_gives_the_same_bits(name: str, layout: str, numbers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = compared_launches(monkeypatch, name, layout, torch.float32, numbers)
+    assert [launch for launch in launches if not launch.equal] == []
+    kernels = {launch.kernel for launch in launches}
+    assert {"largest_kernel", "pack_input_kernel", "pack_weight_kernel", "convolve_kernel"} <= kernels
+    assert kernels & {"row_finish_kernel", "last_finish_kernel"}
+
+
+@pytest.mark.parametrize("name", ["23 small", "conv relu mean over space", "norm relu without conv"])
+def test_gives_the_same_bits_where_moments_are_all_or_in_a_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = compared_launches(monkeypatch, name, "contiguous", torch.float32, numbers=False)
+    assert [launch for launch in launches if not launch.equal] == []
+    assert {launch.kernel for launch in launches} & {"finish_moments_kernel", "row_moments_kernel"}
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_gives_the_same_bits_in_half_precision(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = compared_launches(monkeypatch, "61 small", "channels_last", torch.float16, False, width)
+    assert [launch for launch in launches if not launch.equal] == []
+    (convolve,) = [launch for launch in launches if launch.kernel == "convolve_kernel"]
+    assert {"a0", "p_unscale", "d_low", "WIDTH"}.isdisjoint(convolve.parameters)
+
+
+def test_a_wrong_branch_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: of a decided `if` with an `else`, the branch that is not taken is kept."""
+    honest: Callable[..., Any] = rules._taken
+    monkeypatch.setattr(rules, "_taken", lambda source, node, truth: honest(source, node, truth ^ bool(node.orelse)))
+    launches = compared_launches(monkeypatch, "61 small", "contiguous", torch.float32, numbers=False)
+    equal = {launch.kernel: launch.equal for launch in launches}
+    assert not equal["pack_input_kernel"]
+    assert not equal["convolve_kernel"]
+    assert equal["row_finish_kernel"]  # which has no `else`

@@ -1,0 +1,80 @@
+"""What specialisation leaves of comments, parameters, blank lines and names."""
+
+from __future__ import annotations
+
+import pytest
+
+from export.test_specialise import assert_becomes, cut
+from postlude.export.specialise import specialise
+
+
+@pytest.mark.parametrize(
+    ("comment", "expected"),
+    [
+        ("[COUT] where YES", "[COUT]"),
+        ("the low plane, where PLANES is 2", "the low plane"),
+        ("the low plane; where PLANES is set", "the low plane"),
+        ("over the input; rows overlap where PLANES > 2", "over the input"),
+        ("over the input; rows overlap where PLANES > 1", "over the input; rows overlap"),
+        ("[N, C, S], or [N, S, C] where NO, out; where YES", "[N, C, S], out"),
+        ("[N, C, S], or [N, S, C] where YES, out; where MODE", "[N, S, C], out"),
+        ("[N, C] where YES, else [N], out", "[N, C], out"),
+        ("[N, C] where NO, else [N], out", "[N], out"),
+        ("[N], out, where MODE: a tile's outputs", "[N], out: a tile's outputs"),
+        ("[N, C]; sums where not YES", "[N, C]"),
+        ("[C], unread without YES", "[C]"),
+        ("[PLANES·BM, ONE·BK], BM·ONE", "[2·BM, BK], BM"),
+        ("where x is somewhere", "where x is somewhere"),
+    ],
+)
+def test_comments_lose_what_is_decided(comment: str, expected: str) -> None:
+    source = (
+        f"def f(\n    p_x,  # {comment}\n    YES, NO, PLANES, MODE, ONE,\n):\n    g(p_x, YES, NO, PLANES, MODE, ONE)\n"
+    )
+    text = cut(source, YES=True, NO=False, PLANES=2, MODE="raw", ONE=1)
+    assert text.splitlines()[1] == f"    p_x,  # {expected}"
+
+
+def test_parameters_go_with_their_comments() -> None:
+    before = """
+    def f(
+        p_x,  # read
+        p_low,  # not read
+        # on the next one
+        STRIDE=4,
+        SIZE: tl.constexpr = 3,  # decided
+        p_y=None,
+    ):
+        return g(p_x, SIZE, p_y)
+    """
+    after = """
+    def f(
+        p_x,  # read
+        p_y=None,
+    ):
+        return g(p_x, 3, p_y)
+    """
+    assert_becomes(before, after, SIZE=3)
+    assert cut("def f(a, b, c=1, d=2):\n    return b\n") == "def f(b):\n    return b\n"
+
+
+def test_strings_stay_where_they_are() -> None:
+    before = 'def f(FLAG):\n    if FLAG:\n        g("""a\n        b\n\n\n        # c""")\n'
+    assert cut(before, FLAG=True) == 'def f():\n    g("""a\n        b\n\n\n        # c""")\n'
+
+
+def test_blank_lines() -> None:
+    before = "def f(x, FLAG):\n\n    if FLAG:\n\n        g(1)\n\n    if not FLAG:\n        g(2)\n\n    return x\n"
+    assert cut(before, FLAG=True) == "def f(x):\n    g(1)\n\n    return x\n"
+
+
+def test_names() -> None:
+    source = "def some_kernel(p_x, BEFORE):\n    return BEFORE(p_x, p_x=1)  # of p_x by BEFORE\n"
+    made = specialise(source, {}, {"some_kernel": "one", "p_x": "x_ptr", "BEFORE": "relu"})
+    assert made.text == "def one(x_ptr, relu):\n    return relu(x_ptr, p_x=1)  # of x_ptr by relu\n"
+    assert made.parameters == ("x_ptr", "relu")
+
+
+def test_a_constant_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(ValueError, match="the text has no SCALE"):
+        cut("def f(x):\n    return x\n", SCALE=2)

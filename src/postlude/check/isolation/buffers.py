@@ -1,0 +1,97 @@
+"""Memory that the verifier shares with a candidate's process, one buffer per message that carries tensors.
+
+The verifier makes every buffer, at a size of its own choosing, and never maps it: it reads and writes by system
+call, so that a candidate that shortens the file or writes while it is read can spoil its own answer only. The
+buffers have no name, so none can be left behind, however either process ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import tempfile
+from collections.abc import Sequence
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from postlude.check.isolation.wire import Layout, Spec, WireError, extent_of, is_dense, laid_out
+
+NO_SEAL = "shared memory is a file without a name that the candidate may shorten; its answer is then refused"
+
+
+def can_be_sealed() -> bool:
+    return hasattr(os, "memfd_create")
+
+
+class Buffer:
+    """Shared memory of a fixed size."""
+
+    def __init__(self, size: int) -> None:
+        self.descriptor = _new_file(size)
+
+    def __enter__(self) -> Buffer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        os.close(self.descriptor)
+
+    def write(self, layout: Layout, tensors: Sequence[Tensor]) -> None:
+        for spec, tensor in zip(layout.specs, tensors, strict=True):
+            values = flat_values(tensor)
+            view, written = _memory_of(values), 0
+            while written < len(view):
+                written += os.pwrite(self.descriptor, view[written:], spec.offset + written)
+
+    def read(self, spec: Spec) -> Tensor:
+        """The tensor in memory of our own."""
+        flat = torch.empty(spec.nbytes, dtype=torch.uint8)
+        view, done = _memory_of(flat), 0
+        while done < len(view):
+            count = os.preadv(self.descriptor, [view[done:]], spec.offset + done)
+            if not count:
+                raise WireError("lacks bytes that it announced")
+            done += count
+        if spec.dtype == torch.bool and bool((flat > 1).any()):
+            raise WireError("has a truth value that is neither 0 nor 1")
+        return flat.view(spec.dtype).as_strided(spec.shape, spec.strides)
+
+    def changed(self, layout: Layout, tensors: Sequence[Tensor]) -> list[int]:
+        """Which tensors no longer have the bytes that were written."""
+        found = []
+        for place, (spec, tensor) in enumerate(zip(layout.specs, tensors, strict=True)):
+            now = self.read(Spec((spec.nbytes,), (1,), torch.uint8, spec.offset))
+            if not torch.equal(now, flat_values(tensor).view(torch.uint8)):
+                found.append(place)
+        return found
+
+
+def flat_values(tensor: Tensor) -> Tensor:
+    """The memory of a tensor from its first element to its last one, on the host."""
+    plain = tensor.detach()
+    as_it_is = plain.device.type == "cpu" and not plain.is_conj() and not plain.is_neg()
+    if not as_it_is or not is_dense(plain.shape, plain.stride()):
+        plain = laid_out(plain, "cpu")
+    return plain.as_strided((extent_of(plain.shape, plain.stride()),), (1,))
+
+
+def _memory_of(tensor: Tensor) -> memoryview:
+    size = tensor.numel() * tensor.element_size()
+    # Without NumPy this is the one way to a tensor's memory; the caller keeps the tensor.
+    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr()) if size else b"")
+
+
+def _new_file(size: int) -> int:
+    if can_be_sealed():
+        import fcntl
+
+        descriptor = os.memfd_create("postlude-tensors", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(descriptor, size)
+        # Neither end can change the size from here on, so that no read meets memory that is gone.
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+        return descriptor
+    with tempfile.TemporaryFile() as file:
+        file.truncate(size)
+        return os.dup(file.fileno())

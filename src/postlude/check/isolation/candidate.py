@@ -1,0 +1,240 @@
+"""A stranger's model in a process of its own, as the verifier sees it."""
+
+from __future__ import annotations
+
+import secrets
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from postlude.check.isolation.buffers import NO_SEAL, can_be_sealed
+from postlude.check.isolation.process import CandidateFailed, Limits, Reply, Running
+from postlude.check.isolation.wire import DTYPES, UnsendableError, flatten, overlaps_itself
+from postlude.check.points import map_tensors
+from postlude.check.sides import named_tensors
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What a model returned, in memory of our own, and what it did besides."""
+
+    outputs: Any  # nested as the model returned it; named tuples are tuples
+    gradients: dict[str, Tensor]  # of "input[0]", … and of parameters by name; one that is not used is absent
+    changed_inputs: tuple[str, ...]  # inputs that were written into
+    notes: tuple[str, ...]  # results that were no plain tensors on the device
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return named_tensors("output", self.outputs)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One window of calls: the outputs are those of the last call, on the set of inputs number `last_set`."""
+
+    seconds: float
+    calls: int
+    last_set: int
+    outputs: Any
+
+
+class Candidate:
+    """Starts the process and builds `class_name` of the file; use it in a `with` block.
+
+    A copy of the file is run, in a folder that is empty but for `companions`. The thread that makes a Candidate
+    must outlive it: on Linux the process ends with it. An exception of the candidate's own (`CandidateFailed`)
+    leaves it running; after any other failure it is gone.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        init_args: Sequence[Any] = (),
+        init_kwargs: Mapping[str, Any] | None = None,
+        *,
+        device: str = "cpu",
+        limits: Limits | None = None,
+        class_name: str = "ModelNew",
+        seed: int = 0,
+        companions: Sequence[str | Path] = (),
+    ) -> None:
+        self.device = torch.device(device)
+        self.limits = limits or Limits()
+        given = {"args": list(init_args), "kwargs": dict(init_kwargs or {})}
+        _check_sendable(given, "an argument of the constructor")
+        self._running = Running(self.limits)
+        # Also when nobody closes it, and when the interpreter ends.
+        self._finalizer = weakref.finalize(self, self._running.close)
+        try:
+            copied = self._running.bring(Path(path))
+            for companion in companions:
+                self._running.bring(Path(companion))
+            start = {**given, "path": str(copied), "class_name": class_name, "device": device, "seed": seed}
+            self.skipped = self._protections(self._ask("start", start, "its start", self.limits.start_s).value)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Candidate:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._finalizer()
+
+    @property
+    def alive(self) -> bool:
+        return self._running.ending is None
+
+    @property
+    def said(self) -> str:
+        """What it printed so far, standard error included, up to `limits.said_bytes`; all of it once closed."""
+        return self._running.said
+
+    def state_keys(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        found = self._ask("state keys", {}, "listing its state").value
+        if not isinstance(found, dict) or not all(map(_is_state_entry, found.items())):
+            raise self._broken("is no list of state keys")
+        return {key: (tuple(shape), dtype) for key, (shape, dtype) in found.items()}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Writes the state into the model's own tensors."""
+        given = dict(state)
+        _check_sendable(given, "the state")
+        self._ask("load state", {"state": given}, "loading its state")
+
+    def read_state(self) -> dict[str, Tensor]:
+        """The state as it is now, to see what calls did to parameters and buffers."""
+        reply = self._ask("read state", {}, "reading its state")
+        found = reply.value
+        if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
+            raise self._broken("is no state")
+        return {str(key): value for key, value in self._on_device(reply, found).items()}
+
+    def forward(self, inputs: Sequence[Any], *, training: bool = False, seed: int = 0, keep: bool = False) -> Answered:
+        """One call without gradients. `keep` keeps its results over there, see `kept`."""
+        return self._forward(inputs, training, seed, None, keep)
+
+    def forward_backward(
+        self,
+        inputs: Sequence[Any],
+        cotangents: Sequence[Tensor | None],
+        *,
+        training: bool = False,
+        seed: int = 0,
+        keep: bool = False,
+    ) -> Answered:
+        """One call and the gradients for `cotangents`, one per tensor of the result, in order."""
+        return self._forward(inputs, training, seed, list(cotangents), keep)
+
+    def kept(self) -> Any:
+        """The results of the last call with `keep`, as they are now: later calls may have written into them."""
+        reply = self._ask("kept", {}, "reading an earlier result")
+        return self._on_device(reply, reply.value)
+
+    def time_calls(self, input_sets: Sequence[Sequence[Any]], calls: int, *, training: bool = False) -> Timed:
+        """Seconds for `calls` calls on the sets in turn, by our clock around one request; inputs are sent before.
+
+        A candidate can answer first and compute later, so `outputs` must be compared with what they should be,
+        and the time that this takes is not in `seconds`: a gain that the whole round trip lacks is none.
+        """
+        sets = [list(inputs) for inputs in input_sets]
+        _check_sendable(sets, "an input")
+        if not sets or calls < 1:
+            raise ValueError("there is nothing to time without inputs and calls")
+        first = secrets.randbelow(len(sets))
+        self._ask("prepare", {"sets": sets, "training": training}, "taking its inputs")
+        reply = self._ask("window", {"calls": calls, "first": first}, f"{calls} timed calls")
+        return Timed(reply.seconds, calls, (first + calls - 1) % len(sets), self.kept())
+
+    def _forward(
+        self, inputs: Sequence[Any], training: bool, seed: int, cotangents: list[Any] | None, keep: bool
+    ) -> Answered:
+        _check_sendable([list(inputs), cotangents], "an input")
+        asked = {"inputs": list(inputs), "training": training, "seed": seed, "cotangents": cotangents, "keep": keep}
+        reply = self._ask("forward", asked, "a call", watched=True)
+        found, names = reply.value, list(named_tensors("input", list(inputs)))
+        if not isinstance(found, dict) or found.keys() != {"outputs", "inputs", "parameters"}:
+            raise self._broken("is no result of a call")
+        gradients = self._gradients(found["inputs"], found["parameters"], names if cotangents is not None else [])
+        changed = tuple(names[place] for place in reply.changed if place < len(names))
+        return Answered(
+            self._on_device(reply, found["outputs"]),
+            self._on_device(reply, gradients),
+            changed,
+            self._notes(reply, found["outputs"]),
+        )
+
+    def _gradients(self, of_inputs: Any, of_parameters: Any, names: list[str]) -> dict[str, Tensor]:
+        if not isinstance(of_inputs, list) or not isinstance(of_parameters, dict) or len(of_inputs) != len(names):
+            raise self._broken("has other gradients than inputs")
+        found = {**dict(zip(names, of_inputs)), **{str(key): value for key, value in of_parameters.items()}}
+        if not all(value is None or isinstance(value, Tensor) for value in found.values()):
+            raise self._broken("has a gradient that is no tensor")
+        return {name: gradient for name, gradient in found.items() if gradient is not None}
+
+    def _ask(
+        self, do: str, value: dict[str, Any], doing: str, limit_s: float | None = None, watched: bool = False
+    ) -> Reply:
+        return self._running.ask(do, self.limits.call_s if limit_s is None else limit_s, value, doing, watched)
+
+    def _on_device(self, reply: Reply, value: Any) -> Any:
+        """Tensors that were on the candidate's device come back to ours of that type; others stay on the host."""
+        places = {id(tensor): spec.device for tensor, spec in zip(reply.tensors, reply.layout.specs, strict=True)}
+
+        def placed(tensor: Tensor) -> Tensor:
+            return tensor.to(self.device) if places.get(id(tensor)) == self.device.type else tensor
+
+        return map_tensors(placed, value)
+
+    def _notes(self, reply: Reply, outputs: Any) -> tuple[str, ...]:
+        specs = {id(tensor): spec for tensor, spec in zip(reply.tensors, reply.layout.specs, strict=True)}
+        notes = []
+        for name, tensor in named_tensors("output", outputs).items():
+            spec = specs[id(tensor)]
+            notes += [f"{name} was a {spec.kind} tensor"] if spec.kind != "plain" else []
+            notes += [f"{name} was on {spec.device}"] if spec.device != self.device.type else []
+        return tuple(notes)
+
+    def _protections(self, found: Any) -> tuple[str, ...]:
+        """What this system cannot do for us; the candidate's process reports its part before it loads anything."""
+        listed = found.get("skipped") if isinstance(found, dict) else None
+        if not isinstance(listed, list) or not all(isinstance(one, str) for one in listed):
+            raise self._broken("is no report of its start")
+        return (*listed, *([] if can_be_sealed() else [NO_SEAL]))
+
+    def _broken(self, what: str) -> CandidateFailed:
+        reason = f"the candidate's process sent an answer that {what}"
+        self._running.close(reason)
+        return CandidateFailed(reason)
+
+
+def _is_state_entry(item: tuple[Any, Any]) -> bool:
+    key, value = item
+    if not (isinstance(key, str) and isinstance(value, tuple) and len(value) == 2):
+        return False
+    shape, dtype = value
+    whole = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+    return whole and isinstance(dtype, torch.dtype)
+
+
+def _check_sendable(value: Any, what: str) -> None:
+    """Refuses what is ours to get right, before the candidate could be blamed for it."""
+    try:
+        tensors = flatten(value)[1]
+    except UnsendableError as error:
+        raise ValueError(f"{what} is or holds {error}, which cannot be sent to a candidate") from None
+    for tensor in tensors:
+        name = str(tensor.dtype).removeprefix("torch.")
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or name not in DTYPES:
+            raise ValueError(f"{what} is a {tensor.layout} tensor of {name}, which cannot be sent to a candidate")
+        if overlaps_itself(tensor.shape, tensor.stride()):
+            raise ValueError(f"{what} is a tensor that overlaps itself, which cannot be sent to a candidate")

@@ -1,0 +1,177 @@
+"""Inside the candidate's process: its model, and the tensors that outlive a request."""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from postlude.check.isolation.results import RefusedError, first_line, settled
+from postlude.check.isolation.wire import UnsendableError, distinct_part, flatten, laid_out, rebuild
+
+
+class Host:
+    """The model, and the tensors that outlive a request."""
+
+    def __init__(self) -> None:
+        self.model: Any = None
+        self.device = "cpu"
+        self.live: dict[tuple[Any, ...], list[Tensor]] = {}
+        self.sets: list[Any] = []
+        self.kept: Any = None
+        self.last: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+
+    def start(
+        self, path: str, class_name: str, args: list[Any], kwargs: dict[str, Any], device: str, seed: int
+    ) -> None:
+        sys.argv = [path]
+        self.device = device
+        model_class = load_class(Path(path), class_name)
+        tree, tensors = flatten([args, kwargs])
+        given = rebuild(tree, [tensor.clone() for tensor in tensors])  # the model may keep them
+        torch.manual_seed(seed)
+        try:
+            self.model = model_class(*given[0], **given[1]).to(device)
+        except Exception as error:
+            raise RefusedError(f"{class_name}.__init__ raises {first_line(error)}") from error
+
+    def state_keys(self) -> dict[str, Any]:
+        return {key: (list(tensor.shape), tensor.dtype) for key, tensor in self._state().items()}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        own = self._state()
+        if own.keys() != state.keys():
+            raise RefusedError("the candidate's state_dict has other keys than the state that it is given")
+        for key, tensor in own.items():
+            # In place and past the version counter, so that a cache keyed on either of them shows.
+            tensor.data.copy_(state[key])
+
+    def read_state(self) -> dict[str, Tensor]:
+        return self._state()
+
+    def forward(
+        self, inputs: list[Any], training: bool, seed: int, cotangents: list[Any] | None, keep: bool
+    ) -> dict[str, Any]:
+        tree, sent = flatten(inputs)
+        leaves = self._refreshed(sent)
+        backward = cotangents is not None
+        used = [leaf.requires_grad_(backward and _has_gradient(leaf)) for leaf in (leaf.detach() for leaf in leaves)]
+        self.model.train(training)
+        self._poison()
+        torch.manual_seed(seed)
+        with torch.set_grad_enabled(backward):
+            outputs = self.model(*rebuild(tree, used))
+        found: dict[str, Any] = {"outputs": outputs, "inputs": [], "parameters": {}}
+        if cotangents is not None:
+            found.update(self._gradients(outputs, used, cotangents))
+        for place, leaf in zip(sent, leaves):
+            distinct_part(place).copy_(distinct_part(leaf))  # so that the verifier sees what became of them
+        if keep:
+            self.kept = outputs
+        self.last = [(one.shape, one.dtype, one.device) for one in _tensors(outputs) if one.is_floating_point()]
+        return found
+
+    def prepare(self, sets: list[list[Any]], training: bool) -> None:
+        tree, sent = flatten(sets)
+        self.sets = rebuild(tree, [laid_out(leaf, self.device) for leaf in sent])
+        self.model.train(training)
+        _synchronise()
+
+    def window(self, calls: int, first: int) -> None:
+        self.kept, outputs, collecting = None, None, gc.isenabled()
+        gc.disable()
+        try:
+            with torch.no_grad():
+                for index in range(first, first + calls):
+                    outputs = self.model(*self.sets[index % len(self.sets)])
+                    if type(outputs) is not torch.Tensor:
+                        outputs = settled(outputs)
+                _synchronise()
+        finally:
+            if collecting:
+                gc.enable()
+        self.kept = outputs
+
+    def read_kept(self) -> Any:
+        return self.kept
+
+    def _state(self) -> dict[str, Tensor]:
+        return {key: value for key, value in self.model.state_dict().items() if isinstance(value, torch.Tensor)}
+
+    def _refreshed(self, sent: list[Any]) -> list[Any]:
+        """The inputs on the device; they keep their place in memory, so that answers remembered by address show."""
+        key = tuple((tuple(leaf.shape), leaf.stride(), leaf.dtype) for leaf in sent)
+        if key not in self.live:
+            self.live = {key: [laid_out(leaf, self.device) for leaf in sent]}
+        for leaf, new in zip(self.live[key], sent):
+            distinct_part(leaf.data).copy_(distinct_part(new))
+        return self.live[key]
+
+    def _poison(self) -> None:
+        """Leaves NaN in memory that the next results are likely to get, so that what is not written shows."""
+        try:
+            scratch = [torch.full(shape, torch.nan, dtype=dtype, device=at) for shape, dtype, at in self.last]
+            del scratch
+        except RuntimeError:  # no room for it, or no NaN of that dtype
+            pass
+
+    def _gradients(self, outputs: Any, leaves: list[Any], cotangents: list[Any]) -> dict[str, Any]:
+        produced = _tensors(outputs)
+        if len(produced) != len(cotangents):
+            raise RefusedError(f"the candidate returns {len(produced)} tensors where {len(cotangents)} are expected")
+        roots = [(root, weight) for root, weight in zip(produced, cotangents) if root.requires_grad]
+        if not roots:
+            raise RefusedError("the output has no gradient")
+        if any(weight is None or weight.shape != root.shape for root, weight in roots):
+            raise RefusedError("an output of the candidate has another shape than expected")
+        named = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
+        wanted = [*(leaf for leaf in leaves if leaf.requires_grad), *named.values()]
+        weights = [weight.to(root) for root, weight in roots]
+        found = iter(torch.autograd.grad([root for root, _ in roots], wanted, weights, allow_unused=True))
+        of_inputs = [next(found) if leaf.requires_grad else None for leaf in leaves]
+        return {"inputs": of_inputs, "parameters": dict(zip(named, found))}
+
+
+def load_class(path: Path, class_name: str) -> Any:
+    try:
+        code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+    except SyntaxError as error:
+        raise RefusedError(f"syntax error in line {error.lineno}: {error.msg}") from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise RefusedError(f"it cannot be compiled ({first_line(error)})") from error
+    module = types.ModuleType("candidate_" + re.sub(r"\W", "_", path.stem))
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # inspect, pickle and Triton look modules up there
+    sys.path.append(str(path.parent))  # at the end: a neighbour may be imported, but hides no installed package
+    try:
+        exec(code, module.__dict__)
+    except Exception as error:
+        what = "an import fails" if isinstance(error, ImportError) else "running the file fails"
+        raise RefusedError(f"{what}: {first_line(error)}") from error
+    found = getattr(module, class_name, None)
+    if not (isinstance(found, type) and issubclass(found, torch.nn.Module)):
+        raise RefusedError(f"it has no class {class_name} that is a torch.nn.Module")
+    return found
+
+
+def _synchronise() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def _tensors(value: Any) -> list[Any]:
+    """Of a result; what cannot be sent is refused when it is."""
+    try:
+        return flatten(value)[1]
+    except UnsendableError:
+        return []
+
+
+def _has_gradient(tensor: Any) -> bool:
+    return bool(tensor.is_floating_point() or tensor.is_complex())

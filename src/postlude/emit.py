@@ -56,7 +56,7 @@ def moments_slots(chain: Chain, first: int, last: int) -> tuple[int, ...]:
 def emit(chain: Chain, name: str, last: int, pointers: tuple[int, ...]) -> str:
     """Steps 1 to `last`; a norm among them takes its mean and rstd as arguments (only `whole` has them)."""
     moments = "mean, rstd, " if name == "whole" else ""
-    lines = ["@triton.jit", f"def {name}(v0, {moments}o_c, base, o_x, m_c, m_x, {_arguments()}):"]
+    lines = ["@triton.jit", f"def {name}(v0, {moments}o_c, base, o_x, m_c, m_x, {pointer_arguments()}):"]
     loaded: set[int] = set()
     if _has_bias(chain):  # the library's convolution adds it in a pass of its own over the whole result
         lines += [f"    {_load(chain, Slot(_BIAS), pointers)}", f"    v0 = v0 + t{_BIAS}"]
@@ -72,7 +72,7 @@ def emit(chain: Chain, name: str, last: int, pointers: tuple[int, ...]) -> str:
 
 def emit_moments(chain: Chain, first: int, last: int, pointers: tuple[int, ...]) -> str:
     """Steps `first` to `last`, the reduction, on moments: the mean of an affine image is the image of the mean."""
-    lines = ["@triton.jit", f"def moments(mean, var, count, o_c, m_c, C, {_arguments()}):"]
+    lines = ["@triton.jit", f"def moments(mean, var, count, o_c, m_c, C, {pointer_arguments()}):"]
     lines += [f"    {_load(chain, Slot(index), pointers, 'mean')}" for index in pointers]
     for number, step in enumerate(chain.steps[first - 1 : last], first):
         squares = any(isinstance(later, Normalize) for later in chain.steps[number:last])
@@ -110,7 +110,7 @@ def _has_bias(chain: Chain) -> bool:
     return chain.producer is not None and chain.producer.has_bias
 
 
-def _arguments() -> str:
+def pointer_arguments() -> str:
     return ", ".join(f"a{number}" for number in range(OPERANDS))
 
 
@@ -129,13 +129,14 @@ def _expression(step: Step) -> str:
         return f"(v{step.operand.index} - mean) * {scale}{shift}"
     if isinstance(step, Reduce):
         raise ValueError("a reduction is no step of a block")
-    return _pointwise(step)
+    return POINTWISE[step.op].format(**words_of(step))
 
 
-def _pointwise(step: Pointwise) -> str:
+def words_of(step: Pointwise) -> dict[str, str]:
+    """What the tables' texts leave open: the operands x and y, and the settings by their names."""
     settings = {name: _WORDS.get(str(value), repr(value)) for name, value in step.settings}
     x, *others = (_operand(operand) for operand in step.operands)
-    return POINTWISE[step.op].format(x=x, y=others[0] if others else "", **settings)
+    return {"x": x, "y": others[0] if others else "", **settings}
 
 
 def _operand(operand: Operand) -> str:

@@ -20,8 +20,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from postlude.chain import Cast, Chain, Normalize, Operand, Pointwise, Reduce, Scalar, Slot, Step, Value, values_of
-from postlude.emit import OPERANDS, emit, pass_slots
+from postlude.chain import Cast, Chain, Normalize, Operand, Pointwise, Reduce, Slot, Step, Value, values_of
+from postlude.emit import OPERANDS, emit, pass_slots, pointer_arguments, words_of
 
 FULL = 2  # gradients of whole tensors that the kernels store beside the value's
 # The gradient of each operand, from {g} of the step's value {v}; the functions are in kernels/triton/derivatives.py.
@@ -34,7 +34,6 @@ DERIVATIVES: dict[str, tuple[str, ...]] = {
     "add": ("{g}", "{g}"),
     "mul": ("{g} * {y}", "{g} * {x}"),
 }
-_WORDS = {"none": "gelu", "tanh": "gelu_tanh"}  # settings that name a device function
 
 
 @dataclass(frozen=True)
@@ -108,6 +107,15 @@ def slots_read(text: str) -> set[int]:
     return {int(slot) for slot in re.findall(r"^    t(\d+) = tl.load", text, re.MULTILINE)}
 
 
+def slots_needed(chain: Chain, last: int) -> frozenset[int]:
+    """The slots that a backward pass may read: all but tensors of the value's size that no gradient depends on."""
+    needs, pointers = frozenset(range(len(chain.roles))), pass_slots(chain, last)
+    read = slots_read(emit_gradient(chain, last, needs, pointers))
+    if norm_step(chain, last) is not None:
+        read |= slots_read(emit_sums(chain, last, needs, pointers))
+    return frozenset(slot for slot, role in enumerate(chain.roles) if role != "full" or slot in read)
+
+
 def norm_step(chain: Chain, last: int) -> int | None:
     steps = enumerate(chain.steps[:last], 1)
     return next((number for number, step in steps if isinstance(step, Normalize)), None)
@@ -159,9 +167,7 @@ def _parts(step: Step, number: int) -> list[tuple[Operand, str]]:
         scaled = g if step.weight is None else f"t{step.weight.index} * {g}"
         return [(step.operand, f"rstd * ({scaled} - A - x_hat * B)")]
     if isinstance(step, Pointwise):
-        settings = {name: _WORDS.get(str(value), repr(value)) for name, value in step.settings}
-        x, *others = map(_name, step.operands)
-        words = {"g": g, "v": f"v{number}", "x": x, "y": others[0] if others else "", **settings}
+        words = {"g": g, "v": f"v{number}", **words_of(step)}
         return [(operand, text.format(**words)) for operand, text in zip(step.operands, DERIVATIVES[step.op])]
     if isinstance(step, Cast):
         return [(step.operand, g)]  # blocks stay in the accumulator's dtype
@@ -187,8 +193,7 @@ def _function(name: str, means: str, lines: list[str], given: list[str]) -> str:
         if target in used:
             used.update(_names(text))
             kept.append(line)
-    arguments = ", ".join(f"a{number}" for number in range(OPERANDS))
-    head = f"def {name}(v0, g, mean, rstd, {means}o_c, base, o_x, m_c, m_x, {arguments}):"
+    head = f"def {name}(v0, g, mean, rstd, {means}o_c, base, o_x, m_c, m_x, {pointer_arguments()}):"
     body = "".join(f"    {line}\n" for line in reversed(kept))
     return f"@triton.jit\n{head}\n{body}    return ({', '.join(given)},)\n"
 
@@ -207,9 +212,3 @@ def _slot_name(slot: int) -> str:
 
 def _sum(terms: list[str]) -> str:
     return " + ".join(terms)
-
-
-def _name(operand: Operand) -> str:
-    if isinstance(operand, Scalar):
-        return repr(operand.value)
-    return f"t{operand.index}" if isinstance(operand, Slot) else f"v{operand.index}"

@@ -204,6 +204,9 @@ def test_a_wrong_kernel_is_seen_to_fail(right: str, wrong: str, monkeypatch: pyt
     torch.testing.assert_close(finished(chain, tensors), truth)
     for name in ("finish_moments_kernel", "normalize_moments"):
         monkeypatch.setattr(moments, name, mutant[name])
-    for name in ("moments_program", "compose"):  # the composed function imports what it calls: make it anew
+    for name in (
+        "moments_program",
+        "compose",
+    ):  # the composed function found what it calls when it was made: make it anew
         monkeypatch.setattr(finish_moments, name, getattr(finish_moments, name).__wrapped__)
     assert not torch.allclose(finished(chain, tensors), truth, rtol=1e-3)

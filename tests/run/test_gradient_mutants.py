@@ -58,7 +58,7 @@ def test_a_wrong_gradient_is_seen_to_fail(mutant: tuple[str, str, str, Case], mo
         source = Path(str(module.__file__)).read_text()
         seen.append(right in source)
         for key, made in compose(HEADER + source.replace(right, wrong)).items():
-            if key.endswith(("_kernel", "_gradient")):
+            if key.endswith(("_kernel", "_gradient")) and hasattr(module, key):  # not what compose lends every text
                 monkeypatch.setattr(module, key, made)
     assert compared(case, torch.float32, "contiguous") > 1e-3
     assert any(seen)

@@ -85,6 +85,16 @@ def test_gradients_can_be_checked_and_differentiated_again() -> None:
     assert torch.autograd.gradgradcheck(lambda *ts: run(ts), tensors, fast_mode=True)
 
 
+def test_gradients_from_the_tensors_alone_are_the_same() -> None:
+    tensors = inputs("sum", torch.float64)
+    run = training("sum", tensors)
+    y = run(tensors)
+    with torch.no_grad():
+        again = run.gradients_again(tensors, torch.ones_like(y), [True] * len(tensors))
+    for kept, found in zip(torch.autograd.grad(y.sum(), tensors), again, strict=True):
+        torch.testing.assert_close(found, kept, rtol=0, atol=0)
+
+
 def test_two_numbers_a_channel_are_kept() -> None:
     tensors = inputs("23", torch.float32)
     chain = CHAINS["23"][0]

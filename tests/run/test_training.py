@@ -14,10 +14,11 @@ from cases import BY_NAME, Builder, conv
 from postlude import reference
 from postlude.chain import Chain
 from postlude.check import tensors_for
+from postlude.emit_gradient import slots_needed
 from postlude.plan import Plan, problem_of
 from postlude.plan.gemm import Gemm
 from postlude.plan.gpu import lower_for_gpu
-from postlude.run.training import Training, needed_values
+from postlude.run.training import Training
 from run.test_gpu import CARD, SMALL
 
 pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore")]
@@ -177,8 +178,8 @@ def test_never_more_is_kept_than_eager_keeps(name: str) -> None:
 
 
 def test_a_tensor_that_is_only_added_is_not_kept() -> None:
-    assert len(ADDED.roles) - 1 not in needed_values(ADDED)
-    assert len(RESIDUAL.roles) - 1 in needed_values(RESIDUAL)
+    assert len(ADDED.roles) - 1 not in slots_needed(ADDED, len(ADDED.steps))
+    assert len(RESIDUAL.roles) - 1 in slots_needed(RESIDUAL, len(RESIDUAL.steps))
 
 
 @pytest.mark.usefixtures("library_convolution")
@@ -191,6 +192,21 @@ def test_autocasts_dtype_is_what_is_kept_and_gradients_come_back_in_each_tensors
     truth = gradients(lambda ts: reference.evaluate(half, ts, dtype=torch.float64), tensors)
     for ours, true in zip(grads, truth[1:], strict=True):
         torch.testing.assert_close(ours, true, rtol=2e-2, atol=2e-2 * float(true.abs().max()) + 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [None, "float16"])
+@pytest.mark.usefixtures("library_convolution")
+def test_gradients_from_the_tensors_alone_are_the_same(dtype: str | None) -> None:
+    chain = dataclasses.replace(BLOCK, producer=dataclasses.replace(BLOCK.producer, dtype=dtype))  # type: ignore[type-var]
+    tensors = inputs(chain, torch.float32)
+    run = training(chain, tensors)
+    y = run(tensors)
+    dy = torch.randn_like(y)
+    with torch.no_grad():
+        again = run.gradients_again(tensors, dy, [True] * len(tensors))
+    for kept, found in zip(torch.autograd.grad(y, tensors, dy), again, strict=True):
+        assert found is not None
+        torch.testing.assert_close(found.to(kept.dtype), kept, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

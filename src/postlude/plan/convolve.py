@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from postlude.chain import Chain, Convolution, Normalize
+from postlude.chain import Chain, Convolution
 from postlude.hardware import Machine
 from postlude.plan.few_channels import FewChannels, few_channels_for
 from postlude.plan.gemm import Arithmetic, Gemm, WeightGemm, input_gradient_of, unsupported, volume_for
 from postlude.plan.problem import Problem, body_dtype, fp32_mode, power_of_two
+from postlude.plan.program import has_norm
 
 # A packed position has a multiple of this many channels, so that a tile's rows begin where a descriptor may.
 _CHANNEL_STEP = 16
@@ -40,8 +41,7 @@ def gemm_for(chain: Chain, problem: Problem, machine: Machine, even_if_slower: b
         if reason:
             return reason
     # Neighbours in a row are multiplied by zeros, which an infinity does not survive: only a norm hides that.
-    widens = any(isinstance(step, Normalize) for step in chain.steps)
-    return product_for(conv, problem.x.shape[2:], arithmetic, machine, widens)
+    return product_for(conv, problem.x.shape[2:], arithmetic, machine, widens=has_norm(chain))
 
 
 def product_for(
@@ -82,7 +82,7 @@ def arithmetic_for(chain: Chain, problem: Problem) -> Arithmetic | None:
     dtype = body_dtype(chain, problem)
     if dtype != "float32":
         return Arithmetic(dtype)
-    if not any(isinstance(step, Normalize) for step in chain.steps):
+    if not has_norm(chain):
         return None
     return Arithmetic("float16", 1 if fp32_mode(chain, problem) == "tf32" else 2, scaled=True)
 

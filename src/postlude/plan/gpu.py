@@ -23,7 +23,7 @@ from postlude.plan.problem import (
     result_dtype,
     result_layout,
 )
-from postlude.plan.program import first_barrier, moments_only
+from postlude.plan.program import first_barrier, has_norm, moments_only
 from postlude.plan.types import Moments, Pass, Plan, Refusal, Store, Tile, first_source
 
 Own = Gemm | FewChannels
@@ -184,7 +184,7 @@ def _reasons_against(chain: Chain, machine: Machine) -> list[str]:
 
 def _reasons_against_training(chain: Chain, library_tf32: bool | None) -> list[str]:
     reasons = []
-    if not any(isinstance(step, Normalize) for step in chain.steps):
+    if not has_norm(chain):
         reasons.append("in training a chain without a norm would keep more than PyTorch keeps")
     if library_tf32 is not None:
         wanted = "tf32" if library_tf32 else "ieee"

@@ -33,6 +33,10 @@ def first_barrier(chain: Chain) -> int | None:
     return next((number for number, step in enumerate(chain.steps, 1) if is_barrier(step)), None)
 
 
+def has_norm(chain: Chain) -> bool:
+    return any(isinstance(step, Normalize) for step in chain.steps)
+
+
 def moments_only(chain: Chain) -> MomentsOnly | None:
     """Where the result depends on the first barrier's input through its moments per sample and channel alone.
 

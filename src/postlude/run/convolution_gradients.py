@@ -10,7 +10,6 @@ from torch import Tensor
 from postlude.chain import Chain, Convolution
 from postlude.plan import Pass, Plan, Store
 from postlude.plan.gemm import input_gradient_of
-from postlude.plan.problem import memory_format
 from postlude.run.gemm import GemmConvolution
 from postlude.run.weight_gradient import WeightGradient
 
@@ -18,7 +17,6 @@ from postlude.run.weight_gradient import WeightGradient
 class ConvolutionGradients:
     def __init__(self, plan: Plan, conv: Convolution) -> None:
         self.conv = conv
-        self.format = memory_format(plan.value.layout, plan.chain.dims)
         self.input = self.weight = None
         x = dataclasses.replace(plan.input, dtype=plan.value.dtype)
         if plan.input_gradient is not None:

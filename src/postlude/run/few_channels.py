@@ -17,6 +17,7 @@ from postlude.plan import Plan
 from postlude.plan.few_channels import FewChannels, Geometry, shared_bytes
 from postlude.plan.gemm import volume_for
 from postlude.run import nvrtc
+from postlude.run.library import cast_for_convolution
 from postlude.run.passes import Partials
 
 _ARGUMENTS = 27
@@ -30,15 +31,13 @@ class FewChannelsConvolution:
         assert conv is not None
         volume = volume_for(conv, plan.input.shape[2:], 1)
         self.settings, self.padding, self.transposed = settings, volume.padding, conv.transposed
-        self.has_bias, self.dtype, self.dims = conv.has_bias, getattr(torch, plan.value.dtype), plan.chain.dims
+        self.chain, self.has_bias, self.dims = plan.chain, conv.has_bias, plan.chain.dims
         self.chunks = math.prod(settings.tiles(volume.out))
         self.ready: dict[tuple[Any, ...], Ready] = {}
 
     def __call__(self, tensors: Sequence[Tensor]) -> tuple[None, Partials]:
-        x, weight = tensors[0], tensors[1]
-        bias = tensors[2] if self.has_bias else None
-        if x.dtype != self.dtype:
-            x, weight, bias = x.to(self.dtype), weight.to(self.dtype), None if bias is None else bias.to(self.dtype)
+        x, weight, *more = cast_for_convolution(self.chain, tensors)
+        bias = more[0] if self.has_bias else None
         if self.dims == 2:
             x, weight = x.unsqueeze(2), weight.unsqueeze(2)
         key = (x.device.index, x.stride(), weight.stride())

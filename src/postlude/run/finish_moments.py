@@ -12,14 +12,13 @@ from torch import Tensor
 
 from postlude.chain import Chain, Reduce
 from postlude.emit import OPERANDS, emit_moments, moments_slots
-from postlude.plan.problem import Spec
+from postlude.plan.problem import Spec, power_of_two
 from postlude.reference import continue_from
 from postlude.run.launch import Launch
 from postlude.run.moments import Moments, finish
 from postlude.run.passes import Partials
 from postlude.run.programs import HEADER, compose
 
-_IMPORTS = "from postlude.kernels.triton.moments import normalize_moments\n\n\n"
 _TILE = 2048  # partial moments of a tile: 4096 spill as float64
 WARPS = 8
 
@@ -74,14 +73,14 @@ class FinishMoments:
 
 def blocks(channels: int) -> tuple[int, int]:
     """The kernel's BLOCK_C and BLOCK."""
-    block_c = max(16, 1 << (channels - 1).bit_length())
+    block_c = max(16, power_of_two(channels))
     return block_c, _TILE // block_c
 
 
 @functools.lru_cache(maxsize=1024)
 def moments_program(chain: Chain, first: int, last: int) -> Any:
     text = emit_moments(chain, first, last, moments_slots(chain, first, last))
-    return compose(HEADER.rstrip() + "\n" + _IMPORTS + text)["moments"]
+    return compose(HEADER + text)["moments"]
 
 
 @functools.lru_cache(maxsize=1024)

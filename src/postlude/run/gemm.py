@@ -14,7 +14,7 @@ from postlude.plan.gemm import Gemm
 from postlude.plan.problem import memory_format
 from postlude.plan.types import Moments
 from postlude.run.launch import Launch, accumulator, descriptor
-from postlude.run.packing import InputPacking
+from postlude.run.packing import InputPacking, weight_strides
 from postlude.run.passes import Operands, Partials, accumulator_of
 from postlude.run.programs import program
 
@@ -127,7 +127,6 @@ class Packing:
         from postlude.kernels.triton.pack import pack_weight_kernel
 
         gemm, volume = self.gemm, self.gemm.volume
-        stride_o, stride_c = weight.stride(int(self.transposed)), weight.stride(int(not self.transposed))
         constants = {
             "ROWS": volume.kernel[0] * volume.kernel[1],
             "KW": volume.kernel[2],
@@ -140,7 +139,7 @@ class Packing:
             "FLIP": self.transposed,
             "BLOCK": 1024,
         }
-        numbers = (*self.channels, stride_o, stride_c, weight.stride(-1))
+        numbers = (*self.channels, *weight_strides(weight, self.transposed))
         return Launch(pack_weight_kernel, (self.outputs, volume.width), numbers, constants)
 
 

@@ -17,7 +17,7 @@ from postlude.reference import continue_from
 from postlude.run.few_channels import FewChannelsConvolution
 from postlude.run.finish_moments import FinishMoments
 from postlude.run.gemm import GemmConvolution
-from postlude.run.library import convolve
+from postlude.run.library import cast_for_convolution, convolve
 from postlude.run.passes import Combine, FinishPass, MomentsPass, Partials
 
 
@@ -52,9 +52,8 @@ class GpuRun:
             assert partials is not None
             return self.from_moments(partials, tensors), value, None
         assert value is not None
-        result, moments = value, None
+        result, moments = value, self.group_moments(partials)
         if self.finish is not None:
-            moments = None if self.combine is None or partials is None else self.combine(partials)
             result = self.finish(value, moments, tensors)
         last = self.plan.passes[-1].last
         if last < len(self.plan.chain.steps):
@@ -67,15 +66,16 @@ class GpuRun:
         value = self._first_value(tensors)
         return value, None if self.moments is None else self.moments(value, tensors)
 
+    def group_moments(self, partials: Partials | None) -> tuple[Tensor, Tensor] | None:
+        return None if self.combine is None or partials is None else self.combine(partials)
+
     def _first_value(self, tensors: Sequence[Tensor]) -> Tensor:
         plan = self.plan
         conv = plan.chain.producer
         layout = memory_format(plan.value.layout, plan.chain.dims)
         if conv is None:
             return tensors[0].contiguous(memory_format=layout)
-        x, weight = tensors[0], tensors[1]
-        if conv.dtype is not None:
-            x, weight = x.to(getattr(torch, conv.dtype)), weight.to(getattr(torch, conv.dtype))
+        x, weight = cast_for_convolution(plan.chain, tensors[:2])
         result = convolve(conv, x, weight, None, plan.library_tf32)  # the program adds the bias
         return result.contiguous(memory_format=layout)
 

@@ -23,10 +23,6 @@ from postlude.run.launch import Launch, accumulator
 from postlude.run.passes import Operands, accumulator_of, grid_of, shape_constants, sizes_of, tile_of
 from postlude.run.programs import HEADER, compose
 
-_IMPORTS = (
-    "from postlude.kernels.triton.derivatives import clamp_min_gradient, gelu_gradient, gelu_tanh_gradient\n"
-    "from postlude.kernels.triton.derivatives import leaky_relu_gradient, relu_gradient, silu_gradient\n\n\n"
-)
 # Elements of a tile at most, a quarter in float64: each needs registers for two values and, in the first pass, sums.
 _MOST, _MOST_SUMMED = 4096, 2048
 _ROW_WARPS, _LAST_WARPS = 4, 8  # channels-last tiles are larger, and keep more per element
@@ -186,7 +182,7 @@ class GradientPass:
 
 
 def _composed(text: str, name: str) -> Any:
-    return compose(HEADER.rstrip() + "\n" + _IMPORTS + text)[name]
+    return compose(HEADER + text)[name]
 
 
 def _tile(plan: Plan) -> Tile:

@@ -1,12 +1,25 @@
-"""PyTorch's convolution on a GPU, in a precision of our choosing."""
+"""PyTorch's convolution on a GPU: what autocast does before it, and a precision of our choosing."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from postlude import reference
-from postlude.chain import Convolution
+from postlude.chain import Chain, Convolution
+
+CONVOLVED = ("input", "weight", "bias")  # roles of the tensors that the convolution takes
+
+
+def cast_for_convolution(chain: Chain, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The tensors with the convolution's own in its dtype, where autocast gave it one."""
+    conv = chain.producer
+    if conv is None or conv.dtype is None:
+        return tensors
+    dtype = getattr(torch, conv.dtype)
+    return [t.to(dtype) if role in CONVOLVED else t for t, role in zip(tensors, chain.roles)]
 
 
 def convolve(conv: Convolution, x: Tensor, weight: Tensor, bias: Tensor | None, tf32: bool | None) -> Tensor:

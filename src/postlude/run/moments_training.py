@@ -23,12 +23,10 @@ from postlude.plan.types import Moments as MomentsSink
 from postlude.run.convolution_gradients import ConvolutionGradients
 from postlude.run.finish_moments import FinishMoments
 from postlude.run.gpu import GpuRun, on_device_of
-from postlude.run.library import convolve
+from postlude.run.library import CONVOLVED, cast_for_convolution, convolve
 from postlude.run.moments import Moments, finish
 from postlude.run.passes import accumulator_of
-from postlude.run.training import cast_for_convolution, differentiable
-
-_CONVOLVED = 3  # slots of the convolution: input, weight, bias
+from postlude.run.training import differentiable
 
 
 class MomentsTraining:
@@ -54,6 +52,13 @@ class MomentsTraining:
         assert partials is not None
         return self.finish(partials, tensors), self.finish.combined(partials)
 
+    def gradients_again(self, tensors: Sequence[Tensor], dy: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+        """From the tensors alone, where nothing could be kept: the first pass runs again."""
+        tensors = cast_for_convolution(self.chain, tensors)
+        _, partials = self.run.first_pass(tensors)
+        assert partials is not None
+        return self.backward(tensors, self.finish.combined(partials), dy, needs)
+
     def backward(
         self, tensors: Sequence[Tensor], moments: Moments, dy: Tensor, needs: Sequence[bool]
     ) -> list[Tensor | None]:
@@ -75,9 +80,8 @@ class MomentsTraining:
     ) -> tuple[list[Tensor | None], Tensor, Tensor]:
         """Gradients of the tensors that the steps read, and of the means and variances, [N, C] float64."""
         assert moments.variance is not None
-        conv = self.chain.producer
-        own = _CONVOLVED if conv is not None and conv.has_bias else _CONVOLVED - 1
-        wanted = [slot for slot, is_needed in enumerate(needs) if is_needed and slot >= own]
+        roles = self.chain.roles
+        wanted = [slot for slot, is_needed in enumerate(needs) if is_needed and roles[slot] not in CONVOLVED]
         leaves = {slot: tensors[slot].detach().requires_grad_() for slot in wanted}
         mean, variance = (t.detach().requires_grad_() for t in (moments.mean, moments.variance))
         with torch.enable_grad():

@@ -18,6 +18,7 @@ from postlude import reference
 from postlude.chain import Chain
 from postlude.plan import problem_of
 from postlude.run.execute import prepared, run_chain
+from postlude.run.moments_training import MomentsTraining
 from postlude.run.training import Training
 
 
@@ -46,24 +47,17 @@ def chain_gradient(dy: Tensor, tensors: list[Tensor], text: str, precision: str,
     problem = dataclasses.replace(problem_of(tensors, precision), needs_grad=True)
     _, runner = prepared(given, problem)
     with torch.no_grad():
-        found = (
-            _fused(runner, tensors, dy, needs) if isinstance(runner, Training) else _plain(given, tensors, dy, needs)
-        )
+        if isinstance(runner, (Training, MomentsTraining)):
+            found = [gradient for gradient in runner.gradients_again(tensors, dy, needs) if gradient is not None]
+        else:
+            found = _plain(given, tensors, dy, needs)
     wanted = [tensor for tensor, is_needed in zip(tensors, needs) if is_needed]
-    return [torch.empty_like(tensor).copy_(gradient) for tensor, gradient in zip(wanted, found)]
+    return [torch.empty_like(tensor).copy_(gradient) for tensor, gradient in zip(wanted, found, strict=True)]
 
 
 @chain_gradient.register_fake
 def _(dy: Tensor, tensors: list[Tensor], text: str, precision: str, needs: list[bool]) -> list[Tensor]:  # noqa: ARG001
     return [torch.empty_like(tensor) for tensor, is_needed in zip(tensors, needs) if is_needed]
-
-
-def _fused(training: Training, tensors: Sequence[Tensor], dy: Tensor, needs: Sequence[bool]) -> list[Tensor]:
-    _, value, moments = training.run.parts(tensors)
-    if value is None or training.plan.is_lean:
-        value = training.value_of(tensors)
-    found = training.backward(tensors, value, moments, dy, needs)
-    return [gradient for gradient in found if gradient is not None]
 
 
 def _plain(given: Chain, tensors: Sequence[Tensor], dy: Tensor, needs: Sequence[bool]) -> list[Tensor]:

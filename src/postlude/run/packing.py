@@ -15,6 +15,11 @@ _PACK_BLOCK = 64  # positions of a packing tile
 _LARGEST_TILES = 4  # of 4096 elements, for one program that looks for the largest
 
 
+def weight_strides(weight: Tensor, transposed: bool) -> tuple[int, int, int]:
+    """Of an output channel, an input channel and a tap: a transposed convolution's weight has the first two turned."""
+    return weight.stride(int(transposed)), weight.stride(int(not transposed)), weight.stride(-1)
+
+
 class InputPacking:
     """For tensors of one shape and layout, into one volume."""
 

@@ -45,8 +45,10 @@ class Site(nn.Module):
         known = self._known.get(key)
         if known is None:
             problem = problem_of(tensors, self.precision, self.memory)
-            disabled = (DISABLED, prepare(self.chain, DISABLED, problem.device))
-            found = prepared(self.chain, problem) if self.is_enabled else disabled
+            if self.is_enabled:
+                found = prepared(self.chain, problem)
+            else:
+                found = (DISABLED, prepare(self.chain, DISABLED, problem.device))
             if len(self._known) >= _REMEMBERED:
                 self._known.clear()
             known = self._known[key] = (problem, *found)

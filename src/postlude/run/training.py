@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from postlude import reference
-from postlude.chain import POINTWISE, Chain, Pointwise, Slot, Value, operands_of, values_of
+from postlude.chain import Chain
+from postlude.emit_gradient import slots_needed
 from postlude.plan import Plan
 from postlude.run.convolution_gradients import ConvolutionGradients
 from postlude.run.gpu import GpuRun, on_device_of
 from postlude.run.gradient import GradientPasses
-
-_CONVOLVED = 3  # slots that the convolution's dtype applies to: input, weight, bias
+from postlude.run.library import cast_for_convolution
 
 
 class Training:
@@ -25,19 +25,21 @@ class Training:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.chain = plan, plan.chain
         self.run = GpuRun(plan, keeps_value=not plan.is_lean)
-        self.needed = needed_values(plan.chain)
+        self.needed = slots_needed(plan.chain, len(plan.chain.steps))
         self.convolution = None if plan.chain.producer is None else ConvolutionGradients(plan, plan.chain.producer)
         self.gradients: dict[frozenset[int], GradientPasses] = {}
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
+        # Cast outside of the function that keeps tensors, so that they are kept as eager keeps them.
         result: Tensor = _ChainFunction.apply(self, *cast_for_convolution(self.chain, tensors))  # type: ignore[no-untyped-call]
         return result
 
-    def value_of(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The convolution's result, computed again."""
-        value, _ = self.run.first_pass(tensors)
+    def gradients_again(self, tensors: Sequence[Tensor], dy: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+        """From the tensors alone, where nothing could be kept: the first pass runs again."""
+        tensors = cast_for_convolution(self.chain, tensors)
+        value, partials = self.run.first_pass(tensors)
         assert value is not None
-        return value
+        return self.backward(tensors, value, self.run.group_moments(partials), dy, needs)
 
     def backward(
         self,
@@ -84,18 +86,9 @@ class _ChainFunction(torch.autograd.Function):
             return None, *differentiable(training.chain, tensors, dy, needs)
         with on_device_of(dy):
             if value is None:
-                value = training.value_of(tensors)
+                value, _ = training.run.first_pass(tensors)
             moments = None if mean is None else (mean, rstd)
             return None, *training.backward(tensors, value, moments, dy, needs)
-
-
-def cast_for_convolution(chain: Chain, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """What autocast does first; outside of the function that keeps tensors, so that they are kept as eager does."""
-    conv = chain.producer
-    if conv is None or conv.dtype is None:
-        return tensors
-    dtype, count = getattr(torch, conv.dtype), _CONVOLVED if conv.has_bias else _CONVOLVED - 1
-    return [t.to(dtype) if number < count else t for number, t in enumerate(tensors)]
 
 
 def differentiable(chain: Chain, tensors: Sequence[Tensor], dy: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
@@ -107,21 +100,3 @@ def differentiable(chain: Chain, tensors: Sequence[Tensor], dy: Tensor, needs: S
         result = reference.evaluate(chain, tensors)
         found = iter(torch.autograd.grad(result, wanted, dy, create_graph=True, allow_unused=True))
     return [next(found) if is_needed else None for is_needed in needs]
-
-
-def needed_values(chain: Chain) -> frozenset[int]:
-    """The slots whose values a backward pass reads: a tensor that is only added to what stays linear is not one."""
-    matters = {slot for slot, role in enumerate(chain.roles) if role in ("input", "weight", "bias", "channel")}
-    bent = set()  # values whose own value some derivative depends on
-    for number, step in reversed(list(enumerate(chain.steps, 1))):
-        is_linear = isinstance(step, Pointwise) and POINTWISE[step.op].affine and not _multiplies_values(step)
-        if not is_linear or number in bent:
-            bent |= {value.index for value in values_of(step)}
-            matters |= {o.index for o in operands_of(step) if isinstance(o, Slot)}
-        elif isinstance(step, Pointwise) and step.op == "mul":
-            matters |= {o.index for o in operands_of(step) if isinstance(o, Slot)}
-    return frozenset(matters)
-
-
-def _multiplies_values(step: Pointwise) -> bool:
-    return step.op == "mul" and any(isinstance(operand, (Value, Slot)) for operand in step.operands[1:])

@@ -11,7 +11,7 @@ from postlude.chain import Convolution
 from postlude.plan.gemm import WeightGemm
 from postlude.plan.problem import Spec, power_of_two
 from postlude.run.launch import Launch, accumulator, descriptor
-from postlude.run.packing import InputPacking
+from postlude.run.packing import InputPacking, weight_strides
 
 _BLOCK = 128  # output channels that one program adds up
 
@@ -80,7 +80,6 @@ class WeightGradient:
         from postlude.kernels.triton.weight_gradient import add_splits_kernel
 
         conv, (splits, taps, cin, cout) = self.conv, self.parts
-        stride_o, stride_c = weight.stride(int(conv.transposed)), weight.stride(int(not conv.transposed))
         block = min(_BLOCK, power_of_two(cout))
         constants = {
             "TAPS": taps,
@@ -90,7 +89,7 @@ class WeightGradient:
             "ACC": accumulator(self.acc),
             "SCALE": scale_for,
         }
-        numbers = (splits, cin, cout, stride_o, stride_c, weight.stride(-1))
+        numbers = (splits, cin, cout, *weight_strides(weight, conv.transposed))
         return Launch(add_splits_kernel, (taps * cin, -(-cout // block)), numbers, constants)
 
     def _templates(self, x: Tensor, gradient: Tensor) -> tuple[Any, Any]:

@@ -8,7 +8,7 @@ from postlude.chain import Chain, Normalize, Reduce, values_of
 from postlude.emit import OPERANDS, pass_slots
 from postlude.emit_gradient import unsupported_gradient
 from postlude.hardware import Machine
-from postlude.plan.convolve import gradient_products, own_convolution
+from postlude.plan.convolve import gradient_products, own_convolution, pytorch_seconds
 from postlude.plan.few_channels import FewChannels
 from postlude.plan.gemm import Gemm
 from postlude.plan.problem import (
@@ -35,6 +35,10 @@ _MOMENTS_TILE = {"contiguous": 1024, "channels_last": 8192}
 _PROGRAMS_PER_CORE = {"contiguous": 8, "channels_last": 2}
 _MOST_TILES = 16  # of one program: each costs the moments one more unit of rounding, at worst
 SMALLEST = 8 << 20  # bytes of the value: below, three launches cost the host more than they save the card
+# The same in training, unless PyTorch's three convolutions take a millisecond: so long is the host busy with a step
+# (2×128→128×32³ in fp16: 1.0 to 1.2 ms, eager 0.8 to 1.0).
+SMALLEST_TRAINED = 32 << 20
+_STEP_SECONDS = 1e-3
 TRAINING_SLAB = 32 << 20  # bytes of a convolution's result that a backward pass computes again at a time
 _OLDEST = 80  # Ampere: the kernels are compiled and tested for nothing older
 
@@ -45,7 +49,7 @@ def lower_for_gpu(chain: Chain, problem: Problem, machine: Machine, even_if_slow
     reasons = _reasons_against(chain, machine)
     if problem.needs_grad:
         reasons += _reasons_against_training(chain, library_tf32)
-    if not even_if_slower and isinstance(own, str):
+    if not even_if_slower:
         reasons += _reasons_to_stay(chain, problem, own)
     if reasons:
         return Refusal(tuple(reasons), library_tf32)
@@ -201,11 +205,16 @@ def _reasons_against_training(chain: Chain, library_tf32: bool | None) -> list[s
     return reasons if unsupported is None else [*reasons, unsupported]
 
 
-def _reasons_to_stay(chain: Chain, problem: Problem, why_library: str) -> list[str]:
+def _reasons_to_stay(chain: Chain, problem: Problem, own: Own | str) -> list[str]:
     size = body_bytes(chain, problem)
-    if moments_only(chain) is not None and chain.producer is not None:
-        why = f"only moments are needed, but PyTorch's convolution stores its result all the same ({why_library})"
+    if not isinstance(own, str) and not problem.needs_grad:
+        return []
+    if isinstance(own, str) and moments_only(chain) is not None and chain.producer is not None:
+        why = f"only moments are needed, but PyTorch's convolution stores its result all the same ({own})"
         return [f"{why}: nothing is gained"]
-    if size < SMALLEST:
-        return [f"too small to gain: a value of {size / 2**20:.1f} MiB, fusing pays from {SMALLEST >> 20} on"]
+    least = SMALLEST
+    if problem.needs_grad and 3 * pytorch_seconds(chain, problem) < _STEP_SECONDS:
+        least = SMALLEST_TRAINED
+    if size < least:
+        return [f"too small to gain: a value of {size / 2**20:.1f} MiB, fusing pays from {least >> 20} on"]
     return []

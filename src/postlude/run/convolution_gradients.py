@@ -28,15 +28,24 @@ class ConvolutionGradients:
             self.input = GemmConvolution(back, plan.input_gradient)
         if plan.weight_gradient is not None:
             self.weight = WeightGradient(conv, plan.weight_gradient, x, plan.value)
+        packs_alike = (
+            plan.input_gradient is not None
+            and plan.weight_gradient is not None
+            and plan.input_gradient.volume == plan.weight_gradient.gradient_volume
+        )
+        self.pack = self.input.pack.input if self.input is not None and packs_alike else None
+        # Scales would have to be known before the gradient is.
+        self.packs_directly = self.pack is not None and not self.pack.arithmetic.scaled
 
     def __call__(self, dv: Tensor, x: Tensor, weight: Tensor, needs_x: bool, needs_weight: bool) -> list[Tensor | None]:
-        """`dv` has the layout of the convolution's result; what needs no gradient gets None."""
+        """What needs no gradient gets None. `dv` has the layout of the convolution's result, or is packed already."""
         dx: Tensor | None = None
         dw: Tensor | None = None
+        packed = None if self.pack is None else (dv, dv, dv) if self.packs_directly else self.pack(dv)
         if needs_x and self.input is not None:
-            dx, _ = self.input((dv, weight))
+            dx, _ = self.input((dv, weight), packed)
         if needs_weight and self.weight is not None:
-            dw = self.weight(x, dv, weight)
+            dw = self.weight(x, dv, weight, packed)
         left = [needs_x and dx is None, needs_weight and dw is None, False]
         if any(left):
             conv = self.conv

@@ -53,7 +53,9 @@ class Training:
         wanted = frozenset(slot for slot, is_needed in enumerate(needs) if is_needed)
         passes = self.gradients.get(wanted)
         if passes is None:
-            passes = self.gradients[wanted] = GradientPasses(self.plan, wanted)
+            convolution = self.convolution
+            packing = convolution.pack if convolution is not None and convolution.packs_directly else None
+            passes = self.gradients[wanted] = GradientPasses(self.plan, wanted, packing)
         dv, found = passes(value, moments, dy, tensors)
         grads = [found.get(slot) for slot in range(len(needs))]
         if self.convolution is None:

@@ -50,6 +50,7 @@ class Record:
     budget_rms: float | None = None
     budget_worst: float | None = None
     peak_mib: float | None = None
+    saved_mib: float | None = None  # kept between forward and backward, beside what was given
     launches: int | None = None  # kernels of ours in one call
     clock_mhz: int | None = None  # of the GPU's multiprocessors, while it was busy
     threads: int | None = None

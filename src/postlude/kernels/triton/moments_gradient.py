@@ -40,7 +40,7 @@ def power_of_two(exponent):
 
 @triton.jit
 def store_as(pointer, value, mask):
-    """In the pointer's dtype; to 16 bits through float32, for Triton's interpreter cannot go from float64 to bfloat16."""
+    """In the pointer's dtype; to 16 bits through float32, for Triton's interpreter has no way there from float64."""
     if pointer.dtype.element_ty != tl.float64:
         value = value.to(tl.float32)
     tl.store(pointer, value.to(pointer.dtype.element_ty), mask=mask)

@@ -20,7 +20,7 @@ from postlude.run.launch import Launch
 from postlude.run.moments import Moments
 from postlude.run.passes import Partials
 
-_TILE = 2048  # numbers of a tile, in float64
+TILE = 1024  # numbers of a tile, in float64: 2048 spill
 _LARGEST = 100  # exponent of the scale, either way
 
 
@@ -79,7 +79,7 @@ class MomentsGradient:
             "HAS_BETA": self.norm.bias is not None,
             "HAS_BIAS": conv.has_bias,
             "BLOCK_P": block_p,
-            "BLOCK_N": min(power_of_two(batch), _TILE // block_p),
+            "BLOCK_N": min(power_of_two(batch), TILE // block_p),
         }
         numbers = (batch, math.prod(plan.value.shape[2:]))
         self.shape = (batch, channels, 4)

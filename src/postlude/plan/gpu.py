@@ -10,6 +10,7 @@ from postlude.emit_gradient import unsupported_gradient
 from postlude.hardware import Machine
 from postlude.plan.convolve import gradient_products, own_convolution, pytorch_seconds
 from postlude.plan.few_channels import FewChannels
+from postlude.plan.few_channels_gradient import few_channels_gradient_for
 from postlude.plan.gemm import Gemm
 from postlude.plan.problem import (
     Layout,
@@ -60,9 +61,10 @@ def lower_for_gpu(chain: Chain, problem: Problem, machine: Machine, even_if_slow
     size, compulsory = body_bytes(chain, problem), compulsory_bytes(chain, problem)
     batch = problem.x.shape[0]
     slab = max(1, min(batch, TRAINING_SLAB * batch // size)) if problem.needs_grad and _is_moments(passes) else batch
-    dx, dw = (None, None)
+    dx, dw, few = None, None, None
     if problem.needs_grad and not isinstance(own, str) and chain.producer is not None:
         dx, dw = gradient_products(chain.producer, problem, own, machine)
+        few = few_channels_gradient_for(own, chain, problem, machine) if isinstance(own, FewChannels) else None
     return Plan(
         chain=chain,
         input=problem.x,
@@ -85,6 +87,7 @@ def lower_for_gpu(chain: Chain, problem: Problem, machine: Machine, even_if_slow
         trains=problem.needs_grad,
         input_gradient=dx,
         weight_gradient=dw,
+        few_gradient=few,
         is_lean=problem.memory == "lean" and chain.producer is not None,
     )
 

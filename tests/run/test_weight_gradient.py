@@ -50,7 +50,8 @@ def both(name: str, arithmetic: Arithmetic, layout: str = "contiguous") -> tuple
     exact = weight.double().requires_grad_()
     (truth,) = torch.autograd.grad(reference.convolve(how, x.double(), exact, None), exact, dy.double())
     gemm = dataclasses.replace(weight_gemm_for(how, shape[2:], arithmetic, CARD), splits=3)
-    return WeightGradient(how, gemm, spec_of(x), spec_of(dy))(x, dy, weight), truth
+    product = WeightGradient(how, gemm, spec_of(x), spec_of(dy))
+    return product(x, product.pack_g(dy), weight), truth
 
 
 def error(found: tuple[Tensor, Tensor]) -> float:

@@ -8,7 +8,7 @@ from postlude.chain import Chain, Normalize, Reduce, values_of
 from postlude.emit import OPERANDS, pass_slots
 from postlude.emit_gradient import unsupported_gradient
 from postlude.hardware import Machine
-from postlude.plan.convolve import gradient_products, own_convolution, pytorch_seconds
+from postlude.plan.convolve import gradient_products, own_convolution, packs_gradient, pytorch_seconds
 from postlude.plan.few_channels import FewChannels
 from postlude.plan.few_channels_gradient import few_channels_gradient_for
 from postlude.plan.gemm import Gemm
@@ -87,6 +87,7 @@ def lower_for_gpu(chain: Chain, problem: Problem, machine: Machine, even_if_slow
         trains=problem.needs_grad,
         input_gradient=dx,
         weight_gradient=dw,
+        packs_gradient=packs_gradient(dx, dw),
         few_gradient=few,
         is_lean=problem.memory == "lean" and chain.producer is not None,
     )

@@ -96,6 +96,7 @@ class Plan:
     trains: bool = False  # gradients will be asked for
     input_gradient: Gemm | None = None  # our products for the convolution's gradients; None: PyTorch's
     weight_gradient: WeightGemm | None = None
+    packs_gradient: bool = False  # the last pass of the gradients packs what it finds for both products
     few_gradient: GradientPlan | None = None  # both at once, where the convolution is `few_channels`'
     is_lean: bool = False  # nothing of the convolution's size is kept for them: it is computed again
 

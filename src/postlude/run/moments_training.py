@@ -128,7 +128,7 @@ class MomentsTraining:
             v = convolve(conv, x[part], weight, None, self.plan.library_tf32)
             a, b = (t[part].to(v.dtype).view(shape) for t in (shift, slope))
             dv = torch.addcmul(a, b, v, out=v)
-            found = self._gradients(len(v))(dv, x[part], weight, needs[0], needs[1])
+            found = self._gradients(len(v))(dv, None, x[part], weight, needs[0], needs[1])
             if dx is not None and found[0] is not None:
                 dx[part] = found[0]
             if found[1] is not None:

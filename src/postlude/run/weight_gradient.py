@@ -32,10 +32,10 @@ class WeightGradient:
         self.sums: dict[tuple[int, ...], Launch] = {}  # by the weight's strides
         self.templates: tuple[Any, Any] | None = None
 
-    def __call__(self, x: Tensor, gradient: Tensor, weight: Tensor, packed: Packed | None = None) -> Tensor:
-        """The gradient of `weight`, of its dtype and strides. `packed` is the gradient, where it was packed before."""
+    def __call__(self, x: Tensor, gradient: Packed, weight: Tensor) -> Tensor:
+        """The gradient of `weight`, of its dtype and strides."""
         x_high, x_low, x_largest = self.pack_x(x)
-        g_high, g_low, g_largest = packed or self.pack_g(gradient)
+        g_high, g_low, g_largest = gradient
         if self.templates is None:
             self.templates = self._templates(x_high, g_high)
         rows, columns = self.templates

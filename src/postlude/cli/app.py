@@ -29,6 +29,10 @@ Device = Annotated[
 ]
 Precision = Annotated[str, typer.Option(metavar="auto|fp32|tf32", help="auto follows PyTorch's own switches.")]
 Json = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write the results to this file as well.")]
+ReportPath = Annotated[
+    Path | None,
+    typer.Option("--report", metavar="PATH", help="Write a report: .html (one file, no network), .json or .csv."),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and the warnings of libraries.")]
 
 
@@ -50,7 +54,12 @@ def _common(
 
 @app.command(short_help="Find a model's chains, say how each will run, check them.")
 def optimize(
-    file: File, device: Device = None, precision: Precision = "auto", json: Json = None, debug: Debug = False
+    file: File,
+    report: ReportPath = None,
+    device: Device = None,
+    precision: Precision = "auto",
+    json: Json = None,
+    debug: Debug = False,
 ) -> None:
     """Find the chains of a model, say how each one will run and why, and check it against float64.
 
@@ -60,7 +69,7 @@ def optimize(
     def command(settings: frame.Settings) -> frame.Answer:
         from postlude.cli import chains
 
-        return chains.optimize(settings, file)
+        return chains.optimize(settings, file, report)
 
     frame.run("optimize", frame.Request(device, precision, json, debug), command)
 
@@ -135,6 +144,25 @@ def bench(
         return work.bench(settings, work.Options(file, candidate, train, rounds, seconds, csv))
 
     frame.run("bench", frame.Request(device, precision, json, debug), command)
+
+
+@app.command(short_help="Show results that were written earlier, as a page.")
+def report(
+    source: Annotated[Path, typer.Argument(metavar="RESULTS", help="The .json of `bench`, or a .csv of records.")],
+    target: Annotated[Path, typer.Argument(metavar="REPORT", help="The file to write: .html, .json or .csv.")],
+    debug: Debug = False,
+) -> None:
+    """Write a report of results that were measured earlier; nothing is run.
+
+    Exit code: 0 done, 2 could not run.
+    """
+
+    def command(_: frame.Settings) -> frame.Answer:
+        from postlude.cli import report as work
+
+        return work.report(source, target)
+
+    frame.run("report", frame.Request("cpu", "auto", None, debug), command)
 
 
 @app.command(short_help="Show two models before and after, on this machine.")

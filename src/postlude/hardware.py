@@ -128,6 +128,19 @@ def malloc_is_tuned() -> bool:
     return "MALLOC_MMAP_THRESHOLD_" in os.environ or "jemalloc" in os.environ.get("LD_PRELOAD", "")
 
 
+def clock_mhz(device_type: str) -> int | None:
+    """The clock now, of the GPU's multiprocessors or the mean over the CPU's cores; None where nobody says."""
+    if device_type == "cuda":
+        try:
+            return int(torch.cuda.clock_rate())
+        except (ModuleNotFoundError, RuntimeError):  # NVML's Python package is not there to ask
+            return None
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    clocks = [float(line.split(":", 1)[1]) for line in lines if line.startswith("cpu MHz")]
+    return round(sum(clocks) / len(clocks)) if clocks else None
+
+
 def default_fp32_precision() -> str:
     """What PyTorch does with fp32 convolutions on a GPU now: "tf32" or "fp32"."""
     cudnn = torch.backends.cudnn

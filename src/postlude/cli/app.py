@@ -124,24 +124,32 @@ def bench(
         Path | None,
         typer.Argument(metavar="[CANDIDATE.py]", help="A file with ModelNew, verified before it is timed."),
     ] = None,
-    train: Annotated[bool, typer.Option("--train", help="Time forward and backward.")] = False,
+    train: Annotated[bool, typer.Option("--train", help="Time the backward pass and a training step too.")] = False,
     rounds: Annotated[int, typer.Option(min=3, help="How often the variants take turns.")] = 20,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Begin no new round after this time.")] = 30.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Begin no new round of a race after this time.")] = 30.0,
+    flush: Annotated[bool, typer.Option(help="A second race with the caches flushed before every call.")] = True,
+    baselines: Annotated[
+        str | None,
+        typer.Option(metavar="usual|all", help="all adds max-autotune, and minutes; the default on a GPU."),
+    ] = None,
     csv: Annotated[Path | None, typer.Option("--csv", metavar="PATH", help="Merge the rows into this file.")] = None,
+    report: ReportPath = None,
     device: Device = None,
     precision: Precision = "auto",
     json: Json = None,
     debug: Debug = False,
 ) -> None:
-    """Time eager PyTorch, torch.compile and Postlude in turns; a speed-up is shown only for what is right.
+    """Time PyTorch's own ways, torch.compile and Postlude in turns; a speed-up is shown only for what is right.
 
-    Exit code: 0 done, 1 a candidate that failed verification, 2 could not run.
+    Exit code: 0 done, 1 something failed verification, 2 could not run.
     """
 
     def command(settings: frame.Settings) -> frame.Answer:
         from postlude.cli import bench as work
 
-        return work.bench(settings, work.Options(file, candidate, train, rounds, seconds, csv))
+        everything = frame.chosen("--baselines", baselines, {"usual": False, "all": True})
+        options = work.Options(file, candidate, train, rounds, seconds, flush, everything, csv, report)
+        return work.bench(settings, options)
 
     frame.run("bench", frame.Request(device, precision, json, debug), command)
 

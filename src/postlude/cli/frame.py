@@ -7,16 +7,17 @@ import logging
 import os
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import typer
 
 from postlude.cli.output import check_writable, complain, write_json
 from postlude.errors import PostludeError
 
+T = TypeVar("T")
 DONE, NO, COULD_NOT_RUN, INTERRUPTED = 0, 1, 2, 130
 DEVICES = ("cpu", "cuda")
 
@@ -68,6 +69,13 @@ def _run(name: str, request: Request, command: Callable[[Settings], Answer]) -> 
         return COULD_NOT_RUN
 
 
+def chosen(option: str, word: str | None, choices: Mapping[str, T]) -> T | None:
+    """What a word stands for; None where none was given."""
+    if word is not None and word not in choices:
+        raise PostludeError(f"{option} {word} is unknown; use {' or '.join(choices)}.")
+    return None if word is None else choices[word]
+
+
 def _sentence(error: Exception) -> str:
     if isinstance(error, PostludeError):
         return str(error)
@@ -100,6 +108,7 @@ def quiet(debug: bool) -> Iterator[None]:
     # Children (Inductor's workers) and torch's C++ part read these once, at their start.
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     if debug or "TORCH_LOGS" in os.environ:
         yield
         return

@@ -43,6 +43,7 @@ def _environment() -> jinja2.Environment:
         "size": words.size,
         "rate": words.rate,
         "percent": words.percent,
+        "counted": words.counted,
     }
     environment.filters.update(helpers)
     environment.globals.update(

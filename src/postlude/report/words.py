@@ -52,6 +52,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.1f} %"
 
 
+def counted(count: int, plural: str) -> str:
+    singular = {"passes": "pass", "launches": "launch"}.get(plural, plural.removesuffix("s"))
+    return f"{count} {singular if count == 1 else plural}"
+
+
 def headline(report: model.Report) -> str:
     """One sentence with the verdict and, where it may be said, the speed."""
     start = VERDICTS[report.judgement.outcome]

@@ -131,4 +131,4 @@ def test_training(run: Run, good: Path) -> None:
 def test_an_unknown_word(run: Run, good: Path) -> None:
     ran = run("bench", good, "--device", "cpu", "--baselines", "some")
     assert ran.code == 2
-    assert ran.sentences == ["postlude: --baselines some is unknown; use usual or all."]
+    assert ran.sentences == ["postlude: --baselines some is unknown; use few, usual or all."]

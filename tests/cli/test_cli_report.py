@@ -67,5 +67,5 @@ def test_a_model_that_nothing_was_fused_in(run: Run, write: Write) -> None:
     out = path.parent / "out.json"
     assert run("optimize", path, "--device", "cpu", "--report", out).code == 1
     (report,) = read(out)
-    assert report.judgement.outcome == model.NOT_CHECKED
+    assert report.judgement.outcome == model.DECLINED
     assert run("optimize", path, "--device", "cpu", "--report", path.parent / "out.txt").code == 2

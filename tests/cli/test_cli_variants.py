@@ -55,7 +55,7 @@ def test_a_candidates_sets_are_shuffled_and_its_result_still_belongs_to_its_inpu
 def test_eager_ways_here(opened: Opened) -> None:
     state = random_state(opened.model, 1)
     sets = input_sets(opened, "cpu")
-    found = pytorch_ways(opened, "cpu", state, sets, everything=False)
+    found = pytorch_ways(opened, "cpu", state, sets, level="usual")
     assert [runner.name for runner in found.runners] == ["eager", "eager, channels-last"]
     laid_out = found.runners[1].sets[0][0]
     assert laid_out.is_contiguous(memory_format=torch.channels_last_3d)
@@ -70,7 +70,7 @@ def test_eager_ways_here(opened: Opened) -> None:
 
 def test_eager_ways_on_a_card(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(opened.problem), "build", lambda self, device: opened.model)
-    found = pytorch_ways(opened, "cuda", opened.model.state_dict(), [opened.inputs], everything=True)
+    found = pytorch_ways(opened, "cuda", opened.model.state_dict(), [opened.inputs], level="all")
     assert [runner.name for runner in found.runners] == ["eager", variants.BENCHMARKED, variants.CHANNELS_LAST]
     assert found.left_out == []
     assert not torch.backends.cudnn.benchmark

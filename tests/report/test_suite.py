@@ -18,8 +18,9 @@ def test_fast_counts_every_problem() -> None:
     assert fast(rows, "torch.compile", 1.0) is None
 
 
-def test_a_wrong_problem_is_never_fast() -> None:
-    assert fast([_row("wrong", 9.0), _row("right", 9.0)], "eager", 1.0) == 0.5
+def test_what_is_not_right_is_never_fast() -> None:
+    for outcome in ("wrong", "failed", "declined", "cannot tell"):
+        assert fast([_row(outcome, 9.0), _row("right", 9.0)], "eager", 1.0) == 0.5
 
 
 def test_a_row_is_the_reports_main_race() -> None:

@@ -29,6 +29,14 @@ Device = Annotated[
 ]
 Precision = Annotated[str, typer.Option(metavar="auto|fp32|tf32", help="auto follows PyTorch's own switches.")]
 Json = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write the results to this file as well.")]
+BaselinesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--baselines",
+        metavar="few|usual|all",
+        help="few: eager alone; all adds max-autotune, and minutes; all on a GPU, usual on a CPU by default.",
+    ),
+]
 ReportPath = Annotated[
     Path | None,
     typer.Option("--report", metavar="PATH", help="Write a report: .html (one file, no network), .json or .csv."),
@@ -128,10 +136,7 @@ def bench(
     rounds: Annotated[int, typer.Option(min=3, help="How often the variants take turns.")] = 20,
     seconds: Annotated[float, typer.Option(min=0.1, help="Begin no new round of a race after this time.")] = 30.0,
     flush: Annotated[bool, typer.Option(help="A second race with the caches flushed before every call.")] = True,
-    baselines: Annotated[
-        str | None,
-        typer.Option(metavar="usual|all", help="all adds max-autotune, and minutes; the default on a GPU."),
-    ] = None,
+    baselines: BaselinesOption = None,
     csv: Annotated[Path | None, typer.Option("--csv", metavar="PATH", help="Merge the rows into this file.")] = None,
     report: ReportPath = None,
     device: Device = None,
@@ -147,11 +152,44 @@ def bench(
     def command(settings: frame.Settings) -> frame.Answer:
         from postlude.cli import bench as work
 
-        everything = frame.chosen("--baselines", baselines, {"usual": False, "all": True})
-        options = work.Options(file, candidate, train, rounds, seconds, flush, everything, csv, report)
+        options = work.Options(file, candidate, train, rounds, seconds, flush, baselines, csv, report)
         return work.bench(settings, options)
 
     frame.run("bench", frame.Request(device, precision, json, debug), command)
+
+
+@app.command(short_help="Optimize, verify and time every problem of a folder.")
+def suite(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of problem files; KernelBench's as it is.")],
+    results: Annotated[
+        Path, typer.Option("--results", metavar="PATH", help="The folder that keeps a file for each problem.")
+    ] = Path("postlude-suite"),
+    only: Annotated[str, typer.Option(metavar="GLOB", help="Only files whose name fits, such as '61_*'.")] = "*",
+    again: Annotated[
+        str, typer.Option(metavar="none|failed|all", help="Which problems that have a result to run again.")
+    ] = "none",
+    limit: Annotated[float, typer.Option(min=1, help="Seconds that one problem may take in all.")] = 600.0,
+    rounds: Annotated[int, typer.Option(min=3, help="How often the variants take turns.")] = 12,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Begin no new round of a race after this time.")] = 10.0,
+    baselines: BaselinesOption = None,
+    report: ReportPath = None,
+    device: Device = None,
+    precision: Precision = "auto",
+    json: Json = None,
+    debug: Debug = False,
+) -> None:
+    """Optimize, verify and time every problem of a folder, each in a process of its own; go on where it stopped.
+
+    Exit code: 0 nothing failed and nothing is wrong, 1 something did or is, 2 could not run.
+    """
+
+    def command(settings: frame.Settings) -> frame.Answer:
+        from postlude.cli import suite as work
+
+        options = work.Options(folder, results, only, again, limit, rounds, seconds, baselines, report)
+        return work.suite(settings, options)
+
+    frame.run("suite", frame.Request(device, precision, json, debug), command)
 
 
 @app.command(short_help="Show results that were written earlier, as a page.")

@@ -25,7 +25,7 @@ from postlude.check.verdict import Verdict, combine
 from postlude.cli import bench_show
 from postlude.cli.chains import verdict_words
 from postlude.cli.contender import started, verdict_on
-from postlude.cli.frame import DONE, NO, Answer, Settings
+from postlude.cli.frame import DONE, NO, Answer, Settings, check_word
 from postlude.cli.measure import Timer, Timings, footprint_of, histograms_of, roofline_of
 from postlude.cli.output import check_writable, working
 from postlude.cli.report import check_report
@@ -34,6 +34,7 @@ from postlude.cli.variants import (
     CANDIDATE,
     EAGER,
     FORWARD,
+    LEVELS,
     POSTLUDE,
     STEP,
     WITH_GRAPH,
@@ -61,7 +62,7 @@ class Options:
     rounds: int = 20
     seconds: float = 30.0
     flushed: bool = True
-    everything: bool | None = None  # every baseline; None: on a GPU
+    baselines: str | None = None  # one of LEVELS; None: all on a GPU, the usual ones on a CPU
     csv: Path | None = None
     report: Path | None = None
 
@@ -105,6 +106,7 @@ class Bench:
 
 
 def bench(settings: Settings, options: Options) -> Answer:
+    check_word("--baselines", options.baselines, LEVELS)
     _check_csv(options.csv)
     check_report(options.report)
     report, rows = run(settings, options)
@@ -160,14 +162,14 @@ def _opened(settings: Settings, options: Options) -> Bench:
 
 def _enter(one: Bench) -> None:
     device, options = one.settings.device, one.options
-    everything = device == "cuda" if options.everything is None else options.everything
+    level = options.baselines or ("all" if device == "cuda" else "usual")
     works = (FORWARD, WITH_GRAPH, STEP) if options.train else (FORWARD,)
     if options.candidate is not None:
         verdict = verdict_on(one.settings, one.opened, options.candidate, options.train)
         one.verdicts[CANDIDATE], one.notes[CANDIDATE] = verdict, verdict_words(verdict)
-    eager = pytorch_ways(one.opened, device, one.state, one.sets, everything)
+    eager = pytorch_ways(one.opened, device, one.state, one.sets, level)
     with working("Compiling with torch.compile, which can take half a minute"):
-        compiled = compiled_ways(one.opened, device, one.state, one.sets, works, everything)
+        compiled = compiled_ways(one.opened, device, one.state, one.sets, works, level)
     one.runners = [*eager.runners, *compiled.runners, _postlude(one)]
     one.left_out += [*eager.left_out, *compiled.left_out]
     one.notes |= {runner.name: runner.note for runner in one.runners}

@@ -7,17 +7,16 @@ import logging
 import os
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import typer
 
 from postlude.cli.output import check_writable, complain, write_json
 from postlude.errors import PostludeError
 
-T = TypeVar("T")
 DONE, NO, COULD_NOT_RUN, INTERRUPTED = 0, 1, 2, 130
 DEVICES = ("cpu", "cuda")
 
@@ -69,11 +68,10 @@ def _run(name: str, request: Request, command: Callable[[Settings], Answer]) -> 
         return COULD_NOT_RUN
 
 
-def chosen(option: str, word: str | None, choices: Mapping[str, T]) -> T | None:
-    """What a word stands for; None where none was given."""
+def check_word(option: str, word: str | None, choices: Sequence[str]) -> None:
+    """Raises in one sentence where an option's word is none of its choices."""
     if word is not None and word not in choices:
-        raise PostludeError(f"{option} {word} is unknown; use {' or '.join(choices)}.")
-    return None if word is None else choices[word]
+        raise PostludeError(f"{option} {word} is unknown; use {', '.join(choices[:-1])} or {choices[-1]}.")
 
 
 def _sentence(error: Exception) -> str:

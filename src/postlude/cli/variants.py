@@ -26,6 +26,7 @@ BENCHMARKED, CHANNELS_LAST = "eager, cudnn.benchmark", "eager, channels-last"
 AUTOTUNED = "torch.compile, max-autotune"
 FORWARD, WITH_GRAPH, STEP = "forward", "forward with gradients", "training step"
 SETS = 3
+LEVELS = ("few", "usual", "all")  # how many of PyTorch's own ways take part
 
 
 @dataclass(frozen=True)
@@ -88,10 +89,13 @@ def with_state(model: nn.Module, state: dict[str, Tensor]) -> nn.Module:
 
 
 def pytorch_ways(
-    opened: Opened, device: str, state: dict[str, Tensor], sets: Sequence[tuple[Any, ...]], everything: bool
+    opened: Opened, device: str, state: dict[str, Tensor], sets: Sequence[tuple[Any, ...]], level: str
 ) -> Baselines:
     """Eager PyTorch in the ways that people use; what does not apply here is said."""
     found = Baselines([Runner(EAGER, opened.model, sets, "PyTorch as it is")])
+    if level == "few":
+        found.left_out.append("every way of PyTorch's own but eager: --baselines few")
+        return found
     if device == "cuda":
         found.add(Runner(BENCHMARKED, opened.model, sets, "cuDNN tries its algorithms", _cudnn_benchmark))
     else:
@@ -103,7 +107,7 @@ def pytorch_ways(
         model = with_state(opened.problem.build(device), state).to(memory_format=form)  # type: ignore[call-overload]
         theirs = [map_tensors(lambda x: _to_form(x, form), inputs) for inputs in sets]
         found.add(Runner(CHANNELS_LAST, model, theirs, "weights and inputs in that layout"))
-    if not everything:
+    if level != "all":
         found.left_out.append(f"{AUTOTUNED}: --baselines all adds it, and minutes")
     return found
 
@@ -114,15 +118,17 @@ def compiled_ways(
     state: dict[str, Tensor],
     sets: Sequence[tuple[Any, ...]],
     works: Sequence[str],
-    everything: bool,
+    level: str,
 ) -> Baselines:
     """torch.compile's modes after their first calls, or the reason why one is missing."""
     found = Baselines()
+    if level == "few":
+        return found
     why = no_compiler(device)
     if why:
         found.left_out.append(f"{COMPILE}: {why}")
         return found
-    for name, mode in ((COMPILE, None), (AUTOTUNED, "max-autotune-no-cudagraphs"))[: 2 if everything else 1]:
+    for name, mode in ((COMPILE, None), (AUTOTUNED, "max-autotune-no-cudagraphs"))[: 2 if level == "all" else 1]:
         compiled = torch.compile(with_state(opened.problem.build(device), state), mode=mode)
         try:
             for work in works:

@@ -75,7 +75,7 @@ def report_of(
     """What is known without any timing."""
     judgement = judgement_of(verdict)
     if verdict is None and not any(site.is_fused for site in sites):
-        judgement = model.Judgement(model.NOT_CHECKED, ("nothing was fused, the model runs as it did",))
+        judgement = model.Judgement(model.DECLINED, ("nothing was fused, the model runs as it did",))
     environment = environment_of(device)
     return model.Report(
         title,
@@ -90,6 +90,11 @@ def report_of(
         left_out=("nothing was timed",),
         environment=environment,
     )
+
+
+def failure(title: str, reason: str, device: str, precision: str) -> model.Report:
+    """A problem of which nothing came."""
+    return model.Report(title, model.POSTLUDE, model.Judgement(model.FAILED, (reason,)), precision, device, now())
 
 
 def site_of(

@@ -15,7 +15,8 @@ SCHEMA = 1
 EAGER, COMPILE, POSTLUDE, CANDIDATE = "eager", "torch.compile", "postlude", "candidate"
 NOT_CHECKED = "not checked"
 RIGHT, WRONG, CANNOT_TELL = "right", "wrong", "cannot tell"
-OUTCOMES = (RIGHT, WRONG, CANNOT_TELL, NOT_CHECKED)
+DECLINED, FAILED = "declined", "failed"  # nothing was fused; nothing came of it
+OUTCOMES = (RIGHT, WRONG, CANNOT_TELL, NOT_CHECKED, DECLINED, FAILED)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ VERDICTS = {
     model.WRONG: "Wrong",
     model.CANNOT_TELL: "Cannot tell",
     model.NOT_CHECKED: "Not checked",
+    model.DECLINED: "Declined",
+    model.FAILED: "Failed",
 }
 
 

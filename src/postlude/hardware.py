@@ -115,6 +115,11 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else torch.get_num_threads()
 
 
+def load_average() -> float | None:
+    """Processes that wanted to run during the last minute; None where the system does not say."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
 def has_glibc() -> bool:
     return platform.libc_ver()[0] == "glibc"
 

@@ -39,5 +39,6 @@ def test_a_copy_is_not_faster_than_any_memory() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_products(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ceilings.SIDES, "cpu", 64)
+    monkeypatch.setitem(ceilings.VOLUMES, "cpu", (1, 8, 8))
     monkeypatch.setattr(ceilings, "WINDOW_S", 0.0001)
     assert 1e6 < ceilings.product_speed(dtype, "fp32", "cpu") < 1e14

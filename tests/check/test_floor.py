@@ -59,3 +59,7 @@ def test_share_and_floor() -> None:
     assert WORK.floor_seconds(MACHINE) == pytest.approx(2e-3)
     assert WORK.share(4e-3, MACHINE) == pytest.approx(0.5)
     assert Work(bytes=1_000_000_000, operations=0).floor_seconds(MACHINE) == pytest.approx(1e-3)
+
+
+def test_the_faster_of_two_measurements_counts() -> None:
+    assert Ceilings(1.0, 5.0).or_faster(Ceilings(2.0, 4.0)) == Ceilings(2.0, 5.0)

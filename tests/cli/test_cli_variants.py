@@ -19,7 +19,7 @@ from postlude.cli.frame import Settings
 from postlude.cli.measure import Timer
 from postlude.cli.session import Opened, open_problem
 from postlude.cli.variants import FORWARD, STEP, WITH_GRAPH, Isolated, Runner, input_sets, pytorch_ways
-from postlude.cli.watch import Watch, expected_results
+from postlude.cli.watch import Watch, crowded, expected_results
 
 SMALL = GOOD.replace("4, 3, 18, 34, 36", "2, 3, 5, 6, 7")
 
@@ -144,3 +144,10 @@ def test_sets_differ(opened: Opened, tmp_path: Path) -> None:
     first, second, third = (one[0] for one in input_sets(opened, "cpu"))
     assert not torch.equal(first, second)
     assert float(third.mean(dim=(2, 3, 4)).std()) > 5 * float(first.mean(dim=(2, 3, 4)).std())
+
+
+@pytest.mark.parametrize(("load", "device", "said"), [(0.4, "cpu", False), (7.5, "cpu", True), (7.5, "cuda", False)])
+def test_a_crowded_machine_is_a_finding(load: float, device: str, said: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("postlude.hardware.load_average", lambda: load)
+    monkeypatch.setattr("postlude.hardware.usable_cores", lambda: 4)
+    assert (crowded(device) is not None) == said

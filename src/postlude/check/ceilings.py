@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -18,6 +19,7 @@ from postlude.check.sides import leaves_of
 LEAST_BYTES = 8 << 20  # below, a launch and not the memory would be timed
 MOST_BYTES = 1 << 30
 SIDES = {"cuda": 8192, "cpu": 1024}  # of the matrices
+VOLUMES = {"cuda": (64, 256, 64), "cpu": (8, 64, 56)}  # batch, channels and space of the convolution
 TRIES = 7
 WINDOW_S = 0.01
 
@@ -50,11 +52,17 @@ def memory_speed(size: int, device: str) -> float:
 
 
 def product_speed(dtype: torch.dtype, mode: str, device: str) -> float:
-    side = SIDES[device]
+    """Operations per second of a large matrix product or a convolution, whichever is faster."""
+    side, (batch, channels, space) = SIDES[device], VOLUMES[device]
     kind = dtype if dtype.is_floating_point else torch.float32
     a, b = (torch.ones(side, side, dtype=kind, device=device) for _ in range(2))
-    with pytorch_switches(mode, torch.device(device)):
-        return 2.0 * side**3 / best_seconds([lambda _: a @ b])
+    x = torch.ones(batch, channels, space, space, dtype=kind, device=device)
+    weight = torch.ones(channels, channels, 3, 3, dtype=kind, device=device)
+    with torch.no_grad(), pytorch_switches(mode, torch.device(device)):
+        product = 2.0 * side**3 / best_seconds([lambda _: a @ b])
+        places = batch * space * space
+        convolution = 2.0 * places * channels**2 * 9 / best_seconds([lambda _: F.conv2d(x, weight, padding=1)])
+    return max(product, convolution)
 
 
 def best_seconds(calls: Iterable[Callable[[int], object]], clock: Callable[[], float] = time.perf_counter) -> float:

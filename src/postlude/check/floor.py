@@ -18,7 +18,13 @@ class Ceilings:
     """The fastest that this machine was seen to be, just before."""
 
     bytes_per_second: float  # copying or reading as many bytes as the problem has
-    operations_per_second: float  # in a matrix product of the same precision
+    operations_per_second: float  # in a matrix product or convolution of the same precision
+
+    def or_faster(self, other: Ceilings) -> Ceilings:
+        return Ceilings(
+            max(self.bytes_per_second, other.bytes_per_second),
+            max(self.operations_per_second, other.operations_per_second),
+        )
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,7 @@ def question_about(name: str, timing: Estimate, work: Work, ceilings: Ceilings) 
     reached, peak = work.operations / timing.median, ceilings.operations_per_second
     return (
         f"{name} does the work of {work.operations / 1e9:.3g} GFLOP at {reached / 1e12:.3g} TFLOP/s, where a matrix "
-        f"product in the same precision reached {peak / 1e12:.3g}: by which arithmetic or algorithm?"
+        f"product or convolution in the same precision reached {peak / 1e12:.3g}: by which arithmetic or algorithm?"
     )
 
 

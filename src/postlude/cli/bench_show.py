@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
 
 from postlude.check import records
 from postlude.check.clock import Estimate
+from postlude.cli.bench_state import Bench
 from postlude.cli.frame import Settings
+from postlude.cli.measure import footprint_of
 from postlude.cli.output import say, show_table
 from postlude.cli.session import Opened, machine_data
 from postlude.plan.problem import spec_of
 from postlude.report import gather, model, words
-
-if TYPE_CHECKING:
-    from postlude.cli.bench import Bench
-    from postlude.cli.measure import Footprint
-    from postlude.cli.variants import Runner
 
 COLUMNS = ["variant", "ms", "interval", "× eager", "× compile", ""]
 
@@ -87,11 +84,11 @@ def _cells(report: model.Report, race: model.Race, entry: model.Entry) -> list[s
     ]
 
 
-def variants(one: Bench, footprint: Callable[[Runner, str, bool], Footprint]) -> Iterator[model.Variant]:
+def variants(one: Bench) -> Iterator[model.Variant]:
     """Every variant that took part or failed to."""
     for runner in one.runners:
         verdict = one.verdicts.get(runner.name)
-        found = footprint(runner, one.settings.device, one.options.train)
+        found = footprint_of(runner, one.settings.device, one.options.train)
         yield model.Variant(
             runner.name,
             one.notes.get(runner.name, ""),

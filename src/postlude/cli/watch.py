@@ -15,6 +15,7 @@ from postlude.check.distribution import belongs
 from postlude.check.floor import clocks_apart
 from postlude.cli.race import Call
 
+CROWDED = 0.5  # of the cores, beside the one that we use ourselves
 RANDOM = "results of timed calls: the model's own result differs from call to call, so they were not compared"
 
 
@@ -60,6 +61,14 @@ class Watch:
     def event_seconds(self, name: str) -> float | None:
         found = sorted(self.per_call.get(name, ()))
         return found[len(found) // 2] if found else None
+
+
+def crowded(device: str) -> str | None:
+    """A finding where others use the CPU before anything of ours is timed on it."""
+    load, cores = hardware.load_average(), hardware.usable_cores()
+    if device != "cpu" or load is None or load <= CROWDED * cores + 1:
+        return None
+    return f"the machine had a load of {load:.1f} on {cores} cores before anything was timed: others use it too"
 
 
 def expected_results(model: Call, sets: Sequence[tuple[Any, ...]], mode: str) -> list[Tensor]:

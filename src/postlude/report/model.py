@@ -110,7 +110,7 @@ class RooflinePoint:
 
 @dataclass(frozen=True)
 class Roofline:
-    """One forward beside what this machine reached in a copy and in a matrix product of the same precision."""
+    """One forward beside what this machine reached in copying and in products of the same precision."""
 
     operations: int
     bytes: int  # inputs and parameters read once, the result written once

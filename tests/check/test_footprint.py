@@ -41,4 +41,5 @@ def test_saved_memory_counts_each_value_once_and_no_parameter() -> None:
 def test_kernels_are_what_ran_on_the_device() -> None:
     kinds = torch.profiler.DeviceType
     events = [SimpleNamespace(device_type=kind) for kind in (kinds.CPU, kinds.CUDA, kinds.CUDA)]
-    assert count_kernels(events) == 2
+    named = SimpleNamespace(device_type=kinds.CUDA, is_user_annotation=True)
+    assert count_kernels([*events, named]) == 2

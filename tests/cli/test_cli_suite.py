@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import time
@@ -113,6 +114,17 @@ def test_only_what_changed_or_was_asked_for_is_run_again(
     assert begun_by() == ["a.py", "b.py", "crash.py"]
     (tmp_path / "kept" / "level2__a.json").write_text("half of")
     assert begun_by() == ["a.py"]
+
+
+def test_a_wrong_problem_is_an_exit_code(
+    run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _put(folder, a=GOOD)
+    wrong = gather.failure("a.py", "", "cpu", "auto")
+    for outcome, code in (("wrong", 1), ("failed", 1), ("declined", 0), ("cannot tell", 0), ("right", 0)):
+        report = dataclasses.replace(wrong, judgement=model.Judgement(outcome, ("why",)))
+        monkeypatch.setattr(work, "run_problem", lambda *_, report=report: report)
+        assert run("suite", folder, *QUICK, "--results", tmp_path / "kept", "--again", "all").code == code
 
 
 def test_an_interrupted_suite_keeps_what_it_has(

@@ -28,7 +28,7 @@ from postlude.cli.frame import DONE, NO, Answer, Settings, check_word
 from postlude.cli.measure import Timer, histograms_of, roofline_of
 from postlude.cli.output import check_writable, working
 from postlude.cli.report import check_report
-from postlude.cli.session import fuse, open_problem
+from postlude.cli.session import fuse, machine_data, open_problem
 from postlude.cli.variants import (
     CANDIDATE,
     EAGER,
@@ -66,7 +66,7 @@ def bench(settings: Settings, options: Options) -> Answer:
     failed = report.variant(CANDIDATE).is_judged and not report.variant(CANDIDATE).may_be_compared
     wrong = report.judgement.outcome == model.WRONG
     data = {"file": str(options.file), "candidate": options.candidate and str(options.candidate)}
-    return Answer(NO if failed or wrong else DONE, {**data, **to_json([report])})
+    return Answer(NO if failed or wrong else DONE, {**data, **machine_data(settings), **to_json([report])})
 
 
 def run(settings: Settings, options: Options) -> tuple[model.Report, list[records.Record]]:
@@ -206,8 +206,8 @@ def _judge(one: Bench, watch: Watch, work: Work, ceilings: Ceilings) -> None:
     one.findings += watch.disagreements
     if not holds(warm[EAGER], work, ceilings):
         one.left_out.append("the floor of compulsory bytes: PyTorch itself is below it, so not all of them must move")
-    if not watch.events:
-        one.left_out.append("CUDA events: there is no GPU" if one.settings.device == "cpu" else "CUDA events")
+    if one.settings.device == "cpu":
+        one.left_out.append("CUDA events and launches: there is no GPU in this")
 
 
 def _histograms(one: Bench, candidate: Candidate | None, work: Work) -> tuple[list[model.Histogram], list[str]]:

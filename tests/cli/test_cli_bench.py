@@ -11,6 +11,7 @@ import pytest
 from cli.problem_texts import GOOD, Run, Write
 from postlude.check import ceilings, records
 from postlude.check.floor import Ceilings
+from postlude.check.isolation import CandidateFailed
 from postlude.hardware import cpp_compiler
 from postlude.report import Report, read
 
@@ -105,6 +106,22 @@ ModelNew.answer = answer
     assert entry is not None
     assert entry.times_eager is None
     assert "its speed-up is not shown" in ran.out
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_a_candidate_that_ends_while_it_is_timed(
+    run: Run, small: Path, candidate: Candidate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: object) -> None:
+        raise CandidateFailed("its process was ended by signal 11")
+
+    monkeypatch.setattr("postlude.cli.variants.Isolated.window", gone)
+    out = small.parent / "out.json"
+    path = candidate("self.norm(self.conv(x)).clamp(min=0)")
+    assert run("bench", small, path, *FEW, "--baselines", "few", "--no-flush", "--json", out).code == 1
+    (report,) = read(out)
+    assert report.judgement.reasons == ("while it was timed, its process was ended by signal 11",)
+    assert _entries(report) == {"forward, warm": {"eager", "postlude"}}
 
 
 @pytest.mark.usefixtures("no_compiler")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -96,7 +97,7 @@ def _opened(settings: Settings, options: Options) -> Bench:
     opened = open_problem(settings, options.file)
     floating = next((x for x in leaves_of(list(opened.inputs)) if x.is_floating_point()), opened.output)
     mode = resolve(settings.precision, floating.dtype, torch.device(settings.device))
-    own = {key: value.clone() for key, value in opened.model.state_dict().items()}
+    own = copy.deepcopy(opened.model.state_dict())
     state = random_state(opened.model, STATE_SEED)
     opened.model.load_state_dict(state)
     output = opened.problem.run(opened.model, opened.inputs)

@@ -6,6 +6,7 @@ A candidate has `ModelNew` in place of `Model`. Whatever is wrong with a file is
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import itertools
 import re
@@ -35,7 +36,7 @@ class ProblemFile:
 
     def build(self, device: str = "cpu", *, seed: int = 0, like: ProblemFile | None = None) -> nn.Module:
         """The model, its parameters drawn under `seed`; a candidate is built with `like`'s arguments."""
-        args, kwargs = (like or self)._init_arguments(seed)
+        args, kwargs = (like or self).init_arguments(seed)
         what = f"{self.model_class.__name__}.__init__"
         with _seeded(seed):
             return self._call(what, lambda: self.model_class(*args, **kwargs).to(device))
@@ -68,7 +69,8 @@ class ProblemFile:
         size = f" of {len(result)}" if isinstance(result, (tuple, list, dict)) else ""
         raise self._error(f"{name} returns {_a(type(result))}{size}; Postlude judges models that return one tensor.")
 
-    def _init_arguments(self, seed: int) -> tuple[list[Any], dict[str, Any]]:
+    def init_arguments(self, seed: int = 0) -> tuple[list[Any], dict[str, Any]]:
+        """What the model's constructor is given: positional and by name."""
         if not hasattr(self.module, "get_init_inputs"):
             return [], {}
         made = self._function("get_init_inputs", seed)
@@ -109,6 +111,29 @@ def load(path: str | Path, class_name: str = "Model") -> ProblemFile:
     if class_name == "Model" and not callable(getattr(module, "get_inputs", None)):
         raise ProblemFileError(f"{path}: it has no function get_inputs().")
     return ProblemFile(path, module, model_class)
+
+
+def check_candidate(path: str | Path, class_name: str = "ModelNew") -> None:
+    """Says what is plainly wrong with a stranger's file, without running any of it."""
+    path = Path(path)
+    source = _read(path)
+    _compile(path, source)
+    tree = ast.parse(source)
+    names = {name for node in ast.walk(tree) for name in _bound_by(node)}
+    if class_name not in names and "*" not in names:
+        classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+        has = f"it has {', '.join(classes)}" if classes else "it has no classes at all"
+        raise ProblemFileError(f"{path}: it has no class {class_name} ({has}).")
+
+
+def _bound_by(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        return [node.id]
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return [(alias.asname or alias.name) for alias in node.names]
+    return []
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ def test_honest_candidate(run: Run, good: Path, candidate: Candidate) -> None:
     path = candidate("self.norm(self.conv(x)).clamp(min=0)")
     ran = run("verify", good, path, "--device", "cpu", "--json", out)
     assert ran.code == 0
-    assert ran.out.splitlines()[-1] == "Right (fp32)."
+    assert ran.out.splitlines()[0] == "Right (fp32)."
     data = json.loads(out.read_text(encoding="utf-8"))
     assert data["verdict"]["outcome"] == "right"
     assert data["verdict"]["errors"]["rms"] <= 2 * data["verdict"]["budget"]["rms"]
@@ -46,7 +46,7 @@ def test_wrong_candidate(run: Run, good: Path, candidate: Candidate, result: str
     ran = run("verify", good, candidate(result), "--device", "cpu")
     assert ran.code == 1
     assert reason in ran.out
-    assert ran.out.splitlines()[-1].startswith("Wrong (")
+    assert ran.out.splitlines()[0].startswith("Wrong (")
     assert "Traceback" not in ran.err
 
 
@@ -68,14 +68,14 @@ def test_problem_that_cannot_tell(run: Run, write: Write, candidate: Candidate) 
     flat = write(GOOD.replace(RESULT, "torch.zeros_like(x)"))
     ran = run("verify", flat, candidate("torch.zeros_like(x)"), "--device", "cpu")
     assert ran.code == 2
-    assert ran.out.splitlines()[-1].startswith("Cannot tell")
+    assert ran.out.splitlines()[0].startswith("Cannot tell")
 
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
         (GOOD, "it has no class ModelNew (it has Model)."),
-        ("import no_such_module_at_all\n", "an import fails"),
+        ("import no_such_module_at_all\nclass ModelNew: pass\n", "an import fails"),
     ],
 )
 def test_candidate_that_is_none(run: Run, good: Path, write: Write, text: str, sentence: str) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from postlude.chain import Chain, Convolution, Normalize, Role, Slot
 
-Family = Literal["uniform", "normal", "hierarchical", "large offset", "heavy-tailed"]
+Family = Literal["uniform", "normal", "hierarchical", "large offset", "heavy-tailed", "sparse", "small"]
 Layout = Literal["contiguous", "channels_last"]
 # The order in which a series of seeds takes its families.
 PLAIN: tuple[Family, ...] = (
@@ -31,6 +31,9 @@ PLAIN: tuple[Family, ...] = (
 PARAMETER_SPREAD = 0.5
 LARGEST_OFFSET = 300.0
 TAIL = 100.0
+# A spread whose square is about the eps of a norm, so that a wrong eps shows in every precision.
+SMALL = 3e-3
+DENSITY = 0.1  # of values that are not zero in a sparse tensor
 _NORMS = (nn.GroupNorm, nn.LayerNorm, nn.modules.batchnorm._NormBase)
 _PRODUCERS = (nn.modules.conv._ConvNd, nn.Linear)
 
@@ -64,12 +67,14 @@ def draw(shape: Sequence[int], family: Family, generator: torch.Generator, dtype
     if family == "heavy-tailed":  # Student's t with three degrees of freedom
         chi = torch.randn([3, *shape], generator=generator).square_().mean(0)
         return (noise / chi.sqrt()).clamp(-TAIL, TAIL).to(dtype)
+    if family == "sparse":
+        return (3 * noise * (torch.rand(list(shape), generator=generator) < DENSITY)).to(dtype)
     for axis in range(min(2, len(shape) - 1)):
         own = [size if place == axis else 1 for place, size in enumerate(shape)]
         noise = noise * torch.randn(own, generator=generator).mul(0.5).exp() + torch.randn(own, generator=generator)
     if len(shape) > 2:
         noise = noise + torch.randn([*shape[:2], *[1] * (len(shape) - 2)], generator=generator)
-    return noise.to(dtype)
+    return (SMALL * noise if family == "small" else noise).to(dtype)
 
 
 def inputs_like(inputs: Any, family: Family, seed: int) -> Any:
@@ -124,7 +129,7 @@ def random_state(module: nn.Module, seed: int, family: Family = "normal") -> dic
         if place not in drawn:
             path, _, name = key.rpartition(".")
             offset = _offset(family, seed, "bias", tensor.dtype)
-            values = _state_tensor(owners.get(path), name, tensor, generator, offset)
+            values = _state_tensor(owners.get(path), name, tensor, generator, offset, family)
             drawn[place] = values.to(tensor.dtype).to(tensor.device)
         state[key] = drawn[place]
     return state
@@ -229,7 +234,7 @@ def _offset(family: Family, seed: int, role: str, dtype: torch.dtype) -> float:
 
 
 def _state_tensor(
-    owner: nn.Module | None, name: str, tensor: Tensor, generator: torch.Generator, offset: float
+    owner: nn.Module | None, name: str, tensor: Tensor, generator: torch.Generator, offset: float, family: Family
 ) -> Tensor:
     noise = torch.randn(tensor.shape, generator=generator)
     if name == "running_var":
@@ -237,7 +242,7 @@ def _state_tensor(
     if isinstance(owner, _PRODUCERS) and name == "weight":
         return _fan_in_scaled(tensor.shape, getattr(owner, "transposed", False), generator)
     if isinstance(owner, _PRODUCERS) and name == "bias":
-        return noise + offset
+        return (SMALL * noise if family == "small" else noise) + offset
     if isinstance(owner, _NORMS) and name == "weight":
         return _gamma(tensor.shape, generator)
     if isinstance(owner, _NORMS):

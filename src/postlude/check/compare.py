@@ -121,14 +121,9 @@ def _without_faint(rounds: Sequence[Round]) -> tuple[list[Round], list[Round]]:
     return part(False), part(True)
 
 
-def nonfinite_problem(result: Tensor, own: Tensor, truth: Tensor, what: str, strict: bool = True) -> str | None:
-    """Where PyTorch and the truth agree on what is finite, NaN or infinite, the result must agree as well.
-
-    Unless it is `strict`, NaN and infinity count as one.
-    """
+def nonfinite_problem(result: Tensor, own: Tensor, truth: Tensor, what: str) -> str | None:
+    """Where PyTorch and the truth agree on what is finite, NaN or infinite, the result must agree as well."""
     kinds = [_kind(tensor.to(truth.device)) for tensor in (result, own, truth)]
-    if not strict:
-        kinds = [kind.clamp(max=1) for kind in kinds]
     wrong = (kinds[0] != kinds[2]) & (kinds[1] == kinds[2])
     if not bool(wrong.any()):
         return None

@@ -50,12 +50,18 @@ def generator_for(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def offset_for(dtype: torch.dtype) -> float:
+def offset_for(dtype: torch.dtype, largest: float = LARGEST_OFFSET) -> float:
     """A mean that is large against a spread of 1, as far as the dtype can still hold that spread."""
-    return min(LARGEST_OFFSET, 0.05 / torch.finfo(dtype).eps)
+    return min(largest, 0.05 / torch.finfo(dtype).eps)
 
 
-def draw(shape: Sequence[int], family: Family, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+def draw(
+    shape: Sequence[int],
+    family: Family,
+    generator: torch.Generator,
+    dtype: torch.dtype,
+    largest: float = LARGEST_OFFSET,
+) -> Tensor:
     """A tensor of a family; where there are two dimensions or more, the first two are sample and channel."""
     noise = torch.randn(list(shape), generator=generator)
     if family == "uniform":
@@ -63,7 +69,7 @@ def draw(shape: Sequence[int], family: Family, generator: torch.Generator, dtype
     if family == "normal":
         return (1.5 * noise + 0.3).to(dtype)
     if family == "large offset":
-        return (noise + offset_for(dtype)).to(dtype)
+        return (noise + offset_for(dtype, largest)).to(dtype)
     if family == "heavy-tailed":  # Student's t with three degrees of freedom
         chi = torch.randn([3, *shape], generator=generator).square_().mean(0)
         return (noise / chi.sqrt()).clamp(-TAIL, TAIL).to(dtype)
@@ -77,14 +83,14 @@ def draw(shape: Sequence[int], family: Family, generator: torch.Generator, dtype
     return (SMALL * noise if family == "small" else noise).to(dtype)
 
 
-def inputs_like(inputs: Any, family: Family, seed: int) -> Any:
+def inputs_like(inputs: Any, family: Family, seed: int, largest: float = LARGEST_OFFSET) -> Any:
     """The same nested inputs with every floating tensor drawn anew; strides, layout and the rest are kept."""
     generator = generator_for(seed)
 
     def renew(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
-        return laid_out_like(draw(tensor.shape, family, generator, tensor.dtype), tensor)
+        return laid_out_like(draw(tensor.shape, family, generator, tensor.dtype, largest), tensor)
 
     return map_tensors(renew, inputs)
 
@@ -115,7 +121,9 @@ def laid_out_like(values: Tensor, like: Tensor) -> Tensor:
     return storage.as_strided(like.shape, like.stride()).requires_grad_(like.requires_grad)
 
 
-def random_state(module: nn.Module, seed: int, family: Family = "normal") -> dict[str, Tensor]:
+def random_state(
+    module: nn.Module, seed: int, family: Family = "normal", largest: float = LARGEST_OFFSET
+) -> dict[str, Tensor]:
     """A state for `module`: producers scaled by fan-in, γ of both signs, variances positive."""
     generator = generator_for(seed)
     owners = dict(module.named_modules(remove_duplicate=False))
@@ -128,7 +136,7 @@ def random_state(module: nn.Module, seed: int, family: Family = "normal") -> dic
         place = (tensor.data_ptr(), tensor.shape)  # tied parameters stay tied
         if place not in drawn:
             path, _, name = key.rpartition(".")
-            offset = _offset(family, seed, "bias", tensor.dtype)
+            offset = _offset(family, seed, "bias", tensor.dtype, largest)
             values = _state_tensor(owners.get(path), name, tensor, generator, offset, family)
             drawn[place] = values.to(tensor.dtype).to(tensor.device)
         state[key] = drawn[place]
@@ -228,9 +236,13 @@ def _slot_values(
     return found
 
 
-def _offset(family: Family, seed: int, role: str, dtype: torch.dtype) -> float:
+def _offset(family: Family, seed: int, role: str, dtype: torch.dtype, largest: float = LARGEST_OFFSET) -> float:
     in_bias = role == "bias" and family == "large offset" and input_family(family, seed) != family
-    return offset_for(dtype) if in_bias else 0.0
+    return offset_for(dtype, largest) if in_bias else 0.0
+
+
+def has_biased_producer(module: nn.Module) -> bool:
+    return any(isinstance(part, _PRODUCERS) and part.bias is not None for part in module.modules())
 
 
 def _state_tensor(

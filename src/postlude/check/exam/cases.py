@@ -16,6 +16,8 @@ from postlude.check.points import Family, input_family, inputs_like, laid_out_li
 GIVEN = "given"
 NAN, INFINITY = "NaN", "infinity"
 NONFINITE = {NAN: float("nan"), INFINITY: float("inf")}
+# A variance taken as E[x²] − E[x]² loses digits with the square of this, honest rounding only in proportion.
+OFFSET = 2000.0
 REQUIRED = 6  # points that are asked however long they take
 STEP = 100_003  # between the seeds of a point and of those that replace it
 
@@ -82,13 +84,16 @@ def cases_for(shapes: Sequence[str], seeds: int, base: int) -> list[Case]:
     return [replace(case, required=place < REQUIRED) for place, case in enumerate(numbered)]
 
 
-def inputs_of(case: Case, template: list[Any], bounds: tuple[float, float] | None) -> list[Any]:
-    """`bounds` squeezes what is drawn between two numbers, for references that take no others."""
+def inputs_of(case: Case, template: list[Any], bounds: tuple[float, float] | None, has_bias: bool = True) -> list[Any]:
+    """`bounds` squeezes what is drawn between two numbers, for references that take no others.
+
+    A large offset sits in a bias at some points, where there `has_bias`.
+    """
     if case.family == GIVEN:
         return template
     if case.is_nonfinite:
         return _with_nonfinite(template, case, bounds)
-    values = inputs_like(template, input_family(_family(case), case.seed), case.seed)
+    values = inputs_like(template, input_family(_family(case), case.seed, has_bias), case.seed, OFFSET)
     if bounds is not None:
         low, high = bounds
         return list(map_tensors(lambda t: _moved(t, lambda v: low + (high - low) * torch.sigmoid(v)), values))
@@ -98,7 +103,7 @@ def inputs_of(case: Case, template: list[Any], bounds: tuple[float, float] | Non
 
 
 def state_of(case: Case, reference: nn.Module) -> dict[str, Tensor]:
-    state = random_state(reference, case.state_seed, _family(case))
+    state = random_state(reference, case.state_seed, _family(case), OFFSET)
     if case.state_stretch == 1.0:
         return state
     # Producers' weights are matrices and kernels; a norm's γ and β, and scales of a model's own, are vectors.

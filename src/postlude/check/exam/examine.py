@@ -18,12 +18,12 @@ from postlude.check.compare import (
     Round,
     compare,
     contract_problem,
-    nonfinite_problem,
     poison,
     same_bits,
     verdict_of,
 )
 from postlude.check.exam.cases import REQUIRED, Case
+from postlude.check.exam.nonfinite import lost_or_spread
 from postlude.check.exam.shapes import WORKING
 from postlude.check.exam.sheet import MOST_REPLACED, Exam, Sheet, raises
 from postlude.check.exam.truths import Known
@@ -142,7 +142,8 @@ class _Sitting:
         except CandidateError as error:
             if raises(self.exam, question):
                 raise UnanswerableError(f"{case.name}: the reference raises as well") from error
-            where = f" ({case.name}: {self.exam.shapes[case.shape]})" if case.shape != WORKING else ""
+            shape = self.exam.shapes[case.shape]
+            where = f" ({case.name}: {shape}; --declared-only leaves it out)" if case.shape != WORKING else ""
             raise CandidateError(f"{error}{where}") from error
         self.findings += [one for one in answer.findings if one not in self.findings]
         return answer.quantities
@@ -151,14 +152,15 @@ class _Sitting:
         sheet = self.exam.sheet(case)
         result = self._ask(sheet.question, case)
         known = self.exam.known(sheet)
+        samples = next(tensor.shape[0] for tensor in leaves_of(sheet.question.inputs) if tensor.dim())
         for name, truth in known.truth.items():
             if name.startswith("output") and truth.is_floating_point():
                 own, ours = known.own[name], result.get(name)
-                problem = contract_problem(name, ours, own)
+                problem, note = contract_problem(name, ours, own), None
                 if problem is None and ours is not None:
-                    # Exact rewrites may meet ∞ − ∞ elsewhere, so for an infinity only "finite" must agree.
-                    problem = nonfinite_problem(ours, own, truth, case.name, strict=case.name != "infinity")
+                    problem, note = lost_or_spread(ours, own, truth, case.name, samples)
                 self.findings += [problem] if problem else []
+                self.remarks += [note] if note else []
 
     def _look_at_strides(self, case: Case, result: Quantities, known: Known) -> None:
         for name, own in known.own.items():

@@ -18,7 +18,7 @@ from postlude.check.exam.cases import Case, cases_for, inputs_of, state_of
 from postlude.check.exam.rules import Rules
 from postlude.check.exam.shapes import DECLARED, WORKING, Shape, shapes_of
 from postlude.check.exam.truths import Known, Truths, in_double
-from postlude.check.points import random_state
+from postlude.check.points import has_biased_producer, random_state
 from postlude.check.sides import Question, UnanswerableError, leaves_of
 
 # Stretches of inputs and of parameter vectors, tried in turn until values lie on both sides of every bound.
@@ -49,6 +49,7 @@ class Exam:
         self.own_seconds: dict[tuple[Any, ...], float] = {}  # one call of the reference at these sizes
         self._outputs: dict[tuple[Any, ...], Quantities] = {}  # of zeros: shapes and dtypes only
         self._remember = remember
+        self._has_bias = has_biased_producer(reference)
         self._sheets: dict[tuple[Any, ...], Sheet] = {}
         with torch.random.fork_rng(devices=[]):
             self.shapes = self._shapes(list(inputs))
@@ -120,7 +121,7 @@ class Exam:
 
     def _question(self, case: Case) -> Question:
         template = self.shapes[case.shape].inputs
-        inputs = inputs_of(case, template, self.range)
+        inputs = inputs_of(case, template, self.range, self._has_bias)
         training = self.trains != case.flipped
         backward = self.rules.backward and not case.is_nonfinite
         weights = self._cotangents(inputs, case.seed) if backward else ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +40,7 @@ class Truths:
         self.exact_side = Side(copy.deepcopy(reference).double())
         self.device = _device_of(reference, inputs)
         self.dtype = _dtype_of(reference, inputs)
+        self._one_at_a_time = threading.Lock()  # candidates in several threads may share a reference
         self.seconds = 0.0, 0.0  # that the last answers of PyTorch and of the truth took
         self.mode = resolve(precision, self.dtype, self.device)
 
@@ -86,7 +88,8 @@ class Truths:
     def _ask(self, side: Side, question: Question, weigh_like: Quantities | None = None) -> Quantities:
         asked = replace(question, inputs=map_tensors(torch.clone, question.inputs))
         try:
-            return side.ask(asked, weigh_like)
+            with self._one_at_a_time:
+                return side.ask(asked, weigh_like)
         except Exception as error:
             what = "the reference in float64" if side is self.exact_side else "the reference"
             raise UnanswerableError(f"{what} raised {first_line(error)}") from error

@@ -23,8 +23,12 @@ PROBLEMS = Path(postlude.problems.__file__).parent
 SIZES = {
     "conv3d_group_norm_mean": {"batch_size": 9, "depth": 6, "height": 7, "width": 8},
     "conv_transpose3d_relu_group_norm": {
-        **{"batch_size": 3, "in_channels": 6, "out_channels": 16},
-        **{"depth": 5, "height": 6, "width": 7},
+        "batch_size": 3,
+        "in_channels": 6,
+        "out_channels": 16,
+        "depth": 5,
+        "height": 6,
+        "width": 7,
     },
 }
 LIMITS = Limits(start_s=60, call_s=20, grace_s=0.2, output_bytes=64 << 20)

@@ -39,6 +39,8 @@ class Answers:
     repeated: Quantities | None = None  # the candidate's second answer to the same question
     nulls: Mapping[str, Quantities] | None = None  # further answers that must be rejected, for outputs
     single: tuple[Quantities, Quantities] | None = None  # for float64 data: PyTorch in float32, and its truth
+    # What another candidate's answer at the same point was measured by: everything but the result is known then.
+    before: Mapping[str, Point] | None = None
     guesses: bool = True  # whether answers that can be guessed from the truth's statistics are tried as well
 
 
@@ -161,6 +163,8 @@ def _point(name: str, answers: Answers, truth: Tensor) -> Point:
         # A second answer of another shape is as wrong as one with other values.
         second = deviation(again, truth) if again.shape == truth.shape else _INFINITE
         result = _larger(result, second)
+    if answers.before is not None and name in answers.before:
+        return replace(answers.before[name], result=result)
     # Every channel may rightly have the same gradient, so only zeros are no answer there.
     nulls = {"zeros": torch.zeros_like(truth)} if name.startswith(GRADIENT) else null_candidates(truth)
     nulls = nulls if answers.guesses else {}

@@ -85,7 +85,10 @@ def explain(
 @app.command(short_help="Judge a candidate (ModelNew) against the float64 truth.")
 def verify(
     reference: Annotated[Path, typer.Argument(metavar="REFERENCE.py", help="The problem, with its Model.")],
-    candidate: Annotated[Path, typer.Argument(metavar="CANDIDATE.py", help="A file with ModelNew.")],
+    candidate: Annotated[Path | None, typer.Argument(metavar="CANDIDATE.py", help="A file with ModelNew.")] = None,
+    self_check: Annotated[
+        bool, typer.Option("--self-check", help="Try the points on mutants of the reference; all must be rejected.")
+    ] = False,
     backward: Annotated[bool, typer.Option("--backward", help="Check the gradients as well.")] = False,
     seeds: Annotated[int, typer.Option(min=5, help="Points of each kind; more find rarer faults.")] = 5,
     seed: Annotated[int | None, typer.Option(min=0, help="Repeat an earlier run; drawn by default.")] = None,
@@ -109,7 +112,7 @@ def verify(
     def command(settings: frame.Settings) -> frame.Answer:
         from postlude.cli import judge
 
-        options = judge.Options(backward, seeds, seed, time_budget, timeout, declared_only)
+        options = judge.Options(backward, seeds, seed, time_budget, timeout, declared_only, self_check)
         return judge.verify(settings, reference, candidate, options)
 
     frame.run("verify", frame.Request(device, precision, json, debug), command)

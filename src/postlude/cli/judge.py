@@ -5,21 +5,22 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from postlude import problem_file
 from postlude.check.budget import RMS_FACTOR, WORST_FACTOR
-from postlude.check.exam import Exam, IsolatedSide, Rules, examine
+from postlude.check.exam import Exam, IsolatedSide, Rules, SelfCheck, examine, self_check
 from postlude.check.isolation import Candidate, CandidateFailed, Limits, protect_this_process
 from postlude.check.sides import UnanswerableError, leaves_of
 from postlude.check.verdict import Errors, Judged, Verdict
 from postlude.cli.frame import COULD_NOT_RUN, DONE, NO, Answer, Settings
 from postlude.cli.output import say, show_table, working
 from postlude.cli.session import Opened, machine_data, open_problem
-from postlude.errors import ProblemFileError
+from postlude.errors import PostludeError, ProblemFileError
 from postlude.problem_file import ProblemFile
 
 CODES = {"right": DONE, "wrong": NO, "cannot tell": COULD_NOT_RUN}
@@ -39,6 +40,7 @@ class Options:
     seconds: float = 60.0
     timeout: float = 60.0  # per call of the candidate
     declared_only: bool = False
+    self_check: bool = False
 
     def rules(self, settings: Settings) -> Rules:
         seed = secrets.randbits(SEED_BITS) if self.seed is None else self.seed
@@ -49,43 +51,69 @@ class Options:
 class Judgement:
     verdict: Verdict
     said: str = ""  # what the candidate printed
+    checked: SelfCheck | None = None  # the examination itself, on request
 
 
-def verify(settings: Settings, reference: Path, candidate: Path, options: Options) -> Answer:
+def verify(settings: Settings, reference: Path, candidate: Path | None, options: Options) -> Answer:
+    if candidate is None and not options.self_check:
+        raise PostludeError("verify needs a candidate, or --self-check to try the examination on mutants only.")
     protect_this_process()
     opened = open_problem(settings, reference)
-    problem_file.check_candidate(candidate)
     rules = options.rules(settings)
-    judgement = judge_file(settings, opened, candidate, rules, options.timeout)
+    data: dict[str, Any] = {"reference": str(reference), "seed": rules.seed, "backward": options.backward}
+    if candidate is None:
+        checked = check_exam(exam_for(opened, rules, remember=True))
+        say(f"Self-check: {checked}", "bold")
+        code = COULD_NOT_RUN if checked.accepted else DONE
+        return Answer(code, {**machine_data(settings), **data, "self_check": checked.as_dict()})
+    problem_file.check_candidate(candidate)
+    judgement = judge_file(settings, opened, candidate, rules, options.timeout, options.self_check)
     show_verdict(judgement.verdict)
+    if judgement.checked is not None:
+        say(f"Self-check: {judgement.checked}")
+        data["self_check"] = judgement.checked.as_dict()
     say(f"Seed {rules.seed}.")
-    data = {
-        "reference": str(reference),
+    data |= {
         "candidate": str(candidate),
-        "backward": options.backward,
         "seeds": options.seeds,
-        "seed": rules.seed,
         "candidate_printed": judgement.said,
         "verdict": judgement.verdict.as_dict(),
     }
     return Answer(CODES[judgement.verdict.outcome], {**machine_data(settings), **data})
 
 
-def judge_file(settings: Settings, opened: Opened, path: Path, rules: Rules, timeout: float = 60.0) -> Judgement:
+def judge_file(
+    settings: Settings, opened: Opened, path: Path, rules: Rules, timeout: float = 60.0, with_self_check: bool = False
+) -> Judgement:
     """The verdict on the file's ModelNew. Nothing of the file runs in this process."""
+    try:
+        exam = exam_for(opened, rules, remember=with_self_check)
+    except UnanswerableError as error:
+        return Judgement(Verdict("cannot tell", (str(error),), settings.precision))
     with working(f"Checking {path.name} against float64, in a process of its own") as update:
-        try:
-            exam = Exam(opened.model, opened.inputs, rules)
-        except UnanswerableError as error:
-            return Judgement(Verdict("cannot tell", (str(error),), settings.precision))
         try:
             with started(settings, opened, path, timeout, poisoned=True) as candidate:
                 verdict = examine(exam, IsolatedSide(candidate, opened.model), update)
-            return Judgement(verdict, candidate.said)
+            said = candidate.said
         except CandidateFailed as error:
             if error.reason.startswith(UNUSABLE):
                 raise ProblemFileError(f"{path}: {error.reason.rstrip('.')}.") from error
-            return Judgement(Verdict("wrong", (str(error),), exam.truths.mode))
+            verdict, said = Verdict("wrong", (str(error),), exam.truths.mode), ""
+    checked = check_exam(exam) if with_self_check else None
+    if checked is not None and checked.accepted and verdict.right:
+        reason = f"these points would also accept mutants of the reference: {', '.join(checked.accepted)}"
+        verdict = replace(verdict, outcome="cannot tell", reasons=(reason,))
+    return Judgement(verdict, said, checked)
+
+
+def exam_for(opened: Opened, rules: Rules, remember: bool = False) -> Exam:
+    with working("Choosing points that can tell right from wrong"):
+        return Exam(opened.model, opened.inputs, rules, remember)
+
+
+def check_exam(exam: Exam) -> SelfCheck:
+    with working("Trying the points on mutants of the reference") as update:
+        return self_check(exam, update)
 
 
 @contextmanager

@@ -51,8 +51,8 @@ def _symmetric(args: tuple[Any, ...]) -> list[float]:
 
 # Operator → its bounds: numbers, or what its arguments make of them.
 _FIXED = {
-    **dict.fromkeys(("relu", "leaky_relu", "elu", "abs", "_prelu_kernel"), [0.0]),
-    **dict.fromkeys(("hardswish", "hardsigmoid"), [-3.0, 3.0]),
+    **{name: [0.0] for name in ("relu", "leaky_relu", "elu", "abs", "_prelu_kernel")},
+    **{name: [-3.0, 3.0] for name in ("hardswish", "hardsigmoid")},
 }
 _GIVEN: dict[str, Callable[[tuple[Any, ...]], list[float]]] = {
     "clamp": lambda args: _numbers(*args[1:3]),

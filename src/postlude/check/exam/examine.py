@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -43,8 +43,10 @@ FAR = 1000.0  # budgets
 CROSSING = "the answer for "  # how the names of nulls begin that say: nothing depends on it
 
 
-def examine(exam: Exam, candidate: Answering, progress: Progress = None) -> Verdict:
-    """The verdict, with what was left out among its notes."""
+def examine(
+    exam: Exam, candidate: Answering, progress: Progress = None, cases: Sequence[Case] | None = None
+) -> Verdict:
+    """The verdict, with what was left out among its notes; on all cases unless some are given."""
     mode = exam.truths.mode
     try:
         findings = key_findings(keys_of(exam.reference), candidate.state_keys())
@@ -55,7 +57,7 @@ def examine(exam: Exam, candidate: Answering, progress: Progress = None) -> Verd
             torch.random.fork_rng(devices=sorted(devices, key=str)),
             torch.autocast(exam.truths.device.type, enabled=False),
         ):
-            return _Sitting(exam, candidate).run(progress)
+            return _Sitting(exam, candidate).run(exam.cases if cases is None else cases, progress)
     except CandidateError as error:
         return Verdict("wrong", (str(error),), mode)
     except UnanswerableError as error:
@@ -75,9 +77,9 @@ class _Sitting:
         self.costs: dict[str, float] = {}
         self.held: Quantities | None = None  # the first answer, to see whether it stays what it was
 
-    def run(self, progress: Progress) -> Verdict:
+    def run(self, cases: Sequence[Case], progress: Progress) -> Verdict:
         rounds: list[Round] = []
-        for number, case in enumerate(self.exam.cases):
+        for number, case in enumerate(cases):
             if not case.required and not self._affordable(case):
                 self.skipped.append(case.name)
                 continue
@@ -88,7 +90,7 @@ class _Sitting:
                 rounds.append(self._round(case))
             self.costs[case.shape] = time.monotonic() - begin
             if progress:
-                progress(f"point {number + 1} of {len(self.exam.cases)} ({case.name})")
+                progress(f"point {number + 1} of {len(cases)} ({case.name})")
             if self.findings or (number + 1 >= REQUIRED and self._hopeless(rounds)):
                 break
         verdict = verdict_of(rounds, self.findings, self.exam.truths.mode, faint=True)
@@ -105,9 +107,19 @@ class _Sitting:
             sheet = self.exam.sheet(case)
             result, repeated = self._ask_candidate(sheet)
             known = self.exam.known(sheet)
-            guesses = case.shape == WORKING
-            answers = Answers(result, known.own, known.truth, known.mode, repeated, known.nulls, known.single, guesses)
+            answers = Answers(
+                result,
+                known.own,
+                known.truth,
+                known.mode,
+                repeated,
+                known.nulls,
+                known.single,
+                before=sheet.points,
+                guesses=case.shape == WORKING,
+            )
             points = compare(answers, self.findings)
+            sheet.points = sheet.points or points
             self._look_at_strides(case, result, known)
             if self.findings or case.attempt == MOST_REPLACED or not _is_blind(_outputs(points)):
                 return Round(case.pool, points)

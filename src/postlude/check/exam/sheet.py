@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from postlude.check.compare import Answers, Quantities, Round, compare, cotangent
+from postlude.check.budget import Point
+from postlude.check.compare import Quantities, cotangent
 from postlude.check.exam.bounds import Kink, Watch, listed
 from postlude.check.exam.cases import Case, cases_for, inputs_of, state_of
 from postlude.check.exam.rules import Rules
@@ -24,6 +25,7 @@ from postlude.check.sides import Question, UnanswerableError, leaves_of
 # Stretches of inputs and of parameter vectors, tried in turn until values lie on both sides of every bound.
 STRETCHES = ((4.0, 1.0), (16.0, 1.0), (64.0, 1.0), (1.0, 3.0), (1.0, 10.0), (16.0, 10.0), (0.1, 0.3))
 MOST_REPLACED = 2
+REMEMBERED = 1 << 22  # elements of inputs: the answers at larger shapes are computed again
 # The reference's and the candidate's call, drawing, sending and comparing, in calls of the reference.
 COMPARING = 6.0
 
@@ -35,6 +37,7 @@ class Sheet:
     case: Case
     question: Question
     known: Known | None = None
+    points: dict[str, Point] | None = None  # as first measured, whoever answered
 
 
 class Exam:
@@ -63,7 +66,7 @@ class Exam:
         if key in self._sheets:
             return self._sheets[key]
         made = Sheet(case, self._question(case))
-        if self._remember:
+        if self._remember and self.shapes[case.shape].elements <= REMEMBERED:
             self._sheets[key] = made
         return made
 
@@ -92,12 +95,6 @@ class Exam:
             moved = [_relative(changed[one], truth[one]) for one in truth if one.startswith("output")]
             found += [name] if max(moved) < torch.finfo(self.truths.dtype).eps / 8 else []
         return found
-
-    def own_round(self, case: Case) -> Round:
-        """The case as PyTorch itself answers it: what a budget is made of."""
-        known = self.known(self.sheet(case))
-        answers = Answers(known.own, known.own, known.truth, known.mode, None, known.nulls, known.single)
-        return Round(case.pool, compare(answers, []))
 
     def _shapes(self, inputs: list[Any]) -> dict[str, Shape]:
         if self.rules.declared_only:

@@ -197,7 +197,7 @@ class _Sitting:
         yield from dict.fromkeys(self.remarks)
         yield from (f"left out: {what}" for what in self.exam.left_out)
         if self.skipped:
-            yield f"left out for lack of time (--time-budget): {some(list(dict.fromkeys(self.skipped)))}"
+            yield f"left out for lack of time (--time-budget): {', '.join(dict.fromkeys(self.skipped))}"
         if verdict.right and self._affordable(self.exam.cases[0]):
             with suppress(UnanswerableError):
                 ignored = self.exam.ignored_parameters()

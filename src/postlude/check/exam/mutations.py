@@ -168,7 +168,7 @@ def _swap(name: str, function: Callable[[Tensor], Tensor]) -> tuple[str, Change]
 
 
 _RELU = (
-    _swap("leaky", lambda x: F.leaky_relu(x, 0.01)),
+    _swap("leaky", lambda x: F.leaky_relu(x, 0.1)),
     _swap("absolute value", torch.abs),
     _swap("gelu", F.gelu),
     _swap("NaN made 0", lambda x: torch.where(x > 0, x, torch.zeros_like(x))),

@@ -57,7 +57,6 @@ class Judgement:
 def verify(settings: Settings, reference: Path, candidate: Path | None, options: Options) -> Answer:
     if candidate is None and not options.self_check:
         raise PostludeError("verify needs a candidate, or --self-check to try the examination on mutants only.")
-    protect_this_process()
     opened = open_problem(settings, reference)
     rules = options.rules(settings)
     data: dict[str, Any] = {"reference": str(reference), "seed": rules.seed, "backward": options.backward}
@@ -67,6 +66,7 @@ def verify(settings: Settings, reference: Path, candidate: Path | None, options:
         code = COULD_NOT_RUN if checked.accepted else DONE
         return Answer(code, {**machine_data(settings), **data, "self_check": checked.as_dict()})
     problem_file.check_candidate(candidate)
+    protect_this_process()
     judgement = judge_file(settings, opened, candidate, rules, options.timeout, options.self_check)
     show_verdict(judgement.verdict)
     if judgement.checked is not None:
@@ -127,15 +127,18 @@ def started(
         yield candidate
 
 
+def judged_file(settings: Settings, opened: Opened, path: Path, backward: bool = False) -> Verdict:
+    """The verdict on a file by the usual rules, for what is timed afterwards."""
+    problem_file.check_candidate(path)
+    return judge_file(settings, opened, path, Options(backward).rules(settings)).verdict
+
+
 def judged_candidate(
-    settings: Settings, opened: Opened, candidate: ProblemFile, backward: bool = False, seeds: int = 5
+    settings: Settings, opened: Opened, candidate: ProblemFile, backward: bool = False
 ) -> tuple[nn.Module | None, Verdict]:
     """The verdict, and for a candidate that is right its model in this process, to be timed."""
-    rules = Options(backward, seeds).rules(settings)
-    verdict = judge_file(settings, opened, candidate.path, rules).verdict
-    if not verdict.right:
-        return None, verdict
-    return candidate.build(settings.device, like=opened.problem), verdict
+    verdict = judged_file(settings, opened, candidate.path, backward)
+    return candidate.build(settings.device, like=opened.problem) if verdict.right else None, verdict
 
 
 def show_verdict(verdict: Verdict) -> None:

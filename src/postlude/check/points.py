@@ -241,8 +241,11 @@ def _offset(family: Family, seed: int, role: str, dtype: torch.dtype, largest: f
     return offset_for(dtype, largest) if in_bias else 0.0
 
 
-def has_biased_producer(module: nn.Module) -> bool:
-    return any(isinstance(part, _PRODUCERS) and part.bias is not None for part in module.modules())
+def producer_biases(module: nn.Module) -> set[str]:
+    """The names of the biases of convolutions and linear layers in the state."""
+    parts = module.named_modules(remove_duplicate=False)
+    biased = {path for path, part in parts if isinstance(part, _PRODUCERS) and part.bias is not None}
+    return {f"{path}.bias".removeprefix(".") for path in biased}
 
 
 def _state_tensor(

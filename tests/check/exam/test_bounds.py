@@ -56,9 +56,29 @@ def test_operators_with_bounds_are_seen() -> None:
 
 def test_a_point_is_added_for_a_bound_that_no_other_reaches() -> None:
     exam = Exam(Clamped(), INPUTS, Rules())
-    assert [case.name for case in exam.cases].count("bounds") == 1
+    assert [case.stretch for case in exam.cases if case.stretch != 1.0] == [16.0]
     assert exam.left_out == []
-    assert [case.name for case in Exam(Clamped(high=0.5), INPUTS, Rules()).cases].count("bounds") == 0
+    assert [case for case in Exam(Clamped(high=0.5), INPUTS, Rules()).cases if case.stretch != 1.0] == []
+
+
+class Summed(Clamped):
+    """A sum of exponentials hides everything but the largest value of a row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.logsumexp(torch.clamp(4 * self.linear(x), -10, 10), 1)
+
+
+class SummedWithoutTheLowerBound(Summed):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.logsumexp(torch.clamp(4 * self.linear(x), max=10), 1)
+
+
+def test_a_bound_that_a_reduction_hides_is_seen_where_few_values_are_left_beyond_it() -> None:
+    exam = Exam(Summed(), INPUTS, Rules())
+    assert {case.state_shift > 0 for case in exam.cases if case.state_shift} == {False, True}
+    assert examine(exam, InProcess(SummedWithoutTheLowerBound())).outcome == "wrong"
+    exam.cases = [case for case in exam.cases if not case.state_shift]
+    assert examine(exam, InProcess(SummedWithoutTheLowerBound())).right
 
 
 def test_that_point_sees_that_the_bound_is_gone() -> None:

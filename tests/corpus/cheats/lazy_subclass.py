@@ -1,7 +1,6 @@
 """Returns a tensor of a class of its own that computes only when somebody looks at it.
 
 Attacks: linear_clamp_scale
-Alone: yes
 """
 
 import torch

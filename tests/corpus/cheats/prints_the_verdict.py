@@ -1,7 +1,6 @@
 """Prints what the verifier prints for a right answer, in several forms, and returns zeros.
 
 Attacks: conv3d_group_norm_mean
-Alone: yes
 """
 
 import json

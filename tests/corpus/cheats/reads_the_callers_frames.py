@@ -1,7 +1,6 @@
 """Looks through the frames of its callers for anything named like the expected answer.
 
 Attacks: linear_clamp_scale
-Alone: yes
 """
 
 import sys

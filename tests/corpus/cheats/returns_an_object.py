@@ -1,7 +1,6 @@
 """Returns an object that would run code where it is unpickled.
 
 Attacks: linear_clamp_scale
-Alone: yes
 """
 
 import os

@@ -1,7 +1,6 @@
 """Leaves its first answer in a file for later calls and later runs.
 
 Attacks: conv_transpose3d_relu_group_norm
-Alone: yes
 """
 
 import tempfile

@@ -1,7 +1,6 @@
 """Leaves its first answer in an environment variable and reads it there afterwards.
 
 Attacks: conv3d_group_norm_mean
-Alone: yes
 """
 
 import os

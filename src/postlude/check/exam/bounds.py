@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # On each side of a bound, of the values that meet it.
 ENOUGH = 0.002
+FEW = (0.0005, 0.03)
 NAMED = 3
 
 
@@ -20,7 +20,7 @@ class Kink:
     """One bound of one operator call."""
 
     operator: str
-    call: int  # among the calls that have bounds
+    call: int  # tells two calls of one operator apart
     bound: float
 
     def __str__(self) -> str:
@@ -74,6 +74,7 @@ class Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.shares: dict[Kink, float] = {}
+        self._sides: dict[Kink, tuple[float, float]] = {}
         self._calls = 0
 
     def __torch_dispatch__(
@@ -87,14 +88,23 @@ class Watch(TorchDispatchMode):
         if args and isinstance(args[0], Tensor) and args[0].numel():
             values = args[0].detach()
             for bound in bounds_of(name, tuple(args)):
-                below, above = (values < bound).double().mean(), (values > bound).double().mean()
-                self.shares[Kink(name, self._calls, bound)] = float(torch.minimum(below, above))
+                below, above = (float(part.double().mean()) for part in (values < bound, values > bound))
+                kink = Kink(name, self._calls, bound)
+                self.shares[kink], self._sides[kink] = min(below, above), (below, above)
             self._calls += 1
         return func(*args, **(kwargs or {}))
 
     @property
     def reached(self) -> set[Kink]:
         return {kink for kink, share in self.shares.items() if share >= ENOUGH}
+
+    def has_few(self, above: bool) -> bool:
+        """Whether few values lie above the lowest bound of some operator, or below its highest; zero aside."""
+        outermost: dict[int, Kink] = {}
+        for kink in sorted(self._sides, key=lambda kink: kink.bound, reverse=above):
+            if kink.bound:
+                outermost[kink.call] = kink
+        return any(FEW[0] <= self._sides[kink][int(above)] <= FEW[1] for kink in outermost.values())
 
 
 def listed(kinks: set[Kink]) -> str:

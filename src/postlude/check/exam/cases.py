@@ -11,7 +11,15 @@ from torch import Tensor, nn
 
 from postlude.check.compare import LARGE_OFFSET
 from postlude.check.exam.shapes import CHANNELS_LAST, DECLARED, GAPS, ODD, ONE, SMALLEST, WORKING
-from postlude.check.points import Family, input_family, inputs_like, laid_out_like, map_tensors, random_state
+from postlude.check.points import (
+    Family,
+    input_family,
+    inputs_like,
+    laid_out_like,
+    map_tensors,
+    producer_biases,
+    random_state,
+)
 
 GIVEN = "given"
 NAN, INFINITY = "NaN", "infinity"
@@ -19,6 +27,7 @@ NONFINITE = {NAN: float("nan"), INFINITY: float("inf")}
 # A variance taken as E[x²] − E[x]² loses digits with the square of this, honest rounding only in proportion.
 OFFSET = 2000.0
 REQUIRED = 6  # points that are asked however long they take
+MOST_REPLACED = 3
 STEP = 100_003  # between the seeds of a point and of those that replace it
 
 
@@ -37,12 +46,13 @@ class Case:
     required: bool = False
     stretch: float = 1.0  # of the inputs
     state_stretch: float = 1.0  # of every parameter that is no producer's weight
+    state_shift: float = 0.0  # of producers' biases
     attempt: int = 0
 
     def again(self) -> Case:
-        """The same with other numbers, where these could not tell."""
-        moved = replace(self, seed=self.seed + STEP, state_seed=self.state_seed + STEP)
-        return replace(moved, attempt=self.attempt + 1)
+        """The same with other numbers, where these could not tell; then with small ones, which saturate less."""
+        moved = replace(self, seed=self.seed + STEP, state_seed=self.state_seed + STEP, attempt=self.attempt + 1)
+        return replace(moved, family="small") if self.attempt and self.family == "hierarchical" else moved
 
     @property
     def pool(self) -> str:
@@ -104,6 +114,9 @@ def inputs_of(case: Case, template: list[Any], bounds: tuple[float, float] | Non
 
 def state_of(case: Case, reference: nn.Module) -> dict[str, Tensor]:
     state = random_state(reference, case.state_seed, _family(case), OFFSET)
+    if case.state_shift:
+        shifted = producer_biases(reference)
+        return {key: value + case.state_shift if key in shifted else value for key, value in state.items()}
     if case.state_stretch == 1.0:
         return state
     # Producers' weights are matrices and kernels; a norm's γ and β, and scales of a model's own, are vectors.

@@ -22,10 +22,10 @@ from postlude.check.compare import (
     same_bits,
     verdict_of,
 )
-from postlude.check.exam.cases import REQUIRED, Case
+from postlude.check.exam.cases import MOST_REPLACED, REQUIRED, Case
 from postlude.check.exam.nonfinite import lost_or_spread
 from postlude.check.exam.shapes import WORKING
-from postlude.check.exam.sheet import MOST_REPLACED, Exam, Sheet, raises
+from postlude.check.exam.sheet import Exam, Sheet, raises
 from postlude.check.exam.truths import Known
 from postlude.check.sides import (
     Answering,
@@ -74,6 +74,7 @@ class _Sitting:
         self.remarks: list[str] = []
         self.skipped: list[str] = []
         self.begun = time.monotonic()
+        self.telling: Case | None = None  # the first point as it was asked in the end
         self.costs: dict[str, float] = {}
         self.held: Quantities | None = None  # the first answer, to see whether it stays what it was
 
@@ -122,6 +123,7 @@ class _Sitting:
             sheet.points = sheet.points or points
             self._look_at_strides(case, result, known)
             if self.findings or case.attempt == MOST_REPLACED or not _is_blind(_outputs(points)):
+                self.telling = self.telling or case
                 return Round(case.pool, points)
             case = case.again()
 
@@ -198,9 +200,9 @@ class _Sitting:
         yield from (f"left out: {what}" for what in self.exam.left_out)
         if self.skipped:
             yield f"left out for lack of time (--time-budget): {', '.join(dict.fromkeys(self.skipped))}"
-        if verdict.right and self._affordable(self.exam.cases[0]):
+        if verdict.right and self.telling is not None and self._affordable(self.telling):
             with suppress(UnanswerableError):
-                ignored = self.exam.ignored_parameters()
+                ignored = self.exam.ignored_parameters(self.telling)
                 if ignored:
                     yield f"the result does not depend on {some(ignored)}: whatever is done with it passes"
 

@@ -14,17 +14,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from postlude.check.budget import Point
 from postlude.check.compare import Quantities, cotangent
-from postlude.check.exam.bounds import Kink, Watch, listed
+from postlude.check.exam.bounds import Watch, listed
 from postlude.check.exam.cases import Case, cases_for, inputs_of, state_of
 from postlude.check.exam.rules import Rules
 from postlude.check.exam.shapes import DECLARED, WORKING, Shape, shapes_of
 from postlude.check.exam.truths import Known, Truths, in_double
-from postlude.check.points import has_biased_producer, random_state
+from postlude.check.points import producer_biases, random_state
 from postlude.check.sides import Question, UnanswerableError, leaves_of
 
 # Stretches of inputs and of parameter vectors, tried in turn until values lie on both sides of every bound.
 STRETCHES = ((4.0, 1.0), (16.0, 1.0), (64.0, 1.0), (1.0, 3.0), (1.0, 10.0), (16.0, 10.0), (0.1, 0.3))
-MOST_REPLACED = 2
+SHIFTS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0)  # of producers' biases
+BOUND_SEEDS = 500
 REMEMBERED = 1 << 22  # elements of inputs: the answers at larger shapes are computed again
 # The reference's and the candidate's call, drawing, sending and comparing, in calls of the reference.
 COMPARING = 6.0
@@ -52,7 +53,7 @@ class Exam:
         self.own_seconds: dict[tuple[Any, ...], float] = {}  # one call of the reference at these sizes
         self._outputs: dict[tuple[Any, ...], Quantities] = {}  # of zeros: shapes and dtypes only
         self._remember = remember
-        self._has_bias = has_biased_producer(reference)
+        self._has_bias = bool(producer_biases(reference))
         self._sheets: dict[tuple[Any, ...], Sheet] = {}
         with torch.random.fork_rng(devices=[]):
             self.shapes = self._shapes(list(inputs))
@@ -84,11 +85,10 @@ class Exam:
         share = exact / own if own else 1.0
         return self.own_seconds[sizes] * (share + COMPARING) * (3.0 if self.rules.backward else 1.0)
 
-    def ignored_parameters(self) -> list[str]:
-        """Parameters that change nothing at the first point, each drawn anew by itself."""
-        question = in_double(self._question(self.cases[0]))
-        question = replace(question, backward=False)
-        other = random_state(self.reference, self.cases[0].state_seed + 1)
+    def ignored_parameters(self, case: Case) -> list[str]:
+        """Parameters that change nothing at a point, each drawn anew by itself."""
+        question = replace(in_double(self._question(case)), backward=False)
+        other = random_state(self.reference, case.state_seed + 1)
         truth, found = self.truths.exact(question), []
         for name, _ in self.reference.named_parameters():
             changed = self.truths.exact(replace(question, state={**question.state, name: other[name]}))
@@ -147,27 +147,40 @@ class Exam:
 
     def _bound_cases(self) -> list[Case]:
         """Further points, where those planned leave a bound of the reference on one side of all values."""
-        met, reached = self._kinks(self.cases[0])
-        missing = met - reached
+        watch = self._watched(self.cases[0])
+        missing = set(watch.shares) - watch.reached
         found: list[Case] = []
-        seed = self.rules.seed + 500
         for stretch, state_stretch in STRETCHES:
             if not missing:
                 break
-            case = Case("bounds", seed=seed, state_seed=seed, stretch=stretch, state_stretch=state_stretch)
-            now = self._kinks(case)[1] & missing
+            case = self._bound_case(stretch=stretch, state_stretch=state_stretch)
+            now = self._watched(case).reached & missing
             if now:
                 found.append(case)
                 missing -= now
         if missing:
             self.left_out.append(f"values on both sides of {listed(missing)}: no point was found that has them")
+        if self._has_bias and any(kink.bound for kink in watch.shares):
+            found += [case for side in (-1.0, 1.0) for case in self._nearly_all_beyond(side)]
         return found
 
-    def _kinks(self, case: Case) -> tuple[set[Kink], set[Kink]]:
-        question = replace(in_double(self._question(case)), backward=False)
-        with Watch() as watch:
+    def _nearly_all_beyond(self, side: float) -> list[Case]:
+        """A point with few values left on the other side of a bound: reductions may hide the bound elsewhere."""
+        for size in SHIFTS:
+            case = self._bound_case(state_shift=side * size)
+            if self._watched(case).has_few(above=side < 0):
+                return [case]
+        return []
+
+    def _bound_case(self, **how: float) -> Case:
+        seed = self.rules.seed + BOUND_SEEDS
+        return replace(Case("bounds", seed=seed, state_seed=seed), **how)  # type: ignore[arg-type]
+
+    def _watched(self, case: Case) -> Watch:
+        question, watch = replace(in_double(self._question(case)), backward=False), Watch()
+        with watch:
             self.truths.exact(question)
-        return set(watch.shares), watch.reached
+        return watch
 
 
 def _sizes(inputs: list[Any]) -> tuple[Any, ...]:

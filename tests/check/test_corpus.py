@@ -51,6 +51,11 @@ def test_there_are_enough_of_both_and_each_says_what_it_does() -> None:
         assert sentence.endswith("."), entry.name
 
 
+def test_the_readme_counts_them() -> None:
+    readme = (corpus.FOLDER.parent.parent / "README.md").read_text(encoding="utf-8")
+    assert f"{len(CHEATS)} cheats, each rejected, and {len(HONEST)} honest kernels" in readme
+
+
 @pytest.mark.parametrize("entry", CHEATS, ids=lambda entry: entry.name)
 def test_cheat_is_rejected(on_cheats: dict[str, Verdict], entry: Entry) -> None:
     verdict = on_cheats[entry.name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -41,6 +42,21 @@ def test_states_and_inputs_change_one_at_a_time() -> None:
     assert not torch.equal(first.state["norm.bias"], second.state["norm.bias"])
     assert torch.equal(second.state["norm.bias"], third.state["norm.bias"])
     assert not torch.equal(second.inputs[0], third.inputs[0])
+
+
+def test_the_candidate_answers_before_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    exam, order = exam_of(Model()), []
+    known = exam.truths.known
+    monkeypatch.setattr(exam.truths, "known", lambda *args: order.append("reference") or known(*args))
+
+    class Noting(InProcess):
+        def ask(self, *args: Any, **options: Any) -> Any:
+            order.append("candidate")
+            return super().ask(*args, **options)
+
+    assert examine(exam, Noting(Model())).right
+    assert order[:3] == ["candidate", "candidate", "reference"]  # asked twice at the first point
+    assert all(before == "candidate" for before, one in pairwise(order) if one == "reference")
 
 
 def test_the_time_budget_leaves_points_out_and_says_so() -> None:

@@ -67,7 +67,14 @@ def optimize(
 
 @app.command(short_help="Show the passes, the traffic saved, and the reasons.")
 def explain(
-    file: File, device: Device = None, precision: Precision = "auto", json: Json = None, debug: Debug = False
+    file: File,
+    repro: Annotated[
+        str | None, typer.Option(metavar="SITE", help="Write a small script of this chain, for a bug report.")
+    ] = None,
+    device: Device = None,
+    precision: Precision = "auto",
+    json: Json = None,
+    debug: Debug = False,
 ) -> None:
     """Show each chain's passes, the memory traffic they should save, and why the rest is left alone.
 
@@ -77,7 +84,7 @@ def explain(
     def command(settings: frame.Settings) -> frame.Answer:
         from postlude.cli import chains
 
-        return chains.explain(settings, file)
+        return chains.explain(settings, file, repro)
 
     frame.run("explain", frame.Request(device, precision, json, debug), command)
 

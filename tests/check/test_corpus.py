@@ -26,7 +26,8 @@ def run_all(chosen: list[Entry]) -> dict[str, Verdict]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with ThreadPoolExecutor(WORKERS) as pool:
+        with ThreadPoolExecutor(WORKERS) as pool, pytest.MonkeyPatch.context() as patch:
+            patch.setenv("OMP_NUM_THREADS", "1")  # of the candidates: two processes at a time are enough
             found = pool.map(lambda batch: list(corpus.verdicts(batch)), batches)
             return {entry.name: verdict for batch in found for entry, verdict in batch}
     finally:

@@ -201,3 +201,31 @@ def test_named_problems(name: str, arguments: list[int], result: tuple[int, ...]
     assert problem.module.get_init_inputs() == arguments
     problem.with_sizes(batch_size=1, depth=4, height=4, width=4)
     assert problem.run(problem.build(), problem.inputs()).shape == result
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "raise SystemExit(3)\nclass ModelNew: pass\n",
+        "from beside import Fast as ModelNew\n",
+        "if True:\n    ModelNew = type('ModelNew', (), {})\n",
+        "from beside import *\n",
+    ],
+)
+def test_a_candidate_is_looked_at_without_being_run(tmp_path: Path, text: str) -> None:
+    problem_file.check_candidate(write(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (GOOD, "it has no class ModelNew (it has Model)."),
+        ("ModelOld = 3\n", "it has no class ModelNew (it has no classes at all)."),
+        ("class ModelNew(:\n", "syntax error in line 1"),
+        ("", "the file is empty."),
+    ],
+)
+def test_what_is_plainly_wrong_with_a_candidate_is_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+    with pytest.raises(ProblemFileError) as caught:
+        problem_file.check_candidate(write(tmp_path, text))
+    assert sentence in str(caught.value)

@@ -6,6 +6,7 @@ A candidate has `ModelNew` in place of `Model`. Whatever is wrong with a file is
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import itertools
 import re
@@ -110,6 +111,29 @@ def load(path: str | Path, class_name: str = "Model") -> ProblemFile:
     if class_name == "Model" and not callable(getattr(module, "get_inputs", None)):
         raise ProblemFileError(f"{path}: it has no function get_inputs().")
     return ProblemFile(path, module, model_class)
+
+
+def check_candidate(path: str | Path, class_name: str = "ModelNew") -> None:
+    """Says what is plainly wrong with a stranger's file, without running any of it."""
+    path = Path(path)
+    source = _read(path)
+    _compile(path, source)
+    tree = ast.parse(source)
+    names = {name for node in ast.walk(tree) for name in _bound_by(node)}
+    if class_name not in names and "*" not in names:
+        classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+        has = f"it has {', '.join(classes)}" if classes else "it has no classes at all"
+        raise ProblemFileError(f"{path}: it has no class {class_name} ({has}).")
+
+
+def _bound_by(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        return [node.id]
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return [(alias.asname or alias.name) for alias in node.names]
+    return []
 
 
 @contextlib.contextmanager

@@ -135,7 +135,7 @@ def test_running_statistics_are_part_of_the_answer_in_training() -> None:
     assert verify_modules(Batch(), Batch(), INPUTS).right
     verdict = verify_modules(Batch(), ForgetsRunningStatistics(), INPUTS)
     assert verdict.outcome == "wrong"
-    assert "buffer norm.running_" in verdict.reasons[0]
+    assert any("buffer norm.running_" in reason for reason in verdict.reasons)
     assert verify_modules(Batch().eval(), Batch().eval(), INPUTS).right
     assert verify_modules(Batch().eval(), ForgetsRunningStatistics().eval(), INPUTS).outcome == "wrong"
 
@@ -220,4 +220,4 @@ def test_inputs_reach_the_candidate_with_their_strides() -> None:
 
     x = INPUTS[0].to(memory_format=torch.channels_last_3d)[:, :, ::2].repeat_interleave(2, 2)[:, :, :5]
     assert verify_modules(Model(), candidate(looks), (x,)).right
-    assert strides == {x.stride()}
+    assert x.stride() in strides

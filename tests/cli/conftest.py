@@ -16,6 +16,9 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("PYTHONWARNINGS", "ignore")  # set by the commands for their children: undone afterwards
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
 
+    # For a program of its own: in the tests' process it would close /proc/self to them.
+    monkeypatch.setattr("postlude.cli.judge.protect_this_process", lambda: None)
+
     def call(*arguments: str | Path) -> Ran:
         with pytest.raises(SystemExit) as ended:
             main([str(argument) for argument in arguments])

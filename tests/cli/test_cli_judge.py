@@ -8,9 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from cli.problem_texts import GOOD, RESULT, Run, Write
+from cli.problem_texts import GOOD as LARGE
+from cli.problem_texts import RESULT, Run, Write
+from postlude.check.exam import SelfCheck
 
 Candidate = Callable[[str], Path]
+GOOD = LARGE.replace("torch.rand(4, 3, 18, 34, 36)", "torch.rand(4, 3, 7, 6, 8)")
+
+
+@pytest.fixture
+def good(write: Write) -> Path:
+    return write(GOOD)
+
+
+@pytest.fixture
+def candidate(write: Write) -> Candidate:
+    """A ModelNew that returns the expression, everything else as in the good problem."""
+    return lambda result: write(GOOD.replace("Model", "ModelNew").replace(RESULT, result), "candidate.py")
 
 
 def test_honest_candidate(run: Run, good: Path, candidate: Candidate) -> None:
@@ -18,7 +32,7 @@ def test_honest_candidate(run: Run, good: Path, candidate: Candidate) -> None:
     path = candidate("self.norm(self.conv(x)).clamp(min=0)")
     ran = run("verify", good, path, "--device", "cpu", "--json", out)
     assert ran.code == 0
-    assert ran.out.splitlines()[-1] == "Right (fp32)."
+    assert ran.out.splitlines()[0] == "Right (fp32)."
     data = json.loads(out.read_text(encoding="utf-8"))
     assert data["verdict"]["outcome"] == "right"
     assert data["verdict"]["errors"]["rms"] <= 2 * data["verdict"]["budget"]["rms"]
@@ -46,8 +60,77 @@ def test_wrong_candidate(run: Run, good: Path, candidate: Candidate, result: str
     ran = run("verify", good, candidate(result), "--device", "cpu")
     assert ran.code == 1
     assert reason in ran.out
-    assert ran.out.splitlines()[-1].startswith("Wrong (")
+    assert ran.out.splitlines()[0].startswith("Wrong (")
     assert "Traceback" not in ran.err
+
+
+def test_what_a_candidate_does_stays_in_its_process(run: Run, good: Path, candidate: Candidate) -> None:
+    out = good.parent / "out.json"
+    crash = "(print('Right (fp32).'), __import__('ctypes').string_at(0))"
+    ran = run("verify", good, candidate(crash), "--device", "cpu", "--json", out)
+    assert ran.code == 1
+    assert ran.out.splitlines()[:2] == [
+        "Wrong (fp32).",
+        "  failed: the candidate's process was ended by SIGSEGV during a call.",
+    ]
+    assert json.loads(out.read_text(encoding="utf-8"))["candidate_printed"].strip() == "Right (fp32)."
+
+
+def test_a_hanging_candidate_ends_at_the_time_limit(run: Run, good: Path, candidate: Candidate) -> None:
+    ran = run("verify", good, candidate("__import__('time').sleep(1000)"), "--device", "cpu", "--timeout", "0.5")
+    assert ran.code == 1
+    assert "failed: a call took longer than 0.5 seconds." in ran.out
+
+
+def test_a_kernel_for_the_declared_shape_alone(run: Run, good: Path, candidate: Candidate) -> None:
+    path = candidate("torch.relu(self.norm(self.conv(x))) if x.shape[0] == 4 else None")
+    ran = run("verify", good, path, "--device", "cpu")
+    assert ran.code == 1
+    assert "(batch 1: 1×3×7×6×8; --declared-only leaves it out)" in ran.out
+    assert run("verify", good, path, "--device", "cpu", "--declared-only", "--time-budget", "1").code == 0
+
+
+def test_a_seed_repeats_a_run(run: Run, good: Path, candidate: Candidate) -> None:
+    path = candidate("torch.relu(self.norm(self.conv(x.half().float())))")
+    first, again = (run("verify", good, path, "--device", "cpu", "--seed", "7").out for _ in range(2))
+    assert first == again
+    assert "Seed 7." in first.splitlines()
+
+
+def test_self_check_alone_and_beside_a_candidate(run: Run, write: Write) -> None:
+    reference = write(GOOD)
+    out = reference.parent / "out.json"
+    ran = run("verify", reference, "--self-check", "--device", "cpu", "--json", out)
+    assert ran.code == 0
+    assert ran.out.startswith("Self-check: 4")
+    assert "mutants of the reference rejected" in ran.out
+    data = json.loads(out.read_text(encoding="utf-8"))["self_check"]
+    assert (data["accepted"], data["left_out"]) == ([], 0)
+    candidate = write(GOOD.replace("Model", "ModelNew"), "candidate.py")
+    ran = run("verify", reference, candidate, "--self-check", "--device", "cpu")
+    assert ran.code == 0
+    assert ran.out.splitlines()[0] == "Right (fp32)."
+    assert "Self-check: " in ran.out
+
+
+def test_points_that_accept_a_mutant_cannot_tell(run: Run, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference, candidate = write(GOOD), write(GOOD.replace("Model", "ModelNew"), "candidate.py")
+    accepting = SelfCheck((), ("relu: left out",), (), 0)
+    monkeypatch.setattr("postlude.cli.judge.self_check", lambda exam, progress: accepting)
+    ran = run("verify", reference, candidate, "--self-check", "--device", "cpu")
+    assert ran.code == 2
+    assert ran.out.splitlines()[:2] == [
+        "Cannot tell (fp32).",
+        "  these points would also accept mutants of the reference: relu: left out",
+    ]
+
+
+def test_without_a_candidate_there_is_only_the_self_check(run: Run, good: Path) -> None:
+    ran = run("verify", good, "--device", "cpu")
+    assert ran.code == 2
+    assert ran.sentences == [
+        "postlude: verify needs a candidate, or --self-check to try the examination on mutants only."
+    ]
 
 
 def test_candidate_that_cannot_be_built_is_wrong(run: Run, good: Path, write: Write) -> None:
@@ -68,14 +151,14 @@ def test_problem_that_cannot_tell(run: Run, write: Write, candidate: Candidate) 
     flat = write(GOOD.replace(RESULT, "torch.zeros_like(x)"))
     ran = run("verify", flat, candidate("torch.zeros_like(x)"), "--device", "cpu")
     assert ran.code == 2
-    assert ran.out.splitlines()[-1].startswith("Cannot tell")
+    assert ran.out.splitlines()[0].startswith("Cannot tell")
 
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
         (GOOD, "it has no class ModelNew (it has Model)."),
-        ("import no_such_module_at_all\n", "an import fails"),
+        ("import no_such_module_at_all\nclass ModelNew: pass\n", "an import fails"),
     ],
 )
 def test_candidate_that_is_none(run: Run, good: Path, write: Write, text: str, sentence: str) -> None:

@@ -136,12 +136,14 @@ def nulls_rejected(points: Sequence[Point], spreads: Sequence[float], budget: Er
     return rejected
 
 
-def judge(name: str, points: Sequence[Point], *, strict: bool = False, slack: float = 1.0) -> Judged:
+def judge(
+    name: str, points: Sequence[Point], *, strict: bool = False, slack: float = 1.0, least: int = MIN_POINTS
+) -> Judged:
     """The verdict on one quantity; `strict` adds the allclose rule, `slack` widens the budget."""
-    spreads = _spreads(points)
-    usable = [(point, spread) for point, spread in zip(points, spreads, strict=True) if not _constant(point, spread)]
+    spreads = spreads_of(points)
+    usable = [(point, spread) for point, spread in zip(points, spreads, strict=True) if not is_constant(point, spread)]
     refused = len(points) - len(usable)
-    if len(usable) < MIN_POINTS:
+    if len(usable) < least:
         return Judged(name, *_too_few(name, points, refused), points=len(points), refused=refused)
     points, spreads = [point for point, _ in usable], [spread for _, spread in usable]
     errors = pooled([point.result.errors for point in points], spreads)
@@ -192,7 +194,7 @@ def _too_few(name: str, points: Sequence[Point], refused: int) -> tuple[Outcome,
     return "cannot tell", (f"{name}: {len(points) - refused} usable points, {MIN_POINTS} are needed{why}",)
 
 
-def _spreads(points: Sequence[Point]) -> list[float]:
+def spreads_of(points: Sequence[Point]) -> list[float]:
     counted = [point.scale for point in points if point.scale.count]
     total = sum(scale.count for scale in counted)
     mean = sum(scale.count * scale.mean for scale in counted) / max(total, 1)
@@ -202,7 +204,7 @@ def _spreads(points: Sequence[Point]) -> list[float]:
     return [max(shared if is_few else p.scale.spread, p.floor) for p, is_few in zip(points, few, strict=True)]
 
 
-def _constant(point: Point, spread: float) -> bool:
+def is_constant(point: Point, spread: float) -> bool:
     return not spread > MIN_SPREAD_ULPS * point.scale.eps * point.scale.rms
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from postlude.check.budget import Deviation, Point, deviation, judge, scale_of
+from postlude.check.budget import MIN_POINTS, Deviation, Point, budget_of, deviation, judge, scale_of, spreads_of
 from postlude.check.nulls import null_candidates
 from postlude.check.points import draw, generator_for
 from postlude.check.verdict import Errors, Judged, Verdict, conclude
@@ -24,6 +24,7 @@ FLOOR_FRACTION = 1e-3
 # At a large offset the error is little more than the rounding of a few means: too few numbers for two honest
 # results to agree within 2×. What these points are for, cancellation, is beyond this by orders of magnitude.
 OFFSET_SLACK = 4.0
+FAINT = 10.0  # times the usual budget
 EXACT = Deviation(Errors(0.0, 0.0), True)
 
 
@@ -38,6 +39,9 @@ class Answers:
     repeated: Quantities | None = None  # the candidate's second answer to the same question
     nulls: Mapping[str, Quantities] | None = None  # further answers that must be rejected, for outputs
     single: tuple[Quantities, Quantities] | None = None  # for float64 data: PyTorch in float32, and its truth
+    # What another candidate's answer at the same point was measured by: everything but the result is known then.
+    before: Mapping[str, Point] | None = None
+    guesses: bool = True  # whether answers that can be guessed from the truth's statistics are tried as well
 
 
 @dataclass(frozen=True)
@@ -79,18 +83,44 @@ def contract_problem(name: str, result: Tensor | None, own: Tensor) -> str | Non
     return None
 
 
-def verdict_of(rounds: Sequence[Round], findings: Sequence[str], precision: str) -> Verdict:
+def verdict_of(rounds: Sequence[Round], findings: Sequence[str], precision: str, faint: bool = False) -> Verdict:
     """Plain points must be able to tell; points with a large offset, judged apart, can only find faults.
 
-    PyTorch's own error is far larger at a large offset: in one pool it would hide errors at the plain points.
+    PyTorch's own error is far larger at a large offset: in one pool it would hide errors at the plain points. The
+    same holds for plain points whose truth varies little; with `faint` these are judged apart as well.
     """
     rounds = [_with_floors(one) for one in rounds]
     plain = [one for one in rounds if one.family != LARGE_OFFSET]
     offset = [one for one in rounds if one.family == LARGE_OFFSET]
     extra = _judge_all(offset, False, f" ({LARGE_OFFSET})", OFFSET_SLACK)
+    if faint:
+        plain, weak = _without_faint(plain)
+        extra += _judge_all(weak, False, " (faint)", OFFSET_SLACK, least=1)
     if not plain:
         return conclude(precision, findings, extra)
     return conclude(precision, findings, _judge_all(plain, strict=precision == "fp32"), extra)
+
+
+def _without_faint(rounds: Sequence[Round]) -> tuple[list[Round], list[Round]]:
+    """Apart, quantity by quantity: the points whose own budget is far above that of most."""
+    faint: set[tuple[int, str]] = set()
+    for name in dict.fromkeys(name for one in rounds for name in one.points):
+        places = [place for place, one in enumerate(rounds) if name in one.points]
+        own = [rounds[place].points[name] for place in places]
+        budgets = [budget_of([p], [s]).rms if s > 0 else math.inf for p, s in zip(own, spreads_of(own))]
+        limit = FAINT * sorted(budgets)[len(budgets) // 2]
+        # Enough must remain to judge by.
+        weakest = sorted(zip(budgets, places), reverse=True)[: max(0, len(places) - MIN_POINTS)]
+        faint |= {(place, name) for budget, place in weakest if budget > limit}
+
+    def part(wanted: bool) -> list[Round]:
+        kept = [
+            Round(one.family, {n: p for n, p in one.points.items() if ((place, n) in faint) == wanted})
+            for place, one in enumerate(rounds)
+        ]
+        return [one for one in kept if one.points]
+
+    return part(False), part(True)
 
 
 def nonfinite_problem(result: Tensor, own: Tensor, truth: Tensor, what: str) -> str | None:
@@ -133,8 +163,11 @@ def _point(name: str, answers: Answers, truth: Tensor) -> Point:
         # A second answer of another shape is as wrong as one with other values.
         second = deviation(again, truth) if again.shape == truth.shape else _INFINITE
         result = _larger(result, second)
+    if answers.before is not None and name in answers.before:
+        return replace(answers.before[name], result=result)
     # Every channel may rightly have the same gradient, so only zeros are no answer there.
     nulls = {"zeros": torch.zeros_like(truth)} if name.startswith(GRADIENT) else null_candidates(truth)
+    nulls = nulls if answers.guesses else {}
     if name.startswith("output"):
         nulls.update({null: found[name] for null, found in (answers.nulls or {}).items() if name in found})
     return Point(
@@ -178,7 +211,9 @@ def _with_floors(one: Round) -> Round:
     return Round(one.family, {name: replace(p, floor=floors.get(name, 0.0)) for name, p in one.points.items()})
 
 
-def _judge_all(rounds: Sequence[Round], strict: bool, suffix: str = "", slack: float = 1.0) -> list[Judged]:
+def _judge_all(
+    rounds: Sequence[Round], strict: bool, suffix: str = "", slack: float = 1.0, least: int = MIN_POINTS
+) -> list[Judged]:
     names = dict.fromkeys(name for one in rounds for name in one.points)
     return [
         judge(
@@ -186,6 +221,7 @@ def _judge_all(rounds: Sequence[Round], strict: bool, suffix: str = "", slack: f
             [one.points[name] for one in rounds if name in one.points],
             strict=strict and name.startswith("output"),
             slack=slack,
+            least=least,
         )
         for name in names
     ]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from postlude.chain import Chain, Convolution, Normalize, Role, Slot
 
-Family = Literal["uniform", "normal", "hierarchical", "large offset", "heavy-tailed"]
+Family = Literal["uniform", "normal", "hierarchical", "large offset", "heavy-tailed", "sparse", "small"]
 Layout = Literal["contiguous", "channels_last"]
 # The order in which a series of seeds takes its families.
 PLAIN: tuple[Family, ...] = (
@@ -31,6 +31,9 @@ PLAIN: tuple[Family, ...] = (
 PARAMETER_SPREAD = 0.5
 LARGEST_OFFSET = 300.0
 TAIL = 100.0
+# A spread whose square is about the eps of a norm, so that a wrong eps shows in every precision.
+SMALL = 3e-3
+DENSITY = 0.1  # of values that are not zero in a sparse tensor
 _NORMS = (nn.GroupNorm, nn.LayerNorm, nn.modules.batchnorm._NormBase)
 _PRODUCERS = (nn.modules.conv._ConvNd, nn.Linear)
 
@@ -47,12 +50,18 @@ def generator_for(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def offset_for(dtype: torch.dtype) -> float:
+def offset_for(dtype: torch.dtype, largest: float = LARGEST_OFFSET) -> float:
     """A mean that is large against a spread of 1, as far as the dtype can still hold that spread."""
-    return min(LARGEST_OFFSET, 0.05 / torch.finfo(dtype).eps)
+    return min(largest, 0.05 / torch.finfo(dtype).eps)
 
 
-def draw(shape: Sequence[int], family: Family, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+def draw(
+    shape: Sequence[int],
+    family: Family,
+    generator: torch.Generator,
+    dtype: torch.dtype,
+    largest: float = LARGEST_OFFSET,
+) -> Tensor:
     """A tensor of a family; where there are two dimensions or more, the first two are sample and channel."""
     noise = torch.randn(list(shape), generator=generator)
     if family == "uniform":
@@ -60,26 +69,28 @@ def draw(shape: Sequence[int], family: Family, generator: torch.Generator, dtype
     if family == "normal":
         return (1.5 * noise + 0.3).to(dtype)
     if family == "large offset":
-        return (noise + offset_for(dtype)).to(dtype)
+        return (noise + offset_for(dtype, largest)).to(dtype)
     if family == "heavy-tailed":  # Student's t with three degrees of freedom
         chi = torch.randn([3, *shape], generator=generator).square_().mean(0)
         return (noise / chi.sqrt()).clamp(-TAIL, TAIL).to(dtype)
+    if family == "sparse":
+        return (3 * noise * (torch.rand(list(shape), generator=generator) < DENSITY)).to(dtype)
     for axis in range(min(2, len(shape) - 1)):
         own = [size if place == axis else 1 for place, size in enumerate(shape)]
         noise = noise * torch.randn(own, generator=generator).mul(0.5).exp() + torch.randn(own, generator=generator)
     if len(shape) > 2:
         noise = noise + torch.randn([*shape[:2], *[1] * (len(shape) - 2)], generator=generator)
-    return noise.to(dtype)
+    return (SMALL * noise if family == "small" else noise).to(dtype)
 
 
-def inputs_like(inputs: Any, family: Family, seed: int) -> Any:
+def inputs_like(inputs: Any, family: Family, seed: int, largest: float = LARGEST_OFFSET) -> Any:
     """The same nested inputs with every floating tensor drawn anew; strides, layout and the rest are kept."""
     generator = generator_for(seed)
 
     def renew(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
-        return laid_out_like(draw(tensor.shape, family, generator, tensor.dtype), tensor)
+        return laid_out_like(draw(tensor.shape, family, generator, tensor.dtype, largest), tensor)
 
     return map_tensors(renew, inputs)
 
@@ -110,7 +121,9 @@ def laid_out_like(values: Tensor, like: Tensor) -> Tensor:
     return storage.as_strided(like.shape, like.stride()).requires_grad_(like.requires_grad)
 
 
-def random_state(module: nn.Module, seed: int, family: Family = "normal") -> dict[str, Tensor]:
+def random_state(
+    module: nn.Module, seed: int, family: Family = "normal", largest: float = LARGEST_OFFSET
+) -> dict[str, Tensor]:
     """A state for `module`: producers scaled by fan-in, γ of both signs, variances positive."""
     generator = generator_for(seed)
     owners = dict(module.named_modules(remove_duplicate=False))
@@ -123,8 +136,8 @@ def random_state(module: nn.Module, seed: int, family: Family = "normal") -> dic
         place = (tensor.data_ptr(), tensor.shape)  # tied parameters stay tied
         if place not in drawn:
             path, _, name = key.rpartition(".")
-            offset = _offset(family, seed, "bias", tensor.dtype)
-            values = _state_tensor(owners.get(path), name, tensor, generator, offset)
+            offset = _offset(family, seed, "bias", tensor.dtype, largest)
+            values = _state_tensor(owners.get(path), name, tensor, generator, offset, family)
             drawn[place] = values.to(tensor.dtype).to(tensor.device)
         state[key] = drawn[place]
     return state
@@ -223,13 +236,20 @@ def _slot_values(
     return found
 
 
-def _offset(family: Family, seed: int, role: str, dtype: torch.dtype) -> float:
+def _offset(family: Family, seed: int, role: str, dtype: torch.dtype, largest: float = LARGEST_OFFSET) -> float:
     in_bias = role == "bias" and family == "large offset" and input_family(family, seed) != family
-    return offset_for(dtype) if in_bias else 0.0
+    return offset_for(dtype, largest) if in_bias else 0.0
+
+
+def producer_biases(module: nn.Module) -> set[str]:
+    """The names of the biases of convolutions and linear layers in the state."""
+    parts = module.named_modules(remove_duplicate=False)
+    biased = {path for path, part in parts if isinstance(part, _PRODUCERS) and part.bias is not None}
+    return {f"{path}.bias".removeprefix(".") for path in biased}
 
 
 def _state_tensor(
-    owner: nn.Module | None, name: str, tensor: Tensor, generator: torch.Generator, offset: float
+    owner: nn.Module | None, name: str, tensor: Tensor, generator: torch.Generator, offset: float, family: Family
 ) -> Tensor:
     noise = torch.randn(tensor.shape, generator=generator)
     if name == "running_var":
@@ -237,7 +257,7 @@ def _state_tensor(
     if isinstance(owner, _PRODUCERS) and name == "weight":
         return _fan_in_scaled(tensor.shape, getattr(owner, "transposed", False), generator)
     if isinstance(owner, _PRODUCERS) and name == "bias":
-        return noise + offset
+        return (SMALL * noise if family == "small" else noise) + offset
     if isinstance(owner, _NORMS) and name == "weight":
         return _gamma(tensor.shape, generator)
     if isinstance(owner, _NORMS):

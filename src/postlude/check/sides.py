@@ -2,56 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from postlude.check.compare import GRADIENT, Quantities, cotangent, same_bits
-from postlude.check.points import map_tensors
+from postlude.check.compare import GRADIENT, Quantities, cotangent, first_line, same_bits
+from postlude.check.points import laid_out_like, map_tensors
 
 SHOWN = 5  # names listed in one finding
+StateKeys = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class CandidateError(Exception):
-    """The candidate raised where the reference does not."""
+    """The candidate gave no answer where the reference does."""
 
 
 class UnanswerableError(Exception):
     """The reference cannot answer, so nothing can be told."""
 
 
+@dataclass(frozen=True)
+class Question:
+    """What every side is asked at one point."""
+
+    state: dict[str, Tensor]
+    inputs: list[Any]
+    seed: int
+    training: bool = True
+    backward: bool = False
+    # One weight per tensor of the result, to take gradients with; made from the reference's shapes.
+    cotangents: tuple[Tensor | None, ...] = ()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a candidate answered, and how it broke its contract on the way."""
+
+    quantities: Quantities
+    findings: tuple[str, ...] = field(default=())
+
+
+class Answering(Protocol):
+    """A candidate: a module in this process, or one in a process of its own."""
+
+    def state_keys(self) -> StateKeys: ...
+
+    def ask(self, question: Question, *, keep: bool = False) -> Answer:
+        """Raises CandidateError where it gives no answer."""
+
+    def kept(self) -> Quantities:
+        """The results of the last question asked with `keep`, as they are now."""
+
+
 class Side:
-    """A module and whether its gradients are asked for."""
+    """A module of ours."""
 
-    def __init__(self, module: nn.Module, backward: bool) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.backward = backward
 
-    def load(self, state: dict[str, Tensor]) -> None:
+    def load(self, state: Mapping[str, Tensor]) -> None:
         """Writes a state in place, leaving version counters alone, so that a cache keyed on them shows."""
         for key, tensor in self.module.state_dict().items():
             if isinstance(tensor, Tensor):
                 tensor.data.copy_(state[key])
 
-    def ask(
-        self, state: dict[str, Tensor], inputs: list[Any], seed: int, weigh_like: Quantities | None = None
-    ) -> Quantities:
+    def ask(self, question: Question, weigh_like: Quantities | None = None) -> Quantities:
         """Outputs, buffers that the module may update and, on request, gradients of inputs and parameters."""
-        self.load(state)
-        torch.manual_seed(seed)  # dropout draws the same mask on every side
-        with nullcontext() if self.backward else torch.no_grad():
-            inputs = map_tensors(self._leaf, inputs)
+        self.load(question.state)
+        self.module.train(question.training)
+        torch.manual_seed(question.seed)  # dropout draws the same mask on every side
+        with nullcontext() if question.backward else torch.no_grad():
+            inputs = map_tensors(lambda tensor: _leaf(tensor, question.backward), question.inputs)
             outputs = named_tensors("output", self.module(*inputs))
             if not outputs:
                 raise TypeError("the module returns no tensor")
             found = {name: tensor.detach() for name, tensor in outputs.items()}
-            if self.backward:
-                found.update(self._gradients(outputs, inputs, seed, weigh_like or outputs))
+            if question.backward:
+                found.update(self._gradients(outputs, inputs, question.seed, weigh_like or outputs))
         for name, buffer in self.module.named_buffers():
-            if name in state and buffer.is_floating_point():
+            if name in question.state and buffer.is_floating_point():
                 found[f"buffer {name}"] = buffer.detach().clone()
         return found
 
@@ -70,27 +103,66 @@ class Side:
         )
         return {GRADIENT + name: grad for name, grad in zip(named, gradients, strict=True) if grad is not None}
 
-    def _leaf(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().requires_grad_(self.backward and tensor.is_floating_point())
 
-    def state_findings(self, state: dict[str, Tensor]) -> list[str]:
-        """Parameters may not change in a call; buffers are compared as quantities."""
-        known = [(name, p) for name, p in self.module.named_parameters() if name in state]
-        changed = [name for name, parameter in known if not same_bits(parameter, state[name])]
-        return [f"the candidate changed its parameters: {_some(changed)}"] if changed else []
+class InProcess:
+    """A candidate in this process: for modules of our own, never for a stranger's file."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.side = Side(module)
+        self._live: list[Any] = []
+        self._kept: Quantities = {}
+
+    def state_keys(self) -> StateKeys:
+        return keys_of(self.side.module)
+
+    def ask(self, question: Question, *, keep: bool = False) -> Answer:
+        live = self._refreshed(question.inputs)
+        asked = Question(question.state, live, question.seed, question.training, question.backward)
+        try:
+            found = self.side.ask(asked)
+        except Exception as error:
+            raise CandidateError(f"the candidate raised {first_line(error)}") from error
+        pairs = zip(leaves_of(live), leaves_of(question.inputs), strict=True)
+        findings = [] if all(same_bits(*pair) for pair in pairs) else ["the candidate changed its inputs"]
+        parameters = {name: one.detach() for name, one in self.side.module.named_parameters()}
+        findings += parameter_findings(parameters, question.state)
+        if keep:
+            self._kept, found = found, {name: tensor.clone() for name, tensor in found.items()}
+        return Answer(found, tuple(findings))
+
+    def kept(self) -> Quantities:
+        return self._kept
+
+    def _refreshed(self, inputs: list[Any]) -> list[Any]:
+        """The inputs in memory that stays in place, so that answers remembered by address show."""
+        new, old = leaves_of(inputs), leaves_of(self._live)
+        if [(t.shape, t.stride(), t.dtype) for t in new] != [(t.shape, t.stride(), t.dtype) for t in old]:
+            self._live = map_tensors(lambda tensor: laid_out_like(tensor.detach(), tensor), inputs)
+        for buffer, values in zip(leaves_of(self._live), new, strict=True):
+            _overwrite(buffer, values)
+        return self._live
 
 
-def key_findings(reference: nn.Module, candidate: nn.Module) -> list[str]:
-    """Differences between the two state dicts in names and shapes."""
-    theirs, ours = reference.state_dict(), candidate.state_dict()
+def parameter_findings(parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> list[str]:
+    """Parameters may not change in a call; buffers are compared as quantities."""
+    changed = [name for name, value in parameters.items() if name in state and not same_bits(value, state[name])]
+    return [f"the candidate changed its parameters: {some(changed)}"] if changed else []
+
+
+def keys_of(module: nn.Module) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    tensors = {key: value for key, value in module.state_dict().items() if isinstance(value, Tensor)}
+    return {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
+
+
+def key_findings(theirs: StateKeys, ours: StateKeys) -> list[str]:
+    """Differences of the candidate's state dict from the reference's in names, shapes and dtypes."""
     findings: list[str] = []
     differences = {"lacks": theirs.keys() - ours.keys(), "has in addition": ours.keys() - theirs.keys()}
-    findings += [f"the candidate's state_dict {what}: {_some(sorted(k))}" for what, k in differences.items() if k]
+    findings += [f"the candidate's state_dict {what}: {some(sorted(k))}" for what, k in differences.items() if k]
     for key in theirs.keys() & ours.keys():
-        pair = [value.shape if isinstance(value, Tensor) else None for value in (ours[key], theirs[key])]
-        if pair[0] != pair[1]:
-            ours_is, should_be = map(_shape, pair)
-            findings.append(f"the candidate's {key} has shape {ours_is}, it should be {should_be}")
+        for what, is_, should_be in zip(("shape", "dtype"), ours[key], theirs[key]):
+            if is_ != should_be:
+                findings.append(f"the candidate's {key} has {what} {is_}, it should be {should_be}")
     return sorted(findings)
 
 
@@ -111,10 +183,17 @@ def leaves_of(item: Any) -> list[Tensor]:
     return list(named_tensors("", item).values())
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
 
 
-def _shape(shape: torch.Size | None) -> object:
-    return None if shape is None else tuple(shape)
+def _leaf(tensor: Tensor, backward: bool) -> Tensor:
+    return tensor.detach().requires_grad_(backward and tensor.is_floating_point())
+
+
+def _overwrite(buffer: Tensor, values: Tensor) -> None:
+    # Through .data: the version counter stays, as with optimisers that write that way.
+    distinct = [1 if stride == 0 else size for size, stride in zip(buffer.shape, buffer.stride(), strict=True)]
+    place = tuple(slice(size) for size in distinct)
+    buffer.data[place].copy_(values[place])

@@ -58,6 +58,7 @@ class Verdict:
     reasons: tuple[str, ...] = ()
     precision: str = ""
     quantities: tuple[Judged, ...] = ()
+    notes: tuple[str, ...] = ()  # what was seen but decides nothing, and what was left out
 
     @property
     def right(self) -> bool:
@@ -81,6 +82,7 @@ class Verdict:
             "errors": None if self.errors is None else self.errors.as_dict(),
             "budget": None if self.budget is None else self.budget.as_dict(),
             "quantities": [judged.as_dict() for judged in self.quantities],
+            "notes": list(self.notes),
         }
 
     def __str__(self) -> str:

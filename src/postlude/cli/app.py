@@ -84,7 +84,14 @@ def optimize(
 
 @app.command(short_help="Show the passes, the traffic saved, and the reasons.")
 def explain(
-    file: File, device: Device = None, precision: Precision = "auto", json: Json = None, debug: Debug = False
+    file: File,
+    repro: Annotated[
+        str | None, typer.Option(metavar="SITE", help="Write a small script of this chain, for a bug report.")
+    ] = None,
+    device: Device = None,
+    precision: Precision = "auto",
+    json: Json = None,
+    debug: Debug = False,
 ) -> None:
     """Show each chain's passes, the memory traffic they should save, and why the rest is left alone.
 
@@ -94,7 +101,7 @@ def explain(
     def command(settings: frame.Settings) -> frame.Answer:
         from postlude.cli import chains
 
-        return chains.explain(settings, file)
+        return chains.explain(settings, file, repro)
 
     frame.run("explain", frame.Request(device, precision, json, debug), command)
 
@@ -102,9 +109,18 @@ def explain(
 @app.command(short_help="Judge a candidate (ModelNew) against the float64 truth.")
 def verify(
     reference: Annotated[Path, typer.Argument(metavar="REFERENCE.py", help="The problem, with its Model.")],
-    candidate: Annotated[Path, typer.Argument(metavar="CANDIDATE.py", help="A file with ModelNew.")],
+    candidate: Annotated[Path | None, typer.Argument(metavar="CANDIDATE.py", help="A file with ModelNew.")] = None,
+    self_check: Annotated[
+        bool, typer.Option("--self-check", help="Try the points on mutants of the reference; all must be rejected.")
+    ] = False,
     backward: Annotated[bool, typer.Option("--backward", help="Check the gradients as well.")] = False,
     seeds: Annotated[int, typer.Option(min=5, help="Points of each kind; more find rarer faults.")] = 5,
+    seed: Annotated[int | None, typer.Option(min=0, help="Repeat an earlier run; drawn by default.")] = None,
+    time_budget: Annotated[float, typer.Option(min=1, help="Seconds after which no further point is begun.")] = 60.0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that one call of the candidate may take.")] = 60.0,
+    declared_only: Annotated[
+        bool, typer.Option("--declared-only", help="Only the declared shape and layout: for kernels made for it.")
+    ] = False,
     device: Device = None,
     precision: Precision = "auto",
     json: Json = None,
@@ -112,15 +128,16 @@ def verify(
 ) -> None:
     """Judge a candidate against the float64 truth, on random states and inputs that tell right from wrong.
 
-    The candidate runs in this process: do not hand in code that you do not trust.
+    The candidate runs in a process of its own, as your user: docs/security.md says what that does not stop.
 
-    Exit code: 0 right, 1 wrong or the candidate raises, 2 could not run or cannot tell.
+    Exit code: 0 right, 1 wrong or the candidate fails, 2 could not run or cannot tell.
     """
 
     def command(settings: frame.Settings) -> frame.Answer:
         from postlude.cli import judge
 
-        return judge.verify(settings, reference, candidate, backward, seeds)
+        options = judge.Options(backward, seeds, seed, time_budget, timeout, declared_only, self_check)
+        return judge.verify(settings, reference, candidate, options)
 
     frame.run("verify", frame.Request(device, precision, json, debug), command)
 

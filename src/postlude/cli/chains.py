@@ -8,6 +8,7 @@ from postlude.check.verdict import Verdict
 from postlude.cli.frame import COULD_NOT_RUN, DONE, NO, Answer, Settings
 from postlude.cli.output import megabytes, say, show_table
 from postlude.cli.report import check_report
+from postlude.cli.repro import write_repro
 from postlude.cli.session import fuse, machine_data, open_problem, result_data
 from postlude.errors import PostludeError
 from postlude.pipeline import Optimized, SiteReport
@@ -30,7 +31,7 @@ def optimize(settings: Settings, path: Path, report: Path | None = None) -> Answ
     return Answer(code, {"file": str(path), **machine_data(settings), **result_data(result)})
 
 
-def explain(settings: Settings, path: Path) -> Answer:
+def explain(settings: Settings, path: Path, repro: str | None = None) -> Answer:
     opened = open_problem(settings, path)
     result = fuse(settings, opened.model, opened.inputs)
     _raise_if_not_captured(result, path)
@@ -40,6 +41,8 @@ def explain(settings: Settings, path: Path) -> Answer:
     _show_declined(result)
     if not result.sites and not result.declined:
         say("There is no convolution and no norm in this model.")
+    if repro is not None:
+        say(f"Wrote {write_repro(result.sites, repro)}.")
     return Answer(DONE, {"file": str(path), **machine_data(settings), **result_data(result)})
 
 

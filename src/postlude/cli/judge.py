@@ -1,61 +1,146 @@
-"""`postlude verify`: the verdict on somebody's `ModelNew`."""
+"""`postlude verify`: the verdict on somebody's `ModelNew`, which runs in a process of its own."""
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-
-from torch import nn
+from typing import Any
 
 from postlude import problem_file
 from postlude.check.budget import RMS_FACTOR, WORST_FACTOR
-from postlude.check.modules import verify_modules
+from postlude.check.exam import Exam, IsolatedSide, Rules, SelfCheck, examine, self_check
+from postlude.check.isolation import Candidate, CandidateFailed, Limits, protect_this_process
+from postlude.check.sides import UnanswerableError, leaves_of
 from postlude.check.verdict import Errors, Judged, Verdict
 from postlude.cli.frame import COULD_NOT_RUN, DONE, NO, Answer, Settings
 from postlude.cli.output import say, show_table, working
 from postlude.cli.session import Opened, machine_data, open_problem
-from postlude.errors import ProblemFileError
-from postlude.problem_file import ProblemFile
+from postlude.errors import PostludeError, ProblemFileError
 
 CODES = {"right": DONE, "wrong": NO, "cannot tell": COULD_NOT_RUN}
+# How the sentence of a file begins that never became a model: it could not be judged.
+UNUSABLE = ("an import fails", "running the file fails", "it has no class", "syntax error", "it cannot be compiled")
+SPARE_BYTES = 64 << 20
+SEED_BITS = 30
 
 
-def verify(settings: Settings, reference: Path, candidate: Path, backward: bool, seeds: int) -> Answer:
+@dataclass(frozen=True)
+class Options:
+    """What the command line says about an examination."""
+
+    backward: bool = False
+    seeds: int = 5
+    seed: int | None = None  # None: drawn, so that nobody can bring answers along
+    seconds: float = 60.0
+    timeout: float = 60.0  # per call of the candidate
+    declared_only: bool = False
+    self_check: bool = False
+
+    def rules(self, settings: Settings) -> Rules:
+        seed = secrets.randbits(SEED_BITS) if self.seed is None else self.seed
+        return Rules(settings.precision, self.seeds, self.backward, self.seconds, seed, self.declared_only)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    verdict: Verdict
+    said: str = ""  # what the candidate printed
+    checked: SelfCheck | None = None  # the examination itself, on request
+
+
+def verify(settings: Settings, reference: Path, candidate: Path | None, options: Options) -> Answer:
+    if candidate is None and not options.self_check:
+        raise PostludeError("verify needs a candidate, or --self-check to try the examination on mutants only.")
     opened = open_problem(settings, reference)
-    _, verdict = judged_candidate(settings, opened, problem_file.load(candidate, "ModelNew"), backward, seeds)
-    show_verdict(verdict)
-    data = {"reference": str(reference), "candidate": str(candidate), "backward": backward, "seeds": seeds}
-    return Answer(CODES[verdict.outcome], {**data, **machine_data(settings), "verdict": verdict.as_dict()})
+    rules = options.rules(settings)
+    data: dict[str, Any] = {"reference": str(reference), "seed": rules.seed, "backward": options.backward}
+    if candidate is None:
+        checked = check_exam(exam_for(opened, rules, remember=True))
+        say(f"Self-check: {checked}", "bold")
+        code = COULD_NOT_RUN if checked.accepted else DONE
+        return Answer(code, {**machine_data(settings), **data, "self_check": checked.as_dict()})
+    problem_file.check_candidate(candidate)
+    protect_this_process()
+    judgement = judge_file(settings, opened, candidate, rules, options.timeout, options.self_check)
+    show_verdict(judgement.verdict)
+    if judgement.checked is not None:
+        say(f"Self-check: {judgement.checked}")
+        data["self_check"] = judgement.checked.as_dict()
+    say(f"Seed {rules.seed}.")
+    data |= {
+        "candidate": str(candidate),
+        "seeds": options.seeds,
+        "candidate_printed": judgement.said,
+        "verdict": judgement.verdict.as_dict(),
+    }
+    return Answer(CODES[judgement.verdict.outcome], {**machine_data(settings), **data})
 
 
-def judged_candidate(
-    settings: Settings, opened: Opened, candidate: ProblemFile, backward: bool = False, seeds: int = 5
-) -> tuple[nn.Module | None, Verdict]:
-    """The candidate's model, where it could be built, and the verdict on it."""
-    with working(f"Checking {candidate.path.name} against float64") as update:
+def judge_file(
+    settings: Settings, opened: Opened, path: Path, rules: Rules, timeout: float = 60.0, with_self_check: bool = False
+) -> Judgement:
+    """The verdict on the file's ModelNew. Nothing of the file runs in this process."""
+    try:
+        exam = exam_for(opened, rules, remember=with_self_check)
+    except UnanswerableError as error:
+        return Judgement(Verdict("cannot tell", (str(error),), settings.precision))
+    with working(f"Checking {path.name} against float64, in a process of its own") as update:
         try:
-            model = candidate.build(settings.device, like=opened.problem)
-        except ProblemFileError as error:
-            return None, Verdict("wrong", (str(error).removeprefix(f"{candidate.path}: "),), settings.precision)
-        try:
-            verdict = verify_modules(
-                opened.model,
-                model,
-                opened.inputs,
-                precision=settings.precision,
-                seeds=seeds,
-                backward=backward,
-                progress=update,
-            )
-        except SystemExit:  # its exit code would otherwise become ours
-            verdict = Verdict("wrong", ("the candidate ends the process (sys.exit)",), settings.precision)
-        return model, verdict
+            with started(settings, opened, path, timeout, poisoned=True) as candidate:
+                verdict = examine(exam, IsolatedSide(candidate, opened.model), update)
+            said = candidate.said
+        except CandidateFailed as error:
+            if error.reason.startswith(UNUSABLE):
+                raise ProblemFileError(f"{path}: {error.reason.rstrip('.')}.") from error
+            verdict, said = Verdict("wrong", (str(error),), exam.truths.mode), ""
+    checked = check_exam(exam) if with_self_check else None
+    if checked is not None and checked.accepted and verdict.right:
+        reason = f"these points would also accept mutants of the reference: {', '.join(checked.accepted)}"
+        verdict = replace(verdict, outcome="cannot tell", reasons=(reason,))
+    return Judgement(verdict, said, checked)
+
+
+def exam_for(opened: Opened, rules: Rules, remember: bool = False) -> Exam:
+    with working("Choosing points that can tell right from wrong"):
+        return Exam(opened.model, opened.inputs, rules, remember)
+
+
+def check_exam(exam: Exam) -> SelfCheck:
+    with working("Trying the points on mutants of the reference") as update:
+        return self_check(exam, update)
+
+
+@contextmanager
+def started(
+    settings: Settings, opened: Opened, path: Path, timeout: float = 60.0, poisoned: bool = False
+) -> Iterator[Candidate]:
+    """The file's ModelNew in its process, built with the reference's arguments and the seed that it was built with."""
+    args, kwargs = opened.problem.init_arguments()
+    limits = Limits(start_s=max(120.0, timeout), call_s=timeout, output_bytes=_most_bytes(opened))
+    with Candidate(path, args, kwargs, device=settings.device, limits=limits, poisoned=poisoned) as candidate:
+        yield candidate
+
+
+def judged_file(settings: Settings, opened: Opened, path: Path, backward: bool = False) -> Verdict:
+    """The verdict on a file by the usual rules, for what is timed afterwards."""
+    problem_file.check_candidate(path)
+    protect_this_process()
+    return judge_file(settings, opened, path, Options(backward).rules(settings)).verdict
 
 
 def show_verdict(verdict: Verdict) -> None:
+    """The verdict first, then why, then the numbers."""
+    say(f"{verdict.outcome.capitalize()} ({verdict.precision}).", "bold")
+    for reason in verdict.reasons:
+        say(f"  {reason}")
     measured = [judged for judged in verdict.quantities if judged.errors is not None]
     if measured:
         columns = [
             "quantity",
+            "points",
             "RMS error",
             "PyTorch's own",
             "allowed",
@@ -66,13 +151,19 @@ def show_verdict(verdict: Verdict) -> None:
         ]
         show_table(columns, [_row(judged) for judged in measured], numbers=columns[1:-1])
         say("Errors are relative to the spread of the float64 truth.")
-    for reason in verdict.reasons:
-        say(f"  {reason}")
-    say(f"{verdict.outcome.capitalize()} ({verdict.precision}).", "bold")
+    for note in verdict.notes:
+        say(f"  {note}")
 
 
 def _row(judged: Judged) -> list[str]:
     errors, own, budget = (value or Errors(0.0, 0.0) for value in (judged.errors, judged.own, judged.budget))
     rms = [errors.rms, own.rms, RMS_FACTOR * budget.rms]
     worst = [errors.worst, own.worst, WORST_FACTOR * budget.worst]
-    return [judged.name, *(f"{number:.1e}" for number in (*rms, *worst)), judged.outcome]
+    numbers = [f"{number:.1e}" for number in (*rms, *worst)]
+    return [judged.name, str(judged.points), *numbers, judged.outcome]
+
+
+def _most_bytes(opened: Opened) -> int:
+    """What one honest answer can be: the result, gradients of inputs and parameters, or the state; doubled."""
+    held = leaves_of([opened.output, list(opened.inputs), dict(opened.model.state_dict())])
+    return 2 * sum(tensor.numel() * tensor.element_size() for tensor in held) + SPARE_BYTES

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from postlude.check.isolation import Candidate, CandidateFailed, Limits
+from postlude.check.isolation.environment import furnish
 from postlude.check.isolation.process import CHILD, FOLDER_PREFIX
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into Linux's /proc")
@@ -152,3 +153,10 @@ def test_a_program_can_close_itself_to_others() -> None:
         "assert protect_this_process() is None\nassert ctypes.CDLL(None).prctl(3) == 0\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_memory_is_poisoned_for_checking_and_not_for_timing(tmp_path: Path) -> None:
+    plain = furnish(tmp_path, {"PATH": "/bin", "SECRET": "1", "MALLOC_PERTURB_": "7"})
+    assert plain["PATH"] == "/bin"
+    assert not plain.keys() & {"SECRET", "MALLOC_PERTURB_"}
+    assert furnish(tmp_path, {}, poisoned=True)["MALLOC_PERTURB_"] == "1"

@@ -47,7 +47,8 @@ class Timed:
 class Candidate:
     """Starts the process and builds `class_name` of the file; use it in a `with` block.
 
-    A copy of the file is run, in a folder that is empty but for `companions`. The thread that makes a Candidate
+    With `poisoned`, memory that it gets from the system is filled first, which takes time: for checking, not for
+    timing. A copy of the file is run, in a folder that is empty but for `companions`. The thread that makes a Candidate
     must outlive it: on Linux the process ends with it. An exception of the candidate's own (`CandidateFailed`)
     leaves it running; after any other failure it is gone.
     """
@@ -63,12 +64,13 @@ class Candidate:
         class_name: str = "ModelNew",
         seed: int = 0,
         companions: Sequence[str | Path] = (),
+        poisoned: bool = False,
     ) -> None:
         self.device = torch.device(device)
         self.limits = limits or Limits()
         given = {"args": list(init_args), "kwargs": dict(init_kwargs or {})}
         _check_sendable(given, "an argument of the constructor")
-        self._running = Running(self.limits)
+        self._running = Running(self.limits, poisoned)
         # Also when nobody closes it, and when the interpreter ends.
         self._finalizer = weakref.finalize(self, self._running.close)
         try:

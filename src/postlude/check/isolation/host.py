@@ -15,6 +15,9 @@ from torch import Tensor
 from postlude.check.isolation.results import RefusedError, first_line, settled
 from postlude.check.isolation.wire import UnsendableError, distinct_part, flatten, laid_out, rebuild
 
+CACHE_BYTES = 64 << 20
+LEAST_BLOCK = 1 << 12
+
 
 class Host:
     """The model, and the tensors that outlive a request."""
@@ -117,6 +120,7 @@ class Host:
         """Leaves NaN in memory that the next results are likely to get, so that what is not written shows."""
         try:
             scratch = [torch.full(shape, torch.nan, dtype=dtype, device=at) for shape, dtype, at in self.last]
+            scratch += _filled_cache() if torch.cuda.is_initialized() else []
             del scratch
         except RuntimeError:  # no room for it, or no NaN of that dtype
             pass
@@ -158,6 +162,22 @@ def load_class(path: Path, class_name: str) -> Any:
     if not (isinstance(found, type) and issubclass(found, torch.nn.Module)):
         raise RefusedError(f"it has no class {class_name} that is a torch.nn.Module")
     return found
+
+
+def _filled_cache() -> list[Tensor]:
+    """All that PyTorch's allocator keeps for reuse on the GPU, and some more, as tensors of NaN."""
+    taken, size = [torch.full((CACHE_BYTES // 4,), torch.nan, device="cuda")], CACHE_BYTES
+    while size >= LEAST_BLOCK:
+        idle = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        if idle < size:
+            size //= 2
+            continue
+        reserved = torch.cuda.memory_reserved()
+        block = torch.full((size // 4,), torch.nan, device="cuda")
+        taken.append(block)
+        if torch.cuda.memory_reserved() > reserved:  # the rest lies in smaller pieces
+            size //= 2
+    return taken
 
 
 def _synchronise() -> None:

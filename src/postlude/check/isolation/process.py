@@ -83,7 +83,7 @@ class Reply:
 class Running:
     """One process, its folder, its connection, what it says."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, poisoned: bool = False) -> None:
         if not hasattr(socket, "send_fds") or os.name != "posix":
             raise PostludeError("A candidate can be run in a process of its own on Linux and macOS only.")
         self.limits = limits
@@ -91,7 +91,7 @@ class Running:
         self.ending: str | None = None  # why there is no process any more
         self._connection, theirs = socket.socketpair()
         try:
-            self._start(theirs, furnish(self.folder, os.environ))
+            self._start(theirs, furnish(self.folder, os.environ, poisoned))
         except BaseException:
             self._connection.close()
             remove(self.folder)

@@ -1,0 +1,153 @@
+"""The points of an examination, most telling first: what is drawn at each, at which shape, in which mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from postlude.check.compare import LARGE_OFFSET
+from postlude.check.exam.shapes import CHANNELS_LAST, DECLARED, GAPS, ODD, ONE, SMALLEST, WORKING
+from postlude.check.points import (
+    Family,
+    input_family,
+    inputs_like,
+    laid_out_like,
+    map_tensors,
+    producer_biases,
+    random_state,
+)
+
+GIVEN = "given"
+NAN, INFINITY = "NaN", "infinity"
+NONFINITE = {NAN: float("nan"), INFINITY: float("inf")}
+# A variance taken as E[x²] − E[x]² loses digits with the square of this, honest rounding only in proportion.
+OFFSET = 2000.0
+REQUIRED = 6  # points that are asked however long they take
+MOST_REPLACED = 3
+STEP = 100_003  # between the seeds of a point and of those that replace it
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point before anything is drawn."""
+
+    name: str
+    family: Family | str = "hierarchical"
+    shape: str = WORKING
+    seed: int = 0
+    state_seed: int = 0
+    flipped: bool = False  # eval where the reference trains, and the reverse
+    repeated: bool = False  # asked twice
+    nulls: bool = False  # answers for other inputs and parameters must be rejected here
+    required: bool = False
+    stretch: float = 1.0  # of the inputs
+    state_stretch: float = 1.0  # of every parameter that is no producer's weight
+    state_shift: float = 0.0  # of producers' biases
+    attempt: int = 0
+
+    def again(self) -> Case:
+        """The same with other numbers, where these could not tell; then with small ones, which saturate less."""
+        moved = replace(self, seed=self.seed + STEP, state_seed=self.state_seed + STEP, attempt=self.attempt + 1)
+        return replace(moved, family="small") if self.attempt and self.family == "hierarchical" else moved
+
+    @property
+    def pool(self) -> str:
+        """Points of a large offset are judged apart."""
+        return LARGE_OFFSET if self.family == LARGE_OFFSET else self.name
+
+    @property
+    def is_nonfinite(self) -> bool:
+        return self.family in NONFINITE
+
+
+def cases_for(shapes: Sequence[str], seeds: int, base: int) -> list[Case]:
+    """Numbered from `base`; the seeds of states and inputs differ but for the first three points."""
+    first, second, third = base, base + 1, base + 2
+    found = [
+        Case("second call", seed=first, state_seed=first, repeated=True, nulls=True),
+        # A candidate that remembers answers by inputs, or by parameters, is caught here.
+        Case("same inputs, new parameters", seed=first, state_seed=second, nulls=True),
+        Case("new inputs, same parameters", seed=third, state_seed=second, nulls=True),
+        Case("the file's own inputs", GIVEN),
+        Case("other mode", flipped=True),
+        Case("normal", "normal"),
+        Case("declared shape", shape=DECLARED),
+        *(Case(name, shape=name) for name in (ONE, ODD, SMALLEST, CHANNELS_LAST, GAPS)),
+        Case("small values", "small"),
+        Case("sparse", "sparse"),
+        Case(NAN, NAN),
+        Case(INFINITY, INFINITY),
+        *(Case("large offset", LARGE_OFFSET) for _ in range(seeds)),
+        Case("uniform", "uniform"),
+        Case("heavy-tailed", "heavy-tailed"),
+        *(Case("random") for _ in range(max(0, seeds - 3))),
+    ]
+    kept = [case for case in found if case.shape in (WORKING, *shapes)]
+    numbered = [
+        case if place < 3 else replace(case, seed=base + 3 + place, state_seed=base + 3 + place)
+        for place, case in enumerate(kept)
+    ]
+    return [replace(case, required=place < REQUIRED) for place, case in enumerate(numbered)]
+
+
+def inputs_of(case: Case, template: list[Any], bounds: tuple[float, float] | None, has_bias: bool = True) -> list[Any]:
+    """`bounds` squeezes what is drawn between two numbers, for references that take no others.
+
+    A large offset sits in a bias at some points, where there `has_bias`.
+    """
+    if case.family == GIVEN:
+        return template
+    if case.is_nonfinite:
+        return _with_nonfinite(template, case, bounds)
+    values = inputs_like(template, input_family(_family(case), case.seed, has_bias), case.seed, OFFSET)
+    if bounds is not None:
+        low, high = bounds
+        return list(map_tensors(lambda t: _moved(t, lambda v: low + (high - low) * torch.sigmoid(v)), values))
+    if case.stretch == 1.0:
+        return list(values)
+    return list(map_tensors(lambda t: _moved(t, lambda v: v * case.stretch), values))
+
+
+def state_of(case: Case, reference: nn.Module) -> dict[str, Tensor]:
+    state = random_state(reference, case.state_seed, _family(case), OFFSET)
+    if case.state_shift:
+        shifted = producer_biases(reference)
+        return {key: value + case.state_shift if key in shifted else value for key, value in state.items()}
+    if case.state_stretch == 1.0:
+        return state
+    # Producers' weights are matrices and kernels; a norm's γ and β, and scales of a model's own, are vectors.
+    return {
+        key: value * case.state_stretch if value.is_floating_point() and value.dim() < 2 else value
+        for key, value in state.items()
+    }
+
+
+def _family(case: Case) -> Family:
+    return "hierarchical" if case.family in (GIVEN, *NONFINITE) else case.family  # type: ignore[return-value]
+
+
+def _moved(tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    return laid_out_like(function(tensor.detach().double()).to(tensor.dtype), tensor)
+
+
+def _with_nonfinite(template: list[Any], case: Case, bounds: tuple[float, float] | None) -> list[Any]:
+    values = inputs_of(replace(case, family="hierarchical"), template, bounds)
+    done = False
+
+    def spoil(tensor: Tensor) -> Tensor:
+        nonlocal done
+        if done or not tensor.is_floating_point() or not tensor.dim() or not tensor.numel():
+            return tensor
+        done = True
+        # In the middle of the last sample, so that a tile that stops early or a wrong sample shows.
+        place = (-1, *(size // 2 for size in tensor.shape[1:]))
+        tensor.data[place] = NONFINITE[str(case.family)]
+        return tensor
+
+    return list(map_tensors(spoil, values))

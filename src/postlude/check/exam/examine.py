@@ -1,0 +1,230 @@
+"""Asks a candidate every case and judges its answers; the candidate always answers before the reference."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from postlude.check.budget import FEW_ELEMENTS, RMS_FACTOR, WORST_FACTOR, Point, budget_of, is_constant, pooled
+from postlude.check.compare import (
+    Answers,
+    Progress,
+    Quantities,
+    Round,
+    compare,
+    contract_problem,
+    poison,
+    same_bits,
+    verdict_of,
+)
+from postlude.check.exam.cases import MOST_REPLACED, REQUIRED, Case
+from postlude.check.exam.nonfinite import lost_or_spread
+from postlude.check.exam.shapes import WORKING
+from postlude.check.exam.sheet import Exam, Sheet, raises
+from postlude.check.exam.truths import Known
+from postlude.check.sides import (
+    Answering,
+    CandidateError,
+    Question,
+    UnanswerableError,
+    key_findings,
+    keys_of,
+    leaves_of,
+    some,
+)
+from postlude.check.verdict import Verdict
+
+FAR = 1000.0  # budgets
+CROSSING = "the answer for "  # how the names of nulls begin that say: nothing depends on it
+
+
+def examine(
+    exam: Exam, candidate: Answering, progress: Progress = None, cases: Sequence[Case] | None = None
+) -> Verdict:
+    """The verdict, with what was left out among its notes; on all cases unless some are given."""
+    mode = exam.truths.mode
+    try:
+        findings = key_findings(keys_of(exam.reference), candidate.state_keys())
+        if findings:
+            return Verdict("wrong", tuple(findings), mode)
+        devices = {t.device for t in leaves_of(exam.shapes[WORKING].inputs) if t.device.type == "cuda"}
+        with (
+            torch.random.fork_rng(devices=sorted(devices, key=str)),
+            torch.autocast(exam.truths.device.type, enabled=False),
+        ):
+            return _Sitting(exam, candidate).run(exam.cases if cases is None else cases, progress)
+    except CandidateError as error:
+        return Verdict("wrong", (str(error),), mode)
+    except UnanswerableError as error:
+        return Verdict("cannot tell", (str(error),), mode)
+
+
+class _Sitting:
+    """One candidate at one examination."""
+
+    def __init__(self, exam: Exam, candidate: Answering) -> None:
+        self.exam = exam
+        self.candidate = candidate
+        self.findings: list[str] = []
+        self.remarks: list[str] = []
+        self.skipped: list[str] = []
+        self.begun = time.monotonic()
+        self.telling: Case | None = None  # the first point as it was asked in the end
+        self.costs: dict[str, float] = {}
+        self.held: Quantities | None = None  # the first answer, to see whether it stays what it was
+
+    def run(self, cases: Sequence[Case], progress: Progress) -> Verdict:
+        rounds: list[Round] = []
+        for number, case in enumerate(cases):
+            if not case.required and not self._affordable(case):
+                self.skipped.append(case.name)
+                continue
+            begin = time.monotonic()
+            if case.is_nonfinite:
+                self._look_at_nonfinite(case)
+            else:
+                rounds.append(self._round(case))
+            self.costs[case.shape] = time.monotonic() - begin
+            if progress:
+                progress(f"point {number + 1} of {len(cases)} ({case.name})")
+            if self.findings or (number + 1 >= REQUIRED and self._hopeless(rounds)):
+                break
+        verdict = verdict_of(rounds, self.findings, self.exam.truths.mode, faint=True)
+        return replace(verdict, notes=tuple(self._notes(verdict)))
+
+    def _hopeless(self, rounds: list[Round]) -> bool:
+        """So wrong that no further point can change the verdict."""
+        judged = verdict_of(rounds, [], self.exam.truths.mode, faint=True).quantities
+        numbers = [(one.errors.rms, one.budget.rms) for one in judged if one.errors and one.budget]
+        return any(error > FAR * budget for error, budget in numbers)
+
+    def _round(self, case: Case) -> Round:
+        while True:
+            sheet = self.exam.sheet(case)
+            result, repeated = self._ask_candidate(sheet)
+            known = self.exam.known(sheet)
+            answers = Answers(
+                result,
+                known.own,
+                known.truth,
+                known.mode,
+                repeated,
+                known.nulls,
+                known.single,
+                before=sheet.points,
+                guesses=case.shape == WORKING,
+            )
+            points = compare(answers, self.findings)
+            sheet.points = sheet.points or points
+            self._look_at_strides(case, result, known)
+            if self.findings or case.attempt == MOST_REPLACED or not _is_blind(_outputs(points)):
+                self.telling = self.telling or case
+                return Round(case.pool, points)
+            case = case.again()
+
+    def _ask_candidate(self, sheet: Sheet) -> tuple[Quantities, Quantities | None]:
+        case, question = sheet.case, sheet.question
+        first_time = self.held is None
+        result = self._ask(question, case, keep=first_time)
+        if not case.repeated:
+            self._look_at_held()
+            return result, None
+        for tensor in result.values():
+            poison(tensor)
+        repeated = self._ask(question, case)
+        if first_time:
+            self.held = {name: tensor for name, tensor in result.items() if name.startswith("output")}
+        if not all(name in repeated and same_bits(one, repeated[name]) for name, one in result.items()):
+            self.remarks.append("two answers to one question differ in their last bits: it is not deterministic")
+        return result, repeated
+
+    def _look_at_held(self) -> None:
+        if self.held:
+            now = self.candidate.kept()
+            if any(name not in now or not same_bits(one, now[name]) for name, one in self.held.items()):
+                self.findings.append("an earlier result changed when the candidate was called again")
+            self.held = {}
+
+    def _ask(self, question: Question, case: Case, keep: bool = False) -> Quantities:
+        try:
+            answer = self.candidate.ask(question, keep=keep)
+        except CandidateError as error:
+            if raises(self.exam, question):
+                raise UnanswerableError(f"{case.name}: the reference raises as well") from error
+            shape = self.exam.shapes[case.shape]
+            where = f" ({case.name}: {shape}; --declared-only leaves it out)" if case.shape != WORKING else ""
+            raise CandidateError(f"{error}{where}") from error
+        self.findings += [one for one in answer.findings if one not in self.findings]
+        return answer.quantities
+
+    def _look_at_nonfinite(self, case: Case) -> None:
+        sheet = self.exam.sheet(case)
+        result = self._ask(sheet.question, case)
+        known = self.exam.known(sheet)
+        samples = next(tensor.shape[0] for tensor in leaves_of(sheet.question.inputs) if tensor.dim())
+        for name, truth in known.truth.items():
+            if name.startswith("output") and truth.is_floating_point():
+                own, ours = known.own[name], result.get(name)
+                problem, note = contract_problem(name, ours, own), None
+                if problem is None and ours is not None:
+                    problem, note = lost_or_spread(ours, own, truth, case.name, samples)
+                self.findings += [problem] if problem else []
+                self.remarks += [note] if note else []
+
+    def _look_at_strides(self, case: Case, result: Quantities, known: Known) -> None:
+        for name, own in known.own.items():
+            ours = result.get(name)
+            if name.startswith("output") and ours is not None and ours.shape == own.shape:
+                if _steps(ours) == _steps(own):
+                    continue
+                text = f"{name}: strides {ours.stride()}, PyTorch gives {own.stride()}"
+                if self.exam.shapes[case.shape].is_contiguous:
+                    self.findings.append(f"{text}, for contiguous inputs")
+                else:
+                    self.remarks.append(f"{text}, for {case.shape} inputs")
+
+    def _affordable(self, case: Case) -> bool:
+        spent = time.monotonic() - self.begun
+        expected = self.costs.get(case.shape)
+        if expected is None:
+            expected = self.exam.expected_seconds(case.shape)
+        return spent + expected <= self.exam.rules.seconds
+
+    def _notes(self, verdict: Verdict) -> Iterable[str]:
+        yield from dict.fromkeys(self.remarks)
+        yield from (f"left out: {what}" for what in self.exam.left_out)
+        if self.skipped:
+            yield f"left out for lack of time (--time-budget): {', '.join(dict.fromkeys(self.skipped))}"
+        if verdict.right and self.telling is not None and self._affordable(self.telling):
+            with suppress(UnanswerableError):
+                ignored = self.exam.ignored_parameters(self.telling)
+                if ignored:
+                    yield f"the result does not depend on {some(ignored)}: whatever is done with it passes"
+
+
+def _outputs(points: Mapping[str, Point]) -> list[Point]:
+    return [point for name, point in points.items() if name.startswith("output")]
+
+
+def _is_blind(points: Iterable[Point]) -> bool:
+    """Whether every output's truth is nearly constant here, or the same for other inputs or parameters."""
+    found = [_blind(point) for point in points if point.scale.count >= FEW_ELEMENTS]
+    return bool(found) and all(found)
+
+
+def _blind(point: Point) -> bool:
+    spread = point.scale.spread
+    if is_constant(point, spread):
+        return True
+    budget = budget_of([point], [spread])
+    crossing = [pooled([errors], [spread]) for name, errors in point.nulls.items() if name.startswith(CROSSING)]
+    return any(e.rms <= RMS_FACTOR * budget.rms and e.worst <= WORST_FACTOR * budget.worst for e in crossing)
+
+
+def _steps(tensor: Any) -> list[int]:
+    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]

@@ -1,0 +1,63 @@
+"""A candidate in a process of its own, asked like any other side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from postlude.check.compare import GRADIENT, Quantities
+from postlude.check.isolation import Answered, Candidate, CandidateFailed
+from postlude.check.sides import Answer, CandidateError, Question, StateKeys, named_tensors, parameter_findings
+
+STATE_READ = 3  # calls after which the parameters are looked at; buffers always are
+
+
+class IsolatedSide:
+    """Knows which names of the state are parameters from the reference: the candidate's word is not needed."""
+
+    def __init__(self, candidate: Candidate, reference: nn.Module) -> None:
+        self.candidate = candidate
+        self._parameters = {name for name, _ in reference.named_parameters(remove_duplicate=False)}
+        self._buffers = {name for name, buffer in reference.named_buffers() if buffer.is_floating_point()}
+        self._calls = 0
+
+    def state_keys(self) -> StateKeys:
+        keys: StateKeys = _said(self.candidate.state_keys)
+        return keys
+
+    def ask(self, question: Question, *, keep: bool = False) -> Answer:
+        _said(self.candidate.load_state, question.state)
+        options: dict[str, Any] = {"training": question.training, "seed": question.seed, "keep": keep}
+        if question.backward:
+            cotangents = question.cotangents
+            answered = _said(self.candidate.forward_backward, question.inputs, cotangents, **options)
+        else:
+            answered = _said(self.candidate.forward, question.inputs, **options)
+        findings = _findings(answered)
+        found = {**answered.tensors, **{GRADIENT + name: one for name, one in answered.gradients.items()}}
+        if not answered.tensors:
+            raise CandidateError("failed: the candidate returns no tensor.")
+        self._calls += 1
+        if self._calls <= STATE_READ or self._buffers & question.state.keys():
+            state: dict[str, Tensor] = _said(self.candidate.read_state)
+            findings += parameter_findings({n: v for n, v in state.items() if n in self._parameters}, question.state)
+            found.update({f"buffer {name}": state[name] for name in self._buffers if name in state})
+        return Answer(found, tuple(findings))
+
+    def kept(self) -> Quantities:
+        return named_tensors("output", _said(self.candidate.kept))
+
+
+def _findings(answered: Answered) -> list[str]:
+    findings = []
+    if answered.changed_inputs:
+        findings.append(f"the candidate changed its inputs: {', '.join(answered.changed_inputs)}")
+    return findings + list(answered.notes)
+
+
+def _said(ask: Any, *args: Any, **options: Any) -> Any:
+    try:
+        return ask(*args, **options)
+    except CandidateFailed as error:
+        raise CandidateError(str(error)) from error

@@ -1,0 +1,29 @@
+"""What must become of a NaN or an infinity in the last sample of the input.
+
+Where PyTorch and the truth both have one, a finite value hides it: that is a fault. Where both are finite, it may not
+turn up in other samples. Inside its own sample it may spread: exact rewrites (a Fourier transform, operands split into
+parts) cannot help that; it is noted.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def lost_or_spread(
+    result: Tensor, own: Tensor, truth: Tensor, what: str, samples: int
+) -> tuple[str | None, str | None]:
+    """The fault, if there is one, and else what is worth a note."""
+    ours, theirs, exact = (tensor.to(truth.device).isfinite() for tensor in (result, own, truth))
+    agreed = theirs == exact
+    lost, spread = agreed & ours & ~exact, agreed & ~ours & exact
+    if bool(lost.any()):
+        return f"with {what} in the input the result lost it: {int(lost.sum())} values are finite", None
+    if truth.dim() and truth.shape[0] == samples > 1 and bool(spread[:-1].any()):
+        return f"with {what} in one sample the result has {int(spread[:-1].sum())} such values in others", None
+    if bool(spread.any()):
+        return (
+            None,
+            f"{what} in the input spreads to {int(spread.sum())} values of its sample that PyTorch keeps finite",
+        )
+    return None, None

@@ -1,0 +1,146 @@
+"""The shapes and layouts that a candidate is asked at, all of them cut from the declared inputs.
+
+Cutting keeps whatever the file's own values are good for (indices, masks), and what the reference does not accept is
+left out and said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from postlude.check.points import map_tensors
+from postlude.check.sides import UnanswerableError, leaves_of
+
+WORKING, DECLARED, ONE, ODD, SMALLEST = "working", "declared", "batch 1", "odd sizes", "smallest"
+CHANNELS_LAST, GAPS = "channels-last", "non-contiguous"
+WORKING_BATCH, WORKING_SPACE = 8, 16
+LEAST_BATCH, LEAST_SPACE = 3, 5
+# Multiplications of one call in float64 at the working shape: about 0.1 s on two cores.
+WORKING_FLOPS = 2e9
+WORKING_ELEMENTS = 1 << 21
+SMALL_SIZES = (2, 3, 4, 5, 6, 8, 12)
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+# What one call of the reference with these inputs costs in multiplications and elements; raises UnanswerableError.
+Cost = Callable[[list[Any]], tuple[float, int]]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Inputs whose values are the file's own; points keep their sizes, strides and dtypes."""
+
+    name: str
+    inputs: list[Any]
+
+    @property
+    def is_contiguous(self) -> bool:
+        return all(tensor.is_contiguous() for tensor in leaves_of(self.inputs))
+
+    @property
+    def elements(self) -> int:
+        return sum(tensor.numel() for tensor in leaves_of(self.inputs))
+
+    def __str__(self) -> str:
+        return " ".join("×".join(map(str, tensor.shape)) or "scalar" for tensor in leaves_of(self.inputs))
+
+
+def shapes_of(inputs: Sequence[Any], cost: Cost) -> tuple[dict[str, Shape], list[str]]:
+    """Every shape that the reference accepts, and what was left out."""
+    given = list(inputs)
+    working = _working(given, cost)
+    found, left_out = {WORKING: Shape(WORKING, working), DECLARED: Shape(DECLARED, given)}, []
+    known = [[tuple(tensor.shape) for tensor in leaves_of(each)] for each in (working, given)]
+    for name, made in _variants(given, working):
+        sizes = [tuple(tensor.shape) for tensor in leaves_of(made)]
+        if name in (ONE, ODD, SMALLEST) and (name in found or sizes in known):
+            continue
+        try:
+            cost(made)
+        except UnanswerableError as error:
+            if name != SMALLEST:  # the next larger one is tried
+                left_out.append(f"{name} ({' '.join(map(str, sizes))}): {error}")
+            continue
+        found[name] = Shape(name, made)
+    return found, left_out
+
+
+def _variants(given: list[Any], working: list[Any]) -> Iterator[tuple[str, list[Any]]]:
+    yield ONE, cut(working, batch=1)
+    yield ODD, cut(given, batch=LEAST_BATCH, space=_odd(working))
+    for size in SMALL_SIZES:
+        if all(size < limit for limit in space_of(working).values()):
+            yield SMALLEST, cut(working, batch=2, space=dict.fromkeys(space_of(working), size))
+    if any(tensor.dim() in _FORMATS for tensor in leaves_of(working)):
+        yield CHANNELS_LAST, map_tensors(_channels_last, cut(working, batch=LEAST_BATCH))
+    yield GAPS, map_tensors(_with_gaps, cut(working, batch=LEAST_BATCH))
+
+
+def _working(given: list[Any], cost: Cost) -> list[Any]:
+    """The largest of a few sizes that is cheap enough, by a count of multiplications that no clock disturbs."""
+    batch, space = LEAST_BATCH, LEAST_SPACE
+    made = given
+    sizes = [(WORKING_BATCH, WORKING_SPACE), (4, 16), (4, 12), (LEAST_BATCH, 9), (LEAST_BATCH, LEAST_SPACE)]
+    for batch, space in sizes:
+        cropped = cut(given, batch=batch, space=dict.fromkeys(space_of(given), space))
+        if sum(t.numel() for t in leaves_of(cropped)) > WORKING_ELEMENTS and (batch, space) != sizes[-1]:
+            continue
+        try:
+            flops, elements = cost(cropped)
+        except UnanswerableError:
+            # Other sizes may not be wanted at all: a norm over the last dimension, a table of positions.
+            flops, elements = cost(cut(given, batch=batch))
+            cropped = cut(given, batch=batch)
+        made = cropped
+        if flops <= WORKING_FLOPS and elements <= 4 * WORKING_ELEMENTS:
+            break
+    return made
+
+
+def cut(inputs: list[Any], batch: int | None = None, space: dict[int, int] | None = None) -> list[Any]:
+    """The first `batch` samples of every tensor that has as many as the first one, and `space[axis]` places."""
+    tensors = leaves_of(inputs)
+    samples = next((tensor.shape[0] for tensor in tensors if tensor.dim()), 0)
+
+    def piece(tensor: Tensor) -> Tensor:
+        sizes = list(tensor.shape)
+        if batch is not None and tensor.dim() > 1 and sizes[0] == samples:
+            sizes[0] = min(batch, samples)
+        for axis, size in (space or {}).items():
+            if axis < tensor.dim():
+                sizes[axis] = min(sizes[axis], size)
+        return tensor.detach()[tuple(slice(size) for size in sizes)].contiguous()
+
+    return list(map_tensors(piece, inputs))
+
+
+def space_of(inputs: list[Any]) -> dict[int, int]:
+    """Axis → its size in the first tensor, for the axes after sample and channel."""
+    tensor = next((tensor for tensor in leaves_of(inputs) if tensor.dim() > 2), None)
+    return {} if tensor is None else {axis: tensor.shape[axis] for axis in range(2, tensor.dim())}
+
+
+def _odd(working: list[Any]) -> dict[int, int]:
+    """A different odd size along each axis, none of them larger than the working one."""
+    sizes = {}
+    for place, (axis, size) in enumerate(space_of(working).items()):
+        wanted = size - 1 - 2 * place
+        sizes[axis] = max(wanted - (wanted + 1) % 2, min(size, LEAST_SPACE))
+    return sizes
+
+
+def _channels_last(tensor: Tensor) -> Tensor:
+    return tensor.contiguous(memory_format=_FORMATS[tensor.dim()]) if tensor.dim() in _FORMATS else tensor
+
+
+def _with_gaps(tensor: Tensor) -> Tensor:
+    """Every second place of a tensor twice as long, as a slice or an interleaved volume gives."""
+    if tensor.dim() < 1 or not tensor.numel():
+        return tensor
+    wide = torch.zeros((*tensor.shape[:-1], 2 * tensor.shape[-1]), dtype=tensor.dtype, device=tensor.device)
+    wide[..., ::2] = tensor
+    return wide[..., ::2]

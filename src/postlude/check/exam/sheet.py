@@ -1,0 +1,207 @@
+"""An examination for one reference: its cases, the questions they become, and the right answers."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from postlude.check.budget import Point
+from postlude.check.compare import Quantities, cotangent
+from postlude.check.exam.bounds import Watch, listed
+from postlude.check.exam.cases import Case, cases_for, inputs_of, state_of
+from postlude.check.exam.rules import Rules
+from postlude.check.exam.shapes import DECLARED, WORKING, Shape, shapes_of
+from postlude.check.exam.truths import Known, Truths, in_double
+from postlude.check.points import producer_biases, random_state
+from postlude.check.sides import Question, UnanswerableError, leaves_of
+
+# Stretches of inputs and of parameter vectors, tried in turn until values lie on both sides of every bound.
+STRETCHES = ((4.0, 1.0), (16.0, 1.0), (64.0, 1.0), (1.0, 3.0), (1.0, 10.0), (16.0, 10.0), (0.1, 0.3))
+SHIFTS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0)  # of producers' biases
+BOUND_SEEDS = 500
+REMEMBERED = 1 << 22  # elements of inputs: the answers at larger shapes are computed again
+# The reference's and the candidate's call, drawing, sending and comparing, in calls of the reference.
+COMPARING = 6.0
+
+
+@dataclass
+class Sheet:
+    """One case as it is asked: its question, and the right answers once they are known."""
+
+    case: Case
+    question: Question
+    known: Known | None = None
+    points: dict[str, Point] | None = None  # as first measured, whoever answered
+
+
+class Exam:
+    """Made once for a reference; with `remember`, further candidates get the same questions."""
+
+    def __init__(self, reference: nn.Module, inputs: Sequence[Any], rules: Rules, remember: bool = False) -> None:
+        self.rules = rules
+        self.reference = reference
+        self.trains = reference.training
+        self.truths = Truths(reference, inputs, rules.precision)
+        self.left_out: list[str] = []
+        self.own_seconds: dict[tuple[Any, ...], float] = {}  # one call of the reference at these sizes
+        self._outputs: dict[tuple[Any, ...], Quantities] = {}  # of zeros: shapes and dtypes only
+        self._remember = remember
+        self._has_bias = bool(producer_biases(reference))
+        self._sheets: dict[tuple[Any, ...], Sheet] = {}
+        with torch.random.fork_rng(devices=[]):
+            self.shapes = self._shapes(list(inputs))
+            self.range = self._range()
+            self.cases = cases_for(list(self.shapes), rules.seeds, rules.seed)
+            self.cases += self._bound_cases()
+
+    def sheet(self, case: Case) -> Sheet:
+        """The question, drawn anew for each candidate unless it is remembered."""
+        key = (case.name, case.seed, case.shape, case.attempt)
+        if key in self._sheets:
+            return self._sheets[key]
+        made = Sheet(case, self._question(case))
+        if self._remember and self.shapes[case.shape].elements <= REMEMBERED:
+            self._sheets[key] = made
+        return made
+
+    def known(self, sheet: Sheet) -> Known:
+        if sheet.known is None:
+            sheet.known = self.truths.known(sheet.question, sheet.case.nulls)
+        return sheet.known
+
+    def expected_seconds(self, shape: str) -> float:
+        """For a shape that was not asked yet: the reference's time there, and the truth's share at the last point."""
+        sizes = _sizes(self.shapes[shape].inputs)
+        if sizes not in self.own_seconds:
+            self._cost(self.shapes[shape].inputs)
+        own, exact = self.truths.seconds
+        share = exact / own if own else 1.0
+        return self.own_seconds[sizes] * (share + COMPARING) * (3.0 if self.rules.backward else 1.0)
+
+    def ignored_parameters(self, case: Case) -> list[str]:
+        """Parameters that change nothing at a point, each drawn anew by itself."""
+        question = replace(in_double(self._question(case)), backward=False)
+        other = random_state(self.reference, case.state_seed + 1)
+        truth, found = self.truths.exact(question), []
+        for name, _ in self.reference.named_parameters():
+            changed = self.truths.exact(replace(question, state={**question.state, name: other[name]}))
+            moved = [_relative(changed[one], truth[one]) for one in truth if one.startswith("output")]
+            found += [name] if max(moved) < torch.finfo(self.truths.dtype).eps / 8 else []
+        return found
+
+    def _shapes(self, inputs: list[Any]) -> dict[str, Shape]:
+        if self.rules.declared_only:
+            self._cost(inputs)
+            return {WORKING: Shape(WORKING, inputs)}
+        found, self.left_out = shapes_of(inputs, self._cost)
+        if _layouts(found[WORKING].inputs) == _layouts(found[DECLARED].inputs):
+            del found[DECLARED]  # the working shape is the declared one
+        return found
+
+    def _cost(self, inputs: list[Any]) -> tuple[float, int]:
+        counter, begin = FlopCounterMode(display=False), time.monotonic()
+        with counter:
+            own = self.truths.own(Question(self.reference.state_dict(), inputs, 0, self.trains))
+        self.own_seconds[_sizes(inputs)] = time.monotonic() - begin
+        outputs = {name: tensor for name, tensor in own.items() if name.startswith("output")}
+        self._outputs[_sizes(inputs)] = {
+            name: tensor.new_zeros(()).expand(tensor.shape) for name, tensor in outputs.items()
+        }
+        return counter.get_total_flops(), sum(tensor.numel() for tensor in outputs.values())
+
+    def _question(self, case: Case) -> Question:
+        template = self.shapes[case.shape].inputs
+        inputs = inputs_of(case, template, self.range, self._has_bias)
+        training = self.trains != case.flipped
+        backward = self.rules.backward and not case.is_nonfinite
+        weights = self._cotangents(inputs, case.seed) if backward else ()
+        return Question(state_of(case, self.reference), inputs, case.seed, training, backward, weights)
+
+    def _cotangents(self, inputs: list[Any], seed: int) -> tuple[Any, ...]:
+        """One per output; those without a gradient get one that is not used."""
+        if _sizes(inputs) not in self._outputs:
+            self._cost(inputs)
+        return tuple(cotangent(one, seed) for one in self._outputs[_sizes(inputs)].values())
+
+    def _range(self) -> tuple[float, float] | None:
+        """The range of the file's own inputs, where others make the truth NaN: logarithms, roots."""
+        given, drawn = Case("given", "given"), Case("drawn")
+        self.range = None
+        if self._finite(drawn) or not self._finite(given):
+            return None
+        tensors = [t for t in leaves_of(self.shapes[WORKING].inputs) if t.is_floating_point()]
+        low, high = min(float(t.min()) for t in tensors), max(float(t.max()) for t in tensors)
+        self.left_out.append(f"inputs outside [{low:g}, {high:g}]: the reference gives NaN there")
+        return low, high
+
+    def _finite(self, case: Case) -> bool:
+        truth = self.truths.exact(in_double(replace(self._question(case), backward=False)))
+        return all(bool(torch.isfinite(one).all()) for name, one in truth.items() if name.startswith("output"))
+
+    def _bound_cases(self) -> list[Case]:
+        """Further points, where those planned leave a bound of the reference on one side of all values."""
+        watch = self._watched(self.cases[0])
+        missing = set(watch.shares) - watch.reached
+        found: list[Case] = []
+        for stretch, state_stretch in STRETCHES:
+            if not missing:
+                break
+            case = self._bound_case(stretch=stretch, state_stretch=state_stretch)
+            now = self._watched(case).reached & missing
+            if now:
+                found.append(case)
+                missing -= now
+        if missing:
+            self.left_out.append(f"values on both sides of {listed(missing)}: no point was found that has them")
+        if self._has_bias and any(kink.bound for kink in watch.shares):
+            found += [case for side in (-1.0, 1.0) for case in self._nearly_all_beyond(side)]
+        return found
+
+    def _nearly_all_beyond(self, side: float) -> list[Case]:
+        """A point with few values left on the other side of a bound: reductions may hide the bound elsewhere."""
+        for size in SHIFTS:
+            case = self._bound_case(state_shift=side * size)
+            if self._watched(case).has_few(above=side < 0):
+                return [case]
+        return []
+
+    def _bound_case(self, **how: float) -> Case:
+        seed = self.rules.seed + BOUND_SEEDS
+        return replace(Case("bounds", seed=seed, state_seed=seed), **how)  # type: ignore[arg-type]
+
+    def _watched(self, case: Case) -> Watch:
+        question, watch = replace(in_double(self._question(case)), backward=False), Watch()
+        with watch:
+            self.truths.exact(question)
+        return watch
+
+
+def _sizes(inputs: list[Any]) -> tuple[Any, ...]:
+    return tuple(tuple(tensor.shape) for tensor in leaves_of(inputs))
+
+
+def _layouts(inputs: list[Any]) -> list[Any]:
+    return [(tensor.shape, tensor.stride()) for tensor in leaves_of(inputs)]
+
+
+def _relative(changed: torch.Tensor, truth: torch.Tensor) -> float:
+    if not truth.is_floating_point():
+        return 0.0 if torch.equal(changed, truth) else math.inf
+    difference = float((changed - truth).nan_to_num().abs().max()) if truth.numel() else 0.0
+    return difference / max(float(truth.nan_to_num().abs().max()), 1e-300)
+
+
+def raises(exam: Exam, question: Question) -> bool:
+    """Whether the reference itself cannot answer."""
+    try:
+        exam.truths.own(question)
+    except UnanswerableError:
+        return True
+    return False

@@ -1,0 +1,113 @@
+"""The right answers: PyTorch's own, the float64 truth, the bare precision mode, and answers that must be rejected."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from postlude.check.compare import Quantities, first_line
+from postlude.check.modes import FORMATS, RoundedOperands, pytorch_switches, resolve
+from postlude.check.points import inputs_like, map_tensors, random_state
+from postlude.check.sides import Question, Side, UnanswerableError, leaves_of
+
+OTHER = 10_000  # added to a seed: another input, other parameters
+
+
+@dataclass(frozen=True)
+class Known:
+    """Everything about one point that does not depend on the candidate."""
+
+    own: Quantities
+    truth: Quantities
+    mode: Quantities | None
+    single: tuple[Quantities, Quantities] | None
+    nulls: dict[str, Quantities]
+
+
+class Truths:
+    """A reference, copied: as it is, and in float64."""
+
+    def __init__(self, reference: nn.Module, inputs: Sequence[Any], precision: str) -> None:
+        self.reference = reference
+        self.own_side = Side(copy.deepcopy(reference))
+        self.exact_side = Side(copy.deepcopy(reference).double())
+        self.device = _device_of(reference, inputs)
+        self.dtype = _dtype_of(reference, inputs)
+        self._one_at_a_time = threading.Lock()  # candidates in several threads may share a reference
+        self.seconds = 0.0, 0.0  # that the last answers of PyTorch and of the truth took
+        self.mode = resolve(precision, self.dtype, self.device)
+
+    def known(self, question: Question, with_nulls: bool = False) -> Known:
+        begin = time.monotonic()
+        own = self.own(question)
+        asked = time.monotonic()
+        exact = in_double(question)
+        truth = self.exact(exact, own)
+        self.seconds = asked - begin, time.monotonic() - asked
+        bare, rounded = None, FORMATS[self.mode]
+        if rounded is not None:
+            with RoundedOperands(rounded):
+                bare = self.exact(exact, own)
+        nulls = self._nulls(exact) if with_nulls else {}
+        return Known(own, truth, bare, self._single(question), nulls)
+
+    def own(self, question: Question) -> Quantities:
+        with pytorch_switches(self.mode, self.device):
+            return self._ask(self.own_side, question)
+
+    def exact(self, question: Question, weigh_like: Quantities | None = None) -> Quantities:
+        """The truth for a question in float64."""
+        return self._ask(self.exact_side, question, weigh_like)
+
+    def _single(self, question: Question) -> tuple[Quantities, Quantities] | None:
+        """In float64 PyTorch is its own truth; its error in float32 says how much error there is to expect."""
+        if self.dtype != torch.float64:
+            return None
+        rounded = {key: as_dtype(torch.float32)(value) for key, value in question.state.items()}
+        singles = replace(question, state=rounded, inputs=map_tensors(as_dtype(torch.float32), question.inputs))
+        own = self._ask(Side(copy.deepcopy(self.reference).float()), singles)
+        return own, self.exact(in_double(singles), own)
+
+    def _nulls(self, exact: Question) -> dict[str, Quantities]:
+        """The truth for another input and for other parameters: where they pass, nothing depends on them."""
+        asked = replace(exact, backward=False)
+        other = inputs_like(asked.inputs, "hierarchical", exact.seed + OTHER)
+        nulls = {"the answer for another input": self.exact(replace(asked, inputs=other))}
+        if any(True for _ in self.reference.parameters()):
+            changed = random_state(self.reference, exact.seed + OTHER)
+            nulls["the answer for other parameters"] = self.exact(replace(asked, state=changed))
+        return nulls
+
+    def _ask(self, side: Side, question: Question, weigh_like: Quantities | None = None) -> Quantities:
+        asked = replace(question, inputs=map_tensors(torch.clone, question.inputs))
+        try:
+            with self._one_at_a_time:
+                return side.ask(asked, weigh_like)
+        except Exception as error:
+            what = "the reference in float64" if side is self.exact_side else "the reference"
+            raise UnanswerableError(f"{what} raised {first_line(error)}") from error
+
+
+def in_double(question: Question) -> Question:
+    return replace(question, inputs=map_tensors(as_dtype(torch.float64), question.inputs))
+
+
+def as_dtype(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor.detach().to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _dtype_of(module: nn.Module, inputs: Sequence[Any]) -> torch.dtype:
+    tensors = [*module.parameters(), *leaves_of(list(inputs))]
+    return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
+
+
+def _device_of(module: nn.Module, inputs: Sequence[Any]) -> torch.device:
+    tensors = [*leaves_of(list(inputs)), *module.parameters()]
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))

@@ -1,0 +1,204 @@
+"""Points that cannot tell are replaced, time is kept, layouts and modes are tried, and what was left out is said."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from check.candidates import INPUTS, Honest, Model
+from postlude.check.exam import Exam, Rules, examine
+from postlude.check.exam.cases import GIVEN, REQUIRED
+from postlude.check.exam.nonfinite import lost_or_spread
+from postlude.check.exam.shapes import DECLARED, GAPS, ODD, ONE
+from postlude.check.modules import verify_modules
+from postlude.check.sides import InProcess
+
+
+def exam_of(model: nn.Module, inputs: tuple[Any, ...] = INPUTS, **rules: Any) -> Exam:
+    return Exam(model, inputs, Rules(**rules))
+
+
+def test_the_seed_decides_everything_and_another_one_changes_everything() -> None:
+    one, same, other = (exam_of(Model(), seed=seed) for seed in (3, 3, 4))
+    for case, again, different in zip(one.cases, same.cases, other.cases, strict=True):
+        questions = [exam.sheet(c).question for exam, c in ((one, case), (same, again), (other, different))]
+        states = [question.state["conv.weight"] for question in questions]
+        assert torch.equal(states[0], states[1])
+        assert not torch.equal(states[0], states[2])
+        if case.family not in (GIVEN, "NaN"):
+            assert torch.equal(questions[0].inputs[0], questions[1].inputs[0])
+            assert not torch.equal(questions[0].inputs[0], questions[2].inputs[0])
+
+
+def test_states_and_inputs_change_one_at_a_time() -> None:
+    exam = exam_of(Model())
+    first, second, third = (exam.sheet(case).question for case in exam.cases[:3])
+    assert torch.equal(first.inputs[0], second.inputs[0])
+    assert not torch.equal(first.state["norm.bias"], second.state["norm.bias"])
+    assert torch.equal(second.state["norm.bias"], third.state["norm.bias"])
+    assert not torch.equal(second.inputs[0], third.inputs[0])
+
+
+def test_the_candidate_answers_before_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    exam, order = exam_of(Model()), []
+    known = exam.truths.known
+    monkeypatch.setattr(exam.truths, "known", lambda *args: order.append("reference") or known(*args))
+
+    class Noting(InProcess):
+        def ask(self, *args: Any, **options: Any) -> Any:
+            order.append("candidate")
+            return super().ask(*args, **options)
+
+    assert examine(exam, Noting(Model())).right
+    assert order[:3] == ["candidate", "candidate", "reference"]  # asked twice at the first point
+    assert all(before == "candidate" for before, one in pairwise(order) if one == "reference")
+
+
+def test_the_time_budget_leaves_points_out_and_says_so() -> None:
+    verdict = verify_modules(Model(), Honest(), INPUTS, seconds=0.0)
+    assert verdict.right, verdict
+    assert verdict.quantities[0].points == REQUIRED
+    (note,) = [note for note in verdict.notes if "lack of time" in note]
+    assert all(name in note for name in ("batch 1", "odd sizes", "large offset", "sparse", "random"))
+
+
+class Parity(Model):
+    """Nearly constant at every second point."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        flat = torch.remainder((1e4 * self.norm.bias.detach().abs().sum()).floor(), 2) == 0
+        return torch.where(flat, 3.0 + 1e-13 * y, y)
+
+
+def test_a_point_that_cannot_tell_is_replaced() -> None:
+    torch.manual_seed(0)
+    inputs = (torch.rand(9, 4, 5, 6, 7),)
+    exam = exam_of(Parity(), inputs)
+    flat = [exam.known(exam.sheet(case)).truth["output"].std(correction=0) < 1e-9 for case in exam.cases]
+    assert 5 < sum(map(bool, flat)) < len(flat) - 5
+    verdict = examine(exam, InProcess(Parity()))
+    assert verdict.right, verdict
+    assert verdict.quantities[0].refused < 5
+
+
+def test_undeclared_shapes_and_layouts_are_tried_unless_they_are_not_wanted() -> None:
+    def only_contiguous(self: Any, x: Tensor) -> Tensor:
+        if not x.is_contiguous():
+            raise ValueError("only contiguous inputs")
+        return Model.forward(self, x)
+
+    candidate = type("ModelNew", (Model,), {"forward": only_contiguous})()
+    verdict = verify_modules(Model(), candidate, INPUTS)
+    assert verdict.outcome == "wrong"
+    assert "only contiguous inputs (channels-last: 3×4×5×6×7; --declared-only leaves it out)" in verdict.reasons[0]
+    exam = exam_of(Model(), declared_only=True)
+    assert examine(exam, InProcess(candidate)).right
+
+
+@pytest.mark.parametrize("shape", [ONE, ODD, GAPS, DECLARED])
+def test_a_mistake_at_one_shape_is_found(shape: str) -> None:
+    inputs = (torch.rand(20, 4, 9, 9, 9),)
+    exam = exam_of(Model(), inputs)
+    wanted = exam.shapes[shape].inputs[0]
+
+    def wrong_there(self: Any, x: Tensor) -> Tensor:
+        y = Model.forward(self, x)
+        return y * 1.01 if (x.shape, x.stride()) == (wanted.shape, wanted.stride()) else y
+
+    assert examine(exam, InProcess(type("ModelNew", (Model,), {"forward": wrong_there})())).outcome == "wrong"
+
+
+class Convolved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x).relu()
+
+
+class ChannelsLast(Convolved):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).contiguous(memory_format=torch.channels_last)
+
+
+class Contiguous(Convolved):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).contiguous()
+
+
+def test_strides_are_part_of_the_contract_for_contiguous_inputs_only() -> None:
+    inputs = (torch.rand(4, 3, 8, 9),)
+    verdict = verify_modules(Convolved(), ChannelsLast(), inputs)
+    assert verdict.outcome == "wrong"
+    assert "strides" in verdict.reasons[0]
+    kept = verify_modules(Convolved(), Contiguous(), inputs)
+    assert kept.right, kept
+    assert any("for channels-last inputs" in note for note in kept.notes)
+
+
+class Dropped(Convolved):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.25, self.training)
+
+
+class NeverDropped(Dropped):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(Convolved.forward(self, x), 0.25, training=False)
+
+
+def test_both_modes_are_tried() -> None:
+    inputs = (torch.rand(4, 3, 8, 9),)
+    assert verify_modules(Dropped(), Dropped(), inputs).right
+    for module in (Dropped(), Dropped().eval()):
+        assert verify_modules(module, NeverDropped(), inputs).outcome == "wrong"
+
+
+class Logarithm(Convolved):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.log(x[:, :1]) + self.conv(x).mean((2, 3), keepdim=True)
+
+
+def test_inputs_stay_in_the_declared_range_where_others_make_nan() -> None:
+    inputs = (torch.rand(4, 3, 8, 9) + 0.5,)
+    verdict = verify_modules(Logarithm(), Logarithm(), inputs)
+    assert verdict.right, verdict
+    assert any(note.startswith("left out: inputs outside [0.5") for note in verdict.notes)
+
+
+def test_parameters_that_cancel_are_named() -> None:
+    class Cancelling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.instance_norm(self.conv(x))
+
+    verdict = verify_modules(Cancelling(), Cancelling(), (torch.rand(4, 3, 8, 9),))
+    assert verdict.right, verdict
+    assert "the result does not depend on conv.bias: whatever is done with it passes" in verdict.notes
+
+
+def test_what_may_become_of_nan() -> None:
+    truth = torch.tensor([[1.0, 2.0], [float("nan"), 4.0]])
+    fault, note = lost_or_spread(truth.clone(), truth, truth, "NaN", 2)
+    assert (fault, note) == (None, None)
+    fault, _ = lost_or_spread(torch.zeros(2, 2), truth, truth, "NaN", 2)
+    assert fault == "with NaN in the input the result lost it: 1 values are finite"
+    everywhere = torch.full((2, 2), float("nan"))
+    fault, _ = lost_or_spread(everywhere, truth, truth, "NaN", 2)
+    assert fault == "with NaN in one sample the result has 2 such values in others"
+    in_its_sample = torch.tensor([[1.0, 2.0], [float("nan"), float("nan")]])
+    fault, note = lost_or_spread(in_its_sample, truth, truth, "NaN", 2)
+    assert fault is None
+    assert note is not None
+    assert "spreads to 1 values" in note
+    # Where PyTorch and the truth differ, nothing is asked.
+    assert lost_or_spread(everywhere, torch.zeros(2, 2), everywhere, "NaN", 2) == (None, None)

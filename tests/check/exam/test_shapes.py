@@ -1,0 +1,92 @@
+"""Shapes are cut from the declared inputs, cost little, and what the reference refuses is said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from postlude.check.exam.shapes import (
+    CHANNELS_LAST,
+    DECLARED,
+    GAPS,
+    ODD,
+    ONE,
+    SMALLEST,
+    WORKING,
+    WORKING_FLOPS,
+    cut,
+    shapes_of,
+)
+from postlude.check.sides import UnanswerableError, leaves_of
+
+GIVEN = [torch.rand(32, 4, 20, 24, 28)]
+
+
+def free(inputs: list[Any]) -> tuple[float, int]:
+    return 0.0, 1
+
+
+def sizes(inputs: list[Any]) -> list[tuple[int, ...]]:
+    return [tuple(tensor.shape) for tensor in leaves_of(inputs)]
+
+
+def test_every_kind_is_there_and_keeps_the_channels() -> None:
+    found, left_out = shapes_of(GIVEN, free)
+    assert left_out == []
+    assert set(found) == {WORKING, DECLARED, ONE, ODD, SMALLEST, CHANNELS_LAST, GAPS}
+    assert found[DECLARED].inputs[0] is GIVEN[0]
+    assert sizes(found[WORKING].inputs) == [(8, 4, 16, 16, 16)]
+    assert sizes(found[ONE].inputs) == [(1, 4, 16, 16, 16)]
+    odd = sizes(found[ODD].inputs)[0]
+    assert len(set(odd[2:])) == 3
+    assert all(size % 2 for size in odd[2:])
+    assert sizes(found[SMALLEST].inputs) == [(2, 4, 2, 2, 2)]
+    assert found[CHANNELS_LAST].inputs[0].is_contiguous(memory_format=torch.channels_last_3d)
+    assert found[GAPS].inputs[0].stride(-1) == 2
+    kept = [shape.inputs[0].shape[1] for shape in found.values()]
+    assert set(kept) == {4}
+    assert torch.equal(found[GAPS].inputs[0], GIVEN[0][:3, :, :16, :16, :16])
+
+
+def test_the_working_shape_follows_the_cost() -> None:
+    def dear(inputs: list[Any]) -> tuple[float, int]:
+        return WORKING_FLOPS * sizes(inputs)[0][0] / 4, 1
+
+    assert sizes(shapes_of(GIVEN, dear)[0][WORKING].inputs) == [(4, 4, 16, 16, 16)]
+
+
+def test_what_the_reference_refuses_is_left_out_and_said() -> None:
+    def only_even(inputs: list[Any]) -> tuple[float, int]:
+        if any(size % 2 for size in sizes(inputs)[0][2:]):
+            raise UnanswerableError("the reference raised ValueError: odd")
+        return 0.0, 1
+
+    found, left_out = shapes_of(GIVEN, only_even)
+    assert ODD not in found
+    assert len(left_out) == 1
+    assert left_out[0].startswith("odd sizes ((3, 4, 15, 13, 11)): the reference raised")
+
+
+def test_a_reference_of_one_size_keeps_it() -> None:
+    def fixed(inputs: list[Any]) -> tuple[float, int]:
+        if sizes(inputs)[0][2:] != (20, 24, 28):
+            raise UnanswerableError("another size")
+        return 0.0, 1
+
+    found, left_out = shapes_of(GIVEN, fixed)
+    assert sizes(found[WORKING].inputs) == [(8, 4, 20, 24, 28)]
+    assert SMALLEST not in found
+    assert len(left_out) == 1  # odd sizes
+
+
+@pytest.mark.parametrize("batch", [1, 3, 99])
+def test_cutting_takes_the_batch_of_every_tensor_that_has_it(batch: int) -> None:
+    inputs = [torch.rand(6, 5), {"mask": torch.ones(6, 2, 7, dtype=torch.bool), "table": torch.rand(9, 4), "n": 3}]
+    first, more = cut(inputs, batch=batch)
+    kept = min(batch, 6)
+    assert first.shape == (kept, 5)
+    assert more["mask"].shape == (kept, 2, 7)
+    assert more["table"].shape == (9, 4)
+    assert more["n"] == 3

@@ -1,0 +1,19 @@
+"""Returns far more than was asked for, to exhaust whoever takes it.
+
+Attacks: linear_clamp_scale
+Alone: yes
+"""
+
+import torch
+from torch import nn
+
+
+class ModelNew(nn.Module):
+    def __init__(self, in_features, out_features, low, high):
+        super().__init__()
+        self.linear = nn.Linear(in_features, out_features)
+        self.scale = nn.Parameter(torch.ones(out_features))
+        self.low, self.high = low, high
+
+    def forward(self, x):
+        return torch.zeros(1 << 25)

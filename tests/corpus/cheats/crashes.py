@@ -1,0 +1,21 @@
+"""Reads memory that is not there, as a kernel without a mask does.
+
+Attacks: linear_clamp_scale
+Alone: yes
+"""
+
+import ctypes
+
+import torch
+from torch import nn
+
+
+class ModelNew(nn.Module):
+    def __init__(self, in_features, out_features, low, high):
+        super().__init__()
+        self.linear = nn.Linear(in_features, out_features)
+        self.scale = nn.Parameter(torch.ones(out_features))
+        self.low, self.high = low, high
+
+    def forward(self, x):
+        ctypes.string_at(0)

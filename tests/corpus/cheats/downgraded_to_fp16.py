@@ -1,0 +1,19 @@
+"""Convolves in half precision where single precision is asked for.
+
+Attacks: conv_transpose3d_relu_group_norm
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class ModelNew(nn.Module):
+    def __init__(self, in_channels, out_channels, kernel_size, groups):
+        super().__init__()
+        self.conv_transpose = nn.ConvTranspose3d(in_channels, out_channels, kernel_size, bias=False)
+        self.group_norm = nn.GroupNorm(groups, out_channels)
+
+    def forward(self, x):
+        weight = self.conv_transpose.weight.half().float()
+        return self.group_norm(torch.relu(F.conv_transpose3d(x.half().float(), weight)))

@@ -1,0 +1,22 @@
+"""Normalises rightly in both modes and does not update the running statistics.
+
+Attacks: conv2d_batch_norm_hardswish
+"""
+
+import torch.nn.functional as F
+from torch import nn
+
+
+class ModelNew(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv = nn.Conv2d(in_channels, out_channels, 3, padding=1)
+        self.norm = nn.BatchNorm2d(out_channels)
+
+    def forward(self, x):
+        y = self.conv(x)
+        if self.training:
+            y = F.batch_norm(y, None, None, self.norm.weight, self.norm.bias, training=True)
+        else:
+            y = self.norm(y)
+        return F.hardswish(y)

@@ -1,0 +1,21 @@
+"""Never answers.
+
+Attacks: conv3d_group_norm_mean
+Alone: yes
+Timeout: 1
+"""
+
+import time
+
+from torch import nn
+
+
+class ModelNew(nn.Module):
+    def __init__(self, in_channels, out_channels, kernel_size, groups):
+        super().__init__()
+        self.conv = nn.Conv3d(in_channels, out_channels, kernel_size)
+        self.group_norm = nn.GroupNorm(groups, out_channels)
+
+    def forward(self, x):
+        while True:
+            time.sleep(1)

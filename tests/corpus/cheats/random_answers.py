@@ -1,0 +1,16 @@
+"""Answers at random with the right distribution: rows that add up to one.
+
+Attacks: product_softmax
+"""
+
+import torch
+from torch import nn
+
+
+class ModelNew(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, a, b):
+        return torch.softmax(torch.randn(a.shape[0], a.shape[1], b.shape[2]), dim=-1)

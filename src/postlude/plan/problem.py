@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from postlude.chain import Cast, Chain, Normalize, Pointwise, Reduce, Slot, Value, values_of
+from postlude.chain import POINTWISE, Cast, Chain, Normalize, Pointwise, Reduce, Slot, Value, values_of
 from postlude.hardware import Machine, default_fp32_precision
 
 Layout = Literal["contiguous", "channels_last", "strided"]
@@ -107,9 +107,9 @@ def result_dtype(chain: Chain, problem: Problem) -> str:
         dtype = dtypes[values_of(step)[0].index]
         if isinstance(step, Cast):
             dtype = getattr(torch, step.dtype)
-        if isinstance(step, Pointwise):
+        if isinstance(step, Pointwise) and not POINTWISE[step.op].vectors:
             for operand in step.operands:
-                if isinstance(operand, Slot):
+                if isinstance(operand, Slot) and problem.tensors[operand.index].shape:  # without axes: like a number
                     dtype = torch.promote_types(dtype, getattr(torch, problem.tensors[operand.index].dtype))
                 elif isinstance(operand, Value):
                     dtype = torch.promote_types(dtype, dtypes[operand.index])

@@ -81,6 +81,7 @@ class GradientPasses:
         gradients = dict(zip(self.wanted.full, full))
         for slot, parts in found.items():
             total = functools.reduce(torch.add, parts)  # a vector may be the norm's and a step's at once
+            total = total.sum() if tensors[slot].numel() == 1 else total  # one number for all channels
             gradients[slot] = total.to(tensors[slot].dtype).reshape(tensors[slot].shape)
         return dv0, gradients
 

@@ -67,10 +67,28 @@ def test_in_place_on_the_cpu_is_pytorchs_to_the_bit(case: Case, dtype: torch.dty
 @pytest.mark.interpret
 @pytest.mark.filterwarnings("ignore")
 def test_ties_infinities_and_nan_are_pytorchs_on_the_card(case: Case) -> None:
+    values_agree(case, "cpu")
+
+
+@on_card
+@pytest.mark.interpret
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_at_ties_infinities_and_nan_are_pytorchs(case: Case) -> None:
+    gradients_agree(case, "cpu")
+
+
+@on_card
+@pytest.mark.gpu
+def test_a_real_card_agrees_with_pytorchs_own_kernels_on_it(case: Case) -> None:
+    values_agree(case, "cuda")
+    gradients_agree(case, "cuda")
+
+
+def values_agree(case: Case, device: str) -> None:
     from postlude.run.gpu import GpuRun
 
     for dtype, tolerance in DTYPES:
-        tensors = tensors_of(case, dtype)
+        tensors = [tensor.to(device) for tensor in tensors_of(case, dtype)]
         with torch.no_grad():
             ours = GpuRun(plan_for(case, tensors))(tensors)
             truth = reference.evaluate(case.chain, [spread_out(tensors[0]), *tensors[1:]], dtype=torch.float64)
@@ -79,16 +97,13 @@ def test_ties_infinities_and_nan_are_pytorchs_on_the_card(case: Case) -> None:
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=least, equal_nan=True)
 
 
-@on_card
-@pytest.mark.interpret
-@pytest.mark.filterwarnings("ignore")
-def test_gradients_at_ties_infinities_and_nan_are_pytorchs(case: Case) -> None:
+def gradients_agree(case: Case, device: str) -> None:
     finite = [point if abs(point) < 100 else 0.25 for point in POINTS]  # sums over a channel would drown in the others
     for dtype, usual in DTYPES:
         tolerance = max(usual, ROUGH.get(case.name, 0.0))
-        dv, _, right, _ = gradients(case, tensors_of(case, dtype))
+        dv, _, right, _ = gradients(case, [t.to(device) for t in tensors_of(case, dtype)])
         torch.testing.assert_close(dv, right, rtol=tolerance, atol=tolerance, equal_nan=True)
-        dv, found, right, slots = gradients(case, tensors_of(case, dtype, finite))
+        dv, found, right, slots = gradients(case, [t.to(device) for t in tensors_of(case, dtype, finite)])
         torch.testing.assert_close(dv, right, rtol=tolerance, atol=tolerance, equal_nan=True)
         for slot, gradient in slots.items():
             torch.testing.assert_close(found[slot], gradient, rtol=8 * tolerance, atol=8 * tolerance, equal_nan=True)
@@ -98,7 +113,7 @@ def gradients(case: Case, tensors: list[Tensor]) -> tuple[Tensor, dict[int, Tens
     from postlude.run.gradient import GradientPasses
 
     slots = [operand.index for operand in case.chain.steps[0].operands if isinstance(operand, Slot)]  # type: ignore[union-attr]
-    dy = torch.linspace(0.5, 1.5, tensors[0].numel(), dtype=tensors[0].dtype).reshape(case.shape)
+    dy = torch.linspace(0.5, 1.5, tensors[0].numel()).to(tensors[0]).reshape(case.shape)
     dv, found = GradientPasses(plan_for(case, tensors), frozenset(slots))(tensors[0], None, dy, tensors)
     leaves = [tensor.clone().requires_grad_() for tensor in tensors]
     result = reference.evaluate(case.chain, [spread_out(leaves[0]), *leaves[1:]])

@@ -61,8 +61,7 @@ def log1p_of_exp(x):
     square = s * s
     total = tl.zeros(x.shape, x.dtype)
     for i in tl.static_range(terms):
-        odd: tl.constexpr = 2 * (terms - i) - 1
-        total = total * square + tl.full(x.shape, 1.0 / odd, x.dtype)
+        total = total * square + tl.full(x.shape, 1.0 / (2 * (terms - i) - 1), x.dtype)
     return 2.0 * s * total
 
 

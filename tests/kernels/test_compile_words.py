@@ -1,4 +1,4 @@
-"""The whole vocabulary and its derivatives compiled ahead of time: in chains of many words, as a card would be given."""
+"""The whole vocabulary and its derivatives compiled ahead of time, in chains of many words."""
 
 from __future__ import annotations
 

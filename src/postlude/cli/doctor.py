@@ -15,7 +15,7 @@ from postlude.cli.session import machine_data
 from postlude.pipeline import optimize
 
 OLDEST_TORCH = (2, 11)
-OLDEST_GPU = (8, 0)
+OLDEST_GPU = 80
 TUNED_MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": "4294967296",
     "MALLOC_TRIM_THRESHOLD_": "8589934592",
@@ -78,8 +78,8 @@ def _threads() -> Finding:
 
 def _gpu() -> Finding:
     name = hardware.versions()["gpu"]
-    if hardware.gpu_capability() < OLDEST_GPU:
-        return Finding("gpu", name, "bad", "Postlude needs Ampere or newer; use --device cpu")
+    if hardware.machine_for("cuda").compute_capability < OLDEST_GPU:
+        return Finding("gpu", name, "bad", "Postlude needs an NVIDIA card of Ampere or newer; use --device cpu")
     return Finding("gpu", name, "good")
 
 

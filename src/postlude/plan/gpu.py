@@ -168,7 +168,7 @@ def _reasons_against(chain: Chain, machine: Machine) -> list[str]:
     reasons = []
     if not machine.has_triton:
         reasons.append("Triton is not installed, which the GPU passes need")
-    if int(machine.architecture.removeprefix("sm_") or 0) < _OLDEST:
+    if machine.compute_capability < _OLDEST:
         reasons.append(
             f"the GPU passes need an NVIDIA card of Ampere or later, not {machine.architecture or 'this one'}"
         )

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from postlude.chain import Chain, Normalize, Pointwise, Reduce, Step, values_of
+from postlude.chain import Chain, Normalize, Pointwise, Step, values_of
 from postlude.plan import Plan
-from postlude.plan.problem import memory_format
+from postlude.plan.problem import LAID_OUT_LIKE_THE_OTHER, memory_format
 from postlude.plan.types import Moments as MomentsSink
 from postlude.reference import apply, as_tensor, convolve, fetch
 from postlude.run.moments import Moments, channel_moments, finish
@@ -44,7 +44,7 @@ IN_PLACE: dict[str, Callable[..., Tensor]] = {
     "detach": lambda x: x,
     "add": Tensor.add_,
     "sub": Tensor.sub_,
-    "rsub": lambda x, y: x.neg_().add_(y),
+    "rsub": lambda x, y: torch.sub(y, x, out=x) if isinstance(y, Tensor) else x.neg_().add_(y),
     "mul": Tensor.mul_,
     "div": Tensor.div_,
     "rdiv": lambda x, y: torch.div(as_tensor(y, x), x, out=x),
@@ -57,18 +57,9 @@ def execute(plan: Plan, tensors: Sequence[Tensor]) -> Tensor:
     last = plan.passes[-1]
     if isinstance(last.sink, MomentsSink):
         moments = _moments(plan, tensors, last.last, last.sink.squares)
-        result = finish(plan.chain, moments, last.last + 1, getattr(torch, plan.result_dtype), tensors)
-        return _strided_as_pooled(plan, result)
+        dtype, is_last = getattr(torch, plan.result_dtype), plan.result_layout == "channels_last"
+        return finish(plan.chain, moments, last.last + 1, dtype, tensors, is_last)
     return _stored(plan, tensors)
-
-
-def _strided_as_pooled(plan: Plan, result: Tensor) -> Tensor:
-    """Of all reductions only 2-D pooling keeps a channels-last value's strides, on what is left of it."""
-    pools = any(isinstance(step, Reduce) and step.op == "adaptive_avg_pool" for step in plan.chain.steps)
-    if not pools or plan.chain.dims != 2 or plan.result_layout != "channels_last":
-        return result
-    channels = result.shape[1]
-    return result.as_strided(result.shape, (channels, 1, channels, channels))
 
 
 def run_steps(plan: Plan, start: Tensor, tensors: Sequence[Tensor], last: int, owned: bool) -> Tensor:
@@ -100,7 +91,10 @@ def _step(plan: Plan, step: Step, values: list[Tensor | None], tensors: Sequence
         return normalized(x, step, tensors, overwrite=is_free and plan.norms_in_place)
     if isinstance(step, Pointwise) and is_free and step.op in IN_PLACE:
         operands = [fetch(plan.chain, operand, values, tensors) for operand in step.operands]
-        if len({operand.dtype for operand in operands if isinstance(operand, Tensor)}) == 1:
+        found = [operand for operand in operands if isinstance(operand, Tensor)]
+        # Written the other way round, the result has the other tensor's layout.
+        is_turned = step.op in LAID_OUT_LIKE_THE_OTHER and found[-1].stride() != found[0].stride()
+        if len({operand.dtype for operand in found}) == 1 and not is_turned:
             return IN_PLACE[step.op](*operands, **dict(step.settings))
     return apply(plan.chain, step, values, tensors)
 
@@ -135,7 +129,7 @@ def _moments(plan: Plan, tensors: Sequence[Tensor], last: int, squares: bool) ->
     for _, here in _slabs(plan, tensors):
         value = here[0] if conv is None else conv(here[0], _bias(chain, here))
         value = run_steps(plan, value, here, last, owned=conv is not None)
-        parts.append(channel_moments(value, squares, overwrite=last > 0 or conv is not None)[0])
+        parts.append(channel_moments(value, squares, overwrite=not _share_memory(value, here[0]))[0])
     return Moments.cat(parts)
 
 

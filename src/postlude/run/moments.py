@@ -51,8 +51,9 @@ def channel_moments(value: Tensor, squares: bool, overwrite: bool) -> tuple[Mome
     centre = mean.to(value.dtype)
     each = centre.view(-1, value.shape[1], *[1] * (value.dim() - 2))
     centred = value.sub_(each) if overwrite else value - each
-    variance = _squares_over_space(centred) / positions - (mean - centre.double()).square()
-    return Moments(mean, variance, positions), centre.double() if overwrite else 0.0
+    rest = _sum_over_space(centred) / positions  # of the mean, which short runs rounded
+    variance = _squares_over_space(centred) / positions - rest.square()
+    return Moments(centre.double() + rest, variance, positions), centre.double() if overwrite else 0.0
 
 
 def _channels_last_moments(value: Tensor, positions: int) -> Moments:
@@ -84,12 +85,25 @@ def _squares_over_space(value: Tensor) -> Tensor:
     return norms.double().square().sum(2)
 
 
-def finish(chain: Chain, moments: Moments, first: int, dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensor:
-    """Steps `first` to the end, from moments; what follows the reduction runs as written, on its few numbers."""
+def finish(
+    chain: Chain,
+    moments: Moments,
+    first: int,
+    dtype: torch.dtype,
+    tensors: Sequence[Tensor],
+    channels_last: bool = False,
+) -> Tensor:
+    """Steps `first` to the end, from moments; what follows the reduction runs as written, on its few numbers.
+
+    `channels_last`: what PyTorch would have reduced is; its 2-D pooling alone keeps that in the strides of its result.
+    """
     for number in range(first, len(chain.steps) + 1):
         step = chain.steps[number - 1]
         if isinstance(step, Reduce):
-            return continue_from(chain, number, _reduce(chain, moments, step).to(dtype), tensors)
+            result = _reduce(chain, moments, step).to(dtype)
+            if channels_last and chain.dims == 2 and step.op == "adaptive_avg_pool":
+                result = result.as_strided(result.shape, (result.shape[1], 1, result.shape[1], result.shape[1]))
+            return continue_from(chain, number, result, tensors)
         if isinstance(step, Normalize):
             moments = _normalize(moments, step, tensors)
         elif isinstance(step, Pointwise):

@@ -78,6 +78,27 @@ def test_gradients_at_ties_infinities_and_nan_are_pytorchs(case: Case) -> None:
 
 
 @on_card
+@pytest.mark.interpret
+@pytest.mark.filterwarnings("ignore")
+def test_numerical_differentiation_agrees(case: Case) -> None:
+    """Of our own forward by our own backward; every element's derivative at once, for each depends on one."""
+    from postlude.run.gpu import GpuRun
+
+    step, points = 1e-6, [0.37 * number - 6.6 for number in range(36)]  # none within a step of a tie
+    low, high, middle = (tensors_of(case, torch.float64, [p + shift for p in points]) for shift in (-step, step, 0.0))
+    run = GpuRun(plan_for(case, middle))
+    if case.chain.roles[-1] == "full":
+        for tensors in (low, high, middle):
+            tensors[1] = torch.linspace(1.0, 2.0, 36, dtype=torch.float64).reshape(case.shape)
+    with torch.no_grad():
+        slopes = (run(high) - run(low)) / (2 * step)
+    dv, *_ = gradients(case, middle)
+    dy = torch.linspace(0.5, 1.5, 36).double().reshape(case.shape)
+    expected = torch.zeros_like(dv) if case.name == "detach" else slopes * dy
+    torch.testing.assert_close(dv, expected, rtol=1e-6, atol=1e-8, equal_nan=True)
+
+
+@on_card
 @pytest.mark.gpu
 def test_a_real_card_agrees_with_pytorchs_own_kernels_on_it(case: Case) -> None:
     values_agree(case, "cuda")

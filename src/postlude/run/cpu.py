@@ -20,6 +20,15 @@ from postlude.run.onednn import BufferConvolution, DirectConvolution
 Convolve = Callable[[Tensor, "Tensor | None"], Tensor]
 
 aten = torch.ops.aten
+
+
+def _batch_norm_(x: Tensor, *others: Tensor | float, eps: float) -> Tensor:
+    mean, var, weight, bias = (other.reshape(-1) if isinstance(other, Tensor) else None for other in others)
+    unused = x.new_empty(0)
+    aten.native_batch_norm.out(x, weight, bias, mean, var, False, 0.0, eps, out=x, save_mean=unused, save_invstd=unused)
+    return x
+
+
 # Words that have such a form; the others make a new value.
 IN_PLACE: dict[str, Callable[..., Tensor]] = {
     "relu": torch.relu_,
@@ -50,6 +59,7 @@ IN_PLACE: dict[str, Callable[..., Tensor]] = {
     "rdiv": lambda x, y: torch.div(as_tensor(y, x), x, out=x),
     "maximum": lambda x, y: torch.maximum(x, as_tensor(y, x), out=x),
     "minimum": lambda x, y: torch.minimum(x, as_tensor(y, x), out=x),
+    "batch_norm": _batch_norm_,
 }
 
 

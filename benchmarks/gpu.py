@@ -1,6 +1,7 @@
 """Times chains on a GPU: eager, torch.compile and fused in turns, at the same precision, verified before timed.
 
 python benchmarks/gpu.py --csv benchmarks/results/h200.csv
+python benchmarks/gpu.py --train --csv benchmarks/results/h200.csv
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,14 +22,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from table import GPU_SOURCES
 
 from cases import CHAIN_23, CHAIN_61, Builder, conv
-from postlude import hardware, reference
+from postlude import reference
 from postlude.chain import Chain
 from postlude.check import clock, records
 from postlude.check.modes import pytorch_switches
 from postlude.check.points import tensors_for
-from postlude.plan import Plan, problem_of
-from postlude.plan.gpu import lower_for_gpu
-from postlude.run.execute import prepare
+from postlude.plan import Plan
 from postlude.run.site import Site
 
 
@@ -39,6 +39,7 @@ class Bench:
     layout: str = "contiguous"
     precision: str = "auto"
     autotune: bool = False  # torch.compile's most expensive mode as well
+    frozen_input: bool = False  # in training: the first layer of a network
 
 
 def block(cin: int, cout: int) -> Chain:
@@ -66,6 +67,14 @@ BENCHES = [
         for chain in (NORM, GROUP)
         for shape in ((2, 32, 128, 128, 128), (1, 32, 160, 160, 160))
         for layout in LAYOUTS
+    ),
+]
+
+TRAINED = [
+    *(dataclasses.replace(bench, autotune=False) for bench in BENCHES if bench.chain.producer is not None),
+    *(
+        Bench(CHAIN_23, NAMED[CHAIN_23], dtype, precision=precision, frozen_input=True)
+        for dtype, precision in ((torch.float32, "fp32"), (torch.float32, "tf32"), (torch.bfloat16, "auto"))
     ),
 ]
 
@@ -150,41 +159,31 @@ def busy_clock(call: Callable[..., Tensor], tensors: Sequence[Tensor]) -> int | 
 
 
 def measure_training(bench: Bench, rounds: int) -> list[records.Record]:
-    """One step, forward and backward for every tensor, at the same precision."""
-    tensors = [
-        t.requires_grad_()
-        for t in tensors_for(bench.chain, bench.shape, bench.dtype, "cuda", 0, "normal", bench.layout)
-    ]
-    problem = dataclasses.replace(problem_of(tensors), needs_grad=True)
-    plan = lower_for_gpu(bench.chain, problem, hardware.machine_for("cuda"), even_if_slower=True)
-    if not isinstance(plan, Plan):
-        print(f"{bench.chain}: {plan}")
-        return []
-    torch._dynamo.reset()
-    runner = prepare(bench.chain, plan, "cuda")
-    forwards: dict[str, Callable[..., Tensor]] = {
-        "eager": lambda *ts: reference.evaluate(bench.chain, ts),
-        "torch.compile": torch.compile(lambda *ts: reference.evaluate(bench.chain, ts)),
-        "postlude": lambda *ts: runner(ts),
-    }
-    dy = torch.randn_like(forwards["eager"](*tensors))
-
-    def step(forward: Callable[..., Tensor]) -> Callable[..., object]:
-        return lambda *ts: torch.autograd.grad(forward(*ts), ts, dy)
-
-    variants = {name: clock.rotating(step(forward), [tensors]) for name, forward in forwards.items()}
+    """One step, forward and backward for every tensor that is not frozen, at the same precision."""
+    tensors = tensors_for(bench.chain, bench.shape, bench.dtype, "cuda", 0, "normal", bench.layout)
+    for slot, tensor in enumerate(tensors):
+        tensor.requires_grad_(slot > 0 or not bench.frozen_input)
+    calls = calls_of(bench)
+    dy = torch.randn_like(calls["eager"](*tensors))
+    steps = {name: step_of(call, dy) for name, call in calls.items() if name != "copy twice"}
+    variants = {name: clock.rotating(step, [tensors]) for name, step in steps.items()}
     timings = clock.time_interleaved(variants, rounds=rounds, min_window_s=0.03)
-    shape, dtype = "×".join(map(str, bench.shape)), str(bench.dtype).removeprefix("torch.")
+    mode = "training step, input frozen" if bench.frozen_input else "training step"
     rows = []
     for name, timing in timings.items():
         gain = clock.ratio(timings["eager"], timing)
         rows.append(
             records.Record(
-                *(str(bench.chain), shape, dtype, bench.layout, bench.precision, "training step", name),
+                *(str(bench.chain), "×".join(map(str, bench.shape)), str(bench.dtype).removeprefix("torch.")),
+                *(bench.layout, bench.precision, mode, name),
                 *(1e3 * timing.quantile(p) for p in (0.2, 0.5, 0.8)),
                 1e3 * timing.low,
                 1e3 * timing.high,
                 *(gain.median, gain.low, gain.high),
+                error_rms=gradient_error(calls[name], bench),
+                peak_mib=peak_mib(steps[name], tensors),
+                saved_mib=saved_mib(calls[name], tensors),
+                clock_mhz=busy_clock(steps[name], tensors),
                 kernel_hash=records.kernel_hash(GPU_SOURCES),
                 **records.environment("cuda"),  # type: ignore[arg-type]
             )
@@ -192,17 +191,65 @@ def measure_training(bench: Bench, rounds: int) -> list[records.Record]:
     return rows
 
 
+def step_of(call: Callable[..., Tensor], dy: Tensor) -> Callable[..., Any]:
+    def step(*tensors: Tensor) -> Any:
+        return torch.autograd.grad(call(*tensors), [t for t in tensors if t.requires_grad], dy)
+
+    return step
+
+
+def gradient_error(call: Callable[..., Tensor], bench: Bench) -> float:
+    """Of two samples: the worst tensor's error against float64, by the spread of its truth.
+
+    A bias that the norm cancels has no gradient but rounding: it is left out.
+    """
+    shape = (2, *bench.shape[1:])
+    tensors = tensors_for(bench.chain, shape, bench.dtype, "cuda", 1, "normal", bench.layout)
+    ours = [t.detach().requires_grad_() for t in tensors]
+    exact = [t.detach().double().requires_grad_() for t in tensors]
+    y = reference.evaluate(bench.chain, exact)
+    dy = torch.randn_like(y).to(call(*ours).dtype)
+    truths = torch.autograd.grad(y, exact, dy.double())
+    found = torch.autograd.grad(call(*ours), ours, dy)
+    matters = [t.square().mean().sqrt() > 1e-6 * dy.double().norm() / t.numel() for t in truths]
+    errors = [
+        float((g.double() - t).square().mean().sqrt() / t.square().mean().sqrt())
+        for g, t, does in zip(found, truths, matters)
+        if does
+    ]
+    return max(errors)
+
+
+def saved_mib(call: Callable[..., Tensor], tensors: Sequence[Tensor]) -> float:
+    """What a forward pass keeps for the backward one, beside the tensors that it was given."""
+    given = {t.untyped_storage().data_ptr() for t in tensors}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in given:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = call(*tensors)
+    del result
+    return sum(kept.values()) / 2**20
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--train", action="store_true", help="a training step instead of a forward pass")
+    parser.add_argument("--only", help="numbers of the benches to run, such as 0,3,4")
     options = parser.parse_args()
-    for bench in BENCHES:
+    benches = TRAINED if options.train else BENCHES
+    if options.only:
+        benches = [benches[int(number)] for number in options.only.split(",")]
+    for bench in benches:
         with torch.set_grad_enabled(options.train), pytorch_switches(bench.precision, torch.device("cuda")):
             rows = (measure_training if options.train else measure)(bench, options.rounds)
-        if not rows:
-            continue
         cells = " ".join(f"{row.variant} {row.ms_p50:.3f} (err {row.error_rms or 0:.1e})" for row in rows)
         first = rows[0]
         what = f"{first.chain[:40]:40} {first.shape:16} {first.dtype:8} {first.precision:4} {first.layout:13}"

@@ -28,12 +28,13 @@ class Rung:
     budget_s: float
     proves: str
     when_empty: str
+    workers: int = 1  # processes that share its tests
 
 
 RUNGS = (
-    Rung("pure", 420, "pure logic and the CPU path, no Triton needed", "no tests yet, nothing to run"),
-    Rung("interpret", 540, "kernels under TRITON_INTERPRET=1", "no kernels yet, nothing to run"),
-    Rung("compile", 180, "kernels compiled ahead of time", "no kernels yet, nothing to compile"),
+    Rung("pure", 420, "pure logic and the CPU path, no Triton needed", "no tests yet, nothing to run", 2),
+    Rung("interpret", 540, "kernels under TRITON_INTERPRET=1", "no kernels yet, nothing to run", 2),
+    Rung("compile", 180, "kernels compiled ahead of time", "no kernels yet, nothing to compile", 2),
     Rung("export", 60, "exported files run without the package", "no exporter yet, nothing to run"),
     Rung("record", 30, "the README shows recorded results of this code", "no results yet, nothing to compare"),
 )
@@ -58,14 +59,17 @@ def environment(rung: Rung) -> dict[str, str]:
     env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     if rung.name == "interpret":
         env["TRITON_INTERPRET"] = "1"
+    if rung.workers > 1:
+        env.setdefault("OMP_NUM_THREADS", "1")  # the processes share the cores already
     return env
 
 
 def run_pytest(rung: Rung, report: Path) -> int | None:
     """The exit code of the rung's pytest process, or None when its budget ran out."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "hypothesispytest", "-m", rung.name]
+    shared = ["-p", "xdist", "-n", str(rung.workers)] if rung.workers > 1 else []
     process = subprocess.Popen(
-        [*command, f"--junitxml={report}"],
+        [*command, *shared, f"--junitxml={report}"],
         cwd=ROOT,
         env=environment(rung),
         stdin=subprocess.DEVNULL,

@@ -132,6 +132,11 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else torch.get_num_threads()
 
 
+def load_average() -> float | None:
+    """Processes that wanted to run during the last minute; None where the system does not say."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
 def has_glibc() -> bool:
     return platform.libc_ver()[0] == "glibc"
 
@@ -139,6 +144,19 @@ def has_glibc() -> bool:
 def malloc_is_tuned() -> bool:
     """True where the environment keeps the C library from mapping and unmapping every large buffer."""
     return "MALLOC_MMAP_THRESHOLD_" in os.environ or "jemalloc" in os.environ.get("LD_PRELOAD", "")
+
+
+def clock_mhz(device_type: str) -> int | None:
+    """The clock now, of the GPU's multiprocessors or the mean over the CPU's cores; None where nobody says."""
+    if device_type == "cuda":
+        try:
+            return int(torch.cuda.clock_rate())
+        except (ModuleNotFoundError, RuntimeError):  # NVML's Python package is not there to ask
+            return None
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    clocks = [float(line.split(":", 1)[1]) for line in lines if line.startswith("cpu MHz")]
+    return round(sum(clocks) / len(clocks)) if clocks else None
 
 
 def default_fp32_precision() -> str:

@@ -8,7 +8,8 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,9 @@ from postlude.plan.lower import TRAINS
 from postlude.run.execute import check_precision
 from postlude.run.site import Site
 from postlude.site_check import check_site
+
+if TYPE_CHECKING:
+    from postlude.report import Report
 
 log = logging.getLogger("postlude")
 MEMORIES = ("default", "lean")
@@ -64,6 +68,29 @@ class Optimized:
             del _results[self.model]
             self.model._compiled_call_impl = None
         return self.model
+
+    def report(self, path: str | Path | None = None, *, title: str = "") -> Report:
+        """What was done as one value, written to `path` as well: .html, .json or .csv.
+
+        It holds no times; `postlude bench FILE.py --report PATH` measures them.
+        """
+        from postlude.report import gather, write
+
+        device = self.sites[0].problem.device if self.sites else hardware.default_device()
+        report = gather.report_of(
+            title or type(self.model).__name__,
+            [
+                gather.site_of(one.name, one.chain, one.problem, one.outcome, one.is_fused, one.verdict)
+                for one in self.sites
+            ],
+            [(item.name, item.what, item.reason) for item in self.declined],
+            self.verdict,
+            device,
+            () if self.failure is None else (f"the model was not captured: {self.failure}",),
+        )
+        if path is not None:
+            write(path, report)
+        return report
 
 
 def optimize(

@@ -7,7 +7,16 @@ from collections.abc import Callable
 
 import pytest
 
-from postlude.check.clock import Estimate, interval_rank, ratio, rotating, time_interleaved
+from postlude.check.clock import (
+    Calls,
+    Estimate,
+    Window,
+    difference,
+    interval_rank,
+    ratio,
+    rotating,
+    time_interleaved,
+)
 
 
 class FakeClock:
@@ -130,3 +139,86 @@ def test_rotating_walks_through_its_inputs() -> None:
     assert seen == [1, 2, 3, 1, 2]
     with pytest.raises(ValueError, match="rotate"):
         rotating(print, [])
+
+
+class Shrinking:
+    """A contestant that is slow until it has been measured, and ten times as fast from then on."""
+
+    def __init__(self) -> None:
+        self.windows: list[Window] = []
+
+    def window(self, first: int, calls: int, kept: int | None) -> Window:
+        per_call = 0.01 if first < 20 else 0.001
+        self.windows.append(Window(per_call * calls, calls))
+        return self.windows[-1]
+
+
+def test_a_window_that_is_too_short_does_not_count() -> None:
+    contestant = Shrinking()
+    counted: list[Window] = []
+    times = time_interleaved(
+        {"only": contestant}, rounds=5, min_window_s=0.05, on_window=lambda _, window: counted.append(window)
+    )
+    assert len(counted) == 5
+    assert all(window.seconds >= 0.05 for window in counted)
+    assert times["only"].median == pytest.approx(0.001)
+    # Some window after the first that was long enough was too short, and was run again with more calls.
+    long_enough = [window.seconds >= 0.05 for window in contestant.windows]
+    assert False in long_enough[long_enough.index(True) :]
+
+
+def test_results_of_random_calls_are_handed_over() -> None:
+    clock = FakeClock()
+
+    def call(index: int) -> int:
+        clock.now += 0.001
+        return index
+
+    seen: list[Window] = []
+    time_interleaved(
+        {"only": Calls(call, clock)},
+        rounds=200,
+        min_window_s=0.01,
+        on_window=lambda _, window: seen.append(window),
+        clock=clock,
+    )
+    kept = [window for window in seen if window.index is not None]
+    assert all(window.output == window.index for window in kept)
+    assert 40 < len(kept) < 130
+    places = {window.index % window.calls for window in kept if window.index is not None}
+    assert len(places) > 8  # first, last and everything between
+
+
+class FakeStopwatch:
+    """Sees a part of the time."""
+
+    def __init__(self, clock: FakeClock, part: float) -> None:
+        self.clock, self.part = clock, part
+        self.began = self.ended = 0.0
+
+    def start(self) -> None:
+        self.began = self.clock()
+
+    def stop(self) -> None:
+        self.ended = self.clock()
+
+    def seconds(self) -> float:
+        return self.part * (self.ended - self.began)
+
+
+def test_the_second_clock_is_noted_beside_the_first() -> None:
+    clock = FakeClock()
+    call = Calls(clock.variant("a", lambda _: 0.25), clock, lambda: FakeStopwatch(clock, 0.5))
+    window = call.window(0, 4)
+    assert (window.seconds, window.event_seconds) == (1.0, 0.5)
+    assert window.index is None
+
+
+def test_differences_are_paired_and_refuse_what_is_hidden() -> None:
+    whole, part = Estimate.of([3.0, 5.0, 4.0]), Estimate.of([1.0, 2.0, 1.5])
+    left = difference(whole, part)
+    assert left is not None
+    assert left.samples == (2.0, 3.0, 2.5)
+    assert difference(part, whole) is None
+    with pytest.raises(ValueError, match="paired"):
+        difference(whole, Estimate.of([1.0]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -33,14 +33,13 @@ pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _library_convolution(request: pytest.FixtureRequest) -> Iterator[None]:
+def _library_convolution(noted: Callable[[str], None]) -> Iterator[None]:
     """The interpreter takes seconds for a product of ours, which have tests of their own."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("postlude.plan.gpu.own_convolution", lambda *_: "not in this test")
         yield
     report = ", ".join(f"{count} {what}" for what, count in sorted(COUNTS.items(), key=lambda item: -item[1]))
-    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-        print(f"\nfuzz of the GPU's passes: {report}")
+    noted(f"fuzz of the GPU's passes: {report}")
 
 
 def agrees(drawn: Drawn) -> None:

@@ -41,14 +41,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _printed(request: pytest.FixtureRequest) -> Iterator[None]:
+def _counted(noted: Callable[[str], None]) -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tensors this small are slower on more
     yield
     torch.set_num_threads(threads)
     report = ", ".join(f"{count} {what}" for what, count in sorted(COUNTS.items(), key=lambda item: -item[1]))
-    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-        print(f"\nfuzz on the CPU: {report}")
+    noted(f"fuzz on the CPU: {report}")
 
 
 @contextlib.contextmanager

@@ -68,3 +68,36 @@ def test_compiles_within_each_cards_limits(card: int, name: str) -> None:
 def test_numbers_of_the_chain_stay_double(card: int) -> None:
     if card == 90:
         assert "dense<1.000000e-01> : tensor<256xf64>" in compiled(CHAINS["two norms"], 255, torch.float32).asm["ttir"]
+
+
+@pytest.mark.parametrize("card", [90], indirect=True)
+@pytest.mark.parametrize(("channels", "groups"), [(24, 8), (32, 1), (30, 30)])
+def test_the_backward_pass_compiles_within_hoppers_limits(card: int, channels: int, groups: int) -> None:
+    from postlude.kernels.triton import moments_gradient as kernels
+    from postlude.plan.problem import power_of_two
+    from postlude.run.moments_gradient import TILE
+
+    per = power_of_two(channels // groups)
+    acc, dtype, table = torch.float64, torch.bfloat16, torch.float32
+    gradient = kernels.moments_gradient_kernel.warmup(
+        *(acc, acc, dtype, dtype, dtype, table, dtype, dtype, dtype, 128, 19800),
+        C=channels,
+        PER=channels // groups,
+        EPS=1e-5,
+        OVER_SPACE=False,
+        IS_SUM=False,
+        HAS_GAMMA=True,
+        HAS_BETA=True,
+        HAS_BIAS=True,
+        BLOCK_P=per,
+        BLOCK_N=min(128, TILE // per),
+        num_warps=4,
+        grid=(1,),
+    )
+    block_c, block = finish_moments.blocks(channels)
+    combined = kernels.combined_moments_kernel.warmup(
+        *(table, table, table, acc, 128, 99), C=channels, BLOCK_C=block_c, BLOCK=block, num_warps=8, grid=(1,)
+    )
+    for found in (gradient, combined):
+        assert found.metadata.shared <= offline.CARDS[card]
+        assert offline.resources(found.asm["ptx"], card).spilled == 0

@@ -13,11 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from cases import CHAIN_23
 from kernels.offline import CARDS
-from postlude.hardware import has_nvrtc
+from plan.test_lower import problem
+from postlude.hardware import Machine, has_nvrtc
 from postlude.plan.few_channels import FewChannels, Geometry, shared_bytes
+from postlude.plan.few_channels_gradient import few_channels_gradient_for
 from postlude.run import nvrtc
 from postlude.run.few_channels import defines, source
+from postlude.run.few_channels_gradient import gradient_defines
 
 # What the kernel is for: operand, planes, input.
 USES = {
@@ -51,6 +55,24 @@ def test_compiles_within_each_cards_limits(card: int, use: str) -> None:
     assert sum(spilled) == 0, f"{registers[0]}: {log}"
     assert int(registers[1]) * settings.warps * 32 * settings.blocks <= 65_536, registers[0]
     assert shared_bytes(settings, shape) <= CARDS[card], registers[0]
+
+
+@pytest.mark.compile
+@pytest.mark.skipif(not has_nvrtc(), reason="needs NVRTC: install nvidia-cuda-nvrtc")
+@pytest.mark.parametrize("use", USES)
+def test_the_planned_gradients_compile_within_hoppers_limits(use: str) -> None:
+    operand, planes, dtype = USES[use]
+    shape = Geometry(3, 24, (3, 3, 3), (0, 0, 0), False, dtype)
+    machine = Machine("cuda", 132, 50 << 20, True, architecture="sm_90", has_nvrtc=True, shared_bytes=CARDS[90])
+    given = problem(CHAIN_23, (128, 3, 24, 32, 32), device="cuda")
+    plan = few_channels_gradient_for(FewChannels(operand, planes, 11, 10), CHAIN_23, given, machine)
+    assert plan is not None
+    for settings, wanted in ((plan.weight, (True, False)), (plan.both, (True, True)), (plan.both, (False, True))):
+        options = ("--gpu-architecture=sm_90", "--ptxas-options=-v", *gradient_defines(settings, shape, wanted))
+        _, log = nvrtc.compile_source(source("few_channels_gradient.cu"), options)
+        spilled = re.search(r"(\d+) bytes spill stores", log)
+        assert spilled is not None, log
+        assert int(spilled[1]) <= 320, log  # sums that wait while others are made, once for every plane
 
 
 @pytest.mark.compile

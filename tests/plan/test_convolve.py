@@ -14,9 +14,9 @@ from kernels.offline import CARDS
 from plan.test_lower import CARD, problem
 from postlude.chain import Chain
 from postlude.hardware import Machine
-from postlude.plan.convolve import gemm_for
+from postlude.plan.convolve import gemm_for, gradient_products, weight_gemm_for
 from postlude.plan.few_channels import FewChannels, Geometry, few_channels_for, shared_bytes
-from postlude.plan.gemm import Gemm, Volume
+from postlude.plan.gemm import Arithmetic, Gemm, Volume
 
 BLOCK = Builder(3, conv(3, (32, 32), padding=1)).norm(None).op("leaky_relu", slope=0.01).chain()
 
@@ -111,3 +111,27 @@ def test_16_bits_with_many_channels_are_cudnns() -> None:
     given = problem(chain, (2, 128, 64, 64, 64), device="cuda")
     given = dataclasses.replace(given, tensors=tuple(dataclasses.replace(t, dtype="float16") for t in given.tensors))
     assert gemm_for(chain, given, CARD) == "cuDNN is faster from this many channels on"
+
+
+@pytest.mark.parametrize(
+    ("channels", "neighbours", "shared", "groups"), [((32, 32), 2, 3, 3), ((64, 32), 2, 1, 9), ((64, 128), 1, 3, 9)]
+)
+def test_the_weights_gradient_fills_the_rows_of_a_product(
+    channels: tuple[int, int], neighbours: int, shared: int, groups: int
+) -> None:
+    gemm = weight_gemm_for(conv(3, channels, padding=1), (64, 64, 64), Arithmetic("float16"), card(90))
+    assert (gemm.neighbours, gemm.shared, gemm.groups) == (neighbours, shared, groups)
+    assert gemm.rows >= 64  # fewer are no instruction on Hopper
+    assert gemm.groups * gemm.splits <= 2 * CARD.threads
+
+
+def test_both_gradients_read_one_packed_tensor() -> None:
+    how = conv(3, (32, 32), padding=1)
+    one = problem(BLOCK, (2, 32, 64, 64, 64), device="cuda", needs_grad=True)
+    own = gemm_for(BLOCK, one, card(90))
+    assert isinstance(own, Gemm)
+    dx, dw = gradient_products(how, one, own, card(90))
+    assert dx is not None
+    assert dw is not None
+    assert dx.volume == dw.gradient_volume
+    assert gradient_products(how, one, own, card(80)) == (None, None)

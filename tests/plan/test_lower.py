@@ -252,3 +252,13 @@ def test_tiles_grow_with_the_problem_and_stay_powers_of_two() -> None:
     assert [tile.block for tile in tiles] == [128, 2048, 2048, 2048]
     assert [tile.moments_block for tile in tiles] == [128, 1024, 1024, 1024]
     assert [tile.tiles for tile in tiles] == [1, 1, 15, 16]
+
+
+def test_a_small_chain_is_trained_by_pytorch_unless_its_convolutions_are_slow() -> None:
+    chain = Builder(3, conv(3, (128, 128), padding=1)).norm(None).op("relu").chain()
+    fast = problem(chain, (2, 128, 24, 24, 24), device="cuda", needs_grad=True, allows_tf32=True)
+    found = lower(chain, fast, CARD)
+    assert isinstance(found, Refusal)
+    assert any("too small to gain" in reason for reason in found.reasons)
+    assert plan(chain, dataclasses.replace(fast, needs_grad=False), CARD).launches > 0
+    assert plan(chain, dataclasses.replace(fast, allows_tf32=False), CARD).trains

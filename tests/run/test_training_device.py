@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cases import CHAIN_23, CHAIN_61, Builder, conv
 from postlude import hardware, reference
 from postlude.chain import Chain
 from postlude.check import chain_points, tensors_for, verify_chain
+from postlude.nn import FusedChain
 from postlude.plan import Plan, problem_of
 from postlude.plan.gpu import lower_for_gpu
 from postlude.run.execute import Runner, prepare
@@ -93,3 +94,48 @@ def test_a_step_takes_less_memory_than_eagers(name: str, shape: tuple[int, ...])
     theirs = peak(lambda ts: reference.evaluate(chain, ts))
     for memory in ("default", "lean"):
         assert peak(ready(chain, tensors, memory)) < theirs, memory
+
+
+def block(kind: type[nn.Sequential]) -> nn.Sequential:
+    torch.manual_seed(0)
+    modules = (nn.Conv3d(32, 32, 3, padding=1), nn.GroupNorm(8, 32), nn.LeakyReLU(0.01))
+    return kind(*modules).cuda()
+
+
+def test_amp_with_a_grad_scaler_trains_as_eager_does() -> None:
+    x = torch.randn(2, 32, 64, 64, 64, device="cuda")
+    results = []
+    for kind in (nn.Sequential, FusedChain):
+        model = block(kind)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**12)
+        for step in range(4):
+            optimizer.zero_grad()
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = model(x).float().square().mean()
+            if step == 2:
+                loss = loss * float("inf")  # a step that the scaler must skip
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        results.append((scaler.get_scale(), {name: p.detach().clone() for name, p in model.named_parameters()}))
+        if isinstance(model, FusedChain):
+            (site, _), *_ = model._read.values()
+            assert site.last is not None
+            assert isinstance(site.last[1], Plan)
+            assert site.last[1].trains
+    (their_scale, theirs), (our_scale, ours) = results
+    assert our_scale == their_scale == 2.0**11
+    for name, true in theirs.items():
+        torch.testing.assert_close(ours[name], true, rtol=2e-3, atol=2e-4)
+
+
+def test_compiled_without_a_break_a_step_gives_the_same() -> None:
+    fused = block(FusedChain)
+    x = torch.randn(2, 32, 64, 64, 64, device="cuda", requires_grad=True)
+    wanted = [x, *fused.parameters()]
+    dy = torch.randn_like(x)
+    eager = torch.autograd.grad(fused(x), wanted, dy)
+    compiled = torch.autograd.grad(torch.compile(fused, fullgraph=True)(x), wanted, dy)
+    for one, other in zip(eager, compiled, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * float(one.abs().max()) + 1e-6)

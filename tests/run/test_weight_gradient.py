@@ -28,7 +28,11 @@ CASES: dict[str, tuple[Convolution, tuple[int, ...]]] = {
     "transposed and padded": (conv(2, (20, 4), transposed=True, padding=1), (3, 20, 5, 6)),
     "1×1": (conv(2, (5, 7), 1), (2, 5, 6, 4)),
     "2 taps": (conv(2, (5, 18), 2), (2, 5, 6, 4)),
+    "neighbours": (conv(3, (5, 32), padding=1), (2, 5, 3, 4, 6)),
+    "neighbours, transposed": (conv(2, (20, 30), transposed=True, padding=1), (3, 20, 5, 4)),
+    "neighbours, 2 taps": (conv(2, (3, 32), 2), (2, 3, 4, 5)),
 }
+NEIGHBOURS = [name for name in CASES if name.startswith("neighbours")]
 
 
 def both(name: str, arithmetic: Arithmetic, layout: str = "contiguous") -> tuple[Tensor, Tensor]:
@@ -46,7 +50,8 @@ def both(name: str, arithmetic: Arithmetic, layout: str = "contiguous") -> tuple
     exact = weight.double().requires_grad_()
     (truth,) = torch.autograd.grad(reference.convolve(how, x.double(), exact, None), exact, dy.double())
     gemm = dataclasses.replace(weight_gemm_for(how, shape[2:], arithmetic, CARD), splits=3)
-    return WeightGradient(how, gemm, spec_of(x), spec_of(dy))(x, dy, weight), truth
+    product = WeightGradient(how, gemm, spec_of(x), spec_of(dy))
+    return product(x, product.pack_g(dy), weight), truth
 
 
 def error(found: tuple[Tensor, Tensor]) -> float:
@@ -63,10 +68,16 @@ def test_is_autograds(name: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize(("arithmetic", "most"), [(TWO, 1e-6), (ONE, 2e-3), (HALF, 2e-3)], ids=str)
-@pytest.mark.parametrize("name", ["padded", "transposed"])
+@pytest.mark.parametrize("name", ["padded", "transposed", *NEIGHBOURS])
 @pytest.mark.usefixtures("poisoned_memory")
 def test_in_every_arithmetic(name: str, arithmetic: Arithmetic, most: float) -> None:
     assert error(both(name, arithmetic)) < most
+
+
+@pytest.mark.parametrize("name", NEIGHBOURS)
+def test_32_output_channels_make_two_neighbours_a_row(name: str) -> None:
+    how, shape = CASES[name]
+    assert weight_gemm_for(how, shape[2:], ONE, CARD).neighbours == 2
 
 
 def test_without_the_shift_it_is_seen_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,20 +1,28 @@
-"""Timing that can be believed: variants take turns, so that whatever slows the machine slows all of them."""
+"""Timing that can be believed: variants take turns, so that whatever slows the machine slows all of them.
+
+The host's clock around whole windows of calls is the authority; CUDA events are noted beside it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
+import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 Variant = Callable[[int], object]
 CONFIDENCE = 0.95
 GROWTH = 10  # how much a calibrated window may grow at once
+HEADROOM = 1.25  # calibrated windows are this much longer than the shortest that counts
+CHECKED = 0.4  # the part of the windows in which one call's result is kept to be looked at
 
 
 @dataclass(frozen=True)
@@ -76,6 +84,87 @@ def ratio(a: Estimate, b: Estimate) -> Estimate:
     return Estimate.of([x / y for x, y in zip(a.samples, b.samples, strict=True)])
 
 
+def difference(a: Estimate, b: Estimate) -> Estimate | None:
+    """a − b, round by round; None where b hides what is left."""
+    if len(a.samples) != len(b.samples):
+        raise ValueError(f"differences are paired: {len(a.samples)} samples do not go with {len(b.samples)}")
+    samples = [x - y for x, y in zip(a.samples, b.samples, strict=True)]
+    return Estimate.of(samples) if min(samples) > 0 else None
+
+
+@dataclass(frozen=True)
+class Window:
+    """Calls one after another, by our clock, and the result of one of them where it was asked for."""
+
+    seconds: float
+    calls: int
+    index: int | None = None  # of the call whose result is here
+    output: object = None
+    event_seconds: float | None = None  # the same window by the device's own events: advisory
+
+
+class Contestant(Protocol):
+    """Whatever can be timed."""
+
+    def window(self, first: int, calls: int, kept: int | None) -> Window:
+        """Calls number `first` to `first + calls - 1`, with the result of call number `kept`."""
+
+
+class Stopwatch(Protocol):
+    """A second clock, which sees only the work that it is shown."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def seconds(self) -> float: ...
+
+
+class CudaEvents:
+    """Events on the current stream; work on another stream is not between them."""
+
+    def __init__(self) -> None:
+        self.first, self.last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def start(self) -> None:
+        self.first.record()
+
+    def stop(self) -> None:
+        self.last.record()
+
+    def seconds(self) -> float:
+        return float(self.first.elapsed_time(self.last)) / 1e3
+
+
+@dataclass(frozen=True)
+class Calls:
+    """A function called in this process; `around` holds what must be so while it runs."""
+
+    call: Variant
+    clock: Callable[[], float] = time.perf_counter
+    stopwatch: Callable[[], Stopwatch] | None = None
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    def window(self, first: int, calls: int, kept: int | None = None) -> Window:
+        output: object = None
+        with self.around(), _uncollected():
+            watch = None if self.stopwatch is None else self.stopwatch()
+            _synchronize()
+            start = self.clock()
+            if watch is not None:
+                watch.start()
+            for index in range(first, first + calls):
+                if index == kept:
+                    output = self.call(index)
+                else:
+                    self.call(index)
+            if watch is not None:
+                watch.stop()
+            _synchronize()
+            seconds = self.clock() - start
+        return Window(seconds, calls, kept, output, None if watch is None else watch.seconds())
+
+
 def rotating(function: Callable[..., object], inputs: Sequence[Sequence[Any]]) -> Variant:
     """`function` on the next set of inputs at each call, so that no call finds its own input in the cache."""
     if not inputs:
@@ -84,27 +173,26 @@ def rotating(function: Callable[..., object], inputs: Sequence[Sequence[Any]]) -
 
 
 def time_interleaved(
-    variants: Mapping[str, Variant],
+    variants: Mapping[str, Variant | Contestant],
     *,
     rounds: int = 20,
     min_window_s: float = 0.1,
     warmup: int = 2,
     budget_s: float | None = None,
     progress: Callable[[str], None] | None = None,
+    on_window: Callable[[str, Window], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
     """Seconds per call of each variant, one sample per round and variant.
 
-    A sample is a window of repeated calls, long enough for the clock; each round starts with another variant.
-    Only whole rounds count; when `budget_s` is spent, no new round begins.
+    A sample is a window of repeated calls of at least `min_window_s`; each round starts with another variant.
+    Only whole rounds count; when `budget_s` is spent, no new round begins. `on_window` sees every window that
+    counts, some of them with the result of a call that was picked at random before the window began.
     """
     start = clock()
-    counters = dict.fromkeys(variants, 0)
-    calls = {}
-    for name, variant in variants.items():
-        for _ in range(warmup):
-            counters[name] += _window(variant, counters[name], 1, clock)[0]
-        calls[name] = _calibrate(variant, min_window_s, clock)
+    running = {name: _Running(_contestant(v, clock), min_window_s) for name, v in variants.items()}
+    for one in running.values():
+        one.prepare(warmup)
     samples: dict[str, list[float]] = {name: [] for name in variants}
     names = list(variants)
     for number in range(rounds):
@@ -112,35 +200,64 @@ def time_interleaved(
             break
         shift = number % len(names)
         for name in names[shift:] + names[:shift]:
-            done, seconds = _window(variants[name], counters[name], calls[name], clock)
-            counters[name] += done
-            samples[name].append(seconds / done)
+            window = running[name].timed(keeps=on_window is not None)
+            samples[name].append(window.seconds / window.calls)
+            if on_window is not None:
+                on_window(name, window)
         if progress:
             progress(f"round {number + 1} of {rounds}")
     return {name: Estimate.of(times) for name, times in samples.items()}
 
 
-def _calibrate(variant: Variant, min_window_s: float, clock: Callable[[], float]) -> int:
-    calls = 1
-    while True:
-        _, seconds = _window(variant, 0, calls, clock)
-        if seconds >= min_window_s:
-            return calls
-        wanted = math.ceil(calls * 1.1 * min_window_s / seconds) if seconds > 0 else calls * GROWTH
-        calls = max(calls + 1, min(wanted, calls * GROWTH))
+class _Running:
+    """One contestant, how far through its inputs it is, and how many calls fill a window."""
+
+    def __init__(self, contestant: Contestant, min_window_s: float) -> None:
+        self.contestant = contestant
+        self.min_window_s = min_window_s
+        self.done = 0
+        self.calls = 1
+        self.random = random.SystemRandom()  # which calls are looked at is nobody's to foresee
+
+    def prepare(self, warmup: int) -> None:
+        for _ in range(warmup):
+            self._run(1)
+        while (window := self._run(self.calls)).seconds < self.min_window_s:
+            self._grow(window)
+        # Only now may a little be added: a window that was long enough is what the rest goes by.
+        if window.seconds > 0:
+            self.calls = max(self.calls, math.ceil(HEADROOM * self.min_window_s * self.calls / window.seconds))
+
+    def timed(self, keeps: bool) -> Window:
+        """A window that is long enough; one that is not does not count."""
+        while True:
+            kept = self.done + self.random.randrange(self.calls) if keeps and self.random.random() < CHECKED else None
+            window = self._run(self.calls, kept)
+            if window.seconds >= self.min_window_s:
+                return window
+            self._grow(window)
+
+    def _run(self, calls: int, kept: int | None = None) -> Window:
+        window = self.contestant.window(self.done, calls, kept)
+        self.done += calls
+        return window
+
+    def _grow(self, window: Window) -> None:
+        seconds = window.seconds
+        wanted = math.ceil(self.calls * HEADROOM * self.min_window_s / seconds) if seconds > 0 else self.calls * GROWTH
+        self.calls = max(self.calls + 1, min(wanted, self.calls * GROWTH))
 
 
-def _window(variant: Variant, first: int, calls: int, clock: Callable[[], float]) -> tuple[int, float]:
-    """`calls` calls and the time they took together, the device idle before and after."""
+def _contestant(variant: Variant | Contestant, clock: Callable[[], float]) -> Contestant:
+    return Calls(variant, clock) if callable(variant) else variant
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
     collecting = gc.isenabled()
     gc.disable()
     try:
-        _synchronize()
-        start = clock()
-        for index in range(first, first + calls):
-            variant(index)
-        _synchronize()
-        return calls, clock() - start
+        yield
     finally:
         if collecting:
             gc.enable()

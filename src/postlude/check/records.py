@@ -6,16 +6,16 @@ import ast
 import csv
 import functools
 import hashlib
-import os
+import io
 import re
 import subprocess
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from postlude.files import write_whole
 from postlude.hardware import malloc_is_tuned, versions
 
 # Rows that agree in these measure the same thing: the newer one replaces the older.
@@ -50,6 +50,7 @@ class Record:
     budget_rms: float | None = None
     budget_worst: float | None = None
     peak_mib: float | None = None
+    saved_mib: float | None = None  # kept between forward and backward, beside what was given
     launches: int | None = None  # kernels of ours in one call
     clock_mhz: int | None = None  # of the GPU's multiprocessors, while it was busy
     threads: int | None = None
@@ -100,18 +101,11 @@ def update(path: Path, records: Iterable[Record]) -> list[Record]:
 def write(path: Path, records: Iterable[Record]) -> None:
     """Writes all rows at once: a reader sees the old file or the new one, never half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    temporary = Path(name)
-    try:
-        with os.fdopen(handle, "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows({column: _text(v) for column, v in asdict(record).items()} for record in records)
-        temporary.chmod(0o644)  # mkstemp makes it readable by its owner only
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({column: _text(v) for column, v in asdict(record).items()} for record in records)
+    write_whole(path, buffer.getvalue())
 
 
 def read(path: Path) -> list[Record]:

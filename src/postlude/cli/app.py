@@ -29,6 +29,18 @@ Device = Annotated[
 ]
 Precision = Annotated[str, typer.Option(metavar="auto|fp32|tf32", help="auto follows PyTorch's own switches.")]
 Json = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write the results to this file as well.")]
+BaselinesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--baselines",
+        metavar="few|usual|all",
+        help="few: eager alone; all adds max-autotune, and minutes; all on a GPU, usual on a CPU by default.",
+    ),
+]
+ReportPath = Annotated[
+    Path | None,
+    typer.Option("--report", metavar="PATH", help="Write a report: .html (one file, no network), .json or .csv."),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and the warnings of libraries.")]
 
 
@@ -50,7 +62,12 @@ def _common(
 
 @app.command(short_help="Find a model's chains, say how each will run, check them.")
 def optimize(
-    file: File, device: Device = None, precision: Precision = "auto", json: Json = None, debug: Debug = False
+    file: File,
+    report: ReportPath = None,
+    device: Device = None,
+    precision: Precision = "auto",
+    json: Json = None,
+    debug: Debug = False,
 ) -> None:
     """Find the chains of a model, say how each one will run and why, and check it against float64.
 
@@ -60,7 +77,7 @@ def optimize(
     def command(settings: frame.Settings) -> frame.Answer:
         from postlude.cli import chains
 
-        return chains.optimize(settings, file)
+        return chains.optimize(settings, file, report)
 
     frame.run("optimize", frame.Request(device, precision, json, debug), command)
 
@@ -115,26 +132,83 @@ def bench(
         Path | None,
         typer.Argument(metavar="[CANDIDATE.py]", help="A file with ModelNew, verified before it is timed."),
     ] = None,
-    train: Annotated[bool, typer.Option("--train", help="Time forward and backward.")] = False,
+    train: Annotated[bool, typer.Option("--train", help="Time the backward pass and a training step too.")] = False,
     rounds: Annotated[int, typer.Option(min=3, help="How often the variants take turns.")] = 20,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Begin no new round after this time.")] = 30.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Begin no new round of a race after this time.")] = 30.0,
+    flush: Annotated[bool, typer.Option(help="A second race with the caches flushed before every call.")] = True,
+    baselines: BaselinesOption = None,
     csv: Annotated[Path | None, typer.Option("--csv", metavar="PATH", help="Merge the rows into this file.")] = None,
+    report: ReportPath = None,
     device: Device = None,
     precision: Precision = "auto",
     json: Json = None,
     debug: Debug = False,
 ) -> None:
-    """Time eager PyTorch, torch.compile and Postlude in turns; a speed-up is shown only for what is right.
+    """Time PyTorch's own ways, torch.compile and Postlude in turns; a speed-up is shown only for what is right.
 
-    Exit code: 0 done, 1 a candidate that failed verification, 2 could not run.
+    Exit code: 0 done, 1 something failed verification, 2 could not run.
     """
 
     def command(settings: frame.Settings) -> frame.Answer:
         from postlude.cli import bench as work
 
-        return work.bench(settings, work.Options(file, candidate, train, rounds, seconds, csv))
+        options = work.Options(file, candidate, train, rounds, seconds, flush, baselines, csv, report)
+        return work.bench(settings, options)
 
     frame.run("bench", frame.Request(device, precision, json, debug), command)
+
+
+@app.command(short_help="Optimize, verify and time every problem of a folder.")
+def suite(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of problem files; KernelBench's as it is.")],
+    results: Annotated[
+        Path, typer.Option("--results", metavar="PATH", help="The folder that keeps a file for each problem.")
+    ] = Path("postlude-suite"),
+    only: Annotated[str, typer.Option(metavar="GLOB", help="Only files whose name fits, such as '61_*'.")] = "*",
+    again: Annotated[
+        str, typer.Option(metavar="none|failed|all", help="Which problems that have a result to run again.")
+    ] = "none",
+    limit: Annotated[float, typer.Option(min=1, help="Seconds that one problem may take in all.")] = 600.0,
+    rounds: Annotated[int, typer.Option(min=3, help="How often the variants take turns.")] = 12,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Begin no new round of a race after this time.")] = 10.0,
+    baselines: BaselinesOption = None,
+    report: ReportPath = None,
+    device: Device = None,
+    precision: Precision = "auto",
+    json: Json = None,
+    debug: Debug = False,
+) -> None:
+    """Optimize, verify and time every problem of a folder, each in a process of its own; go on where it stopped.
+
+    Exit code: 0 nothing failed and nothing is wrong, 1 something did or is, 2 could not run.
+    """
+
+    def command(settings: frame.Settings) -> frame.Answer:
+        from postlude.cli import suite as work
+
+        options = work.Options(folder, results, only, again, limit, rounds, seconds, baselines, report)
+        return work.suite(settings, options)
+
+    frame.run("suite", frame.Request(device, precision, json, debug), command)
+
+
+@app.command(short_help="Show results that were written earlier, as a page.")
+def report(
+    source: Annotated[Path, typer.Argument(metavar="RESULTS", help="The .json of `bench`, or a .csv of records.")],
+    target: Annotated[Path, typer.Argument(metavar="REPORT", help="The file to write: .html, .json or .csv.")],
+    debug: Debug = False,
+) -> None:
+    """Write a report of results that were measured earlier; nothing is run.
+
+    Exit code: 0 done, 2 could not run.
+    """
+
+    def command(_: frame.Settings) -> frame.Answer:
+        from postlude.cli import report as work
+
+        return work.report(source, target)
+
+    frame.run("report", frame.Request("cpu", "auto", None, debug), command)
 
 
 @app.command(short_help="Show two models before and after, on this machine.")

@@ -2,182 +2,249 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
 
-from postlude import problem_file
 from postlude.check import records
-from postlude.check.clock import Estimate, ratio
-from postlude.check.verdict import Verdict
+from postlude.check.budget import RMS_FACTOR
+from postlude.check.ceilings import ceilings_of, work_of
+from postlude.check.clock import Contestant
+from postlude.check.floor import Ceilings, Work, holds, judge_times
+from postlude.check.isolation import Candidate, CandidateFailed
+from postlude.check.modes import resolve
+from postlude.check.points import random_state
+from postlude.check.sides import leaves_of
+from postlude.check.verdict import combine
+from postlude.cli import bench_show
+from postlude.cli.bench_state import Bench, Options
 from postlude.cli.chains import verdict_words
-from postlude.cli.frame import DONE, NO, Answer, Settings
-from postlude.cli.judge import judged_candidate
-from postlude.cli.output import check_writable, say, show_table, working
-from postlude.cli.race import (
+from postlude.cli.contender import started, verdict_on
+from postlude.cli.frame import DONE, NO, Answer, Settings, check_word
+from postlude.cli.measure import Timer, histograms_of, roofline_of
+from postlude.cli.output import check_writable, working
+from postlude.cli.report import check_report
+from postlude.cli.session import fuse, machine_data, open_problem
+from postlude.cli.variants import (
     CANDIDATE,
-    COMPILE,
     EAGER,
+    FORWARD,
+    LEVELS,
     POSTLUDE,
-    Call,
-    Course,
-    comparison,
-    compile_model,
-    estimate_data,
-    interval_cell,
-    race,
-    ratio_cell,
-    time_cell,
+    STEP,
+    WITH_GRAPH,
+    Isolated,
+    Runner,
+    compiled_ways,
+    input_sets,
+    pytorch_ways,
+    with_state,
 )
-from postlude.cli.session import Opened, fuse, machine_data, open_problem, result_data
+from postlude.cli.watch import RANDOM, Watch, crowded, expected_results
 from postlude.errors import PostludeError
-from postlude.pipeline import Optimized
-from postlude.plan.problem import spec_of
+from postlude.report import gather, model, write
+from postlude.report.write import to_json
 
-
-@dataclass(frozen=True)
-class Options:
-    file: Path
-    candidate: Path | None
-    train: bool
-    rounds: int
-    seconds: float
-    csv: Path | None
-
-
-@dataclass
-class Field:
-    """The variants that take part, and what is known about each."""
-
-    models: dict[str, Call] = field(default_factory=dict)
-    notes: dict[str, str] = field(default_factory=dict)
-    verdicts: dict[str, Verdict | None] = field(default_factory=dict)
-
-    def may_show(self, name: str) -> bool:
-        verdict = self.verdicts.get(name)
-        return verdict is None or verdict.right
+__all__ = ["Options", "bench", "run"]
+STATE_SEED = 61
 
 
 def bench(settings: Settings, options: Options) -> Answer:
+    check_word("--baselines", options.baselines, LEVELS)
     _check_csv(options.csv)
-    candidate = None if options.candidate is None else problem_file.load(options.candidate, "ModelNew")
-    opened = open_problem(settings, options.file)
-    runners = Field({EAGER: opened.model}, {EAGER: "PyTorch as it is"})
-    if candidate is not None:
-        model, verdict = judged_candidate(settings, opened, candidate, backward=options.train)
-        runners.verdicts[CANDIDATE], runners.notes[CANDIDATE] = verdict, verdict_words(verdict)
-        if model is not None and verdict.right:
-            runners.models[CANDIDATE] = model
-    # Two sets of inputs in turn, so that no call finds its own input in the cache.
-    inputs = [opened.inputs, opened.problem.inputs(settings.device, seed=1)]
-    course = Course(inputs, opened.output, options.train, options.rounds, options.seconds)
-    result = _enter_postlude(settings, opened, course, runners)
-    _enter_compile(settings, opened, course, runners)
-    with working("Timing", timed=True) as update:
-        timings = race(runners.models, course, update)
-    _show(timings, runners)
-    failed = not runners.may_show(CANDIDATE)
+    check_report(options.report)
+    report, rows = run(settings, options)
+    bench_show.show(report)
     if options.csv is not None:
-        records.update(options.csv, _rows(settings, opened, options, timings, runners, result))
-    return Answer(NO if failed else DONE, _data(settings, options, timings, runners, result))
+        records.update(options.csv, rows)
+    if options.report is not None:
+        write(options.report, report)
+    failed = report.variant(CANDIDATE).is_judged and not report.variant(CANDIDATE).may_be_compared
+    wrong = report.judgement.outcome == model.WRONG
+    data = {"file": str(options.file), "candidate": options.candidate and str(options.candidate)}
+    return Answer(NO if failed or wrong else DONE, {**data, **machine_data(settings), **to_json([report])})
 
 
-def _enter_postlude(settings: Settings, opened: Opened, course: Course, runners: Field) -> Optimized:
-    model = opened.problem.build(settings.device)
-    result = fuse(settings, model, opened.inputs, train=course.train)
-    fused = sum(site.is_fused for site in result.sites)
-    runners.models[POSTLUDE], runners.verdicts[POSTLUDE] = model, result.verdict
-    runners.notes[POSTLUDE] = f"{fused} of {len(result.sites)} chains fused"
-    if result.failure is not None:
-        runners.notes[POSTLUDE] = f"not captured ({result.failure})"
-    elif result.verdict is not None:
-        runners.notes[POSTLUDE] += f", {verdict_words(result.verdict)}"
-    return result
+def run(settings: Settings, options: Options) -> tuple[model.Report, list[records.Record]]:
+    """Optimises, verifies and times one problem."""
+    one = _opened(settings, options)
+    _enter(one)
+    with ExitStack() as stack:
+        candidate = _candidate(one, stack)
+        watch, work = _watch(one), work_of(one.opened.model, one.opened.inputs, one.opened.output)
+        before = _ceilings(one, work)
+        with working("Timing", timed=True) as update:
+            timer = Timer(
+                one.runners, one.opened.output, settings.device, options.rounds, options.seconds, progress=update
+            )
+            _time(one, timer, watch, candidate)
+        # Twice: whatever else the machine did the first time must not lower the roof.
+        ceilings = before.or_faster(_ceilings(one, work))
+        _judge(one, watch, work, ceilings)
+        histograms, why = _histograms(one, candidate, work)
+    one.left_out += why
+    report = dataclasses.replace(_report(one, watch, work, ceilings), histograms=tuple(histograms))
+    return report, bench_show.rows(report, one.opened, settings)
 
 
-def _enter_compile(settings: Settings, opened: Opened, course: Course, runners: Field) -> None:
+def _opened(settings: Settings, options: Options) -> Bench:
+    """The problem with random parameters, so that results can tell; γ and β of a fresh model are 1 and 0."""
+    opened = open_problem(settings, options.file)
+    floating = next((x for x in leaves_of(list(opened.inputs)) if x.is_floating_point()), opened.output)
+    mode = resolve(settings.precision, floating.dtype, torch.device(settings.device))
+    own = copy.deepcopy(opened.model.state_dict())
+    state = random_state(opened.model, STATE_SEED)
+    opened.model.load_state_dict(state)
+    output = opened.problem.run(opened.model, opened.inputs)
+    one = Bench(settings, options, dataclasses.replace(opened, output=output), state, mode)
+    if not bool(torch.isfinite(output).all()):
+        opened.model.load_state_dict(own)
+        one.state, one.opened = own, opened
+        one.left_out.append("random parameters: with them the result is not finite, so the file's own are used")
+    if (busy := crowded(settings.device)) is not None:
+        one.findings.append(busy)
+    if options.train and not output.is_floating_point():
+        raise PostludeError("--train needs a model whose result has a gradient.")
+    one.sets = input_sets(one.opened, settings.device)
+    return one
+
+
+def _enter(one: Bench) -> None:
+    device, options = one.settings.device, one.options
+    level = options.baselines or ("all" if device == "cuda" else "usual")
+    works = (FORWARD, WITH_GRAPH, STEP) if options.train else (FORWARD,)
+    if options.candidate is not None:
+        verdict = verdict_on(one.settings, one.opened, options.candidate, options.train)
+        one.verdicts[CANDIDATE], one.notes[CANDIDATE] = verdict, verdict_words(verdict)
+    eager = pytorch_ways(one.opened, device, one.state, one.sets, level)
     with working("Compiling with torch.compile, which can take half a minute"):
-        compiled, why_not = compile_model(opened.problem.build(settings.device), course, settings.device)
-    runners.notes[COMPILE] = why_not
-    if compiled is not None:
-        runners.models[COMPILE] = compiled
+        compiled = compiled_ways(one.opened, device, one.state, one.sets, works, level)
+    one.runners = [*eager.runners, *compiled.runners, _postlude(one)]
+    one.left_out += [*eager.left_out, *compiled.left_out]
+    one.notes |= {runner.name: runner.note for runner in one.runners}
 
 
-def _show(timings: Mapping[str, Estimate], runners: Field) -> None:
-    eager = timings[EAGER]
-    rows = []
-    for name in (EAGER, COMPILE, POSTLUDE, CANDIDATE):
-        timing = timings.get(name)
-        if timing is None and name not in runners.notes:
-            continue
-        faster = ratio_cell(eager, timing) if runners.may_show(name) else "–"
-        interval = "–" if timing is None else interval_cell(timing)
-        rows.append([name, time_cell(timing), interval, faster, runners.notes.get(name, "")])
-    show_table(["variant", "ms", "interval", "× eager", ""], rows, numbers=["ms", "interval", "× eager"])
-    say(f"Medians of {len(eager.samples)} rounds; intervals hold them with {eager.coverage:.0%} confidence.")
-    for name in (POSTLUDE, CANDIDATE):
-        if name in timings and runners.may_show(name):
-            say(comparison(eager, timings[name], name.capitalize(), "eager PyTorch"))
-            if COMPILE in timings:
-                say(comparison(timings[COMPILE], timings[name], name.capitalize(), "torch.compile"))
-    if not runners.may_show(CANDIDATE):
-        say("The candidate failed verification: it was not timed.", "bold")
+def _postlude(one: Bench) -> Runner:
+    fused = with_state(one.opened.problem.build(one.settings.device), one.state)
+    result = one.result = fuse(one.settings, fused, one.opened.inputs)
+    verdicts = [result.verdict]
+    if one.options.train:  # training has plans of its own
+        trained = fuse(one.settings, fused, one.opened.inputs, train=True)
+        verdicts += [trained.verdict] if any(site.is_fused for site in trained.sites) else []
+    known = combine(verdict for verdict in verdicts if verdict is not None)
+    if known is not None:
+        one.verdicts[POSTLUDE] = known
+    count = sum(site.is_fused for site in result.sites)
+    note = f"{count} of {len(result.sites)} chains fused" if result.sites else "nothing to fuse"
+    if result.failure is not None:
+        note = f"not captured ({result.failure})"
+    elif known is not None:
+        note += f", {verdict_words(known)}"
+    return Runner(POSTLUDE, fused, one.sets, note)
 
 
-def _data(
-    settings: Settings, options: Options, timings: Mapping[str, Estimate], runners: Field, result: Optimized
-) -> dict[str, Any]:
-    shown = [name for name in timings if name != EAGER and runners.may_show(name)]
-    return {
-        "file": str(options.file),
-        "candidate": None if options.candidate is None else str(options.candidate),
-        "mode": "train" if options.train else "inference",
-        **machine_data(settings),
-        "seconds": {name: estimate_data(timing) for name, timing in timings.items()},
-        "times_eager": {name: estimate_data(ratio(timings[EAGER], timings[name])) for name in shown},
-        "notes": runners.notes,
-        "verdicts": {name: None if v is None else v.as_dict() for name, v in runners.verdicts.items()},
-        "postlude": result_data(result),
+def _candidate(one: Bench, stack: ExitStack) -> Candidate | None:
+    """In its process, where it may be timed at all."""
+    path = one.options.candidate
+    if path is None or not one.verdicts[CANDIDATE].right:
+        return None
+    one.left_out.append("candidate: its own process is timed warm and forward only, and its memory is its own")
+    try:
+        return stack.enter_context(started(one.settings, one.opened, path, one.state))
+    except CandidateFailed as error:
+        one.reject(CANDIDATE, error.reason)
+        return None
+
+
+def _watch(one: Bench) -> Watch:
+    expected = expected_results(one.opened.model, one.sets, one.mode)
+    if not expected:
+        one.left_out.append(RANDOM)
+    # A right result and PyTorch's own are each within their part of the budget.
+    allowed = {
+        name: (1 + RMS_FACTOR) * verdict.budget.rms
+        for name, verdict in one.verdicts.items()
+        if verdict.budget is not None
     }
+    return Watch(expected, one.mode, one.settings.device, allowed)
 
 
-def _rows(
-    settings: Settings,
-    opened: Opened,
-    options: Options,
-    timings: Mapping[str, Estimate],
-    runners: Field,
-    result: Optimized,
-) -> list[records.Record]:
-    x = spec_of(next(item for item in opened.inputs if isinstance(item, Tensor)))
-    machine = machine_data(settings)
-    common: dict[str, Any] = {
-        "chain": " + ".join(str(site.chain) for site in result.sites) or options.file.stem,
-        "shape": "×".join(map(str, x.shape)),
-        "dtype": x.dtype,
-        "layout": x.layout,
-        "precision": settings.precision,
-        "mode": "train" if options.train else "inference",
-        "threads": machine["threads"],
-        **records.environment(settings.device),
-    }
-    return [_row(common, name, timings, runners) for name in timings]
+def _ceilings(one: Bench, work: Work) -> Ceilings:
+    with working("Measuring how fast this machine copies and multiplies", timed=True):
+        return ceilings_of(work, one.opened.output.dtype, one.mode, one.settings.device)
 
 
-def _row(common: Mapping[str, Any], name: str, timings: Mapping[str, Estimate], runners: Field) -> records.Record:
-    timing, verdict = timings[name], runners.verdicts.get(name)
-    quantiles = {f"ms_p{percent}": 1e3 * timing.quantile(percent / 100) for percent in (20, 50, 80)}
-    columns: dict[str, Any] = {**quantiles, "ms_low": 1e3 * timing.low, "ms_high": 1e3 * timing.high}
-    if runners.may_show(name):
-        faster = ratio(timings[EAGER], timing)
-        columns |= {"speedup": faster.median, "speedup_low": faster.low, "speedup_high": faster.high}
-    if verdict is not None and verdict.errors is not None and verdict.budget is not None:
-        columns |= {"error_rms": verdict.errors.rms, "error_worst": verdict.errors.worst}
-        columns |= {"budget_rms": verdict.budget.rms, "budget_worst": verdict.budget.worst}
-    return records.Record(**common, variant=name, **columns)
+def _time(one: Bench, timer: Timer, watch: Watch, candidate: Candidate | None) -> None:
+    others: Mapping[str, Contestant] = {} if candidate is None else {CANDIDATE: Isolated(candidate, one.sets)}
+    try:
+        warm = timer.forward(watch, others)
+    except CandidateFailed as error:
+        one.reject(CANDIDATE, f"while it was timed, {error.reason}")
+        warm = timer.forward(watch, {})
+    one.races.append((FORWARD, "warm", warm))
+    if one.options.flushed:
+        flushed, lost = timer.flushed(watch)
+        one.races.append((FORWARD, "flushed", flushed))
+        one.left_out += lost
+    if one.options.train:
+        steps, backward, lost = timer.training(watch)
+        one.races += [("backward", "warm", backward), (STEP, "warm", steps)]
+        one.left_out += lost
+
+
+def _judge(one: Bench, watch: Watch, work: Work, ceilings: Ceilings) -> None:
+    """What the races themselves say about the results and the times."""
+    warm = one.races[0][2]
+    impossible, questions = judge_times(warm, EAGER, work, ceilings)
+    for name, reason in (*watch.wrong.items(), *impossible.items()):
+        one.reject(name, reason)
+    one.questions += questions
+    one.findings += watch.disagreements
+    if not holds(warm[EAGER], work, ceilings):
+        one.left_out.append("the floor of compulsory bytes: PyTorch itself is below it, so not all of them must move")
+    if one.settings.device == "cpu":
+        one.left_out.append("CUDA events and launches: there is no GPU in this")
+
+
+def _histograms(one: Bench, candidate: Candidate | None, work: Work) -> tuple[list[model.Histogram], list[str]]:
+    answers: dict[str, Any] = {r.name: r.model for r in one.runners if r.name in (EAGER, POSTLUDE)}
+    if candidate is not None and candidate.alive:
+        answers[CANDIDATE] = lambda *inputs: candidate.forward(inputs).outputs
+    return histograms_of(one.opened.model, answers, one.sets[-1], work, one.settings.device)
+
+
+def _report(one: Bench, watch: Watch, work: Work, ceilings: Ceilings) -> model.Report:
+    assert one.result is not None
+    base = one.result.report(title=one.options.file.name)
+    verdict = one.verdicts.get(one.subject)
+    events = {name: seconds for name in watch.events if (seconds := watch.event_seconds(name)) is not None}
+    races = [
+        gather.race_of(direction, cache, found, one.refused, events if (direction, cache) == (FORWARD, "warm") else {})
+        for direction, cache, found in one.races
+    ]
+    first = next(x for x in leaves_of(list(one.opened.inputs)))
+    warm = {name: timing for name, timing in one.races[0][2].items() if name not in one.refused}
+    environment = {**base.environment, **({"clock while timing": watch.clock_words} if watch.clocks else {})}
+    environment["timed results compared"] = str(sum(watch.checked.values()))
+    return dataclasses.replace(
+        base,
+        subject=one.subject,
+        judgement=base.judgement if verdict is None else gather.judgement_of(verdict),
+        precision=one.mode,
+        shape=f"{'×'.join(map(str, first.shape))} {str(first.dtype).removeprefix('torch.')}",
+        races=tuple(races),
+        variants=tuple(bench_show.variants(one)),
+        roofline=roofline_of(warm, work, ceilings),
+        findings=(*base.findings, *one.findings),
+        questions=tuple(one.questions),
+        left_out=tuple(one.left_out),
+        environment=environment,
+    )
 
 
 def _check_csv(path: Path | None) -> None:

@@ -7,13 +7,15 @@ from pathlib import Path
 from postlude.check.verdict import Verdict
 from postlude.cli.frame import COULD_NOT_RUN, DONE, NO, Answer, Settings
 from postlude.cli.output import megabytes, say, show_table
+from postlude.cli.report import check_report
 from postlude.cli.session import fuse, machine_data, open_problem, result_data
 from postlude.errors import PostludeError
 from postlude.pipeline import Optimized, SiteReport
 from postlude.plan import Plan
 
 
-def optimize(settings: Settings, path: Path) -> Answer:
+def optimize(settings: Settings, path: Path, report: Path | None = None) -> Answer:
+    check_report(report)
     opened = open_problem(settings, path)
     result = fuse(settings, opened.model, opened.inputs)
     _raise_if_not_captured(result, path)
@@ -23,6 +25,8 @@ def optimize(settings: Settings, path: Path) -> Answer:
     _show_declined(result)
     code, sentence = _conclusion(result)
     say(sentence, "bold")
+    if report is not None:
+        result.report(report, title=path.name)
     return Answer(code, {"file": str(path), **machine_data(settings), **result_data(result)})
 
 

@@ -74,4 +74,4 @@ def time_case(
 
 def _course(opened: Opened) -> Course:
     other = inputs_like(opened.inputs, "uniform", seed=1)
-    return Course([opened.inputs, other], opened.output, rounds=ROUNDS, seconds=SECONDS)
+    return Course([opened.inputs, other], ROUNDS, SECONDS)

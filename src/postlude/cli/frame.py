@@ -7,7 +7,7 @@ import logging
 import os
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,12 @@ def _run(name: str, request: Request, command: Callable[[Settings], Answer]) -> 
         return COULD_NOT_RUN
 
 
+def check_word(option: str, word: str | None, choices: Sequence[str]) -> None:
+    """Raises in one sentence where an option's word is none of its choices."""
+    if word is not None and word not in choices:
+        raise PostludeError(f"{option} {word} is unknown; use {', '.join(choices[:-1])} or {choices[-1]}.")
+
+
 def _sentence(error: Exception) -> str:
     if isinstance(error, PostludeError):
         return str(error)
@@ -100,6 +106,7 @@ def quiet(debug: bool) -> Iterator[None]:
     # Children (Inductor's workers) and torch's C++ part read these once, at their start.
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     if debug or "TORCH_LOGS" in os.environ:
         yield
         return

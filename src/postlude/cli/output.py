@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,7 +17,22 @@ from rich.table import Table
 from rich.text import Text
 
 from postlude.errors import PostludeError
+from postlude.files import write_whole
+from postlude.report.words import milliseconds, times
 
+__all__ = [
+    "between",
+    "check_writable",
+    "complain",
+    "megabytes",
+    "milliseconds",
+    "say",
+    "show_table",
+    "times",
+    "working",
+    "write_json",
+    "write_whole",
+]
 _PIPE_WIDTH = 240  # a file has no width: cutting or folding a table for it would only harm
 
 
@@ -81,14 +95,6 @@ def working(text: str, *, timed: bool = False) -> Iterator[Callable[[str], None]
         yield update
 
 
-def milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:.3g}" if seconds < 1 else f"{1000 * seconds:.0f}"
-
-
-def times(ratio: float) -> str:
-    return f"{ratio:.2f}×"
-
-
 def between(low: float, high: float) -> str:
     return f"{low:.2f}–{high:.2f}"
 
@@ -111,29 +117,6 @@ def check_writable(path: Path | None) -> None:
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
     write_whole(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes beside the file and moves it into place, so that nobody ever reads half of it."""
-    try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        partial = Path(name)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            partial.chmod(0o666 & ~_umask())  # mkstemp's files are for their owner alone
-            partial.replace(path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise PostludeError(f"{path}: it cannot be written ({error.strerror}).") from error
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _console(stream: TextIO) -> Console:

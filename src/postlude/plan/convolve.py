@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from postlude.chain import Chain, Convolution
 from postlude.hardware import Machine
 from postlude.plan.few_channels import FewChannels, few_channels_for
@@ -12,10 +14,13 @@ from postlude.plan.program import has_norm
 # A packed position has a multiple of this many channels, so that a tile's rows begin where a descriptor may.
 _CHANNEL_STEP = 16
 _WEIGHT_PROGRAMS = 2  # programs of the weight's gradient for each multiprocessor
+# Rows, neighbouring outputs, stages and warps of the product for the input's gradient, by planes, where 64 channels
+# come out: 0.47 instead of 0.50 ms on chain 61 in one plane, 1.51 instead of 1.66 in two. It has no epilogue to hide.
+_INPUT_GRADIENT = {1: (256, 2, 3, 8), 2: (128, 1, 2, 4)}
 _COLUMNS = 128  # of a tile: neighbouring outputs fill up what their channels leave (see `width_for`)
-# Below this many operations the packing launches cost more than a better convolution gains, by what PyTorch's takes:
-# about 16 TFLOP/s in strict fp32, 100 in TF32, 250 to 500 in 16 bits.
+# Below this many operations the packing launches cost more than a better convolution gains, by what PyTorch's takes.
 _WORTH = {"fp32": 1e9, "tf32": 8e9, "16 bits": 20e9}
+_PYTORCH = {"fp32": 16e12, "tf32": 100e12, "16 bits": 250e12}  # its operations a second on an H200, about
 
 
 def own_convolution(
@@ -62,19 +67,33 @@ def gradient_products(
 ) -> tuple[Gemm | None, WeightGemm | None]:
     """Our products for the gradients of input and weight where our convolution made the forward pass.
 
-    In 16 bits cuDNN's are taken until ours were measured against them; before Hopper the weight's does not fit the
-    registers. With few channels only the weight's is ours: there cuDNN's takes 40 times as long as its convolution.
+    Before Hopper the weight's does not fit the registers. With few channels only the weight's is ours: there cuDNN's
+    takes 40 times as long as its convolution.
     """
-    is_few = isinstance(own, FewChannels)
-    is_fp32 = (conv.dtype or problem.x.dtype) == "float32"
-    arithmetic = Arithmetic("float16", own.planes, scaled=True) if isinstance(own, FewChannels) else own.arithmetic
-    is_exact = is_fp32 or arithmetic.operands == "float64"
-    if not is_exact or machine.architecture != "sm_90" or conv.kernel[-1] > 3:
+    if machine.architecture != "sm_90" or max(conv.kernel[-2:]) > 3:
         return None, None
+    is_few = isinstance(own, FewChannels)
+    if is_few and (conv.dtype or problem.x.dtype) != "float32":
+        return None, None
+    arithmetic = Arithmetic("float16", own.planes, scaled=True) if isinstance(own, FewChannels) else own.arithmetic
     space = problem.x.shape[2:]
-    weight = weight_gemm_for(conv, space, arithmetic, machine)
-    back = input_gradient_of(conv)
-    return None if is_few else product_for(back, conv.output_space(space), arithmetic, machine), weight
+    if is_few:
+        return None, weight_gemm_for(conv, space, arithmetic, machine)
+    back = product_for(input_gradient_of(conv), conv.output_space(space), arithmetic, machine)
+    if back.block_c == 64 and arithmetic.operands != "float64":
+        rows, width, stages, warps = _INPUT_GRADIENT[arithmetic.planes]
+        volume = dataclasses.replace(back.volume, width=min(width, back.volume.width))
+        back = dataclasses.replace(back, rows=rows, volume=volume, stages=stages, warps=warps)
+    return back, weight_gemm_for(conv, space, arithmetic, machine, back.volume.width)
+
+
+def packs_gradient(dx: Gemm | None, dw: WeightGemm | None) -> bool:
+    """Whether the last pass of the gradients writes what both products read, instead of the gradient itself.
+
+    A scale would have to be known before the gradient is. Rows of 34 are read and written in pieces: 0.27 ms on chain
+    61, 0.20 for the two passes; rows of 128 in 0.23 instead of 0.31 (2×32×128³).
+    """
+    return dx is not None and dw is not None and not dx.arithmetic.scaled and dx.volume.space[2] % 32 == 0
 
 
 def arithmetic_for(chain: Chain, problem: Problem) -> Arithmetic | None:
@@ -103,34 +122,63 @@ def _tile(arithmetic: Arithmetic, block_c: int, machine: Machine) -> tuple[int, 
     return (128, block_c, 3, 4) if arithmetic.planes == 1 else (128, block_c, 3, 8)
 
 
+def pytorch_seconds(chain: Chain, problem: Problem) -> float:
+    """About what PyTorch's convolution takes on a card, by its operations."""
+    conv = chain.producer
+    if conv is None:
+        return 0.0
+    return conv.flops(problem.x.shape[0], problem.x.shape[2:]) / _PYTORCH[_mode(chain, problem)]
+
+
+def _mode(chain: Chain, problem: Problem) -> str:
+    return fp32_mode(chain, problem) if body_dtype(chain, problem) in ("float32", "float64") else "16 bits"
+
+
 def _slower(chain: Chain, problem: Problem, arithmetic: Arithmetic) -> str | None:
     conv = chain.producer
     assert conv is not None
     if arithmetic.operands == "float64":
         return "float64 is faster through PyTorch"
-    mode = "16 bits" if not arithmetic.scaled else fp32_mode(chain, problem)
+    mode = _mode(chain, problem)
     if conv.in_channels < 8:
         return "with so few input channels most products would be with zeros"
     if conv.flops(problem.x.shape[0], problem.x.shape[2:]) < _WORTH[mode]:
         return "the convolution is too small for packing its operands to pay"
-    # cuDNN converts what is not channels-last, which costs it as much as packing costs us.
-    few = conv.in_channels <= 64 if problem.x.layout == "contiguous" else conv.in_channels + conv.out_channels <= 64
+    # cuDNN converts what is not channels-last, which costs it as much as packing costs us. In training ours is packed
+    # once for both gradients (64→64 at 64³, channels-last: a step of 1.11 ms, 1.19 through cuDNN).
+    converts = problem.needs_grad or problem.x.layout == "contiguous"
+    few = conv.in_channels <= 64 if converts else conv.in_channels + conv.out_channels <= 64
     if mode == "16 bits" and not few:
         return "cuDNN is faster from this many channels on"
     return None
 
 
-def weight_gemm_for(conv: Convolution, space: tuple[int, ...], arithmetic: Arithmetic, machine: Machine) -> WeightGemm:
-    """The product for the weight's gradient; the convolution must be one that `unsupported` says nothing against."""
-    volume = volume_for(conv, space, 1)
-    rows, columns = min(64, max(16, power_of_two(conv.in_channels))), min(128, max(16, power_of_two(conv.out_channels)))
-    if arithmetic.operands == "float64":
-        rows, columns = min(rows, 32), min(columns, 32)
-    tiles = volume.kernel[0] * volume.kernel[1] * -(-conv.in_channels // rows) * -(-conv.out_channels // columns)
-    splits = max(1, _WEIGHT_PROGRAMS * machine.threads // tiles)
+def weight_gemm_for(
+    conv: Convolution, space: tuple[int, ...], arithmetic: Arithmetic, machine: Machine, width: int = 1
+) -> WeightGemm:
+    """The product for the weight's gradient; the convolution must be one that `unsupported` says nothing against.
+
+    `width` is that of the product for the input's gradient, so that both read the same packed gradient.
+    """
     channels, out_channels = (
         -(-size // _CHANNEL_STEP) * _CHANNEL_STEP for size in (conv.in_channels, conv.out_channels)
     )
-    stages = 2 if arithmetic.planes == 2 or arithmetic.operands == "float64" else 3
-    block_k = 16 if arithmetic.operands == "float64" else 64
-    return WeightGemm(arithmetic, volume, channels, out_channels, rows, columns, block_k, splits, stages, 8)
+    is_exact = arithmetic.operands == "float64"
+    # 32 output channels are half of the rows that a product has on Hopper.
+    neighbours = 2 if out_channels == 32 and conv.kernel[-1] > 1 and not is_exact else 1
+    volume = volume_for(conv, space, max(width, neighbours))
+    shared = volume.kernel[2]
+    rows, columns = min(128, max(16, power_of_two(conv.out_channels))), min(64, max(16, power_of_two(conv.in_channels)))
+    if neighbours > 1:
+        rows, columns = 64, min(256, power_of_two((neighbours - 1 + volume.kernel[2]) * channels))
+        shared = volume.kernel[1] if arithmetic.planes == 1 and columns <= 128 and volume.kernel[1] <= 3 else 1
+    if is_exact:
+        rows, columns = min(rows, 32), min(columns, 32)
+    stages = 2 if arithmetic.planes == 2 or is_exact or neighbours > 1 else 3
+    warps = 4 if rows == 64 and columns < 256 else 8
+    gemm = WeightGemm(
+        *(arithmetic, volume, channels, out_channels, neighbours, shared, rows, columns),
+        *(16 if is_exact else 64, 1, stages, warps),
+    )
+    tiles = gemm.groups * -(-gemm.result[0] // rows) * -(-gemm.result[1] // columns)
+    return dataclasses.replace(gemm, splits=max(1, _WEIGHT_PROGRAMS * machine.threads // tiles))

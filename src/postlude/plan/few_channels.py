@@ -14,7 +14,7 @@ from postlude.plan.program import moments_only
 
 WIDTH = 32  # outputs of a tile along the last axis
 _MOST_FRAGMENTS = 4  # their sums must fit the registers
-_RESERVED = 1 << 10  # bytes of shared memory that the system keeps of each block
+RESERVED = 1 << 10  # bytes of shared memory that the system keeps of each block
 
 
 @dataclass(frozen=True)
@@ -60,17 +60,22 @@ class Geometry:
         return -(-self.cout // (8 * _MOST_FRAGMENTS))
 
 
-def shared_bytes(settings: FewChannels, shape: Geometry) -> int:
-    """Shared memory of a block; the kernel checks this sum against its own."""
+def layout_of_tile(settings: FewChannels, shape: Geometry, slot_bytes: int) -> tuple[int, int]:
+    """Slots of one plane of the staged input, and the products that make an output."""
     kd, kh, kw = shape.kernel
     positions = 4 // shape.cin  # of a slot
     chunks = -(-kw // positions)
-    steps = -(-kd * kh * chunks // 4)
-    half = 8 // settings.planes
+    half = 64 // slot_bytes
     columns = WIDTH + (chunks - 1) * positions
     pitch = (columns + half - 1) // (2 * half) * (2 * half) + half
     plane = (settings.height + kh - 1) * pitch + (half if settings.height % 2 == 0 else 0)
-    slots = (settings.depth + kd - 1) * plane + steps * shape.fragments * 32
+    return plane, -(-kd * kh * chunks // 4)
+
+
+def shared_bytes(settings: FewChannels, shape: Geometry) -> int:
+    """Shared memory of a block; the kernel checks this sum against its own."""
+    plane, steps = layout_of_tile(settings, shape, 8 * settings.planes)
+    slots = (settings.depth + shape.kernel[0] - 1) * plane + steps * shape.fragments * 32
     channels = shape.fragments * 8
     words = 5 * channels + settings.warps * (2 * channels + 2) + steps * 4 + 1
     return slots * 8 * settings.planes + words * 4
@@ -113,7 +118,7 @@ def _fitted(settings: FewChannels, chain: Chain, problem: Problem, machine: Mach
                 blocks=blocks,
                 programs=blocks * machine.threads,
             )
-            if shared_bytes(tile, shape) <= machine.shared_bytes // blocks - _RESERVED:
+            if shared_bytes(tile, shape) <= machine.shared_bytes // blocks - RESERVED:
                 return tile
     return "no tile fits the card's shared memory"
 

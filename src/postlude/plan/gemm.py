@@ -99,18 +99,32 @@ class WeightGemm:
     volume: Volume  # of the packed input
     channels: int  # of a packed position, of the input and of the gradient, padded
     out_channels: int
-    rows: int  # input channels of a tile
-    columns: int  # output channels of a tile
+    neighbours: int  # positions of one row of the product
+    shared: int  # tiles of the input for one of the gradient: the taps along x, or along y where there are neighbours
+    rows: int  # of a tile: output channels
+    columns: int  # of a tile: input channels
     block_k: int
     splits: int
     stages: int
     warps: int
 
     @property
+    def groups(self) -> int:
+        """Of taps that programs share out among themselves."""
+        kd, kh, kw = self.volume.kernel
+        return kd * kh * (kw if self.neighbours == 1 else 1) // self.shared
+
+    @property
+    def result(self) -> tuple[int, int]:
+        """Rows and columns of the product: output channels, and input channels of each position that a row reads."""
+        positions = 1 if self.neighbours == 1 else self.neighbours - 1 + self.volume.kernel[2]
+        return self.neighbours * self.out_channels, positions * self.channels
+
+    @property
     def gradient_volume(self) -> Volume:
         """The gradient in a volume of the input's pitch: what its rows, planes and samples lack lies in front."""
         d, h, w = (whole - out for whole, out in zip(self.volume.padded, self.volume.out))
-        return Volume(self.volume.out, self.volume.kernel, (d, h, w), 1)
+        return Volume(self.volume.out, self.volume.kernel, (d, h, w), self.volume.width)
 
     @property
     def shift(self) -> int:

@@ -8,8 +8,9 @@ from postlude.chain import Chain, Normalize, Reduce, values_of
 from postlude.emit import OPERANDS, pass_slots
 from postlude.emit_gradient import unsupported_gradient
 from postlude.hardware import Machine
-from postlude.plan.convolve import gradient_products, own_convolution
+from postlude.plan.convolve import gradient_products, own_convolution, packs_gradient, pytorch_seconds
 from postlude.plan.few_channels import FewChannels
+from postlude.plan.few_channels_gradient import few_channels_gradient_for
 from postlude.plan.gemm import Gemm
 from postlude.plan.problem import (
     Layout,
@@ -35,6 +36,10 @@ _MOMENTS_TILE = {"contiguous": 1024, "channels_last": 8192}
 _PROGRAMS_PER_CORE = {"contiguous": 8, "channels_last": 2}
 _MOST_TILES = 16  # of one program: each costs the moments one more unit of rounding, at worst
 SMALLEST = 8 << 20  # bytes of the value: below, three launches cost the host more than they save the card
+# The same in training, unless PyTorch's three convolutions take a millisecond: so long is the host busy with a step
+# (2×128→128×32³ in fp16: 1.0 to 1.2 ms, eager 0.8 to 1.0).
+SMALLEST_TRAINED = 32 << 20
+_STEP_SECONDS = 1e-3
 TRAINING_SLAB = 32 << 20  # bytes of a convolution's result that a backward pass computes again at a time
 _OLDEST = 80  # Ampere: the kernels are compiled and tested for nothing older
 
@@ -45,7 +50,7 @@ def lower_for_gpu(chain: Chain, problem: Problem, machine: Machine, even_if_slow
     reasons = _reasons_against(chain, machine)
     if problem.needs_grad:
         reasons += _reasons_against_training(chain, library_tf32)
-    if not even_if_slower and isinstance(own, str):
+    if not even_if_slower:
         reasons += _reasons_to_stay(chain, problem, own)
     if reasons:
         return Refusal(tuple(reasons), library_tf32)
@@ -56,9 +61,10 @@ def lower_for_gpu(chain: Chain, problem: Problem, machine: Machine, even_if_slow
     size, compulsory = body_bytes(chain, problem), compulsory_bytes(chain, problem)
     batch = problem.x.shape[0]
     slab = max(1, min(batch, TRAINING_SLAB * batch // size)) if problem.needs_grad and _is_moments(passes) else batch
-    dx, dw = (None, None)
+    dx, dw, few = None, None, None
     if problem.needs_grad and not isinstance(own, str) and chain.producer is not None:
         dx, dw = gradient_products(chain.producer, problem, own, machine)
+        few = few_channels_gradient_for(own, chain, problem, machine) if isinstance(own, FewChannels) else None
     return Plan(
         chain=chain,
         input=problem.x,
@@ -81,6 +87,8 @@ def lower_for_gpu(chain: Chain, problem: Problem, machine: Machine, even_if_slow
         trains=problem.needs_grad,
         input_gradient=dx,
         weight_gradient=dw,
+        packs_gradient=packs_gradient(dx, dw),
+        few_gradient=few,
         is_lean=problem.memory == "lean" and chain.producer is not None,
     )
 
@@ -203,11 +211,16 @@ def _reasons_against_training(chain: Chain, library_tf32: bool | None) -> list[s
     return reasons if unsupported is None else [*reasons, unsupported]
 
 
-def _reasons_to_stay(chain: Chain, problem: Problem, why_library: str) -> list[str]:
+def _reasons_to_stay(chain: Chain, problem: Problem, own: Own | str) -> list[str]:
     size = body_bytes(chain, problem)
-    if moments_only(chain) is not None and chain.producer is not None:
-        why = f"only moments are needed, but PyTorch's convolution stores its result all the same ({why_library})"
+    if not isinstance(own, str) and not problem.needs_grad:
+        return []
+    if isinstance(own, str) and moments_only(chain) is not None and chain.producer is not None:
+        why = f"only moments are needed, but PyTorch's convolution stores its result all the same ({own})"
         return [f"{why}: nothing is gained"]
-    if size < SMALLEST:
-        return [f"too small to gain: a value of {size / 2**20:.1f} MiB, fusing pays from {SMALLEST >> 20} on"]
+    least = SMALLEST
+    if problem.needs_grad and 3 * pytorch_seconds(chain, problem) < _STEP_SECONDS:
+        least = SMALLEST_TRAINED
+    if size < least:
+        return [f"too small to gain: a value of {size / 2**20:.1f} MiB, fusing pays from {least >> 20} on"]
     return []

@@ -9,9 +9,8 @@ from postlude.plan.gpu import lower_for_gpu
 from postlude.plan.problem import Problem
 from postlude.plan.types import Plan, Refusal
 
-# Devices on which the backward passes were measured and found right. On the GPU they are written and run by Triton's
-# interpreter, not yet by a card.
-TRAINS: frozenset[str] = frozenset()
+# Devices with backward passes of ours; elsewhere a chain in training is PyTorch's.
+TRAINS = frozenset({"cuda"})
 
 
 def lower(chain: Chain, problem: Problem, machine: Machine, *, even_if_slower: bool = False) -> Plan | Refusal:
@@ -29,7 +28,9 @@ def _unsupported(problem: Problem) -> tuple[str, ...]:
     if problem.device not in ("cpu", "cuda"):
         reasons.append(f"there are no fused passes for {problem.device} devices")
     if problem.needs_grad and problem.device not in TRAINS:
-        reasons.append("gradients are needed, and the fused passes have no backward of their own yet")
+        reasons.append(
+            f"gradients are needed, and the fused passes for {problem.device} devices have no backward of their own"
+        )
     if any(spec.elements == 0 for spec in problem.tensors):
         reasons.append("the input is empty")
     if not problem.x.dtype.startswith(("float", "bfloat")):

@@ -7,6 +7,7 @@ from typing import Literal
 
 from postlude.chain import Chain
 from postlude.plan.few_channels import FewChannels
+from postlude.plan.few_channels_gradient import GradientPlan
 from postlude.plan.gemm import Gemm, WeightGemm
 from postlude.plan.problem import Layout, Spec
 
@@ -95,6 +96,8 @@ class Plan:
     trains: bool = False  # gradients will be asked for
     input_gradient: Gemm | None = None  # our products for the convolution's gradients; None: PyTorch's
     weight_gradient: WeightGemm | None = None
+    packs_gradient: bool = False  # the last pass of the gradients packs what it finds for both products
+    few_gradient: GradientPlan | None = None  # both at once, where the convolution is `few_channels`'
     is_lean: bool = False  # nothing of the convolution's size is kept for them: it is computed again
 
     def describe(self) -> list[str]:

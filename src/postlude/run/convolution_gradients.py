@@ -11,6 +11,7 @@ from postlude.chain import Chain, Convolution
 from postlude.plan import Pass, Plan, Store
 from postlude.plan.gemm import input_gradient_of
 from postlude.run.gemm import GemmConvolution
+from postlude.run.packing import Packed
 from postlude.run.weight_gradient import WeightGradient
 
 
@@ -28,20 +29,36 @@ class ConvolutionGradients:
             self.input = GemmConvolution(back, plan.input_gradient)
         if plan.weight_gradient is not None:
             self.weight = WeightGradient(conv, plan.weight_gradient, x, plan.value)
+        # Both read the gradient in the same volume.
+        self.pack = self.input.pack.input if self.input is not None and self.weight is not None else None
 
-    def __call__(self, dv: Tensor, x: Tensor, weight: Tensor, needs_x: bool, needs_weight: bool) -> list[Tensor | None]:
-        """`dv` has the layout of the convolution's result; what needs no gradient gets None."""
+    def packed(self, dv: Tensor) -> Packed | None:
+        """The gradient at the convolution's result as both products read it; None where PyTorch reads it as it is."""
+        return None if self.pack is None else self.pack(dv)
+
+    def __call__(
+        self,
+        dv: Tensor | None,
+        packed: Packed | None,
+        x: Tensor,
+        weight: Tensor,
+        needs_x: bool,
+        needs_weight: bool,
+    ) -> list[Tensor | None]:
+        """What needs no gradient gets None. `dv`, in the layout of the result, is read where nothing is packed."""
         dx: Tensor | None = None
         dw: Tensor | None = None
+        operand = packed[0] if packed is not None else dv
+        assert operand is not None
         if needs_x and self.input is not None:
-            dx, _ = self.input((dv, weight))
+            dx, _ = self.input((operand, weight), packed)
         if needs_weight and self.weight is not None:
-            dw = self.weight(x, dv, weight)
+            dw = self.weight(x, packed or self.weight.pack_g(operand), weight)
         left = [needs_x and dx is None, needs_weight and dw is None, False]
         if any(left):
             conv = self.conv
             sizes = (list(conv.stride), list(conv.padding), list(conv.dilation))
             more = (conv.transposed, list(conv.output_padding), conv.groups)
-            found = torch.ops.aten.convolution_backward(dv, x, weight, None, *sizes, *more, left)
+            found = torch.ops.aten.convolution_backward(operand, x, weight, None, *sizes, *more, left)
             dx, dw = found[0] if left[0] else dx, found[1] if left[1] else dw
         return [dx, dw]

@@ -49,8 +49,17 @@ class FewChannelsConvolution:
 
 def defines(settings: FewChannels, shape: Geometry) -> tuple[str, ...]:
     """The compiler's options that make this kernel of the source."""
+    return options_of({**common_defines(settings, shape), "SHARED_BYTES": shared_bytes(settings, shape)})
+
+
+def options_of(values: dict[str, int]) -> tuple[str, ...]:
+    return tuple(f"-D{name}={value}" for name, value in values.items())
+
+
+def common_defines(settings: FewChannels, shape: Geometry) -> dict[str, int]:
+    """What the kernels of few channels have in common."""
     _check(settings, shape)
-    values = {
+    return {
         "CIN": shape.cin,
         "COUT": shape.cout,
         "NFRAG": shape.fragments,
@@ -65,9 +74,7 @@ def defines(settings: FewChannels, shape: Geometry) -> tuple[str, ...]:
         "R": settings.rows,
         "WARPS": settings.warps,
         "BLOCKS": settings.blocks,
-        "SHARED_BYTES": shared_bytes(settings, shape),
     }
-    return tuple(f"-D{name}={value}" for name, value in values.items())
 
 
 def _check(settings: FewChannels, shape: Geometry) -> None:
@@ -83,8 +90,8 @@ def _check(settings: FewChannels, shape: Geometry) -> None:
 
 
 @functools.cache
-def source() -> nvrtc.Source:
-    return nvrtc.read_source(Path(str(resources.files("postlude.kernels") / "cuda")), "few_channels.cu")
+def source(name: str = "few_channels.cu") -> nvrtc.Source:
+    return nvrtc.read_source(Path(str(resources.files("postlude.kernels") / "cuda")), name)
 
 
 @functools.cache
@@ -106,7 +113,7 @@ class Ready:
         settings: FewChannels,
         transposed: bool,
     ) -> None:
-        shape, out = _geometry(x, weight, bias, padding, transposed)
+        shape, out = geometry_of(x, weight, bias, padding, transposed)
         batch, (deep, high, per_row) = x.shape[0], settings.tiles(out)
         per_plane = high * per_row
         tiles = deep * per_plane
@@ -115,8 +122,7 @@ class Ready:
             raise ValueError(f"an input of {tuple(x.shape)} is too large for this kernel")
         self.kernel = _kernel(settings, shape, x.device.index or 0)
         self.shape, self.counts, self.threads = (2, batch, shape.cout, tiles), (batch, tiles), settings.warps * 32
-        w_o, w_c, *w_taps = weight.stride()
-        w_strides = (w_c, w_o, *w_taps) if transposed else (w_o, w_c, *w_taps)
+        w_strides = weight_strides(weight, transposed)
         self.grid = (min(units, settings.programs) if settings.programs else units, shape.channel_blocks)
         self.sizes = (units, tiles, per_plane, per_row, *out, *x.stride(), *x.shape[2:], *w_strides, 0)
 
@@ -146,7 +152,13 @@ def convolve_moments(
     return Ready(x, weight, bias, padding, settings, transposed)(x, weight, bias)
 
 
-def _geometry(
+def weight_strides(weight: Tensor, transposed: bool) -> tuple[int, ...]:
+    """Of the output's channels, the input's, and the taps."""
+    first, second, *taps = weight.stride()
+    return (second, first, *taps) if transposed else (first, second, *taps)
+
+
+def geometry_of(
     x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, int, int], transposed: bool
 ) -> tuple[Geometry, tuple[int, int, int]]:
     """And the size of the output."""

@@ -14,7 +14,7 @@ from postlude.plan.gemm import Gemm
 from postlude.plan.problem import memory_format
 from postlude.plan.types import Moments
 from postlude.run.launch import Launch, accumulator, descriptor
-from postlude.run.packing import InputPacking, weight_strides
+from postlude.run.packing import InputPacking, Packed, weight_strides
 from postlude.run.passes import Operands, Partials, accumulator_of
 from postlude.run.programs import program
 
@@ -40,13 +40,16 @@ class GemmConvolution:
         before = program(plan.chain, "before", item.last, self.operands.slots)
         self.launch = self._prepared(gemm, before)
 
-    def __call__(self, tensors: Sequence[Tensor]) -> tuple[Tensor | None, Partials | None]:
-        x = tensors[0].contiguous(memory_format=self.input_format)
+    def __call__(
+        self, tensors: Sequence[Tensor], packed: Packed | None = None
+    ) -> tuple[Tensor | None, Partials | None]:
+        """`packed` is the input, where it was packed before: then it is read instead of the tensor."""
+        x = tensors[0] if packed is not None else tensors[0].contiguous(memory_format=self.input_format)
         device, shape = x.device, self.value.shape
         value = None
         if self.store != "no":
             value = torch.empty(shape, dtype=self.dtype, device=device, memory_format=self.format)
-        operands, unscale = self.pack(x, tensors[1])
+        operands, unscale = self.pack(x, tensors[1], packed)
         mean = m2 = count = unscale  # unwritten without moments
         if self.moments != "no":
             mean = torch.empty((*shape[:2], self.chunks), dtype=self.acc, device=device)
@@ -95,7 +98,7 @@ class Packing:
     def __init__(self, plan: Plan, gemm: Gemm) -> None:
         conv, volume = plan.chain.producer, gemm.volume
         assert conv is not None
-        self.gemm, self.arithmetic = gemm, gemm.arithmetic
+        self.gemm, self.arithmetic, self.batch = gemm, gemm.arithmetic, plan.input.shape[0]
         self.dtype = getattr(torch, gemm.arithmetic.operands)
         self.transposed, self.channels = conv.transposed, (conv.out_channels, conv.in_channels)
         self.outputs = -(-conv.out_channels // gemm.block_c) * gemm.block_c
@@ -105,9 +108,11 @@ class Packing:
         self.weights: dict[tuple[int, ...], Launch] = {}  # by the weight's strides
         self.templates: tuple[Any, Any] | None = None
 
-    def __call__(self, x: Tensor, weight: Tensor) -> tuple[tuple[Any, Any, Any], Tensor]:
+    def __call__(
+        self, x: Tensor, weight: Tensor, packed_x: Packed | None = None
+    ) -> tuple[tuple[Any, Any, Any], Tensor]:
         """Descriptors of both planes (one twice, where there is one) and of the weight, and what undoes its scales."""
-        high, low, largest = self.input(x)
+        high, low, largest = packed_x or self.input(x)
         packed = torch.empty(self.weight_shape, dtype=self.dtype, device=x.device)
         unscale = packed
         if self.arithmetic.scaled:
@@ -117,7 +122,7 @@ class Packing:
             launch = self.weights[weight.stride()] = self._weight(weight)
         launch(weight, packed, largest, unscale)
         if self.templates is None:
-            self.templates = _templates(self.gemm, x.shape[0], high, packed)
+            self.templates = _templates(self.gemm, self.batch, high, packed)
         rows, columns = self.templates
         d_high = descriptor(rows, high)
         d_low = descriptor(rows, low) if self.arithmetic.planes == 2 else d_high

@@ -20,6 +20,8 @@ from postlude.plan.gpu import last_fused_step
 from postlude.plan.problem import Spec, memory_format, power_of_two
 from postlude.plan.types import Tile
 from postlude.run.launch import Launch, accumulator
+from postlude.run.packed_gradient import PackedGradientPass
+from postlude.run.packing import InputPacking
 from postlude.run.passes import Operands, accumulator_of, grid_of, shape_constants, sizes_of, tile_of
 from postlude.run.programs import HEADER, compose
 
@@ -32,10 +34,11 @@ class GradientPasses:
     """Gradients of the chain's steps up to the last fused one, from the gradient of that one's value.
 
     `needs` are the slots whose gradient is wanted. The input's and the weight's are made by the convolution from the
-    gradient at the first value, which is always computed; without a convolution it is the input's.
+    gradient at the first value, which is always computed; without a convolution it is the input's. With `packing`,
+    that gradient comes packed.
     """
 
-    def __init__(self, plan: Plan, needs: frozenset[int]) -> None:
+    def __init__(self, plan: Plan, needs: frozenset[int], packing: InputPacking | None = None) -> None:
         chain, value, last = plan.chain, plan.value, last_fused_step(plan.chain)
         reason = unsupported_gradient(chain, last)
         if reason is not None:
@@ -54,14 +57,19 @@ class GradientPasses:
             per_group = value.shape[1] // (self.norm.groups or value.shape[1])
             self.sums = SumsPass(value, tile, _composed(first, "sums"), 2 + len(self.wanted.sums), per_group)
             self.combine = CombineSums(value, self.sums.chunks, per_group, self.norm.weight is not None)
-        self.gradient = GradientPass(value, tile, _composed(text, "gradient"), self.norm, self.wanted, per_group)
+        rest = (_composed(text, "gradient"), self.norm, self.wanted, per_group)
+        self.gradient = (
+            GradientPass(value, tile, *rest) if packing is None else PackedGradientPass(value, packing, *rest)
+        )
+        self.vectors = self._vectors()
+        self.add = AddChannels(value, None if self.sums is None else self.sums.shape, self.gradient.shape)
         # A residual's gradient does not depend on it, as a rule: then it need not be there at all.
         self.unread = {slot for slot in self.operands.slots if chain.roles[slot] == "full"} - read
 
     def __call__(
         self, value: Tensor, moments: tuple[Tensor, Tensor] | None, dy: Tensor, tensors: Sequence[Tensor]
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """The gradient at the first value, and each slot's in its dtype.
+        """The gradient at the first value (packed, if so asked for), and each slot's in its dtype.
 
         `value` is the convolution's result without its bias, or the input; `moments` the norm's mean and rstd.
         """
@@ -69,28 +77,35 @@ class GradientPasses:
         dy = dy.to(self.dtype).contiguous(memory_format=self.format)
         operands = self.operands([value if slot in self.unread else t for slot, t in enumerate(tensors)], value)
         means = group_means = moments or (value, value)  # unread without a norm
-        found: dict[int, list[Tensor]] = {}
+        sums = None
         if self.sums is not None and self.combine is not None and self.norm is not None:
             sums = self.sums(value, dy, means, operands)
-            weight, bias = (None if slot is None else slot.index for slot in (self.norm.weight, self.norm.bias))
-            self._add(found, (bias, weight, *self.wanted.sums), sums)
-            group_means = self.combine(sums, None if weight is None else tensors[weight].contiguous())
+            weight = None if self.norm.weight is None else tensors[self.norm.weight.index].contiguous()
+            group_means = self.combine(sums, weight)
         dtypes = [tensors[slot].dtype for slot in self.wanted.full]
-        dv0, sums, full = self.gradient(value, dy, (*means, *group_means), operands, dtypes)
-        self._add(found, self.wanted.totals, sums)
+        dv0, totals, full = self.gradient(value, dy, (*means, *group_means), operands, dtypes)
         gradients = dict(zip(self.wanted.full, full))
-        for slot, parts in found.items():
-            total = functools.reduce(torch.add, parts)  # a vector may be the norm's and a step's at once
-            total = total.sum() if tensors[slot].numel() == 1 else total  # one number for all channels
-            gradients[slot] = total.to(tensors[slot].dtype).reshape(tensors[slot].shape)
+        if self.vectors:
+            dtype = functools.reduce(torch.promote_types, [tensors[slot].dtype for slot in self.vectors])
+            added = self.add(sums, totals, dtype)
+            for slot, rows in self.vectors.items():
+                total = functools.reduce(torch.add, [added[row] for row in rows])
+                total = total.sum() if tensors[slot].numel() == 1 else total  # one number for all channels
+                gradients[slot] = total.to(tensors[slot].dtype).view(tensors[slot].shape)
         return dv0, gradients
 
-    def _add(self, found: dict[int, list[Tensor]], slots: Sequence[int | None], sums: Tensor) -> None:
-        """Sums [COUNT, N, C, CHUNKS] over samples and chunks, where a slot needs them."""
-        if any(slot in self.needs for slot in slots):
-            for slot, total in zip(slots, sums.sum((1, 3), dtype=torch.float64)):
-                if slot is not None and slot in self.needs:
-                    found.setdefault(slot, []).append(total)
+    def _vectors(self) -> dict[int, list[int]]:
+        """Slots of vectors that need a gradient, and the sums that make it: the norm's, a step's, or both."""
+        slots: list[int | None] = []
+        if self.norm is not None:
+            norm = (self.norm.bias, self.norm.weight)
+            slots += [None if slot is None else slot.index for slot in norm] + list(self.wanted.sums)
+        slots += self.wanted.totals
+        found: dict[int, list[int]] = {}
+        for row, slot in enumerate(slots):
+            if slot is not None and slot in self.needs:
+                found.setdefault(slot, []).append(row)
+        return found
 
 
 class SumsPass:
@@ -138,6 +153,26 @@ class CombineSums:
         a, b = both[0], both[1]
         self.launch(sums, sums if weight is None else weight, a, b)
         return a, b
+
+
+class AddChannels:
+    """Sums [COUNT, N, C, CHUNKS] of both passes over samples and chunks, in one launch."""
+
+    def __init__(self, value: Spec, first: tuple[int, ...] | None, second: tuple[int, ...]) -> None:
+        from postlude.kernels.triton.gradient import add_channels_kernel
+
+        batch, channels, _ = sizes_of(value)
+        rows, chunks = (0, 1) if first is None else (first[0], first[3])
+        self.shape = (rows + second[0], channels)
+        numbers = (batch, channels, chunks, second[3], rows)
+        block = min(4096, max(32, power_of_two(batch * max(chunks, second[3]))))
+        self.launch = Launch(add_channels_kernel, self.shape, numbers, {"BLOCK": block}, 8 if block > 1024 else 4)
+
+    def __call__(self, first: Tensor | None, second: Tensor, dtype: torch.dtype) -> Tensor:
+        added = torch.empty(self.shape, dtype=dtype, device=second.device)
+        first = second if first is None else first
+        self.launch(first, second if second.numel() else first, added)
+        return added
 
 
 class GradientPass:

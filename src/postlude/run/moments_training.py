@@ -7,6 +7,9 @@ autograd takes the gradient through that function. At the convolution's result v
 
 so the backward pass computes v again, a few samples at a time, turns it into dv where it lies, and hands that to the
 convolution's gradients. The bias gets Σ dv = Σ dmean, for what is left of v sums to nothing.
+
+Where the convolution is one of few channels, one kernel of ours does all of that without a slab, from a table of a and
+b; where the chain is a norm and a reduction, one small launch makes the table (`moments_gradient.py`).
 """
 
 from __future__ import annotations
@@ -21,11 +24,13 @@ from torch import Tensor
 from postlude.plan import Plan
 from postlude.plan.types import Moments as MomentsSink
 from postlude.run.convolution_gradients import ConvolutionGradients
+from postlude.run.few_channels_gradient import FewChannelsGradients
 from postlude.run.finish_moments import FinishMoments
 from postlude.run.gpu import GpuRun, on_device_of
 from postlude.run.library import CONVOLVED, cast_for_convolution, convolve
 from postlude.run.moments import Moments, finish
-from postlude.run.passes import accumulator_of
+from postlude.run.moments_gradient import CombinedMoments, MomentsGradient, closed_form, table_of
+from postlude.run.passes import Partials, accumulator_of
 from postlude.run.training import differentiable
 
 
@@ -42,6 +47,10 @@ class MomentsTraining:
         self.first = item.last + 1
         self.dtype = getattr(torch, plan.result_dtype)
         self.gradients: dict[int, ConvolutionGradients] = {}  # by samples of a slab
+        few = plan.few_gradient
+        self.few = None if few is None else FewChannelsGradients(plan, few)
+        self.combine = None if few is None else CombinedMoments(plan.value)
+        self.direct = None if few is None or closed_form(self.chain) is None else MomentsGradient(plan)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
         result: Tensor = _MomentsFunction.apply(self, *cast_for_convolution(self.chain, tensors))  # type: ignore[no-untyped-call]
@@ -50,20 +59,28 @@ class MomentsTraining:
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Moments]:
         _, partials = self.run.first_pass(tensors)
         assert partials is not None
-        return self.finish(partials, tensors), self.finish.combined(partials)
+        return self.finish(partials, tensors), self._combined(partials)
+
+    def _combined(self, partials: Partials) -> Moments:
+        return self.finish.combined(partials) if self.combine is None else self.combine(partials)
 
     def gradients_again(self, tensors: Sequence[Tensor], dy: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
         """From the tensors alone, where nothing could be kept: the first pass runs again."""
         tensors = cast_for_convolution(self.chain, tensors)
         _, partials = self.run.first_pass(tensors)
         assert partials is not None
-        return self.backward(tensors, self.finish.combined(partials), dy, needs)
+        return self.backward(tensors, self._combined(partials), dy, needs)
 
     def backward(
         self, tensors: Sequence[Tensor], moments: Moments, dy: Tensor, needs: Sequence[bool]
     ) -> list[Tensor | None]:
         conv = self.chain.producer
         assert conv is not None
+        if self.direct is not None and self.few is not None:
+            grads, table = self.direct(tensors, moments, dy, needs)
+            if needs[0] or needs[1]:
+                grads[:2] = self.few(tensors[0], tensors[1], table, needs[0], needs[1])
+            return grads
         grads, dmean, dvariance = self._through_moments(tensors, moments, dy, needs)
         if conv.has_bias and needs[2]:
             grads[2] = dmean.sum(0).to(tensors[2].dtype)
@@ -72,7 +89,11 @@ class MomentsTraining:
             shift = dmean / moments.positions - slope * moments.mean
             if conv.has_bias:  # v is computed without it
                 shift = shift + slope * tensors[2].double()
-            grads[:2] = self._through_convolution(tensors[0], tensors[1], shift, slope, needs)
+            if self.few is not None:
+                table = table_of(shift, slope, dmean, moments)
+                grads[:2] = self.few(tensors[0], tensors[1], table, needs[0], needs[1])
+            else:
+                grads[:2] = self._through_convolution(tensors[0], tensors[1], shift, slope, needs)
         return grads
 
     def _through_moments(
@@ -107,7 +128,7 @@ class MomentsTraining:
             v = convolve(conv, x[part], weight, None, self.plan.library_tf32)
             a, b = (t[part].to(v.dtype).view(shape) for t in (shift, slope))
             dv = torch.addcmul(a, b, v, out=v)
-            found = self._gradients(len(v))(dv, x[part], weight, needs[0], needs[1])
+            found = self._gradients(len(v))(dv, None, x[part], weight, needs[0], needs[1])
             if dx is not None and found[0] is not None:
                 dx[part] = found[0]
             if found[1] is not None:

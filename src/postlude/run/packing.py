@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from postlude.plan.gemm import Arithmetic, Volume
-from postlude.plan.problem import Spec, power_of_two
+from postlude.plan.problem import Layout, Spec, power_of_two
 from postlude.run.launch import Launch
 
+# [rows, pitch, channels] twice (the same where there is one plane), and the channels' largest magnitudes
+Packed = tuple[Tensor, Tensor, Tensor]
 _PACK_BLOCK = 64  # positions of a packing tile
 _LARGEST_TILES = 4  # of 4096 elements, for one program that looks for the largest
 
@@ -24,14 +26,25 @@ class InputPacking:
     """For tensors of one shape and layout, into one volume."""
 
     def __init__(self, x: Spec, volume: Volume, arithmetic: Arithmetic, channels: int) -> None:
-        self.arithmetic, self.dtype = arithmetic, getattr(torch, arithmetic.operands)
+        self.arithmetic, self.dtype, self.volume = arithmetic, getattr(torch, arithmetic.operands), volume
         self.shape = (x.shape[0] * volume.sample_rows + volume.tail_rows, volume.pitch, channels)
         self.channels = x.shape[1]
         self.largest = _largest(x) if arithmetic.scaled else None
-        self.launch = self._prepared(x, volume)
+        width = volume.space[2]
+        block, block_c = min(_PACK_BLOCK, max(16, power_of_two(width))), min(64, channels & -channels)
+        self.grid = (self.shape[0], -(-width // block), channels // block_c)
+        self.numbers = (
+            *x.shape[:2],
+            *volume.space,
+            *volume.padding,
+            volume.pitch,
+            volume.padded[1],
+            volume.sample_rows,
+        )
+        self.tile = {"BLOCK": block, "BLOCK_C": block_c, "PAD": power_of_two(max(1, volume.padding[2]))}
+        self.launch = self._prepared(x.layout)
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[rows, pitch, channels] twice (the same where there is one plane), and the channels' largest magnitudes."""
+    def __call__(self, x: Tensor) -> Packed:
         largest = x
         if self.largest is not None:
             largest = torch.zeros(self.channels, dtype=torch.int32, device=x.device)
@@ -41,23 +54,17 @@ class InputPacking:
         self.launch(x, high, low, largest)
         return high, low, largest
 
-    def _prepared(self, x: Spec, volume: Volume) -> Launch:
+    def _prepared(self, layout: Layout) -> Launch:
         from postlude.kernels.triton.pack import pack_input_kernel
 
-        width, channels = volume.space[2], self.shape[2]
-        block, block_c = min(_PACK_BLOCK, max(16, power_of_two(width))), min(64, channels & -channels)
-        grid = (self.shape[0], -(-width // block), channels // block_c)
-        numbers = (*x.shape[:2], *volume.space, *volume.padding, volume.pitch, volume.padded[1], volume.sample_rows)
         constants = {
-            "CP": channels,
+            "CP": self.shape[2],
             "PLANES": self.arithmetic.planes,
             "SCALED": self.arithmetic.scaled,
-            "LAST": x.layout == "channels_last",
-            "BLOCK": block,
-            "BLOCK_C": block_c,
-            "PAD": power_of_two(max(1, volume.padding[2])),
+            "LAST": layout == "channels_last",
+            **self.tile,
         }
-        return Launch(pack_input_kernel, grid, numbers, constants)
+        return Launch(pack_input_kernel, self.grid, self.numbers, constants)
 
 
 def _largest(x: Spec) -> Launch:

@@ -53,13 +53,17 @@ class Training:
         wanted = frozenset(slot for slot, is_needed in enumerate(needs) if is_needed)
         passes = self.gradients.get(wanted)
         if passes is None:
-            passes = self.gradients[wanted] = GradientPasses(self.plan, wanted)
+            packing = self.convolution.pack if self.convolution is not None and self.plan.packs_gradient else None
+            passes = self.gradients[wanted] = GradientPasses(self.plan, wanted, packing)
+        dv: Tensor | None
         dv, found = passes(value, moments, dy, tensors)
         grads = [found.get(slot) for slot in range(len(needs))]
         if self.convolution is None:
             grads[0] = dv.to(tensors[0].dtype) if needs[0] else None
         elif needs[0] or needs[1]:
-            grads[:2] = self.convolution(dv, tensors[0], tensors[1], needs[0], needs[1])
+            packed = (dv, dv, dv) if self.plan.packs_gradient else self.convolution.packed(dv)
+            dv = dv if packed is None else None  # of the result's size: not to be kept for nothing
+            grads[:2] = self.convolution(dv, packed, tensors[0], tensors[1], needs[0], needs[1])
         return grads
 
 

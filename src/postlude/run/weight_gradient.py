@@ -11,9 +11,9 @@ from postlude.chain import Convolution
 from postlude.plan.gemm import WeightGemm
 from postlude.plan.problem import Spec, power_of_two
 from postlude.run.launch import Launch, accumulator, descriptor
-from postlude.run.packing import InputPacking, weight_strides
+from postlude.run.packing import InputPacking, Packed, weight_strides
 
-_BLOCK = 128  # output channels that one program adds up
+_BLOCK = 128  # input channels that one program adds up
 
 
 class WeightGradient:
@@ -26,16 +26,16 @@ class WeightGradient:
         kd, kh, kw = gemm.volume.kernel
         self.taps = kd * kh * kw
         self.acc = torch.float64 if gemm.arithmetic.operands == "float64" else torch.float32
-        self.rows = x.shape[0] * gemm.volume.sample_rows * gemm.volume.pitch
-        self.parts = (gemm.splits, self.taps, conv.in_channels, conv.out_channels)
+        self.rows = x.shape[0] * gemm.volume.sample_rows * gemm.volume.pitch // gemm.neighbours
+        self.parts = (gemm.splits, gemm.groups * gemm.shared, *gemm.result)
         self.product = self._product()
         self.sums: dict[tuple[int, ...], Launch] = {}  # by the weight's strides
         self.templates: tuple[Any, Any] | None = None
 
-    def __call__(self, x: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, gradient: Packed, weight: Tensor) -> Tensor:
         """The gradient of `weight`, of its dtype and strides."""
         x_high, x_low, x_largest = self.pack_x(x)
-        g_high, g_low, g_largest = self.pack_g(gradient)
+        g_high, g_low, g_largest = gradient
         if self.templates is None:
             self.templates = self._templates(x_high, g_high)
         rows, columns = self.templates
@@ -57,15 +57,17 @@ class WeightGradient:
     def _product(self) -> Launch:
         from postlude.kernels.triton.weight_gradient import weight_gradient_kernel
 
-        gemm, (kd, kh, kw) = self.gemm, self.gemm.volume.kernel
-        cin, cout = self.conv.in_channels, self.conv.out_channels
+        gemm, volume = self.gemm, self.gemm.volume
+        rows, columns = gemm.result
         steps = -(-self.rows // (gemm.block_k * gemm.splits))
-        grid = (kd * kh * gemm.splits, -(-cin // gemm.rows), -(-cout // gemm.columns))
-        numbers = (cin, cout, steps, gemm.volume.pitch, gemm.volume.plane, gemm.shift)
+        grid = (gemm.groups * gemm.splits, -(-rows // gemm.rows), -(-columns // gemm.columns))
+        following = 1 if gemm.neighbours == 1 else volume.pitch
+        numbers = (rows, columns, steps, volume.pitch, volume.plane, following, gemm.shift, gemm.channels)
         constants = {
-            "KD": kd,
-            "KH": kh,
-            "KW": kw,
+            "GROUPS": gemm.groups,
+            "PER_PLANE": gemm.groups // volume.kernel[0],
+            "SHARED": gemm.shared,
+            "J": gemm.neighbours,
             "PLANES": gemm.arithmetic.planes,
             "BM": gemm.rows,
             "BN": gemm.columns,
@@ -79,26 +81,29 @@ class WeightGradient:
         from postlude.kernels.triton.pack import scale_for
         from postlude.kernels.triton.weight_gradient import add_splits_kernel
 
-        conv, (splits, taps, cin, cout) = self.conv, self.parts
-        block = min(_BLOCK, power_of_two(cout))
+        conv, gemm = self.conv, self.gemm
+        block = min(_BLOCK, power_of_two(conv.in_channels))
         constants = {
-            "TAPS": taps,
+            "TAPS": self.taps,
+            "KW": gemm.volume.kernel[2],
+            "J": gemm.neighbours,
             "FLIP": conv.transposed,
-            "SCALED": self.gemm.arithmetic.scaled,
+            "SCALED": gemm.arithmetic.scaled,
             "BLOCK": block,
             "ACC": accumulator(self.acc),
             "SCALE": scale_for,
         }
-        numbers = (splits, cin, cout, *weight_strides(weight, conv.transposed))
-        return Launch(add_splits_kernel, (taps * cin, -(-cout // block)), numbers, constants)
+        numbers = (*self.parts, conv.in_channels, *weight_strides(weight, conv.transposed))
+        grid = (self.taps * conv.out_channels, -(-conv.in_channels // block))
+        return Launch(add_splits_kernel, grid, numbers, constants)
 
     def _templates(self, x: Tensor, gradient: Tensor) -> tuple[Any, Any]:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         gemm = self.gemm
+        each, rows = gemm.neighbours * gemm.channels, gemm.neighbours * gemm.out_channels
+        columns = each + gemm.result[1] - gemm.channels  # a row's positions, wherever among its neighbours it begins
         return (
-            TensorDescriptor(x, [self.rows, gemm.channels], [gemm.channels, 1], [gemm.block_k, gemm.rows]),
-            TensorDescriptor(
-                gradient, [self.rows, gemm.out_channels], [gemm.out_channels, 1], [gemm.block_k, gemm.columns]
-            ),
+            TensorDescriptor(x, [self.rows, columns], [each, 1], [gemm.block_k, gemm.columns]),
+            TensorDescriptor(gradient, [self.rows, rows], [rows, 1], [gemm.block_k, gemm.rows]),
         )

@@ -204,3 +204,29 @@ inline void mma(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a
     });
     std::memcpy(d, result, 16);
 }
+
+// ldmatrix.x4: lane 8m + r brings the address of row r of matrix m, lane (g, t) gets numbers 2t and 2t + 1 of row g of
+// each matrix, or of column g
+template <bool TRANSPOSED>
+inline void load_four(unsigned (&d)[4], const void* row)
+{
+    std::uint32_t words[2];
+    std::memcpy(words, &row, 8);
+    if ((std::uintptr_t)row % 16 != 0) std::abort();
+    host::exchange(words, 2, d, 4, [](host::Exchange& warp) {
+        for (int lane = 0; lane < host::WARP; lane++)
+            for (int m = 0; m < 4; m++) {
+                std::uint16_t pair[2];
+                for (int i = 0; i < 2; i++) {
+                    int r = TRANSPOSED ? lane % 4 * 2 + i : lane / 4, c = TRANSPOSED ? lane / 4 : lane % 4 * 2 + i;
+                    const std::uint16_t* from;
+                    std::memcpy(&from, warp.in[8 * m + r], 8);
+                    pair[i] = from[c];
+                }
+                warp.out[lane][m] = pair[0] | (std::uint32_t)pair[1] << 16;
+            }
+    });
+}
+
+inline void load_matrices(unsigned (&d)[4], const void* row) { load_four<false>(d, row); }
+inline void load_transposed(unsigned (&d)[4], const void* row) { load_four<true>(d, row); }

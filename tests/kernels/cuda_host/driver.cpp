@@ -29,9 +29,9 @@ static void run(void (*kernel)(A...), const std::int64_t* slots)
 // 0, 1 where threads wait for one another for ever, 2 where the arguments are not as many as the kernel's
 extern "C" int launch(int grid_x, int grid_y, int threads, const std::int64_t* slots, int arguments)
 {
-    if (arguments != count(few_channels_moments)) return 2;
+    if (arguments != count(POSTLUDE_ENTRY)) return 2;
     host::grid = {grid_x, grid_y};
-    host::body = [slots] { run(few_channels_moments, slots); };
+    host::body = [slots] { run(POSTLUDE_ENTRY, slots); };
     for (int y = 0; y < grid_y; y++)
         for (int x = 0; x < grid_x; x++) {
             host::block = {x, y};

@@ -8,9 +8,6 @@ struct Moments {
     float mean[NFRAG][2], m2[NFRAG][2];
 };
 
-// R rows of 32 outputs, as fragments: row i / 2, x = 16·(i % 2) + g and the same + 8
-typedef float Sums[2 * R][NFRAG][4];
-
 // Adds a group of rows. Bit 4r + i of `valid`: the output of row r at x = 8i + g is one.
 __device__ __forceinline__ void take_in(Moments& have, Sums& sums, u32 valid, const float* unscales,
                                         const float* biases)

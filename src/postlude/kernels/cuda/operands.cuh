@@ -1,6 +1,7 @@
 // Operands of a tensor-core product of 16-bit numbers: conversion, scaling by powers of two, one plane or two.
 //
 // INPUT_BITS is 32, or 16 for input of the operand's own type; BFLOAT chooses bf16 operands; PLANES is 1 or 2.
+// WIDE_SLOTS makes slots of one plane as wide as those of two, so that rows of 8×8 matrices can begin at any of them.
 // A slot is 4 neighbouring numbers of an operand: with two planes four times fp16(number), then fp16 of what is left.
 // What only the device has is between the guards; tests put their own in its place and run the rest on the host.
 
@@ -15,8 +16,12 @@ typedef float input_t;
 typedef u16 input_t;
 #endif
 
-#if PLANES == 2
-typedef uint4 slot_t;  // x, y: the high plane, z, w: the low one
+#ifndef WIDE_SLOTS
+#define WIDE_SLOTS (PLANES == 2)
+#endif
+
+#if WIDE_SLOTS
+typedef uint4 slot_t;  // x, y: the high plane, z, w: the low one, or 0 where there is none
 #else
 typedef uint2 slot_t;
 #endif
@@ -101,6 +106,8 @@ __device__ __forceinline__ slot_t make_slot(const float (&v)[4])
 #if PLANES == 2
     slot.z = pack_pair(rest_of(v[0], slot.x, 0), rest_of(v[1], slot.x, 1));
     slot.w = pack_pair(rest_of(v[2], slot.y, 0), rest_of(v[3], slot.y, 1));
+#elif WIDE_SLOTS
+    slot.z = slot.w = 0u;
 #endif
     return slot;
 }
@@ -110,5 +117,8 @@ __device__ __forceinline__ slot_t make_slot(const u16 (&v)[4])
     slot_t slot;
     slot.x = v[0] | (u32)v[1] << 16;
     slot.y = v[2] | (u32)v[3] << 16;
+#if WIDE_SLOTS
+    slot.z = slot.w = 0u;
+#endif
     return slot;
 }

@@ -146,6 +146,34 @@ def combine_sums_kernel(
 
 
 @triton.jit
+def add_channels_kernel(
+    p_first,  # [FIRST, N, C, CHUNKS]
+    p_second,  # [SECOND, N, C, CHUNKS2]
+    p_out,  # [FIRST + SECOND, C], out
+    N,
+    C,
+    CHUNKS,
+    CHUNKS2,
+    FIRST,
+    BLOCK: tl.constexpr,
+):
+    i_out = tl.program_id(0)
+    i_c = tl.program_id(1)
+    chunks = CHUNKS
+    p = p_first + i_out.to(tl.int64) * N * C * CHUNKS
+    if i_out >= FIRST:
+        chunks = CHUNKS2
+        p = p_second + (i_out - FIRST).to(tl.int64) * N * C * CHUNKS2
+    # Sums of opposite signs may be far larger than their total: float64, which costs nothing for so few.
+    total = tl.zeros([BLOCK], tl.float64)
+    for start in range(0, N * chunks, BLOCK):
+        o = start + tl.arange(0, BLOCK)
+        o_x = (o // chunks * C + i_c) * chunks + o % chunks
+        total += tl.load(p + o_x, mask=o < N * chunks, other=0.0).to(tl.float64)
+    tl.store(p_out + i_out * C + i_c, tl.sum(total).to(p_out.dtype.element_ty))
+
+
+@triton.jit
 def row_gradient_kernel(
     p_x,  # [N·C, S]
     p_g,  # [N·C, S]
@@ -176,8 +204,10 @@ def row_gradient_kernel(
     ALIGN: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    i_chunk = tl.program_id(0) % CHUNKS
-    i_row = tl.program_id(0) // CHUNKS
+    # Backwards: what the pass before this one touched last is still in the cache.
+    i_program = tl.num_programs(0) - 1 - tl.program_id(0)
+    i_chunk = i_program % CHUNKS
+    i_row = i_program // CHUNKS
     S = S // ALIGN * ALIGN
     base = i_row.to(tl.int64) * S
     o_c = i_row % C
@@ -237,8 +267,10 @@ def last_gradient_kernel(
     WIDE: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    i_chunk = tl.program_id(0) % CHUNKS
-    i_n = tl.program_id(0) // CHUNKS
+    # Backwards: what the pass before this one touched last is still in the cache.
+    i_program = tl.num_programs(0) - 1 - tl.program_id(0)
+    i_chunk = i_program % CHUNKS
+    i_n = i_program // CHUNKS
     base = i_n.to(tl.int64) * S * C
     o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)  # [BLOCK_C]
     m_c = o_c < C

@@ -1,0 +1,68 @@
+"""How the errors of a result are distributed, and whether a timed result belongs to its input."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BINS_PER_DECADE = 4
+SMALLEST = 1e-12  # smaller errors share the first bin
+# What a timed result may differ from PyTorch's own, in RMS, relative to the spread of the latter: more than
+# rounding makes, far less than a lower precision or another input does.
+CLOSE = {"fp32": 5e-5, "tf32": 5e-3, "fp16": 2e-2, "bf16": 1e-1}
+TELLING = 0.1  # of the size: rounding grows with the size, so a result that spreads less is measured by that
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Counts of elements by log10 of their error, relative to the spread of the truth."""
+
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+    exact: int
+    worst: float
+
+
+def distribution(result: Tensor, truth: Tensor) -> Distribution | None:
+    """None where the truth is constant or the shapes differ; elements that are not finite are left out."""
+    if result.shape != truth.shape or truth.numel() < 2:
+        return None
+    spread = float(truth.double().std())
+    if not spread > 0:
+        return None
+    errors = (result.to(truth.device).double() - truth.double()).abs().reshape(-1) / spread
+    errors = errors[torch.isfinite(errors)]
+    exact, rest = int((errors == 0).sum()), errors[errors > 0].clamp(min=SMALLEST)
+    if not rest.numel():
+        return Distribution((), (), exact, 0.0)
+    places = torch.floor(rest.log10() * BINS_PER_DECADE).to(torch.int64)
+    first, last = int(places.min()), int(places.max())
+    counts = torch.bincount(places - first, minlength=last - first + 1)
+    edges = tuple(place / BINS_PER_DECADE for place in range(first, last + 2))
+    return Distribution(edges, tuple(int(count) for count in counts), exact, float(rest.max()))
+
+
+def belongs(result: object, expected: Tensor, mode: str, allowed: float = 0.0) -> str | None:
+    """None where `result` is what PyTorch computes from the same input, else what is wrong with it."""
+    if not isinstance(result, Tensor):
+        return f"is a {type(result).__name__} and no tensor"
+    if result.shape != expected.shape:
+        return f"has shape {tuple(result.shape)}, it should be {tuple(expected.shape)}"
+    ours, theirs = result.detach().to(expected.device).double(), expected.double()
+    if not bool((torch.isfinite(ours) == torch.isfinite(theirs)).all()):
+        return "has NaN or infinite values where PyTorch has none"
+    finite = torch.isfinite(theirs)
+    ours, theirs = ours[finite], theirs[finite]
+    if not theirs.numel():
+        return None
+    size, spread = float(theirs.square().mean().sqrt()), float(theirs.std()) if theirs.numel() > 1 else 0.0
+    scale = spread if spread > TELLING * size else size
+    error = float((ours - theirs).square().mean().sqrt())
+    limit = max(CLOSE.get(mode, CLOSE["fp32"]), allowed)
+    if error <= limit * scale or (scale == 0 and error == 0):
+        return None
+    relative = error / scale if scale > 0 else math.inf
+    return f"differs from PyTorch's by {relative:.2g} of the spread, {limit:.2g} is allowed"

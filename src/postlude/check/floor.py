@@ -1,0 +1,94 @@
+"""What a time cannot be: faster than the bytes that must move, and not without a question than the work to be done.
+
+Pure logic on numbers that were measured elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from postlude.check.clock import Estimate
+
+DISAGREEMENT = 0.10  # between the host's clock and the device's events
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """The fastest that this machine was seen to be, just before."""
+
+    bytes_per_second: float  # copying or reading as many bytes as the problem has
+    operations_per_second: float  # in a matrix product or convolution of the same precision
+
+    def or_faster(self, other: Ceilings) -> Ceilings:
+        return Ceilings(
+            max(self.bytes_per_second, other.bytes_per_second),
+            max(self.operations_per_second, other.operations_per_second),
+        )
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one call must do."""
+
+    bytes: int  # inputs and parameters read once, the result written once
+    operations: int  # as PyTorch counts them for the model as it is written
+
+    def floor_seconds(self, ceilings: Ceilings) -> float:
+        return max(self.bytes / ceilings.bytes_per_second, self.operations / ceilings.operations_per_second)
+
+    def share(self, seconds: float, ceilings: Ceilings) -> float:
+        """Of the speed that the ceilings allow."""
+        return self.floor_seconds(ceilings) / seconds
+
+
+def too_fast(name: str, timing: Estimate, work: Work, ceilings: Ceilings) -> str | None:
+    """A failure: even the upper end of the interval is below the time of the compulsory bytes."""
+    least = work.bytes / ceilings.bytes_per_second
+    if timing.high >= least:
+        return None
+    return (
+        f"{name} takes {1e3 * timing.median:.3g} ms, and to move the {work.bytes / 1e6:.3g} MB that it must read and "
+        f"write takes this machine {1e3 * least:.3g} ms: it does not do the work"
+    )
+
+
+def question_about(name: str, timing: Estimate, work: Work, ceilings: Ceilings) -> str | None:
+    """Asked where the declared operations would need more than this machine was seen to do in that precision."""
+    least = work.operations / ceilings.operations_per_second
+    if timing.high >= least or not work.operations:
+        return None
+    reached, peak = work.operations / timing.median, ceilings.operations_per_second
+    return (
+        f"{name} does the work of {work.operations / 1e9:.3g} GFLOP at {reached / 1e12:.3g} TFLOP/s, where a matrix "
+        f"product or convolution in the same precision reached {peak / 1e12:.3g}: by which arithmetic or algorithm?"
+    )
+
+
+def clocks_apart(name: str, host: Sequence[float], events: Sequence[float]) -> str | None:
+    """A finding where the two clocks differ by more than a tenth over the windows that both timed."""
+    if not host or len(host) != len(events):
+        return None
+    seen = sum(events) / sum(host)
+    if abs(seen - 1) <= DISAGREEMENT:
+        return None
+    return (
+        f"the host's clock and CUDA events differ by {abs(seen - 1):.0%} on {name}: events saw {seen:.0%} of the time, "
+        "as they do where work runs on another stream or a timer was changed; the host's clock counts"
+    )
+
+
+def holds(eager: Estimate, work: Work, ceilings: Ceilings) -> bool:
+    """False where PyTorch itself is below the floor: then not every byte need be moved, and it says nothing."""
+    return too_fast("eager", eager, work, ceilings) is None
+
+
+def judge_times(
+    timings: Mapping[str, Estimate], eager: str, work: Work, ceilings: Ceilings
+) -> tuple[dict[str, str], list[str]]:
+    """Variant → why its time cannot be, and the questions to ask."""
+    questions = [q for name, t in timings.items() if (q := question_about(name, t, work, ceilings)) is not None]
+    if not holds(timings[eager], work, ceilings):
+        return {}, questions
+    found = {name: too_fast(name, timing, work, ceilings) for name, timing in timings.items()}
+    return {name: sentence for name, sentence in found.items() if sentence is not None}, questions

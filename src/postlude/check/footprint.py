@@ -1,0 +1,73 @@
+"""What a call takes besides time: memory at its peak, memory kept for the backward pass, launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Call = Callable[[], object]
+
+
+def peak_bytes(call: Call, device: str) -> int:
+    """Memory that one call takes at most, beyond what was there before it."""
+    return _peak_on_gpu(call) if device == "cuda" else _peak_on_cpu(call)
+
+
+def _peak_on_gpu(call: Call) -> int:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return int(torch.cuda.max_memory_allocated() - before)
+
+
+def _peak_on_cpu(call: Call) -> int:
+    """From the profiler's record of PyTorch's allocator; scratch memory that a library keeps is not in it."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as found:
+        call()
+    events = found.profiler.kineto_results.events()
+    return highest(event.nbytes() for event in events if event.name() == "[memory]")
+
+
+def highest(changes: Iterable[int]) -> int:
+    """The largest sum that a walk of allocations (positive) and releases (negative) reaches."""
+    now = most = 0
+    for change in changes:
+        now += change
+        most = max(most, now)
+    return most
+
+
+def saved_bytes(call: Call, known: Iterable[Tensor]) -> int:
+    """Memory that autograd keeps after `call`, beyond the tensors in `known` (inputs and parameters)."""
+    theirs = {tensor.untyped_storage().data_ptr() for tensor in known}
+    sizes: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in theirs:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        kept = call()
+        del kept
+    return sum(sizes.values())
+
+
+def launches(call: Call) -> int:
+    """Kernels that one call starts on a GPU; copies and fills count, as each of them is a launch."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        call()
+        torch.cuda.synchronize()
+    return count_kernels(found.events() or ())
+
+
+def count_kernels(events: Iterable[Any]) -> int:
+    """Ranges that somebody named, as torch.compile does, lie on the device's line too and are no launches."""
+    on_device = (event for event in events if event.device_type == torch.profiler.DeviceType.CUDA)
+    return sum(not getattr(event, "is_user_annotation", False) for event in on_device)

@@ -1,0 +1,70 @@
+"""What `postlude bench` was asked for, and everything that it knows so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from postlude.check.verdict import Verdict
+from postlude.cli.frame import Settings
+from postlude.cli.measure import Timings
+from postlude.cli.session import Opened
+from postlude.cli.variants import CANDIDATE, POSTLUDE, Runner
+from postlude.pipeline import Optimized
+
+
+@dataclass(frozen=True)
+class Options:
+    file: Path
+    candidate: Path | None = None
+    train: bool = False
+    rounds: int = 20
+    seconds: float = 30.0
+    flushed: bool = True
+    baselines: str | None = None  # one of LEVELS; None: all on a GPU, the usual ones on a CPU
+    csv: Path | None = None
+    report: Path | None = None
+
+
+@dataclass
+class Bench:
+    """Everything that is known so far."""
+
+    settings: Settings
+    options: Options
+    opened: Opened
+    state: dict[str, Tensor]
+    mode: str
+    sets: list[tuple[Any, ...]] = field(default_factory=list)
+    runners: list[Runner] = field(default_factory=list)
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+    result: Optimized | None = None
+    races: list[tuple[str, str, Timings]] = field(default_factory=list)
+    findings: list[str] = field(default_factory=list)
+    questions: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+    @property
+    def subject(self) -> str:
+        return POSTLUDE if self.options.candidate is None else CANDIDATE
+
+    @property
+    def refused(self) -> frozenset[str]:
+        """Variants without a speed-up: what is not right, and what is PyTorch itself under another name."""
+        wrong = {name for name, verdict in self.verdicts.items() if not verdict.right}
+        fused = self.result is not None and any(site.is_fused for site in self.result.sites)
+        return frozenset(wrong if fused else {*wrong, POSTLUDE})
+
+    def reject(self, name: str, reason: str) -> None:
+        """What was found while timing: for what is judged it is the verdict, for PyTorch's ways a finding."""
+        if name not in (POSTLUDE, CANDIDATE):
+            self.findings.append(reason)
+            return
+        known = self.verdicts.get(name)
+        reasons = () if known is None or known.right else known.reasons
+        quantities = () if known is None else known.quantities
+        self.verdicts[name] = Verdict("wrong", (*reasons, reason), self.mode, quantities)

@@ -1,0 +1,155 @@
+"""The measurements of `postlude bench`: races, the roofline, memory, the distribution of errors."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from postlude.check.clock import Calls, Contestant, Estimate, Window, difference, time_interleaved
+from postlude.check.distribution import distribution
+from postlude.check.floor import Ceilings, Work
+from postlude.check.footprint import launches, peak_bytes, saved_bytes
+from postlude.check.points import map_tensors
+from postlude.check.sides import leaves_of
+from postlude.cli.race import first_line
+from postlude.cli.variants import FORWARD, STEP, WITH_GRAPH, Runner, flusher
+from postlude.cli.watch import Watch
+from postlude.report import model
+
+WINDOW_S = 0.05  # the shortest window that counts
+FLUSH = "the flush alone"
+# Operations of a float64 forward above which the error histogram takes two samples of the batch instead of all.
+MANY_OPERATIONS = {"cpu": 2e9, "cuda": 2e12}
+Timings = dict[str, Estimate]
+Progress = Callable[[str], None] | None
+
+
+@dataclass(frozen=True)
+class Timer:
+    """Runs races over the same variants."""
+
+    runners: Sequence[Runner]
+    output: Tensor
+    device: str
+    rounds: int
+    seconds: float
+    progress: Progress = None
+
+    def forward(self, watch: Watch, others: Mapping[str, Contestant]) -> Timings:
+        """Warm, with whatever else can only be called forward."""
+        ours = {one.name: one.contestant(FORWARD, self.output, device=self.device) for one in self.runners}
+        return self._race({**ours, **others}, watch)
+
+    def flushed(self, watch: Watch) -> tuple[Timings, list[str]]:
+        """With the caches flushed before every call: the time of flush and call, less that of the flush."""
+        flush = flusher(self.device)
+        contestants = {one.name: one.contestant(FORWARD, self.output, flush, self.device) for one in self.runners}
+        # The second clock is shown the flush too, so it has nothing to say about the call.
+        quiet = dataclasses.replace(watch, host={}, events={}, per_call={})
+
+        def watched(name: str, window: Window) -> None:
+            if name != FLUSH:
+                quiet(name, window)
+
+        found = self._race({**contestants, FLUSH: Calls(lambda _: flush())}, watched)
+        alone = found.pop(FLUSH)
+        return _less(found, dict.fromkeys(found, alone), "flushed caches")
+
+    def training(self, watch: Watch) -> tuple[Timings, Timings, list[str]]:
+        """A training step, and the backward pass: the step less a forward pass that keeps what it needs."""
+        contestants = {
+            f"{work}: {one.name}": one.contestant(work, self.output, device=self.device)
+            for one in self.runners
+            for work in (WITH_GRAPH, STEP)
+        }
+        found = self._race(contestants, dataclasses.replace(watch, expected=(), host={}, events={}, per_call={}))
+        steps, graphs = (
+            {one.name: found[f"{work}: {one.name}"] for one in self.runners} for work in (STEP, WITH_GRAPH)
+        )
+        backward, why = _less(steps, graphs, "backward")
+        return steps, backward, why
+
+    def _race(self, contestants: Mapping[str, Contestant], watch: Callable[[str, Window], None]) -> Timings:
+        return time_interleaved(
+            contestants,
+            rounds=self.rounds,
+            min_window_s=WINDOW_S,
+            budget_s=self.seconds,
+            progress=self.progress,
+            on_window=watch,
+        )
+
+
+def _less(found: Timings, part: Mapping[str, Estimate], what: str) -> tuple[Timings, list[str]]:
+    left = {name: difference(timing, part[name]) for name, timing in found.items()}
+    lost = [f"{what}, {name}: too short beside what it is measured with" for name, one in left.items() if one is None]
+    return {name: one for name, one in left.items() if one is not None}, lost
+
+
+def roofline_of(timings: Timings, work: Work, ceilings: Ceilings) -> model.Roofline:
+    points = tuple(
+        model.RooflinePoint(name, timing.median, work.share(timing.median, ceilings))
+        for name, timing in timings.items()
+    )
+    return model.Roofline(
+        work.operations, work.bytes, ceilings.bytes_per_second, ceilings.operations_per_second, points
+    )
+
+
+@dataclass(frozen=True)
+class Footprint:
+    peak: int | None = None
+    saved: int | None = None
+    launches: int | None = None
+
+
+def footprint_of(runner: Runner, device: str, train: bool) -> Footprint:
+    inputs = runner.sets[0]
+
+    def call() -> object:
+        return runner.model(*inputs)
+
+    with runner.around():
+        with torch.no_grad():
+            peak = peak_bytes(call, device)
+            count = launches(call) if device == "cuda" else None
+        saved = None
+        if train:
+            known = [*leaves_of(list(inputs)), *getattr(runner.model, "parameters", tuple)()]
+            fresh = [x.detach().requires_grad_() if _has_gradient(x) else x for x in inputs]
+            saved = saved_bytes(lambda: runner.model(*fresh), known)
+    return Footprint(peak, saved, count)
+
+
+def histograms_of(
+    reference: nn.Module, answers: Mapping[str, Callable[..., Any]], inputs: Sequence[Any], work: Work, device: str
+) -> tuple[list[model.Histogram], list[str]]:
+    """How the errors of each variant are distributed on one set of inputs, or why that was left out."""
+    few = inputs if work.operations < MANY_OPERATIONS[device] else _two_samples(inputs)
+    try:
+        with torch.no_grad():
+            exact = copy.deepcopy(reference).double()
+            truth = exact(*map_tensors(lambda x: x.double() if x.is_floating_point() else x, list(few)))
+            found = {name: distribution(answer(*few), truth) for name, answer in answers.items()}
+    except (RuntimeError, ValueError, TypeError) as error:  # the model takes no smaller batch, or no float64
+        return [], [f"error distribution: the model did not run on two samples in float64 ({first_line(error)})"]
+    return [
+        model.Histogram(name, one.edges, one.counts, one.exact, one.worst)
+        for name, one in found.items()
+        if one is not None
+    ], []
+
+
+def _two_samples(inputs: Sequence[Any]) -> list[Any]:
+    batch = next(x.shape[0] for x in inputs if isinstance(x, Tensor) and x.dim())
+    return [x[:2] if isinstance(x, Tensor) and x.dim() and x.shape[0] == batch else x for x in inputs]
+
+
+def _has_gradient(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.is_floating_point()

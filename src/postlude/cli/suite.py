@@ -1,0 +1,169 @@
+"""`postlude suite`: every problem of a folder optimised, verified and timed; one that fails never stops the rest."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from postlude import __version__
+from postlude.check import records
+from postlude.cli.frame import DONE, NO, Answer, Settings, check_word
+from postlude.cli.output import complain, say, show_table, working
+from postlude.cli.report import check_report
+from postlude.cli.suite_process import Ended, run_problem
+from postlude.cli.variants import COMPILE, EAGER, LEVELS, POSTLUDE
+from postlude.errors import PostludeError
+from postlude.files import write_whole
+from postlude.report import Report, gather, model, words, write
+from postlude.report.decode import decode
+from postlude.report.suite import Row, Summary, row_of, summary
+from postlude.report.write import to_json
+
+AGAIN = ("none", "failed", "all")
+COLUMNS = ["problem", "verdict", "eager ms", "compile ms", "postlude ms", "× eager", "× compile", ""]
+
+
+@dataclass(frozen=True)
+class Options:
+    folder: Path
+    results: Path
+    only: str = "*"
+    again: str = "none"
+    limit: float = 600.0
+    rounds: int = 12
+    seconds: float = 10.0
+    baselines: str | None = None
+    report: Path | None = None
+
+
+def suite(settings: Settings, options: Options) -> Answer:
+    check_word("--again", options.again, AGAIN)
+    check_word("--baselines", options.baselines, LEVELS)
+    check_report(options.report)
+    files = problem_files(options.folder, options.only)
+    try:
+        options.results.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PostludeError(f"{options.results}: results cannot be kept there ({error.strerror}).") from error
+    reports = [_one(settings, options, path, f"{number} of {len(files)}") for number, path in enumerate(files, 1)]
+    found = summary(reports)
+    _show(found)
+    if options.report is not None:
+        write(options.report, reports, title=options.folder.resolve().name)
+    failed = sum(row.outcome in (model.WRONG, model.FAILED) for row in found.rows)
+    data = {"folder": str(options.folder), "failed": failed, "fast": _fast_data(found)}
+    return Answer(NO if failed else DONE, {**data, **to_json(reports)})
+
+
+def problem_files(folder: Path, only: str = "*") -> list[Path]:
+    """The files that have a class Model, numbers in their names in order."""
+    if not folder.is_dir():
+        raise PostludeError(f"{folder}: there is no such folder.")
+    fitting = [path for path in folder.rglob("*.py") if fnmatch.fnmatchcase(path.name, only) and path.is_file()]
+    found = [path for path in fitting if re.search(rb"^class Model\b", path.read_bytes(), re.MULTILINE)]
+    if not found:
+        raise PostludeError(f"{folder}: no file fits {only} and has a class Model.")
+    return sorted(found, key=lambda path: _natural(path.relative_to(folder)))
+
+
+def _natural(path: Path) -> list[tuple[int, int | str]]:
+    parts = re.split(r"(\d+)", str(path))
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in parts if part]
+
+
+def _one(settings: Settings, options: Options, path: Path, place: str) -> Report:
+    """The result that is there already, or a new one, which is kept before anything else is begun."""
+    key = _key(settings, options, path)
+    name = str(path.relative_to(options.folder).with_suffix(""))
+    target = options.results / f"{re.sub(r'[^A-Za-z0-9_.-]+', '__', name)}.json"
+    if (report := _kept(target, key, options.again)) is not None:
+        return report
+    request = {
+        "file": str(path),
+        "rounds": options.rounds,
+        "seconds": options.seconds,
+        "baselines": options.baselines,
+        **asdict(settings),
+    }
+    started = time.monotonic()
+    with _progress(f"{place}: {name}") as update:
+        try:
+            report = run_problem(request, options.limit, update)
+        except Ended as error:
+            report = gather.failure(
+                path.name, str(error).removeprefix(f"{path}: "), settings.device, settings.precision
+            )
+    took = time.monotonic() - started
+    kept = {"key": key, "seconds": round(took, 1), **to_json([report])}
+    write_whole(target, json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+    complain(f"{place}: {name}: {_words(row_of(report))}, {took:.0f} s")
+    return report
+
+
+@contextmanager
+def _progress(text: str) -> Iterator[Callable[[str], None]]:
+    if sys.stderr.isatty():
+        with working(text, timed=True) as update:
+            yield update
+    else:
+        yield lambda _: None
+
+
+def _key(settings: Settings, options: Options, path: Path) -> str:
+    """A result holds for this file, these settings and this code."""
+    asked = (settings.device, settings.precision, options.rounds, options.seconds, options.baselines)
+    known = json.dumps([__version__, records.commit(), *asked])
+    return hashlib.sha256(known.encode() + path.read_bytes()).hexdigest()[:16]
+
+
+def _kept(target: Path, key: str, again: str) -> Report | None:
+    """What an earlier run found, where it still holds and is not to be run again."""
+    if again == "all" or not target.exists():
+        return None
+    try:
+        data: dict[str, Any] = json.loads(target.read_text(encoding="utf-8"))
+        report = decode(data["reports"][0])
+    except (ValueError, KeyError, IndexError, TypeError, OSError):
+        return None  # not a result of ours, or of another version: it is written anew
+    if data.get("key") != key or (again == "failed" and report.judgement.outcome in (model.FAILED, model.WRONG)):
+        return None
+    return report
+
+
+def _words(row: Row) -> str:
+    gains = [f"{words.times(row.ratios[base].median)} {base}" for base in (EAGER, COMPILE) if base in row.ratios]
+    shown = gains if row.outcome == model.RIGHT else [row.note] if row.note else []
+    return ", ".join([words.VERDICTS[row.outcome].lower(), *shown])
+
+
+def _show(found: Summary) -> None:
+    rows = [
+        [
+            row.title,
+            words.VERDICTS[row.outcome].lower(),
+            *(words.milliseconds(row.seconds[n]) if n in row.seconds else "–" for n in (EAGER, COMPILE, POSTLUDE)),
+            *(words.times(row.ratios[base].median) if base in row.ratios else "–" for base in (EAGER, COMPILE)),
+            "" if row.outcome == model.RIGHT else row.note,
+        ]
+        for row in found.rows
+    ]
+    show_table(COLUMNS, rows, numbers=COLUMNS[2:-1])
+    for base, shares in found.fast.items():
+        known = [f"fast_{speed:g} {words.percent(share)}" for speed, share in shares.items() if share is not None]
+        say(f"Against {base}: {', '.join(known) if known else 'not timed'}.")
+    counts = {one: sum(row.outcome == one for row in found.rows) for one in model.OUTCOMES}
+    said = ", ".join(f"{count} {words.VERDICTS[one].lower()}" for one, count in counts.items() if count)
+    say(f"{words.counted(found.total, 'problems')}: {said}.", "bold")
+
+
+def _fast_data(found: Summary) -> dict[str, dict[str, float | None]]:
+    return {base: {f"{speed:g}": share for speed, share in shares.items()} for base, shares in found.fast.items()}

@@ -1,0 +1,210 @@
+"""The variants of one model that take turns: PyTorch's own ways at the same precision, Postlude's, a candidate's."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from postlude import hardware
+from postlude.check.clock import Calls, Contestant, CudaEvents, Stopwatch, Window, rotating
+from postlude.check.isolation import Candidate
+from postlude.check.points import inputs_like, map_tensors
+from postlude.cli.race import Call, first_line, no_compiler
+from postlude.cli.session import Opened
+from postlude.errors import PostludeError
+from postlude.report.model import CANDIDATE, COMPILE, EAGER, POSTLUDE
+
+__all__ = ["CANDIDATE", "COMPILE", "EAGER", "POSTLUDE", "Isolated", "Runner"]
+BENCHMARKED, CHANNELS_LAST = "eager, cudnn.benchmark", "eager, channels-last"
+AUTOTUNED = "torch.compile, max-autotune"
+FORWARD, WITH_GRAPH, STEP = "forward", "forward with gradients", "training step"
+SETS = 3
+LEVELS = ("few", "usual", "all")  # how many of PyTorch's own ways take part
+
+
+@dataclass(frozen=True)
+class Runner:
+    """A model in this process, and the inputs it gets, in its own layout."""
+
+    name: str
+    model: Call
+    sets: Sequence[tuple[Any, ...]]
+    note: str = ""
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    def contestant(
+        self, work: str, output: Tensor, flush: Callable[[], object] | None = None, device: str = "cpu"
+    ) -> Contestant:
+        call = rotating(_work(self.model, work, output), self.sets)
+        stopwatch: Callable[[], Stopwatch] | None = CudaEvents if device == "cuda" else None
+        return Calls(_after(flush, call), stopwatch=stopwatch, around=lambda: self._mode(work))
+
+    @contextlib.contextmanager
+    def _mode(self, work: str) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(work != FORWARD))
+            stack.enter_context(self.around())
+            yield
+
+
+@dataclass(frozen=True)
+class Isolated:
+    """A candidate in its process. The sets are shuffled anew for every window: answers by position do not fit."""
+
+    candidate: Candidate
+    sets: Sequence[tuple[Any, ...]]
+
+    def window(self, first: int, calls: int, kept: int | None) -> Window:
+        del first, kept  # which call comes last, and on which set, is drawn by `time_calls` and here
+        order = random.SystemRandom().sample(range(len(self.sets)), len(self.sets))
+        timed = self.candidate.time_calls([self.sets[place] for place in order], calls)
+        return Window(timed.seconds, timed.calls, order[timed.last_set], timed.outputs)
+
+
+@dataclass
+class Baselines:
+    runners: list[Runner] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+    def add(self, runner: Runner) -> None:
+        self.runners.append(runner)
+
+
+def input_sets(opened: Opened, device: str) -> list[tuple[Any, ...]]:
+    """The file's own inputs, twice drawn, and one set whose samples and channels differ so that results can tell."""
+    telling = inputs_like(opened.inputs, "hierarchical", seed=SETS)
+    return [opened.inputs, opened.problem.inputs(device, seed=1), tuple(telling)]
+
+
+def with_state(model: nn.Module, state: dict[str, Tensor]) -> nn.Module:
+    model.load_state_dict(state)
+    return model
+
+
+def pytorch_ways(
+    opened: Opened, device: str, state: dict[str, Tensor], sets: Sequence[tuple[Any, ...]], level: str
+) -> Baselines:
+    """Eager PyTorch in the ways that people use; what does not apply here is said."""
+    found = Baselines([Runner(EAGER, opened.model, sets, "PyTorch as it is")])
+    if level == "few":
+        found.left_out.append("every way of PyTorch's own but eager: --baselines few")
+        return found
+    if device == "cuda":
+        found.add(Runner(BENCHMARKED, opened.model, sets, "cuDNN tries its algorithms", _cudnn_benchmark))
+    else:
+        found.left_out.append(f"{BENCHMARKED}: only cuDNN has it, on a GPU")
+    form = _channels_last_form(opened.inputs)
+    if form is None:
+        found.left_out.append(f"{CHANNELS_LAST}: no input has four or five dimensions")
+    else:
+        model = with_state(opened.problem.build(device), state).to(memory_format=form)  # type: ignore[call-overload]
+        theirs = [map_tensors(lambda x: _to_form(x, form), inputs) for inputs in sets]
+        found.add(Runner(CHANNELS_LAST, model, theirs, "weights and inputs in that layout"))
+    if level != "all":
+        found.left_out.append(f"{AUTOTUNED}: --baselines all adds it, and minutes")
+    return found
+
+
+def compiled_ways(
+    opened: Opened,
+    device: str,
+    state: dict[str, Tensor],
+    sets: Sequence[tuple[Any, ...]],
+    works: Sequence[str],
+    level: str,
+) -> Baselines:
+    """torch.compile's modes after their first calls, or the reason why one is missing."""
+    found = Baselines()
+    if level == "few":
+        return found
+    why = no_compiler(device)
+    if why:
+        found.left_out.append(f"{COMPILE}: {why}")
+        return found
+    for name, mode in ((COMPILE, None), (AUTOTUNED, "max-autotune-no-cudagraphs"))[: 2 if level == "all" else 1]:
+        compiled = torch.compile(with_state(opened.problem.build(device), state), mode=mode)
+        try:
+            for work in works:
+                with torch.set_grad_enabled(work != FORWARD):
+                    for inputs in sets[:2]:
+                        _work(compiled, work, opened.output)(*inputs)
+        except Exception as error:  # anything between Dynamo and the C++ compiler
+            found.left_out.append(f"{name}: it failed ({first_line(error)})")
+            continue
+        found.add(Runner(name, compiled, sets))
+    return found
+
+
+def flusher(device: str) -> Callable[[], object]:
+    """Writes twice what the last-level cache holds."""
+    size = 2 * hardware.machine_for(device).cache_bytes
+    scratch = torch.empty(max(size // 4, 1), device=device)
+    return lambda: scratch.fill_(0.0)
+
+
+def _training_step(model: Call, output: Tensor) -> Call:
+    # One fixed direction, as large as the result: what a loss would send back.
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
+    parameters = list(getattr(model, "parameters", tuple)())
+
+    def step(*inputs: Any) -> None:
+        for parameter in parameters:
+            parameter.grad = None
+        result = model(*_leaves(inputs))
+        if not result.requires_grad:
+            raise PostludeError("--train needs a model whose result has a gradient.")
+        result.backward(weights)
+
+    return step
+
+
+def _leaves(inputs: Sequence[Any]) -> list[Any]:
+    """Inputs get a gradient too, as they do for a layer inside a network."""
+    return [x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs]
+
+
+def _work(model: Call, work: str, output: Tensor) -> Call:
+    if work == STEP:
+        return _training_step(model, output)
+    if work == WITH_GRAPH:
+        return lambda *inputs: model(*_leaves(inputs))
+    return model
+
+
+def _after(flush: Callable[[], object] | None, call: Callable[[int], object]) -> Callable[[int], object]:
+    if flush is None:
+        return call
+
+    def flushed(index: int) -> object:
+        flush()
+        return call(index)
+
+    return flushed
+
+
+@contextlib.contextmanager
+def _cudnn_benchmark() -> Iterator[None]:
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
+def _channels_last_form(inputs: Sequence[Any]) -> torch.memory_format | None:
+    """Of the first input with room for it."""
+    forms = {4: torch.channels_last, 5: torch.channels_last_3d}
+    ranks = [item.dim() for item in inputs if isinstance(item, Tensor) and item.dim() in forms]
+    return forms[ranks[0]] if ranks else None
+
+
+def _to_form(x: Tensor, form: torch.memory_format) -> Tensor:
+    return x.to(memory_format=form) if x.dim() == (4 if form is torch.channels_last else 5) else x

@@ -1,0 +1,107 @@
+"""All gradients of a chain's steps, that at the convolution's result packed at once for the convolution's gradients.
+
+What row_gradient_kernel and last_gradient_kernel do (see gradient.py), by rows of a packed volume (see pack.py): the
+gradient at the first value is read by matrix products alone, so it is never stored in its own layout.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def packed_gradient_kernel(
+    p_x,  # [N, C, D, H, W], or [N, D, H, W, C] where LAST
+    p_g,  # the same
+    p_mean,  # [N·G]
+    p_rstd,  # [N·G]
+    p_a,  # [N·G]
+    p_b,  # [N·G]
+    p_packed,  # [ROWS, PITCH, CP], out
+    p_sums,  # [TOTALS, N, C, CHUNKS], out
+    p_full0,  # as p_x, out where FULL
+    p_full1,  # as p_x, out where FULL is 2
+    a0,
+    a1,
+    a2,
+    a3,
+    a4,
+    a5,
+    N,
+    C,
+    D,
+    H,
+    W,
+    PD,  # padding in front of each axis
+    PH,
+    PW,
+    PITCH,  # positions of a packed row: PW + W
+    PLANE_ROWS,  # rows of a packed plane and of a packed sample, padding included
+    SAMPLE_ROWS,
+    CHUNKS,  # D · H · blocks of a row
+    PER_GROUP,
+    GRADIENT: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    TOTALS: tl.constexpr,  # blocks after the first one that are summed
+    FULL: tl.constexpr,  # blocks after those that are stored
+    CP: tl.constexpr,  # channels of a position, padded
+    LAST: tl.constexpr,
+    BLOCK: tl.constexpr,  # positions of a row
+    BLOCK_C: tl.constexpr,
+    PAD: tl.constexpr,  # a power of two, PW or more
+    WIDE: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    # Backwards: what the pass before this one touched last is still in the cache.
+    i_row = tl.num_programs(0) - 1 - tl.program_id(0)
+    i_n = i_row // SAMPLE_ROWS
+    z = (i_row % SAMPLE_ROWS) // PLANE_ROWS - PD
+    y = (i_row % SAMPLE_ROWS) % PLANE_ROWS - PH
+    is_row = (z >= 0) & (z < D) & (y >= 0) & (y < H) & (i_n < N)
+    o_w = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    o_c = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
+    m_w = (o_w < W) & is_row
+    m_c = (o_c < C) & is_row
+    base = i_n.to(tl.int64) * C * D * H * W
+    row = (z * H + y) * W
+    i_c = o_c[None, :] if LAST else o_c[:, None]
+    m_i = m_c[None, :] if LAST else m_c[:, None]
+    o_s = (row + o_w)[:, None] if LAST else (row + o_w)[None, :]
+    m_x = m_i & (m_w[:, None] if LAST else m_w[None, :])
+    if LAST:
+        o_x = (o_s.to(tl.int64) if WIDE else o_s) * C + i_c  # [BLOCK, BLOCK_C]
+    else:
+        o_x = (i_c.to(tl.int64) if WIDE else i_c) * (D * H * W) + o_s  # [BLOCK_C, BLOCK]
+    b_x = tl.load(p_x + base + o_x, mask=m_x, other=0.0).to(ACC)
+    b_g = tl.load(p_g + base + o_x, mask=m_x, other=0.0).to(ACC)
+    mean = tl.zeros([1, 1], ACC)
+    rstd = mean
+    a = mean
+    b = mean
+    if HAS_NORM:
+        o_g = (i_n * C + i_c) // PER_GROUP
+        mean = tl.load(p_mean + o_g, mask=m_i, other=0.0)
+        rstd = tl.load(p_rstd + o_g, mask=m_i, other=0.0)
+        a = tl.load(p_a + o_g, mask=m_i, other=0.0)
+        b = tl.load(p_b + o_g, mask=m_i, other=0.0)
+    blocks = GRADIENT(b_x, b_g, mean, rstd, a, b, i_c, base, o_x, m_i, m_x, a0, a1, a2, a3, a4, a5)
+    b_dx = tl.where(m_x, blocks[0], 0.0).to(p_packed.dtype.element_ty)
+    if not LAST:
+        b_dx = tl.trans(b_dx)
+    out = i_row.to(tl.int64) * PITCH * CP
+    o_out = (PW + o_w)[:, None] * CP + o_c[None, :]
+    m_out = (o_w < W)[:, None] & (o_c < CP)[None, :]
+    tl.store(p_packed + out + o_out, b_dx, mask=m_out)
+    if tl.program_id(1) == 0:
+        o_pad = tl.arange(0, PAD)
+        o_zero = o_pad[:, None] * CP + o_c[None, :]
+        m_zero = (o_pad < PW)[:, None] & (o_c < CP)[None, :]
+        tl.store(p_packed + out + o_zero, tl.zeros([PAD, BLOCK_C], p_packed.dtype.element_ty), mask=m_zero)
+    o_sum = (i_n * C + o_c) * CHUNKS + (z * H + y) * tl.num_programs(1) + tl.program_id(1)
+    for i in tl.static_range(TOTALS):
+        total = tl.sum(tl.where(m_x, blocks[1 + i], 0.0), axis=0 if LAST else 1)  # [BLOCK_C]
+        tl.store(p_sums + o_sum, total, mask=m_c)
+        p_sums += N * C * CHUNKS
+    if FULL > 0:
+        tl.store(p_full0 + base + o_x, blocks[1 + TOTALS].to(p_full0.dtype.element_ty), mask=m_x)
+    if FULL > 1:
+        tl.store(p_full1 + base + o_x, blocks[2 + TOTALS].to(p_full1.dtype.element_ty), mask=m_x)

@@ -1,0 +1,8 @@
+"""What was found out about a model, as one value, and that value as HTML, JSON and CSV."""
+
+from __future__ import annotations
+
+from postlude.report.model import Report
+from postlude.report.write import read, write
+
+__all__ = ["Report", "read", "write"]

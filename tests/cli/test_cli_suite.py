@@ -1,0 +1,182 @@
+"""`postlude suite`: every problem gets its row, whatever becomes of it, and nothing is done twice."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.problem_texts import GOOD, NOTHING, Run
+from postlude.cli import suite as work
+from postlude.cli.suite_process import Ended, run_problem
+from postlude.report import Report, gather, model, read
+from report.sample import FULL
+
+QUICK = ("--device", "cpu", "--baselines", "few", "--rounds", "3", "--seconds", "0.3")
+CRASH = GOOD + "\nimport ctypes\nprint('about to fail')\nctypes.string_at(0)\n"
+HANG = GOOD + "\nimport subprocess, time\nsubprocess.Popen(['sleep', '300'])\ntime.sleep(300)\n"
+RAISES = GOOD.replace("def get_inputs():", "def get_inputs():\n    raise ValueError('no data here')")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "problems" / "level2").mkdir(parents=True)
+    return tmp_path / "problems"
+
+
+def _put(folder: Path, **texts: str) -> None:
+    for name, text in texts.items():
+        (folder / "level2" / f"{name}.py").write_text(text, encoding="utf-8")
+
+
+def test_good_declined_crashing_and_raising_problems(run: Run, folder: Path, tmp_path: Path) -> None:
+    _put(folder, p1_good=GOOD, p2_nothing=NOTHING, p3_crash=CRASH, p10_raises=RAISES)
+    out, page, kept = tmp_path / "out.json", tmp_path / "out.html", tmp_path / "kept"
+    ran = run("suite", folder, *QUICK, "--results", kept, "--json", out, "--report", page)
+    assert ran.code == 1
+    reports = read(out)
+    assert [report.title for report in reports] == ["p1_good.py", "p2_nothing.py", "p3_crash.py", "p10_raises.py"]
+    assert [report.judgement.outcome for report in reports] == ["right", "declined", "failed", "failed"]
+    reasons = [report.judgement.reasons[0] for report in reports[2:]]
+    assert "its process ended with signal SIGSEGV and no result; it said last: about to fail" in reasons[0]
+    assert "get_inputs() raises ValueError: no data here" in reasons[1]
+    assert json.loads(out.read_text(encoding="utf-8"))["failed"] == 2
+    assert len(list(kept.iterdir())) == 4
+    assert "4 problems: 1 right, 1 declined, 2 failed." in ran.out
+    assert "fast_1.5" in ran.out
+    assert "Against torch.compile: not timed." in ran.out
+    assert "no data here" in page.read_text(encoding="utf-8")
+
+    again = run("suite", folder, *QUICK, "--results", kept)
+    assert again.code == 1
+    assert again.out == ran.out  # to the last digit: nothing was timed again
+    assert again.sentences == []
+
+
+def test_a_problem_that_hangs_is_ended_with_all_it_started(folder: Path) -> None:
+    _put(folder, hang=HANG)
+    request = {"file": str(folder / "level2" / "hang.py"), "device": "cpu", "precision": "auto", "rounds": 3}
+    before, start = _sleepers(), time.monotonic()
+    with pytest.raises(Ended, match=r"it took longer than 6 s and was ended"):
+        run_problem({**request, "seconds": 0.1, "baselines": "few"}, 6.0, lambda _: None)
+    assert time.monotonic() - start < 30
+    assert _sleepers() <= before
+
+
+def _sleepers() -> set[int]:
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it ended while we looked
+            found |= {int(entry.parent.name)} if entry.read_bytes() == b"sleep\x00300\x00" else set()
+    return found
+
+
+@pytest.fixture
+def instant(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Problems take no time: their name says how they end."""
+    begun: list[str] = []
+
+    def pretend(request: dict[str, Any], limit: float, progress: object) -> Report:
+        name = Path(request["file"]).name
+        begun.append(name)
+        if "crash" in name:
+            raise Ended("it fell over")
+        return FULL
+
+    monkeypatch.setattr(work, "run_problem", pretend)
+    return begun
+
+
+def test_only_what_changed_or_was_asked_for_is_run_again(
+    run: Run, folder: Path, tmp_path: Path, instant: list[str]
+) -> None:
+    _put(folder, a=GOOD, b=GOOD, crash=GOOD)
+    call = ("suite", folder, *QUICK, "--results", tmp_path / "kept")
+
+    def begun_by(*more: str) -> list[str]:
+        instant.clear()
+        assert run(*call, *more).code == 1
+        return sorted(instant)
+
+    assert begun_by() == ["a.py", "b.py", "crash.py"]
+    assert begun_by() == []
+    assert begun_by("--again", "failed") == ["crash.py"]
+    assert begun_by("--again", "all") == ["a.py", "b.py", "crash.py"]
+    _put(folder, b=GOOD + "\n# changed\n")
+    assert begun_by() == ["b.py"]
+    assert begun_by("--rounds", "4") == ["a.py", "b.py", "crash.py"]
+    assert begun_by() == ["a.py", "b.py", "crash.py"]
+    (tmp_path / "kept" / "level2__a.json").write_text("half of")
+    assert begun_by() == ["a.py"]
+
+
+def test_a_wrong_problem_is_an_exit_code(
+    run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _put(folder, a=GOOD)
+    wrong = gather.failure("a.py", "", "cpu", "auto")
+    for outcome, code in (("wrong", 1), ("failed", 1), ("declined", 0), ("cannot tell", 0), ("right", 0)):
+        report = dataclasses.replace(wrong, judgement=model.Judgement(outcome, ("why",)))
+        monkeypatch.setattr(work, "run_problem", lambda *_, report=report: report)
+        assert run("suite", folder, *QUICK, "--results", tmp_path / "kept", "--again", "all").code == code
+
+
+def test_an_interrupted_suite_keeps_what_it_has(
+    run: Run, folder: Path, tmp_path: Path, instant: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _put(folder, a=GOOD, b=GOOD)
+    pretend = work.run_problem
+
+    def interrupted(request: dict[str, Any], limit: float, progress: Any) -> Report:
+        if request["file"].endswith("b.py"):
+            raise KeyboardInterrupt
+        return pretend(request, limit, progress)
+
+    monkeypatch.setattr(work, "run_problem", interrupted)
+    call = ("suite", folder, *QUICK, "--results", tmp_path / "kept")
+    assert run(*call).code == 130
+    monkeypatch.setattr(work, "run_problem", pretend)
+    assert run(*call).code == 0
+    assert instant == ["a.py", "b.py"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["none"], "there is no such folder"),
+        (["."], "no file fits * and has a class Model"),
+        (["problems", "--only", "99_*"], "no file fits 99_* and has a class Model"),
+        (["problems", "--again", "some"], "--again some is unknown; use none, failed or all."),
+        (["problems", "--report", "out.txt"], "a report is written as"),
+        (["problems", "--results", "file"], "results cannot be kept there"),
+    ],
+)
+def test_one_sentence_for_what_cannot_be(
+    run: Run, folder: Path, tmp_path: Path, arguments: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    if arguments[0] != ".":
+        _put(folder, a=GOOD)
+    monkeypatch.chdir(tmp_path)
+    ran = run("suite", *arguments, "--device", "cpu")
+    assert ran.code == 2
+    assert len(ran.sentences) == 1
+    assert sentence in ran.sentences[0]
+
+
+def test_problems_come_in_the_order_of_their_numbers(folder: Path) -> None:
+    _put(folder, **{"10_b": GOOD, "9_a": GOOD, "1_c": GOOD, "helper": "x = 1\n"})
+    assert [path.stem for path in work.problem_files(folder)] == ["1_c", "9_a", "10_b"]
+
+
+def test_a_failure_is_a_page_of_its_own() -> None:
+    report = gather.failure("p.py", "it fell over", "cpu", "auto")
+    assert report.judgement == model.Judgement("failed", ("it fell over",))
+    assert os.linesep not in report.judgement.reasons[0]

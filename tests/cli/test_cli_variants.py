@@ -1,0 +1,153 @@
+"""What takes turns, and what is looked at meanwhile; candidates and cards are stand-ins here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cli.problem_texts import GOOD, Write
+from postlude.check.clock import Estimate, Window
+from postlude.check.isolation import Timed
+from postlude.check.points import random_state
+from postlude.cli import variants
+from postlude.cli.frame import Settings
+from postlude.cli.measure import Timer
+from postlude.cli.session import Opened, open_problem
+from postlude.cli.variants import FORWARD, STEP, WITH_GRAPH, Isolated, Runner, input_sets, pytorch_ways
+from postlude.cli.watch import Watch, crowded, expected_results
+
+SMALL = GOOD.replace("4, 3, 18, 34, 36", "2, 3, 5, 6, 7")
+
+
+@pytest.fixture
+def opened(write: Write) -> Opened:
+    return open_problem(Settings("cpu", "auto"), write(SMALL))
+
+
+class FakeCandidate:
+    """Answers with the sum of the set that its last call was on."""
+
+    def __init__(self) -> None:
+        self.orders: set[tuple[float, ...]] = set()
+
+    def time_calls(self, sets: Sequence[Sequence[Any]], calls: int) -> Timed:
+        self.orders.add(tuple(float(one[0].sum()) for one in sets))
+        last = (1 + calls - 1) % len(sets)
+        return Timed(0.25, calls, last, sets[last][0].sum())
+
+
+def test_a_candidates_sets_are_shuffled_and_its_result_still_belongs_to_its_input() -> None:
+    sets = [(torch.full((4,), float(value)),) for value in (1, 2, 3)]
+    fake = FakeCandidate()
+    contestant = Isolated(fake, sets)  # type: ignore[arg-type]
+    for calls in range(1, 40):
+        window = contestant.window(0, calls, None)
+        assert window.index is not None
+        assert float(window.output) == 4.0 * (window.index + 1)  # type: ignore[arg-type]
+    assert len(fake.orders) == 6
+
+
+def test_eager_ways_here(opened: Opened) -> None:
+    state = random_state(opened.model, 1)
+    sets = input_sets(opened, "cpu")
+    found = pytorch_ways(opened, "cpu", state, sets, level="usual")
+    assert [runner.name for runner in found.runners] == ["eager", "eager, channels-last"]
+    laid_out = found.runners[1].sets[0][0]
+    assert laid_out.is_contiguous(memory_format=torch.channels_last_3d)
+    opened.model.load_state_dict(state)
+    with torch.no_grad():
+        torch.testing.assert_close(found.runners[1].model(laid_out), opened.model(*sets[0]))
+    assert [sentence.split(":")[0] for sentence in found.left_out] == [
+        "eager, cudnn.benchmark",
+        "torch.compile, max-autotune",
+    ]
+
+
+def test_eager_ways_on_a_card(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(opened.problem), "build", lambda self, device: opened.model)
+    found = pytorch_ways(opened, "cuda", opened.model.state_dict(), [opened.inputs], level="all")
+    assert [runner.name for runner in found.runners] == ["eager", variants.BENCHMARKED, variants.CHANNELS_LAST]
+    assert found.left_out == []
+    assert not torch.backends.cudnn.benchmark
+    with found.runners[1].around():
+        assert torch.backends.cudnn.benchmark
+    assert not torch.backends.cudnn.benchmark
+
+
+def test_each_kind_of_work_runs_as_it_says(opened: Opened) -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    def model(x: Tensor) -> Tensor:
+        seen.append((torch.is_grad_enabled(), x.requires_grad))
+        return opened.model(x)  # type: ignore[no-any-return]
+
+    runner = Runner("eager", model, [opened.inputs])
+    for work in (FORWARD, WITH_GRAPH, STEP):
+        runner.contestant(work, opened.output).window(0, 1, None)
+    assert seen == [(False, False), (True, True), (True, True)]
+    assert all(parameter.grad is not None for parameter in opened.model.parameters())
+
+
+def test_caches_are_flushed_before_every_call(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    monkeypatch.setattr("postlude.cli.measure.flusher", lambda _: lambda: events.append("flush"))
+    runner = Runner("eager", lambda x: events.append("call"), [opened.inputs])
+
+    def once(contestants: dict[str, Any], **_: object) -> dict[str, Estimate]:
+        for contestant in contestants.values():
+            contestant.window(0, 2, None)
+        seconds = {"eager": 0.5, "slow": 0.25}
+        return {name: Estimate.of([seconds.get(name, 0.25)] * 3) for name in contestants}
+
+    monkeypatch.setattr("postlude.cli.measure.time_interleaved", once)
+    runners = [runner, Runner("slow", lambda x: events.append("call"), [opened.inputs])]
+    found, lost = Timer(runners, opened.output, "cpu", 1, 1.0).flushed(Watch((), "fp32", "cpu"))
+    assert events == ["flush", "call"] * 4 + ["flush"] * 2
+    # What is left beside the flush is the call; where nothing is left, that is said.
+    assert {name: timing.median for name, timing in found.items()} == {"eager": 0.25}
+    assert lost == ["flushed caches, slow: too short beside what it is measured with"]
+
+
+def test_a_wrong_result_of_a_timed_call_is_noted() -> None:
+    expected = [torch.randn(8), torch.randn(8)]
+    watch = Watch(expected, "fp32", "cpu")
+    watch("honest", Window(0.05, 10, 13, expected[1].clone()))
+    watch("stale", Window(0.05, 10, 12, expected[1].clone()))
+    watch("unseen", Window(0.05, 10))
+    assert list(watch.wrong) == ["stale"]
+    assert "the result of a timed call of stale differs from PyTorch's" in watch.wrong["stale"]
+    assert watch.checked == {"honest": 1, "stale": 1}
+
+
+def test_two_clocks_that_differ_are_a_finding() -> None:
+    watch = Watch((), "fp32", "cpu")
+    for _ in range(5):
+        watch("honest", Window(0.05, 10, event_seconds=0.0499))
+        watch("side stream", Window(0.05, 10, event_seconds=0.001))
+    (finding,) = watch.disagreements
+    assert "side stream" in finding
+    assert watch.event_seconds("honest") == pytest.approx(0.00499)
+
+
+def test_a_model_that_draws_its_result_is_not_compared() -> None:
+    sets = [(torch.ones(64),)]
+    assert len(expected_results(lambda x: x + 1, sets, "fp32")) == 1
+    assert expected_results(lambda x: x + torch.rand(64), sets, "fp32") == []
+
+
+def test_sets_differ(opened: Opened, tmp_path: Path) -> None:
+    first, second, third = (one[0] for one in input_sets(opened, "cpu"))
+    assert not torch.equal(first, second)
+    assert float(third.mean(dim=(2, 3, 4)).std()) > 5 * float(first.mean(dim=(2, 3, 4)).std())
+
+
+@pytest.mark.parametrize(("load", "device", "said"), [(0.4, "cpu", False), (7.5, "cpu", True), (7.5, "cuda", False)])
+def test_a_crowded_machine_is_a_finding(load: float, device: str, said: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("postlude.hardware.load_average", lambda: load)
+    monkeypatch.setattr("postlude.hardware.usable_cores", lambda: 4)
+    assert (crowded(device) is not None) == said

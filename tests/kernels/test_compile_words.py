@@ -67,7 +67,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, chain: Chain, dtype: str, layout: 
     assert isinstance(plan, Plan), plan
     FinishPass(plan, 1)(value, None, tensors)
     GradientPasses(plan, frozenset(pass_slots(chain, len(chain.steps))))(value, None, value, tensors)
-    assert len(found) == 2
+    assert len(found) >= 2  # and a third that adds up vectors' gradients, where there are any
     return found
 
 

@@ -13,11 +13,11 @@ from postlude.chain import (
     Reduce,
     Role,
     Scalar,
-    Setting,
     Slot,
     Step,
     Value,
 )
+from postlude.words import Setting
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Builder:
         return Slot(len(self.roles) - 1)
 
     def op(self, name: str, *others: Operand | str | float, **settings: Setting) -> Builder:
-        operands = [self.slot(o) if o in ("channel", "full") else o for o in others]  # type: ignore[arg-type]
+        operands = [self.slot(o) if o in ("channel", "full", "row", "one") else o for o in others]  # type: ignore[arg-type]
         operands = [Scalar(o) if isinstance(o, float) else o for o in operands]
         self.steps.append(Pointwise(name, (self.value, *operands), tuple(settings.items())))  # type: ignore[arg-type]
         return self
@@ -186,5 +186,111 @@ CASES = [
         _start(3, conv(3, (2, 4), transposed=True)).op("relu").norm(4).chain(),
         (1, 2, 4, 5, 3),
     ),
+    Case(
+        "conv batch_norm hardswish pool",
+        _start(2, conv(2, (3, 5), 2, stride=2))
+        .op("batch_norm", *["channel"] * 4, eps=1e-5)
+        .op("hardswish")
+        .reduce("adaptive_avg_pool", "space", True)
+        .chain(),
+        (3, 3, 9, 8),
+    ),
+    Case(
+        "conv tanh norm affine words pool",
+        _start(3, conv(3, (3, 4), 2))
+        .op("tanh")
+        .norm(2, affine=False)
+        .op("batch_norm", *["channel"] * 4, eps=1e-3)
+        .op("rsub", 0.5)
+        .op("div", "one")
+        .op("sub", 0.25)
+        .reduce("adaptive_avg_pool", "space", True)
+        .op("sigmoid")
+        .chain(),
+        (2, 3, 5, 4, 6),
+    ),
+    Case(
+        "conv mish norm prelu rsub softplus",
+        _start(2, conv(2, (3, 6), 2))
+        .op("mish")
+        .norm(3)
+        .op("prelu", "channel")
+        .op("rsub", "full")
+        .op("softplus", beta=1.0, threshold=20.0)
+        .chain(),
+        (2, 3, 6, 7),
+    ),
 ]
-BY_NAME = {case.name: case for case in CASES}
+# With an operand for every sample and channel, which the GPU passes do not take.
+ROW_CASES = [
+    Case(
+        "conv row norm row",
+        _start(3, conv(3, (3, 4), 2)).op("mul", "row").norm(2).op("add", "row").op("relu").chain(),
+        (5, 3, 4, 5, 6),
+    ),
+    Case(
+        "conv norm row mean",
+        _start(2, conv(2, (3, 4))).norm(2).op("mul", "row").op("add", "row").reduce("mean", "sample").chain(),
+        (5, 3, 8, 7),
+    ),
+]
+BY_NAME = {case.name: case for case in CASES + ROW_CASES}
+
+
+def _word(op: str, *others: Operand | str | float, **settings: Setting) -> Case:
+    chain = _start(2).op(op, *others, **settings).chain()
+    return Case(str(chain), chain, (2, 3, 2, 3))
+
+
+# One row for every word, and for each of its settings and operands that is computed otherwise.
+WORDS = [
+    _word("relu"),
+    _word("clamp_min", bound=0.1),
+    _word("clamp_max", bound=0.1),
+    _word("clamp", low=-1.0, high=0.1),
+    _word("hardtanh", low=-1.0, high=1.0),
+    _word("hardtanh", low=0.0, high=6.0),
+    _word("leaky_relu", slope=0.3),
+    _word("elu", alpha=1.0, scale=1.0, input_scale=1.0),
+    _word("elu", alpha=0.7, scale=1.0, input_scale=1.0 / 0.7),
+    _word("elu", alpha=1.6732632423543772, scale=1.0507009873554805, input_scale=1.0),
+    _word("silu"),
+    _word("gelu", approximate="none"),
+    _word("gelu", approximate="tanh"),
+    _word("mish"),
+    _word("hardswish"),
+    _word("hardsigmoid"),
+    _word("softplus", beta=1.0, threshold=20.0),
+    _word("softplus", beta=2.5, threshold=5.0),
+    _word("tanh"),
+    _word("sigmoid"),
+    _word("abs"),
+    _word("sqrt"),
+    _word("reciprocal"),
+    _word("pow", exponent=1),
+    _word("pow", exponent=2),
+    _word("pow", exponent=3),
+    _word("detach"),
+    _word("add", 0.1),
+    _word("add", "row"),
+    _word("sub", 0.1),
+    _word("sub", "channel"),
+    _word("rsub", 0.1),
+    _word("rsub", "full"),
+    _word("mul", -1.0),
+    _word("mul", "row"),
+    _word("mul", "one"),
+    _word("div", 0.3),
+    _word("div", "channel"),
+    _word("rdiv", 0.3),
+    _word("rdiv", "full"),
+    _word("maximum", "one"),
+    _word("maximum", "full"),
+    _word("maximum", 0.1),
+    _word("minimum", "one"),
+    _word("minimum", "channel"),
+    _word("prelu", "channel"),
+    _word("prelu", "one"),
+    _word("batch_norm", "channel", "channel", "channel", "channel", eps=1e-5),
+    _word("batch_norm", "channel", "channel", 1.0, 0.0, eps=0.1),
+]

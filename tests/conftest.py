@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.pure)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+NOTES: list[str] = []  # lines that tests want to be read at the end of a run
+
+
+@pytest.fixture(scope="session")
+def noted(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Adds a line to what is printed at the end, from whichever process the test runs in."""
+    worker = getattr(request.config, "workeroutput", None)
+    return NOTES.append if worker is None else worker.setdefault("notes", []).append
+
+
+@pytest.hookimpl(optionalhook=True)  # of xdist
+def pytest_testnodedown(node: Any) -> None:
+    NOTES.extend(getattr(node, "workeroutput", {}).get("notes", []))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    for line in NOTES:
+        terminalreporter.write_line(line)
 
 
 @pytest.fixture(autouse=True)

@@ -31,8 +31,9 @@ def test_is_hashable_and_survives_text(case: Case) -> None:
         ((Pointwise("add", (Value(0), Slot(1))),), ("input",), "slot 1"),
         ((Pointwise("relu", (Value(0), Scalar(1.0))),), ("input",), "takes 1 operands"),
         ((Pointwise("leaky_relu", (Value(0),)),), ("input",), "settings"),
-        ((Pointwise("softplus", (Value(0),)),), ("input",), "unknown operation"),
+        ((Pointwise("softmax", (Value(0),)),), ("input",), "unknown operation"),
         ((Pointwise("add", (Scalar(1.0), Value(0))),), ("input",), "first operand"),
+        ((Pointwise("mul", (Value(0), Scalar(float("inf")))),), ("input",), "not finite"),
         ((Normalize("batch_norm", Value(0), 1, 1e-5),), ("input",), "unknown norm"),
         ((Reduce("max", Value(0), "space"),), ("input",), "unknown reduction"),
         (

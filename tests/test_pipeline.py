@@ -53,7 +53,7 @@ def test_in_place_verified_and_undoable(net: Net) -> None:
         assert result.model is net
         assert postlude.is_optimized(net)
         assert [str(site.chain) for site in result.sites] == [
-            "conv3d(2→8, k3, p1) → instance_norm → leaky_relu(0.1)",
+            "conv3d(2→8, k3, p1) → instance_norm → leaky_relu(0.1) → batch_norm(per channel)",
             "conv_transpose3d(8→4, k2, s2) → group_norm(2) → relu",
         ]
         assert [site.name for site in result.sites] == ["encoder.0", "decoder"]

@@ -2,35 +2,70 @@
 
 from __future__ import annotations
 
-from cases import CASES
-from postlude import chain, emit, reference
+import re
+from pathlib import Path
+
+import postlude
+from cases import CASES, WORDS
+from postlude import emit, emit_gradient, reference, words
 from postlude.chain import Normalize, Pointwise, Reduce
 from postlude.graph import spellings
 from postlude.run import cpu, moments
 
+DEVICE = Path(postlude.__file__).parent / "kernels" / "triton"
+
 
 def test_pointwise_tables_have_equal_keys() -> None:
-    words = set(chain.POINTWISE)
-    assert set(reference.POINTWISE) == words
-    assert set(spellings.POINTWISE) == words
-    assert set(cpu.IN_PLACE) == words
-    assert set(emit.POINTWISE) == words
+    vocabulary = set(words.POINTWISE)
+    assert set(reference.POINTWISE) == vocabulary
+    assert set(spellings.POINTWISE) == vocabulary
+    assert set(cpu.IN_PLACE) <= vocabulary
+    assert set(emit.POINTWISE) == vocabulary
+    assert set(emit_gradient.DERIVATIVES) == vocabulary
+
+
+def test_every_word_and_derivative_has_its_device_function() -> None:
+    known = {name: set(re.findall(r"^def (\w+)", (DEVICE / name).read_text(), re.MULTILINE)) for name in _FILES}
+    called = {text.split("(")[0] for text in emit.POINTWISE.values()} - {"{approximate}"}
+    assert called <= known["pointwise.py"]
+    derivatives = [text for texts in emit_gradient.DERIVATIVES.values() for text in texts]
+    called = {name for text in derivatives for name in re.findall(r"(\w+_gradient)\(", text)}
+    assert called - {"_gradient"} <= known["derivatives.py"]
+
+
+_FILES = ("pointwise.py", "derivatives.py")
+
+
+def test_every_operand_has_a_derivative() -> None:
+    assert all(len(emit_gradient.DERIVATIVES[word]) == row.arity for word, row in words.POINTWISE.items())
+
+
+def test_two_operands_in_the_other_order_are_a_word_too() -> None:
+    for word, row in words.POINTWISE.items():
+        if row.swapped is not None:
+            assert words.POINTWISE[row.swapped].swapped == word
+    assert {word for word, row in words.POINTWISE.items() if row.arity == 2 and row.swapped is None} == {"prelu"}
+
+
+def test_usual_settings_are_settings() -> None:
+    assert all(len(row.usual) in (0, len(row.settings)) for row in words.POINTWISE.values())
 
 
 def test_norm_and_reduction_tables_have_equal_keys() -> None:
-    assert set(reference.NORMS) == set(spellings.NORMS) == set(chain.NORMS)
-    assert set(reference.REDUCTIONS) == set(spellings.REDUCTIONS) == set(chain.REDUCTIONS)
+    assert set(reference.NORMS) == set(spellings.NORMS) == set(words.NORMS)
+    assert set(reference.REDUCTIONS) == set(spellings.REDUCTIONS) == set(words.REDUCTIONS)
 
 
 def test_affine_words_go_through_moments() -> None:
-    assert set(moments.AFFINE) == {word for word, row in chain.POINTWISE.items() if row.affine}
+    affine = {word for word, row in words.POINTWISE.items() if row.affine}
+    assert set(moments.AFFINE) == set(emit.VARIANCE) == affine
 
 
 def test_every_word_is_in_the_table_of_cases() -> None:
+    assert {s.op for case in WORDS for s in case.chain.steps if isinstance(s, Pointwise)} == set(words.POINTWISE)
     steps = [step for case in CASES for step in case.chain.steps]
-    assert {s.op for s in steps if isinstance(s, Pointwise)} == set(chain.POINTWISE)
-    assert {s.op for s in steps if isinstance(s, Normalize)} == set(chain.NORMS)
-    assert {s.op for s in steps if isinstance(s, Reduce)} == set(chain.REDUCTIONS)
+    assert {s.op for s in steps if isinstance(s, Normalize)} == set(words.NORMS)
+    assert {s.op for s in steps if isinstance(s, Reduce)} == set(words.REDUCTIONS)
     assert {case.chain.producer.name for case in CASES if case.chain.producer} == {
         "conv2d",
         "conv3d",

@@ -14,35 +14,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Role = Literal["input", "weight", "bias", "channel", "full"]
-Setting = float | str
+from postlude.words import NORMS, REDUCTIONS, Setting
+from postlude.words import POINTWISE as POINTWISE
 
-
-@dataclass(frozen=True)
-class PointwiseRow:
-    """One row of the vocabulary: how many operands, which settings, and is it affine in its first operand."""
-
-    arity: int
-    settings: tuple[str, ...] = ()
-    affine: bool = False
-
-
-# The vocabulary. reference.py, graph/spellings.py and run/cpu.py have a row for each key (tests/test_tables.py).
-POINTWISE: dict[str, PointwiseRow] = {
-    "relu": PointwiseRow(1),
-    # Not relu: at exactly the bound clamp passes the gradient on, relu does not.
-    "clamp_min": PointwiseRow(1, ("bound",)),
-    "leaky_relu": PointwiseRow(1, ("slope",)),
-    "silu": PointwiseRow(1),
-    "gelu": PointwiseRow(1, ("approximate",)),
-    "add": PointwiseRow(2, affine=True),
-    "mul": PointwiseRow(2, affine=True),
-}
-NORMS = ("group_norm", "instance_norm")
-REDUCTIONS = ("mean", "sum")
+# One number for each: element (full), channel, sample and channel (row), or for all of them (one).
+Role = Literal["input", "weight", "bias", "channel", "full", "row", "one"]
 
 
 @dataclass(frozen=True)
@@ -258,6 +238,8 @@ def _mistakes(chain: Chain) -> Any:
                 yield f"step {number} reads slot {operand.index}, which does not exist"
             if isinstance(operand, Slot) and reduced:
                 yield f"step {number} reads a tensor after a reduction"
+            if isinstance(operand, Scalar) and not math.isfinite(operand.value):
+                yield f"step {number} reads a number that is not finite"
         if isinstance(step, Pointwise):
             row = POINTWISE.get(step.op)
             if row is None:
@@ -286,18 +268,30 @@ def _word(step: Step, number: int, roles: tuple[Role, ...]) -> str:
     if isinstance(step, Reduce):
         return f"{step.op} over {'space' if step.over == 'space' else 'all but batch'}"
     first, *others = step.operands
-    words = [f"{value:g}" if isinstance(value, float) else value for _, value in step.settings if value != "none"]
+    words = _settings(step)
     if first != Value(number - 1):
         words.append(_operand(first, roles))
-    words += [_operand(operand, roles) for operand in others]
+    named = [_operand(operand, roles) for operand in others]
+    words += dict.fromkeys(named) if POINTWISE[step.op].vectors else named
     return f"{step.op}({', '.join(words)})" if words else step.op
+
+
+def _settings(step: Pointwise) -> list[str]:
+    """Those up to the last one that is not as usual."""
+    values, usual = [value for _, value in step.settings], POINTWISE[step.op].usual
+    while values and usual[len(values) - 1 : len(values)] == (values[-1],):
+        values.pop()
+    return [f"{value:g}" if isinstance(value, float) else str(value) for value in values]
+
+
+_ROLES = {"channel": "per channel", "full": "tensor", "row": "per sample and channel", "one": "one number"}
 
 
 def _operand(operand: Operand, roles: tuple[Role, ...]) -> str:
     if isinstance(operand, Scalar):
         return f"{operand.value:g}"
     if isinstance(operand, Slot):
-        return {"channel": "per channel", "full": "tensor"}.get(roles[operand.index], roles[operand.index])
+        return _ROLES.get(roles[operand.index], roles[operand.index])
     return f"value {operand.index}"
 
 

@@ -16,22 +16,34 @@ from __future__ import annotations
 import functools
 
 from postlude.chain import Cast, Chain, Normalize, Operand, Pointwise, Reduce, Scalar, Slot, Step, operands_of
+from postlude.words import POINTWISE as WORDS
+from postlude.words import PointwiseRow
 
 OPERANDS = 6  # pointers that the kernels take
-POINTWISE: dict[str, str] = {
-    "relu": "relu({x})",
-    "clamp_min": "clamp_min({x}, {bound})",
-    "leaky_relu": "leaky_relu({x}, {slope})",
-    "silu": "silu({x})",
-    "gelu": "{approximate}({x})",
-    "add": "add({x}, {y})",
-    "mul": "mul({x}, {y})",
-}
+NAMES = ("x", "y", "z", "u", "w")  # a step's operands in the texts below, by their order
+
+
+def call_of(function: str, row: PointwiseRow, first: tuple[str, ...] = ()) -> str:
+    """The text that calls a word's device function: its operands, then its settings, left open."""
+    names = (*first, *NAMES[: row.arity], *row.settings)
+    return f"{function}({', '.join('{' + name + '}' for name in names)})"
+
+
+# Device functions are named as their words are (kernels/triton/pointwise.py); one setting chooses between two.
+POINTWISE: dict[str, str] = {word: call_of(word, row) for word, row in WORDS.items()} | {"gelu": "{approximate}({x})"}
 # What an affine word makes of a variance, where it is not left as it is.
-VARIANCE: dict[str, str | None] = {"add": None, "mul": "mul({x}, {y} * {y})"}
+VARIANCE: dict[str, str | None] = {
+    "add": None,
+    "sub": None,
+    "rsub": None,
+    "mul": "mul({x}, {y} * {y})",
+    "div": "div({x}, {y} * {y})",
+    "batch_norm": "batch_norm_variance({x}, {z}, {u}, {eps})",
+}
 _SUM = "tl.sum(tl.where(m_c, mean, 0.0))"  # over channels; lanes past the last one may hold NaN
 REDUCTIONS: dict[tuple[str, str], str] = {
     ("mean", "space"): "mean",
+    ("adaptive_avg_pool", "space"): "mean",
     ("sum", "space"): "mean * count",
     ("mean", "sample"): f"{_SUM} / C",
     ("sum", "sample"): f"{_SUM} * count",
@@ -87,18 +99,18 @@ def _moments(step: Step, squares: bool) -> list[str]:
     if isinstance(step, Reduce):
         return [f"return {REDUCTIONS[step.op, step.over]}"]
     if isinstance(step, Pointwise):
-        return _affine(step.op, step.operands[1], squares)
+        return _affine(step.op, words_of(step), squares)
     per_group = 1 if step.groups is None else f"C // {step.groups}"
     lines = [f"mean, var = normalize_moments(mean, var, o_c, {per_group}, {step.eps!r})"]
     for op, slot in (("mul", step.weight), ("add", step.bias)):
-        lines += [] if slot is None else _affine(op, slot, squares)
+        lines += [] if slot is None else _affine(op, {"y": _operand(slot)}, squares)
     return lines
 
 
-def _affine(op: str, operand: Operand, squares: bool) -> list[str]:
-    y, variance = _operand(operand), VARIANCE[op]
-    lines = [f"mean = {POINTWISE[op].format(x='mean', y=y)}"]
-    return lines + ([f"var = {variance.format(x='var', y=y)}"] if squares and variance else [])
+def _affine(op: str, words: dict[str, str], squares: bool) -> list[str]:
+    variance = VARIANCE[op]
+    lines = [f"mean = {POINTWISE[op].format(**{**words, 'x': 'mean'})}"]
+    return lines + ([f"var = {variance.format(**{**words, 'x': 'var'})}"] if squares and variance else [])
 
 
 def _read_by(chain: Chain, first: int, last: int) -> list[int]:
@@ -115,8 +127,10 @@ def pointer_arguments() -> str:
 
 
 def _load(chain: Chain, slot: Slot, pointers: tuple[int, ...], like: str = "v0") -> str:
-    pointer = f"a{pointers.index(slot.index)}"
-    where, mask = ("base + o_x", "m_x") if chain.roles[slot.index] == "full" else ("o_c", "m_c")
+    pointer, role = f"a{pointers.index(slot.index)}", chain.roles[slot.index]
+    if role == "one":
+        return f"t{slot.index} = tl.load({pointer}).to({like}.dtype)"
+    where, mask = ("base + o_x", "m_x") if role == "full" else ("o_c", "m_c")
     return f"t{slot.index} = tl.load({pointer} + {where}, mask={mask}, other=0.0).to({like}.dtype)"
 
 
@@ -133,10 +147,9 @@ def _expression(step: Step) -> str:
 
 
 def words_of(step: Pointwise) -> dict[str, str]:
-    """What the tables' texts leave open: the operands x and y, and the settings by their names."""
+    """What the tables' texts leave open: the operands x, y, …, and the settings by their names."""
     settings = {name: _WORDS.get(str(value), repr(value)) for name, value in step.settings}
-    x, *others = (_operand(operand) for operand in step.operands)
-    return {"x": x, "y": others[0] if others else "", **settings}
+    return {**dict(zip(NAMES, map(_operand, step.operands))), **settings}
 
 
 def _operand(operand: Operand) -> str:

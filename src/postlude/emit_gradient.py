@@ -21,18 +21,40 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from postlude.chain import Cast, Chain, Normalize, Operand, Pointwise, Reduce, Slot, Step, Value, values_of
-from postlude.emit import OPERANDS, emit, pass_slots, pointer_arguments, words_of
+from postlude.emit import OPERANDS, call_of, emit, pass_slots, pointer_arguments, words_of
+from postlude.words import POINTWISE as WORDS
 
 FULL = 2  # gradients of whole tensors that the kernels store beside the value's
+_NOTHING = "nothing({g})"
+_BATCH_NORM = "batch_norm_slope({z}, {u}, {eps})"
 # The gradient of each operand, from {g} of the step's value {v}; the functions are in kernels/triton/derivatives.py.
+# A word of one operand whose function takes that is no row here.
 DERIVATIVES: dict[str, tuple[str, ...]] = {
-    "relu": ("relu_gradient({g}, {x})",),
-    "clamp_min": ("clamp_min_gradient({g}, {x}, {bound})",),
-    "leaky_relu": ("leaky_relu_gradient({g}, {x}, {slope})",),
-    "silu": ("silu_gradient({g}, {x})",),
+    word: (call_of(f"{word}_gradient", row, ("g",)),) for word, row in WORDS.items() if row.arity == 1
+} | {
     "gelu": ("{approximate}_gradient({g}, {x})",),
+    "tanh": ("tanh_gradient({g}, {v})",),
+    "sigmoid": ("sigmoid_gradient({g}, {v})",),
+    "sqrt": ("sqrt_gradient({g}, {v})",),
+    "reciprocal": ("reciprocal_gradient({g}, {v})",),
+    "detach": (_NOTHING,),
     "add": ("{g}", "{g}"),
+    "sub": ("{g}", "-{g}"),
+    "rsub": ("-{g}", "{g}"),
     "mul": ("{g} * {y}", "{g} * {x}"),
+    "div": ("{g} / {y}", "-{g} * ({v} / {y})"),
+    "rdiv": ("-{g} * ({v} / {x})", "{g} / {x}"),
+    "maximum": ("maximum_gradient({g}, {x}, {y})", "maximum_gradient({g}, {y}, {x})"),
+    "minimum": ("minimum_gradient({g}, {x}, {y})", "minimum_gradient({g}, {y}, {x})"),
+    "prelu": ("prelu_gradient({g}, {x}, {y})", "prelu_weight_gradient({g}, {x})"),
+    # PyTorch has no gradient of running statistics.
+    "batch_norm": (
+        f"{{g}} * {_BATCH_NORM}",
+        _NOTHING,
+        _NOTHING,
+        "{g} * batch_norm({x}, {y}, {z}, 1.0, 0.0, {eps})",
+        "{g}",
+    ),
 }
 
 
@@ -51,7 +73,7 @@ def wanted(chain: Chain, last: int, needs: frozenset[int]) -> Wanted:
     norm, uses = norm_step(chain, last), _first_uses(chain, last)
     asked = [slot for slot in pass_slots(chain, last) if slot in needs]
     full = tuple(slot for slot in asked if chain.roles[slot] == "full")
-    vectors = [slot for slot in asked if chain.roles[slot] == "channel" and slot in uses]
+    vectors = [slot for slot in asked if chain.roles[slot] in ("channel", "one") and slot in uses]
     sums = tuple(slot for slot in vectors if norm is not None and uses[slot] > norm)
     totals = tuple(slot for slot in asked if chain.roles[slot] == "bias" or (slot in vectors and slot not in sums))
     return Wanted(sums, totals, full)

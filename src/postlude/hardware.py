@@ -7,9 +7,11 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,16 +28,22 @@ class Machine:
     has_onednn: bool = False
     maps_large_buffers: bool = True  # the allocator gives large buffers back to the system and gets them anew
     norms_keeping_layout: frozenset[str] = frozenset({"group_norm"})  # whose result is channels-last as their input
-    architecture: str = ""  # "sm_90" on a GPU, the CPU's instruction set otherwise
+    architecture: str = ""  # "sm_90" on an NVIDIA GPU, "gfx942" on an AMD one, the CPU's instruction set otherwise
     shared_bytes: int = 0  # shared memory that one block may have, on a GPU
     has_nvrtc: bool = False
+
+    @property
+    def compute_capability(self) -> int:
+        """90 for "sm_90"; 0 for what is no NVIDIA card."""
+        number = self.architecture.removeprefix("sm_")
+        return int(number) if number != self.architecture and number.isdigit() else 0
 
 
 @functools.cache
 def machine_for(device_type: str) -> Machine:
     if device_type == "cuda":
         card = torch.cuda.get_device_properties()
-        cores, name = card.multi_processor_count, f"sm_{card.major}{card.minor}"
+        cores, name = card.multi_processor_count, _architecture(card)
         keeping = norms_keeping_layout("cuda")
         return Machine(
             "cuda",
@@ -47,9 +55,18 @@ def machine_for(device_type: str) -> Machine:
             shared_bytes=int(getattr(card, "shared_memory_per_block_optin", card.shared_memory_per_block)),
             has_nvrtc=has_nvrtc(),
         )
+    if device_type != "cpu":
+        return Machine(device_type, 0, 0, has_triton=False)  # nothing of ours runs there, so nothing is asked
     threads, cache = torch.get_num_threads(), last_level_cache_bytes()
     maps, keeping = not malloc_is_tuned(), norms_keeping_layout(device_type)
     return Machine(device_type, threads, cache, has_triton(), has_onednn(), maps, keeping, cpu_capability())
+
+
+def _architecture(card: Any) -> str:
+    """ROCm calls its devices "cuda" and numbers them too, as 9.4 for instance: its name tells them apart."""
+    if torch.version.hip is not None:
+        return str(getattr(card, "gcnArchName", "an AMD card")).split(":")[0]
+    return f"sm_{card.major}{card.minor}"
 
 
 def norms_keeping_layout(device_type: str) -> frozenset[str]:
@@ -124,10 +141,6 @@ def has_glibc() -> bool:
     return platform.libc_ver()[0] == "glibc"
 
 
-def gpu_capability() -> tuple[int, int]:
-    return torch.cuda.get_device_capability()
-
-
 def malloc_is_tuned() -> bool:
     """True where the environment keeps the C library from mapping and unmapping every large buffer."""
     return "MALLOC_MMAP_THRESHOLD_" in os.environ or "jemalloc" in os.environ.get("LD_PRELOAD", "")
@@ -152,6 +165,22 @@ def default_fp32_precision() -> str:
     if hasattr(cudnn, "conv"):  # once the new switch was set, reading the old one raises
         return "tf32" if cudnn.conv.fp32_precision == "tf32" else "fp32"
     return "tf32" if cudnn.allow_tf32 else "fp32"
+
+
+# What the tests were run with: from the first to the last, both included.
+TESTED = {"torch": ((2, 11), (2, 13)), "triton": ((3, 6), (3, 6))}
+
+
+def untested_versions() -> list[str]:
+    """A sentence for each package whose version is outside of what was tested."""
+    found = versions()
+    sentences = []
+    for package, (first, last) in TESTED.items():
+        release = tuple(int(part) for part in re.findall(r"\d+", found[package])[:2])
+        if len(release) == 2 and not first <= release <= last:
+            span = " to ".join(".".join(map(str, end)) for end in (first, last))
+            sentences.append(f"Postlude was tested with {package} {span}, not with {found[package]}.")
+    return sentences
 
 
 def versions() -> dict[str, str]:

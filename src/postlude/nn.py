@@ -57,13 +57,13 @@ class FusedChain(nn.Sequential):
             check_precision(self.precision, device)
             self._read[key] = self._read_chain(x)
         site, names = self._read[key]
-        return site(*(x if name is None else self.get_parameter(name) for name in names))  # type: ignore[no-any-return]
+        return site(*(x if name is None else self._tensor(name) for name in names))  # type: ignore[no-any-return]
 
     def _as_operator(self, x: Tensor, device: str, autocast: torch.dtype | None) -> Tensor:
         """For compilers that trace through this module: one registered operator, no break in their graph."""
         text, names = self._text(x.dtype, x.dim(), device, autocast, self.training)
-        parameters = dict(self.named_parameters())
-        tensors = [x if name is None else parameters[name] for name in names]
+        held = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        tensors = [x if name is None else held[name] for name in names]
         result: Tensor = torch.ops.postlude.chain(tensors, text, self.precision)
         return result
 
@@ -81,6 +81,12 @@ class FusedChain(nn.Sequential):
         site, names = self._read[key]
         return site.chain.dumps(), names
 
+    def _tensor(self, name: str) -> Tensor:
+        """A parameter or buffer, as it is now."""
+        path, _, own = name.rpartition(".")
+        tensor: Tensor = getattr(self.get_submodule(path), own)
+        return tensor
+
     def _channels(self) -> int:
         for module in self:
             for name in ("in_channels", "num_channels", "num_features"):
@@ -89,13 +95,13 @@ class FusedChain(nn.Sequential):
         raise PostludeError("this FusedChain has neither a convolution nor a norm: there is nothing to fuse.")
 
     def _read_chain(self, x: Tensor) -> tuple[Site, tuple[str | None, ...]]:
-        names = [name for name, _ in self.named_parameters()]
+        names = [name for name, _ in (*self.named_parameters(), *self.named_buffers())]
         plain = nn.Sequential(*self)
 
         def call(x: Tensor, *values: Tensor) -> Any:
             return torch.func.functional_call(plain, dict(zip(names, values)), (x,))
 
-        graph = capture_function(call, [x, *(self.get_parameter(name) for name in names)])
+        graph = capture_function(call, [x, *map(self._tensor, names)])
         functionalise(graph)
         found, declined = match(graph)
         placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
@@ -106,6 +112,10 @@ class FusedChain(nn.Sequential):
                 f"these modules are not one chain ({reasons}); use nn.Sequential and postlude.optimize."
             )
         by_node = dict(zip(placeholders, [None, *names]))
+        if not by_node.keys() >= set(found[0].tensors):
+            raise PostludeError(
+                "these modules make a tensor in their forward that the chain reads; make it a parameter or a buffer."
+            )
         return Site(type(self).__name__, found[0].chain, self.precision), tuple(by_node[n] for n in found[0].tensors)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -26,20 +26,68 @@ from postlude.chain import (
     values_of,
 )
 
+aten = torch.ops.aten
+
+
+def as_tensor(other: Tensor | float, like: Tensor) -> Tensor:
+    return other if isinstance(other, Tensor) else torch.full((), other, dtype=like.dtype, device=like.device)
+
+
+def _vector(other: Tensor | float) -> Tensor | None:
+    """One number per channel without the axes that broadcast; a number stands for what was not given."""
+    return other.reshape(-1) if isinstance(other, Tensor) else None
+
+
+def _batch_norm(x: Tensor, others: list[Tensor | None], eps: float) -> Tensor:
+    mean, variance, weight, bias = others
+    assert mean is not None
+    assert variance is not None
+    # PyTorch refuses statistics that ask for a gradient.
+    return F.batch_norm(x, mean.detach(), variance.detach(), weight, bias, training=False, eps=eps)
+
+
 POINTWISE: dict[str, Callable[..., Tensor]] = {
     "relu": torch.relu,
     "clamp_min": lambda x, bound: torch.clamp_min(x, bound),
+    "clamp_max": lambda x, bound: torch.clamp_max(x, bound),
+    "clamp": lambda x, low, high: torch.clamp(x, low, high),
+    "hardtanh": lambda x, low, high: F.hardtanh(x, low, high),
     "leaky_relu": lambda x, slope: F.leaky_relu(x, slope),
+    "elu": lambda x, alpha, scale, input_scale: aten.elu(x, alpha, scale, input_scale),
     "silu": F.silu,
     "gelu": lambda x, approximate: F.gelu(x, approximate=approximate),
+    "mish": F.mish,
+    "hardswish": F.hardswish,
+    "hardsigmoid": F.hardsigmoid,
+    "softplus": lambda x, beta, threshold: F.softplus(x, beta, threshold),
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "abs": torch.abs,
+    "sqrt": torch.sqrt,
+    "reciprocal": torch.reciprocal,
+    "pow": lambda x, exponent: torch.pow(x, exponent),
+    "detach": Tensor.detach,
     "add": torch.add,
+    "sub": torch.sub,
+    "rsub": torch.rsub,
     "mul": torch.mul,
+    "div": torch.div,
+    "rdiv": lambda x, y: torch.div(as_tensor(y, x), x),
+    "maximum": lambda x, y: torch.maximum(x, as_tensor(y, x)),
+    "minimum": lambda x, y: torch.minimum(x, as_tensor(y, x)),
+    "prelu": lambda x, weight: torch.prelu(x, as_tensor(weight, x).reshape(-1)),
+    "batch_norm": lambda x, *others, eps: _batch_norm(x, [_vector(other) for other in others], eps),
 }
 NORMS: dict[str, Callable[..., Tensor]] = {
     "group_norm": lambda x, step, weight, bias: F.group_norm(x, step.groups, weight, bias, step.eps),
     "instance_norm": lambda x, step, weight, bias: F.instance_norm(x, None, None, weight, bias, eps=step.eps),
 }
-REDUCTIONS: dict[str, Callable[..., Tensor]] = {"mean": torch.mean, "sum": torch.sum}
+REDUCTIONS: dict[str, Callable[..., Tensor]] = {
+    "mean": torch.mean,
+    "sum": torch.sum,
+    "adaptive_avg_pool": lambda x, dim, keepdim: _POOLS[len(dim)](x, 1),  # noqa: ARG005  it always keeps its axes
+}
+_POOLS: dict[int, Callable[..., Tensor]] = {2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d}
 
 
 def evaluate(

@@ -35,6 +35,30 @@ def test_doctor_says_what_to_change(run: Run, monkeypatch: pytest.MonkeyPatch) -
     assert "install torch 99.0 or newer" in ran.out
 
 
+def test_doctor_clears_its_cache_and_nothing_else(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POSTLUDE_CACHE_DIR", str(tmp_path))
+    ours = [tmp_path / f"few_channels-{'0' * 64}.cubin", tmp_path / f"few_channels-{'a' * 64}x1_y.tmp"]
+    others = [tmp_path / "thesis.tex", tmp_path / "few_channels-short.cubin"]
+    for path in (*ours, *others):
+        path.write_bytes(b"1234")
+    ran = run("doctor", "--clear-cache", "--device", "cpu")
+    assert ran.code == 0
+    assert "Deleted 2 compiled kernels" in ran.out
+    assert not any(path.exists() for path in ours)
+    assert all(path.exists() for path in others)
+    assert "nothing to clear" in run("doctor", "--clear-cache", "--device", "cpu").out
+
+
+def test_a_cache_that_cannot_be_cleared_is_one_sentence(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied() -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("postlude.run.nvrtc.clear_cache", denied)
+    ran = run("doctor", "--clear-cache", "--device", "cpu")
+    assert ran.code == 2
+    assert "could not be cleared: Permission denied." in ran.err
+
+
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"batch_size": 2, "depth": 4, "height": 6, "width": 6}

@@ -132,7 +132,9 @@ CAPTURES = [
         lambda m, x: m.norm((h := m.conv(x)) + F.silu(h)),
         (f"{C} → silu → add(value 0, value 1) → {G}",),
     ),
-    Capture("used outside", lambda m, x: m.norm((h := m.conv(x)).relu()) + h.amax(), (f"relu → {G}",)),
+    Capture(
+        "used outside", lambda m, x: m.norm((h := m.conv(x)).relu()) + h.amax(), (f"relu → {G} → add(one number)",)
+    ),
     Capture("inactive dropout", lambda m, x: m.norm(F.dropout3d(m.conv(x), 0.0)), (f"{C} → {G}",)),
     Capture("active dropout", lambda m, x: m.norm(m.drop(m.conv(x))), (G,)),
     Capture("view then write", _view_then_write, (G,)),
@@ -141,11 +143,11 @@ CAPTURES = [
     Capture(
         "detach mid-chain",
         lambda m, x: m.norm(m.conv(x).detach() + m.other(x)),
-        (f"{C} → add(tensor) → {G}",),
+        (f"{C} → detach → add(tensor) → {G}",),
     ),
     Capture("autocast inside", _autocast_inside, (f"conv3d(4→4, k3, p1, bfloat16) → relu → {G}",)),
     Capture("autocast ends mid-chain", _autocast_ends_mid_chain, (f"relu → {G}",)),
-    Capture("no_grad mid-chain", _no_grad_mid_chain, (f"relu → {G}",)),
+    Capture("no_grad mid-chain", _no_grad_mid_chain, (f"relu → {G} → mul(one number)",)),
     Capture("graph break", _graph_break, (f"{C} → {G}", f"{C} → instance_norm")),
     Capture(
         "checkpoint",

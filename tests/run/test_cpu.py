@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import threading
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cases import BY_NAME, CASES, Case
+from cases import BY_NAME, CASES, ROW_CASES, Builder, Case, conv
 from postlude import hardware, reference
 from postlude.chain import Chain
 from postlude.check import chain_points, tensors_for, verify_chain
 from postlude.plan import Plan, lower, problem_of
 from postlude.plan import cpu as plan_cpu
-from postlude.run import moments
+from postlude.run import moments, onednn
 from postlude.run.execute import execute
 
 SMALL_CACHE = hardware.Machine("cpu", 2, 16 << 10, False, hardware.has_onednn())  # forces several slabs
@@ -40,7 +41,7 @@ def fused(chain: Chain, tensors: list[Tensor], machine: hardware.Machine = SMALL
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", CASES + ROW_CASES, ids=lambda c: c.name)
 @pytest.mark.usefixtures("poisoned_memory", "way")
 def test_is_right_by_the_rule(case: Case, layout: str) -> None:
     points = chain_points(case.chain, case.shape, torch.float32, "cpu", layout=layout)
@@ -48,7 +49,7 @@ def test_is_right_by_the_rule(case: Case, layout: str) -> None:
     assert verdict.right, verdict
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", CASES + ROW_CASES, ids=lambda c: c.name)
 def test_is_right_in_bfloat16_and_float64(case: Case) -> None:
     verdict = verify_chain(fused, case.chain, chain_points(case.chain, case.shape, torch.bfloat16, "cpu"))
     assert verdict.right, verdict
@@ -59,7 +60,7 @@ def test_is_right_in_bfloat16_and_float64(case: Case) -> None:
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", CASES + ROW_CASES, ids=lambda c: c.name)
 @pytest.mark.usefixtures("way")
 def test_dtype_shape_and_strides_are_pytorchs(case: Case, layout: str) -> None:
     tensors = tensors_for(case.chain, case.shape, torch.float32, "cpu", 0, "normal", layout)
@@ -68,7 +69,7 @@ def test_dtype_shape_and_strides_are_pytorchs(case: Case, layout: str) -> None:
         assert (ours.dtype, ours.shape, ours.stride()) == (theirs.dtype, theirs.shape, theirs.stride())
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", CASES + ROW_CASES, ids=lambda c: c.name)
 @pytest.mark.usefixtures("way")
 def test_the_callers_tensors_are_left_alone(case: Case) -> None:
     tensors = tensors_for(case.chain, case.shape, torch.float32, "cpu", 0, "normal", "contiguous")
@@ -93,6 +94,16 @@ def test_a_value_far_from_zero_is_centred_before_it_is_squared(monkeypatch: pyte
     torch.testing.assert_close(honest.variance, truth, rtol=1e-5, atol=0)
     torch.testing.assert_close(also.variance, truth, rtol=1e-4, atol=0)
     assert (mutant.variance - truth).abs().max() > 1e-2
+
+
+def test_the_mean_of_a_value_far_from_zero_is_not_rounded() -> None:
+    """Short runs are added in fp32: seven times 0.1 divided by 7 is another number, until the rest is added."""
+    value = torch.full((1, 2, 1, 7), 0.1)
+    found, centre = moments.channel_moments(value.clone(), squares=True, overwrite=True)
+    assert found.variance is not None
+    torch.testing.assert_close(found.mean, torch.full((1, 2), 0.1).double(), rtol=1e-14, atol=0)
+    assert float(found.variance.abs().max()) < 1e-16
+    assert (value[0, 0, 0, 0].double() - centre).abs().max() < 1e-8
 
 
 def test_moments_plans_keep_at_most_a_slab(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,3 +140,28 @@ def test_an_in_place_step_never_overwrites_a_value_that_is_read_again() -> None:
     forgetful = Forgetful(*(getattr(case.chain, f.name) for f in dataclasses.fields(Chain)))
     with pytest.raises((AssertionError, RuntimeError)):
         assert (fused(forgetful, tensors) - truth).abs().max() < 1e-4
+
+
+@pytest.mark.usefixtures("way")
+def test_memory_kept_in_inference_mode_serves_outside_of_it() -> None:
+    case = BY_NAME["conv relu mean over space"]
+    tensors = tensors_for(case.chain, case.shape, torch.float32, "cpu", 0, "normal", "channels_last")
+    onednn._kept = threading.local()
+    with torch.inference_mode():
+        inside = fused(case.chain, tensors, hardware.machine_for("cpu"))
+    torch.testing.assert_close(fused(case.chain, tensors, hardware.machine_for("cpu")), inside, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("builder", "reason"),
+    [
+        (Builder(2, conv(2, (3, 4), 1, transposed=True, stride=2, output_padding=1)), "writes outside of its result"),
+        (Builder(2, conv(2, (3, 4), 1, stride=2, padding=1)), "wider than the kernel's reach"),
+    ],
+)
+def test_what_pytorchs_own_convolution_gets_wrong_is_not_planned(builder: Builder, reason: str) -> None:
+    """On paper alone: running them corrupts the heap or crashes."""
+    chain = builder.op("relu").norm(2).chain()
+    tensors = tensors_for(chain, (2, 3, 5, 5), torch.float32)
+    refusal = lower(chain, problem_of(tensors), SMALL_CACHE, even_if_slower=True)
+    assert reason in str(refusal)

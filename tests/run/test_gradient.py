@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from cases import BY_NAME, CASES, Builder, Case, conv
-from postlude import chain as chains
 from postlude import emit, emit_gradient, reference
 from postlude.chain import Cast, Chain, Normalize, Slot, Value
 from postlude.check import tensors_for
@@ -101,7 +100,8 @@ def truth(
         values.append(reference.apply(chain, step, values, leaves, keep_dtype=True))
     slots = sorted(needs)
     assert values[-1] is not None
-    found = torch.autograd.grad(values[-1], [leaf, *(leaves[slot] for slot in slots)], dy.double())
+    wanted = [leaf, *(leaves[slot] for slot in slots)]
+    found = torch.autograd.grad(values[-1], wanted, dy.double(), allow_unused=True, materialize_grads=True)
     return found[0], dict(zip(slots, found[1:]))
 
 
@@ -119,7 +119,7 @@ def compared(case: Case, dtype: torch.dtype, layout: Any) -> float:
     assert all((one.dtype, one.shape) == (tensors[slot].dtype, tensors[slot].shape) for slot, one in found.items())
     right_dv0, right = truth(case.chain, value, dy, tensors, needs)
     # What is nothing in truth (a bias before an instance norm) is measured by what it is a sum of.
-    least = float(right_dv0.abs().max())
+    least = max(float(right_dv0.abs().max()), 1e-30)
     pairs = [(dv0, right_dv0), *((found[slot], right[slot]) for slot in needs)]
     errors = [float((a.double() - b).abs().max() / max(least, float(b.abs().max()))) for a, b in pairs]
     return float(torch.nan_to_num(torch.tensor(errors), nan=torch.inf).max())
@@ -130,11 +130,6 @@ def compared(case: Case, dtype: torch.dtype, layout: Any) -> float:
 def test_gradients_are_autograds(case: Case, layout: str) -> None:
     assert compared(case, torch.float64, layout) < 1e-9
     assert compared(case, torch.float32, layout) < 2e-5
-
-
-def test_every_word_has_derivatives_by_its_operands() -> None:
-    assert set(emit_gradient.DERIVATIVES) == set(emit.POINTWISE)
-    assert all(len(emit_gradient.DERIVATIVES[word]) == row.arity for word, row in chains.POINTWISE.items())
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
@@ -246,28 +241,6 @@ def test_nan_is_where_autograd_has_it(name: str, where: str, layout: Any) -> Non
     assert right_dv0.isnan().any()
     assert not right_dv0.isnan().all()
     assert all(torch.equal(found[slot].isnan(), right[slot].isnan()) for slot in needs)
-
-
-@pytest.mark.parametrize(
-    ("word", "settings"),
-    [
-        ("relu", {}),
-        ("clamp_min", {"bound": 0.1}),
-        ("leaky_relu", {"slope": 0.3}),
-        ("silu", {}),
-        ("gelu", {"approximate": "none"}),
-        ("gelu", {"approximate": "tanh"}),
-    ],
-)
-def test_ties_infinities_and_nan_are_pytorchs(word: str, settings: dict[str, Any]) -> None:
-    inf = float("inf")
-    points = [0.0, -0.0, 0.1, 0.1 - 1e-12, float("nan"), inf, -inf, 800.0, -800.0, 30.0, -30.0, 1e-300]
-    chain = Builder(2).op(word, **settings).chain()
-    for dtype, tolerance in ((torch.float64, 1e-14), (torch.float32, 1e-6)):
-        x = torch.tensor(points, dtype=dtype).reshape(1, 1, 3, 4).requires_grad_()
-        ours, _ = GradientPasses(plan_for(chain, (x,)), frozenset({0}))(x.detach(), None, torch.ones_like(x), (x,))
-        reference.evaluate(chain, [x]).sum().backward()
-        torch.testing.assert_close(ours, x.grad, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 def test_the_same_bits_every_time() -> None:

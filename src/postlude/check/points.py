@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from postlude.chain import Chain, Convolution, Normalize, Role, Slot
+from postlude.chain import Chain, Convolution, Normalize, Pointwise, Role, Slot
 
 Family = Literal["uniform", "normal", "hierarchical", "large offset", "heavy-tailed", "sparse", "small"]
 Layout = Literal["contiguous", "channels_last"]
@@ -168,6 +168,8 @@ def tensors_for(
         "input": input_shape,
         "weight": _weight_shape(conv) if conv else (),
         "full": (input_shape[0], channels, *space),
+        "row": (input_shape[0], channels, *[1] * chain.dims),
+        "one": (1,),
     }
     slots = [(shapes.get(role, (channels,)), dtype) for role in chain.roles]
     values = _slot_values(chain, slots, seed, family)
@@ -213,13 +215,18 @@ def slots_of_gamma(chain: Chain) -> tuple[Slot, ...]:
     return tuple(step.weight for step in chain.steps if isinstance(step, Normalize) and step.weight is not None)
 
 
+def _slots_of_variance(chain: Chain) -> set[int]:
+    norms = [step for step in chain.steps if isinstance(step, Pointwise) and step.op == "batch_norm"]
+    return {slot.index for step in norms if isinstance(slot := step.operands[2], Slot)}
+
+
 def _slot_values(
     chain: Chain, slots: Sequence[tuple[Sequence[int], torch.dtype]], seed: int, family: Family
 ) -> list[Tensor]:
     generator = generator_for(seed)
     has_bias = chain.producer is not None and chain.producer.has_bias
     transposed = chain.producer is not None and chain.producer.transposed
-    gammas = {slot.index for slot in slots_of_gamma(chain)}
+    gammas, variances = {slot.index for slot in slots_of_gamma(chain)}, _slots_of_variance(chain)
     found = []
     for index, (role, (shape, dtype)) in enumerate(zip(chain.roles, slots, strict=True)):
         if role == "input":
@@ -232,6 +239,8 @@ def _slot_values(
             values = _gamma(shape, generator)
         else:
             values = torch.randn(list(shape), generator=generator) + _offset(family, seed, role, dtype)
+            if index in variances:
+                values = 0.5 + values.square()
         found.append(values.to(dtype))
     return found
 

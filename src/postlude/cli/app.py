@@ -244,8 +244,15 @@ def demo(device: Device = None, precision: Precision = "auto", json: Json = None
 
 
 @app.command()
-def doctor(device: Device = None, json: Json = None, debug: Debug = False) -> None:
-    """Look at this machine and run a tiny self-test.
+def doctor(
+    device: Device = None,
+    json: Json = None,
+    debug: Debug = False,
+    clear_cache: Annotated[
+        bool, typer.Option("--clear-cache", help="Delete the compiled kernels that are kept.")
+    ] = False,
+) -> None:
+    """Look at this machine and run a tiny self-test; or delete the compiled kernels that are kept on disk.
 
     Exit code: 0 all well, 1 something is bad, with what to change.
     """
@@ -253,7 +260,7 @@ def doctor(device: Device = None, json: Json = None, debug: Debug = False) -> No
     def command(settings: frame.Settings) -> frame.Answer:
         from postlude.cli import doctor as work
 
-        return work.doctor(settings)
+        return work.doctor(settings, clear_cache)
 
     frame.run("doctor", frame.Request(device, "auto", json, debug), command)
 

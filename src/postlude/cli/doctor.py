@@ -12,10 +12,12 @@ from postlude import hardware
 from postlude.cli.frame import DONE, NO, Answer, Settings
 from postlude.cli.output import megabytes, say, show_table, working
 from postlude.cli.session import machine_data
+from postlude.errors import PostludeError
 from postlude.pipeline import optimize
+from postlude.run import nvrtc
 
 OLDEST_TORCH = (2, 11)
-OLDEST_GPU = (8, 0)
+OLDEST_GPU = 80
 TUNED_MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": "4294967296",
     "MALLOC_TRIM_THRESHOLD_": "8589934592",
@@ -31,7 +33,9 @@ class Finding:
     advice: str = ""
 
 
-def doctor(settings: Settings) -> Answer:
+def doctor(settings: Settings, clear: bool = False) -> Answer:
+    if clear:
+        return _clear()
     with working("Looking at this machine and running a self-test"):
         findings = [*_software(), *_machine(settings), *_torch_compile(settings), _self_test(settings)]
     show_table(["", "found", "", "what to change"], [[f.what, f.found, f.state, f.advice] for f in findings])
@@ -39,6 +43,20 @@ def doctor(settings: Settings) -> Answer:
     say(f"Bad: {', '.join(bad)}." if bad else "All well.", "bold")
     data = {"findings": [asdict(finding) for finding in findings]}
     return Answer(NO if bad else DONE, {**machine_data(settings), **data})
+
+
+def _clear() -> Answer:
+    folder = nvrtc.cache_folder()
+    try:
+        files, size = nvrtc.clear_cache()
+    except OSError as error:
+        raise PostludeError(f"the cache in {folder} could not be cleared: {error.strerror}.") from error
+    say(
+        f"Deleted {files} compiled kernels ({megabytes(size)}) from {folder}."
+        if files
+        else "There was nothing to clear."
+    )
+    return Answer(DONE, {"cleared": {"folder": str(folder), "files": files, "bytes": size}})
 
 
 def _software() -> Iterator[Finding]:
@@ -78,8 +96,8 @@ def _threads() -> Finding:
 
 def _gpu() -> Finding:
     name = hardware.versions()["gpu"]
-    if hardware.gpu_capability() < OLDEST_GPU:
-        return Finding("gpu", name, "bad", "Postlude needs Ampere or newer; use --device cpu")
+    if hardware.machine_for("cuda").compute_capability < OLDEST_GPU:
+        return Finding("gpu", name, "bad", "Postlude needs an NVIDIA card of Ampere or newer; use --device cpu")
     return Finding("gpu", name, "good")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,7 @@ class Backend:
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         check_precision(self.precision, _device_of(inputs))
+        _warn_once()
         try:
             traced = capture(graph, inputs)
         except Exception as error:  # a private interface moved, or an operator that cannot be traced
@@ -101,6 +103,12 @@ def postlude_backend(graph: fx.GraphModule, inputs: Sequence[Any], **options: An
     if unknown:
         raise PostludeError(f"unknown option {', '.join(sorted(unknown))}; the backend takes precision and rest.")
     return Backend(**settings)(graph, inputs)
+
+
+@functools.cache
+def _warn_once() -> None:
+    for sentence in hardware.untested_versions():
+        log.warning(sentence)
 
 
 def _device_of(inputs: Sequence[Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ from postlude.chain import (
 from postlude.graph import spellings
 from postlude.graph.capture import same_shape
 from postlude.graph.spellings import arguments_of
+from postlude.words import POINTWISE
 
 
 @dataclass(frozen=True)
@@ -165,28 +167,32 @@ def _padding(given: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]) -> 
 
 def _pointwise(draft: Draft, node: fx.Node, spelled: spellings.Spelled) -> Draft | str:
     operands: list[Operand] = []
-    given = list(spelled.operands)
-    if len(given) == 2 and given[0] not in draft.values:
-        given.reverse()  # add and mul commute; the value comes first
+    op, given, row = spelled.op, list(spelled.operands), POINTWISE[spelled.op]
+    if len(given) == 2 and given[0] not in draft.values and row.swapped is not None:
+        op = row.swapped
+        given.reverse()  # the value comes first
     if not isinstance(given[0], fx.Node) or given[0] not in draft.values:
         return f"{describe(node)} does not work on the chain's value"
     first = given[0]
     for item in given:
-        operand = _operand(draft, node, first, item)
+        operand = _operand(draft, node, first, item, row.vectors)
         if isinstance(operand, str):
             return operand
         draft, read = operand
         operands.append(read)
-    dtype = _promoted(draft, operands)
-    if dtype != dtype_of(node):
+    promoting = operands[:1] if row.vectors else operands
+    if _promoted(draft, promoting) != dtype_of(node):
         draft, operands[0] = draft._cast(draft.values[first], dtype_of(node))
-        if _promoted(draft, operands) != dtype_of(node):
+        promoting[0] = operands[0]
+        if _promoted(draft, promoting) != dtype_of(node):
             return f"{describe(node)} changes the dtype in a way that is not understood"
-    return draft._add(node, Pointwise(spelled.op, tuple(operands), spelled.settings))
+    return draft._add(node, Pointwise(op, tuple(operands), spelled.settings))
 
 
-def _operand(draft: Draft, node: fx.Node, first: fx.Node, item: Any) -> tuple[Draft, Operand] | str:
+def _operand(draft: Draft, node: fx.Node, first: fx.Node, item: Any, is_vector: bool) -> tuple[Draft, Operand] | str:
     if isinstance(item, (int, float)):
+        if not math.isfinite(item):
+            return f"{describe(node)} with {item}, which is not finite"
         return draft, Scalar(float(item))
     if not isinstance(item, fx.Node) or not isinstance(item.meta.get("val"), torch.Tensor):
         return f"{describe(node)} has an operand that is neither a tensor nor a number"
@@ -197,13 +203,37 @@ def _operand(draft: Draft, node: fx.Node, first: fx.Node, item: Any) -> tuple[Dr
         return draft, draft.values[item]
     if any(isinstance(step, Reduce) for step in draft.steps):
         return f"{describe(node)} brings another tensor in after a reduction"
+    role = _vector_role(shape, other) if is_vector else _broadcast_role(shape, other)
+    if role is None:
+        return f"{describe(node)} broadcasts a tensor of shape {tuple(other)}, which is neither full nor per channel"
+    return draft._slot(item, role)
+
+
+def _vector_role(shape: tuple[Any, ...], other: tuple[Any, ...]) -> Role | None:
+    if same_shape(shape[1:2], other):
+        return "channel"
+    return "one" if _are_ones(other) else None
+
+
+def _broadcast_role(shape: tuple[Any, ...], other: tuple[Any, ...]) -> Role | None:
+    """What a tensor is beside a value of `shape`, by PyTorch's rules of broadcasting."""
     if same_shape(shape, other):
-        return draft._slot(item, "full")
-    if same_shape(shape[1:2] + (1,) * draft.dims, other[-draft.dims - 1 :]) and all(
-        same_shape((size,), (1,)) for size in other[: -draft.dims - 1]
-    ):
-        return draft._slot(item, "channel")
-    return f"{describe(node)} broadcasts a tensor of shape {tuple(other)}, which is neither full nor per channel"
+        return "full"
+    if len(other) > len(shape):
+        return None
+    padded = (1,) * (len(shape) - len(other)) + other
+    if not _are_ones(padded[2:]):
+        return None
+    is_batch, is_channels = (same_shape(shape[axis : axis + 1], padded[axis : axis + 1]) for axis in (0, 1))
+    if is_channels and _are_ones(padded[:1]):
+        return "channel"
+    if is_channels and is_batch:
+        return "row"
+    return "one" if _are_ones(padded) else None
+
+
+def _are_ones(sizes: tuple[Any, ...]) -> bool:
+    return same_shape(sizes, (1,) * len(sizes))
 
 
 def _promoted(draft: Draft, operands: list[Operand]) -> torch.dtype:
@@ -212,7 +242,7 @@ def _promoted(draft: Draft, operands: list[Operand]) -> torch.dtype:
     for operand in operands:
         if isinstance(operand, Value):
             dtypes.append(draft.dtypes[operand.index])
-        elif isinstance(operand, Slot):
+        elif isinstance(operand, Slot) and shape_of(draft.tensors[operand.index]):  # without axes: like a number
             dtypes.append(dtype_of(draft.tensors[operand.index]))
     result = dtypes[0]
     for dtype in dtypes[1:]:
@@ -245,16 +275,28 @@ def _reduce(draft: Draft, node: fx.Node) -> Draft | str:
     call = arguments_of(node)
     if call["self"] not in draft.values:
         return f"{describe(node)} does not work on the chain's value"
+    if op == "adaptive_avg_pool":
+        if _each(call["output_size"], draft.dims) != (1,) * draft.dims:
+            return f"{describe(node)} to more than one position"
+        over, keepdim = "space", True
+    else:
+        found = _reduced(node, call, draft.dims + 2)
+        if found in ("space", "sample"):
+            over, keepdim = found, bool(call["keepdim"])
+        else:
+            return found
+    draft, value = draft._cast(draft.values[call["self"]], dtype_of(node))
+    return draft._add(node, Reduce(op, value, over, keepdim))  # type: ignore[arg-type]
+
+
+def _reduced(node: fx.Node, call: spellings.Arguments, rank: int) -> str:
+    """ "space" or "sample", or a sentence why neither."""
     if call["dtype"] is not None:
         return f"{describe(node)} with a dtype of its own"
-    rank = draft.dims + 2
     axes = sorted(axis % rank for axis in call["dim"]) if call["dim"] is not None else []
     spans = {tuple(range(2, rank)): "space", tuple(range(1, rank)): "sample"}
-    over = spans.get(tuple(axes))
-    if over is None:
-        return f"{describe(node)} over axes {axes}: only space, or all but the batch, is understood"
-    draft, value = draft._cast(draft.values[call["self"]], dtype_of(node))
-    return draft._add(node, Reduce(op, value, over, bool(call["keepdim"])))  # type: ignore[arg-type]
+    sentence = f"{describe(node)} over axes {axes}: only space, or all but the batch, is understood"
+    return spans.get(tuple(axes), sentence)
 
 
 def _each(sizes: Any, dims: int) -> tuple[int, ...]:

@@ -140,10 +140,11 @@ class _Finder:
         return all(set(node.users) <= inside for node in draft.nodes[:-1])
 
     def declined_norms_too(self, graph: fx.GraphModule) -> list[Declined]:
+        unknown = {node: spellings.unknown_norm(node) for node in graph.graph.nodes}
         return [
-            Declined(site_name((node,)), describe(node), self.why.get(node, "no chain reaches it"))
-            for node in graph.graph.nodes
-            if node not in self.taken and (spellings.is_convolution(node) or spellings.norm(node))
+            Declined(site_name((node,)), describe(node), why or self.why.get(node, "no chain reaches it"))
+            for node, why in unknown.items()
+            if node not in self.taken and (why or spellings.is_convolution(node) or spellings.norm(node))
         ]
 
 

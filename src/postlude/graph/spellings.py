@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -10,7 +11,7 @@ import torch
 import torch.fx as fx
 from torch._ops import OpOverload
 
-from postlude.chain import Setting
+from postlude.words import Setting
 
 aten = torch.ops.aten
 Arguments = dict[str, Any]
@@ -45,40 +46,149 @@ def _unary(op: str, call: Arguments) -> Read:
     return Spelled(op, (call["self"],))
 
 
-def _clamp_min(op: str, call: Arguments) -> Read:
-    if isinstance(call["min"], (int, float)) and call.get("max") is None:
-        return Spelled(op, (call["self"],), (("bound", float(call["min"])),))
-    return "clamp is understood only with a lower bound that is a number"
+def _with(*names: str, **renamed: str) -> Reader:
+    """A word whose settings are numbers of the call, under their own names or `setting="argument"`."""
+
+    def read(op: str, call: Arguments) -> Read:
+        return _numbers(op, call, {**dict(zip(names, names)), **renamed})
+
+    return read
 
 
-def _leaky(op: str, call: Arguments) -> Read:
-    return Spelled(op, (call["self"],), (("slope", float(call["negative_slope"])),))
+def _numbers(op: str, call: Arguments, names: dict[str, str]) -> Read:
+    values = [(setting, call[argument]) for setting, argument in names.items()]
+    for _, value in values:
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
+            return f"{op} with {value}, which is not a finite number"
+    return Spelled(op, (call["self"],), tuple((setting, float(value)) for setting, value in values))
+
+
+def _given(**settings: float) -> Reader:
+    """A word of which this spelling is the case with these settings."""
+    return lambda op, call: Spelled(op, (call["self"],), tuple(settings.items()))
+
+
+def _clamp(op: str, call: Arguments) -> Read:
+    if call["max"] is None:
+        return _numbers("clamp_min", call, {"bound": "min"})
+    if call["min"] is None:
+        return _numbers("clamp_max", call, {"bound": "max"})
+    return _numbers(op, call, {"low": "min", "high": "max"})
+
+
+def _celu(op: str, call: Arguments) -> Read:
+    alpha = float(call["alpha"])
+    if alpha <= 0:
+        return "celu with an alpha that is not positive"
+    return Spelled(op, (call["self"],), (("alpha", alpha), ("scale", 1.0), ("input_scale", 1.0 / alpha)))
+
+
+def _elu(op: str, call: Arguments) -> Read:
+    if float(call["input_scale"]) <= 0:
+        return "elu with an input_scale that is not positive"
+    return _numbers(op, call, {name: name for name in ("alpha", "scale", "input_scale")})
 
 
 def _gelu(op: str, call: Arguments) -> Read:
     return Spelled(op, (call["self"],), (("approximate", call["approximate"]),))
 
 
+def _pow(op: str, call: Arguments) -> Read:
+    exponent = call["exponent"]
+    if not isinstance(exponent, (int, float)) or exponent not in range(1, LARGEST_EXPONENT + 1):
+        return f"pow with the exponent {exponent}: only whole ones from 1 to {LARGEST_EXPONENT} are understood"
+    return Spelled(op, (call["self"],), (("exponent", int(exponent)),))
+
+
+def _negated(op: str, call: Arguments) -> Read:
+    return Spelled(op, (call["self"], -1.0))
+
+
 def _binary(op: str, call: Arguments) -> Read:
-    if call.get("alpha", 1) != 1:
-        return f"{op} with alpha={call['alpha']}"
-    return Spelled(op, (call["self"], call["other"]))
+    alpha, other = call.get("alpha", 1), call["other"]
+    if alpha == 1:
+        return Spelled(op, (call["self"], other))
+    if isinstance(other, (int, float)) and op != "rsub":
+        return Spelled(op, (call["self"], other * alpha))
+    return f"{op} with alpha={alpha}"
 
 
+def _prelu(op: str, call: Arguments) -> Read:
+    return Spelled(op, (call["self"], call["weight"]))
+
+
+def _batch_norm(op: str, call: Arguments) -> Read:
+    statistics = (call["running_mean"], call["running_var"])
+    if call["training"] or None in statistics:
+        return "batch_norm in training mode takes its statistics over the whole batch, which no fused pass does"
+    weight, bias = (1.0 if call["weight"] is None else call["weight"]), (0.0 if call["bias"] is None else call["bias"])
+    return Spelled(op, (call["input"], *statistics, weight, bias), (("eps", float(call["eps"])),))
+
+
+LARGEST_EXPONENT = 8
+_SELU = {"alpha": 1.6732632423543772848, "scale": 1.0507009873554804934, "input_scale": 1.0}
 POINTWISE: dict[str, dict[OpOverload, Reader]] = {
     "relu": {aten.relu.default: _unary},
-    "clamp_min": {aten.clamp.default: _clamp_min, aten.clamp_min.default: _clamp_min},
-    "leaky_relu": {aten.leaky_relu.default: _leaky},
+    "clamp_min": {aten.clamp_min.default: _with(bound="min")},
+    "clamp_max": {aten.clamp_max.default: _with(bound="max")},
+    "clamp": {aten.clamp.default: _clamp, aten.clip.default: _clamp},
+    "hardtanh": {
+        aten.hardtanh.default: _with(low="min_val", high="max_val"),
+        aten.relu6.default: _given(low=0.0, high=6.0),
+    },
+    "leaky_relu": {aten.leaky_relu.default: _with(slope="negative_slope")},
+    "elu": {aten.elu.default: _elu, aten.celu.default: _celu, aten.selu.default: _given(**_SELU)},
     "silu": {aten.silu.default: _unary},
     "gelu": {aten.gelu.default: _gelu},
+    "mish": {aten.mish.default: _unary},
+    "hardswish": {aten.hardswish.default: _unary},
+    "hardsigmoid": {aten.hardsigmoid.default: _unary},
+    "softplus": {aten.softplus.default: _with("beta", "threshold")},
+    "tanh": {aten.tanh.default: _unary},
+    "sigmoid": {aten.sigmoid.default: _unary},
+    "abs": {aten.abs.default: _unary, aten.absolute.default: _unary},
+    "sqrt": {aten.sqrt.default: _unary},
+    "reciprocal": {aten.reciprocal.default: _unary},
+    "pow": {aten.pow.Tensor_Scalar: _pow, aten.square.default: _given(exponent=2)},
+    "detach": {aten.detach.default: _unary},
     "add": {aten.add.Tensor: _binary, aten.add.Scalar: _binary},
-    "mul": {aten.mul.Tensor: _binary, aten.mul.Scalar: _binary},
+    "sub": dict.fromkeys((aten.sub.Tensor, aten.sub.Scalar, aten.subtract.Tensor, aten.subtract.Scalar), _binary),
+    "rsub": {aten.rsub.Tensor: _binary, aten.rsub.Scalar: _binary},
+    "mul": {
+        **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar, aten.multiply.Tensor, aten.multiply.Scalar), _binary),
+        aten.neg.default: _negated,
+        aten.negative.default: _negated,
+    },
+    "div": dict.fromkeys(
+        (
+            *(aten.div.Tensor, aten.div.Scalar, aten.divide.Tensor, aten.divide.Scalar),
+            *(aten.true_divide.Tensor, aten.true_divide.Scalar),
+        ),
+        _binary,
+    ),
+    "rdiv": {},  # PyTorch writes it as div, with the chain's value second
+    "maximum": {aten.maximum.default: _binary, aten.max.other: _binary},
+    "minimum": {aten.minimum.default: _binary, aten.min.other: _binary},
+    "prelu": {aten.prelu.default: _prelu},
+    "batch_norm": {aten.batch_norm.default: _batch_norm},
+}
+# What is known and not understood, and why.
+DECLINED: dict[OpOverload, str] = {
+    aten.layer_norm.default: "layer_norm takes its statistics over the last axes, which no fused pass does",
+    **dict.fromkeys(
+        (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default),
+        "active dropout draws random numbers, which a fused pass would draw otherwise",
+    ),
 }
 NORMS: dict[str, OpOverload] = {
     "group_norm": aten.group_norm.default,
     "instance_norm": aten.instance_norm.default,
 }
-REDUCTIONS: dict[str, OpOverload] = {"mean": aten.mean.dim, "sum": aten.sum.dim_IntList}
+REDUCTIONS: dict[str, tuple[OpOverload, ...]] = {
+    "mean": (aten.mean.dim,),
+    "sum": (aten.sum.dim_IntList,),
+    "adaptive_avg_pool": (aten.adaptive_avg_pool2d.default, aten.adaptive_avg_pool3d.default),
+}
 CONVOLUTIONS: dict[OpOverload, str] = {
     aten.conv2d.default: "conv2d",
     aten.conv3d.default: "conv3d",
@@ -92,17 +202,24 @@ _POINTWISE_BY_OVERLOAD = {
     overload: (op, reader) for op, readers in POINTWISE.items() for overload, reader in readers.items()
 }
 _NORM_BY_OVERLOAD = {overload: op for op, overload in NORMS.items()}
-_REDUCTION_BY_OVERLOAD = {overload: op for op, overload in REDUCTIONS.items()}
+_REDUCTION_BY_OVERLOAD = {overload: op for op, overloads in REDUCTIONS.items() for overload in overloads}
 
 
 def pointwise(node: fx.Node) -> Read | None:
     """The elementwise operation that a node spells, a sentence why this call is not one, or None."""
-    row = _POINTWISE_BY_OVERLOAD.get(cast(OpOverload, node.target))
-    return None if row is None else row[1](row[0], arguments_of(node))
+    target = cast(OpOverload, node.target)
+    row = _POINTWISE_BY_OVERLOAD.get(target)
+    return DECLINED.get(target) if row is None else row[1](row[0], arguments_of(node))
 
 
 def norm(node: fx.Node) -> str | None:
     return _NORM_BY_OVERLOAD.get(cast(OpOverload, node.target))
+
+
+def unknown_norm(node: fx.Node) -> str | None:
+    """Why a norm is none of the vocabulary, where a node is such a norm."""
+    read = pointwise(node) if node.target in (aten.layer_norm.default, aten.batch_norm.default) else None
+    return read if isinstance(read, str) else None
 
 
 def reduction(node: fx.Node) -> str | None:

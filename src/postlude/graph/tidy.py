@@ -55,8 +55,10 @@ def storage_of(node: Any) -> Any:
 
 
 def mutated_storages(node: fx.Node) -> set[Any]:
-    """The memory that a node writes to, by its schema."""
+    """The memory that a node writes to, by its schema; detach_ changes no number."""
     if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
+        return set()
+    if node.target is aten.detach_.default:
         return set()
     arguments = node.target._schema.arguments
     written = [given for given, argument in zip(node.args, arguments) if _is_written(argument)]
@@ -79,7 +81,13 @@ def _functional_twin(node: fx.Node) -> OpOverload | None:
     if not _is_written(schema.arguments[0]):
         return None
     packet = getattr(aten, schema.name[len("aten::") : -1], None)
-    return getattr(packet, node.target._overloadname, None)
+    overloads = [] if packet is None else [getattr(packet, name) for name in packet.overloads()]
+    # By arguments, not by name: pow_.Scalar raises to a number, pow.Scalar raises a number.
+    return next((twin for twin in overloads if _takes(twin) == _takes(node.target)), None)
+
+
+def _takes(overload: OpOverload) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in overload._schema.arguments]
 
 
 def _erase_inactive_dropout(graph: fx.GraphModule) -> None:

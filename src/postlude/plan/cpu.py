@@ -36,6 +36,9 @@ BUSY = 600  # FLOPs per element of the result from which on the convolution fill
 
 
 def lower_for_cpu(chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool) -> Plan | Refusal:
+    against = _reason_against(chain, problem, machine)
+    if against is not None:
+        return Refusal((against,))
     moments = moments_only(chain)
     size = body_bytes(chain, problem)
     smallest = SMALLEST_STORED if moments is None else SMALLEST_REDUCED
@@ -46,6 +49,22 @@ def lower_for_cpu(chain: Chain, problem: Problem, machine: Machine, even_if_slow
     if chain.producer is None and problem.x.layout != "contiguous":
         return Refusal(("channels-last moments without a convolution are no faster than PyTorch's norm",))
     return _moments_plan(chain, problem, machine, moments)
+
+
+def _reason_against(chain: Chain, problem: Problem, machine: Machine) -> str | None:
+    conv = chain.producer
+    if conv is not None:
+        reach = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel)]
+        # Seen with torch 2.13 in eager alone: a corrupted heap for a transposed convolution of kernel 1, stride 2 and
+        # output_padding 1; a crash, channels-last, for kernel 1, stride 2 and padding 1 along an axis of size 1. A plan
+        # that changes the layout would crash where eager does not.
+        if any(extra > far for extra, far in zip(conv.output_padding, reach)):
+            return "PyTorch's transposed convolution on the CPU writes outside of its result for this output_padding"
+        if not conv.transposed and any(padding > far for padding, far in zip(conv.padding, reach)):
+            return "padding is wider than the kernel's reach, for which oneDNN may crash in another layout"
+    if result_layout(chain, problem, machine) == "strided":
+        return "the result takes its layout from a tensor that is neither contiguous nor channels-last"
+    return None
 
 
 def _moments_plan(chain: Chain, problem: Problem, machine: Machine, moments: MomentsOnly) -> Plan:

@@ -176,7 +176,7 @@ def _reasons_against(chain: Chain, machine: Machine) -> list[str]:
     reasons = []
     if not machine.has_triton:
         reasons.append("Triton is not installed, which the GPU passes need")
-    if int(machine.architecture.removeprefix("sm_") or 0) < _OLDEST:
+    if machine.compute_capability < _OLDEST:
         reasons.append(
             f"the GPU passes need an NVIDIA card of Ampere or later, not {machine.architecture or 'this one'}"
         )
@@ -185,6 +185,8 @@ def _reasons_against(chain: Chain, machine: Machine) -> list[str]:
         reasons.append("nothing before the reduction can be fused")
     if any(value.index < last for step in chain.steps[last:] for value in values_of(step)):
         reasons.append("a step after the last fused one reads a value from inside the fused passes")
+    if "row" in chain.roles:
+        reasons.append("a step reads one number per sample and channel, which the GPU passes cannot yet")
     if len(pass_slots(chain, last)) > OPERANDS:
         reasons.append(f"the steps read more than {OPERANDS} tensors")
     return reasons

@@ -10,12 +10,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from postlude.chain import Cast, Chain, Normalize, Pointwise, Reduce, Slot, Value, values_of
+from postlude.chain import POINTWISE, Cast, Chain, Normalize, Pointwise, Reduce, Slot, Value, values_of
 from postlude.hardware import Machine, default_fp32_precision
 
 Layout = Literal["contiguous", "channels_last", "strided"]
 PRECISIONS = ("auto", "fp32", "tf32")
 _TF32_CHANNELS = 16  # with fewer, cuDNN computes contiguous fp32 in fp32 whatever its switch says (seen on an H200)
+LAID_OUT_LIKE_THE_OTHER = ("rsub", "rdiv")  # words whose second operand is written first
 _CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}  # by spatial axes
 
 
@@ -107,9 +108,9 @@ def result_dtype(chain: Chain, problem: Problem) -> str:
         dtype = dtypes[values_of(step)[0].index]
         if isinstance(step, Cast):
             dtype = getattr(torch, step.dtype)
-        if isinstance(step, Pointwise):
+        if isinstance(step, Pointwise) and not POINTWISE[step.op].vectors:
             for operand in step.operands:
-                if isinstance(operand, Slot):
+                if isinstance(operand, Slot) and problem.tensors[operand.index].shape:  # without axes: like a number
                     dtype = torch.promote_types(dtype, getattr(torch, problem.tensors[operand.index].dtype))
                 elif isinstance(operand, Value):
                     dtype = torch.promote_types(dtype, dtypes[operand.index])
@@ -143,11 +144,16 @@ def body_layout(chain: Chain, problem: Problem) -> Layout:
 
 
 def result_layout(chain: Chain, problem: Problem, machine: Machine) -> Layout:
-    """The layout that eager's operators hand on from one to the next; only a norm may give up channels-last."""
+    """The layout that eager's operators hand on from one to the next: a norm may give up channels-last, and of two
+    tensors the one that is written first gives the result its layout."""
     layout = body_layout(chain, problem)
     for step in chain.steps:
         if isinstance(step, Normalize) and step.op not in machine.norms_keeping_layout:
             layout = "contiguous"
+        if isinstance(step, Pointwise) and step.op in LAID_OUT_LIKE_THE_OTHER:
+            other = step.operands[1]
+            if isinstance(other, Slot) and chain.roles[other.index] == "full":
+                layout = problem.tensors[other.index].layout
     return layout
 
 

@@ -41,7 +41,8 @@ def moments_only(chain: Chain) -> MomentsOnly | None:
     """Where the result depends on the first barrier's input through its moments per sample and channel alone.
 
     That is so when every step from there to a reduction is affine per sample and channel: norms, and adding or
-    multiplying by numbers and per-channel vectors. The mean of an affine image is the image of the mean.
+    multiplying by numbers and by what is the same for a whole channel. The mean of an affine image is the image of the
+    mean.
     """
     start = first_barrier(chain)
     if start is None:
@@ -67,8 +68,10 @@ def _follows(step: Step, number: int, start: int) -> bool:
 def _is_affine(chain: Chain, step: Step) -> bool:
     if not isinstance(step, Pointwise) or not POINTWISE[step.op].affine:
         return False
-    other = step.operands[1]
-    return isinstance(other, Scalar) or (isinstance(other, Slot) and chain.roles[other.index] == "channel")
+    return all(
+        isinstance(other, Scalar) or (isinstance(other, Slot) and chain.roles[other.index] != "full")
+        for other in step.operands[1:]
+    )
 
 
 def _is_last_need(chain: Chain, start: int, reduce: int) -> bool:

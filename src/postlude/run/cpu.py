@@ -10,23 +10,56 @@ from torch import Tensor
 
 from postlude.chain import Chain, Normalize, Pointwise, Step, values_of
 from postlude.plan import Plan
-from postlude.plan.problem import memory_format
+from postlude.plan.problem import LAID_OUT_LIKE_THE_OTHER, memory_format
 from postlude.plan.types import Moments as MomentsSink
-from postlude.reference import apply, convolve, fetch
+from postlude.reference import apply, as_tensor, convolve, fetch
 from postlude.run.moments import Moments, channel_moments, finish
 from postlude.run.normalize import normalized
 from postlude.run.onednn import BufferConvolution, DirectConvolution
 
 Convolve = Callable[[Tensor, "Tensor | None"], Tensor]
 
+aten = torch.ops.aten
+
+
+def _batch_norm_(x: Tensor, *others: Tensor | float, eps: float) -> Tensor:
+    mean, var, weight, bias = (other.reshape(-1) if isinstance(other, Tensor) else None for other in others)
+    unused = x.new_empty(0)
+    aten.native_batch_norm.out(x, weight, bias, mean, var, False, 0.0, eps, out=x, save_mean=unused, save_invstd=unused)
+    return x
+
+
+# Words that have such a form; the others make a new value.
 IN_PLACE: dict[str, Callable[..., Tensor]] = {
     "relu": torch.relu_,
     "clamp_min": lambda x, bound: torch.clamp_min_(x, bound),
+    "clamp_max": lambda x, bound: torch.clamp_max_(x, bound),
+    "clamp": lambda x, low, high: torch.clamp_(x, low, high),
+    "hardtanh": lambda x, low, high: F.hardtanh_(x, low, high),
     "leaky_relu": lambda x, slope: F.leaky_relu_(x, slope),
+    "elu": lambda x, alpha, scale, input_scale: aten.elu_(x, alpha, scale, input_scale),
     "silu": lambda x: F.silu(x, inplace=True),
-    "gelu": lambda x, approximate: torch.ops.aten.gelu_(x, approximate=approximate),
+    "gelu": lambda x, approximate: aten.gelu_(x, approximate=approximate),
+    "mish": lambda x: F.mish(x, inplace=True),
+    "hardswish": lambda x: F.hardswish(x, inplace=True),
+    "hardsigmoid": lambda x: F.hardsigmoid(x, inplace=True),
+    "softplus": lambda x, beta, threshold: aten.softplus.out(x, beta, threshold, out=x),
+    "tanh": torch.tanh_,
+    "sigmoid": torch.sigmoid_,
+    "abs": torch.abs_,
+    "sqrt": torch.sqrt_,
+    "reciprocal": torch.reciprocal_,
+    "pow": lambda x, exponent: x.pow_(exponent),
+    "detach": lambda x: x,
     "add": Tensor.add_,
+    "sub": Tensor.sub_,
+    "rsub": lambda x, y: torch.sub(y, x, out=x) if isinstance(y, Tensor) else x.neg_().add_(y),
     "mul": Tensor.mul_,
+    "div": Tensor.div_,
+    "rdiv": lambda x, y: torch.div(as_tensor(y, x), x, out=x),
+    "maximum": lambda x, y: torch.maximum(x, as_tensor(y, x), out=x),
+    "minimum": lambda x, y: torch.minimum(x, as_tensor(y, x), out=x),
+    "batch_norm": _batch_norm_,
 }
 
 
@@ -34,7 +67,8 @@ def execute(plan: Plan, tensors: Sequence[Tensor]) -> Tensor:
     last = plan.passes[-1]
     if isinstance(last.sink, MomentsSink):
         moments = _moments(plan, tensors, last.last, last.sink.squares)
-        return finish(plan.chain, moments, last.last + 1, getattr(torch, plan.result_dtype), tensors)
+        dtype, is_last = getattr(torch, plan.result_dtype), plan.result_layout == "channels_last"
+        return finish(plan.chain, moments, last.last + 1, dtype, tensors, is_last)
     return _stored(plan, tensors)
 
 
@@ -52,7 +86,7 @@ def run_steps(plan: Plan, start: Tensor, tensors: Sequence[Tensor], last: int, o
         operand = values_of(step)[0].index
         is_free = may_overwrite[operand] and last_uses[operand] == number
         result = _step(plan, step, values, tensors, is_free)
-        may_overwrite.append(is_free if result is values[operand] else True)
+        may_overwrite.append(is_free or not _share_memory(result, values[operand]))
         values.append(result)
         for value in values_of(step):
             if last_uses[value.index] == number:
@@ -65,11 +99,19 @@ def _step(plan: Plan, step: Step, values: list[Tensor | None], tensors: Sequence
         x = values[step.operand.index]
         assert x is not None
         return normalized(x, step, tensors, overwrite=is_free and plan.norms_in_place)
-    if isinstance(step, Pointwise) and is_free:
+    if isinstance(step, Pointwise) and is_free and step.op in IN_PLACE:
         operands = [fetch(plan.chain, operand, values, tensors) for operand in step.operands]
-        if len({operand.dtype for operand in operands if isinstance(operand, Tensor)}) == 1:
+        found = [operand for operand in operands if isinstance(operand, Tensor)]
+        # Written the other way round, the result has the other tensor's layout.
+        is_turned = step.op in LAID_OUT_LIKE_THE_OTHER and found[-1].stride() != found[0].stride()
+        if len({operand.dtype for operand in found}) == 1 and not is_turned:
             return IN_PLACE[step.op](*operands, **dict(step.settings))
     return apply(plan.chain, step, values, tensors)
+
+
+def _share_memory(a: Tensor, b: Tensor | None) -> bool:
+    """A cast to the same dtype gives the tensor itself, detach another one over its memory."""
+    return b is not None and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _stored(plan: Plan, tensors: Sequence[Tensor]) -> Tensor:
@@ -97,7 +139,7 @@ def _moments(plan: Plan, tensors: Sequence[Tensor], last: int, squares: bool) ->
     for _, here in _slabs(plan, tensors):
         value = here[0] if conv is None else conv(here[0], _bias(chain, here))
         value = run_steps(plan, value, here, last, owned=conv is not None)
-        parts.append(channel_moments(value, squares, overwrite=last > 0 or conv is not None)[0])
+        parts.append(channel_moments(value, squares, overwrite=not _share_memory(value, here[0]))[0])
     return Moments.cat(parts)
 
 
@@ -117,7 +159,7 @@ def _slabs(plan: Plan, tensors: Sequence[Tensor]) -> Iterator[tuple[int, list[Te
     conv = plan.chain.producer
     for start in range(0, tensors[0].shape[0], plan.slab):
         here = [
-            tensor[start : start + plan.slab] if role in ("input", "full") else tensor
+            tensor[start : start + plan.slab] if role in ("input", "full", "row") else tensor
             for tensor, role in zip(tensors, plan.chain.roles)
         ]
         if conv is not None and conv.dtype is not None:

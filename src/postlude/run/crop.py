@@ -19,6 +19,7 @@ def crop(chain: Chain, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     cut = tuple(min(size, max(LARGEST[chain.dims], 2 * need)) for size, need in zip(space, reach))
     after = cut if chain.producer is None else chain.producer.output_space(cut)
     sizes = {"input": cut, "full": after}
+    sizes["row"] = (1,) * chain.dims
     return tuple(
         _corner(tensor.detach(), sizes[role]) if role in sizes else tensor.detach().clone()
         for tensor, role in zip(tensors, chain.roles)

@@ -90,6 +90,7 @@ class GradientPasses:
             added = self.add(sums, totals, dtype)
             for slot, rows in self.vectors.items():
                 total = functools.reduce(torch.add, [added[row] for row in rows])
+                total = total.sum() if tensors[slot].numel() == 1 else total  # one number for all channels
                 gradients[slot] = total.to(tensors[slot].dtype).view(tensors[slot].shape)
         return dv0, gradients
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from postlude.chain import Cast, Chain, Normalize, Pointwise, Reduce, Scalar, Slot
+from postlude.chain import Cast, Chain, Normalize, Operand, Pointwise, Reduce, Scalar, Slot
 from postlude.reference import continue_from
 
 # Squares are taken as the value is where no mean is further from 0 than this many variances, else it is centred
@@ -50,8 +51,9 @@ def channel_moments(value: Tensor, squares: bool, overwrite: bool) -> tuple[Mome
     centre = mean.to(value.dtype)
     each = centre.view(-1, value.shape[1], *[1] * (value.dim() - 2))
     centred = value.sub_(each) if overwrite else value - each
-    variance = _squares_over_space(centred) / positions - (mean - centre.double()).square()
-    return Moments(mean, variance, positions), centre.double() if overwrite else 0.0
+    rest = _sum_over_space(centred) / positions  # of the mean, which short runs rounded
+    variance = _squares_over_space(centred) / positions - rest.square()
+    return Moments(centre.double() + rest, variance, positions), centre.double() if overwrite else 0.0
 
 
 def _channels_last_moments(value: Tensor, positions: int) -> Moments:
@@ -83,12 +85,25 @@ def _squares_over_space(value: Tensor) -> Tensor:
     return norms.double().square().sum(2)
 
 
-def finish(chain: Chain, moments: Moments, first: int, dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensor:
-    """Steps `first` to the end, from moments; what follows the reduction runs as written, on its few numbers."""
+def finish(
+    chain: Chain,
+    moments: Moments,
+    first: int,
+    dtype: torch.dtype,
+    tensors: Sequence[Tensor],
+    channels_last: bool = False,
+) -> Tensor:
+    """Steps `first` to the end, from moments; what follows the reduction runs as written, on its few numbers.
+
+    `channels_last`: what PyTorch would have reduced is; its 2-D pooling alone keeps that in the strides of its result.
+    """
     for number in range(first, len(chain.steps) + 1):
         step = chain.steps[number - 1]
         if isinstance(step, Reduce):
-            return continue_from(chain, number, _reduce(chain, moments, step).to(dtype), tensors)
+            result = _reduce(chain, moments, step).to(dtype)
+            if channels_last and chain.dims == 2 and step.op == "adaptive_avg_pool":
+                result = result.as_strided(result.shape, (result.shape[1], 1, result.shape[1], result.shape[1]))
+            return continue_from(chain, number, result, tensors)
         if isinstance(step, Normalize):
             moments = _normalize(moments, step, tensors)
         elif isinstance(step, Pointwise):
@@ -134,21 +149,44 @@ def _normalize(moments: Moments, step: Normalize, tensors: Sequence[Tensor]) -> 
 
 
 def _affine(moments: Moments, step: Pointwise, tensors: Sequence[Tensor]) -> Moments:
-    operand = step.operands[1]
+    others = [_per_row(moments, operand, tensors) for operand in step.operands[1:]]
+    return AFFINE[step.op](moments, *others, **dict(step.settings))
+
+
+def _per_row(moments: Moments, operand: Operand, tensors: Sequence[Tensor]) -> Any:
+    """A number, or a tensor that broadcasts over samples and channels: [C], [N, C] or [1]."""
     if isinstance(operand, Scalar):
-        return AFFINE[step.op](moments, operand.value)
+        return operand.value
     assert isinstance(operand, Slot)
-    return AFFINE[step.op](moments, tensors[operand.index].reshape(-1).double())  # [C]
+    tensor = tensors[operand.index].double()
+    return tensor.reshape(moments.mean.shape) if tensor.numel() == moments.mean.numel() else tensor.reshape(-1)
 
 
-def _add(moments: Moments, other: Tensor | float) -> Moments:
-    return Moments(moments.mean + other, moments.variance, moments.positions)
+def _shift(moments: Moments, mean: Tensor) -> Moments:
+    return Moments(mean, moments.variance, moments.positions)
 
 
-def _mul(moments: Moments, other: Tensor | float) -> Moments:
-    variance = None if moments.variance is None else moments.variance * (other * other)
-    return Moments(moments.mean * other, variance, moments.positions)
+def _scale(moments: Moments, factor: Tensor | float) -> Moments:
+    variance = None if moments.variance is None else moments.variance * (factor * factor)
+    return Moments(moments.mean * factor, variance, moments.positions)
+
+
+def _divide(moments: Moments, divisor: Tensor | float) -> Moments:
+    variance = None if moments.variance is None else moments.variance / (divisor * divisor)
+    return Moments(moments.mean / divisor, variance, moments.positions)
+
+
+def _batch_norm(moments: Moments, mean: Tensor, var: Tensor, weight: Any, bias: Any, eps: float) -> Moments:
+    scaled = _scale(_shift(moments, moments.mean - mean), weight / torch.sqrt(var + eps))
+    return _shift(scaled, scaled.mean + bias)
 
 
 # One row for each word of the vocabulary that is affine in its first operand (tests/test_tables.py).
-AFFINE: dict[str, Callable[[Moments, Tensor | float], Moments]] = {"add": _add, "mul": _mul}
+AFFINE: dict[str, Callable[..., Moments]] = {
+    "add": lambda moments, y: _shift(moments, moments.mean + y),
+    "sub": lambda moments, y: _shift(moments, moments.mean - y),
+    "rsub": lambda moments, y: _shift(moments, y - moments.mean),
+    "mul": _scale,
+    "div": _divide,
+    "batch_norm": _batch_norm,
+}

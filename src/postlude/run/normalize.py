@@ -21,6 +21,9 @@ def normalized(x: Tensor, step: Normalize, tensors: Sequence[Tensor], overwrite:
         # instance_norm is group_norm with one group per channel, which PyTorch runs several times faster.
         # Its result is contiguous as instance_norm's is; group_norm's channels-last kernel would cancel.
         x = x.contiguous()
+    if x.is_contiguous():
+        # One channel or one position fit both layouts: strides in order keep PyTorch from taking the cancelling kernel.
+        x = x.view(-1).view(x.shape)
     if overwrite and x.dtype == torch.float32 and x.is_contiguous():
         return _in_place(x, groups, step.eps, weight, bias)
     return F.group_norm(x, groups, weight, bias, step.eps)

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import re
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from postlude.hardware import nvrtc_libraries
 _STATIC_SHARED = 48 << 10  # what a block may have without asking
 _MAX_DYNAMIC_SHARED, _CARVEOUT = 8, 9  # CUfunction_attribute
 _ALWAYS = ("--std=c++17",)
+_KEPT = re.compile(r"\w+-[0-9a-f]{64}(\.cubin|\w*\.tmp)")  # the names that are written below
 
 
 class CudaError(PostludeError):
@@ -112,6 +114,18 @@ def cubin_for(source: Source, options: Sequence[str]) -> bytes:
     if path:
         _write(path, cubin)
     return cubin
+
+
+def clear_cache() -> tuple[int, int]:
+    """Deletes what earlier processes kept; how many files, and how many bytes. Other files in the folder stay."""
+    folder = cache_folder()
+    files = size = 0
+    for path in folder.glob("*") if folder else ():
+        if _KEPT.fullmatch(path.name) and path.is_file():
+            size += path.stat().st_size
+            path.unlink(missing_ok=True)
+            files += 1
+    return files, size
 
 
 def _read(path: Path) -> bytes | None:

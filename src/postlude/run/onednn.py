@@ -63,7 +63,8 @@ def _kept_memory(*shapes: tuple[int, ...]) -> list[Tensor]:
     sizes = [math.prod(shape) for shape in shapes]
     memory = getattr(_kept, "memory", None)
     if memory is None or memory.numel() < sum(sizes):
-        memory = torch.empty(sum(sizes), dtype=torch.float32)
+        with torch.inference_mode(False):  # what is made inside of that mode may not be written to outside of it
+            memory = torch.empty(sum(sizes), dtype=torch.float32)
         if memory.nbytes <= _KEPT_BYTES:
             _kept.memory = memory
     parts = memory[: sum(sizes)].split(sizes)

@@ -1,0 +1,61 @@
+"""The vocabulary: every elementwise word of a chain, its operands and settings; the norms and reductions.
+
+What PyTorch computes for a word is in reference.py, how it is written in graph/spellings.py, how a card computes it in
+kernels/triton/pointwise.py and its gradient in derivatives.py beside it. tests/test_tables.py names what is missing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Setting = float | str
+
+
+@dataclass(frozen=True)
+class PointwiseRow:
+    """One row of the vocabulary."""
+
+    arity: int
+    settings: tuple[str, ...] = ()
+    usual: tuple[Setting, ...] = ()  # settings that a chain's line does not mention
+    affine: bool = False  # in its first operand, the others being numbers, or the same for a whole channel
+    swapped: str | None = None  # the word for two operands in the other order
+    vectors: bool = False  # the other operands are one number per channel, or one: they do not broadcast or promote
+
+
+POINTWISE: dict[str, PointwiseRow] = {
+    "relu": PointwiseRow(1),
+    # Neither is relu or hardtanh: at exactly a bound clamp passes the gradient on, they do not.
+    "clamp_min": PointwiseRow(1, ("bound",)),
+    "clamp_max": PointwiseRow(1, ("bound",)),
+    "clamp": PointwiseRow(1, ("low", "high")),
+    "hardtanh": PointwiseRow(1, ("low", "high"), (-1.0, 1.0)),  # relu6 is the one from 0 to 6
+    "leaky_relu": PointwiseRow(1, ("slope",)),
+    "elu": PointwiseRow(1, ("alpha", "scale", "input_scale"), (1.0, 1.0, 1.0)),  # celu and selu are among them
+    "silu": PointwiseRow(1),
+    "gelu": PointwiseRow(1, ("approximate",), ("none",)),
+    "mish": PointwiseRow(1),
+    "hardswish": PointwiseRow(1),
+    "hardsigmoid": PointwiseRow(1),
+    "softplus": PointwiseRow(1, ("beta", "threshold"), (1.0, 20.0)),
+    "tanh": PointwiseRow(1),
+    "sigmoid": PointwiseRow(1),
+    "abs": PointwiseRow(1),
+    "sqrt": PointwiseRow(1),
+    "reciprocal": PointwiseRow(1),
+    "pow": PointwiseRow(1, ("exponent",)),  # an int from 1 on
+    "detach": PointwiseRow(1),
+    "add": PointwiseRow(2, affine=True, swapped="add"),
+    "sub": PointwiseRow(2, affine=True, swapped="rsub"),
+    "rsub": PointwiseRow(2, affine=True, swapped="sub"),
+    "mul": PointwiseRow(2, affine=True, swapped="mul"),
+    "div": PointwiseRow(2, affine=True, swapped="rdiv"),
+    "rdiv": PointwiseRow(2, swapped="div"),
+    "maximum": PointwiseRow(2, swapped="maximum"),
+    "minimum": PointwiseRow(2, swapped="minimum"),
+    "prelu": PointwiseRow(2, vectors=True),
+    # In evaluation: mean, variance, weight (or 1), bias (or 0). In training it is no word of this vocabulary.
+    "batch_norm": PointwiseRow(5, ("eps",), (1e-5,), affine=True, vectors=True),
+}
+NORMS = ("group_norm", "instance_norm")
+REDUCTIONS = ("mean", "sum", "adaptive_avg_pool")  # the last one is to size 1: the mean over space

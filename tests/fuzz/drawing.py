@@ -1,0 +1,170 @@
+"""Random chains with their convolution's options, shapes, dtypes and layouts, drawn by hypothesis."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cases import WORDS, Builder
+from postlude.chain import Chain, Convolution, Normalize, Pointwise, Scalar, Slot, Value
+from postlude.check import tensors_for
+
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+LAYOUTS = (*("contiguous", "channels_last") * 3, "gaps", "turned", "expanded")
+FAMILIES = ("normal", "hierarchical", "large offset", "heavy-tailed", "uniform")
+# Singular where a value is 0, which no rounding survives: these follow a step away from it.
+SINGULAR = ("sqrt", "reciprocal", "rdiv")
+_WORDS = [case.chain.steps[0] for case in WORDS]
+_PLAIN = [(step, case.chain.roles) for case, step in zip(WORDS, _WORDS) if isinstance(step, Pointwise)]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One draw: what is computed, on what, and how the CPU is to run it. Its repr is a case to be kept."""
+
+    chain: Chain
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    parameters: str | None = None  # dtype of vectors, where it is another
+    layout: str = "contiguous"
+    family: str = "normal"
+    nonfinite: float | None = None  # in the middle of the input
+    in_slabs: bool = False
+    as_large: bool = False  # takes the ways of values that the allocator maps
+    inference_mode: bool = False
+
+    def __repr__(self) -> str:
+        given = {name: value for name, value in vars(self).items() if name not in ("chain", "shape")}
+        usual = Drawn(self.chain, self.shape)
+        parts = [f"{name}={value!r}" for name, value in given.items() if value != getattr(usual, name)]
+        return f"kept({self.chain.dumps()!r}, {self.shape}{''.join(', ' + part for part in parts)})  # {self.chain}"
+
+    def tensors(self, seed: int) -> list[Tensor]:
+        dtype = getattr(torch, self.dtype)
+        form: Any = "channels_last" if self.layout == "channels_last" else "contiguous"
+        tensors = list(tensors_for(self.chain, self.shape, dtype, "cpu", seed, self.family, form))  # type: ignore[arg-type]
+        tensors = [_laid_out(t, self.layout) if t.dim() > 1 else t for t in tensors]
+        if self.parameters is not None:
+            other = getattr(torch, self.parameters)
+            tensors = [t.to(other) if role == "channel" else t for t, role in zip(tensors, self.chain.roles)]
+        if self.nonfinite is not None and tensors[0].numel():
+            tensors[0] = tensors[0].clone() if self.layout == "expanded" else tensors[0]
+            tensors[0][tuple(size // 2 for size in self.shape)] = self.nonfinite
+        return tensors
+
+
+def kept(text: str, shape: tuple[int, ...], **settings: Any) -> Drawn:
+    return Drawn(Chain.loads(text), shape, **settings)
+
+
+def _laid_out(tensor: Tensor, layout: str) -> Tensor:
+    """The same numbers with gaps between them, with their axes turned, or one sample's for all."""
+    if layout == "gaps":
+        return torch.stack((tensor, tensor), -1)[..., 0]
+    if layout == "turned":
+        return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
+    if layout == "expanded" and tensor.shape[0] > 1:
+        return tensor[:1].expand(tensor.shape)
+    return tensor
+
+
+@st.composite
+def draws(draw: Any, on_card: bool = False) -> Drawn:
+    dims = draw(st.sampled_from((2, 3)))
+    conv = draw(st.one_of(st.none(), convolutions(dims), convolutions(dims)))
+    space = tuple(draw(st.integers(1, 6)) for _ in range(dims))
+    if conv is not None:
+        space = tuple(_large_enough(conv, axis, size) for axis, size in enumerate(space))
+    batch = draw(st.sampled_from((1, 2, 3, 5) if on_card else (1, 2, 3, 5, 1, 2, 3, 5, 1, 2, 3, 0)))
+    channels = conv.in_channels if conv is not None else draw(st.sampled_from((1, 2, 3, 4, 6, 17)))
+    shape = (batch, channels, *space)
+    positions = math.prod(conv.output_space(space) if conv is not None else space)
+    chain = draw(chains(dims, conv, conv.out_channels if conv is not None else channels, positions > 1, on_card))
+    dtype = draw(st.sampled_from(("float32",) if on_card else DTYPES))
+    mixed = dtype in ("float16", "bfloat16") and _mixes(chain) and draw(st.booleans())
+    return Drawn(
+        chain,
+        shape,
+        dtype,
+        "float32" if mixed else None,
+        draw(st.sampled_from(LAYOUTS[:2] if on_card else LAYOUTS)),
+        draw(st.sampled_from(FAMILIES)),
+        draw(st.sampled_from((None, None, None, math.nan, math.inf, -math.inf))),
+        *(draw(st.booleans()) for _ in range(3)),
+    )
+
+
+def _mixes(chain: Chain) -> bool:
+    """True where per-channel vectors are those of norms alone, which PyTorch lets have another dtype."""
+    steps = [step for step in chain.steps if isinstance(step, Pointwise)]
+    read = {o.index for step in steps if step.op != "batch_norm" for o in step.operands if isinstance(o, Slot)}
+    return all(chain.roles[slot] != "channel" for slot in read)
+
+
+@st.composite
+def convolutions(draw: Any, dims: int) -> Convolution:
+    transposed = draw(st.booleans())
+    groups = draw(st.sampled_from((1, 1, 2, 3)))
+    each, more = draw(
+        st.sampled_from(((1, 1), (1, 2), (2, 3), (3, 1), (4, 2)))
+    )  # channels of a group; (1, …): depthwise
+    kernel, stride, dilation, padding, extra = [], [], [], [], []
+    for _ in range(dims):
+        kernel.append(draw(st.integers(1, 3)))
+        stride.append(draw(st.sampled_from((1, 1, 2, 3))))
+        dilation.append(draw(st.sampled_from((1, 1, 2))))
+        reach = dilation[-1] * (kernel[-1] - 1)
+        # Further than the taps reach PyTorch's own convolutions on the CPU read and write outside of their tensors.
+        padding.append(draw(st.integers(0, reach)))
+        extra.append(draw(st.integers(0, min(reach, max(stride[-1], dilation[-1]) - 1))) if transposed else 0)
+    sizes = [tuple(sizes) for sizes in (kernel, stride, padding, dilation, extra)]
+    return Convolution(transposed, groups * each, groups * more, *sizes, groups, draw(st.booleans()))
+
+
+def _large_enough(conv: Convolution, axis: int, size: int) -> int:
+    while conv.output_size(axis, size) < 1:
+        size += 1
+    return size
+
+
+@st.composite
+def chains(draw: Any, dims: int, conv: Convolution | None, channels: int, may_norm: bool, on_card: bool) -> Chain:
+    builder = Builder(dims, conv)
+    kinds = ["word"] * 4 + ["norm"] * (2 if may_norm else 0)
+    for _ in range(draw(st.integers(1, 5))):
+        if draw(st.sampled_from(kinds)) == "norm":
+            groups = [groups for groups in range(1, channels + 1) if channels % groups == 0]
+            builder.norm(draw(st.sampled_from((None, *groups))), affine=draw(st.booleans()))
+        else:
+            _add_word(builder, draw(st.sampled_from(_PLAIN)), draw)
+    if draw(st.sampled_from((False, False, True))):
+        kind = draw(st.sampled_from(("mean", "sum", "adaptive_avg_pool")))
+        over = "space" if kind == "adaptive_avg_pool" else draw(st.sampled_from(("space", "sample")))
+        builder.reduce(kind, over, kind == "adaptive_avg_pool" or draw(st.booleans()))
+        for word in draw(st.lists(st.sampled_from(("relu", "sigmoid", "tanh")), max_size=2)):
+            builder.op(word)
+    return builder.chain()
+
+
+def _add_word(builder: Builder, row: tuple[Pointwise, tuple[Any, ...]], draw: Any) -> None:
+    step, roles = row
+    if step.op in SINGULAR:
+        builder.op("abs").op("add", 0.5)
+    others: list[Any] = []
+    for operand in step.operands[1:]:
+        if isinstance(operand, Scalar):
+            others.append(operand)
+        elif roles[operand.index] == "full" and builder.steps and draw(st.booleans()):  # type: ignore[union-attr]
+            others.append(Value(draw(st.integers(0, len(builder.steps)))))  # a value for the second time
+        else:
+            others.append(roles[operand.index])  # type: ignore[union-attr]
+    builder.op(step.op, *others, **dict(step.settings))
+
+
+def norms_of(chain: Chain) -> int:
+    return sum(isinstance(step, Normalize) for step in chain.steps)

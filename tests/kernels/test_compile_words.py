@@ -1,0 +1,90 @@
+"""The whole vocabulary and its derivatives compiled ahead of time, in chains of many words."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from cases import WORDS
+from kernels import offline
+from plan.test_convolve import card as machine_of
+from postlude.chain import Chain, Operand, Pointwise, Role, Scalar, Slot, Step, Value
+from postlude.emit import OPERANDS, pass_slots
+from postlude.plan import Plan
+from postlude.plan.gpu import lower_for_gpu
+from postlude.plan.problem import Layout, Problem, Spec, memory_format
+from postlude.run.gradient import GradientPasses
+from postlude.run.launch import Launch
+from postlude.run.passes import FinishPass
+
+pytest.importorskip("triton")
+pytestmark = [pytest.mark.compile, pytest.mark.filterwarnings("ignore")]
+SHAPE = (2, 32, 64, 64)
+
+
+def chains() -> list[Chain]:
+    """Every row of the table that a card takes, one after the other, as many as six tensors last for."""
+    made: list[Chain] = []
+    steps: list[Step] = []
+    roles: list[Role] = ["input"]
+    for case in WORDS:
+        (step,) = case.chain.steps
+        assert isinstance(step, Pointwise)
+        if "row" in case.chain.roles or step.op == "detach":  # the one ends on the CPU, the other ends all gradients
+            continue
+        others = [operand for operand in step.operands[1:] if isinstance(operand, Slot)]
+        if len(steps) == 12 or len(roles) - 1 + len(others) > OPERANDS:
+            made.append(Chain(2, None, tuple(steps), tuple(roles)))
+            steps, roles = [], ["input"]
+        operands: list[Operand] = [Value(len(steps))]
+        for operand in step.operands[1:]:
+            if isinstance(operand, Slot):
+                roles.append(case.chain.roles[operand.index])
+                operand = Slot(len(roles) - 1)
+            operands.append(operand)
+        steps.append(dataclasses.replace(step, operands=tuple(operands)))
+    return [*made, Chain(2, None, tuple(steps), tuple(roles))]
+
+
+def compiled(monkeypatch: pytest.MonkeyPatch, chain: Chain, dtype: str, layout: Layout) -> list[Any]:
+    found: list[Any] = []
+
+    def compile_instead(self: Launch, *pointers: Any) -> None:
+        found.append(
+            self.kernel.warmup(*pointers, *self.numbers, **self.constants, num_warps=self.warps, grid=self.grid)
+        )
+
+    monkeypatch.setattr(Launch, "__call__", compile_instead)
+    form = memory_format(layout, 2)
+    value = torch.empty(SHAPE, dtype=getattr(torch, dtype), device="meta", memory_format=form)
+    by_role = {"full": value, "one": value.new_empty(1), "channel": value.new_empty(SHAPE[1])}
+    tensors = [by_role.get(role, value) for role in chain.roles]
+    specs = [Spec(tuple(t.shape), dtype, layout if t is value else "contiguous") for t in tensors]
+    plan = lower_for_gpu(chain, Problem(tuple(specs), "cuda", "auto", False), machine_of(90), True)
+    assert isinstance(plan, Plan), plan
+    FinishPass(plan, 1)(value, None, tensors)
+    GradientPasses(plan, frozenset(pass_slots(chain, len(chain.steps))))(value, None, value, tensors)
+    assert len(found) >= 2  # and a third that adds up vectors' gradients, where there are any
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "layout"), [("float32", "contiguous"), ("bfloat16", "channels_last")])
+def test_every_word_compiles(dtype: str, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    offline.use_card(monkeypatch, 90)
+    found = [one for chain in chains() for one in compiled(monkeypatch, chain, dtype, layout)]
+    assert all(one.metadata.shared <= offline.CARDS[90] for one in found)
+
+
+def test_float64_stays_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number that passed through fp32 on its way would show as a conversion."""
+    offline.use_card(monkeypatch, 90)
+    chain = Chain(2, None, (Pointwise("clamp_min", (Value(0),), (("bound", 0.1),)), _ADD), ("input",))
+    forward, backward = compiled(monkeypatch, chain, "float64", "contiguous")
+    assert "cvt.f64.f32" not in forward.asm["ptx"]
+    assert "cvt.f64.f32" not in backward.asm["ptx"]
+
+
+_ADD = Pointwise("maximum", (Value(1), Scalar(0.3)))

@@ -1,0 +1,42 @@
+"""docs/support.md is what `lower` says today."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from postlude.plan import Refusal
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("support_table", ROOT / "tools" / "support_table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_up_to_date(tool: ModuleType) -> None:
+    written = (ROOT / "docs" / "support.md").read_text()
+    assert written == tool.page(), "docs/support.md is out of date: run python tools/support_table.py --write"
+
+
+def test_a_changed_answer_changes_the_page(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: `lower` refuses everything."""
+    before = tool.page()
+    monkeypatch.setattr(tool, "lower", lambda *_, **__: Refusal(("not today",)))
+    assert tool.page() != before
+    assert "1. not today" in tool.page()
+
+
+def test_every_word_has_a_row(tool: ModuleType) -> None:
+    from postlude.words import NORMS, POINTWISE
+
+    assert {*POINTWISE, *NORMS} <= set(dict(tool.rows()))

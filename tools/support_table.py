@@ -1,0 +1,190 @@
+"""Writes docs/support.md: for every operator what `lower` plans, by device, dtype and layout, and why not.
+
+python tools/support_table.py          # prints it
+python tools/support_table.py --write  # and puts it where it belongs
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from postlude.chain import Chain, Convolution, Normalize, Operand, Pointwise, Reduce, Role, Scalar, Slot, Step, Value
+from postlude.hardware import TESTED, Machine
+from postlude.plan import Plan, Problem, Refusal, lower
+from postlude.plan.problem import Spec
+from postlude.words import NORMS, POINTWISE, REDUCTIONS
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "support.md"
+CHANNELS, SPACE, BATCH = 32, 32, 8
+CPU = Machine("cpu", 2, 32 << 20, has_triton=True, has_onednn=True)
+HOPPER = Machine("cuda", 132, 50 << 20, has_triton=True, architecture="sm_90", shared_bytes=232_448, has_nvrtc=True)
+AMPERE = dataclasses.replace(HOPPER, architecture="sm_80", threads=108, shared_bytes=166_912)
+MACHINES = {
+    "CPU": CPU,
+    "sm_80": AMPERE,
+    "sm_90": HOPPER,
+    "sm_75": dataclasses.replace(HOPPER, architecture="sm_75"),
+    "ROCm": dataclasses.replace(HOPPER, architecture="gfx942"),
+    "MPS": Machine("mps", 0, 0, has_triton=False),
+}
+DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
+LAYOUTS = ("contiguous", "channels_last")
+OPERANDS: dict[Role, str] = {
+    "channel": "per channel",
+    "full": "tensor",
+    "row": "per sample and channel",
+    "one": "one number",
+}
+SETTINGS = {"approximate": "none", "exponent": 2, "low": -1.0, "high": 1.0}
+
+
+def convolution(dims: int, *, transposed: bool = False, stride: int = 1, groups: int = 1) -> Convolution:
+    each = (1,) * dims
+    size = tuple(3 * one for one in each)
+    strides = tuple(stride * one for one in each)
+    return Convolution(transposed, CHANNELS, CHANNELS, size, strides, each, each, (0,) * dims, groups, True)
+
+
+def chain_of(producer: Convolution | None, *steps: Step, roles: tuple[Role, ...] = ()) -> Chain:
+    dims = 3 if producer is None else producer.dims
+    first: tuple[Role, ...] = ("input",) if producer is None else ("input", "weight", "bias")
+    return Chain(dims, producer, steps, (*first, *roles))
+
+
+def word(op: str, roles: tuple[Role, ...]) -> Chain:
+    """Conv3d → the word → group_norm."""
+    row = POINTWISE[op]
+    others: list[Operand] = [Slot(3 + place) for place in range(len(roles))] or [Scalar(0.5)] * (row.arity - 1)
+    settings = tuple((name, SETTINGS.get(name, 1.0)) for name in row.settings)
+    step = Pointwise(op, (Value(0), *others), settings)
+    return chain_of(convolution(3), step, Normalize("group_norm", Value(1), 8, 1e-5), roles=roles)
+
+
+def rows() -> Iterator[tuple[str, Chain]]:
+    relu, norm = Pointwise("relu", (Value(0),)), Normalize("group_norm", Value(1), 8, 1e-5)
+    for dims in (2, 3):
+        for transposed in (False, True):
+            for extra, options in (("", {}), (", stride 2", {"stride": 2}), (", groups", {"groups": 4})):
+                producer = convolution(dims, transposed=transposed, **options)
+                yield f"{producer.name}{extra}", chain_of(producer, relu, norm)
+    yield "no convolution", chain_of(None, relu, norm)
+    for op, row in POINTWISE.items():
+        roles: tuple[Role, ...] = ("channel",) * (row.arity - 1) if row.vectors else ()
+        yield op, word(op, roles)
+    for role, name in (
+        ("channel", "per channel"),
+        ("full", "tensor"),
+        ("row", "per sample and channel"),
+        ("one", "one"),
+    ):
+        yield f"mul, {name}", word("mul", (role,))  # type: ignore[arg-type]
+    for op in NORMS:
+        groups = 8 if op == "group_norm" else None
+        yield op, chain_of(convolution(3), Normalize(op, Value(0), groups, 1e-5))
+    for op in REDUCTIONS:
+        step = Normalize("group_norm", Value(0), 8, 1e-5)
+        yield f"{op} over space", chain_of(convolution(3), step, Reduce(op, Value(1), "space", True))
+
+
+def problem_for(chain: Chain, dtype: str, layout: str, device: str, needs_grad: bool = False) -> Problem:
+    full = (BATCH, CHANNELS, *[SPACE] * chain.dims)
+    conv = chain.producer
+    value = full if conv is None else (BATCH, CHANNELS, *conv.output_space(full[2:]))
+    weight = () if conv is None else (CHANNELS, CHANNELS // conv.groups, *conv.kernel)
+    row = (BATCH, CHANNELS, *[1] * chain.dims)
+    shapes = {"input": full, "full": value, "weight": weight, "row": row, "one": (1,)}
+    specs = [
+        Spec(shapes.get(role, (CHANNELS,)), dtype, layout if role in ("input", "full") else "contiguous")  # type: ignore[arg-type]
+        for role in chain.roles
+    ]
+    return Problem(tuple(specs), device, "auto", needs_grad)
+
+
+def outcomes(chain: Chain, machine: Machine, needs_grad: bool = False) -> dict[tuple[str, str], Plan | Refusal]:
+    return {
+        (dtype, layout): lower(
+            chain, problem_for(chain, dtype, layout, machine.device, needs_grad), machine, even_if_slower=True
+        )
+        for dtype in DTYPES
+        for layout in LAYOUTS
+    }
+
+
+class Notes:
+    """Reasons, numbered in the order in which they are first met."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+
+    def cell(self, found: dict[tuple[str, str], Plan | Refusal]) -> str:
+        planned = [key for key, outcome in found.items() if isinstance(outcome, Plan)]
+        reasons = dict.fromkeys(o.reasons[0] for o in found.values() if isinstance(o, Refusal))
+        marks = ", ".join(str(self.numbers.setdefault(reason, len(self.numbers) + 1)) for reason in reasons)
+        if not reasons:
+            return "yes" + _convolved_by_us(found)
+        if not planned:
+            return f"no ({marks})"
+        dtypes = [name for dtype, name in DTYPES.items() if all((dtype, layout) in planned for layout in LAYOUTS)]
+        return f"{', '.join(dtypes) or 'in part'} ({marks})"
+
+
+def _listed(words: list[str]) -> str:
+    return f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def _convolved_by_us(found: dict[tuple[str, str], Plan | Refusal]) -> str:
+    """In which dtypes the convolution is ours too, where it is in some."""
+    names = dict.fromkeys(DTYPES[dtype] for (dtype, _), outcome in found.items() if getattr(outcome, "own", None))
+    return f", ours in {', '.join(names)}" if names else ""
+
+
+def page() -> str:
+    notes = Notes()
+    lines = ["| operator | " + " | ".join(MACHINES) + " |", "| --- |" + " --- |" * len(MACHINES)]
+    for name, chain in rows():
+        cells = [notes.cell(outcomes(chain, machine)) for machine in MACHINES.values()]
+        if chain.producer != convolution(3) or name == "conv3d":
+            lines.append(f"| {name} | " + " | ".join(cells) + " |")
+            continue
+        cells = [cell.split(", ours")[0] for cell in cells]  # as for conv3d
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    example = dict(rows())["conv3d"]
+    cells = [notes.cell(outcomes(example, machine, needs_grad=True)) for machine in MACHINES.values()]
+    lines.append("| conv3d, in training | " + " | ".join(cells) + " |")
+    versions = "\n".join(
+        f"- {package} {'.'.join(map(str, first))} to {'.'.join(map(str, last))}"
+        for package, (first, last) in TESTED.items()
+    )
+    numbered = "\n".join(f"{number}. {reason}" for reason, number in notes.numbers.items())
+    return TEXT.format(table="\n".join(lines), notes=numbered, versions=versions, dtypes=_listed(list(DTYPES.values())))
+
+
+TEXT = """# What is fused where
+
+Written by `tools/support_table.py` from `lower` itself; `tests/test_support.py` says when it is out of date.
+
+*yes*: a fused plan exists in {dtypes}, contiguous and channels-last; *ours in*: with a
+convolution of our own in these dtypes. *no* and missing dtypes have their reason below; there the chain runs through
+PyTorch's own operators, as do inputs that are empty or neither contiguous nor channels-last. A word is shown between a
+conv3d and a group_norm. Whether a plan pays at a given size is another question, which `postlude explain` answers.
+
+{table}
+
+{notes}
+
+In no table because no fused pass exists: batch_norm in training (statistics over the batch), layer_norm (over the last
+axes), active dropout.
+
+Tested with the versions below; outside of them Postlude says so once, and works as far as it can.
+
+{versions}
+"""
+
+if __name__ == "__main__":
+    if "--write" in sys.argv:
+        PAGE.write_text(page())
+    else:
+        print(page(), end="")

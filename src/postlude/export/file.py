@@ -1,0 +1,163 @@
+"""The whole file: docstring, imports, tiles, kernels, launchers, the check whether tensors fit, and the model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from postlude.export.chain_text import ChainText
+from postlude.export.kernels import Kernel
+from postlude.export.layout import WIDTH
+from postlude.export.original import Original, model_text
+
+_TURING = 96 << 10  # bytes of shared memory: what needs more does not run on cards older than Ampere
+
+
+@dataclass(frozen=True)
+class Exported:
+    text: str
+    launches: tuple[int, ...]  # of each chain's launcher
+    chains: tuple[str, ...]
+    left: Mapping[str, str]  # what stays with PyTorch, and why
+
+
+def assemble(
+    original: Original, chains: Sequence[ChainText], forward: Sequence[str], values: Mapping[str, Any], heading: str
+) -> str:
+    kernels, helpers, constants = {}, {}, {}
+    for chain in chains:
+        kernels.update({kernel.name: kernel.text for kernel in chain.kernels})
+        helpers.update(chain.helpers)
+        constants.update(chain.constants)
+    model = model_text(original, forward, values)
+    functions = [*kernels.values(), *helpers.values(), *dict.fromkeys(chain.launcher for chain in chains)]
+    if chains:
+        functions.append(fits_text(chains))
+    body = [*functions, *original.helpers, model]
+    cuda = [text for chain in chains for text in ([chain.cuda] if chain.cuda else [])]
+    text = "".join(f"{part.rstrip()}\n\n\n" for part in body).rstrip() + "\n"
+    imports = import_text(text + "\n".join(cuda), original.imports, chains)
+    tiles = "\n".join(constants.values())
+    parts = ["# SPDX-License-Identifier: Apache-2.0", heading.rstrip(), "", imports, ""]
+    if tiles:
+        parts += [tiles, "", ""]
+    parts += cuda
+    return "\n".join(parts) + f"\n{text}"
+
+
+def import_text(body: str, own: Sequence[str], chains: Sequence[ChainText]) -> str:
+    """What the text reads, sorted as formatters sort imports."""
+    lines = set(own)
+    for word, line in {
+        "torch": "import torch",
+        "F": "import torch.nn.functional as F",
+        "triton": "import triton",
+        "tl": "import triton.language as tl",
+        "math": "import math",
+    }.items():
+        if re.search(rf"(?<![\w.]){word}\.", body):
+            lines.add(line)
+    names = {line.removeprefix("from torch import ") for line in own if line.startswith("from torch import ")}
+    names |= {name for name in ("Tensor", "nn") if re.search(rf"(?<![\w.]){name}\b", body)}
+    lines = {line for line in lines if not line.startswith("from torch import ")}
+    if names:
+        lines.add(f"from torch import {', '.join(sorted(names, key=lambda n: (not n[0].isupper(), n)))}")
+    if any("TensorDescriptor" in chain.imports for chain in chains):
+        lines.add("from triton.tools.tensor_descriptor import TensorDescriptor")
+    standard = [line for line in lines if line.split()[1].split(".")[0] not in ("torch", "triton")]
+    others = lines - set(standard)
+    groups = [sorted(group, key=_import_order) for group in (standard, others) if group]
+    return "\n\n".join("\n".join(group) for group in groups)
+
+
+def _import_order(line: str) -> tuple[bool, str]:
+    return line.startswith("from "), line.split()[1]
+
+
+def fits_text(chains: Sequence[ChainText]) -> str:
+    """What the kernels take. Everything else goes through PyTorch's operators."""
+    plan = chains[0].plan
+    shared = max(chain.shared_bytes for chain in chains)
+    smallest = max(_smallest(chain) for chain in chains)
+    channels = max(max(chain.plan.value.shape[1], chain.plan.input.shape[1]) for chain in chains)
+    positions = 1 << ((2**31 // channels).bit_length() - 3)  # a border may make the result larger than the input
+    checks = [
+        f"x.dim() == {2 + plan.chain.dims}",
+        "x.shape[1] == channels",
+        f"all(t.dtype == torch.{plan.input.dtype} and t.is_contiguous() for t in tensors)",
+        "x.numel() > 0",
+        f"x.shape[2:].numel() <= 1 << {positions.bit_length() - 1}  # offsets in a sample have 32 bits",
+    ]
+    if smallest > 1:
+        checks.append(f"min(x.shape[2:]) >= {smallest}")
+    if shared > _TURING:
+        checks.insert(0, f"card.shared_memory_per_block_optin >= {shared}")
+    else:
+        checks.insert(0, "card.major >= 8")
+    lines = [
+        "def fits(channels: int, *tensors: Tensor) -> bool:",
+        '    """Whether the kernels take these tensors; PyTorch\'s operators take all others."""',
+        "    x = tensors[0]",
+        "    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)",
+        '    if not x.is_cuda or needs_grad or torch.is_autocast_enabled("cuda"):',
+        "        return False",
+        "    card = torch.cuda.get_device_properties(x.device)",
+    ]
+    return "\n".join([*lines, "    return (", *_anded(checks), "    )", ""])
+
+
+def _anded(checks: Sequence[str]) -> list[str]:
+    return [f"        {'and ' if number else ''}{check}" for number, check in enumerate(checks)]
+
+
+def _smallest(chain: ChainText) -> int:
+    """Positions along an axis below which the convolution has no result."""
+    conv = chain.plan.chain.producer
+    if conv is None or conv.transposed:
+        return 1
+    return max(d * (k - 1) + 1 - 2 * p for k, p, d in zip(conv.kernel, conv.padding, conv.dilation))
+
+
+def without_clashes(chains: Sequence[ChainText]) -> list[ChainText]:
+    """Names that two chains give to different things get a number in the later one."""
+    taken: dict[str, str] = {}
+    result = []
+    for number, chain in enumerate(chains, 1):
+        mine = {kernel.name: kernel.text for kernel in chain.kernels} | dict(chain.helpers) | dict(chain.constants)
+        mine[chain.name] = chain.launcher
+        renamed = {name: f"{name}{'_' * (not name.isupper())}{number}" for name, text in mine.items()
+                   if taken.get(name, text) != text}  # fmt: skip
+        chain = _renamed(chain, renamed) if renamed else chain
+        taken |= {kernel.name: kernel.text for kernel in chain.kernels} | dict(chain.helpers) | dict(chain.constants)
+        taken[chain.name] = chain.launcher
+        result.append(chain)
+    return result
+
+
+def _renamed(chain: ChainText, names: Mapping[str, str]) -> ChainText:
+    def words(text: str) -> str:
+        return re.sub(r"\b[A-Za-z_]\w*\b", lambda m: names.get(m[0], m[0]), text)
+
+    return replace(
+        chain,
+        name=names.get(chain.name, chain.name),
+        kernels=tuple(Kernel(names.get(k.name, k.name), _outside(k, names), k.parameters) for k in chain.kernels),
+        helpers={names.get(name, name): words(text) for name, text in chain.helpers.items()},
+        constants={names.get(name, name): words(text) for name, text in chain.constants.items()},
+        launcher=words(chain.launcher),
+    )
+
+
+def _outside(kernel: Kernel, names: Mapping[str, str]) -> str:
+    """Functions by their new names; a kernel's own parameters are no names of the file."""
+    kept = {old: new for old, new in names.items() if old not in kernel.parameters}
+    return re.sub(r"\b[A-Za-z_]\w*\b", lambda m: kept.get(m[0], m[0]), kernel.text)
+
+
+def longest_line(text: str) -> int:
+    return max(map(len, text.splitlines()), default=0)
+
+
+assert WIDTH == 88

@@ -56,6 +56,8 @@ def import_text(body: str, own: Sequence[str], chains: Sequence[ChainText]) -> s
         "triton": "import triton",
         "tl": "import triton.language as tl",
         "math": "import math",
+        "functools": "import functools",
+        "ctypes": "import ctypes",
     }.items():
         if re.search(rf"(?<![\w.]){word}\.", body):
             lines.add(line)
@@ -66,6 +68,8 @@ def import_text(body: str, own: Sequence[str], chains: Sequence[ChainText]) -> s
         lines.add(f"from torch import {', '.join(sorted(names, key=lambda n: (not n[0].isupper(), n)))}")
     if any("TensorDescriptor" in chain.imports for chain in chains):
         lines.add("from triton.tools.tensor_descriptor import TensorDescriptor")
+    if any("CUDA_HOME" in chain.imports for chain in chains):
+        lines |= {"from typing import Any", "from torch.utils.cpp_extension import CUDA_HOME"}
     standard = [line for line in lines if line.split()[1].split(".")[0] not in ("torch", "triton")]
     others = lines - set(standard)
     groups = [sorted(group, key=_import_order) for group in (standard, others) if group]
@@ -92,6 +96,8 @@ def fits_text(chains: Sequence[ChainText]) -> str:
     ]
     if smallest > 1:
         checks.append(f"min(x.shape[2:]) >= {smallest}")
+    if any(chain.cuda for chain in chains):
+        checks.append("CUDA_HOME is not None  # torch's way to NVRTC asks for it")
     if shared > _TURING:
         checks.insert(0, f"card.shared_memory_per_block_optin >= {shared}")
     else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import operator
 import re
 from collections.abc import Mapping
@@ -17,9 +19,10 @@ from postlude.export.trace import FoundChain, Traced
 
 _INFIX = {
     **{operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.floordiv: "//"},
-    **{operator.matmul: "@", operator.pow: "**", operator.mod: "%", operator.iadd: "+", operator.imul: "*"},
+    **{operator.matmul: "@", operator.pow: "**", operator.mod: "%"},
     **{operator.eq: "==", operator.lt: "<", operator.gt: ">", operator.le: "<=", operator.ge: ">="},
 }
+_IN_PLACE = {operator.iadd: "+=", operator.isub: "-=", operator.imul: "*=", operator.itruediv: "/="}
 
 
 class ForwardText:
@@ -45,7 +48,7 @@ class ForwardText:
             elif node.op != "get_attr":
                 if node.name in self.reasons:
                     self.lines += comment(f"Left to PyTorch: {self.reasons[node.name]}.", 8)
-                self._assign(node, self.expression(node))
+                self._statement(node)
         return self.lines
 
     def _chain(self, chain: FoundChain) -> None:
@@ -82,7 +85,16 @@ class ForwardText:
                 return
         self.lines.append(f"        return {self.value(result)}")
 
-    def _assign(self, node: fx.Node, text: str) -> None:
+    def _statement(self, node: fx.Node) -> None:
+        if _is_question(node):
+            self.names[node] = self.expression(node)
+            return
+        if node.target in _IN_PLACE:
+            name, other = (self.value(item) for item in node.args)
+            self.lines.append(f"        {name} {_IN_PLACE[node.target]} {other}")  # type: ignore[index]
+            self.names[node] = name
+            return
+        text = self.expression(node)
         if node.users:
             name = self._name(node, node)
             self.lines.append(f"        {name} = {text}")
@@ -98,7 +110,7 @@ class ForwardText:
                 return self.names[source]
         taken = set(self.names.values())
         stem = re.sub(r"_\d+$", "", node.name)
-        return next(name for name in (stem, *(f"{stem}{i}" for i in range(2, 999))) if name not in taken)
+        return next(name for name in ("y", "z", stem, *(f"{stem}{i}" for i in range(2, 999))) if name not in taken)
 
     def nested(self, node: fx.Node, inside: set[fx.Node]) -> str:
         """One expression of all the calls of a chain."""
@@ -106,7 +118,7 @@ class ForwardText:
         for item in self.traced.graph.nodes:
             if item in inside:
                 text = self.expression(item)
-                is_infix = item.target in _INFIX and item is not node
+                is_infix = item.target in (*_INFIX, *_IN_PLACE) and item is not node
                 self.names[item] = f"({text})" if is_infix else text
         text = self.names[node]
         self.names = kept
@@ -114,13 +126,18 @@ class ForwardText:
 
     def expression(self, node: fx.Node) -> str:
         arguments = [self.value(item) for item in node.args]
-        named = [f"{key}={self.value(item)}" for key, item in node.kwargs.items()]
+        if node.op != "call_method" and node.target not in (*_INFIX, *_IN_PLACE, getattr, operator.getitem):
+            arguments = list(map(_bare, arguments))
+        given = {key: item for key, item in node.kwargs.items() if not _is_default(node, key, item)}
+        named = [f"{key}={_bare(self.value(item))}" for key, item in given.items()]
         if node.op == "call_module":
             return f"{_attribute(str(node.target))}({', '.join([*arguments, *named])})"
         if node.op == "call_method":
             return f"{arguments[0]}.{node.target}({', '.join([*arguments[1:], *named])})"
         if node.op == "get_attr":
             return _attribute(str(node.target))
+        if node.target in _IN_PLACE:  # inside a chain: its value is nobody else's
+            return f"{arguments[0]} {_IN_PLACE[node.target][:-1]} {arguments[1]}"  # type: ignore[index]
         if node.target in _INFIX:
             return f"{arguments[0]} {_INFIX[node.target]} {arguments[1]}"  # type: ignore[index]
         if node.target is operator.getitem:
@@ -143,6 +160,36 @@ class ForwardText:
             words = ["" if part is None else self.value(part) for part in (item.start, item.stop)]
             return ":".join(words) + (f":{self.value(item.step)}" if item.step is not None else "")
         return literal(item)
+
+
+def _is_question(node: fx.Node) -> bool:
+    """x.shape, x.shape[2:], x.size(0): no tensor, and asked where it is needed."""
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], fx.Node) and _is_question(node.args[0])
+    return node.target in (getattr, "size", "dim")
+
+
+def _is_default(node: fx.Node, key: str, item: Any) -> bool:
+    if node.op != "call_function" or isinstance(item, fx.Node):
+        return False
+    try:
+        parameter = inspect.signature(node.target).parameters.get(key)  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # a builtin
+        return False
+    return parameter is not None and type(parameter.default) is type(item) and parameter.default == item
+
+
+def _bare(text: str) -> str:
+    """Without the parentheses around all of it."""
+    if not text.startswith("("):
+        return text
+    depth = 0
+    for place, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if depth == 0:
+            is_tuple = text.endswith(",)") or isinstance(ast.parse(text, mode="eval").body, ast.Tuple)
+            return text[1:-1] if place == len(text) - 1 and not is_tuple else text
+    return text
 
 
 def _tensors(expressions: list[str]) -> list[str]:

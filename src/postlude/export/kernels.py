@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 
-from postlude.chain import Chain, Value, values_of
+from postlude.chain import Chain, Normalize, Value, values_of
 from postlude.emit import emit, emit_moments
 from postlude.export.layout import fold
 from postlude.export.specialise import Inline, specialise
 
+_INFIX = {"add": Inline("{0} + {1}"), "mul": Inline("{0} * {1}")}
 _FILES = ("pointwise", "pack", "convolve", "normalize", "moments")
 
 
@@ -68,7 +69,8 @@ def with_helpers(kernels: list[Kernel]) -> list[Kernel]:
     for kernel in kernels:
         for name in re.findall(r"(?<![\w.])(\w+)\(", kernel.text):
             source = library().get(name)
-            if source is not None and name not in ordered and name != kernel.name:
+            is_given = any(other.name == name for other in kernels)
+            if source is not None and name not in ordered and not is_given:
                 for helper in with_helpers([cut(source, {}, {})]):
                     ordered.setdefault(helper.name, helper)
         ordered.setdefault(kernel.name, kernel)
@@ -107,14 +109,32 @@ def moments_program(
     renamed |= {f"a{number}": f"p_{names[slot]}" for number, slot in enumerate(pointers)}
     renamed["moments"] = "finish"
     text = emit_moments(chain, first, last, pointers)
-    return _called(text, renamed, ("mean", "var", "count", "o_c", "m_c", "C"), {"C": channels})
+    norms = [step for step in chain.steps[first - 1 : last] if isinstance(step, Normalize)]
+    constants: dict[str, object] = {"C": channels}
+    if len(norms) == 1:  # else the norms' groups stay an argument
+        constants["normalize_moments"] = Inline("normalize_moments({0}, {1}, {2})")
+    return _called(text, renamed, ("mean", "var", "count", "o_c", "m_c", "C"), constants)
+
+
+def moments_helpers(chain: Chain, first: int, last: int, channels: int) -> list[Kernel]:
+    """The functions of a chain's one norm, for its groups alone."""
+    norms = [step for step in chain.steps[first - 1 : last] if isinstance(step, Normalize)]
+    if len(norms) != 1:
+        return []
+    per = channels // (norms[0].groups or channels)
+    mean = cut(library()["group_mean"], {"PER": per}, {})
+    inline = Inline("{0}" if per == 1 else "group_mean({0}, {1})")
+    norm = cut(library()["normalize_moments"], {"PER": per, "eps": norms[0].eps, "group_mean": inline}, {})
+    if per == 1:
+        return [norm]
+    return [mean, norm]
 
 
 def _called(
     text: str, renamed: Mapping[str, str], arguments: tuple[str, ...], constants: Mapping[str, object] | None = None
 ) -> Program:
     text = re.sub(r"    (\w+) = (.+)\n    return \1\n$", r"    return \2\n", text)
-    made = cut(text, constants or {}, renamed)
+    made = cut(text, {**(constants or {}), **_INFIX}, renamed)
     order = [*arguments, *(f"a{number}" for number in range(6))]
     places = {renamed.get(name, name): f"{{{number}}}" for number, name in enumerate(order)}
     body = made.text.splitlines()[2:]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import io
-import re
 import textwrap
 import tokenize
 from collections.abc import Sequence
@@ -100,8 +99,10 @@ def _folded(lines: list[str]) -> list[str]:
     if len(lines) > 1:
         return [part for line in lines for part in _argument(line)]
     code, remark = _split_comment(first)
-    above = comment(remark, pad) if remark else []
-    return [*above, *([code] if len(code) <= WIDTH else _broken(code, pad))]
+    lines = [code] if len(code) <= WIDTH else _broken(code, pad)
+    if remark.startswith("[") and len(lines) > 1:  # a shape belongs to the end of the line that makes it
+        return [*lines[:-1], f"{lines[-1]}  # {remark}"]
+    return [*(comment(remark, pad) if remark else []), *lines]
 
 
 def _argument(line: str) -> list[str]:
@@ -138,19 +139,31 @@ def _broken(code: str, pad: int) -> list[str]:
     if isinstance(value, ast.Call):
         parts = [ast.get_source_segment(text, part) or "" for part in (*value.args, *value.keywords)]
         return call(ast.get_source_segment(text, value.func) or "", parts, before=before, indent=pad)
+    last = value.right if isinstance(value, ast.BinOp) and not isinstance(value.left, ast.BinOp) else None
+    if isinstance(last, ast.Call) and "(" in expression[: last.col_offset - value.col_offset]:
+        # One operator, and a call at the end: formatters break that call.
+        start = len(text.encode()[: last.col_offset].decode())
+        parts = [ast.get_source_segment(text, part) or "" for part in (*last.args, *last.keywords)]
+        return call(ast.get_source_segment(text, last.func) or "", parts, before=text[:start], indent=pad)
     if before and not expression.startswith("("):
         return [f"{' ' * pad}{before}(", *_operands(expression, pad + 4), f"{' ' * pad})"]
     return [code]
 
 
 def _operands(expression: str, pad: int) -> list[str]:
-    """An expression in parentheses: on one line, or one operand of its last operator a line."""
+    """An expression in parentheses: on one line, or one term of a sum a line."""
     line = " " * pad + expression
     node = ast.parse(expression, mode="eval").body
-    if len(line) <= WIDTH or not isinstance(node, ast.BinOp | ast.BoolOp):
+    terms: list[str] = []
+    while isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
+        assert node.left.end_col_offset is not None
+        rest = expression.encode()[node.left.end_col_offset : node.end_col_offset].decode()
+        terms.insert(0, rest.strip())
+        node = node.left
+    if len(line) <= WIDTH or not terms:
         return [line]
-    parts = re.split(r" (?=(?:and|or|\+|-) )", expression)
-    return [" " * pad + part for part in parts] if isinstance(node, ast.BoolOp) else [line]
+    first = expression.encode()[: node.end_col_offset].decode()
+    return [" " * pad + part for part in (first, *terms)]
 
 
 def _broken_signature(text: str, pad: int) -> list[str]:

@@ -42,6 +42,8 @@ def read(source: str) -> Original:
     for statement in imports:
         _check_import(statement)
     others = [n for n in tree.body if n in needed and n not in imports and n is not model]
+    for statement in (model, *others):
+        _check_methods(statement)
     texts = tuple(fold(_text(source, n)) for n in others)
     return Original(tuple(_import_lines(imports, model, others)), texts, model, source)
 
@@ -80,6 +82,18 @@ def _check_import(statement: ast.Import | ast.ImportFrom) -> None:
         root = name.split(".")[0]
         if is_relative or (root not in _TORCH and root not in sys.stdlib_module_names):
             raise PostludeError(f"the model needs {root or 'its own package'}, which one file cannot hold.")
+
+
+def _check_methods(statement: ast.stmt) -> None:
+    """A trace of the forward sees neither modes nor errors caught: what has them cannot be written as calls."""
+    for function in ast.walk(statement):
+        if isinstance(function, ast.FunctionDef) and function.name != "__init__":
+            for node in ast.walk(function):
+                if isinstance(node, ast.With | ast.Try):
+                    word = "with" if isinstance(node, ast.With) else "try"
+                    raise PostludeError(
+                        f"{function.name} has a `{word}` block (line {node.lineno}), which calls in a row cannot hold."
+                    )
 
 
 def _import_lines(imports: Sequence[ast.stmt], model: ast.ClassDef, others: Sequence[ast.stmt]) -> list[str]:

@@ -40,17 +40,23 @@ class Draft:
         function = f"{kernel.name}[{grid}]"
         lines = call(function, given + last)
         if len(lines) > 3:  # one argument a line would be twenty of them: tensors and sizes go by a name each
-            tensors = [expression for name, expression in zip(kernel.parameters, given) if name[:2] in ("p_", "d_")]
-            sizes = [expression for expression in given[len(tensors) :] if not expression.isupper()]
-            tiles = [expression for expression in given if expression.isupper()]
-            if [*tensors, *sizes, *tiles] == given:
-                if len(tensors) > 6:
-                    self.call("", tensors, "tensors = ")
-                    tensors = ["*tensors"]
-                self.call("", _unpacked(sizes), "sizes = ")
-                lines = call(function, [*tensors, "*sizes", *tiles, *last])
+            lines = self._grouped(function, kernel, given, last)
         self.lines += lines
         self.launches += 1
+
+    def _grouped(self, function: str, kernel: Kernel, given: list[str], last: list[str]) -> list[str]:
+        tensors = [expression for name, expression in zip(kernel.parameters, given) if name[:2] in ("p_", "d_")]
+        rest = given[len(tensors) :]
+        if len(call("", tensors, "tensors = ")) > 1:
+            return call(function, given + last)
+        sizes, tiles = [e for e in rest if not e.isupper()], [e for e in rest if e.isupper()]
+        if len(tensors) > 6 or sizes + tiles != rest:
+            self.call("", tensors, "tensors = ")
+            tensors = ["*tensors"]
+        if sizes + tiles == rest and len(call(function, [*tensors, *rest, *last])) > 3:
+            self.call("", _unpacked(sizes), "sizes = ")
+            rest = ["*sizes", *tiles]
+        return call(function, [*tensors, *rest, *last])
 
     def use(self, program: Program) -> object:
         if program.function is not None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from postlude.chain import Chain, Convolution, Normalize, Reduce
 from postlude.emit import moments_slots, pass_slots
-from postlude.export.kernels import cut, library, moments_program, program
+from postlude.export.kernels import Kernel, cut, library, moments_helpers, moments_program, program
 from postlude.export.parts import Draft, times
 from postlude.export.pieces import COMBINE
-from postlude.export.specialise import Name
+from postlude.export.specialise import Inline, Name
 from postlude.plan.problem import power_of_two
 from postlude.plan.types import Moments
 
@@ -126,13 +126,14 @@ def finish_moments(draft: Draft, chunks: str) -> int:
     }
     names = {f"a{number}": f"p_{draft.names[slot]}" for number, slot in enumerate(slots)}
     helper = cut(library()["combine_chunks"], constants, {"combine_chunks": "combine"})
-    call = ", ".join({"p_mean": "{0}", "p_m2": "{1}", "p_count": "{2}", "i_n": "{3}", "o_c": "{4}", "CHUNKS": "{5}"}[p]
-                     for p in helper.parameters)  # fmt: skip
-    from postlude.export.specialise import Inline
-
-    draft.kernels.append(helper)
+    places = ("p_mean", "p_m2", "p_count", "i_n", "o_c", "CHUNKS")
+    call = ", ".join(f"{{{places.index(name)}}}" for name in helper.parameters)
+    draft.kernels = [*moments_helpers(plan.chain, first, last, channels), *draft.kernels, helper]
     constants["combine_chunks"] = Inline(f"combine({call})")
-    kernel = cut(library()["finish_moments_kernel"], constants, names)
+    source = library()["finish_moments_kernel"].replace(".to(p_out.dtype.element_ty)", "")
+    kernel = cut(source.replace(", read where SQUARES", ""), constants, names)
+    if made.function is None or "count" not in made.function.parameters:
+        kernel = Kernel(kernel.name, kernel.text.replace("    count, mean", "    _, mean"), kernel.parameters)
     shape = f"batch, {channels}" if reduce.over == "space" else "batch"
     if reduce.keepdim:
         shape += ", 1" * (plan.chain.dims + (reduce.over != "space"))

@@ -39,6 +39,8 @@ class Traced:
 
 def trace(model: nn.Module, inputs: Sequence[Any]) -> Traced:
     graph = _calls(model)
+    if any(node.op == "get_attr" and "_tensor_constant" in str(node.target) for node in graph.nodes):
+        raise PostludeError("the forward makes a tensor of its own, which a straight line of calls cannot hold.")
     found, declined, origins, placeholders = _chains(model, graph, inputs)
     by_name = {node.name: node for node in graph.nodes}
     reasons = {item.name: f"{item.what.removeprefix('aten.')}: {item.reason}" for item in declined}

@@ -35,7 +35,7 @@ class ProblemFile:
 
     def build(self, device: str = "cpu", *, seed: int = 0, like: ProblemFile | None = None) -> nn.Module:
         """The model, its parameters drawn under `seed`; a candidate is built with `like`'s arguments."""
-        args, kwargs = (like or self)._init_arguments(seed)
+        args, kwargs = (like or self).init_arguments(seed)
         what = f"{self.model_class.__name__}.__init__"
         with _seeded(seed):
             return self._call(what, lambda: self.model_class(*args, **kwargs).to(device))
@@ -68,7 +68,8 @@ class ProblemFile:
         size = f" of {len(result)}" if isinstance(result, (tuple, list, dict)) else ""
         raise self._error(f"{name} returns {_a(type(result))}{size}; Postlude judges models that return one tensor.")
 
-    def _init_arguments(self, seed: int) -> tuple[list[Any], dict[str, Any]]:
+    def init_arguments(self, seed: int = 0) -> tuple[list[Any], dict[str, Any]]:
+        """What the model's constructor is given, by place and by name."""
         if not hasattr(self.module, "get_init_inputs"):
             return [], {}
         made = self._function("get_init_inputs", seed)

@@ -12,6 +12,7 @@ import typer
 
 from postlude import __version__
 from postlude.cli import frame, output
+from postlude.errors import PostludeError
 
 app = typer.Typer(
     name="postlude",
@@ -48,16 +49,34 @@ def _common(
     pass
 
 
-@app.command(short_help="Find a model's chains, say how each will run, check them.")
+@app.command(short_help="Find a model's chains, say how each will run, check them; or write a file.")
 def optimize(
-    file: File, device: Device = None, precision: Precision = "auto", json: Json = None, debug: Debug = False
+    file: File,
+    output_file: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="OUT.py", help="Write ModelNew, with its kernels, to this file."),
+    ] = None,
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="Write it unchecked; the output says so.")] = False,
+    device: Device = None,
+    precision: Precision = "auto",
+    json: Json = None,
+    debug: Debug = False,
 ) -> None:
     """Find the chains of a model, say how each one will run and why, and check it against float64.
 
-    Exit code: 0 fused and right, 1 nothing to fuse or wrong, 2 could not run.
+    With -o, write a file of its own instead: ModelNew with the same constructor and parameters, which needs only torch
+    and Triton. A file that is there already is replaced by a complete and verified one or not at all.
+
+    Exit code: 0 fused (or written) and right, 1 nothing to fuse, no file possible, or wrong, 2 could not run.
     """
 
     def command(settings: frame.Settings) -> frame.Answer:
+        if output_file is not None:
+            from postlude.cli import export
+
+            return export.export(settings, file, output_file, verify=not no_verify)
+        if no_verify:
+            raise PostludeError("--no-verify belongs to -o: without a file to write there is nothing it would skip.")
         from postlude.cli import chains
 
         return chains.optimize(settings, file)
@@ -88,6 +107,9 @@ def verify(
     candidate: Annotated[Path, typer.Argument(metavar="CANDIDATE.py", help="A file with ModelNew.")],
     backward: Annotated[bool, typer.Option("--backward", help="Check the gradients as well.")] = False,
     seeds: Annotated[int, typer.Option(min=5, help="Points of each kind; more find rarer faults.")] = 5,
+    like_kernelbench: Annotated[
+        bool, typer.Option("--like-kernelbench", help="Use KernelBench's rule instead, which is weaker.")
+    ] = False,
     device: Device = None,
     precision: Precision = "auto",
     json: Json = None,
@@ -101,6 +123,10 @@ def verify(
     """
 
     def command(settings: frame.Settings) -> frame.Answer:
+        if like_kernelbench:
+            from postlude.cli import kernelbench
+
+            return kernelbench.verify(settings, reference, candidate)
         from postlude.cli import judge
 
         return judge.verify(settings, reference, candidate, backward, seeds)

@@ -57,7 +57,7 @@ class ForwardText:
         plain = self.nested(last, set(chain.calls))
         tensors = [self.value(item) if isinstance(item, fx.Node) else _attribute(item) for item in chain.tensors]
         channels = chain.match.chain.producer.in_channels if chain.match.chain.producer else _any_channels(chain)
-        self.lines += _tensors(tensors)
+        self.lines += _tensors(tensors, set(self.names.values()))
         ends = [user.op for user in last.users] == ["output"] and not self._is_inside_result(last)
         name = "" if ends else self._name(last, chain.calls[0])
         self.lines.append(f"        if self.has_kernels and fits({channels}, *tensors):")
@@ -105,12 +105,17 @@ class ForwardText:
     def _name(self, node: fx.Node, first: fx.Node) -> str:
         """The name of what it is made from, where nobody reads that later; else one of its own."""
         for source in first.all_input_nodes:
-            last = max((self.place[user] for user in source.users), default=0)
+            last = max((self.place[self._written_at(user)] for user in source.users), default=0)
             if source in self.names and last <= self.place[node] and self.names[source].isidentifier():
                 return self.names[source]
-        taken = set(self.names.values())
+        taken = {*self.names.values(), "tensors"}
         stem = re.sub(r"_\d+$", "", node.name)
         return next(name for name in ("y", "z", stem, *(f"{stem}{i}" for i in range(2, 999))) if name not in taken)
+
+    def _written_at(self, node: fx.Node) -> fx.Node:
+        """A chain is written where its last call was."""
+        chain = self.inside.get(node)
+        return node if chain is None else chain.calls[-1]
 
     def nested(self, node: fx.Node, inside: set[fx.Node]) -> str:
         """One expression of all the calls of a chain."""
@@ -192,12 +197,13 @@ def _bare(text: str) -> str:
     return text
 
 
-def _tensors(expressions: list[str]) -> list[str]:
+def _tensors(expressions: list[str], taken: set[str]) -> list[str]:
     """`tensors = (…)`; where that is too long, modules go by a name first."""
     lines = call("", expressions, "tensors = ", indent=8)
     owners = dict.fromkeys(e.rpartition(".")[0] for e in expressions if e.startswith("self."))
     names = {owner: re.sub(r"\W+", "_", owner.rpartition(".")[2]).strip("_") for owner in owners if owner != "self"}
-    if len(lines) == 1 or len(set(names.values())) < len(names) or not names:
+    is_free = len(set(names.values())) == len(names) and taken.isdisjoint(names.values())
+    if len(lines) == 1 or not names or not is_free:
         return lines
     short = [f"{names[owner]}.{last}" if (owner := e.rpartition(".")[0]) in names else e
              for e in expressions for last in [e.rpartition(".")[2]]]  # fmt: skip

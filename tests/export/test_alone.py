@@ -1,0 +1,116 @@
+"""Exported files run where Postlude cannot be imported, their kernels by Triton's interpreter."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from export.exporting import PROBLEMS, SMALL_PROBLEMS, TWO_BLOCKS, Problem, export_text
+from kernels.cuda_host import build as cuda_host
+from postlude.export.export_model import Export
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.export
+BY_NAME = {problem.name: problem for problem in SMALL_PROBLEMS}
+SMALL_23 = (PROBLEMS / "conv3d_group_norm_mean.py").read_text("utf-8").replace("batch_size = 128", "batch_size = 2")
+SMALL_23 = SMALL_23.replace("depth, height, width = 24, 32, 32", "depth, height, width = 5, 6, 7")
+
+
+def case_of(
+    folder: Path, file: str, made: Export, model: nn.Module, inputs: list[Any], arguments: list[int], tolerance: float
+) -> dict[str, Any]:
+    (folder / file).write_text(made.text, encoding="utf-8")
+    state = {name: torch.rand_like(value) if value.is_floating_point() else value for name, value in
+             model.state_dict().items()}  # fmt: skip
+    model.load_state_dict(state)
+    exact = copy.deepcopy(model).double()
+    with torch.no_grad():
+        result = exact(*[item.double() for item in inputs])
+    return {
+        **{"file": file, "arguments": arguments, "state": state, "inputs": inputs, "result": result},
+        **{"tolerance": tolerance, "chains": len(made.chains), "library": ""},
+    }
+
+
+def small_case(folder: Path, problem: Problem) -> dict[str, Any]:
+    made, model, inputs = export_text(problem.text, folder, dtype=problem.dtype, precision=problem.precision)
+    names = {kernel.name for chain in made.chains for kernel in chain.kernels}
+    assert set(problem.kernels) <= names
+    file = re.sub(r"\W+", "_", problem.name) + ".py"
+    return case_of(folder, file, made, model, inputs, [problem.shape[1], problem.cout], problem.tolerance)
+
+
+def run_alone(folder: Path, cases: list[dict[str, Any]]) -> str:
+    torch.save(cases, folder / "cases.pt")
+    program = Path(__file__).parent / "alone.py"
+    command = [sys.executable, "-W", "ignore", str(program), str(folder)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_kind_of_chain_runs_alone(tmp_path: Path) -> None:
+    cases = [small_case(tmp_path, problem) for problem in SMALL_PROBLEMS]
+    made, model, inputs = export_text(TWO_BLOCKS, tmp_path)
+    assert len(made.chains) == 3
+    cases.append(case_of(tmp_path, "two_blocks.py", made, model, inputs, [4, 5], 2e-5))
+    assert run_alone(tmp_path, cases) == ""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ to compile the kernel for the host")
+def test_the_direct_convolution_runs_alone(tmp_path: Path) -> None:
+    made, model, inputs = export_text(SMALL_23, tmp_path)
+    case = case_of(tmp_path, "chain_23.py", made, model, inputs, [3, 24, 3, 8], 1e-5)
+    case["library"] = str(host_library(tmp_path, made.chains[0].cuda, made.chains[0].shared_bytes))
+    assert run_alone(tmp_path, [case]) == ""
+
+
+def host_library(folder: Path, text: str, shared: int) -> Path:
+    """The CUDA C++ of a file for the host; what only a card has is the emulation's."""
+    source = text.split('"""')[1]
+    for name in ("void mma", "u32 pack_pair", "float unpack"):
+        source, count = re.subn(rf"DEVICE {name}\(.*?\n\}}\n", "", source, flags=re.DOTALL)
+        assert count == 1, name
+    source = source.replace("extern __shared__ uint4 shared[];", "")
+    (folder / "kernel.cu").write_text(source, encoding="utf-8")
+    library = folder / "kernel.so"
+    command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-DBFLOAT=0", f"-DSHARED_BYTES={shared}"]
+    command += [f'-DPOSTLUDE_KERNEL="{folder / "kernel.cu"}"', str(cuda_host.HERE / "driver.cpp"), "-o", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return library
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        ("(v - mean) * (rstd * gamma)", "(v - mean) * rstd", "its kernels: an error"),  # γ left out
+        ("self.norm(torch.relu(self.conv(x)))", "self.norm(self.conv(x))", "PyTorch's operators: an error"),
+    ],
+)
+def test_a_wrong_file_is_seen(tmp_path: Path, before: str, after: str, says: str) -> None:
+    case = small_case(tmp_path, BY_NAME["61"])
+    file = tmp_path / case["file"]
+    text = file.read_text("utf-8")
+    assert text.count(before) == 1
+    file.write_text(text.replace(before, after), encoding="utf-8")
+    assert says in run_alone(tmp_path, [case])
+
+
+def test_an_import_of_postlude_is_seen(tmp_path: Path) -> None:
+    case = small_case(tmp_path, BY_NAME["norm alone"])
+    file = tmp_path / case["file"]
+    file.write_text(file.read_text("utf-8") + "\nimport postlude\n", encoding="utf-8")
+    with pytest.raises(AssertionError, match="must not import postlude"):
+        run_alone(tmp_path, [case])

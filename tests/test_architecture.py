@@ -98,7 +98,7 @@ def test_only_hardware_asks_the_machine() -> None:
         "get_device_name",
     )
     for path in ROOT.rglob("*.py"):
-        if path.name != "hardware.py":
+        if path.name != "hardware.py" and path.parent.name != "export":  # which writes files that ask for themselves
             text = path.read_text()
             assert [q for q in questions if q in text] == [], path.name
 

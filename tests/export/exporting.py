@@ -128,7 +128,7 @@ SMALL_PROBLEMS = [
         ("pack_input_kernel", "convolve_kernel", "finish_moments_kernel"),
     ),
 ]
-TWO_BLOCKS = (Path(__file__).parent / "two_blocks.py").read_text("utf-8")
+TWO_BLOCKS = (Path(__file__).parent / "two_blocks.txt").read_text("utf-8")
 
 
 def export_text(
@@ -145,9 +145,7 @@ def export_text(
     problem = problem_file.load(path)
     model = problem.build().to(dtype)
     inputs = [item.to(dtype) for item in problem.inputs()]
-    made = export(
-        text, model, inputs, problem.init_arguments(), precision=precision, even_if_slower=even_if_slower
-    )
+    made = export(text, model, inputs, problem.init_arguments(), precision=precision, even_if_slower=even_if_slower)
     return made, model, inputs
 
 

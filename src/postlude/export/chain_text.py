@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from postlude.chain import Cast, Chain, Value, values_of
@@ -34,8 +34,8 @@ class ChainText:
     cuda: str  # CUDA C++ that the file holds, or nothing
 
 
-def unwritable(plan: Plan) -> str | None:
-    """Why a plan has no text, as a remark for readers of the file."""
+def unwritable(plan: Plan, others: Iterable[ChainText]) -> str | None:
+    """Why a plan has no text beside the others of its file, as a remark for readers of it."""
     chain, dtypes = plan.chain, {plan.input.dtype, plan.value.dtype, plan.result_dtype}
     if plan.input.layout != "contiguous" or plan.value.layout != "contiguous":
         return "channels-last kernels are not written to files"
@@ -43,6 +43,9 @@ def unwritable(plan: Plan) -> str | None:
         return "it changes dtypes on the way, or is float64"
     if isinstance(plan.passes[-1].sink, Moments) and plan.value.shape[1] > MOST_CHANNELS:
         return f"it has more than {MOST_CHANNELS} channels"
+    first = next(iter(others), None)
+    if first is not None and (first.plan.chain.dims, first.plan.input.dtype) != (chain.dims, plan.input.dtype):
+        return "the file's kernels are for tensors of another number of axes or another dtype"
     last = plan.passes[-1].last
     after = enumerate(chain.steps[last:], last)
     if any(values_of(step) != (Value(number),) for number, step in after):
@@ -69,7 +72,7 @@ def chain_text(plan: Plan, name: str, names: Mapping[int, str]) -> ChainText:
     elif plan.passes[-1].source != "own convolution":
         finish(draft)
     draft.add(*plain_steps(plan.chain, last + 1, names))
-    lines = [*_head(plan.chain, name, names), *draft.lines, "    return value"]
+    lines = [*_head(plan.chain, name, names), *_read(draft.lines), "    return value"]
     kernels = with_helpers(draft.kernels)
     return ChainText(
         name,
@@ -83,6 +86,12 @@ def chain_text(plan: Plan, name: str, names: Mapping[int, str]) -> ChainText:
         draft.shared_bytes,
         draft.cuda,
     )
+
+
+def _read(lines: list[str]) -> list[str]:
+    """Without the number of positions where no launch asks for it."""
+    text = "\n".join(lines)
+    return [line for line in lines if not (line.strip().startswith("positions = ") and text.count("positions") == 1)]
 
 
 def _head(chain: Chain, name: str, names: Mapping[int, str]) -> list[str]:

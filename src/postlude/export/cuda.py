@@ -31,7 +31,7 @@ def cuda_text(settings: FewChannels, shape: Geometry, has_bias: bool, shared: in
     text = _included("few_channels.cu")
     text = _preprocessed(text, {**values, "SHARED_BYTES": shared})
     text = _contiguous(text)
-    text = _with_types(text, settings, shape)
+    text = _with_types(text, shape)
     if not has_bias:
         text = _without_bias(text)
     text = _without_unused(_decided(text, values))
@@ -40,12 +40,19 @@ def cuda_text(settings: FewChannels, shape: Geometry, has_bias: bool, shared: in
 
 def _values(settings: FewChannels, shape: Geometry) -> dict[str, int]:
     return {
-        **{"CIN": shape.cin, "COUT": shape.cout, "NFRAG": shape.fragments},
+        "CIN": shape.cin,
+        "COUT": shape.cout,
+        "NFRAG": shape.fragments,
         **dict(zip(("KD", "KH", "KW"), shape.kernel)),
         **dict(zip(("PD", "PH", "PW"), shape.padding)),
-        **{"FLIP": 0, "INPUT_BITS": 32 if shape.dtype == "float32" else 16},
-        **{"BFLOAT": int(settings.operand == "bfloat16"), "PLANES": settings.planes},
-        **{"TD": settings.depth, "TH": settings.height, "R": settings.rows, "WARPS": settings.warps},
+        "FLIP": 0,
+        "INPUT_BITS": 32 if shape.dtype == "float32" else 16,
+        "BFLOAT": int(settings.operand == "bfloat16"),
+        "PLANES": settings.planes,
+        "TD": settings.depth,
+        "TH": settings.height,
+        "R": settings.rows,
+        "WARPS": settings.warps,
         "BLOCKS": settings.blocks,
     }
 
@@ -110,7 +117,7 @@ def _contiguous(text: str) -> str:
     )
 
 
-def _with_types(text: str, settings: FewChannels, shape: Geometry) -> str:
+def _with_types(text: str, shape: Geometry) -> str:
     """The input's type by its own name, and no conversion where it is float."""
     text = re.sub(r"typedef (\w+) input_t;\n\n?", "", text)
     kind = "float" if shape.dtype == "float32" else "u16"
@@ -151,6 +158,13 @@ def _decided(text: str, values: Mapping[str, int]) -> str:
     return head + "\n".join([*_MACROS, *lines]) + "\n" + taps + text[start:]
 
 
+_SLOT_OF_MORE = (
+    r"its channels, and, where there are fewer than 3, those of its right neighbours \(XS positions in all\)\.\n"
+    r"// Such a slot serves the XS taps next to one another in x, so the taps of the kernel are TAPS slots, each "
+    r"with its\n// own"
+)
+
+
 def _one_position(text: str) -> str:
     """With 3 or 4 channels a slot holds one position: what counts positions of a slot goes."""
     for before, after in (
@@ -167,10 +181,8 @@ def _one_position(text: str) -> str:
         (r"offset \+ s % CIN \* in", "offset + s * in"),
         (r"\bCW\b", "KW"),
         (r"\bCHUNKS\b", "TAPS"),
-        (r": its channels, and, where there are fewer than 3, those of its right neighbours \(XS positions in all\)\.\n"
-         r"// Such a slot serves the XS taps next to one another in x, so the taps of the kernel are TAPS slots, each with"
-         r" its\n// own", ": its channels. The taps of the kernel are TAPS slots, each with its own"),
-    ):  # fmt: skip
+        (_SLOT_OF_MORE, "its channels. The taps of the kernel are TAPS slots, each with its own"),
+    ):
         text = re.sub(before, after, text)
     return text
 
@@ -187,8 +199,7 @@ def _compact(text: str) -> str:
     """Pragmas on the line of their loop, and signatures on one line with their brace where that has room."""
     text = re.sub(r"(?m)^(?!#)__device__ __forceinline__", "DEVICE", text)
     text = re.sub(r"(?m)^#pragma unroll(| 1)(?:  (//.*))?\n( +)for (.*)$", _loop, text)
-    text = re.sub(r"(?m)^(DEVICE [^{;]*?\))\n\{", lambda m: _signature(m[1]), text)
-    return text
+    return re.sub(r"(?m)^(DEVICE [^{;]*?\))\n\{", lambda m: _signature(m[1]), text)
 
 
 def _rewrapped(text: str) -> str:
@@ -221,7 +232,8 @@ def _rows(names: list[str]) -> list[list[str]]:
 
 def _without_unused(text: str) -> str:
     """Functions that nobody calls any more go, with the comments above them."""
-    pattern = r"(?:^//.*\n)*^__device__ __forceinline__ [\w ]+ (\w+)\((?:[^{]|\n)*?\)(?:\s*\{.*\}\n\n?|\n\{\n(?:.*\n)*?\}\n\n?)"
+    body = r"(?:\s*\{.*\}\n\n?|\n\{\n(?:.*\n)*?\}\n\n?)"
+    pattern = rf"(?:^//.*\n)*^__device__ __forceinline__ [\w ]+ (\w+)\((?:[^{{]|\n)*?\){body}"
     while True:
         unused = [m for m in re.finditer(pattern, text, re.MULTILINE) if len(re.findall(rf"\b{m[1]}\(", text)) == 1]
         if not unused:

@@ -26,9 +26,7 @@ def direct(draft: Draft, settings: FewChannels) -> None:
     conv = plan.chain.producer
     assert conv is not None
     volume = volume_for(conv, plan.input.shape[2:], 1)
-    shape = Geometry(
-        conv.in_channels, conv.out_channels, volume.kernel, volume.padding, False, plan.input.dtype
-    )
+    shape = Geometry(conv.in_channels, conv.out_channels, volume.kernel, volume.padding, False, plan.input.dtype)
     shared = shared_bytes(settings, shape)
     draft.cuda = f'SOURCE = r"""\n{cuda_text(settings, shape, conv.has_bias, shared)}"""\n\n'
     draft.helpers["moments_kernel"] = _COMPILE
@@ -47,9 +45,7 @@ def _launch(draft: Draft, settings: FewChannels, shape: Geometry, padding: tuple
     axes = ("depth", "height", "width")
     draft.add(f"batch, _, {', '.join(axes[3 - dims :])} = x.shape")
     sizes = list(axes) if dims == 3 else ["1", *axes[1:]]
-    outs = [
-        plus(size, 2 * p - k + 1) if size != "1" else "1" for size, p, k in zip(sizes, padding, shape.kernel)
-    ]
+    outs = [plus(size, 2 * p - k + 1) if size != "1" else "1" for size, p, k in zip(sizes, padding, shape.kernel)]
     draft.add(f"out = ({', '.join(outs)})")
     draft.add("deep, high, wide = (triton.cdiv(size, part) for size, part in zip(out, TILE))")
     draft.add("tiles = deep * high * wide")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,8 @@ from postlude.errors import PostludeError
 from postlude.export.chain_text import ChainText, chain_text, unwritable
 from postlude.export.file import assemble, without_clashes
 from postlude.export.forward import ForwardText
-from postlude.export.original import arguments_of, model_text, read
+from postlude.export.heading import Measured, heading
+from postlude.export.original import arguments_of, read
 from postlude.export.trace import FoundChain, trace
 from postlude.hardware import Machine
 from postlude.plan import Plan, Problem, lower
@@ -30,7 +31,6 @@ HOPPER = Machine(
     shared_bytes=232_448,
     has_nvrtc=True,
 )
-Measured = Callable[[str, str, str, str], str | None]  # chain, shape, dtype and precision to a sentence
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,10 @@ def export(
     reasons = dict(traced.declined)
     texts: dict[FoundChain, ChainText] = {}
     for found in traced.chains:
-        problem = Problem(tuple(spec_of(node.meta["val"]) for node in found.match.tensors), "cuda", precision, False,
-                          allows_tf32)  # fmt: skip
+        specs = tuple(spec_of(node.meta["val"]) for node in found.match.tensors)
+        problem = Problem(specs, "cuda", precision, False, allows_tf32)
         outcome = lower(found.match.chain, problem, machine, even_if_slower=even_if_slower)
-        why = unwritable(outcome) if isinstance(outcome, Plan) else str(outcome)
+        why = unwritable(outcome, texts.values()) if isinstance(outcome, Plan) else str(outcome)
         if isinstance(outcome, Plan) and why is None:
             texts[found] = chain_text(outcome, _function_name(found.match.chain), _slot_names(found))
         else:
@@ -73,8 +73,8 @@ def export(
     launchers = {found: text.name for found, text in written.items()}
     forward = ForwardText(traced, launchers, reasons).write()
     chains = tuple(written.values())
-    heading = _heading(chains, precision, measured)
-    return Export(assemble(original, chains, forward, values, heading), chains, reasons)
+    top = heading(chains, precision, measured)
+    return Export(assemble(original, chains, forward, values, top, machine.architecture), chains, reasons)
 
 
 def _first(reasons: Mapping[str, str]) -> str:
@@ -111,12 +111,3 @@ def _slot_names(found: FoundChain) -> dict[int, str]:
 def _free(word: str, names: Mapping[int, str]) -> str:
     taken = set(names.values())
     return next(name for name in (word, *(f"{word}{i}" for i in range(2, 99))) if name not in taken)
-
-
-def _heading(chains: Sequence[ChainText], precision: str, measured: Measured | None) -> str:
-    from postlude.export.heading import heading
-
-    return heading(chains, precision, measured)
-
-
-__all__ = ["HOPPER", "Export", "export", "model_text"]

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from postlude.export.chain_text import ChainText
 from postlude.export.kernels import Kernel
-from postlude.export.layout import WIDTH
 from postlude.export.original import Original, model_text
-
-_TURING = 96 << 10  # bytes of shared memory: what needs more does not run on cards older than Ampere
-
-
-@dataclass(frozen=True)
-class Exported:
-    text: str
-    launches: tuple[int, ...]  # of each chain's launcher
-    chains: tuple[str, ...]
-    left: Mapping[str, str]  # what stays with PyTorch, and why
 
 
 def assemble(
-    original: Original, chains: Sequence[ChainText], forward: Sequence[str], values: Mapping[str, Any], heading: str
+    original: Original,
+    chains: Sequence[ChainText],
+    forward: Sequence[str],
+    values: Mapping[str, Any],
+    heading: str,
+    architecture: str,
 ) -> str:
-    kernels, helpers, constants = {}, {}, {}
+    """The chains' plans are for cards of this architecture."""
+    kernels: dict[str, str] = {}
+    helpers: dict[str, str] = {}
+    constants: dict[str, str] = {}
     for chain in chains:
         kernels.update({kernel.name: kernel.text for kernel in chain.kernels})
         helpers.update(chain.helpers)
@@ -34,7 +31,7 @@ def assemble(
     model = model_text(original, forward, values)
     functions = [*kernels.values(), *helpers.values(), *dict.fromkeys(chain.launcher for chain in chains)]
     if chains:
-        functions.append(fits_text(chains))
+        functions.append(fits_text(chains, architecture))
     body = [*functions, *original.helpers, model]
     cuda = [text for chain in chains for text in ([chain.cuda] if chain.cuda else [])]
     text = "".join(f"{part.rstrip()}\n\n\n" for part in body).rstrip() + "\n"
@@ -80,10 +77,9 @@ def _import_order(line: str) -> tuple[bool, str]:
     return line.startswith("from "), line.split()[1]
 
 
-def fits_text(chains: Sequence[ChainText]) -> str:
+def fits_text(chains: Sequence[ChainText], architecture: str) -> str:
     """What the kernels take. Everything else goes through PyTorch's operators."""
     plan = chains[0].plan
-    shared = max(chain.shared_bytes for chain in chains)
     smallest = max(_smallest(chain) for chain in chains)
     channels = max(max(chain.plan.value.shape[1], chain.plan.input.shape[1]) for chain in chains)
     positions = 1 << ((2**31 // channels).bit_length() - 3)  # a border may make the result larger than the input
@@ -98,8 +94,9 @@ def fits_text(chains: Sequence[ChainText]) -> str:
         checks.append(f"min(x.shape[2:]) >= {smallest}")
     if any(chain.cuda for chain in chains):
         checks.append("CUDA_HOME is not None  # torch's way to NVRTC asks for it")
-    if shared > _TURING:
-        checks.insert(0, f"card.shared_memory_per_block_optin >= {shared}")
+    if any(chain.plan.own is not None for chain in chains):
+        major, minor = divmod(int(architecture.removeprefix("sm_")), 10)
+        checks.insert(0, f"(card.major, card.minor) == ({major}, {minor})  # what the tiles were chosen for")
     else:
         checks.insert(0, "card.major >= 8")
     lines = [
@@ -133,8 +130,8 @@ def without_clashes(chains: Sequence[ChainText]) -> list[ChainText]:
     for number, chain in enumerate(chains, 1):
         mine = {kernel.name: kernel.text for kernel in chain.kernels} | dict(chain.helpers) | dict(chain.constants)
         mine[chain.name] = chain.launcher
-        renamed = {name: f"{name}{'_' * (not name.isupper())}{number}" for name, text in mine.items()
-                   if taken.get(name, text) != text}  # fmt: skip
+        clashing = [name for name, text in mine.items() if taken.get(name, text) != text]
+        renamed = {name: f"{name}{'_' * (not name.isupper())}{number}" for name in clashing}
         chain = _renamed(chain, renamed) if renamed else chain
         taken |= {kernel.name: kernel.text for kernel in chain.kernels} | dict(chain.helpers) | dict(chain.constants)
         taken[chain.name] = chain.launcher
@@ -160,10 +157,3 @@ def _outside(kernel: Kernel, names: Mapping[str, str]) -> str:
     """Functions by their new names; a kernel's own parameters are no names of the file."""
     kept = {old: new for old, new in names.items() if old not in kernel.parameters}
     return re.sub(r"\b[A-Za-z_]\w*\b", lambda m: kept.get(m[0], m[0]), kernel.text)
-
-
-def longest_line(text: str) -> int:
-    return max(map(len, text.splitlines()), default=0)
-
-
-assert WIDTH == 88

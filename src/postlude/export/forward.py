@@ -18,9 +18,19 @@ from postlude.export.layout import call, comment
 from postlude.export.trace import FoundChain, Traced
 
 _INFIX = {
-    **{operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.floordiv: "//"},
-    **{operator.matmul: "@", operator.pow: "**", operator.mod: "%"},
-    **{operator.eq: "==", operator.lt: "<", operator.gt: ">", operator.le: "<=", operator.ge: ">="},
+    operator.add: "+",
+    operator.sub: "-",
+    operator.mul: "*",
+    operator.truediv: "/",
+    operator.floordiv: "//",
+    operator.matmul: "@",
+    operator.pow: "**",
+    operator.mod: "%",
+    operator.eq: "==",
+    operator.lt: "<",
+    operator.gt: ">",
+    operator.le: "<=",
+    operator.ge: ">=",
 }
 _IN_PLACE = {operator.iadd: "+=", operator.isub: "-=", operator.imul: "*=", operator.itruediv: "/="}
 
@@ -91,7 +101,7 @@ class ForwardText:
             return
         if node.target in _IN_PLACE:
             name, other = (self.value(item) for item in node.args)
-            self.lines.append(f"        {name} {_IN_PLACE[node.target]} {other}")  # type: ignore[index]
+            self.lines.append(f"        {name} {_IN_PLACE[node.target]} {other}")
             self.names[node] = name
             return
         text = self.expression(node)
@@ -142,9 +152,9 @@ class ForwardText:
         if node.op == "get_attr":
             return _attribute(str(node.target))
         if node.target in _IN_PLACE:  # inside a chain: its value is nobody else's
-            return f"{arguments[0]} {_IN_PLACE[node.target][:-1]} {arguments[1]}"  # type: ignore[index]
+            return f"{arguments[0]} {_IN_PLACE[node.target][:-1]} {arguments[1]}"
         if node.target in _INFIX:
-            return f"{arguments[0]} {_INFIX[node.target]} {arguments[1]}"  # type: ignore[index]
+            return f"{arguments[0]} {_INFIX[node.target]} {arguments[1]}"
         if node.target is operator.getitem:
             return f"{arguments[0]}[{arguments[1].removeprefix('(').removesuffix(')')}]"
         if node.target is getattr:

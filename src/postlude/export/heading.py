@@ -10,13 +10,13 @@ from postlude.export.layout import WIDTH
 from postlude.plan import Plan
 from postlude.plan.gemm import Gemm
 
-Measured = Callable[[str, str, str, str], str | None]
+Measured = Callable[[str, str, str, str], str | None]  # chain, shape, dtype and precision to a sentence
 _LABEL = 11
 
 
 def heading(chains: Sequence[ChainText], precision: str, measured: Measured | None) -> str:
     title = f"{chains[0].plan.chain}, fused." if len(chains) == 1 else f"{len(chains)} fused chains."
-    lines = textwrap.wrap(f'"""{title}', WIDTH) + [""]
+    lines = [*textwrap.wrap(f'"""{title}', WIDTH), ""]
     for chain in chains:
         plan = chain.plan
         shape = "×".join(map(str, plan.input.shape))
@@ -26,7 +26,7 @@ def heading(chains: Sequence[ChainText], precision: str, measured: Measured | No
             lines += _row(chain.name, str(plan.chain))
         lines += _row("Input", f"{shape}, {plan.input.dtype}, contiguous; other shapes run as well")
         lines += _row("Launches", _launches(chain))
-        lines += _row("Arithmetic", _arithmetic(plan, precision))
+        lines += _row("Arithmetic", _arithmetic(plan))
         lines += _row("Measured", found or "not at this size")
         lines.append("")
     lines += textwrap.wrap("What the kernels do not take (see `fits`) runs through PyTorch's own operators.", WIDTH)
@@ -40,17 +40,16 @@ def _row(label: str, text: str) -> list[str]:
 
 def _launches(chain: ChainText) -> str:
     conv = chain.plan.chain.producer
-    names = [kernel.name for kernel in chain.kernels if kernel.name.endswith("_kernel")]
     words = f"{chain.launches} of our kernels"
     if conv is not None and chain.plan.own is None:
         words += " after PyTorch's convolution"
     small = [name for name in ("scales", "pack_weight", "group_moments") if name in chain.helpers]
     if small:
         words += ", and a few small ones of PyTorch"
-    return words + (f" ({', '.join(names)})" if not names else "")
+    return words
 
 
-def _arithmetic(plan: Plan, precision: str) -> str:
+def _arithmetic(plan: Plan) -> str:
     own = plan.own
     if own is None:
         return "fp32; the convolution is PyTorch's" if plan.chain.producer else "fp32"

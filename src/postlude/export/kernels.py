@@ -49,9 +49,7 @@ def changed(source: str, changes: Mapping[str, str]) -> str:
     return source
 
 
-def cut(
-    source: str, constants: Mapping[str, object], names: Mapping[str, str], keep: tuple[str, ...] = ()
-) -> Kernel:
+def cut(source: str, constants: Mapping[str, object], names: Mapping[str, str], keep: tuple[str, ...] = ()) -> Kernel:
     """A function's text for these constants; what the text does not have is left out of them."""
     if "p_y.dtype.element_ty" in source:  # a store converts by itself
         source = source.replace(".to(p_y.dtype.element_ty)", "")

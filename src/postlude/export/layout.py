@@ -12,7 +12,7 @@ WIDTH = 88
 
 
 def call(function: str, arguments: Sequence[str], before: str = "", after: str = "", indent: int = 4) -> list[str]:
-    """The lines of one call, or tuple where there is no function: on one line, its arguments on one, each on its own."""
+    """The lines of one call, or tuple where there is no function: one, or its arguments on one, or each on its own."""
     pad = " " * indent
     line = f"{pad}{before}{function}({', '.join(arguments)}){after}"
     if len(line) <= WIDTH:

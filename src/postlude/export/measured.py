@@ -19,9 +19,7 @@ def from_records(path: Path) -> Measured:
     def look_up(chain: str, shape: str, dtype: str, precision: str) -> str | None:
         key = (chain, shape, dtype, precision)
         found = {
-            row["variant"]: row
-            for row in rows
-            if (row["chain"], row["shape"], row["dtype"], row["precision"]) == key
+            row["variant"]: row for row in rows if (row["chain"], row["shape"], row["dtype"], row["precision"]) == key
         }
         if not {"eager", "postlude"} <= found.keys():
             return None

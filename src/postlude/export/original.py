@@ -130,7 +130,7 @@ def model_text(original: Original, forward: Sequence[str], values: Mapping[str, 
     parts = [(old, _forward_text(original, old, forward))]
     init = methods.get("__init__")
     if init is not None:
-        parts.append((init, _text(original.source, init).rstrip("\n").splitlines() + _known(init, values)))
+        parts.append((init, _text(original.source, init).rstrip("\n").splitlines() + _known(values)))
     for method, text in sorted(parts, key=lambda part: -part[0].lineno):
         first = min([method.lineno, *(d.lineno for d in method.decorator_list)])
         assert method.end_lineno is not None
@@ -140,12 +140,12 @@ def model_text(original: Original, forward: Sequence[str], values: Mapping[str, 
     if init is None:
         place = node.body[0].lineno - offset
         lines[place:place] = ["    has_kernels = True", ""]
-    text = "\n".join(lines) + "\n"
-    renamed = text.replace("class Model(", "class ModelNew(", 1).replace("super(Model, self)", "super()")
+    whole = "\n".join(lines) + "\n"
+    renamed = whole.replace("class Model(", "class ModelNew(", 1).replace("super(Model, self)", "super()")
     return fold(renamed)
 
 
-def _known(init: ast.FunctionDef, values: Mapping[str, Any]) -> list[str]:
+def _known(values: Mapping[str, Any]) -> list[str]:
     """Whether the arguments are those that the kernels were written for."""
     if not values:
         return ["        self.has_kernels = True"]
@@ -194,4 +194,3 @@ def arguments_of(init: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
     for value in values.values():
         literal(value)
     return values
-

@@ -31,7 +31,9 @@ def library_convolution(draft: Draft) -> None:
 
 def _convolution(conv: Convolution, tf32: bool | None) -> tuple[str, list[str]]:
     sizes = [f"{name}={getattr(conv, name)}" for name in ("stride", "padding", "dilation")]
-    sizes = [text for text, usual in zip(sizes, (1, 0, 1)) if any(s != usual for s in getattr(conv, text.split("=")[0]))]
+    sizes = [
+        text for text, usual in zip(sizes, (1, 0, 1)) if any(s != usual for s in getattr(conv, text.split("=")[0]))
+    ]
     if tf32 is not None:
         name = f"torch.ops.aten.cudnn_convolution{'_transpose' * conv.transposed}"
         shapes = [conv.padding, *([conv.output_padding] if conv.transposed else []), conv.stride, conv.dilation]
@@ -52,8 +54,11 @@ def moments_pass(draft: Draft) -> None:
     before = program(plan.chain, "before", item.last, slots, draft.names, scalar_channel=True)
     channels = plan.value.shape[1]
     constants = {
-        **{"BEFORE": draft.use(before), "SQUARES": item.sink.squares, "BLOCK": tile.moments_block},
-        **{"ACC": _FLOAT, "C": channels},
+        "BEFORE": draft.use(before),
+        "SQUARES": item.sink.squares,
+        "BLOCK": tile.moments_block,
+        "ACC": _FLOAT,
+        "C": channels,
     }
     names = {f"a{number}": f"p_{draft.names[slot]}" for number, slot in enumerate(slots)}
     names["row_moments_kernel"] = "moments_kernel"
@@ -67,8 +72,15 @@ def moments_pass(draft: Draft) -> None:
         "counts = torch.empty(batch, chunks, dtype=torch.float32, device=x.device)",
     )
     arguments = {
-        **{"p_x": "value", "p_mean": "means", "p_m2": "squares", "p_count": "counts", "S": "positions"},
-        **{"CHUNKS": "chunks", "TILES": tiles, "BLOCK": block, "ALIGN": "align"},
+        "p_x": "value",
+        "p_mean": "means",
+        "p_m2": "squares",
+        "p_count": "counts",
+        "S": "positions",
+        "CHUNKS": "chunks",
+        "TILES": tiles,
+        "BLOCK": block,
+        "ALIGN": "align",
         **{f"p_{draft.names[slot]}": draft.names[slot] for slot in slots},
     }
     draft.launch(kernel, f"({times('batch', channels, 'chunks')},)", arguments)
@@ -87,8 +99,12 @@ def finish(draft: Draft) -> None:
     slots = pass_slots(plan.chain, last)
     whole = program(plan.chain, "whole", last, slots, draft.names, scalar_channel=True)
     constants = {
-        **{"WHOLE": draft.use(whole), "HAS_NORM": norm is not None, "BLOCK": tile.block, "ACC": _FLOAT},
-        **{"C": channels, "PER_GROUP": channels // groups},
+        "WHOLE": draft.use(whole),
+        "HAS_NORM": norm is not None,
+        "BLOCK": tile.block,
+        "ACC": _FLOAT,
+        "C": channels,
+        "PER_GROUP": channels // groups,
     }
     names = {f"a{number}": f"p_{draft.names[slot]}" for number, slot in enumerate(slots)}
     names["row_finish_kernel"] = "finish_kernel"
@@ -102,8 +118,14 @@ def finish(draft: Draft) -> None:
         draft.add("align = min(16, positions & -positions)")
     draft.add(f"chunks = triton.cdiv(positions, {block})")
     arguments = {
-        **{"p_x": "value", "p_y": result, "p_mean": "mean", "p_rstd": "rstd", "S": "positions"},
-        **{"CHUNKS": "chunks", "BLOCK": block, "ALIGN": "align"},
+        "p_x": "value",
+        "p_y": result,
+        "p_mean": "mean",
+        "p_rstd": "rstd",
+        "S": "positions",
+        "CHUNKS": "chunks",
+        "BLOCK": block,
+        "ALIGN": "align",
         **{f"p_{draft.names[slot]}": draft.names[slot] for slot in slots},
     }
     draft.launch(kernel, f"({times('batch', channels, 'chunks')},)", arguments)
@@ -121,8 +143,12 @@ def finish_moments(draft: Draft, chunks: str) -> int:
     made = moments_program(plan.chain, first, last, slots, draft.names, channels)
     block_c = max(16, power_of_two(channels))
     constants = {
-        **{"MOMENTS": draft.use(made), "SQUARES": item.sink.squares, "OVER_SPACE": reduce.over == "space"},
-        **{"C": channels, "BLOCK_C": block_c, "BLOCK": _MOMENTS_TILE // block_c},
+        "MOMENTS": draft.use(made),
+        "SQUARES": item.sink.squares,
+        "OVER_SPACE": reduce.over == "space",
+        "C": channels,
+        "BLOCK_C": block_c,
+        "BLOCK": _MOMENTS_TILE // block_c,
     }
     names = {f"a{number}": f"p_{draft.names[slot]}" for number, slot in enumerate(slots)}
     helper = cut(library()["combine_chunks"], constants, {"combine_chunks": "combine"})
@@ -139,7 +165,11 @@ def finish_moments(draft: Draft, chunks: str) -> int:
         shape += ", 1" * (plan.chain.dims + (reduce.over != "space"))
     draft.add(f"value = torch.empty({shape}, dtype=x.dtype, device=x.device)")
     arguments = {
-        **{"p_mean": "means", "p_m2": "squares", "p_count": "counts", "p_out": "value", "CHUNKS": chunks},
+        "p_mean": "means",
+        "p_m2": "squares",
+        "p_count": "counts",
+        "p_out": "value",
+        "CHUNKS": chunks,
         **{f"p_{draft.names[slot]}": draft.names[slot] for slot in slots},
     }
     draft.launch(kernel, "(batch,)", arguments, 8)

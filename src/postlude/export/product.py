@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from postlude.chain import Convolution
 from postlude.emit import pass_slots
-from postlude.export.kernels import changed, cut, library, program
-from postlude.export.layout import call, docstring
+from postlude.export.kernels import Kernel, changed, cut, library, program
 from postlude.export.parts import Draft, plus, times
 from postlude.export.pieces import SCALES
 from postlude.export.specialise import Name
+from postlude.export.weight import pack_weight_text
 from postlude.plan.gemm import Gemm, Volume
 from postlude.plan.problem import power_of_two
 from postlude.plan.types import Moments
@@ -121,9 +121,18 @@ def _pack_input(draft: Draft, gemm: Gemm, conv: Convolution) -> None:
     if planes == 2:
         draft.add("low = torch.empty_like(high)")
     arguments = {
-        **{"p_x": "x", "p_high": "high", "p_low": "low", "p_scale": "scale", "N": "batch"},
-        **{"D": "depth", "H": "height", "W": "width", "PITCH": "pitch", "PLANE_ROWS": "plane_rows"},
-        **{"SAMPLE_ROWS": "sample_rows", "BLOCK": name},
+        "p_x": "x",
+        "p_high": "high",
+        "p_low": "low",
+        "p_scale": "scale",
+        "N": "batch",
+        "D": "depth",
+        "H": "height",
+        "W": "width",
+        "PITCH": "pitch",
+        "PLANE_ROWS": "plane_rows",
+        "SAMPLE_ROWS": "sample_rows",
+        "BLOCK": name,
     }
     blocks = gemm.channels // block_c
     tiles = f"triton.cdiv(width, {name})"
@@ -132,72 +141,12 @@ def _pack_input(draft: Draft, gemm: Gemm, conv: Convolution) -> None:
 
 
 def _pack_weight(draft: Draft, gemm: Gemm, conv: Convolution) -> None:
-    draft.helpers["pack_weight"] = _pack_weight_text(gemm, conv)
+    draft.helpers["pack_weight"] = pack_weight_text(gemm, conv)
     if gemm.arithmetic.scaled:
         draft.add("columns, weight_scale = pack_weight(weight)")
         draft.add("unscale = (1 / scale)[:, None] * (1 / weight_scale)")
     else:
         draft.add("columns = pack_weight(weight)")
-
-
-def _pack_weight_text(gemm: Gemm, conv: Convolution) -> str:
-    arithmetic, volume = gemm.arithmetic, gemm.volume
-    scaled, planes = arithmetic.scaled, arithmetic.planes
-    size = volume.kernel[0] * volume.kernel[1] * volume.span * gemm.channels
-    rows = -(-conv.out_channels // gemm.block_c) * gemm.block_c * volume.width
-    result = "tuple[Tensor, Tensor]" if scaled else "Tensor"
-    words = f"[{rows}, {size}], " if planes == 1 else f"[{rows}, 2·{size}], two planes side by side, "
-    words += "and each row's scale." if scaled else "one row for each output channel."
-    lines = [f"def pack_weight(weight: Tensor) -> {result}:", *docstring(words)]
-    lines += [f"    {line}" for line in _taps(gemm, conv)]
-    if not scaled:
-        return "\n".join([*lines, "    return taps.contiguous()", ""])
-    lines += [
-        "    scale = scales(torch.linalg.vector_norm(taps, torch.inf, dim=1))",
-        "    taps = taps * scale[:, None]",
-        "    high = taps.half()",
-    ]
-    if planes == 2:
-        lines.append("    low = (taps - high).half()")
-    result = "torch.cat([high, low], dim=1)" if planes == 2 else "high"
-    return "\n".join([*lines, f"    return {result}, scale{_first_columns(gemm, conv)}", ""])
-
-
-def _first_columns(gemm: Gemm, conv: Convolution) -> str:
-    """The rows' scales are wanted once for each output channel: neighbouring outputs share theirs."""
-    is_all = gemm.volume.width == 1 and conv.out_channels % gemm.block_c == 0
-    if is_all:
-        return ""
-    if conv.out_channels <= gemm.block_c:
-        return f"[:{conv.out_channels}]"
-    return f".view(-1, {gemm.volume.width}, {gemm.block_c})[:, 0].flatten()[:{conv.out_channels}]"
-
-
-def _taps(gemm: Gemm, conv: Convolution) -> list[str]:
-    """Statements that make `taps`, [rows of the matrix, K]."""
-    dims, volume, width = len(conv.kernel), gemm.volume, gemm.volume.width
-    axes = tuple(range(2, 2 + dims))
-    order = (1, *axes, 0) if conv.transposed else (0, *axes, 1)
-    turned = f"weight.flip{axes}" if conv.transposed else "weight"
-    taps = f"{turned}.permute{order}"
-    lines = [f"taps = {taps}  # [{conv.out_channels}, taps, {conv.in_channels}]"]
-    missing = gemm.channels - conv.in_channels
-    columns = -(-conv.out_channels // gemm.block_c) * gemm.block_c - conv.out_channels
-    if missing or columns:
-        pads = [0, missing] + [0, 0] * dims + ([0, columns] if columns else [])
-        lines.append(f"taps = F.pad(taps, ({', '.join(map(str, pads))}))")
-    if width > 1:
-        shifted = f"[F.pad(taps, (0, 0, i, {width - 1} - i)) for i in range({width})]"
-        blocks = -(-conv.out_channels // gemm.block_c)
-        lines.append(f"# Neighbouring outputs read the same row, each {volume.kernel[2]} positions of it.")
-        lines += [line[4:] for line in call("torch.stack", (shifted, "dim=1"), "taps = ")]
-        if blocks > 1:
-            lines.append(f"taps = taps.unflatten(0, ({blocks}, {gemm.block_c})).transpose(1, 2).flatten(0, 2)")
-        else:
-            lines.append("taps = taps.transpose(0, 1).flatten(0, 1)")
-    if len(lines) == 1:
-        return [f"taps = {taps}.flatten(1)"]
-    return [*lines, "taps = taps.flatten(1)"]
 
 
 def _descriptors(draft: Draft, gemm: Gemm) -> None:
@@ -215,63 +164,88 @@ def _descriptors(draft: Draft, gemm: Gemm) -> None:
     size = gemm.arithmetic.planes * volume.kernel[0] * volume.kernel[1] * volume.span * gemm.channels
     shape = f"[{-(-draft.plan.value.shape[1] // gemm.block_c) * gemm.block_c * volume.width}, {size}]"
     draft.call("TensorDescriptor", ("columns", shape, f"[{size}, 1]", f"[{block}, BK]"), "d_weight = ")
-    draft.shared_bytes = gemm.stages * gemm.arithmetic.planes * 2 * gemm.block_k * (
-        gemm.rows + gemm.block_c * volume.width
+    draft.shared_bytes = (
+        gemm.stages * gemm.arithmetic.planes * 2 * gemm.block_k * (gemm.rows + gemm.block_c * volume.width)
     )
 
 
 def _multiply(draft: Draft, gemm: Gemm, conv: Convolution) -> None:
-    volume, item = gemm.volume, draft.plan.passes[0]
+    volume, item, out = gemm.volume, draft.plan.passes[0], conv.out_channels
     moments, store = "no", "done"
     if isinstance(item.sink, Moments):
         moments = "both" if item.sink.squares else "sums"
         store = "raw" if item.sink.stores else "no"
-    out = conv.out_channels
     slots = pass_slots(draft.plan.chain, item.last)
-    before = program(draft.plan.chain, "before", item.last, slots, draft.names, scalar_channel=out % gemm.block_c == 0)
-    constants: dict[str, object] = {
-        **{"BEFORE": draft.use(before), "KD": volume.kernel[0], "KH": volume.kernel[1], "COUT": out},
-        **{"SPAN_C": volume.span * gemm.channels, "C": gemm.channels, "WIDTH": volume.width},
-        **{"PLANES": gemm.arithmetic.planes, "SCALED": gemm.arithmetic.scaled, "STORE": store, "MOMENTS": moments},
-        **{"LAST": False, "DENSE": volume.is_dense, "WIDE": False, "BLOCKS_C": -(-out // gemm.block_c)},
-        **{"BM": gemm.rows, "BC": gemm.block_c, "BK": gemm.block_k, "STAGES": gemm.stages},
-        **{"ACC": Name("tl.float32"), "FIRST": volume.padding[0]},
-    }
-    if draft.plan.chain.dims == 2:
-        constants["OD"] = 1
-    if not volume.is_dense:
-        constants["ALIGN"] = 1
-    names = {f"a{number}": f"p_{draft.names[slot]}" for number, slot in enumerate(slots)}
-    source = changed(library()["convolve_kernel"], _UNSCALE_PER_SAMPLE)
-    if out % gemm.block_c == 0:
-        source = changed(source, _ALL_CHANNELS)
-    if volume.width == 1 and gemm.arithmetic.scaled:
-        source = changed(source, _NARROW)
-    kernel = cut(source, constants, names, ("BM", "BC", "BK", "STAGES"))
-    plane = "plane"
+    kernel = _kernel(draft, gemm, out, slots, {"STORE": store, "MOMENTS": moments})
     per_tile = "BM" if volume.width == 1 else f"BM * {volume.width}"
     planes = "out[0] * " if draft.plan.chain.dims == 3 else ""
-    draft.add(f"tiles = triton.cdiv({planes}{plane}, {per_tile})")
+    draft.add(f"tiles = triton.cdiv({planes}plane, {per_tile})")
     draft.add(f"units = {times('batch', 'tiles', -(-out // gemm.block_c))}")
     if store != "no":
         draft.add(f"value = torch.empty(batch, {out}, *out, dtype=x.dtype, device=x.device)")
     if moments != "no":
         _empty_moments(draft, out, "tiles", moments == "both")
-    arguments = {
-        **{"d_high": "d_high", "d_low": "d_low", "d_w": "d_weight", "p_unscale": "unscale", "p_y": "value"},
-        **{"p_mean": "means", "p_m2": "squares", "p_count": "counts", "TILES": "tiles"},
-        **{"UNITS": "units", "PITCH": "pitch", "PLANE": plane},
-        "SAMPLE_ROWS": "sample_rows * pitch" + (f" // {volume.width}" if volume.width > 1 else ""),
-        "LAST_PLANE": plus("depth", volume.padding[0] - 1) if draft.plan.chain.dims == 3 else "0",
-        **dict(zip(("OD", "OH", "OW"), ("out[0]", "out[1]", "out[2]"))),
-        "ALIGN": "align",
-        **{f"p_{draft.names[slot]}": draft.names[slot] for slot in slots},
-    }
-    if draft.plan.chain.dims == 2:
-        arguments |= {"OH": "out[0]", "OW": "out[1]"}
     if "ALIGN" in kernel.parameters:
         draft.add("align = min(16, positions & -positions)")
-    draft.launch(kernel, f"({arguments['UNITS']},)", arguments, gemm.warps)
+    arguments = {f"p_{draft.names[slot]}": draft.names[slot] for slot in slots}
+    draft.launch(kernel, "(units,)", {**_arguments(draft, volume), **arguments}, gemm.warps)
+
+
+def _kernel(draft: Draft, gemm: Gemm, out: int, slots: tuple[int, ...], sinks: dict[str, object]) -> Kernel:
+    """The product with what follows it, for this case."""
+    chain, volume, last = draft.plan.chain, gemm.volume, draft.plan.passes[0].last
+    is_full = out % gemm.block_c == 0
+    before = program(chain, "before", last, slots, draft.names, scalar_channel=is_full)
+    constants: dict[str, object] = {
+        "BEFORE": draft.use(before),
+        "KD": volume.kernel[0],
+        "KH": volume.kernel[1],
+        "COUT": out,
+        "SPAN_C": volume.span * gemm.channels,
+        "C": gemm.channels,
+        "WIDTH": volume.width,
+        "PLANES": gemm.arithmetic.planes,
+        "SCALED": gemm.arithmetic.scaled,
+        "LAST": False,
+        "DENSE": volume.is_dense,
+        "WIDE": False,
+        "BLOCKS_C": -(-out // gemm.block_c),
+        "ACC": Name("tl.float32"),
+        "FIRST": volume.padding[0],
+        **dict(zip(("BM", "BC", "BK", "STAGES"), (gemm.rows, gemm.block_c, gemm.block_k, gemm.stages))),
+        **sinks,
+        **({"OD": 1} if chain.dims == 2 else {}),
+        **({} if volume.is_dense else {"ALIGN": 1}),
+    }
+    names = {f"a{number}": f"p_{draft.names[slot]}" for number, slot in enumerate(slots)}
+    source = changed(library()["convolve_kernel"], _UNSCALE_PER_SAMPLE)
+    if is_full:
+        source = changed(source, _ALL_CHANNELS)
+    if volume.width == 1 and gemm.arithmetic.scaled:
+        source = changed(source, _NARROW)
+    return cut(source, constants, names, ("BM", "BC", "BK", "STAGES"))
+
+
+def _arguments(draft: Draft, volume: Volume) -> dict[str, str]:
+    """The product's parameters as expressions of the launcher."""
+    is_flat = draft.plan.chain.dims == 2
+    sizes = ("OH", "OW") if is_flat else ("OD", "OH", "OW")
+    return {
+        "d_w": "d_weight",
+        "p_unscale": "unscale",
+        "p_y": "value",
+        "p_mean": "means",
+        "p_m2": "squares",
+        "p_count": "counts",
+        "TILES": "tiles",
+        "UNITS": "units",
+        "PITCH": "pitch",
+        "PLANE": "plane",
+        "SAMPLE_ROWS": "sample_rows * pitch" + (f" // {volume.width}" if volume.width > 1 else ""),
+        "LAST_PLANE": "0" if is_flat else plus("depth", volume.padding[0] - 1),
+        "ALIGN": "align",
+        **{name: f"out[{axis}]" for axis, name in enumerate(sizes)},
+    }
 
 
 def _empty_moments(draft: Draft, channels: int, chunks: str, squares: bool) -> None:

@@ -39,8 +39,6 @@ class Traced:
 
 def trace(model: nn.Module, inputs: Sequence[Any]) -> Traced:
     graph = _calls(model)
-    if any(node.op == "get_attr" and "_tensor_constant" in str(node.target) for node in graph.nodes):
-        raise PostludeError("the forward makes a tensor of its own, which a straight line of calls cannot hold.")
     found, declined, origins, placeholders = _chains(model, graph, inputs)
     by_name = {node.name: node for node in graph.nodes}
     reasons = {item.name: f"{item.what.removeprefix('aten.')}: {item.reason}" for item in declined}
@@ -64,6 +62,8 @@ def _calls(model: nn.Module) -> fx.Graph:
         raise PostludeError(f"the forward cannot be written as one straight line of calls ({first}).") from error
     finally:
         model.train(was_training)
+    if any("_tensor_constant" in str(node.target) for node in graphs[1].nodes if node.op == "get_attr"):
+        raise PostludeError("the forward makes a tensor of its own, which a straight line of calls cannot hold.")
     if str(graphs[0]) != str(graphs[1]):
         raise PostludeError("the forward differs between training and evaluation outside its modules.")
     return graphs[1]

@@ -9,7 +9,6 @@ Measured    0.196 ms inside Postlude (eager 1.2, torch.compile 0.898: 6.1×), NV
 What the kernels do not take (see `fits`) runs through PyTorch's own operators.
 """
 
-import ctypes
 import functools
 from typing import Any
 
@@ -491,8 +490,6 @@ def moments_kernel(device: int) -> Any:
     with torch.cuda.device(device):
         kernel = torch.cuda._compile_kernel(SOURCE, "few_channels_moments")
         kernel.set_shared_memory_config(SHARED_BYTES)
-        # All of a multiprocessor's memory as shared memory (attribute 9): two blocks fit.
-        ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(kernel.func, 9, 100)
     return kernel
 
 
@@ -527,12 +524,13 @@ def fits(channels: int, *tensors: Tensor) -> bool:
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     if not x.is_cuda or needs_grad or torch.is_autocast_enabled("cuda"):
         return False
-    card = torch.cuda.get_device_properties(x.device)
+    expected = (x.device, torch.float32)
+    capability = torch.cuda.get_device_capability(x.device)
     return (
-        (card.major, card.minor) == (9, 0)  # what the tiles were chosen for
+        capability == (9, 0)  # what the tiles were chosen for
         and x.dim() == 5
         and x.shape[1] == channels
-        and all(t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
+        and all((t.device, t.dtype) == expected and t.is_contiguous() for t in tensors)
         and x.numel() > 0
         and x.shape[2:].numel() <= 1 << 24  # offsets in a sample have 32 bits
         and min(x.shape[2:]) >= 3

@@ -157,14 +157,6 @@ def convolve_kernel(
 
 
 @triton.jit
-def normalize(v, mean, rstd, o_c, p_gamma, p_beta):
-    v = relu(v)
-    gamma = tl.load(p_gamma + o_c).to(v.dtype)
-    beta = tl.load(p_beta + o_c).to(v.dtype)
-    return (v - mean) * (rstd * gamma) + beta
-
-
-@triton.jit
 def finish_kernel(
     p_x,  # [N·128, S]
     p_y,  # [N·128, S], out; may be p_x
@@ -187,7 +179,10 @@ def finish_kernel(
     b_x = tl.load(p_x + base + o_s, mask=m_s, other=0.0).to(tl.float32)  # [BLOCK]
     mean = tl.load(p_mean + i_row // 16)
     rstd = tl.load(p_rstd + i_row // 16)
-    b_y = normalize(b_x, mean, rstd, o_c, p_gamma, p_beta)
+    b_x = relu(b_x)
+    gamma = tl.load(p_gamma + o_c).to(b_x.dtype)
+    beta = tl.load(p_beta + o_c).to(b_x.dtype)
+    b_y = (b_x - mean) * (rstd * gamma) + beta
     tl.store(p_y + base + o_s, b_y, mask=m_s)
 
 
@@ -265,12 +260,13 @@ def fits(channels: int, *tensors: Tensor) -> bool:
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     if not x.is_cuda or needs_grad or torch.is_autocast_enabled("cuda"):
         return False
-    card = torch.cuda.get_device_properties(x.device)
+    expected = (x.device, torch.float32)
+    capability = torch.cuda.get_device_capability(x.device)
     return (
-        (card.major, card.minor) == (9, 0)  # what the tiles were chosen for
+        capability == (9, 0)  # what the tiles were chosen for
         and x.dim() == 5
         and x.shape[1] == channels
-        and all(t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
+        and all((t.device, t.dtype) == expected and t.is_contiguous() for t in tensors)
         and x.numel() > 0
         and x.shape[2:].numel() <= 1 << 22  # offsets in a sample have 32 bits
     )

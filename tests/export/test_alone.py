@@ -102,7 +102,7 @@ def test_a_wrong_file_is_seen(tmp_path: Path) -> None:
     """Mutants: γ left out of a kernel, and relu left out of what runs without kernels."""
     right = small_case(tmp_path, BY_NAME["norm alone"])
     text = (tmp_path / right["file"]).read_text("utf-8")
-    mutants = {"(v - mean) * (rstd * gamma)": "(v - mean) * rstd", "F.relu(self.norm(x))": "self.norm(x)"}
+    mutants = {"(b_x - mean) * (rstd * gamma)": "(b_x - mean) * rstd", "F.relu(self.norm(x))": "self.norm(x)"}
     for number, (before, after) in enumerate(mutants.items()):
         assert text.count(before) == 1
         (tmp_path / f"mutant_{number}.py").write_text(text.replace(before, after), encoding="utf-8")

@@ -14,8 +14,6 @@ def moments_kernel(device: int) -> Any:
     with torch.cuda.device(device):
         kernel = torch.cuda._compile_kernel(SOURCE, "few_channels_moments")
         kernel.set_shared_memory_config(SHARED_BYTES)
-        # All of a multiprocessor's memory as shared memory (attribute 9): two blocks fit.
-        ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(kernel.func, 9, 100)
     return kernel
 '''
 
@@ -30,7 +28,7 @@ def direct(draft: Draft, settings: FewChannels) -> None:
     shared = shared_bytes(settings, shape)
     draft.cuda = f'SOURCE = r"""\n{cuda_text(settings, shape, conv.has_bias, shared)}"""\n\n'
     draft.helpers["moments_kernel"] = _COMPILE
-    draft.imports |= {"functools", "ctypes", "Any", "CUDA_HOME"}
+    draft.imports |= {"CUDA_HOME"}
     draft.constants["TILE"] = f"TILE = ({settings.depth}, {settings.height}, {WIDTH})  # outputs that a block computes"
     draft.constant("SHARED_BYTES", shared, "shared memory of a block")
     draft.shared_bytes = shared

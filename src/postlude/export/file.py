@@ -54,7 +54,6 @@ def import_text(body: str, own: Sequence[str], chains: Sequence[ChainText]) -> s
         "tl": "import triton.language as tl",
         "math": "import math",
         "functools": "import functools",
-        "ctypes": "import ctypes",
     }.items():
         if re.search(rf"(?<![\w.]){word}\.", body):
             lines.add(line)
@@ -86,7 +85,7 @@ def fits_text(chains: Sequence[ChainText], architecture: str) -> str:
     checks = [
         f"x.dim() == {2 + plan.chain.dims}",
         "x.shape[1] == channels",
-        f"all(t.dtype == torch.{plan.input.dtype} and t.is_contiguous() for t in tensors)",
+        "all((t.device, t.dtype) == expected and t.is_contiguous() for t in tensors)",
         "x.numel() > 0",
         f"x.shape[2:].numel() <= 1 << {positions.bit_length() - 1}  # offsets in a sample have 32 bits",
     ]
@@ -96,9 +95,9 @@ def fits_text(chains: Sequence[ChainText], architecture: str) -> str:
         checks.append("CUDA_HOME is not None  # torch's way to NVRTC asks for it")
     if any(chain.plan.own is not None for chain in chains):
         major, minor = divmod(int(architecture.removeprefix("sm_")), 10)
-        checks.insert(0, f"(card.major, card.minor) == ({major}, {minor})  # what the tiles were chosen for")
+        checks.insert(0, f"capability == ({major}, {minor})  # what the tiles were chosen for")
     else:
-        checks.insert(0, "card.major >= 8")
+        checks.insert(0, "capability >= (8, 0)")
     lines = [
         "def fits(channels: int, *tensors: Tensor) -> bool:",
         '    """Whether the kernels take these tensors; PyTorch\'s operators take all others."""',
@@ -106,7 +105,8 @@ def fits_text(chains: Sequence[ChainText], architecture: str) -> str:
         "    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)",
         '    if not x.is_cuda or needs_grad or torch.is_autocast_enabled("cuda"):',
         "        return False",
-        "    card = torch.cuda.get_device_properties(x.device)",
+        f"    expected = (x.device, torch.{plan.input.dtype})",
+        "    capability = torch.cuda.get_device_capability(x.device)",
     ]
     return "\n".join([*lines, "    return (", *_anded(checks), "    )", ""])
 

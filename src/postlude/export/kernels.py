@@ -143,6 +143,17 @@ def _called(
     return Program(made, Inline(f"{made.name}({', '.join(places[name] for name in made.parameters)})"))
 
 
+def inlined(kernel: Kernel, function: Kernel) -> Kernel:
+    """The kernel with the statements of a function in place of its one call, `name = function(…)`."""
+    call = re.search(rf"\n( +)(\w+) = {function.name}\(([\w, ]+)\)\n", kernel.text)
+    assert call is not None
+    words = dict(zip(function.parameters, call[3].split(", ")))
+    body = re.sub(r"\b\w+\b", lambda m: words.get(m[0], m[0]), "\n".join(function.text.splitlines()[2:]))
+    body = re.sub(r"(?m)^    return (.+)$", rf"    {call[2]} = \1", body).replace("\n    ", f"\n{call[1]}")
+    text = kernel.text[: call.start()] + "\n" + body + "\n" + kernel.text[call.end() :]
+    return Kernel(kernel.name, fold(text), kernel.parameters)
+
+
 def _is_straight(chain: Chain, last: int) -> bool:
     """Where each step reads just the value before it, all can go by one name."""
     return all(values_of(step) == (Value(number),) for number, step in enumerate(chain.steps[:last]))

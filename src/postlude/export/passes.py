@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from postlude.chain import Chain, Convolution, Normalize, Reduce
 from postlude.emit import moments_slots, pass_slots
-from postlude.export.kernels import Kernel, cut, library, moments_helpers, moments_program, program
+from postlude.export.kernels import Kernel, cut, inlined, library, moments_helpers, moments_program, program
 from postlude.export.parts import Draft, times
 from postlude.export.pieces import COMBINE
 from postlude.export.specialise import Inline, Name
@@ -99,7 +99,7 @@ def finish(draft: Draft) -> None:
     slots = pass_slots(plan.chain, last)
     whole = program(plan.chain, "whole", last, slots, draft.names, scalar_channel=True)
     constants = {
-        "WHOLE": draft.use(whole),
+        "WHOLE": whole.inline,
         "HAS_NORM": norm is not None,
         "BLOCK": tile.block,
         "ACC": _FLOAT,
@@ -109,6 +109,8 @@ def finish(draft: Draft) -> None:
     names = {f"a{number}": f"p_{draft.names[slot]}" for number, slot in enumerate(slots)}
     names["row_finish_kernel"] = "finish_kernel"
     kernel = cut(library()["row_finish_kernel"], constants, names, ("BLOCK",))
+    if whole.function is not None:
+        kernel = inlined(kernel, whole.function)
     block = draft.constant("BLOCK", tile.block, "elements of a tile of the last pass")
     result = "value"
     if plan.chain.producer is None:

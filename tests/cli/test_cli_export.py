@@ -45,7 +45,7 @@ def test_says_when_it_did_not_verify(run: Run, write: Write, tmp_path: Path) -> 
     assert "not verified (--no-verify)" in ran.out
     ran = run("optimize", write(SMALL), "--no-verify")
     assert ran.code == 2
-    assert "belongs to -o" in ran.err
+    assert "about the file that -o names" in ran.err
 
 
 @pytest.mark.parametrize(

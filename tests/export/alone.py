@@ -64,13 +64,30 @@ def check(case: dict[str, Any], folder: Path) -> list[str]:
         use_host_kernel(module, case["library"])
     with torch.no_grad():
         results["its kernels"] = model(*case["inputs"])
-    if len(launched) != case["chains"]:
+    if case["gradients"]:
+        wrong += check_gradients(model, case)
+    if len(launched) != case["chains"] * (2 if case["gradients"] else 1):
         wrong.append(f"{len(launched)} chains asked whether their tensors fit, not {case['chains']}")
     for name, result in results.items():
         error = float((result.double() - case["result"]).abs().max())
         if result.shape != case["result"].shape or not error <= case["tolerance"]:
             wrong.append(f"{name}: an error of {error:.1e}, allowed are {case['tolerance']:.1e}")
     return [f"{case['file']}: {sentence}" for sentence in wrong]
+
+
+def check_gradients(model: torch.nn.Module, case: dict[str, Any]) -> list[str]:
+    """The kernels under autograd: the result's sum of squares sends back twice the result."""
+    model.zero_grad()
+    leaves = [item.detach().requires_grad_() for item in case["inputs"]]
+    model(*leaves).square().sum().backward()
+    found = {**{str(n): leaf.grad for n, leaf in enumerate(leaves)}, **{n: p.grad for n, p in model.named_parameters()}}
+    wrong = []
+    largest = max(float(expected.abs().max()) for expected in case["gradients"].values())  # some are 0 before a norm
+    for name, expected in case["gradients"].items():
+        error = float((found[name].double() - expected).abs().max()) / largest
+        if not error <= 10 * case["tolerance"]:
+            wrong.append(f"the gradient of {name}: an error of {error:.1e}")
+    return wrong
 
 
 if __name__ == "__main__":

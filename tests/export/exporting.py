@@ -138,6 +138,7 @@ def export_text(
     dtype: torch.dtype = torch.float32,
     precision: str = "fp32",
     even_if_slower: bool = True,
+    training: bool = False,
 ) -> tuple[Export, nn.Module, list[Any]]:
     """The file of a problem, with the model and the inputs that it was written for."""
     path = folder / "problem.py"
@@ -145,11 +146,12 @@ def export_text(
     problem = problem_file.load(path)
     model = problem.build().to(dtype)
     inputs = [item.to(dtype) for item in problem.inputs()]
-    made = export(text, model, inputs, problem.init_arguments(), precision=precision, even_if_slower=even_if_slower)
+    settings: dict[str, Any] = {"precision": precision, "even_if_slower": even_if_slower, "training": training}
+    made = export(text, model, inputs, problem.init_arguments(), **settings)
     return made, model, inputs
 
 
-def export_named(name: str, precision: str = "fp32") -> Export:
+def export_named(name: str, precision: str = "fp32", training: bool = False) -> Export:
     """The file of one of the named problems, at its own size."""
     path = PROBLEMS / f"{name}.py"
     problem = problem_file.load(path)
@@ -163,6 +165,7 @@ def export_named(name: str, precision: str = "fp32") -> Export:
         machine=HOPPER,
         precision=precision,
         measured=from_records(RECORDS),
+        training=training,
     )
 
 

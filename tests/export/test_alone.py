@@ -34,22 +34,29 @@ def case_of(
              model.state_dict().items()}  # fmt: skip
     model.load_state_dict(state)
     exact = copy.deepcopy(model).double()
-    with torch.no_grad():
-        result = exact(*[item.double() for item in inputs])
+    leaves = [item.double().requires_grad_() for item in inputs]
+    result = exact(*leaves)
+    gradients = {}
+    if any(chain.trainer for chain in made.chains):
+        result.square().sum().backward()
+        gradients = {str(number): leaf.grad for number, leaf in enumerate(leaves)}
+        gradients |= {name: parameter.grad for name, parameter in exact.named_parameters()}
     return {
         "file": file,
         "arguments": arguments,
         "state": state,
         "inputs": inputs,
-        "result": result,
+        "result": result.detach(),
         "tolerance": tolerance,
         "chains": len(made.chains),
         "library": "",
+        "gradients": gradients,
     }
 
 
-def small_case(folder: Path, problem: Problem) -> dict[str, Any]:
-    made, model, inputs = export_text(problem.text, folder, dtype=problem.dtype, precision=problem.precision)
+def small_case(folder: Path, problem: Problem, training: bool = False) -> dict[str, Any]:
+    settings = {"dtype": problem.dtype, "precision": problem.precision, "training": training}
+    made, model, inputs = export_text(problem.text, folder, **settings)  # type: ignore[arg-type]
     names = {kernel.name for chain in made.chains for kernel in chain.kernels}
     assert set(problem.kernels) <= names
     file = re.sub(r"\W+", "_", problem.name) + ".py"
@@ -72,6 +79,17 @@ def test_every_kind_of_chain_runs_alone(tmp_path: Path) -> None:
     assert len(made.chains) == 3
     cases.append(case_of(tmp_path, "two_blocks.py", made, model, inputs, [4, 5], 2e-5))
     assert run_alone(tmp_path, cases) == ""
+
+
+def test_gradients_start_from_what_the_kernels_stored(tmp_path: Path) -> None:
+    names = ("padded block with few channels", "PyTorch's convolution, residual", "norm alone")
+    cases = [small_case(tmp_path, BY_NAME[name], training=True) for name in names]
+    text = (tmp_path / cases[2]["file"]).read_text("utf-8")
+    before = "value = F.group_norm(value, 3, gamma, beta, 1e-05)"
+    assert text.count(before) == 1
+    (tmp_path / "mutant.py").write_text(text.replace(before, before.replace("3,", "2,")), encoding="utf-8")
+    first, *more = run_alone(tmp_path, [*cases, {**cases[2], "file": "mutant.py"}]).splitlines()
+    assert all(line.startswith("mutant.py: the gradient of") for line in (first, *more))
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ to compile the kernel for the host")

@@ -31,6 +31,16 @@ def test_the_named_chains_files_are_short_and_laid_out(name: str, precision: str
     assert "not at this size" not in made.text
 
 
+def test_training_takes_a_class_more(tmp_path: Path) -> None:
+    made = export_named("conv_transpose3d_relu_group_norm", training=True)
+    (tmp_path / "file.py").write_text(made.text, encoding="utf-8")
+    assert ruff(tmp_path / "file.py") == ""
+    assert figures(made.text).lines < 400
+    assert "class ConvReluNorm(torch.autograd.Function):" in made.text
+    with pytest.raises(PostludeError, match=r"no chain whose kernels could train.*leave out --training"):
+        export_named("conv3d_group_norm_mean", training=True)
+
+
 @pytest.mark.parametrize("problem", SMALL_PROBLEMS, ids=lambda problem: problem.name)
 def test_every_kind_of_chain_is_laid_out(problem: Problem, tmp_path: Path) -> None:
     made, _, _ = export_text(problem.text, tmp_path, dtype=problem.dtype, precision=problem.precision)

@@ -56,7 +56,10 @@ def optimize(
         Path | None,
         typer.Option("-o", "--output", metavar="OUT.py", help="Write ModelNew, with its kernels, to this file."),
     ] = None,
-    no_verify: Annotated[bool, typer.Option("--no-verify", help="Write it unchecked; the output says so.")] = False,
+    training: Annotated[
+        bool, typer.Option("--training", help="With -o: run the kernels also where gradients are wanted.")
+    ] = False,
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="With -o: write it unchecked, and say so.")] = False,
     device: Device = None,
     precision: Precision = "auto",
     json: Json = None,
@@ -74,9 +77,9 @@ def optimize(
         if output_file is not None:
             from postlude.cli import export
 
-            return export.export(settings, file, output_file, verify=not no_verify)
-        if no_verify:
-            raise PostludeError("--no-verify belongs to -o: without a file to write there is nothing it would skip.")
+            return export.export(settings, file, output_file, training=training, verify=not no_verify)
+        if no_verify or training:
+            raise PostludeError("--training and --no-verify are about the file that -o names; add it.")
         from postlude.cli import chains
 
         return chains.optimize(settings, file)

@@ -29,17 +29,17 @@ FILE = "the file"
 RECORDS = Path(postlude.__file__).parents[2] / "benchmarks" / "results" / "h200.csv"
 
 
-def export(settings: Settings, path: Path, output: Path, *, verify: bool) -> Answer:
+def export(settings: Settings, path: Path, output: Path, *, training: bool, verify: bool) -> Answer:
     check_writable(output)
     if output.resolve() == path.resolve():
         raise PostludeError(f"{output}: this is the problem itself; name another file to write to.")
     opened = open_problem(settings, path)
     try:
-        made = _made(settings, opened, path)
+        made = _made(settings, opened, path, training)
     except PostludeError as error:
         complain(f"{path}: no file was written: {error}")
         return Answer(NO, {"file": str(path), "output": None, "reason": str(error), **machine_data(settings)})
-    model, verdict = _checked(settings, opened, made.text, output.name) if verify else (None, None)
+    model, verdict = _checked(settings, opened, made.text, output.name, training) if verify else (None, None)
     if verdict is not None and not verdict.right:
         show_verdict(verdict)
         say(f"Nothing was written: {output} would not be a drop-in.", "bold")
@@ -53,7 +53,7 @@ def export(settings: Settings, path: Path, output: Path, *, verify: bool) -> Ans
     return Answer(DONE, _data(settings, path, output, made, verdict, timings, read))
 
 
-def _made(settings: Settings, opened: Opened, path: Path) -> Export:
+def _made(settings: Settings, opened: Opened, path: Path, training: bool) -> Export:
     machine = hardware.machine_for("cuda") if settings.device == "cuda" else HOPPER
     source = path.read_text(encoding="utf-8-sig")
     with working("Writing the kernels"):
@@ -66,15 +66,18 @@ def _made(settings: Settings, opened: Opened, path: Path) -> Export:
             precision=settings.precision,
             allows_tf32=hardware.default_fp32_precision() == "tf32",
             measured=from_records(RECORDS),
+            training=training,
         )
 
 
-def _checked(settings: Settings, opened: Opened, text: str, name: str) -> tuple[nn.Module | None, Verdict]:
-    """The verdict on the text as a stranger's file would get it."""
+def _checked(
+    settings: Settings, opened: Opened, text: str, name: str, training: bool
+) -> tuple[nn.Module | None, Verdict]:
+    """The verdict on the text as a stranger's file would get it, on its gradients too where it is to train."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / name
         file.write_text(text, encoding="utf-8")
-        return judged_candidate(settings, opened, problem_file.load(file, "ModelNew"))
+        return judged_candidate(settings, opened, problem_file.load(file, "ModelNew"), backward=training)
 
 
 def _timed(settings: Settings, opened: Opened, model: nn.Module | None) -> dict[str, Estimate]:

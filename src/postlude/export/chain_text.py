@@ -11,8 +11,9 @@ from postlude.export.kernels import Kernel, with_helpers
 from postlude.export.layout import call, docstring
 from postlude.export.parts import Draft
 from postlude.export.passes import finish, finish_moments, library_convolution, moments_pass
-from postlude.export.plain import plain_steps
+from postlude.export.plain import renamed_steps
 from postlude.export.product import product
+from postlude.export.training import trainer_text, why_untrained
 from postlude.plan import Plan
 from postlude.plan.gemm import Gemm
 from postlude.plan.types import Moments
@@ -32,6 +33,7 @@ class ChainText:
     launches: int
     shared_bytes: int
     cuda: str  # CUDA C++ that the file holds, or nothing
+    trainer: str  # the class for gradients, or nothing
 
 
 def unwritable(plan: Plan, others: Iterable[ChainText]) -> str | None:
@@ -53,11 +55,12 @@ def unwritable(plan: Plan, others: Iterable[ChainText]) -> str | None:
     return None
 
 
-def chain_text(plan: Plan, name: str, names: Mapping[int, str]) -> ChainText:
-    """`names` has a word for each slot of the chain."""
+def chain_text(plan: Plan, name: str, names: Mapping[int, str], training: bool = False) -> ChainText:
+    """`names` has a word for each slot of the chain; `training` adds what gradients need, where it can be had."""
     draft = Draft(plan, names)
     last = plan.passes[-1].last
-    chunks = "tiles"
+    trains = training and why_untrained(plan) is None
+    chunks, result = "tiles", "value"
     if isinstance(plan.own, Gemm):
         product(draft, plan.own)
     elif plan.own is not None:
@@ -70,9 +73,10 @@ def chain_text(plan: Plan, name: str, names: Mapping[int, str]) -> ChainText:
     if isinstance(plan.passes[-1].sink, Moments):
         last = finish_moments(draft, chunks)
     elif plan.passes[-1].source != "own convolution":
-        finish(draft)
-    draft.add(*plain_steps(plan.chain, last + 1, names))
-    lines = [*_head(plan.chain, name, names), *_read(draft.lines), "    return value"]
+        result = finish(draft, trains)
+    draft.add(*renamed_steps(plan.chain, last + 1, names, result))
+    end = f"    return {result}, value" if trains else f"    return {result}"
+    lines = [*_head(plan.chain, name, names, trains), *_read(draft.lines), end]
     kernels = with_helpers(draft.kernels)
     return ChainText(
         name,
@@ -85,6 +89,7 @@ def chain_text(plan: Plan, name: str, names: Mapping[int, str]) -> ChainText:
         draft.launches,
         draft.shared_bytes,
         draft.cuda,
+        trainer_text(plan.chain, name, names) if trains else "",
     )
 
 
@@ -94,6 +99,11 @@ def _read(lines: list[str]) -> list[str]:
     return [line for line in lines if not (line.strip().startswith("positions = ") and text.count("positions") == 1)]
 
 
-def _head(chain: Chain, name: str, names: Mapping[int, str]) -> list[str]:
+def _head(chain: Chain, name: str, names: Mapping[int, str], trains: bool) -> list[str]:
     arguments = [f"{names[slot]}: Tensor" for slot in range(len(chain.roles))]
-    return [*call(f"def {name}", arguments, after=" -> Tensor:", indent=0), *docstring(f"{chain}, for what `fits`.")]
+    result, words = "Tensor", f"{chain}, for what `fits`."
+    if trains:
+        keep = "keep: bool = False" if chain.producer is not None else "keep: bool = True"
+        arguments, result = [*arguments, keep], "tuple[Tensor, Tensor]"
+        words = f"{chain}, for what `fits`, and its first value where it is to be kept."
+    return [*call(f"def {name}", arguments, after=f" -> {result}:", indent=0), *docstring(words)]

@@ -16,6 +16,7 @@ from postlude.export.forward import ForwardText
 from postlude.export.heading import Measured, heading
 from postlude.export.original import arguments_of, read
 from postlude.export.trace import FoundChain, trace
+from postlude.export.training import why_untrained
 from postlude.hardware import Machine
 from postlude.plan import Plan, Problem, lower
 from postlude.plan.problem import spec_of
@@ -50,6 +51,7 @@ def export(
     precision: str = "fp32",
     allows_tf32: bool = False,
     measured: Measured | None = None,
+    training: bool = False,
     even_if_slower: bool = False,
 ) -> Export:
     """`source` is the text of the problem's file, `model` was built from it with `arguments`."""
@@ -64,14 +66,18 @@ def export(
         outcome = lower(found.match.chain, problem, machine, even_if_slower=even_if_slower)
         why = unwritable(outcome, texts.values()) if isinstance(outcome, Plan) else str(outcome)
         if isinstance(outcome, Plan) and why is None:
-            texts[found] = chain_text(outcome, _function_name(found.match.chain), _slot_names(found))
+            texts[found] = chain_text(outcome, _function_name(found.match.chain), _slot_names(found), training)
         else:
             reasons[found.calls[0].name] = f"{found.match.chain}: {why}"
     if not texts:
         raise PostludeError("there is no chain in this model that kernels could be written for" + _first(reasons))
+    if training and not any(text.trainer for text in texts.values()):
+        why = why_untrained(next(iter(texts.values())).plan)
+        raise PostludeError(f"there is no chain whose kernels could train ({why}); leave out --training.")
     written = dict(zip(texts, without_clashes(list(texts.values()))))
     launchers = {found: text.name for found, text in written.items()}
-    forward = ForwardText(traced, launchers, reasons).write()
+    trained = {found for found, text in written.items() if text.trainer}
+    forward = ForwardText(traced, launchers, reasons, trained if trained else None).write()
     chains = tuple(written.values())
     top = heading(chains, precision, measured)
     return Export(assemble(original, chains, forward, values, top, machine.architecture), chains, reasons)

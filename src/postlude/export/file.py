@@ -10,6 +10,9 @@ from typing import Any
 from postlude.export.chain_text import ChainText
 from postlude.export.kernels import Kernel
 from postlude.export.original import Original, model_text
+from postlude.export.training import NEEDS_GRAD, class_name
+
+_WANTED = "    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)"
 
 
 def assemble(
@@ -30,10 +33,12 @@ def assemble(
         constants.update(chain.constants)
     model = model_text(original, forward, values)
     functions = [*kernels.values(), *helpers.values(), *dict.fromkeys(chain.launcher for chain in chains)]
-    if chains:
-        functions.append(fits_text(chains, architecture))
+    functions += dict.fromkeys(chain.trainer for chain in chains if chain.trainer)
+    training = any(chain.trainer for chain in chains)
+    functions += [NEEDS_GRAD] if training else []
+    functions.append(fits_text(chains, architecture, training))
     body = [*functions, *original.helpers, model]
-    cuda = [text for chain in chains for text in ([chain.cuda] if chain.cuda else [])]
+    cuda = list(dict.fromkeys(chain.cuda for chain in chains if chain.cuda))
     text = "".join(f"{part.rstrip()}\n\n\n" for part in body).rstrip() + "\n"
     imports = import_text(text + "\n".join(cuda), original.imports, chains)
     tiles = "\n".join(constants.values())
@@ -66,6 +71,8 @@ def import_text(body: str, own: Sequence[str], chains: Sequence[ChainText]) -> s
         lines.add("from triton.tools.tensor_descriptor import TensorDescriptor")
     if any("CUDA_HOME" in chain.imports for chain in chains):
         lines |= {"from typing import Any", "from torch.utils.cpp_extension import CUDA_HOME"}
+    if any(chain.trainer for chain in chains):
+        lines |= {"from typing import Any", "from torch.autograd.function import once_differentiable"}
     standard = [line for line in lines if line.split()[1].split(".")[0] not in ("torch", "triton")]
     others = lines - set(standard)
     groups = [sorted(group, key=_import_order) for group in (standard, others) if group]
@@ -76,7 +83,7 @@ def _import_order(line: str) -> tuple[bool, str]:
     return line.startswith("from "), line.split()[1]
 
 
-def fits_text(chains: Sequence[ChainText], architecture: str) -> str:
+def fits_text(chains: Sequence[ChainText], architecture: str, training: bool) -> str:
     """What the kernels take. Everything else goes through PyTorch's operators."""
     plan = chains[0].plan
     smallest = max(_smallest(chain) for chain in chains)
@@ -102,8 +109,8 @@ def fits_text(chains: Sequence[ChainText], architecture: str) -> str:
         "def fits(channels: int, *tensors: Tensor) -> bool:",
         '    """Whether the kernels take these tensors; PyTorch\'s operators take all others."""',
         "    x = tensors[0]",
-        "    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)",
-        '    if not x.is_cuda or needs_grad or torch.is_autocast_enabled("cuda"):',
+        *([] if training else [_WANTED]),
+        f'    if not x.is_cuda or {"" if training else "needs_grad or "}torch.is_autocast_enabled("cuda"):',
         "        return False",
         f"    expected = (x.device, torch.{plan.input.dtype})",
         "    capability = torch.cuda.get_device_capability(x.device)",
@@ -129,12 +136,16 @@ def without_clashes(chains: Sequence[ChainText]) -> list[ChainText]:
     result = []
     for number, chain in enumerate(chains, 1):
         mine = {kernel.name: kernel.text for kernel in chain.kernels} | dict(chain.helpers) | dict(chain.constants)
-        mine[chain.name] = chain.launcher
+        mine |= {chain.name: chain.launcher, "SOURCE": chain.cuda or taken.get("SOURCE", "")}
         clashing = [name for name, text in mine.items() if taken.get(name, text) != text]
         renamed = {name: f"{name}{'_' * (not name.isupper())}{number}" for name in clashing}
+        if chain.name in renamed:
+            renamed[class_name(chain.name)] = class_name(renamed[chain.name])
         chain = _renamed(chain, renamed) if renamed else chain
         taken |= {kernel.name: kernel.text for kernel in chain.kernels} | dict(chain.helpers) | dict(chain.constants)
         taken[chain.name] = chain.launcher
+        if chain.cuda:
+            taken[chain.cuda.split(" ", 1)[0]] = chain.cuda
         result.append(chain)
     return result
 
@@ -150,6 +161,8 @@ def _renamed(chain: ChainText, names: Mapping[str, str]) -> ChainText:
         helpers={names.get(name, name): words(text) for name, text in chain.helpers.items()},
         constants={names.get(name, name): words(text) for name, text in chain.constants.items()},
         launcher=words(chain.launcher),
+        trainer=words(chain.trainer),
+        cuda=re.sub(r"^SOURCE", names.get("SOURCE", "SOURCE"), chain.cuda),
     )
 
 

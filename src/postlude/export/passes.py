@@ -86,8 +86,10 @@ def moments_pass(draft: Draft) -> None:
     draft.launch(kernel, f"({times('batch', channels, 'chunks')},)", arguments)
 
 
-def finish(draft: Draft) -> None:
-    """Everything up to the last fused step, into the value's own memory where it is ours."""
+def finish(draft: Draft, keeps: bool) -> str:
+    """Everything up to the last fused step, into the value's own memory where it is ours and nobody wants it kept.
+
+    Gives the result's name."""
     plan, last, tile = draft.plan, draft.plan.passes[-1].last, draft.plan.tile
     assert tile is not None
     norm = next((step for step in plan.chain.steps[:last] if isinstance(step, Normalize)), None)
@@ -113,8 +115,9 @@ def finish(draft: Draft) -> None:
         kernel = inlined(kernel, whole.function)
     block = draft.constant("BLOCK", tile.block, "elements of a tile of the last pass")
     result = "value"
-    if plan.chain.producer is None:
-        draft.add("result = torch.empty_like(value)")
+    if plan.chain.producer is None or keeps:
+        is_ours = plan.chain.producer is not None
+        draft.add(f"result = torch.empty_like(value){' if keep else value' * is_ours}")
         result = "result"
     if not any("align = " in line for line in draft.lines):
         draft.add("align = min(16, positions & -positions)")
@@ -131,8 +134,7 @@ def finish(draft: Draft) -> None:
         **{f"p_{draft.names[slot]}": draft.names[slot] for slot in slots},
     }
     draft.launch(kernel, f"({times('batch', channels, 'chunks')},)", arguments)
-    if result != "value":
-        draft.add("value = result")
+    return result
 
 
 def finish_moments(draft: Draft, chunks: str) -> int:

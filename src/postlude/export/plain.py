@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 
 from postlude.chain import Cast, Chain, Normalize, Operand, Reduce, Scalar, Slot, Step
@@ -20,6 +21,11 @@ POINTWISE: dict[str, Callable[..., str]] = {
 def plain_steps(chain: Chain, first: int, names: Mapping[int, str]) -> list[str]:
     """Statements for the steps from `first` on, whose values all go by the name `value`."""
     return [f"value = {_step(chain, step, names)}" for step in chain.steps[first - 1 :]]
+
+
+def renamed_steps(chain: Chain, first: int, names: Mapping[int, str], word: str) -> list[str]:
+    """The same by another name."""
+    return [re.sub(r"\bvalue\b", word, line) for line in plain_steps(chain, first, names)]
 
 
 def _step(chain: Chain, step: Step, names: Mapping[int, str]) -> str:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from export.exporting import PROBLEMS, SMALL_PROBLEMS, TWO_BLOCKS, Problem, export_text
+from export.exporting import PROBLEMS, SMALL_PROBLEMS, TWO_BLOCKS, Problem, export_text, ruff
 from kernels.cuda_host import build as cuda_host
 from postlude.export.export_model import Export
 
@@ -24,6 +24,15 @@ pytestmark = pytest.mark.export
 BY_NAME = {problem.name: problem for problem in SMALL_PROBLEMS}
 SMALL_23 = (PROBLEMS / "conv3d_group_norm_mean.py").read_text("utf-8").replace("batch_size = 128", "batch_size = 2")
 SMALL_23 = SMALL_23.replace("depth, height, width = 24, 32, 32", "depth, height, width = 5, 6, 7")
+
+TRANSPOSED = Problem(
+    "one channel, transposed",
+    "self.conv = nn.ConvTranspose3d(cin, cout, 3, padding=1, bias=False); self.norm = nn.GroupNorm(2, cout)",
+    "return self.norm(self.conv(x)).mean((1, 2, 3, 4))",
+    (2, 1, 4, 5, 6),
+    8,
+    (),
+).text
 
 
 def case_of(
@@ -59,8 +68,11 @@ def small_case(folder: Path, problem: Problem, training: bool = False) -> dict[s
     made, model, inputs = export_text(problem.text, folder, **settings)  # type: ignore[arg-type]
     names = {kernel.name for chain in made.chains for kernel in chain.kernels}
     assert set(problem.kernels) <= names
+    assert "Measured    not at this size" in made.text
     file = re.sub(r"\W+", "_", problem.name) + ".py"
-    return case_of(folder, file, made, model, inputs, [problem.shape[1], problem.cout], problem.tolerance)
+    case = case_of(folder, file, made, model, inputs, [problem.shape[1], problem.cout], problem.tolerance)
+    assert ruff(folder / file) == ""
+    return case
 
 
 def run_alone(folder: Path, cases: list[dict[str, Any]]) -> str:
@@ -94,10 +106,18 @@ def test_gradients_start_from_what_the_kernels_stored(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ to compile the kernel for the host")
 def test_the_direct_convolution_runs_alone(tmp_path: Path) -> None:
-    made, model, inputs = export_text(SMALL_23, tmp_path)
-    case = case_of(tmp_path, "chain_23.py", made, model, inputs, [3, 24, 3, 8], 1e-5)
-    case["library"] = str(host_library(tmp_path, made.chains[0].cuda, made.chains[0].shared_bytes))
-    assert run_alone(tmp_path, [case]) == ""
+    cases = []
+    for name, text, arguments in (
+        ("chain_23", SMALL_23, [3, 24, 3, 8]),
+        ("one_channel_transposed", TRANSPOSED, [1, 8]),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        made, model, inputs = export_text(text, folder)
+        case = case_of(tmp_path, f"{name}.py", made, model, inputs, arguments, 1e-5)
+        case["library"] = str(host_library(folder, made.chains[0].cuda, made.chains[0].shared_bytes))
+        cases.append(case)
+    assert run_alone(tmp_path, cases) == ""
 
 
 def host_library(folder: Path, text: str, shared: int) -> Path:

@@ -63,7 +63,7 @@ def test_61_compiles_for_hopper(precision: str, tmp_path: Path, monkeypatch: pyt
     shapes = ((16, 64, 32, 32, 32), (64, 128, 3, 3, 3), (128,), (128,))
     result = module.conv_relu_norm(*[torch.empty(shape, device="meta") for shape in shapes])
     assert result.shape == (16, 128, 34, 34, 34)
-    assert len(found) == 3
+    assert len(found) == (3 if precision == "fp32" else 4)  # one plane has a kernel for the moments of groups
     check(found, 90)
     assert "capability == (9, 0)" in (tmp_path / f"{module.__name__}.py").read_text("utf-8")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from export.exporting import SMALL_PROBLEMS, TWO_BLOCKS, Problem, export_named, export_text, ruff
+from export.exporting import SMALL_PROBLEMS, TWO_BLOCKS, export_named, export_text, ruff
 from postlude.errors import PostludeError
 from postlude.export.figures import figures
 
@@ -41,17 +41,11 @@ def test_training_takes_a_class_more(tmp_path: Path) -> None:
         export_named("conv3d_group_norm_mean", training=True)
 
 
-@pytest.mark.parametrize("problem", SMALL_PROBLEMS, ids=lambda problem: problem.name)
-def test_every_kind_of_chain_is_laid_out(problem: Problem, tmp_path: Path) -> None:
-    made, _, _ = export_text(problem.text, tmp_path, dtype=problem.dtype, precision=problem.precision)
-    (tmp_path / "file.py").write_text(made.text, encoding="utf-8")
-    assert ruff(tmp_path / "file.py") == ""
-    assert "Measured    not at this size" in made.text
-
-
 def test_several_chains_share_what_is_the_same(tmp_path: Path) -> None:
     made, _, _ = export_text(TWO_BLOCKS, tmp_path)
     assert len(made.chains) == 3
+    (tmp_path / "file.py").write_text(made.text, encoding="utf-8")
+    assert ruff(tmp_path / "file.py") == ""
     for name in ("group_moments", "scales", "leaky_relu", "convolve_kernel", "fits"):
         assert made.text.count(f"def {name}(") == 1
     assert made.text.count("def pack_input_kernel(") == made.text.count("def pack_input_kernel_2(") == 1
@@ -114,3 +108,55 @@ def test_a_file_built_otherwise_runs_without_kernels(tmp_path: Path) -> None:
     assert not other.has_kernels
     assert other(torch.randn(1, 4, 3, 3, 3)).shape == (1, 16, 5, 5, 5)
     assert module.ModelNew(16, 128).has_kernels
+
+
+class Fake:
+    """As much of a tensor as `fits` asks."""
+
+    def __init__(self, *shape: int, **other: object) -> None:
+        self.shape, self.requires_grad, self.is_cuda = torch.Size(shape), False, True
+        self.dtype, self.device, self.contiguous = torch.float32, "cuda:0", True
+        vars(self).update(other)
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def is_contiguous(self) -> bool:
+        return self.contiguous
+
+
+X, WEIGHT = (2, 64, 5, 6, 7), (64, 128, 3, 3, 3)
+UNFIT = {
+    "another dtype": ({"dtype": torch.float16}, {}),
+    "another layout": ({"contiguous": False}, {}),
+    "a gradient is wanted": ({}, {"requires_grad": True}),
+    "the weight elsewhere": ({}, {"device": "cpu"}),
+    "no sample": ({"shape": torch.Size((0, *X[1:]))}, {}),
+    "no batch axis": ({"shape": torch.Size(X[1:])}, {}),
+    "other channels": ({"shape": torch.Size((2, 32, 5, 6, 7))}, {}),
+    "offsets beyond 32 bits": ({"shape": torch.Size((1, 64, 256, 256, 256))}, {}),
+}
+
+
+def test_fits_what_the_kernels_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file.py").write_text(export_named("conv_transpose3d_relu_group_norm").text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("exported_61", tmp_path / "file.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert not module.fits(64, torch.empty(X), torch.empty(WEIGHT))  # the CPU
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert module.fits(64, Fake(*X), Fake(*WEIGHT))
+    for name, (x, weight) in UNFIT.items():
+        assert not module.fits(64, Fake(*X, **x), Fake(*WEIGHT, **weight)), name
+    with torch.no_grad():
+        assert module.fits(64, Fake(*X), Fake(*WEIGHT, requires_grad=True))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "is_autocast_enabled", lambda device: True)
+        assert not module.fits(64, Fake(*X), Fake(*WEIGHT))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert not module.fits(64, Fake(*X), Fake(*WEIGHT))

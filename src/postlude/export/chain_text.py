@@ -101,9 +101,9 @@ def _read(lines: list[str]) -> list[str]:
 
 def _head(chain: Chain, name: str, names: Mapping[int, str], trains: bool) -> list[str]:
     arguments = [f"{names[slot]}: Tensor" for slot in range(len(chain.roles))]
-    result, words = "Tensor", f"{chain}, for what `fits`."
+    result, words = "Tensor", f"{chain}, for tensors that pass `fits`."
     if trains:
         keep = "keep: bool = False" if chain.producer is not None else "keep: bool = True"
         arguments, result = [*arguments, keep], "tuple[Tensor, Tensor]"
-        words = f"{chain}, for what `fits`, and its first value where it is to be kept."
+        words = f"{chain}, for tensors that pass `fits`; and its first value, if kept."
     return [*call(f"def {name}", arguments, after=f" -> {result}:", indent=0), *docstring(words)]

@@ -49,7 +49,7 @@ def _launch(draft: Draft, settings: FewChannels, shape: Geometry, padding: tuple
     draft.add("tiles = deep * high * wide")
     if conv.transposed:
         axes_of = tuple(range(2, 2 + dims))
-        draft.add(f"weight = weight.transpose(0, 1).flip{axes_of}.contiguous()  # as a convolution that gathers")
+        draft.add(f"weight = weight.transpose(0, 1).flip{axes_of}.contiguous()  # gathers now")
     channels = conv.out_channels
     draft.add(f"means = torch.empty(batch, {channels}, tiles, dtype=torch.float32, device=x.device)")
     draft.add("squares = torch.empty_like(means)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from postlude.export.chain_text import ChainText, chain_text, unwritable
 from postlude.export.file import assemble, without_clashes
 from postlude.export.forward import ForwardText
 from postlude.export.heading import Measured, heading
+from postlude.export.kernels import library
 from postlude.export.original import arguments_of, read
 from postlude.export.trace import FoundChain, trace
 from postlude.export.training import why_untrained
@@ -32,6 +34,15 @@ HOPPER = Machine(
     shared_bytes=232_448,
     has_nvrtc=True,
 )
+
+# What launchers and kernels call their own values; a model's tensor of such a name gets another one.
+_WORDS = (
+    "v mean rstd var count base value result keep x weight bias batch depth height width out positions pitch "
+    "plane_rows sample_rows plane step rows high low grid block blocks sizes columns weight_scale unscale scale shape "
+    "stride tiles units means squares counts align tensors chunks deep wide card kernel grad grads leaves others "
+    "wanted settings x_grad weight_grad torch triton math nn tl fits scales pack_weight group_moments self super"
+)
+RESERVED = frozenset(_WORDS.split())
 
 
 @dataclass(frozen=True)
@@ -115,5 +126,9 @@ def _slot_names(found: FoundChain) -> dict[int, str]:
 
 
 def _free(word: str, names: Mapping[int, str]) -> str:
+    """A name that neither another tensor nor anything in a launcher or kernel goes by."""
+    word = word if word.isidentifier() and not keyword.iskeyword(word) else "other"
+    if word in RESERVED or word in library():
+        word = f"{word}_tensor"
     taken = set(names.values())
     return next(name for name in (word, *(f"{word}{i}" for i in range(2, 99))) if name not in taken)

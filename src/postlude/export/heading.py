@@ -29,7 +29,8 @@ def heading(chains: Sequence[ChainText], precision: str, measured: Measured | No
         lines += _row("Arithmetic", _arithmetic(plan))
         lines += _row("Measured", found or "not at this size")
         lines.append("")
-    lines += textwrap.wrap("What the kernels do not take (see `fits`) runs through PyTorch's own operators.", WIDTH)
+    lines.append("What the kernels do not take (see `fits`) runs through PyTorch's own operators.")
+    lines.append("Names in kernels: p_ pointer, i_ index, o_ offsets, m_ mask, b_ block of values.")
     return "\n".join([*lines, '"""'])
 
 

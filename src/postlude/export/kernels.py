@@ -145,9 +145,9 @@ def _called(
 
 def inlined(kernel: Kernel, function: Kernel) -> Kernel:
     """The kernel with the statements of a function in place of its one call, `name = function(…)`."""
-    call = re.search(rf"\n( +)(\w+) = {function.name}\(([\w, ]+)\)\n", kernel.text)
+    call = re.search(rf"\n( +)(\w+) = {function.name}\(\s*([\w,\s]+?),?\s*\)\n", kernel.text)
     assert call is not None
-    words = dict(zip(function.parameters, call[3].split(", ")))
+    words = dict(zip(function.parameters, re.split(r",\s*", call[3])))
     body = re.sub(r"\b\w+\b", lambda m: words.get(m[0], m[0]), "\n".join(function.text.splitlines()[2:]))
     body = re.sub(r"(?m)^    return (.+)$", rf"    {call[2]} = \1", body).replace("\n    ", f"\n{call[1]}")
     text = kernel.text[: call.start()] + "\n" + body + "\n" + kernel.text[call.end() :]

@@ -37,7 +37,8 @@ def docstring(text: str, indent: int = 4) -> list[str]:
     if len(one) <= WIDTH and "\n" not in text:
         return [one]
     first, *more = text.split("\n")
-    lines = textwrap.wrap(first, WIDTH, initial_indent=f'{pad}"""', subsequent_indent=pad, break_long_words=False)
+    width = WIDTH - 3 if len(first) + indent + 3 <= WIDTH else WIDTH  # the closing quotes go with the last word
+    lines = textwrap.wrap(first, width, initial_indent=f'{pad}"""', subsequent_indent=pad, break_long_words=False)
     for part in more:
         lines += textwrap.wrap(part, WIDTH, initial_indent=pad, subsequent_indent=pad) or [""]
     if not more and len(lines[-1]) + 3 <= WIDTH:

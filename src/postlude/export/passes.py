@@ -8,6 +8,7 @@ from postlude.export.kernels import Kernel, cut, inlined, library, moments_helpe
 from postlude.export.parts import Draft, times
 from postlude.export.pieces import COMBINE
 from postlude.export.specialise import Inline, Name
+from postlude.plan.gemm import Gemm
 from postlude.plan.problem import power_of_two
 from postlude.plan.types import Moments
 
@@ -96,8 +97,7 @@ def finish(draft: Draft, keeps: bool) -> str:
     channels = plan.value.shape[1]
     groups = channels if norm is None else norm.groups or channels
     if norm is not None:
-        draft.helpers["group_moments"] = COMBINE
-        draft.add(f"mean, rstd = group_moments(means, squares, counts, {groups}, {norm.eps!r})")
+        _combine(draft, norm, channels, groups)
     slots = pass_slots(plan.chain, last)
     whole = program(plan.chain, "whole", last, slots, draft.names, scalar_channel=True)
     constants = {
@@ -137,6 +137,32 @@ def finish(draft: Draft, keeps: bool) -> str:
     return result
 
 
+def _combine(draft: Draft, norm: Normalize, channels: int, groups: int) -> None:
+    """`mean` and `rstd` of each sample and group: by a kernel, or by PyTorch's operators after a product of two planes,
+    which takes so long that theirs (0.05 ms on an H200) do not count, and fills the file."""
+    own = draft.plan.own
+    if isinstance(own, Gemm) and own.arithmetic.planes == 2:
+        draft.helpers["group_moments"] = COMBINE
+        draft.add(f"mean, rstd = group_moments(means, squares, counts, {groups}, {norm.eps!r})")
+        return
+    chunks, per_group = "tiles" if own is not None else "chunks", channels // groups
+    block = 1024 if per_group > 1 else 256
+    constants = {"GROUPS": groups, "eps": norm.eps, "BLOCK": block, "ACC": _FLOAT}
+    kernel = cut(library()["combine_moments_kernel"], constants, {"combine_moments_kernel": "combine_kernel"})
+    draft.call("torch.empty", ("2", times("batch", groups), "dtype=torch.float32", "device=x.device"), "mean, rstd = ")
+    arguments = {
+        "p_mean": "means",
+        "p_m2": "squares",
+        "p_count": "counts",
+        "p_group_mean": "mean",
+        "p_group_rstd": "rstd",
+        "PARTS": times(per_group, chunks),
+        "CHUNKS": chunks,
+        "count": f"float({times(per_group, 'positions')})",
+    }
+    draft.launch(kernel, f"({times('batch', groups)},)", arguments)
+
+
 def finish_moments(draft: Draft, chunks: str) -> int:
     """From partial moments to the reduction's result, `value`; the number of the step that it is."""
     plan, item = draft.plan, draft.plan.passes[-1]
@@ -162,8 +188,11 @@ def finish_moments(draft: Draft, chunks: str) -> int:
     constants["combine_chunks"] = Inline(f"combine({call})")
     source = library()["finish_moments_kernel"].replace(".to(p_out.dtype.element_ty)", "")
     kernel = cut(source.replace(", read where SQUARES", ""), constants, names)
-    if made.function is None or "count" not in made.function.parameters:
-        kernel = Kernel(kernel.name, kernel.text.replace("    count, mean", "    _, mean"), kernel.parameters)
+    read = made.inline.text if made.function is None else "".join(f"{{{name}}}" for name in made.function.parameters)
+    words = (("count", "{2}"), ("var", "{1}"))  # by name in a function, by place in an expression
+    count, var = (word if f"{{{word}}}" in read or place in read else "_" for word, place in words)
+    text = kernel.text.replace("count, mean, var = ", f"{count}, mean, {var} = ")
+    kernel = Kernel(kernel.name, text, kernel.parameters)
     shape = f"batch, {channels}" if reduce.over == "space" else "batch"
     if reduce.keepdim:
         shape += ", 1" * (plan.chain.dims + (reduce.over != "space"))

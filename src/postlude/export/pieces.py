@@ -6,7 +6,7 @@ SCALES = '''\
 def scales(largest: Tensor) -> Tensor:
     """Powers of two that bring `largest` to 2¹⁴…2¹⁵, near the end of fp16's range."""
     exponent = (largest.view(torch.int32) >> 23).clamp(min=27)  # 2¹¹⁴ at most
-    return ((268 - exponent) << 23).view(torch.float32)
+    return ((268 - exponent) << 23).view(torch.float32)  # 2^(141 - exponent)
 '''
 
 COMBINE = '''\

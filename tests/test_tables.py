@@ -5,6 +5,7 @@ from __future__ import annotations
 from cases import CASES
 from postlude import chain, emit, reference
 from postlude.chain import Normalize, Pointwise, Reduce
+from postlude.export import plain
 from postlude.graph import spellings
 from postlude.run import cpu, moments
 
@@ -15,6 +16,7 @@ def test_pointwise_tables_have_equal_keys() -> None:
     assert set(spellings.POINTWISE) == words
     assert set(cpu.IN_PLACE) == words
     assert set(emit.POINTWISE) == words
+    assert set(plain.POINTWISE) == words
 
 
 def test_norm_and_reduction_tables_have_equal_keys() -> None:

@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "emit": {"chain", "words"},
     "emit_gradient": {"chain", "emit", "words"},
     "kernels": set(),
-    "export": set(),
+    "export": {"chain", "emit", "errors", "graph", "hardware", "plan", "words"},
     "plan": {"chain", "emit", "emit_gradient", "hardware"},
     "run": {"chain", "emit", "emit_gradient", "errors", "hardware", "kernels", "plan", "reference"},
     "graph": {"chain", "errors", "hardware", "run", "words"},
@@ -39,6 +39,7 @@ MAY_IMPORT = {
         "check",
         "errors",
         "files",
+        "export",
         "hardware",
         "nn",
         "pipeline",
@@ -102,7 +103,7 @@ def test_only_hardware_asks_the_machine() -> None:
         "get_device_name",
     )
     for path in ROOT.rglob("*.py"):
-        if path.name != "hardware.py":
+        if path.name != "hardware.py" and path.parent.name != "export":  # which writes files that ask for themselves
             text = path.read_text()
             assert [q for q in questions if q in text] == [], path.name
 

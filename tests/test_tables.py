@@ -9,6 +9,7 @@ import postlude
 from cases import CASES, WORDS
 from postlude import emit, emit_gradient, reference, words
 from postlude.chain import Normalize, Pointwise, Reduce
+from postlude.export import plain
 from postlude.graph import spellings
 from postlude.run import cpu, moments
 
@@ -21,6 +22,7 @@ def test_pointwise_tables_have_equal_keys() -> None:
     assert set(spellings.POINTWISE) == vocabulary
     assert set(cpu.IN_PLACE) <= vocabulary
     assert set(emit.POINTWISE) == vocabulary
+    assert set(plain.POINTWISE) == vocabulary
     assert set(emit_gradient.DERIVATIVES) == vocabulary
 
 

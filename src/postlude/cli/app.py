@@ -12,6 +12,7 @@ import typer
 
 from postlude import __version__
 from postlude.cli import frame, output
+from postlude.errors import PostludeError
 
 app = typer.Typer(
     name="postlude",
@@ -60,10 +61,18 @@ def _common(
     pass
 
 
-@app.command(short_help="Find a model's chains, say how each will run, check them.")
+@app.command(short_help="Find a model's chains, say how each will run, check them; or write a file.")
 def optimize(
     file: File,
     report: ReportPath = None,
+    output_file: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="OUT.py", help="Write ModelNew, with its kernels, to this file."),
+    ] = None,
+    training: Annotated[
+        bool, typer.Option("--training", help="With -o: run the kernels also where gradients are wanted.")
+    ] = False,
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="With -o: write it unchecked, and say so.")] = False,
     device: Device = None,
     precision: Precision = "auto",
     json: Json = None,
@@ -71,10 +80,19 @@ def optimize(
 ) -> None:
     """Find the chains of a model, say how each one will run and why, and check it against float64.
 
-    Exit code: 0 fused and right, 1 nothing to fuse or wrong, 2 could not run.
+    With -o, write a file of its own instead: ModelNew with the same constructor and parameters, which needs only torch
+    and Triton. A file that is there already is replaced by a complete and verified one or not at all.
+
+    Exit code: 0 fused (or written) and right, 1 nothing to fuse, no file possible, or wrong, 2 could not run.
     """
 
     def command(settings: frame.Settings) -> frame.Answer:
+        if output_file is not None:
+            from postlude.cli import export
+
+            return export.export(settings, file, output_file, training=training, verify=not no_verify)
+        if no_verify or training:
+            raise PostludeError("--training and --no-verify are about the file that -o names; add it.")
         from postlude.cli import chains
 
         return chains.optimize(settings, file, report)
@@ -121,6 +139,9 @@ def verify(
     declared_only: Annotated[
         bool, typer.Option("--declared-only", help="Only the declared shape and layout: for kernels made for it.")
     ] = False,
+    like_kernelbench: Annotated[
+        bool, typer.Option("--like-kernelbench", help="Use KernelBench's rule instead, which is weaker.")
+    ] = False,
     device: Device = None,
     precision: Precision = "auto",
     json: Json = None,
@@ -134,6 +155,10 @@ def verify(
     """
 
     def command(settings: frame.Settings) -> frame.Answer:
+        if like_kernelbench:
+            from postlude.cli import kernelbench
+
+            return kernelbench.verify(settings, reference, candidate)
         from postlude.cli import judge
 
         options = judge.Options(backward, seeds, seed, time_budget, timeout, declared_only, self_check)

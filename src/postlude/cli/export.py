@@ -1,0 +1,150 @@
+"""`postlude optimize FILE.py -o OUT.py`: the model as a file of its own, checked before it is written."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+import postlude
+from postlude import hardware, problem_file
+from postlude.check.clock import Estimate, ratio
+from postlude.check.verdict import Verdict
+from postlude.cli.chains import verdict_words
+from postlude.cli.frame import DONE, NO, Answer, Settings
+from postlude.cli.judge import CODES, judged_file, show_verdict
+from postlude.cli.output import check_writable, complain, say, show_table, working, write_whole
+from postlude.cli.race import EAGER, Course, estimate_data, race
+from postlude.cli.session import Opened, machine_data, open_problem
+from postlude.errors import PostludeError
+from postlude.export.export_model import HOPPER, Export
+from postlude.export.export_model import export as export_model
+from postlude.export.figures import Figures, figures
+from postlude.export.measured import from_records
+from postlude.report.model import Interval
+from postlude.report.words import comparison
+
+FILE = "the file"
+RECORDS = Path(postlude.__file__).parents[2] / "benchmarks" / "results" / "h200.csv"
+
+
+def export(settings: Settings, path: Path, output: Path, *, training: bool, verify: bool) -> Answer:
+    check_writable(output)
+    if output.resolve() == path.resolve():
+        raise PostludeError(f"{output}: this is the problem itself; name another file to write to.")
+    opened = open_problem(settings, path)
+    try:
+        made = _made(settings, opened, path, training)
+    except PostludeError as error:
+        complain(f"{path}: no file was written: {error}")
+        return Answer(NO, {"file": str(path), "output": None, "reason": str(error), **machine_data(settings)})
+    model, verdict = _checked(settings, opened, made.text, output.name, training) if verify else (None, None)
+    if verdict is not None and not verdict.right:
+        show_verdict(verdict)
+        say(f"Nothing was written: {output} would not be a drop-in.", "bold")
+        data = {"file": str(path), "output": None, "verdict": verdict.as_dict(), **machine_data(settings)}
+        return Answer(CODES[verdict.outcome], data)
+    timings = _timed(settings, opened, model)
+    write_whole(output, made.text)
+    read = figures(made.text)
+    _show(settings, made, verdict, timings, read)
+    say(f"Written to {output}.", "bold")
+    return Answer(DONE, _data(settings, path, output, made, verdict, timings, read))
+
+
+def _made(settings: Settings, opened: Opened, path: Path, training: bool) -> Export:
+    machine = hardware.machine_for("cuda") if settings.device == "cuda" else HOPPER
+    source = path.read_text(encoding="utf-8-sig")
+    with working("Writing the kernels"):
+        return export_model(
+            source,
+            opened.problem.build("cpu"),
+            [item.cpu() if hasattr(item, "cpu") else item for item in opened.inputs],
+            opened.problem.init_arguments(),
+            machine=machine,
+            precision=settings.precision,
+            allows_tf32=hardware.default_fp32_precision() == "tf32",
+            measured=from_records(RECORDS),
+            training=training,
+        )
+
+
+def _checked(
+    settings: Settings, opened: Opened, text: str, name: str, training: bool
+) -> tuple[nn.Module | None, Verdict]:
+    """The verdict on the text as a stranger's file would get it, on its gradients too where it is to train."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / name
+        file.write_text(text, encoding="utf-8")
+        verdict = judged_file(settings, opened, file, backward=training)
+        if not verdict.right or settings.device != "cuda":
+            return None, verdict
+        made = problem_file.load(file, "ModelNew")  # ours, and found right: it may run here
+        return made.build(settings.device, like=opened.problem), verdict
+
+
+def _timed(settings: Settings, opened: Opened, model: nn.Module | None) -> dict[str, Estimate]:
+    if settings.device != "cuda" or model is None:
+        return {}
+    inputs = [opened.inputs, opened.problem.inputs(settings.device, seed=1)]
+    with working("Timing", timed=True) as update:
+        return race({EAGER: opened.model, FILE: model}, Course(inputs), update)
+
+
+def _show(
+    settings: Settings, made: Export, verdict: Verdict | None, timings: dict[str, Estimate], read: Figures
+) -> None:
+    for chain in made.chains:
+        say(f"{chain.name}: {chain.plan.chain}")
+    if made.left:
+        say("Left to PyTorch:")
+        show_table(["where", "why"], [[name, reason] for name, reason in made.left.items()])
+    rows = [
+        ["speed, 50 %", _speed(settings, timings)],
+        ["readability, 30 %", f"{read} (figures to check, not a mark)"],
+        ["correctness, 20 %", _correctness(settings, verdict)],
+    ]
+    show_table(["of the score", "what can be said here"], rows)
+
+
+def _speed(settings: Settings, timings: dict[str, Estimate]) -> str:
+    if not timings:
+        return "not measured here: " + ("no GPU" if settings.device != "cuda" else "the file was not verified")
+    gain = ratio(timings[EAGER], timings[FILE])
+    return comparison(Interval(gain.median, gain.low, gain.high), "The file", "eager PyTorch")
+
+
+def _correctness(settings: Settings, verdict: Verdict | None) -> str:
+    if verdict is None:
+        return "not verified (--no-verify)"
+    where = "" if settings.device == "cuda" else "; on a CPU, where it runs PyTorch's operators: the kernels need a GPU"
+    return f"{verdict_words(verdict)}{where}"
+
+
+def _data(
+    settings: Settings,
+    path: Path,
+    output: Path,
+    made: Export,
+    verdict: Verdict | None,
+    timings: dict[str, Estimate],
+    read: Figures,
+) -> dict[str, Any]:
+    return {
+        "file": str(path),
+        "output": str(output),
+        "chains": _chains(made),
+        "left": dict(made.left),
+        "verified": verdict is not None,
+        "verdict": None if verdict is None else verdict.as_dict(),
+        "seconds": {name: estimate_data(timing) for name, timing in timings.items()},
+        "readability": {"lines": read.lines, "kernels": read.kernels, "comment_share": read.comment_share},
+        **machine_data(settings),
+    }
+
+
+def _chains(made: Export) -> Sequence[dict[str, Any]]:
+    return [{"name": c.name, "chain": str(c.plan.chain), "launches": c.launches} for c in made.chains]

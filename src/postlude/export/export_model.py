@@ -1,0 +1,134 @@
+"""A problem's model as one file of its own."""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from postlude.chain import Chain, Normalize, Reduce
+from postlude.errors import PostludeError
+from postlude.export.chain_text import ChainText, chain_text, unwritable
+from postlude.export.file import assemble, without_clashes
+from postlude.export.forward import ForwardText
+from postlude.export.heading import Measured, heading
+from postlude.export.kernels import library
+from postlude.export.original import arguments_of, read
+from postlude.export.trace import FoundChain, trace
+from postlude.export.training import why_untrained
+from postlude.hardware import Machine
+from postlude.plan import Plan, Problem, lower
+from postlude.plan.problem import spec_of
+
+# What a file is written for where no GPU is at hand to ask.
+HOPPER = Machine(
+    "cuda",
+    132,
+    50 << 20,
+    has_triton=True,
+    norms_keeping_layout=frozenset(),
+    architecture="sm_90",
+    shared_bytes=232_448,
+    has_nvrtc=True,
+)
+
+# What launchers and kernels call their own values; a model's tensor of such a name gets another one.
+_WORDS = (
+    "v mean rstd var count base value result keep x weight bias batch depth height width out positions pitch "
+    "plane_rows sample_rows plane step rows high low grid block blocks sizes columns weight_scale unscale scale shape "
+    "stride tiles units means squares counts align tensors chunks deep wide card kernel grad grads leaves others "
+    "wanted settings x_grad weight_grad torch triton math nn tl fits scales pack_weight group_moments self super"
+)
+RESERVED = frozenset(_WORDS.split())
+
+
+@dataclass(frozen=True)
+class Export:
+    text: str
+    chains: tuple[ChainText, ...]
+    left: Mapping[str, str]  # chains and calls that stay with PyTorch, and why
+
+
+def export(
+    source: str,
+    model: nn.Module,
+    inputs: Sequence[Any],
+    arguments: tuple[Sequence[Any], Mapping[str, Any]],
+    *,
+    machine: Machine = HOPPER,
+    precision: str = "fp32",
+    allows_tf32: bool = False,
+    measured: Measured | None = None,
+    training: bool = False,
+    even_if_slower: bool = False,
+) -> Export:
+    """`source` is the text of the problem's file, `model` was built from it with `arguments`."""
+    original = read(source)
+    values = arguments_of(type(model), *arguments)
+    traced = trace(model, inputs)
+    reasons = dict(traced.declined)
+    texts: dict[FoundChain, ChainText] = {}
+    for found in traced.chains:
+        specs = tuple(spec_of(node.meta["val"]) for node in found.match.tensors)
+        problem = Problem(specs, "cuda", precision, False, allows_tf32)
+        outcome = lower(found.match.chain, problem, machine, even_if_slower=even_if_slower)
+        why = unwritable(outcome, texts.values()) if isinstance(outcome, Plan) else str(outcome)
+        if isinstance(outcome, Plan) and why is None:
+            texts[found] = chain_text(outcome, _function_name(found.match.chain), _slot_names(found), training)
+        else:
+            reasons[found.calls[0].name] = f"{found.match.chain}: {why}"
+    if not texts:
+        raise PostludeError("there is no chain in this model that kernels could be written for" + _first(reasons))
+    if training and not any(text.trainer for text in texts.values()):
+        why = why_untrained(next(iter(texts.values())).plan)
+        raise PostludeError(f"there is no chain whose kernels could train ({why}); leave out --training.")
+    written = dict(zip(texts, without_clashes(list(texts.values()))))
+    launchers = {found: text.name for found, text in written.items()}
+    trained = {found for found, text in written.items() if text.trainer}
+    forward = ForwardText(traced, launchers, reasons, trained if trained else None).write()
+    chains = tuple(written.values())
+    top = heading(chains, precision, measured)
+    return Export(assemble(original, chains, forward, values, top, machine.architecture), chains, reasons)
+
+
+def _first(reasons: Mapping[str, str]) -> str:
+    return f" ({next(iter(reasons.values()))})." if reasons else "."
+
+
+def _function_name(chain: Chain) -> str:
+    words = [] if chain.producer is None else ["conv"]
+    for step in chain.steps:
+        is_norm = isinstance(step, Normalize)
+        words.append("norm" if is_norm else step.op if isinstance(step, Reduce) else getattr(step, "op", ""))
+    return "_".join(word for word in words if word)
+
+
+def _slot_names(found: FoundChain) -> dict[int, str]:
+    """x, weight, bias, then gamma and beta of a norm; other tensors by their names in the model."""
+    chain = found.match.chain
+    names = {0: "x"}
+    if chain.producer is not None:
+        names[1] = "weight"
+        if chain.producer.has_bias:
+            names[2] = "bias"
+    for step in chain.steps:
+        if isinstance(step, Normalize):
+            for slot, word in ((step.weight, "gamma"), (step.bias, "beta")):
+                if slot is not None and slot.index not in names:
+                    names[slot.index] = _free(word, names)
+    for index, item in enumerate(found.tensors):
+        if index not in names:
+            names[index] = _free(item.split(".")[-1] if isinstance(item, str) else "other", names)
+    return names
+
+
+def _free(word: str, names: Mapping[int, str]) -> str:
+    """A name that neither another tensor nor anything in a launcher or kernel goes by."""
+    word = word if word.isidentifier() and not keyword.iskeyword(word) else "other"
+    if word in RESERVED or word in library():
+        word = f"{word}_tensor"
+    taken = set(names.values())
+    return next(name for name in (word, *(f"{word}{i}" for i in range(2, 99))) if name not in taken)

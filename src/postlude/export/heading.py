@@ -1,0 +1,62 @@
+"""The docstring of an exported file: which chain, how many launches, which arithmetic, what was measured."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Sequence
+
+from postlude.export.chain_text import ChainText
+from postlude.export.layout import WIDTH
+from postlude.plan import Plan
+from postlude.plan.gemm import Gemm
+
+Measured = Callable[[str, str, str, str], str | None]  # chain, shape, dtype and precision to a sentence
+_LABEL = 11
+
+
+def heading(chains: Sequence[ChainText], precision: str, measured: Measured | None) -> str:
+    title = f"{chains[0].plan.chain}, fused." if len(chains) == 1 else f"{len(chains)} fused chains."
+    lines = [*textwrap.wrap(f'"""{title}', WIDTH), ""]
+    for chain in chains:
+        plan = chain.plan
+        shape = "×".join(map(str, plan.input.shape))
+        mode = precision if plan.input.dtype == "float32" else "auto"
+        found = None if measured is None else measured(str(plan.chain), shape, plan.input.dtype, mode)
+        if len(chains) > 1:
+            lines += _row(chain.name, str(plan.chain))
+        lines += _row("Input", f"{shape}, {plan.input.dtype}, contiguous; other shapes run as well")
+        lines += _row("Launches", _launches(chain))
+        lines += _row("Arithmetic", _arithmetic(plan))
+        lines += _row("Measured", found or "not at this size")
+        lines.append("")
+    lines.append("What the kernels do not take (see `fits`) runs through PyTorch's own operators.")
+    lines.append("Names in kernels: p_ pointer, i_ index, o_ offsets, m_ mask, b_ block of values.")
+    return "\n".join([*lines, '"""'])
+
+
+def _row(label: str, text: str) -> list[str]:
+    pad = " " * (_LABEL + 1)
+    return textwrap.wrap(text, WIDTH, initial_indent=f"{label:{_LABEL}} ", subsequent_indent=pad)
+
+
+def _launches(chain: ChainText) -> str:
+    conv = chain.plan.chain.producer
+    words = f"{chain.launches} of our kernels"
+    if conv is not None and chain.plan.own is None:
+        words += " after PyTorch's convolution"
+    small = [name for name in ("scales", "pack_weight", "group_moments") if name in chain.helpers]
+    if small:
+        words += ", and a few small ones of PyTorch"
+    return words
+
+
+def _arithmetic(plan: Plan) -> str:
+    own = plan.own
+    if own is None:
+        return "fp32; the convolution is PyTorch's" if plan.chain.producer else "fp32"
+    planes = own.arithmetic.planes if isinstance(own, Gemm) else own.planes
+    if plan.input.dtype != "float32":
+        return f"products of {plan.input.dtype}, summed in fp32"
+    if planes == 2:
+        return "fp32, as two fp16 planes on the tensor cores: as exact as PyTorch's fp32"
+    return "TF32's: numbers rounded to one fp16 plane, which has TF32's mantissa"

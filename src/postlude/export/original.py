@@ -1,0 +1,196 @@
+"""What of a problem's file its model needs: imports, helpers, and the class itself, to be written as `ModelNew`."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import symtable
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from postlude.errors import PostludeError
+from postlude.export.forward import literal
+from postlude.export.layout import call, fold
+
+_TORCH = ("torch", "triton")
+_FUNCTIONS = ("get_inputs", "get_init_inputs")
+
+
+@dataclass(frozen=True)
+class Original:
+    """The parts of a file that its model needs, as text."""
+
+    imports: tuple[str, ...]
+    helpers: tuple[str, ...]  # assignments, functions and classes above the model, in order
+    model: ast.ClassDef
+    source: str
+
+
+def read(source: str) -> Original:
+    tree = ast.parse(source)
+    model = next((n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Model"), None)
+    if model is None:
+        raise PostludeError("Model is not a class of the file itself, so it cannot be written to another one.")
+    defined: dict[str, ast.stmt] = {}
+    for statement in tree.body:
+        for name in _defined_names(statement):
+            defined[name] = statement
+    needed = _needed(source, model, defined)
+    imports = [n for n in tree.body if n in needed and isinstance(n, ast.Import | ast.ImportFrom)]
+    for statement in imports:
+        _check_import(statement)
+    others = [n for n in tree.body if n in needed and n not in imports and n is not model]
+    for statement in (model, *others):
+        _check_methods(statement)
+    texts = tuple(fold(_text(source, n)) for n in others)
+    return Original(tuple(_import_lines(imports, model, others)), texts, model, source)
+
+
+def _defined_names(statement: ast.stmt) -> list[str]:
+    if isinstance(statement, ast.Import | ast.ImportFrom):
+        return [alias.asname or alias.name.split(".")[0] for alias in statement.names]
+    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+        return [] if statement.name in _FUNCTIONS else [statement.name]
+    return [n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+
+
+def _needed(source: str, model: ast.stmt, defined: Mapping[str, ast.stmt]) -> set[ast.stmt]:
+    """Statements that the model's text reads names of, and those that they read names of."""
+    found, left = set[ast.stmt](), [model]
+    while left:
+        table = symtable.symtable(_text(source, left.pop()), "", "exec")
+        for name in _read_outside(table, is_file=True):
+            statement = defined.get(name)
+            if statement is not None and statement not in found and statement is not model:
+                found.add(statement)
+                left.append(statement)
+    return found
+
+
+def _read_outside(table: symtable.SymbolTable, is_file: bool = False) -> set[str]:
+    """Names that a text reads and its functions do not bind."""
+    names = {s.get_name() for s in table.get_symbols() if s.is_referenced() and (is_file or s.is_global())}
+    return names.union(*(_read_outside(child) for child in table.get_children()))
+
+
+def _check_import(statement: ast.Import | ast.ImportFrom) -> None:
+    is_relative = isinstance(statement, ast.ImportFrom) and statement.level > 0
+    names = [statement.module or ""] if isinstance(statement, ast.ImportFrom) else [a.name for a in statement.names]
+    for name in names:
+        root = name.split(".")[0]
+        if is_relative or (root not in _TORCH and root not in sys.stdlib_module_names):
+            raise PostludeError(f"the model needs {root or 'its own package'}, which one file cannot hold.")
+
+
+def _check_methods(statement: ast.stmt) -> None:
+    """A trace of the forward sees neither modes nor errors caught: what has them cannot be written as calls."""
+    for function in ast.walk(statement):
+        if isinstance(function, ast.FunctionDef) and function.name != "__init__":
+            for node in ast.walk(function):
+                if isinstance(node, ast.With | ast.Try):
+                    word = "with" if isinstance(node, ast.With) else "try"
+                    raise PostludeError(
+                        f"{function.name} has a `{word}` block (line {node.lineno}), which calls in a row cannot hold."
+                    )
+
+
+def _import_lines(imports: Sequence[ast.stmt], model: ast.ClassDef, others: Sequence[ast.stmt]) -> list[str]:
+    """One name an import, so that what nobody reads is left out and the rest can be sorted."""
+    read = {n.id for part in (model, *others) for n in ast.walk(part) if isinstance(n, ast.Name)}
+    lines = []
+    for statement in imports:
+        assert isinstance(statement, ast.Import | ast.ImportFrom)
+        for alias in statement.names:
+            name = alias.asname or alias.name.split(".")[0]
+            if name in read:
+                end = f" as {alias.asname}" if alias.asname else ""
+                start = f"from {statement.module} " if isinstance(statement, ast.ImportFrom) else ""
+                line = f"{start}import {alias.name}{end}"
+                lines.append("from torch import nn" if line == "import torch.nn as nn" else line)
+    return lines
+
+
+def _text(source: str, node: ast.stmt) -> str:
+    lines = source.splitlines()
+    first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
+    return "\n".join(line.rstrip() for line in lines[first - 1 : node.end_lineno]) + "\n"
+
+
+def model_text(original: Original, forward: Sequence[str], values: Mapping[str, Any]) -> str:
+    """The class with another name and another forward, which knows whether it was built as the problem's was."""
+    node = original.model
+    lines = _text(original.source, node).splitlines()
+    offset = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+    methods = {n.name: n for n in node.body if isinstance(n, ast.FunctionDef)}
+    old = methods.get("forward")
+    if old is None:
+        raise PostludeError("Model has no forward of its own, so none can be written.")
+    parts = [(old, _forward_text(original, old, forward))]
+    init = methods.get("__init__")
+    if init is not None:
+        parts.append((init, _text(original.source, init).rstrip("\n").splitlines() + _known(values)))
+    for method, text in sorted(parts, key=lambda part: -part[0].lineno):
+        first = min([method.lineno, *(d.lineno for d in method.decorator_list)])
+        assert method.end_lineno is not None
+        after = lines[method.end_lineno - offset + 1 :]
+        space = [""] if after and after[0].strip() else []
+        lines[first - offset :] = [*text, *space, *after]
+    if init is None:
+        place = node.body[0].lineno - offset
+        lines[place:place] = ["    has_kernels = True", ""]
+    whole = "\n".join(lines) + "\n"
+    renamed = whole.replace("class Model(", "class ModelNew(", 1).replace("super(Model, self)", "super()")
+    return fold(renamed)
+
+
+def _known(values: Mapping[str, Any]) -> list[str]:
+    """Whether the arguments are those that the kernels were written for."""
+    if not values:
+        return ["        self.has_kernels = True"]
+    if len(values) == 1:
+        ((name, value),) = values.items()
+        return [f"        self.has_kernels = {name} == {literal(value)}"]
+    given = f"({', '.join(values)})"
+    line = f"        self.has_kernels = {given} == {literal(tuple(values.values()))}"
+    if len(line) <= 88:
+        return [line]
+    return [
+        *call("", list(values), "arguments = ", indent=8),
+        *call("", [literal(v) for v in values.values()], "self.has_kernels = arguments == ", indent=8),
+    ]
+
+
+def _forward_text(original: Original, old: ast.FunctionDef, body: Sequence[str]) -> list[str]:
+    lines = _text(original.source, old).splitlines()
+    first = old.body[0]
+    head = _typed(old)
+    if ast.get_docstring(old) is not None and isinstance(first, ast.Expr):
+        assert first.end_lineno is not None
+        head += lines[first.lineno - old.lineno : first.end_lineno - old.lineno + 1]
+    return [*head, *body]
+
+
+def _typed(old: ast.FunctionDef) -> list[str]:
+    """Its signature; arguments that say nothing of their type are tensors."""
+    arguments = old.args
+    for argument in (*arguments.posonlyargs, *arguments.args[1:], *arguments.kwonlyargs):
+        if argument.annotation is None:
+            argument.annotation = ast.Name("Tensor", ast.Load())
+    result = "Tensor" if old.returns is None else ast.unparse(old.returns)
+    parts = ast.unparse(arguments).replace(": torch.Tensor", ": Tensor").split(", ")
+    return call("def forward", parts, after=f" -> {result.replace('torch.Tensor', 'Tensor')}:", indent=4)
+
+
+def arguments_of(init: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The constructor's arguments by name, defaults filled in; refused where a file cannot hold one."""
+    bound = inspect.signature(init).bind(*args, **kwargs)
+    bound.apply_defaults()
+    for name, parameter in bound.signature.parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise PostludeError(f"the constructor takes *{name}: what it was built with cannot be compared in a file.")
+    values = dict(bound.arguments)
+    for value in values.values():
+        literal(value)
+    return values

@@ -1,0 +1,139 @@
+"""A model's forward at two levels: calls of modules and functions, as people write it, and the ATen graph below.
+
+The chains are found in the ATen graph; each of its nodes remembers the call that it came from, so that a chain is known
+as calls of the forward. A forward that cannot be written down as a straight line of calls is refused in one sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor, nn
+
+from postlude.errors import PostludeError
+from postlude.graph.capture import capture_function
+from postlude.graph.match import Declined, Match, match
+from postlude.graph.tidy import functionalise
+
+
+@dataclass(frozen=True)
+class FoundChain:
+    """A chain as calls of the forward, in order, and where each of its tensors comes from: a call, or an attribute."""
+
+    match: Match
+    calls: tuple[fx.Node, ...]
+    tensors: tuple[fx.Node | str, ...]  # a dotted path is a parameter or buffer
+
+
+@dataclass(frozen=True)
+class Traced:
+    graph: fx.Graph
+    modules: Mapping[str, nn.Module]
+    chains: tuple[FoundChain, ...]
+    declined: Mapping[str, str]  # the name of a call that stays as it is, and why
+
+
+def trace(model: nn.Module, inputs: Sequence[Any]) -> Traced:
+    graph = _calls(model)
+    found, declined, origins, placeholders = _chains(model, graph, inputs)
+    by_name = {node.name: node for node in graph.nodes}
+    reasons = {item.name: f"{item.what.removeprefix('aten.')}: {item.reason}" for item in declined}
+    chains = []
+    for item in found:
+        chain = _as_calls(item, by_name, origins, placeholders)
+        if isinstance(chain, str):
+            reasons[item.name] = chain
+        else:
+            chains.append(chain)
+    return Traced(graph, dict(model.named_modules()), tuple(chains), reasons)
+
+
+def _calls(model: nn.Module) -> fx.Graph:
+    """The same in both modes: what differs between them must lie inside modules, which know their mode."""
+    was_training = model.training
+    try:
+        graphs = [fx.Tracer().trace(model.train(mode)) for mode in (not was_training, was_training)]
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise PostludeError(f"the forward cannot be written as one straight line of calls ({first}).") from error
+    finally:
+        model.train(was_training)
+    if any("_tensor_constant" in str(node.target) for node in graphs[1].nodes if node.op == "get_attr"):
+        raise PostludeError("the forward makes a tensor of its own, which a straight line of calls cannot hold.")
+    if str(graphs[0]) != str(graphs[1]):
+        raise PostludeError("the forward differs between training and evaluation outside its modules.")
+    return graphs[1]
+
+
+class _Marking(fx.Interpreter):
+    """Runs the calls so that each ATen node carries the name of the call it belongs to."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        n.meta["nn_module_stack"] = {"call": (n.name, type(None))}
+        return super().run_node(n)
+
+
+class _Marked(nn.Module):
+    def __init__(self, model: nn.Module, graph: fx.Graph) -> None:
+        super().__init__()
+        self.model, self.graph = model, graph
+
+    def forward(self, *inputs: Any) -> Any:
+        return _Marking(fx.GraphModule(self.model, self.graph)).run(*inputs)
+
+
+def _chains(
+    model: nn.Module, graph: fx.Graph, inputs: Sequence[Any]
+) -> tuple[list[Match], list[Declined], dict[fx.Node, str], dict[fx.Node, str]]:
+    """Matches and the rest; for each ATen node its call, and for the graph's inputs what they are."""
+    state: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    marked = _Marked(model, graph)
+    count = len(inputs)
+
+    def call(*values: Any) -> Any:
+        given = {f"model.{name}": value for name, value in zip(state, values[count:])}
+        return torch.func.functional_call(marked, given, tuple(values[:count]))
+
+    try:
+        with torch.no_grad(), fx.traceback.preserve_node_meta():
+            aten = capture_function(call, [*inputs, *state.values()])
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise PostludeError(f"the forward cannot be traced ({first}).") from error
+    functionalise(aten)
+    found, declined = match(aten)
+    names = [node.name for node in graph.nodes if node.op == "placeholder"][:count]
+    inputs_of = [node for node in aten.graph.nodes if node.op == "placeholder"]
+    placeholders = dict(zip(inputs_of, [*names, *(f".{name}" for name in state)]))
+    origins = {
+        node: str(next(iter(node.meta["nn_module_stack"].values()))[0])
+        for node in aten.graph.nodes
+        if node.meta.get("nn_module_stack")
+    }
+    return found, declined, origins, placeholders
+
+
+def _as_calls(
+    item: Match, by_name: Mapping[str, fx.Node], origins: Mapping[fx.Node, str], placeholders: Mapping[fx.Node, str]
+) -> FoundChain | str:
+    names = {origins.get(node, "") for node in item.nodes}
+    whole = [node for node, name in origins.items() if name in names and node.op == "call_function"]
+    if not names <= by_name.keys() or set(whole) != set(item.nodes):
+        return "a call of the forward lies only partly in the chain"
+    calls = tuple(node for name, node in by_name.items() if name in names)
+    if any(user not in calls for call in calls[:-1] for user in call.users):
+        return "a value inside the chain is used outside it as well"
+    tensors: list[fx.Node | str] = []
+    for node in item.tensors:
+        source = placeholders.get(node, origins.get(node, ""))
+        if source.startswith("."):
+            tensors.append(source[1:])
+        elif source in by_name and source not in names:
+            tensors.append(by_name[source])
+        else:
+            return "a tensor that the chain reads is made on the way"
+    return FoundChain(item, calls, tuple(tensors))

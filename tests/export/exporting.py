@@ -1,0 +1,205 @@
+"""Problems as text, and their exported files."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from postlude import problem_file
+from postlude.export.export_model import HOPPER, Export, export
+from postlude.export.measured import from_records
+
+ROOT = Path(__file__).parents[2]
+PROBLEMS = ROOT / "src" / "postlude" / "problems"
+RECORDS = ROOT / "benchmarks" / "results" / "h200.csv"
+GOLDEN = ROOT / "examples" / "kernelbench"
+
+HEAD = """\
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self, cin, cout):
+        super().__init__()
+        {init}
+
+    def forward(self, x):
+        {forward}
+
+
+def get_inputs():
+    return [torch.randn({shape})]
+
+
+def get_init_inputs():
+    return [{cin}, {cout}]
+"""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model of one small forward; statements of `init` and `forward` are parted by semicolons."""
+
+    name: str
+    init: str
+    forward: str
+    shape: tuple[int, ...]
+    cout: int
+    kernels: tuple[str, ...]  # that its file must have
+    dtype: torch.dtype = torch.float32
+    precision: str = "fp32"
+    tolerance: float = 2e-5
+
+    @property
+    def text(self) -> str:
+        lines = {key: getattr(self, key).replace("; ", "\n        ") for key in ("init", "forward")}
+        return HEAD.format(**lines, shape=", ".join(map(str, self.shape)), cin=self.shape[1], cout=self.cout)
+
+
+PACKED = ("pack_input_kernel", "convolve_kernel", "finish_kernel")
+SMALL_PROBLEMS = [
+    Problem(
+        "61",
+        "self.conv = nn.ConvTranspose3d(cin, cout, 3, bias=False); self.norm = nn.GroupNorm(8, cout)",
+        "return self.norm(torch.relu(self.conv(x)))",
+        (2, 16, 3, 4, 5),
+        128,
+        PACKED,
+    ),
+    Problem(
+        "padded block with few channels",
+        "self.conv = nn.Conv3d(cin, cout, 3, padding=1); self.norm = nn.InstanceNorm3d(cout, affine=True)",
+        "return F.leaky_relu(self.norm(self.conv(x)), 0.01)",
+        (2, 6, 4, 5, 7),
+        12,
+        PACKED,
+    ),
+    Problem(
+        "one plane, and tensors that go by names of a launcher",
+        "self.conv = nn.Conv3d(cin, cout, 3); self.norm = nn.GroupNorm(4, cout); "
+        "self.scale = nn.Parameter(torch.randn(cout, 1, 1, 1)); self.v = nn.Parameter(torch.randn(cout, 1, 1, 1))",
+        "return F.silu(self.norm(self.conv(x)) * self.scale + self.v)",
+        (1, 16, 5, 6, 5),
+        16,
+        PACKED,
+        precision="tf32",
+        tolerance=1e-2,
+    ),
+    Problem(
+        "16 bits",
+        "self.conv = nn.Conv2d(cin, cout, 3, padding=1); self.norm = nn.GroupNorm(2, cout)",
+        "return F.gelu(self.norm(self.conv(x)))",
+        (2, 16, 6, 7),
+        24,
+        PACKED,
+        dtype=torch.float16,
+        tolerance=2e-2,
+    ),
+    Problem(
+        "PyTorch's convolution, residual",
+        "self.conv = nn.Conv3d(cin, cout, 3, stride=2, padding=1); self.norm = nn.GroupNorm(2, cout); "
+        "self.skip = nn.Conv3d(cin, cout, 1, stride=2)",
+        "y = self.skip(x); return F.relu(self.norm(self.conv(x)) + y)",
+        (2, 4, 6, 6, 6),
+        8,
+        ("moments_kernel", "finish_kernel"),
+    ),
+    Problem(
+        "PyTorch's convolution without a norm",
+        "self.conv = nn.Conv3d(cin, cout, 3, stride=2); self.v = nn.Parameter(torch.randn(cout, 1, 1, 1))",
+        "return F.silu(self.conv(x) * self.v + 0.5)",
+        (2, 4, 7, 7, 7),
+        6,
+        ("finish_kernel",),
+    ),
+    Problem(
+        "a value read twice",
+        "self.conv = nn.Conv3d(cin, cout, 3); self.norm = nn.GroupNorm(2, cout)",
+        "h = self.conv(x); return self.norm(h * F.silu(h)) + h",
+        (1, 8, 4, 5, 4),
+        6,
+        PACKED,
+    ),
+    Problem(
+        "sums, their axes kept",
+        "self.conv = nn.Conv2d(cin, cout, 3); self.norm = nn.GroupNorm(3, cout)",
+        "return (self.norm(self.conv(x)) + 0.25).sum((2, 3), keepdim=True)",
+        (2, 8, 6, 5),
+        6,
+        ("convolve_kernel", "finish_moments_kernel"),
+        tolerance=1e-3,
+    ),
+    Problem(
+        "norm alone",
+        "self.norm = nn.GroupNorm(3, cin); self.head = nn.Linear(cin, cout)",
+        "x = F.relu(self.norm(x)); return self.head(x.mean(dim=(2, 3)))",
+        (2, 6, 5, 7),
+        4,
+        ("moments_kernel", "finish_kernel"),
+    ),
+    Problem(
+        "moments alone",
+        "self.conv = nn.Conv3d(cin, cout, 3); self.norm = nn.GroupNorm(2, cout)",
+        "return self.norm(F.relu(self.conv(x))).mean(dim=(2, 3, 4))",
+        (2, 8, 5, 5, 6),
+        6,
+        ("pack_input_kernel", "convolve_kernel", "finish_moments_kernel"),
+    ),
+]
+TWO_BLOCKS = (Path(__file__).parent / "two_blocks.txt").read_text("utf-8")
+
+
+def export_text(
+    text: str,
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    precision: str = "fp32",
+    even_if_slower: bool = True,
+    training: bool = False,
+) -> tuple[Export, nn.Module, list[Any]]:
+    """The file of a problem, with the model and the inputs that it was written for."""
+    path = folder / "problem.py"
+    path.write_text(text, encoding="utf-8")
+    problem = problem_file.load(path)
+    model = problem.build().to(dtype)
+    inputs = [item.to(dtype) for item in problem.inputs()]
+    settings: dict[str, Any] = {"precision": precision, "even_if_slower": even_if_slower, "training": training}
+    made = export(text, model, inputs, problem.init_arguments(), **settings)
+    return made, model, inputs
+
+
+def export_named(name: str, precision: str = "fp32", training: bool = False) -> Export:
+    """The file of one of the named problems, at its own size."""
+    path = PROBLEMS / f"{name}.py"
+    problem = problem_file.load(path)
+    shape = problem.module
+    sizes = (shape.batch_size, shape.in_channels, shape.depth, shape.height, shape.width)
+    return export(
+        path.read_text("utf-8"),
+        problem.build(),
+        [torch.empty(sizes)],
+        problem.init_arguments(),
+        machine=HOPPER,
+        precision=precision,
+        measured=from_records(RECORDS),
+        training=training,
+    )
+
+
+def ruff(path: Path) -> str:
+    """What ruff with its own settings finds wrong with a file."""
+    found = ""
+    for arguments in (["check"], ["format", "--diff"]):
+        command = [sys.executable, "-m", "ruff", *arguments, "--isolated", "--no-cache", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        found += done.stdout + done.stderr if done.returncode else ""
+    return found

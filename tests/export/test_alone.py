@@ -1,0 +1,157 @@
+"""Exported files run where Postlude cannot be imported, their kernels by Triton's interpreter."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from export.exporting import PROBLEMS, SMALL_PROBLEMS, TWO_BLOCKS, Problem, export_text, ruff
+from kernels.cuda_host import build as cuda_host
+from postlude.export.export_model import Export
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.export
+BY_NAME = {problem.name: problem for problem in SMALL_PROBLEMS}
+SMALL_23 = (PROBLEMS / "conv3d_group_norm_mean.py").read_text("utf-8").replace("batch_size = 128", "batch_size = 2")
+SMALL_23 = SMALL_23.replace("depth, height, width = 24, 32, 32", "depth, height, width = 5, 6, 7")
+
+TRANSPOSED = Problem(
+    "one channel, transposed",
+    "self.conv = nn.ConvTranspose3d(cin, cout, 3, padding=1, bias=False); self.norm = nn.GroupNorm(2, cout)",
+    "return self.norm(self.conv(x)).mean((1, 2, 3, 4))",
+    (2, 1, 4, 5, 6),
+    8,
+    (),
+).text
+
+
+def case_of(
+    folder: Path, file: str, made: Export, model: nn.Module, inputs: list[Any], arguments: list[int], tolerance: float
+) -> dict[str, Any]:
+    (folder / file).write_text(made.text, encoding="utf-8")
+    state = {name: torch.rand_like(value) if value.is_floating_point() else value for name, value in
+             model.state_dict().items()}  # fmt: skip
+    model.load_state_dict(state)
+    exact = copy.deepcopy(model).double()
+    leaves = [item.double().requires_grad_() for item in inputs]
+    result = exact(*leaves)
+    gradients = {}
+    if any(chain.trainer for chain in made.chains):
+        result.square().sum().backward()
+        gradients = {str(number): leaf.grad for number, leaf in enumerate(leaves)}
+        gradients |= {name: parameter.grad for name, parameter in exact.named_parameters()}
+    return {
+        "file": file,
+        "arguments": arguments,
+        "state": state,
+        "inputs": inputs,
+        "result": result.detach(),
+        "tolerance": tolerance,
+        "chains": len(made.chains),
+        "library": "",
+        "gradients": gradients,
+    }
+
+
+def small_case(folder: Path, problem: Problem, training: bool = False) -> dict[str, Any]:
+    settings = {"dtype": problem.dtype, "precision": problem.precision, "training": training}
+    made, model, inputs = export_text(problem.text, folder, **settings)  # type: ignore[arg-type]
+    names = {kernel.name for chain in made.chains for kernel in chain.kernels}
+    assert set(problem.kernels) <= names
+    assert "Measured    not at this size" in made.text
+    file = re.sub(r"\W+", "_", problem.name) + ".py"
+    case = case_of(folder, file, made, model, inputs, [problem.shape[1], problem.cout], problem.tolerance)
+    assert ruff(folder / file) == ""
+    return case
+
+
+def run_alone(folder: Path, cases: list[dict[str, Any]]) -> str:
+    torch.save(cases, folder / "cases.pt")
+    program = Path(__file__).parent / "alone.py"
+    command = [sys.executable, "-W", "ignore", str(program), str(folder)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_kind_of_chain_runs_alone(tmp_path: Path) -> None:
+    cases = [small_case(tmp_path, problem) for problem in SMALL_PROBLEMS]
+    made, model, inputs = export_text(TWO_BLOCKS, tmp_path)
+    assert len(made.chains) == 3
+    cases.append(case_of(tmp_path, "two_blocks.py", made, model, inputs, [4, 5], 2e-5))
+    assert run_alone(tmp_path, cases) == ""
+
+
+def test_gradients_start_from_what_the_kernels_stored(tmp_path: Path) -> None:
+    names = ("padded block with few channels", "PyTorch's convolution, residual", "norm alone")
+    cases = [small_case(tmp_path, BY_NAME[name], training=True) for name in names]
+    text = (tmp_path / cases[2]["file"]).read_text("utf-8")
+    before = "value = F.group_norm(value, 3, gamma, beta, 1e-05)"
+    assert text.count(before) == 1
+    (tmp_path / "mutant.py").write_text(text.replace(before, before.replace("3,", "2,")), encoding="utf-8")
+    first, *more = run_alone(tmp_path, [*cases, {**cases[2], "file": "mutant.py"}]).splitlines()
+    assert all(line.startswith("mutant.py: the gradient of") for line in (first, *more))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ to compile the kernel for the host")
+def test_the_direct_convolution_runs_alone(tmp_path: Path) -> None:
+    cases = []
+    for name, text, arguments in (
+        ("chain_23", SMALL_23, [3, 24, 3, 8]),
+        ("one_channel_transposed", TRANSPOSED, [1, 8]),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        made, model, inputs = export_text(text, folder)
+        case = case_of(tmp_path, f"{name}.py", made, model, inputs, arguments, 1e-5)
+        case["library"] = str(host_library(folder, made.chains[0].cuda, made.chains[0].shared_bytes))
+        cases.append(case)
+    assert run_alone(tmp_path, cases) == ""
+
+
+def host_library(folder: Path, text: str, shared: int) -> Path:
+    """The CUDA C++ of a file for the host; what only a card has is the emulation's."""
+    source = text.split('"""')[1]
+    for name in ("void mma", "u32 pack_pair", "float unpack"):
+        source, count = re.subn(rf"DEVICE {name}\(.*?\n\}}\n", "", source, flags=re.DOTALL)
+        assert count == 1, name
+    source = source.replace("extern __shared__ uint4 shared[];", "")
+    (folder / "kernel.cu").write_text(source, encoding="utf-8")
+    library = folder / "kernel.so"
+    command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-DBFLOAT=0", f"-DSHARED_BYTES={shared}"]
+    command += ["-DPOSTLUDE_ENTRY=few_channels_moments"]
+    command += [f'-DPOSTLUDE_KERNEL="{folder / "kernel.cu"}"', str(cuda_host.HERE / "driver.cpp"), "-o", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return library
+
+
+def test_a_wrong_file_is_seen(tmp_path: Path) -> None:
+    """Mutants: γ left out of a kernel, and relu left out of what runs without kernels."""
+    right = small_case(tmp_path, BY_NAME["norm alone"])
+    text = (tmp_path / right["file"]).read_text("utf-8")
+    mutants = {"(b_x - mean) * (rstd * gamma)": "(b_x - mean) * rstd", "F.relu(self.norm(x))": "self.norm(x)"}
+    for number, (before, after) in enumerate(mutants.items()):
+        assert text.count(before) == 1
+        (tmp_path / f"mutant_{number}.py").write_text(text.replace(before, after), encoding="utf-8")
+    cases = [{**right, "file": f"mutant_{number}.py"} for number in range(len(mutants))]
+    first, second = run_alone(tmp_path, [right, *cases]).splitlines()
+    assert first.startswith("mutant_0.py: its kernels: an error")
+    assert second.startswith("mutant_1.py: PyTorch's operators: an error")
+
+
+def test_an_import_of_postlude_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "importing.py").write_text("import postlude\n", encoding="utf-8")
+    with pytest.raises(AssertionError, match="must not import postlude"):
+        run_alone(tmp_path, [{"file": "importing.py"}])

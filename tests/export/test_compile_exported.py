@@ -1,0 +1,90 @@
+"""The kernels of the exported files compiled ahead of time, for the cards that `fits` lets them run on."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from export.exporting import export_named
+from kernels import offline
+from postlude.hardware import has_nvrtc
+from postlude.run import nvrtc
+
+pytest.importorskip("triton")
+pytestmark = [pytest.mark.compile, pytest.mark.filterwarnings("ignore")]
+
+
+class CompiledOnly:
+    """A kernel whose launches are compiled and not run."""
+
+    def __init__(self, kernel: Any, found: list[Any]) -> None:
+        self.kernel, self.found = kernel, found
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def compile_instead(*arguments: Any, **settings: Any) -> None:
+            self.found.append(self.kernel.warmup(*arguments, grid=grid, **settings))
+
+        return compile_instead
+
+
+def loaded(name: str, folder: Path, precision: str = "fp32") -> tuple[ModuleType, list[Any]]:
+    path = folder / f"{name}_{precision}.py"
+    path.write_text(export_named(name, precision).text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found: list[Any] = []
+    for word, item in list(vars(module).items()):
+        if word.endswith("_kernel") and hasattr(item, "warmup"):
+            setattr(module, word, CompiledOnly(item, found))
+    return module, found
+
+
+def check(found: list[Any], card: int) -> None:
+    for made in found:
+        assert made.metadata.shared <= offline.CARDS[card], made.metadata.name
+        used = offline.resources(made.asm["ptx"], card)
+        assert used.registers * 32 * made.metadata.num_warps <= 65_536, (made.metadata.name, used)
+        assert used.spilled <= (1024 if made.metadata.name == "convolve_kernel" else 0), (made.metadata.name, used)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_61_compiles_for_hopper(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offline.use_card(monkeypatch, 90)
+    module, found = loaded("conv_transpose3d_relu_group_norm", tmp_path, precision)
+    shapes = ((16, 64, 32, 32, 32), (64, 128, 3, 3, 3), (128,), (128,))
+    result = module.conv_relu_norm(*[torch.empty(shape, device="meta") for shape in shapes])
+    assert result.shape == (16, 128, 34, 34, 34)
+    assert len(found) == (3 if precision == "fp32" else 4)  # one plane has a kernel for the moments of groups
+    check(found, 90)
+    assert "capability == (9, 0)" in (tmp_path / f"{module.__name__}.py").read_text("utf-8")
+
+
+@pytest.mark.skipif(not has_nvrtc(), reason="needs NVRTC: install nvidia-cuda-nvrtc")
+def test_23_compiles_for_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offline.use_card(monkeypatch, 90)
+    module, found = loaded("conv3d_group_norm_mean", tmp_path)
+    launched: list[Any] = []
+    monkeypatch.setattr(module, "moments_kernel", lambda device: lambda *arguments: launched.append(arguments))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: type("H", (), {"multi_processor_count": 132})
+    )
+    shapes = ((128, 3, 24, 32, 32), (24, 3, 3, 3, 3), (24,), (24,), (24,))
+    assert module.conv_norm_mean(*[torch.empty(shape, device="meta") for shape in shapes]).shape == (128,)
+    check(found, 90)
+    ((grid, block, arguments, shared),) = launched
+    assert (grid, block, shared) == ((264, 1, 1), (256, 1, 1), module.SHARED_BYTES)
+    options = ("--gpu-architecture=sm_90", "--ptxas-options=-v")
+    _, log = nvrtc.compile_source(nvrtc.Source("exported.cu", module.SOURCE), options)
+    assert sum(int(n) for n in re.findall(r"(\d+) bytes (?:stack frame|spill)", log)) == 0, log
+    signature = module.SOURCE.split("few_channels_moments(")[1].split(")  //")[0]
+    parameters = re.sub(r"//.*", "", signature).count(",") + 1
+    assert parameters == len(arguments)

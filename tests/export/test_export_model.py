@@ -1,0 +1,162 @@
+"""Exported files as texts: laid out as ruff would, of the promised size, or refused in one sentence."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from export.exporting import SMALL_PROBLEMS, TWO_BLOCKS, export_named, export_text, ruff
+from postlude.errors import PostludeError
+from postlude.export.figures import figures
+
+NAMED = {"conv_transpose3d_relu_group_norm": 300, "conv3d_group_norm_mean": 570}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+@pytest.mark.parametrize("name", NAMED)
+def test_the_named_chains_files_are_short_and_laid_out(name: str, precision: str, tmp_path: Path) -> None:
+    made = export_named(name, precision)
+    (tmp_path / "file.py").write_text(made.text, encoding="utf-8")
+    assert ruff(tmp_path / "file.py") == ""
+    assert figures(made.text).lines < NAMED[name]
+    assert "postlude." not in made.text
+    assert re.findall(r"^(?:import|from) (\w+)", made.text, re.MULTILINE) != []
+    packages = set(re.findall(r"^(?:import|from) (\w+)", made.text, re.MULTILINE))
+    assert packages <= {"math", "functools", "typing", "torch", "triton"}
+    assert "Measured    " in made.text
+    assert "not at this size" not in made.text
+
+
+def test_training_takes_a_class_more(tmp_path: Path) -> None:
+    made = export_named("conv_transpose3d_relu_group_norm", training=True)
+    (tmp_path / "file.py").write_text(made.text, encoding="utf-8")
+    assert ruff(tmp_path / "file.py") == ""
+    assert figures(made.text).lines < 400
+    assert "class ConvReluNorm(torch.autograd.Function):" in made.text
+    with pytest.raises(PostludeError, match=r"no chain whose kernels could train.*leave out --training"):
+        export_named("conv3d_group_norm_mean", training=True)
+
+
+def test_several_chains_share_what_is_the_same(tmp_path: Path) -> None:
+    made, _, _ = export_text(TWO_BLOCKS, tmp_path)
+    assert len(made.chains) == 3
+    (tmp_path / "file.py").write_text(made.text, encoding="utf-8")
+    assert ruff(tmp_path / "file.py") == ""
+    for name in ("group_moments", "scales", "leaky_relu", "convolve_kernel", "fits"):
+        assert made.text.count(f"def {name}(") == 1
+    assert made.text.count("def pack_input_kernel(") == made.text.count("def pack_input_kernel_2(") == 1
+    defined = re.findall(r"^def (\w+)\(", made.text, re.MULTILINE)
+    assert len(defined) == len(set(defined))
+
+
+def test_what_is_not_fused_says_why(tmp_path: Path) -> None:
+    made, _, _ = export_text(TWO_BLOCKS.replace("6, 6, 6)", "64, 64, 64)"), tmp_path, even_if_slower=False)
+    assert len(made.chains) == 2
+    words = re.sub(r"\n *# ", " ", made.text)
+    assert re.search(r"Left to PyTorch: conv3d\(8→8, k3, s2, p1\) .*: too small to gain", words)
+    assert "self.norm(self.strided(x))" not in made.text  # one call a line where nothing is fused
+
+
+REFUSED = {
+    "data decide": ("first = self.enc(x)", "first = self.enc(x) if x.sum() > 0 else x", "one straight line of calls"),
+    "a with block": ("first = self.enc(x)", "with torch.no_grad():\n            first = self.enc(x)", "`with` block"),
+    "another module": ("width = 8", "import numpy\n\nwidth = numpy.int64(8).item()", "needs numpy"),
+    "a local module": ("width = 8", "from .sizes import width", "its own package|needs sizes"),
+    "modes differ": (
+        "first = self.enc(x)",
+        "first = self.enc(x if self.training else x + 1)",
+        "training and evaluation",
+    ),
+    "a tensor of its own": ("first = self.enc(x)", "first = self.enc(x + torch.ones(1))", "a tensor of its own"),
+    "star arguments": ("cout: int, hidden=width)", "cout: int, *rest, hidden=width)", "takes \\*rest"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_is_refused_in_one_sentence(name: str, tmp_path: Path) -> None:
+    before, after, says = REFUSED[name]
+    text = TWO_BLOCKS.replace(before, after, 1)
+    if name == "a local module":
+        text = text.replace("from .sizes", "from sizes")
+        (tmp_path / "sizes.py").write_text("width = 8\n", encoding="utf-8")
+    with pytest.raises(PostludeError, match=says) as raised:
+        export_text(text, tmp_path)
+    assert str(raised.value).count(". ") == 0
+    assert str(raised.value).endswith(".")
+
+
+def test_nothing_to_write_says_the_first_reason(tmp_path: Path) -> None:
+    with pytest.raises(PostludeError, match=r"no chain in this model that kernels could be written for \(.+\)"):
+        export_text(TWO_BLOCKS, tmp_path, even_if_slower=False)
+
+
+def test_a_file_built_otherwise_runs_without_kernels(tmp_path: Path) -> None:
+    problem = SMALL_PROBLEMS[0]
+    made, _, _ = export_text(problem.text, tmp_path)
+    (tmp_path / "file.py").write_text(made.text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("exported_otherwise", tmp_path / "file.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.fits = lambda *_: True  # type: ignore[attr-defined]
+    other = module.ModelNew(4, 16)  # the kernels are for 16 and 128 channels
+    assert not other.has_kernels
+    assert other(torch.randn(1, 4, 3, 3, 3)).shape == (1, 16, 5, 5, 5)
+    assert module.ModelNew(16, 128).has_kernels
+
+
+class Fake:
+    """As much of a tensor as `fits` asks."""
+
+    def __init__(self, *shape: int, **other: object) -> None:
+        self.shape, self.requires_grad, self.is_cuda = torch.Size(shape), False, True
+        self.dtype, self.device, self.contiguous = torch.float32, "cuda:0", True
+        vars(self).update(other)
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def is_contiguous(self) -> bool:
+        return self.contiguous
+
+
+X, WEIGHT = (2, 64, 5, 6, 7), (64, 128, 3, 3, 3)
+UNFIT = {
+    "another dtype": ({"dtype": torch.float16}, {}),
+    "another layout": ({"contiguous": False}, {}),
+    "a gradient is wanted": ({}, {"requires_grad": True}),
+    "the weight elsewhere": ({}, {"device": "cpu"}),
+    "no sample": ({"shape": torch.Size((0, *X[1:]))}, {}),
+    "no batch axis": ({"shape": torch.Size(X[1:])}, {}),
+    "other channels": ({"shape": torch.Size((2, 32, 5, 6, 7))}, {}),
+    "offsets beyond 32 bits": ({"shape": torch.Size((1, 64, 256, 256, 256))}, {}),
+}
+
+
+def test_fits_what_the_kernels_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file.py").write_text(export_named("conv_transpose3d_relu_group_norm").text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("exported_61", tmp_path / "file.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert not module.fits(64, torch.empty(X), torch.empty(WEIGHT))  # the CPU
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert module.fits(64, Fake(*X), Fake(*WEIGHT))
+    for name, (x, weight) in UNFIT.items():
+        assert not module.fits(64, Fake(*X, **x), Fake(*WEIGHT, **weight)), name
+    with torch.no_grad():
+        assert module.fits(64, Fake(*X), Fake(*WEIGHT, requires_grad=True))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "is_autocast_enabled", lambda device: True)
+        assert not module.fits(64, Fake(*X), Fake(*WEIGHT))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert not module.fits(64, Fake(*X), Fake(*WEIGHT))

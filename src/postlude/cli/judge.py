@@ -120,7 +120,9 @@ def started(
     """The file's ModelNew in its process, built with the reference's arguments and the seed that it was built with."""
     args, kwargs = opened.problem.init_arguments()
     limits = Limits(start_s=max(120.0, timeout), call_s=timeout, output_bytes=_most_bytes(opened))
-    with Candidate(path, args, kwargs, device=settings.device, limits=limits, poisoned=poisoned) as candidate:
+    with Candidate(
+        *(path, args, kwargs), device=settings.device, limits=limits, poisoned=poisoned, precision=settings.precision
+    ) as candidate:
         yield candidate
 
 

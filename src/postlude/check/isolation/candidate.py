@@ -65,6 +65,7 @@ class Candidate:
         seed: int = 0,
         companions: Sequence[str | Path] = (),
         poisoned: bool = False,
+        precision: str = "auto",
     ) -> None:
         self.device = torch.device(device)
         self.limits = limits or Limits()
@@ -78,6 +79,7 @@ class Candidate:
             for companion in companions:
                 self._running.bring(Path(companion))
             start = {**given, "path": str(copied), "class_name": class_name, "device": device, "seed": seed}
+            start["precision"] = precision
             self.skipped = self._protections(self._ask("start", start, "its start", self.limits.start_s).value)
         except BaseException:
             self.close()

@@ -19,6 +19,15 @@ CACHE_BYTES = 64 << 20
 LEAST_BLOCK = 1 << 12
 
 
+def set_switches(device: str, precision: str) -> None:
+    """PyTorch's switches as the reference runs under: in fp32 a plain convolution is no TF32 one.
+
+    By the older interface: a file may read it, which raises once the newer one was set.
+    """
+    if device.startswith("cuda") and precision in ("fp32", "tf32"):
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+
+
 class Host:
     """The model, and the tensors that outlive a request."""
 
@@ -31,10 +40,18 @@ class Host:
         self.last: list[tuple[torch.Size, torch.dtype, torch.device]] = []
 
     def start(
-        self, path: str, class_name: str, args: list[Any], kwargs: dict[str, Any], device: str, seed: int
+        self,
+        path: str,
+        class_name: str,
+        args: list[Any],
+        kwargs: dict[str, Any],
+        device: str,
+        seed: int,
+        precision: str,
     ) -> None:
         sys.argv = [path]
         self.device = device
+        set_switches(device, precision)
         model_class = load_class(Path(path), class_name)
         tree, tensors = flatten([args, kwargs])
         given = rebuild(tree, [tensor.clone() for tensor in tensors])  # the model may keep them

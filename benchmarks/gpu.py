@@ -19,7 +19,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from table import GPU_SOURCES
+from table import GPU_SOURCES, TRAINING_SOURCES
 
 from cases import CHAIN_23, CHAIN_61, Builder, conv
 from postlude import reference
@@ -184,7 +184,7 @@ def measure_training(bench: Bench, rounds: int) -> list[records.Record]:
                 peak_mib=peak_mib(steps[name], tensors),
                 saved_mib=saved_mib(calls[name], tensors),
                 clock_mhz=busy_clock(steps[name], tensors),
-                kernel_hash=records.kernel_hash(GPU_SOURCES),
+                kernel_hash=records.kernel_hash(TRAINING_SOURCES),
                 **records.environment("cuda"),  # type: ignore[arg-type]
             )
         )

@@ -30,6 +30,17 @@ GPU_SOURCES = [
     *(SOURCE / f"run/{name}.py" for name in ("gpu", "gemm", "few_channels", "passes", "finish_moments", "library")),
     *(SOURCE / f"run/{name}.py" for name in ("launch", "nvrtc", "programs")),
 ]
+TRAINING_SOURCES = [
+    *GPU_SOURCES,
+    SOURCE / "emit_gradient.py",
+    *(
+        SOURCE / f"kernels/triton/{name}.py"
+        for name in ("derivatives", "gradient", "pack_gradient", "weight_gradient", "moments_gradient")
+    ),
+    *(SOURCE / f"run/{name}.py" for name in ("training", "moments_training", "gradient", "packed_gradient", "packing")),
+    *(SOURCE / f"run/{name}.py" for name in ("convolution_gradients", "weight_gradient", "few_channels_gradient")),
+    *(SOURCE / name for name in ("run/moments_gradient.py", "plan/few_channels_gradient.py")),
+]
 HEAD = (
     "| chain | input | layout | eager ms | compile ms | postlude ms "
     "| × eager, system malloc | × eager, tuned malloc |\n"
@@ -42,22 +53,44 @@ GPU_HEAD = (
 )
 
 
+TRAINING_HEAD = (
+    "| chain | input | precision | layout | eager ms | compile ms | postlude ms | × eager | × compile | "
+    "gradient error | PyTorch's | kept MiB | PyTorch's |\n"
+    "|---|---|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
+)
+
+
 def render_gpu() -> str:
     rows = [row for row in records.read(GPU_RESULTS) if row.mode == "forward"]
-    found = {(row.chain, row.shape, row.dtype, row.precision, row.layout, row.variant): row for row in rows}
-    lines = [GPU_HEAD]
-    for problem in dict.fromkeys((row.chain, row.shape, row.dtype, row.precision, row.layout) for row in rows):
+    return "\n".join([GPU_HEAD, *_gpu_lines(rows), "", _where(rows, GPU_SOURCES)])
+
+
+def render_training() -> str:
+    rows = [row for row in records.read(GPU_RESULTS) if row.mode.startswith("training step")]
+    return "\n".join([TRAINING_HEAD, *_gpu_lines(rows, trains=True), "", _where(rows, TRAINING_SOURCES)])
+
+
+def _gpu_lines(rows: list[Record], trains: bool = False) -> list[str]:
+    found = {(*_problem(row), row.variant): row for row in rows}
+    lines = []
+    for problem in dict.fromkeys(map(_problem, rows)):
         eager, ours = found[(*problem, "eager")], found[(*problem, "postlude")]
         rivals = [found.get((*problem, name)) for name in ("torch.compile", "torch.compile max-autotune")]
         rival = min((row for row in rivals if row is not None), key=lambda row: row.ms_p50 or 0.0)
         assert rival.ms_p50 is not None
         assert ours.ms_p50 is not None
-        chain, shape, dtype, precision, layout = problem
-        mode = dtype if precision == "auto" else precision
-        cells = [chain, shape, mode, layout.replace("_", "-"), _ms(eager), _ms(rival), _ms(ours), _gain(ours)]
+        chain, shape, dtype, precision, layout, mode = problem
+        chain += ", input frozen" if mode.endswith("frozen") else ""
+        arithmetic = dtype if precision == "auto" else precision
+        cells = [chain, shape, arithmetic, layout.replace("_", "-"), _ms(eager), _ms(rival), _ms(ours), _gain(ours)]
         cells += [f"{rival.ms_p50 / ours.ms_p50:.2f}", _error(ours), _error(eager)]
+        cells += [f"{row.saved_mib or 0:.0f}" for row in (ours, eager)] if trains else []
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", _where(rows, GPU_SOURCES)])
+    return lines
+
+
+def _problem(row: Record) -> tuple[str, ...]:
+    return row.chain, row.shape, row.dtype, row.precision, row.layout, row.mode
 
 
 def _error(row: Record) -> str:
@@ -106,7 +139,7 @@ def _gain(row: Record | None) -> str:
 
 
 def rewritten(text: str) -> str:
-    for name, table in (("cpu", render), ("gpu", render_gpu)):
+    for name, table in (("cpu", render), ("gpu", render_gpu), ("training", render_training)):
         start, end = f"<!-- {name} results: made by benchmarks/table.py -->", f"<!-- end of {name} results -->"
         before, rest = text.split(start)
         text = f"{before}{start}\n{table()}\n{end}{rest.split(end)[1]}"

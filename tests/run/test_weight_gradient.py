@@ -15,6 +15,7 @@ from postlude.hardware import Machine
 from postlude.plan.convolve import weight_gemm_for
 from postlude.plan.gemm import Arithmetic
 from postlude.plan.problem import spec_of
+from postlude.run.packing import InputPacking
 from postlude.run.weight_gradient import WeightGradient
 
 pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore")]
@@ -83,3 +84,11 @@ def test_32_output_channels_make_two_neighbours_a_row(name: str) -> None:
 def test_without_the_shift_it_is_seen_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("postlude.plan.gemm.WeightGemm.shift", 0)
     assert error(both("padded", EXACT)) > 1e-2
+
+
+def test_what_is_packed_holds_nothing_of_the_original() -> None:
+    how, shape = CASES["padded"]
+    gemm = weight_gemm_for(how, shape[2:], EXACT, CARD)
+    x = torch.randn(shape, dtype=torch.float64)
+    packing = InputPacking(spec_of(x), gemm.volume, EXACT, gemm.channels)
+    assert all(part.data_ptr() != x.data_ptr() for part in packing(x))

@@ -11,7 +11,8 @@ from postlude.plan.gemm import Arithmetic, Volume
 from postlude.plan.problem import Layout, Spec, power_of_two
 from postlude.run.launch import Launch
 
-# [rows, pitch, channels] twice (the same where there is one plane), and the channels' largest magnitudes
+# [rows, pitch, channels] twice (the same where there is one plane), and the channels' largest magnitudes where the
+# planes are scaled
 Packed = tuple[Tensor, Tensor, Tensor]
 _PACK_BLOCK = 64  # positions of a packing tile
 _LARGEST_TILES = 4  # of 4096 elements, for one program that looks for the largest
@@ -52,7 +53,7 @@ class InputPacking:
         high = torch.empty(self.shape, dtype=self.dtype, device=x.device)
         low = torch.empty_like(high) if self.arithmetic.planes == 2 else high
         self.launch(x, high, low, largest)
-        return high, low, largest
+        return high, low, high if self.largest is None else largest  # not x, which may be large and soon unneeded
 
     def _prepared(self, layout: Layout) -> Launch:
         from postlude.kernels.triton.pack import pack_input_kernel

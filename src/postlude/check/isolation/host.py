@@ -47,7 +47,7 @@ class Host:
         kwargs: dict[str, Any],
         device: str,
         seed: int,
-        precision: str,
+        precision: str = "auto",
     ) -> None:
         sys.argv = [path]
         self.device = device

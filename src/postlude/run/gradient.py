@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from postlude.chain import Normalize
-from postlude.emit_gradient import FULL, Wanted, emit_gradient, emit_sums, slots_read, unsupported_gradient, wanted
+from postlude.emit_gradient import Wanted, emit_gradient, emit_sums, slots_read, unsupported_gradient, wanted
 from postlude.plan import Plan
 from postlude.plan.gpu import last_fused_step
 from postlude.plan.problem import Spec, memory_format, power_of_two
 from postlude.plan.types import Tile
+from postlude.run.last_gradient import LastGradientPass, what_is_computed
 from postlude.run.launch import Launch, accumulator
 from postlude.run.packed_gradient import PackedGradientPass
 from postlude.run.packing import InputPacking
@@ -58,7 +59,7 @@ class GradientPasses:
             self.sums = SumsPass(value, tile, _composed(first, "sums"), 2 + len(self.wanted.sums), per_group)
             self.combine = CombineSums(value, self.sums.chunks, per_group, self.norm.weight is not None)
         rest = (_composed(text, "gradient"), self.norm, self.wanted, per_group)
-        self.gradient = (
+        self.gradient: LastGradientPass = (
             GradientPass(value, tile, *rest) if packing is None else PackedGradientPass(value, packing, *rest)
         )
         self.vectors = self._vectors()
@@ -175,8 +176,8 @@ class AddChannels:
         return added
 
 
-class GradientPass:
-    """All steps backwards in one reading of the value and of dy: what is stored, and sums per channel and chunk."""
+class GradientPass(LastGradientPass):
+    """The gradient at the first value in the value's layout."""
 
     def __init__(
         self, value: Spec, tile: Tile, program: Any, norm: Normalize | None, want: Wanted, per_group: int
@@ -185,13 +186,9 @@ class GradientPass:
 
         batch, channels, positions = sizes_of(value)
         chunks = -(-positions // tile.block)
-        self.shape = (len(want.totals), batch, channels, chunks)
-        self.acc = accumulator_of(value)
+        super().__init__(value, want, chunks)
         constants: dict[str, Any] = {
-            "GRADIENT": program,
-            "HAS_NORM": norm is not None,
-            "TOTALS": len(want.totals),
-            "FULL": len(want.full),
+            **what_is_computed(program, norm, want),
             "BLOCK": tile.block,
             **shape_constants(value, tile),
             "ACC": accumulator(self.acc),
@@ -199,22 +196,6 @@ class GradientPass:
         kernel = kernels.last_gradient_kernel if tile.block_c else kernels.row_gradient_kernel
         numbers = (channels, positions, chunks, per_group, batch * channels * chunks)
         self.launch = Launch(kernel, grid_of(value, tile, chunks), numbers, constants, _warps(tile))
-
-    def __call__(
-        self,
-        value: Tensor,
-        dy: Tensor,
-        means: tuple[Tensor, ...],
-        operands: list[Tensor],
-        dtypes: list[torch.dtype],
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """The gradient at the first value, the sums, and gradients of the value's size in `dtypes`."""
-        dv0 = torch.empty_like(value)
-        sums = torch.empty(self.shape, dtype=self.acc, device=value.device)
-        full = [torch.empty_like(value, dtype=dtype) for dtype in dtypes]
-        outputs = [dv0, sums if sums.numel() else value, *full, *[value] * (FULL - len(full))]
-        self.launch(value, dy, *means, *outputs, *operands)
-        return dv0, sums, full
 
 
 def _composed(text: str, name: str) -> Any:

@@ -107,8 +107,8 @@ def test_pytorch_convolves_with_a_reason(chain: Chain, shape: tuple[int, ...], l
 
 
 def test_16_bits_with_many_channels_are_cudnns() -> None:
-    chain = Builder(3, conv(3, (128, 128), padding=1)).norm(8).chain()
-    given = problem(chain, (2, 128, 64, 64, 64), device="cuda")
+    chain = Builder(3, conv(3, (256, 256), padding=1)).norm(8).chain()
+    given = problem(chain, (2, 256, 64, 64, 64), device="cuda")
     given = dataclasses.replace(given, tensors=tuple(dataclasses.replace(t, dtype="float16") for t in given.tensors))
     assert gemm_for(chain, given, CARD) == "cuDNN is faster from this many channels on"
 

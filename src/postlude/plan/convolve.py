@@ -6,10 +6,11 @@ import dataclasses
 
 from postlude.chain import Chain, Convolution
 from postlude.hardware import Machine
+from postlude.plan.boxes import Boxes, boxes_for
 from postlude.plan.few_channels import FewChannels, few_channels_for
 from postlude.plan.gemm import Arithmetic, Gemm, WeightGemm, input_gradient_of, unsupported, volume_for
 from postlude.plan.problem import Problem, body_dtype, fp32_mode, power_of_two
-from postlude.plan.program import has_norm
+from postlude.plan.program import norm_hides_infinities
 
 # A packed position has a multiple of this many channels, so that a tile's rows begin where a descriptor may.
 _CHANNEL_STEP = 16
@@ -17,21 +18,24 @@ _WEIGHT_PROGRAMS = 2  # programs of the weight's gradient for each multiprocesso
 # Rows, neighbouring outputs, stages and warps of the product for the input's gradient, by planes, where 64 channels
 # come out: 0.47 instead of 0.50 ms on chain 61 in one plane, 1.51 instead of 1.66 in two. It has no epilogue to hide.
 _INPUT_GRADIENT = {1: (256, 2, 3, 8), 2: (128, 1, 2, 4)}
+_TRAINED_CHANNELS = 64  # of an input: above, cuDNN's gradients are faster in 16 bits
 _COLUMNS = 128  # of a tile: neighbouring outputs fill up what their channels leave (see `width_for`)
 # Below this many operations the packing launches cost more than a better convolution gains, by what PyTorch's takes.
 _WORTH = {"fp32": 1e9, "tf32": 8e9, "16 bits": 20e9}
 _PYTORCH = {"fp32": 16e12, "tf32": 100e12, "16 bits": 250e12}  # its operations a second on an H200, about
 
 
-def own_convolution(
-    chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool = False
-) -> Gemm | FewChannels | str:
+Own = Gemm | Boxes | FewChannels
+
+
+def own_convolution(chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool = False) -> Own | str:
     """Our convolution for this chain, or why it is PyTorch's."""
     few = few_channels_for(chain, problem, machine)
     return gemm_for(chain, problem, machine, even_if_slower) if isinstance(few, str) else few
 
 
-def gemm_for(chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool = False) -> Gemm | str:
+def gemm_for(chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool = False) -> Gemm | Boxes | str:
+    """A matrix product, over rows of channels where they lie or over packed ones; or why PyTorch convolves."""
     conv = chain.producer
     if conv is None:
         return "there is no convolution"
@@ -40,13 +44,13 @@ def gemm_for(chain: Chain, problem: Problem, machine: Machine, even_if_slower: b
         return reason
     arithmetic = arithmetic_for(chain, problem)
     if arithmetic is None:
-        return "without a norm after it, an infinity in the input could not be kept"
-    if not even_if_slower:
-        reason = _slower(chain, problem, arithmetic)
-        if reason:
-            return reason
-    # Neighbours in a row are multiplied by zeros, which an infinity does not survive: only a norm hides that.
-    return product_for(conv, problem.x.shape[2:], arithmetic, machine, widens=has_norm(chain))
+        return "an infinity in the input could not be kept, and no norm makes NaN of it anyway"
+    boxes = boxes_for(chain, problem, arithmetic, machine)
+    reason = None if even_if_slower else _slower(chain, problem, arithmetic, boxes is not None)
+    if reason or boxes is not None:
+        return reason or boxes or ""
+    # Neighbours in a row are multiplied by zeros, which an infinity does not survive.
+    return product_for(conv, problem.x.shape[2:], arithmetic, machine, widens=norm_hides_infinities(chain))
 
 
 def product_for(
@@ -63,7 +67,7 @@ def product_for(
 
 
 def gradient_products(
-    conv: Convolution, problem: Problem, own: Gemm | FewChannels, machine: Machine
+    conv: Convolution, problem: Problem, own: Own, machine: Machine
 ) -> tuple[Gemm | None, WeightGemm | None]:
     """Our products for the gradients of input and weight where our convolution made the forward pass.
 
@@ -71,6 +75,8 @@ def gradient_products(
     takes 40 times as long as its convolution.
     """
     if machine.architecture != "sm_90" or max(conv.kernel[-2:]) > 3:
+        return None, None
+    if isinstance(own, Boxes) and conv.in_channels > _TRAINED_CHANNELS:
         return None, None
     is_few = isinstance(own, FewChannels)
     if is_few and (conv.dtype or problem.x.dtype) != "float32":
@@ -97,11 +103,11 @@ def packs_gradient(dx: Gemm | None, dw: WeightGemm | None) -> bool:
 
 
 def arithmetic_for(chain: Chain, problem: Problem) -> Arithmetic | None:
-    """Scaled planes turn an infinity into NaN, which only a norm does as well: without one there are none."""
+    """Scaled planes turn an infinity into NaN: there are none where no norm does the same."""
     dtype = body_dtype(chain, problem)
     if dtype != "float32":
         return Arithmetic(dtype)
-    if not has_norm(chain):
+    if not norm_hides_infinities(chain):
         return None
     return Arithmetic("float16", 1 if fp32_mode(chain, problem) == "tf32" else 2, scaled=True)
 
@@ -134,7 +140,7 @@ def _mode(chain: Chain, problem: Problem) -> str:
     return fp32_mode(chain, problem) if body_dtype(chain, problem) in ("float32", "float64") else "16 bits"
 
 
-def _slower(chain: Chain, problem: Problem, arithmetic: Arithmetic) -> str | None:
+def _slower(chain: Chain, problem: Problem, arithmetic: Arithmetic, in_place: bool) -> str | None:
     conv = chain.producer
     assert conv is not None
     if arithmetic.operands == "float64":
@@ -147,8 +153,8 @@ def _slower(chain: Chain, problem: Problem, arithmetic: Arithmetic) -> str | Non
     # cuDNN converts what is not channels-last, which costs it as much as packing costs us. In training ours is packed
     # once for both gradients (64→64 at 64³, channels-last: a step of 1.11 ms, 1.19 through cuDNN).
     converts = problem.needs_grad or problem.x.layout == "contiguous"
-    few = conv.in_channels <= 64 if converts else conv.in_channels + conv.out_channels <= 64
-    if mode == "16 bits" and not few:
+    few = conv.in_channels <= _TRAINED_CHANNELS if converts else conv.in_channels + conv.out_channels <= 64
+    if mode == "16 bits" and not few and not in_place:
         return "cuDNN is faster from this many channels on"
     return None
 

@@ -31,6 +31,7 @@ SIZES = {
         "width": 7,
     },
 }
+PRECISIONS = {"cpu": "auto", "cuda": "fp32"}  # "auto" is TF32 on a card, whose own error hides a cancellation
 LIMITS = Limits(start_s=60, call_s=20, grace_s=0.2, output_bytes=64 << 20)
 
 
@@ -77,7 +78,7 @@ def problem(name: str, backward: bool = False, device: str = "cpu") -> Problem:
     else:
         file = problem_file.load(FOLDER / "references" / f"{name}.py")
     model = file.build(device)
-    exam = Exam(model, file.inputs(device), Rules(backward=backward, seed=11), remember=True)
+    exam = Exam(model, file.inputs(device), Rules(PRECISIONS[device], backward=backward, seed=11), remember=True)
     return Problem(model, file.init_arguments(), exam)
 
 
@@ -97,7 +98,9 @@ def verdict_on(entry: Entry, candidate: Candidate | None = None, device: str = "
 def started(entry: Entry, device: str = "cpu") -> Candidate:
     args, kwargs = problem(entry.reference, entry.backward, device).arguments
     limits = Limits(LIMITS.start_s, entry.timeout, LIMITS.grace_s, LIMITS.output_bytes)
-    return Candidate(entry.path, args, kwargs, device=device, limits=limits, poisoned=True)
+    return Candidate(
+        entry.path, args, kwargs, device=device, limits=limits, poisoned=True, precision=PRECISIONS[device]
+    )
 
 
 def restart(candidate: Candidate, entry: Entry, asked: Problem) -> None:

@@ -65,6 +65,15 @@ class Volume:
         return self.padded[1:] == self.out[1:]
 
     @property
+    def is_flat(self) -> bool:
+        """No border anywhere: the packed samples are the input's positions one after the other, like one long row."""
+        d, h, _ = self.space
+        return not any(self.padding) and self.sample_rows == d * h
+
+    def as_one_row(self) -> Volume:
+        return Volume((1, 1, math.prod(self.space)), (1, 1, 1), (0, 0, 0), 1)
+
+    @property
     def span(self) -> int:
         return self.width + self.kernel[2] - 1
 

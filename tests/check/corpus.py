@@ -100,8 +100,6 @@ def started(entry: Entry, device: str = "cpu") -> Candidate:
     limits = Limits(LIMITS.start_s, entry.timeout, LIMITS.grace_s, LIMITS.output_bytes)
     given = {"device": device, "precision": PRECISIONS[device]}
     return Candidate(entry.path, args, kwargs, limits=limits, poisoned=True, **given)
-        entry.path, args, kwargs, device=device, limits=limits, poisoned=True, precision=PRECISIONS[device]
-    )
 
 
 def restart(candidate: Candidate, entry: Entry, asked: Problem) -> None:

@@ -17,10 +17,12 @@ from postlude.export.forward import ForwardText
 from postlude.export.heading import Measured, heading
 from postlude.export.kernels import library
 from postlude.export.original import arguments_of, read
+from postlude.export.product import why_no_product
 from postlude.export.trace import FoundChain, trace
 from postlude.export.training import why_untrained
 from postlude.hardware import Machine
 from postlude.plan import Plan, Problem, lower
+from postlude.plan.gemm import Gemm
 from postlude.plan.problem import spec_of
 
 # What a file is written for where no GPU is at hand to ask.
@@ -75,6 +77,10 @@ def export(
         specs = tuple(spec_of(node.meta["val"]) for node in found.match.tensors)
         problem = Problem(specs, "cuda", precision, False, allows_tf32)
         outcome = lower(found.match.chain, problem, machine, even_if_slower=even_if_slower)
+        own = outcome.own if isinstance(outcome, Plan) else None
+        not_ours = why_no_product(own) if isinstance(own, Gemm) else None
+        if not_ours is not None:
+            outcome = lower(found.match.chain, problem, machine, even_if_slower=even_if_slower, not_ours=not_ours)
         why = unwritable(outcome, texts.values()) if isinstance(outcome, Plan) else str(outcome)
         if isinstance(outcome, Plan) and why is None:
             texts[found] = chain_text(outcome, _function_name(found.match.chain), _slot_names(found), training)

@@ -12,7 +12,7 @@ from postlude.plan.problem import Layout, Spec, power_of_two
 from postlude.run.launch import Launch
 
 # [rows, pitch, channels] twice (the same where there is one plane), and the channels' largest magnitudes where the
-# planes are scaled
+# planes are scaled; behind them whether there was an infinity, where that is to be kept
 Packed = tuple[Tensor, Tensor, Tensor]
 _PACK_BLOCK = 64  # positions of a packing tile
 _LARGEST_TILES = 4  # of 4096 elements, for one program that looks for the largest
@@ -30,7 +30,7 @@ class InputPacking:
         self.arithmetic, self.dtype, self.volume = arithmetic, getattr(torch, arithmetic.operands), volume
         self.shape = (x.shape[0] * volume.sample_rows + volume.tail_rows, volume.pitch, channels)
         self.channels = x.shape[1]
-        self.largest = _largest(x) if arithmetic.scaled else None
+        self.largest = _largest(x, arithmetic) if arithmetic.scaled else None
         width = volume.space[2]
         block, block_c = min(_PACK_BLOCK, max(16, power_of_two(width))), min(64, channels & -channels)
         self.grid = (self.shape[0], -(-width // block), channels // block_c)
@@ -48,7 +48,8 @@ class InputPacking:
     def __call__(self, x: Tensor) -> Packed:
         largest = x
         if self.largest is not None:
-            largest = torch.zeros(self.channels, dtype=torch.int32, device=x.device)
+            count = self.channels + self.arithmetic.keeps_infinities
+            largest = torch.zeros(count, dtype=torch.int32, device=x.device)
             self.largest(x, largest)
         high = torch.empty(self.shape, dtype=self.dtype, device=x.device)
         low = torch.empty_like(high) if self.arithmetic.planes == 2 else high
@@ -62,13 +63,14 @@ class InputPacking:
             "CP": self.shape[2],
             "PLANES": self.arithmetic.planes,
             "SCALED": self.arithmetic.scaled,
+            "KEEPS": self.arithmetic.keeps_infinities,
             "LAST": layout == "channels_last",
             **self.tile,
         }
         return Launch(pack_input_kernel, self.grid, self.numbers, constants)
 
 
-def _largest(x: Spec) -> Launch:
+def _largest(x: Spec, arithmetic: Arithmetic) -> Launch:
     """Each channel's largest finite magnitude."""
     from postlude.kernels.triton.pack import largest_kernel
 
@@ -77,5 +79,6 @@ def _largest(x: Spec) -> Launch:
     block = 4096 // block_c
     chunks = -(-positions // (block * _LARGEST_TILES))
     grid = (batch * chunks, -(-channels // block_c)) if is_last else (batch * channels * chunks,)
-    constants = {"LAST": is_last, "BLOCK": block, "BLOCK_C": block_c}
+    flags = arithmetic.keeps_infinities and arithmetic.planes == 2
+    constants = {"LAST": is_last, "FLAGS": flags, "BLOCK": block, "BLOCK_C": block_c}
     return Launch(largest_kernel, grid, (channels, positions, chunks, _LARGEST_TILES), constants)

@@ -30,7 +30,7 @@ _COLUMNS = 128  # of a tile: neighbouring outputs fill up what their channels le
 # Below this many operations the packing launches cost more than a better convolution gains, by what PyTorch's takes.
 _WORTH = {"fp32": 1e9, "tf32": 8e9, "16 bits": 20e9}
 _PYTORCH = {"fp32": 16e12, "tf32": 100e12, "16 bits": 250e12}  # its operations a second on an H200, about
-_FLAT_TF32 = 2  # times as many in 2-D
+_FLAT_TF32, _LAST_TF32 = 2.0, 1.5  # times as many in TF32 in 2-D, and (not measured) channels-last
 # Of our products on an H200: operations a second, bytes a second from the second-level cache and of memory, and the
 # share that is left where a step of the product is as short as that.
 _PRODUCT, _CACHE, _COPY = 500e12, 8e12, 4e12
@@ -75,9 +75,7 @@ def product_for(
     return Gemm(arithmetic, volume, channels, rows, block_c, block_k, stages, warps)
 
 
-def phased_product_for(
-    conv: Convolution, space: tuple[int, ...], arithmetic: Arithmetic, machine: Machine
-) -> Gemm:
+def phased_product_for(conv: Convolution, space: tuple[int, ...], arithmetic: Arithmetic, machine: Machine) -> Gemm:
     """The matrix products of a convolution that `has_phases`: where a program computes the two phases of a row, their
     sums share the registers that one has elsewhere."""
     volume, phases = phased_volume(conv, space)
@@ -95,8 +93,8 @@ def gradient_products(
 ) -> tuple[Gemm | None, WeightGemm | None]:
     """Our products for the gradients of input and weight where our convolution made the forward pass.
 
-    Those of a convolution by phase are PyTorch's. Before Hopper the weight's does not fit the registers. With few channels only the weight's is ours: there cuDNN's
-    takes 40 times as long as its convolution.
+    Those of a convolution by phase are PyTorch's. Before Hopper the weight's does not fit the registers. With few
+    channels only the weight's is ours: there cuDNN's takes 40 times as long as its convolution.
     """
     if machine.architecture != "sm_90" or max(conv.kernel[-2:]) > 3:
         return None, None
@@ -106,6 +104,7 @@ def gradient_products(
     if is_few and (conv.dtype or problem.x.dtype) != "float32":
         return None, None
     arithmetic = Arithmetic("float16", own.planes, scaled=True) if isinstance(own, FewChannels) else own.arithmetic
+    arithmetic = dataclasses.replace(arithmetic, keeps_infinities=False)  # where one is, no gradient is finite
     space = problem.x.shape[2:]
     if is_few:
         return None, weight_gemm_for(conv, space, arithmetic, machine)
@@ -181,7 +180,9 @@ def _slower(chain: Chain, problem: Problem, gemm: Gemm) -> str | None:
     if gemm.arithmetic.keeps_infinities:
         ours, theirs = _seconds(chain, problem, gemm)
         if ours >= theirs:
-            return f"about {ours * 1e3:.2g} ms are expected of ours, {theirs * 1e3:.2g} of PyTorch's and a pass after it"
+            return (
+                f"about {ours * 1e3:.2g} ms are expected of ours, {theirs * 1e3:.2g} of PyTorch's and a pass after it"
+            )
     return None
 
 
@@ -189,15 +190,17 @@ def _seconds(chain: Chain, problem: Problem, gemm: Gemm) -> tuple[float, float]:
     """About what an H200 takes for a chain without a norm: with our convolution, and with PyTorch's and a pass."""
     conv, x, out = chain.producer, problem.x, body_bytes(chain, problem)
     assert conv is not None
-    flops = conv.flops(x.shape[0], x.shape[2:])
-    rate = _PYTORCH[_mode(chain, problem)] * (_FLAT_TF32 if conv.dims == 2 and gemm.arithmetic.planes == 1 else 1)
-    theirs = flops / rate + 2 * out / _COPY
+    flops, arithmetic = conv.flops(x.shape[0], x.shape[2:]), gemm.arithmetic
+    rate = _PYTORCH[_mode(chain, problem)]
+    if arithmetic.planes == 1:
+        rate *= (_FLAT_TF32 if conv.dims == 2 else 1.0) * (_LAST_TF32 if x.layout == "channels_last" else 1.0)
+    theirs = max(flops / rate, (x.bytes + out) / _COPY) + 2 * out / _COPY
     # An element that reaches shared memory is used for a tile's other side; shorter tiles wait more.
-    reuse = 2 * gemm.rows * gemm.block_c / (gemm.rows + gemm.block_c)
-    busy = reuse * gemm.arithmetic.products / gemm.arithmetic.planes / 2 * _CACHE * _BLOCK_K[gemm.block_k]
-    products = flops * gemm.arithmetic.products * gemm.channels / conv.in_channels
-    packed = x.shape[0] * gemm.volume.sample_rows * gemm.volume.pitch * gemm.channels * 2 * gemm.arithmetic.planes
-    return products / min(_PRODUCT, busy) + (2 * x.bytes + 2 * packed) / _COPY, theirs
+    reuse = gemm.rows * gemm.block_c / (gemm.rows + gemm.block_c) * arithmetic.products / arithmetic.planes
+    products = flops * arithmetic.products * gemm.channels / conv.in_channels
+    packed = x.shape[0] * gemm.volume.sample_rows * gemm.volume.pitch * gemm.channels * 2 * arithmetic.planes
+    product = max(products / min(_PRODUCT, reuse * _CACHE * _BLOCK_K[gemm.block_k]), (packed + out) / _COPY)
+    return product + (2 * x.bytes + packed) / _COPY, theirs
 
 
 def weight_gemm_for(

@@ -92,7 +92,7 @@ def convolve_kernel(
                 acc += part
             else:
                 acc = tl.dot(high, w_high.T, acc, out_dtype=ACC)
-        if KEEPS and PLANES == 2:
+        if KEEPS and PLANES == 2:  # noqa: SIM102 (decided when compiling; the other when running)
             # An infinity times a low plane has any sign, or is NaN: the high planes alone say what becomes of it.
             if tl.load(p_inf) != 0:
                 alone = tl.zeros([BM, WIDTH * BC], ACC)

@@ -58,7 +58,7 @@ def flag_infinity(p_flag, x):
 @triton.jit
 def largest_kernel(
     p_x,  # [N, C, S], or [N, S, C] where LAST
-    p_largest,  # [C], int32 bits of non-negative floats, which order as the floats do; 0 before. Where FLAGS one more
+    p_largest,  # [C], int32 bits of non-negative floats, which order as the floats do; 0 before, and the flag
     C,
     S,
     CHUNKS,  # per row of S

@@ -154,7 +154,7 @@ def phase_sum(
             acc += part
         else:
             acc = tl.dot(high, w_high.T, acc, out_dtype=ACC)
-    if KEEPS and PLANES == 2:
+    if KEEPS and PLANES == 2:  # noqa: SIM102 (decided when compiling; the other when running)
         if tl.load(p_inf) != 0:
             alone = tl.zeros([BM, BC], ACC)
             for i in tl.range(0, steps):
@@ -268,10 +268,9 @@ def convolve_phases_kernel(
     o_s = tl.expand_dims((z * OH + y) * OW + x, 1 - AXIS)
     S = OD * OH * OW
     base = i_n.to(tl.int64) * COUT * S
-    if LAST:
-        o_x = (o_s.to(tl.int64) if WIDE else o_s) * COUT + o_c
-    else:
-        o_x = (o_c.to(tl.int64) if WIDE else o_c) * S + o_s
+    if WIDE:
+        o_s, o_c = o_s.to(tl.int64), o_c.to(tl.int64)
+    o_x = o_s * COUT + o_c if LAST else o_c * S + o_s
     m_x = tl.expand_dims(m_s, 1 - AXIS) & m_c
     if STORE == "raw":
         tl.store(p_y + base + o_x, b_v.to(p_y.dtype.element_ty), mask=m_x)

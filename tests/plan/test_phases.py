@@ -142,7 +142,7 @@ def test_a_plan_by_phase() -> None:
     assert isinstance(plan.own, Gemm)
     own = plan.own
     assert own.phases == phases_of(strided(), (16, 32, 32))
-    assert "by 8 phases" in plan.describe()[0]
+    assert "one for each of 8 phases" in plan.describe()[0]
     assert own.phases is not None
     assert own.phases.programs == 4
     assert own.volume.padded == (17, 33, 33)

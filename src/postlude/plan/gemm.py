@@ -115,8 +115,9 @@ class Gemm:
         return self.tiles * (1 if self.phases is None else self.phases.programs)
 
     def __str__(self) -> str:
-        columns, by = self.volume.width * self.block_c, "" if self.phases is None else f" by {self.phases}"
-        return f"matrix product of {self.arithmetic}{by}; tiles of {self.rows} × {columns} × {self.block_k}"
+        tiles = f"tiles of {self.rows} × {self.volume.width * self.block_c} × {self.block_k}"
+        each = "" if self.phases is None else f"; {self.phases}"
+        return f"matrix product of {self.arithmetic}{each}; {tiles}"
 
 
 @dataclass(frozen=True)

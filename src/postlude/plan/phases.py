@@ -90,7 +90,7 @@ class Phases:
         return math.prod(axis.slots for axis in self.axes)
 
     def __str__(self) -> str:
-        return f"{math.prod(axis.stride for axis in self.axes)} phases"
+        return f"one for each of {math.prod(axis.stride for axis in self.axes)} phases"
 
 
 def has_phases(conv: Convolution) -> bool:

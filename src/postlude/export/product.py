@@ -50,6 +50,15 @@ _NARROW = {  # one output a row: the sums have their shape already
 _AXES = ("depth", "height", "width")
 
 
+def why_no_product(gemm: Gemm) -> str | None:
+    """Why our convolution has no text; PyTorch's then stands in the file."""
+    if gemm.phases is not None:
+        return "files have no kernel for strides"
+    if gemm.arithmetic.keeps_infinities:
+        return "without a norm after it, the scales of a file could not keep an infinity"
+    return None
+
+
 def product(draft: Draft, gemm: Gemm) -> None:
     """Leaves `value` where it is stored, `means`, `squares` and `counts` where moments are wanted."""
     conv = draft.plan.chain.producer
@@ -98,6 +107,7 @@ def _pack_input(draft: Draft, gemm: Gemm, conv: Convolution) -> None:
         "C": conv.in_channels,
         "PLANES": planes,
         "SCALED": gemm.arithmetic.scaled,
+        "KEEPS": False,
         "LAST": False,
         "BLOCK": block,
         "BLOCK_C": block_c,
@@ -206,6 +216,7 @@ def _kernel(draft: Draft, gemm: Gemm, out: int, slots: tuple[int, ...], sinks: d
         "WIDTH": volume.width,
         "PLANES": gemm.arithmetic.planes,
         "SCALED": gemm.arithmetic.scaled,
+        "KEEPS": False,
         "LAST": False,
         "DENSE": volume.is_dense,
         "WIDE": False,

@@ -44,8 +44,10 @@ TRAINING_SLAB = 32 << 20  # bytes of a convolution's result that a backward pass
 _OLDEST = 80  # Ampere: the kernels are compiled and tested for nothing older
 
 
-def lower_for_gpu(chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool = False) -> Plan | Refusal:
-    own = own_convolution(chain, problem, machine, even_if_slower)
+def lower_for_gpu(
+    chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool = False, not_ours: str | None = None
+) -> Plan | Refusal:
+    own = not_ours or own_convolution(chain, problem, machine, even_if_slower)
     library_tf32 = _library_tf32(chain, problem)
     reasons = _reasons_against(chain, machine)
     if problem.needs_grad:

@@ -13,13 +13,16 @@ from postlude.plan.types import Plan, Refusal
 TRAINS = frozenset({"cuda"})
 
 
-def lower(chain: Chain, problem: Problem, machine: Machine, *, even_if_slower: bool = False) -> Plan | Refusal:
-    """How this chain runs for this problem. `even_if_slower` plans the fused way where eager's is expected to win."""
+def lower(
+    chain: Chain, problem: Problem, machine: Machine, *, even_if_slower: bool = False, not_ours: str | None = None
+) -> Plan | Refusal:
+    """How this chain runs for this problem. `even_if_slower` plans the fused way where eager's is expected to win,
+    `not_ours` says why a convolution on a GPU must be PyTorch's."""
     reasons = _unsupported(problem)
     if reasons:
         return Refusal(reasons)
     if problem.device == "cuda":
-        return lower_for_gpu(chain, problem, machine, even_if_slower)
+        return lower_for_gpu(chain, problem, machine, even_if_slower, not_ours)
     return lower_for_cpu(chain, problem, machine, even_if_slower)
 
 

@@ -130,12 +130,13 @@ def slots_read(text: str) -> set[int]:
 
 
 def slots_needed(chain: Chain, last: int) -> frozenset[int]:
-    """The slots that a backward pass may read: all but tensors of the value's size that no gradient depends on."""
+    """The slots that a backward pass may read: all but running statistics, and tensors of the value's size that no
+    gradient depends on."""
     needs, pointers = frozenset(range(len(chain.roles))), pass_slots(chain, last)
     read = slots_read(emit_gradient(chain, last, needs, pointers))
     if norm_step(chain, last) is not None:
         read |= slots_read(emit_sums(chain, last, needs, pointers))
-    return frozenset(slot for slot, role in enumerate(chain.roles) if role != "full" or slot in read)
+    return frozenset(s for s, role in enumerate(chain.roles) if role != "running" and (role != "full" or s in read))
 
 
 def norm_step(chain: Chain, last: int) -> int | None:

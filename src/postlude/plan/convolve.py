@@ -9,7 +9,7 @@ from postlude.hardware import Machine
 from postlude.plan.few_channels import FewChannels, few_channels_for
 from postlude.plan.gemm import Arithmetic, Gemm, WeightGemm, input_gradient_of, unsupported, volume_for
 from postlude.plan.problem import Problem, body_dtype, fp32_mode, power_of_two
-from postlude.plan.program import has_norm
+from postlude.plan.program import has_norm, row_norm
 
 # A packed position has a multiple of this many channels, so that a tile's rows begin where a descriptor may.
 _CHANNEL_STEP = 16
@@ -38,6 +38,8 @@ def gemm_for(chain: Chain, problem: Problem, machine: Machine, even_if_slower: b
     reason = unsupported(conv)
     if reason:
         return reason
+    if row_norm(chain) is not None:
+        return "before a layer_norm an infinity must stay in its row, which packed rows do not keep"
     arithmetic = arithmetic_for(chain, problem)
     if arithmetic is None:
         return "without a norm after it, an infinity in the input could not be kept"

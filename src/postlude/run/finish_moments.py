@@ -13,6 +13,7 @@ from torch import Tensor
 from postlude.chain import Chain, Reduce
 from postlude.emit import OPERANDS, emit_moments, moments_slots
 from postlude.plan.problem import Spec, power_of_two
+from postlude.plan.program import takes_the_batch
 from postlude.reference import continue_from
 from postlude.run.launch import Launch
 from postlude.run.moments import Moments, finish
@@ -26,7 +27,8 @@ WARPS = 8
 class FinishMoments:
     """Steps `first` to the end, from the partial moments of a value: one small launch, then what follows the reduction.
 
-    Where that launch has no room (too many channels, or too many tensors read), PyTorch's operators do it.
+    Where that launch cannot (too many channels or tensors, or a norm over the batch, of which each of its programs sees
+    one sample), PyTorch's operators do it.
     """
 
     def __init__(self, chain: Chain, first: int, squares: bool, value: Spec, chunks: int, dtype: torch.dtype) -> None:
@@ -38,7 +40,7 @@ class FinishMoments:
         self.slots = moments_slots(chain, first, self.last)
         self.shape = _shape(reduce, chain.dims, batch, channels)
         self.launch = None
-        if channels <= MOST_CHANNELS and len(self.slots) <= OPERANDS:
+        if channels <= MOST_CHANNELS and len(self.slots) <= OPERANDS and not takes_the_batch(chain):
             block_c, block = blocks(channels)
             constants = {
                 "C": channels,
@@ -52,7 +54,7 @@ class FinishMoments:
 
     def __call__(self, partials: Partials, tensors: Sequence[Tensor]) -> Tensor:
         if self.launch is None:
-            return finish(self.chain, self.combined(partials), self.first, self.dtype, tensors)
+            return finish(self.chain, self.combined(partials), self.first, self.dtype, tensors, moves=True)
         means = partials.means
         result = torch.empty(self.shape, dtype=self.dtype, device=means.device)
         operands = [tensors[index].contiguous() for index in self.slots] + [means] * (OPERANDS - len(self.slots))

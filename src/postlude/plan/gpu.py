@@ -203,8 +203,6 @@ def _reasons_against_rows(chain: Chain, problem: Problem) -> list[str]:
 
 def _reasons_against_training(chain: Chain, library_tf32: bool | None) -> list[str]:
     reasons = []
-    if row_norm(chain) is not None:
-        reasons.append("the backward passes do not cover a layer_norm")
     if not has_norm(chain):
         reasons.append("in training a chain without a norm would keep more than PyTorch keeps")
     if library_tf32 is not None:

@@ -65,11 +65,13 @@ class FinishMoments:
 
     def combined(self, partials: Partials) -> Moments:
         """[N, C] moments in float64 from the chunks', by Chan's formula."""
-        means, counts = partials.means.double(), partials.counts.double()[:, None]
+        counts = partials.counts.double()[:, None]
+        # What is written for a chunk of no positions is anything.
+        means, squares = (part.double().where(counts > 0, 0.0) for part in (partials.means, partials.squares))
         if not self.squares:
             return Moments(means.sum(2) / self.positions, None, self.positions)
         mean = (means * counts).sum(2) / self.positions
-        total = partials.squares.double().sum(2) + ((means - mean[..., None]).square() * counts).sum(2)
+        total = squares.sum(2) + ((means - mean[..., None]).square() * counts).sum(2)
         return Moments(mean, total / self.positions, self.positions)
 
 

@@ -6,6 +6,7 @@ The function works on one block of a value and loads what else it needs itself:
     o_c, m_c        channel of each element and its mask
     base, o_x, m_x  where the row or sample begins, each element's offset from there, and its mask
     a0 … a5         pointers to the other tensors of the pass
+    o_l, L          in `rows`, where each row of the block is one of a layer_norm: place in it, and its length
 
 Where a chain needs only moments, a second function carries them (`emit_moments`): mean, var [BLOCK_C] per channel of
 one sample, each over `count` positions.
@@ -66,9 +67,9 @@ def moments_slots(chain: Chain, first: int, last: int) -> tuple[int, ...]:
 
 
 def emit(chain: Chain, name: str, last: int, pointers: tuple[int, ...]) -> str:
-    """Steps 1 to `last`; a norm among them takes its mean and rstd as arguments (only `whole` has them)."""
-    moments = "mean, rstd, " if name == "whole" else ""
-    lines = ["@triton.jit", f"def {name}(v0, {moments}o_c, base, o_x, m_c, m_x, {pointer_arguments()}):"]
+    """Steps 1 to `last`; a norm among them takes its mean and rstd as arguments of `whole`, or finds them in `rows`."""
+    given = {"whole": "mean, rstd, ", "rows": "o_l, L, "}.get(name, "")
+    lines = ["@triton.jit", f"def {name}(v0, {given}o_c, base, o_x, m_c, m_x, {pointer_arguments()}):"]
     loaded: set[int] = set()
     if _has_bias(chain):  # the library's convolution adds it in a pass of its own over the whole result
         lines += [f"    {_load(chain, Slot(_BIAS), pointers)}", f"    v0 = v0 + t{_BIAS}"]
@@ -77,6 +78,8 @@ def emit(chain: Chain, name: str, last: int, pointers: tuple[int, ...]) -> str:
             if isinstance(operand, Slot) and operand.index not in loaded:
                 loaded.add(operand.index)
                 lines.append(f"    {_load(chain, operand, pointers)}")
+        if isinstance(step, Normalize) and step.over == "row":
+            lines.append(f"    mean, rstd = row_statistics(v{step.operand.index}, m_x, L, {step.eps!r})")
         lines.append(f"    v{number} = {_expression(step)}")
     lines.append(f"    return v{last}")
     return "\n".join(lines) + "\n"
@@ -130,7 +133,7 @@ def _load(chain: Chain, slot: Slot, pointers: tuple[int, ...], like: str = "v0")
     pointer, role = f"a{pointers.index(slot.index)}", chain.roles[slot.index]
     if role == "one":
         return f"t{slot.index} = tl.load({pointer}).to({like}.dtype)"
-    where, mask = ("base + o_x", "m_x") if role == "full" else ("o_c", "m_c")
+    where, mask = {"full": ("base + o_x", "m_x"), "last": ("o_l", "o_l < L")}.get(role, ("o_c", "m_c"))
     return f"t{slot.index} = tl.load({pointer} + {where}, mask={mask}, other=0.0).to({like}.dtype)"
 
 

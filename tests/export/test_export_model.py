@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
-from export.exporting import SMALL_PROBLEMS, TWO_BLOCKS, export_named, export_text, ruff
+from export.exporting import PACKED, SMALL_PROBLEMS, TWO_BLOCKS, Problem, export_named, export_text, ruff
 from postlude.errors import PostludeError
 from postlude.export.figures import figures
 
@@ -94,15 +95,58 @@ def test_nothing_to_write_says_the_first_reason(tmp_path: Path) -> None:
         export_text(TWO_BLOCKS, tmp_path, even_if_slower=False)
 
 
-def test_a_file_built_otherwise_runs_without_kernels(tmp_path: Path) -> None:
-    problem = SMALL_PROBLEMS[0]
-    made, _, _ = export_text(problem.text, tmp_path)
-    (tmp_path / "file.py").write_text(made.text, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("exported_otherwise", tmp_path / "file.py")
+def written(text: str, folder: Path) -> ModuleType:
+    """An exported text as a module."""
+    (folder / "file.py").write_text(text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("exported_otherwise", folder / "file.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+NORMS = Problem(
+    "norms",
+    "self.first = nn.Conv2d(cin, cout, 3); self.norm = nn.GroupNorm(2, cout); "
+    "self.second = nn.Conv2d(cout, cout, 3); self.bn = nn.BatchNorm2d(cout); "
+    "self.third = nn.Conv2d(cout, cout, 3); self.rows = nn.LayerNorm(3)",
+    "x = F.relu(self.norm(self.first(x))); x = self.bn(F.mish(self.second(x))); "
+    "return F.gelu(self.rows(self.third(x)))",
+    (2, 16, 9, 9),
+    16,
+    PACKED,
+)
+
+
+def test_batch_norm_in_training_and_layer_norm_stay_plain(tmp_path: Path) -> None:
+    made, model, inputs = export_text(NORMS.text, tmp_path)
+    assert [str(text.plan.chain) for text in made.chains] == ["conv2d(16→16, k3) → group_norm(2) → relu"]
+    words = re.sub(r"\n *# ", " ", made.text)
+    assert "mish → batch_norm(batch): running statistics are moved by no kernel of a file" in words
+    assert re.search(r"the last axis → gelu: the kernels of .* a layer_norm are not written to files", words)
+    assert "self.bn(" in made.text
+    assert "self.rows(" in made.text
+    module = written(made.text, tmp_path)
+    assert ruff(tmp_path / "file.py") == ""
+    plain = module.ModelNew(16, 16)
+    plain.load_state_dict(model.state_dict())
+    for _ in range(2):
+        torch.testing.assert_close(plain(*inputs), model(*inputs), rtol=0, atol=0)
+    for ours, theirs in zip(plain.state_dict().values(), model.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_only_such_norms_are_nothing_to_write(tmp_path: Path) -> None:
+    text = NORMS.text.replace("nn.GroupNorm(2, cout)", "nn.BatchNorm2d(cout)")
+    with pytest.raises(PostludeError, match="running statistics are moved by no kernel of a file"):
+        export_text(text, tmp_path)
+
+
+def test_a_file_built_otherwise_runs_without_kernels(tmp_path: Path) -> None:
+    problem = SMALL_PROBLEMS[0]
+    made, _, _ = export_text(problem.text, tmp_path)
+    module = written(made.text, tmp_path)
     module.fits = lambda *_: True  # type: ignore[attr-defined]
     other = module.ModelNew(4, 16)  # the kernels are for 16 and 128 channels
     assert not other.has_kernels

@@ -19,7 +19,7 @@ from postlude.plan.gemm import (
 )
 from postlude.plan.phases import has_phases
 from postlude.plan.problem import Problem, body_bytes, body_dtype, fp32_mode, power_of_two
-from postlude.plan.program import norm_hides_infinities
+from postlude.plan.program import norm_hides_infinities, row_norm
 
 # A packed position has a multiple of this many channels, so that a tile's rows begin where a descriptor may.
 _CHANNEL_STEP = 16
@@ -56,6 +56,8 @@ def gemm_for(chain: Chain, problem: Problem, machine: Machine, even_if_slower: b
     reason = None if has_phases(conv) else unsupported(conv)
     if reason:
         return reason
+    if row_norm(chain) is not None:
+        return "before a layer_norm an infinity must stay in its row, which packed rows do not keep"
     arithmetic, space, boxes = arithmetic_for(chain, problem), problem.x.shape[2:], None
     if has_phases(conv):
         gemm = phased_product_for(conv, space, arithmetic, machine)

@@ -25,7 +25,7 @@ from postlude.plan.problem import (
     result_dtype,
     result_layout,
 )
-from postlude.plan.program import first_barrier, has_norm, moments_only
+from postlude.plan.program import first_barrier, has_norm, moments_only, row_norm
 from postlude.plan.types import Moments, Pass, Plan, Refusal, Store, Tile, first_source
 
 # Elements of a tile, by layout. Measured on an H200 in fp16: the last pass over (2, 32, 128³) contiguous 0.128 ms with
@@ -41,6 +41,7 @@ SMALLEST = 8 << 20  # bytes of the value: below, three launches cost the host mo
 SMALLEST_TRAINED = 32 << 20
 _STEP_SECONDS = 1e-3
 TRAINING_SLAB = 32 << 20  # bytes of a convolution's result that a backward pass computes again at a time
+LONGEST_ROW = 8192  # elements that a layer_norm may go over
 _OLDEST = 80  # Ampere: the kernels are compiled and tested for nothing older
 
 
@@ -49,7 +50,7 @@ def lower_for_gpu(
 ) -> Plan | Refusal:
     own = not_ours or own_convolution(chain, problem, machine, even_if_slower)
     library_tf32 = _library_tf32(chain, problem)
-    reasons = _reasons_against(chain, machine)
+    reasons = _reasons_against(chain, machine) + _reasons_against_rows(chain, problem)
     if problem.needs_grad:
         reasons += _reasons_against_training(chain, library_tf32)
     if not even_if_slower:
@@ -59,7 +60,7 @@ def lower_for_gpu(
     is_own = not isinstance(own, str)
     passes = _passes(chain, is_own)
     layout = result_layout(chain, problem, machine)
-    inside = layout if is_own else body_layout(chain, problem)
+    inside = layout if is_own or row_norm(chain) is not None else body_layout(chain, problem)
     size, compulsory = body_bytes(chain, problem), compulsory_bytes(chain, problem)
     batch = problem.x.shape[0]
     slab = max(1, min(batch, TRAINING_SLAB * batch // size)) if problem.needs_grad and _is_moments(passes) else batch
@@ -100,7 +101,7 @@ def _passes(chain: Chain, is_own: bool) -> tuple[Pass, ...]:
     moments, last, barrier = moments_only(chain), last_fused_step(chain), first_barrier(chain)
     if moments is not None:
         return (Pass(source, 1, moments.before, Moments(moments.squares)),)
-    if barrier is not None and barrier <= last:
+    if barrier is not None and barrier <= last and row_norm(chain) is None:
         return (Pass(source, 1, barrier - 1, Moments(True, stores=is_own)), Pass("load", 1, last, Store()))
     return (Pass(source, 1, last, Store()),)
 
@@ -202,6 +203,14 @@ def _reasons_against(chain: Chain, machine: Machine) -> list[str]:
     if len(pass_slots(chain, last)) > OPERANDS:
         reasons.append(f"the steps read more than {OPERANDS} tensors")
     return reasons
+
+
+def _reasons_against_rows(chain: Chain, problem: Problem) -> list[str]:
+    norm = row_norm(chain)
+    step = None if norm is None else chain.steps[norm - 1]
+    if not isinstance(step, Normalize) or math.prod(body_shape(chain, problem)[-step.axes :]) <= LONGEST_ROW:
+        return []
+    return [f"a layer_norm over more than {LONGEST_ROW} elements, which do not fit a tile"]
 
 
 def _reasons_against_training(chain: Chain, library_tf32: bool | None) -> list[str]:

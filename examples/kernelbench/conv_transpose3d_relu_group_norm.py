@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """conv_transpose3d(64→128, k3) → relu → group_norm(8), fused.
 
-Input       16×64×32×32×32, float32, contiguous; other shapes run as well
-Launches    3 of our kernels, and a few small ones of PyTorch
-Arithmetic  fp32, as two fp16 planes on the tensor cores: as exact as PyTorch's fp32
-Measured    1.86 ms inside Postlude (eager 17.6, torch.compile 17: 9.5×), NVIDIA H200
+Input      16×64×32×32×32, float32, contiguous; other shapes run as well
+Launches   3 of our kernels, and a few small ones of PyTorch
+Arithmetic fp32, as two fp16 planes on the tensor cores: as exact as PyTorch's fp32
+Measured   1.86 ms inside Postlude (eager 17.6, torch.compile 17: 9.5×), NVIDIA H200
 
 What the kernels do not take (see `fits`) runs through PyTorch's own operators.
 Names in kernels: p_ pointer, i_ index, o_ offsets, m_ mask, b_ block of values.
@@ -219,8 +219,7 @@ def group_moments(
 
 
 def conv_relu_norm(x: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
-    """conv_transpose3d(64→128, k3) → relu → group_norm(8), for tensors that pass
-    `fits`."""
+    """conv_transpose3d(64→128, k3) → relu → group_norm(8), of tensors that fit."""
     batch, _, depth, height, width = x.shape
     out = (depth + 2, height + 2, width + 2)
     positions = math.prod(out)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from postlude.chain import Cast, Chain, Value, values_of
 from postlude.export.direct import direct
+from postlude.export.direct_result import direct_result, gives_result
 from postlude.export.kernels import Kernel, with_helpers
 from postlude.export.layout import call, docstring
 from postlude.export.parts import Draft
@@ -61,8 +62,11 @@ def chain_text(plan: Plan, name: str, names: Mapping[int, str], training: bool =
     last = plan.passes[-1].last
     trains = training and why_untrained(plan) is None
     chunks, result = "tiles", "value"
+    is_done = gives_result(plan)
     if isinstance(plan.own, Gemm):
         product(draft, plan.own)
+    elif plan.own is not None and is_done:
+        last = direct_result(draft, plan.own)
     elif plan.own is not None:
         direct(draft, plan.own)
     else:
@@ -70,9 +74,9 @@ def chain_text(plan: Plan, name: str, names: Mapping[int, str], training: bool =
         if isinstance(plan.passes[0].sink, Moments):
             moments_pass(draft)
             chunks = "chunks"
-    if isinstance(plan.passes[-1].sink, Moments):
+    if isinstance(plan.passes[-1].sink, Moments) and not is_done:
         last = finish_moments(draft, chunks)
-    elif plan.passes[-1].source != "own convolution":
+    elif not is_done and plan.passes[-1].source != "own convolution":
         result = finish(draft, trains)
     draft.add(*renamed_steps(plan.chain, last + 1, names, result))
     end = f"    return {result}, value" if trains else f"    return {result}"
@@ -101,9 +105,9 @@ def _read(lines: list[str]) -> list[str]:
 
 def _head(chain: Chain, name: str, names: Mapping[int, str], trains: bool) -> list[str]:
     arguments = [f"{names[slot]}: Tensor" for slot in range(len(chain.roles))]
-    result, words = "Tensor", f"{chain}, for tensors that pass `fits`."
+    result, words = "Tensor", f"{chain}, of tensors that fit."
     if trains:
         keep = "keep: bool = False" if chain.producer is not None else "keep: bool = True"
         arguments, result = [*arguments, keep], "tuple[Tensor, Tensor]"
-        words = f"{chain}, for tensors that pass `fits`; and its first value, if kept."
+        words = f"{chain}, of tensors that fit; and its first value, if kept."
     return [*call(f"def {name}", arguments, after=f" -> {result}:", indent=0), *docstring(words)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import tokenize
 from dataclasses import dataclass
 
@@ -30,7 +31,7 @@ def figures(text: str) -> Figures:
     sizes = {node.name: (node.end_lineno or node.lineno) - node.lineno + 1 for node in functions}
     longest = max(sizes.items(), key=lambda item: item[1])
     filled = [number for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-    kernels = sum(node.name.endswith("_kernel") and bool(node.decorator_list) for node in functions)
+    kernels = len(re.findall(r"(?m)^@triton\.jit\ndef \w+_kernel\(", text)) + text.count("__global__ void")
     return Figures(
         lines=len(text.splitlines()),
         kernels=kernels,

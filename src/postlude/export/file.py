@@ -44,7 +44,7 @@ def assemble(
     tiles = "\n".join(constants.values())
     parts = ["# SPDX-License-Identifier: Apache-2.0", heading.rstrip(), "", imports, ""]
     if tiles:
-        parts += [tiles, "", ""]
+        parts += [tiles, "", *([] if cuda else [""])]
     parts += cuda
     return "\n".join(parts) + f"\n{text}"
 

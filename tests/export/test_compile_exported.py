@@ -73,9 +73,7 @@ def test_23_compiles_for_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     offline.use_card(monkeypatch, 90)
     module, found = loaded("conv3d_group_norm_mean", tmp_path)
     launched: dict[str, Any] = {}
-    monkeypatch.setattr(
-        module, "compiled", lambda name, device: lambda *arguments: launched.update({name: arguments})
-    )
+    monkeypatch.setattr(module, "compiled", lambda name, device: lambda *arguments: launched.update({name: arguments}))
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: type("H", (), {"multi_processor_count": 132})
     )

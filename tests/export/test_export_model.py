@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from export.exporting import SMALL_PROBLEMS, TWO_BLOCKS, export_named, export_text, ruff
+from export.exporting import SMALL_PROBLEMS, TWO_BLOCKS, Problem, export_named, export_text, ruff
 from postlude.errors import PostludeError
 from postlude.export.figures import figures
 
@@ -108,6 +108,35 @@ def test_a_file_built_otherwise_runs_without_kernels(tmp_path: Path) -> None:
     assert not other.has_kernels
     assert other(torch.randn(1, 4, 3, 3, 3)).shape == (1, 16, 5, 5, 5)
     assert module.ModelNew(16, 128).has_kernels
+
+
+def test_two_sources_of_cuda_have_a_launcher_each(tmp_path: Path) -> None:
+    problem = Problem(
+        "two directs",
+        "self.conv = nn.Conv3d(cin, cout, 3); self.norm = nn.GroupNorm(2, cout); "
+        "self.conv2 = nn.Conv3d(cin, 2 * cout, 3); self.norm2 = nn.GroupNorm(2, 2 * cout)",
+        "a = self.norm(self.conv(x)).mean((1, 2, 3, 4)); return a + self.norm2(self.conv2(x)).mean((1, 2, 3, 4))",
+        (2, 3, 5, 6, 7),
+        8,
+        (),
+    )
+    made, _, _ = export_text(problem.text, tmp_path)
+    assert len(made.chains) == 2
+    first, second = made.chains
+    assert "_compile_kernel(SOURCE, name)" in first.helpers["compiled"]
+    assert "_compile_kernel(SOURCE2, name)" in second.helpers["compiled_2"]
+    assert 'compiled_2("moments_kernel"' in second.launcher
+    assert "compiled_2" not in first.launcher
+    compile(made.text, "two_directs.py", "exec")
+
+
+def test_a_tile_too_small_for_its_lanes_moments_goes_the_longer_way(tmp_path: Path) -> None:
+    init = "self.conv = nn.Conv2d(cin, cout, 3); self.norm = nn.GroupNorm(2, cout)"
+    forward = "return self.norm(self.conv(x)).mean((1, 2, 3))"
+    small = Problem("small tile", init, forward, (2, 3, 6, 6), 32, ())
+    large = Problem("large tile", init, forward, (2, 3, 22, 22), 8, ())
+    names = [set(export_text(problem.text, tmp_path)[0].chains[0].helpers) for problem in (small, large)]
+    assert names == [{"moments_kernel"}, {"compiled"}]
 
 
 class Fake:

@@ -34,7 +34,10 @@ def gives_result(plan: Plan) -> bool:
     if not isinstance(norm, Normalize) or not isinstance(reduce, Reduce) or None in (norm.weight, norm.bias):
         return False
     is_mean = (reduce.op, reduce.over, reduce.keepdim) == ("mean", "sample", False)
-    return is_mean and conv.has_bias and conv.in_channels > 2 and conv.out_channels in (8, 16, 24, 32)
+    if not is_mean or not conv.has_bias or conv.in_channels < 3 or conv.out_channels not in (8, 16, 24, 32):
+        return False
+    lanes = own.warps * 8 * conv.out_channels * 12  # bytes: their moments take the place of the tile
+    return lanes <= _tile_slots(own, _geometry(plan, conv)) * _SLOT
 
 
 def direct_result(draft: Draft, settings: FewChannels) -> int:
@@ -44,10 +47,9 @@ def direct_result(draft: Draft, settings: FewChannels) -> int:
     last = plan.passes[-1].last
     norm = plan.chain.steps[last]
     assert isinstance(norm, Normalize)
-    volume = volume_for(conv, plan.input.shape[2:], 1)
-    shape = Geometry(conv.in_channels, conv.out_channels, volume.kernel, volume.padding, False, plan.input.dtype)
-    plane, steps = layout_of_tile(settings, shape, _SLOT)
-    shared = ((settings.depth + shape.kernel[0] - 1) * plane + steps * shape.fragments * 32) * _SLOT
+    shape = _geometry(plan, conv)
+    _, steps = layout_of_tile(settings, shape, _SLOT)
+    shared = (_tile_slots(settings, shape) + steps * shape.fragments * 32) * _SLOT
     draft.cuda = f'SOURCE = r"""\n{source(settings, shape, norm)}"""\n\n'
     draft.helpers["compiled"] = _COMPILE
     draft.imports |= {"CUDA_HOME"}
@@ -55,6 +57,16 @@ def direct_result(draft: Draft, settings: FewChannels) -> int:
     draft.shared_bytes = shared
     _launch(draft, settings, shape, conv, norm)
     return last + 2
+
+
+def _geometry(plan: Plan, conv: Convolution) -> Geometry:
+    volume = volume_for(conv, plan.input.shape[2:], 1)
+    return Geometry(conv.in_channels, conv.out_channels, volume.kernel, volume.padding, False, plan.input.dtype)
+
+
+def _tile_slots(settings: FewChannels, shape: Geometry) -> int:
+    plane, _ = layout_of_tile(settings, shape, _SLOT)
+    return (settings.depth + shape.kernel[0] - 1) * plane
 
 
 def source(settings: FewChannels, shape: Geometry, norm: Normalize) -> str:

@@ -71,8 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) moments_kernel(
         int depth = min(TD, out_d - z0), height = min(TH, out_h - y0), width = min(32, out_w - x0);
         int positions = (depth + KD - 1) * IN_H * COLUMNS;
         const float* sample = p_x + (long long)(unit / tiles) * CIN * volume;
-        // The input of the tile as it comes, then its slots in the same place
-        float largest = 0.0f;
+        float largest = 0.0f;  // of the tile's input, staged here as it comes and below as slots in the same place
         _Pragma("unroll 4") for (int i = threadIdx.x; i < positions; i += THREADS) {  // loads in flight together
             int z = i / COLUMNS / IN_H, y = i / COLUMNS % IN_H, x = i % COLUMNS;
             const float* from = sample + ((z0 + z) * h + y0 + y) * w + x0 + x;
@@ -89,10 +88,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) moments_kernel(
             slot = slot_of(*(float4*)&slot, power);
         }
         __syncthreads();
-        // R rows at a time: their sums, and the moments of those
         float count = 0.0f, mean[2 * NFRAG] = {}, m2[2 * NFRAG] = {};  // of channels 8·(c / 2) + 2t + c % 2
         int groups = (height + R - 1) / R;
-        for (int i = warp; i < depth * groups; i += WARPS) {
+        for (int i = warp; i < depth * groups; i += WARPS) {  // R rows at a time
             int z = i / groups, y = i % groups * R;
             float sums[2 * R][NFRAG][4] = {};  // of row m / 2, columns 16·(m % 2) + g and that + 8
             _Pragma("unroll 1") for (int j = 0; j < STEPS; j++) {  // all at once needs more registers than there are
@@ -153,8 +151,8 @@ extern "C" __global__ void finish_kernel(const double3* p_moments, const float* 
     UNROLL for (int i = 0; i < PER_GROUP; i++) center += __shfl_sync(~0u, mean, first + i) / PER_GROUP;
     variance += (mean - center) * (mean - center);
     UNROLL for (int i = 0; i < PER_GROUP; i++) spread += __shfl_sync(~0u, variance, first + i) / PER_GROUP;
-    double value = (mean - center) / sqrt(fmax(spread, 0.0) + 1e-05) * p_gamma[c] + p_beta[c];
-    double result = threadIdx.x < COUT ? value : 0.0;
+    double scale = p_gamma[c] / sqrt(fmax(spread, 0.0) + 1e-05);
+    double result = threadIdx.x < COUT ? (mean - center) * scale + p_beta[c] : 0.0;
     UNROLL for (int apart = 16; apart > 0; apart /= 2) result += __shfl_xor_sync(~0u, result, apart);
     if (threadIdx.x == 0) p_out[blockIdx.x] = result / COUT;
 }

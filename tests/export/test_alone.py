@@ -140,9 +140,24 @@ def test_the_direct_convolution_runs_alone(tmp_path: Path) -> None:
         assert ruff(tmp_path / f"{name}.py") == ""
         cases.append(case)
         if name == "chain_23":
-            mutant = mutant_of_23(tmp_path / "mutant", case, made)
-    (seen,) = run_alone(tmp_path, [*cases, mutant]).splitlines()
-    assert seen.startswith("chain_23.py: its kernels: an error")
+            mutants = [mutant_of_23(tmp_path / "mutant", case, made), *trained_23(tmp_path, cases)]
+    wrong, *gradients = run_alone(tmp_path, [*cases, *mutants]).splitlines()
+    assert wrong.startswith("chain_23.py: its kernels: an error")
+    assert gradients
+    assert all(line.startswith("mutant.py: the gradient of") for line in gradients)
+
+
+def trained_23(folder: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Chain 23 with its gradients joins the cases; one whose moments are taken for another norm's is given back."""
+    made, model, inputs = export_text(SMALL_23, folder, training=True)
+    right = case_of(folder, "trained_23.py", made, model, inputs, [3, 24, 3, 8], 1e-5)
+    right["libraries"] = cases[0]["libraries"]
+    assert ruff(folder / "trained_23.py") == ""
+    cases.append(right)
+    before = "slope = -(rstd**3)"
+    assert made.text.count(before) == 1
+    (folder / "mutant.py").write_text(made.text.replace(before, "slope = -(rstd**2)"), encoding="utf-8")
+    return [{**right, "file": "mutant.py"}]
 
 
 def mutant_of_23(folder: Path, case: dict[str, Any], made: Export) -> dict[str, Any]:

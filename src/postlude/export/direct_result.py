@@ -91,7 +91,7 @@ def source(settings: FewChannels, shape: Geometry, norm: Normalize) -> str:
         "BLOCKS": settings.blocks,
         "IN_H": rows,
         "COLUMNS": WIDTH + kernel[2] - 1,
-        "PITCH": plane // rows,
+        "PITCH": (plane - (0 if settings.height % 2 else 64 // _SLOT)) // rows,  # as layout_of_tile has it
         "PLANE": plane,
     }
     for name, value in values.items():

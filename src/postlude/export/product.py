@@ -116,17 +116,8 @@ def _pack_input(draft: Draft, gemm: Gemm, conv: Convolution) -> None:
     if draft.plan.chain.dims == 2:
         constants["D"] = 1
     names = {"p_largest": "p_scale", "largest": "scale"}
-    source = changed(library()["pack_input_kernel"], _PER_SAMPLE)
-    for plane in ("p_high", "p_low"):
-        source = source.replace(f"{plane}.dtype.element_ty", f"tl.{dtype}")
-    if conv.in_channels == gemm.channels:
-        source = changed(source, _ALL_PACKED)
-        if volume.padding[2] == constants["PAD"]:
-            source = changed(source, _ALL_PADDING)
     blocks = gemm.channels // block_c
-    if blocks == 1:
-        source = changed(source, _ONE_BLOCK)
-    kernel = cut(source, constants, names, ("BLOCK",))
+    kernel = cut(_pack_source(gemm, conv, volume.padding[2] == constants["PAD"], blocks), constants, names, ("BLOCK",))
     name = draft.constant("PACK", block, "positions of a tile that is packed")
     tail = f"triton.cdiv({volume.width + volume.kernel[2]}, pitch)"
     draft.add(f"rows = batch * sample_rows + {tail}  # the last taps reach further")
@@ -151,6 +142,16 @@ def _pack_input(draft: Draft, gemm: Gemm, conv: Convolution) -> None:
     tiles = f"triton.cdiv(width, {name})"
     draft.add(f"grid = (rows, {tiles}{f', {blocks}' if blocks > 1 else ''})")
     draft.launch(kernel, "grid", arguments)
+
+
+def _pack_source(gemm: Gemm, conv: Convolution, pads_all: bool, blocks: int) -> str:
+    """`pads_all`: the block that stores a row's padding is no wider than it."""
+    source = changed(library()["pack_input_kernel"], _PER_SAMPLE)
+    for plane in ("p_high", "p_low"):
+        source = source.replace(f"{plane}.dtype.element_ty", f"tl.{gemm.arithmetic.operands}")
+    if conv.in_channels == gemm.channels:
+        source = changed(source, {**_ALL_PACKED, **(_ALL_PADDING if pads_all else {})})
+    return changed(source, _ONE_BLOCK) if blocks == 1 else source
 
 
 def _pack_weight(draft: Draft, gemm: Gemm, conv: Convolution) -> None:

@@ -19,11 +19,11 @@ from torch.utils.cpp_extension import CUDA_HOME
 SHARED_BYTES = 101440  # of a block: a tile's input and the weight
 
 SOURCE = r"""
-// A block walks over tiles of TD×TH×32 outputs and keeps only their moments. It stages a tile's input in shared memory,
-// a slot for each position: its channels, as four numbers of fp16, and as fp16 what that left over. Powers of two bring
-// the largest of a tile, and of a channel's weights, just below 2¹⁵: both parts together are then as precise as fp32.
-// A product takes 4 taps, K = 4 taps × 4 numbers, in such an order that lane (g, t) = (lane / 4, lane % 4) reads for
-// row g the whole slot of tap t at once.
+// A block walks over tiles of TD×TH×32 outputs and keeps only their moments. It stages a tile's input in shared
+// memory, a slot for each position: its channels, as four numbers of fp16, and as fp16 what that left over. Powers
+// of two bring the largest of a tile, and of a channel's weights, just below 2¹⁵: then the two are as precise as fp32.
+// A product takes 4 taps, K = 4 taps × 4 numbers, in such an order that lane (g, t) = (lane / 4, lane % 4) reads
+// for row g the whole slot of tap t at once.
 #define UNROLL _Pragma("unroll")
 constexpr int CIN = 3, COUT = 24, NFRAG = 3, PER_GROUP = 3;  // NFRAG fragments of 8 channels; groups of the norm
 constexpr int KD = 3, KH = 3, KW = 3, TAPS = 27, STEPS = 7;  // a step takes 4 taps
@@ -132,11 +132,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) moments_kernel(
                 }
             }
             float is[4 * R], more = 0.0f;  // 1 where row y + k / 4 and column k % 4 · 8 + g is an output, else 0
-            UNROLL for (int k = 0; k < 4 * R; k++) more += is[k] = y + k / 4 < height && k % 4 * 8 + g < width;
+            UNROLL for (int k = 0; k < 4 * R; k++) is[k] = y + k / 4 < height && k % 4 * 8 + g < width, more += is[k];
             float share = __fdividef(1.0f, fmaxf(more, 1.0f)), weight = __fdividef(more, fmaxf(count + more, 1.0f));
             UNROLL for (int c = 0; c < 2 * NFRAG; c++) {
                 float v[4 * R], sum = 0.0f, squares = 0.0f;
-                UNROLL for (int k = 0; k < 4 * R; k++) v[k] = sums[k / 2][c / 2][k % 2 * 2 + c % 2], sum += is[k] * v[k];
+                UNROLL for (int k = 0; k < 4 * R; k++) v[k] = sums[k / 2][c / 2][k % 2 * 2 + c % 2];
+                UNROLL for (int k = 0; k < 4 * R; k++) sum += is[k] * v[k];
                 UNROLL for (int k = 0; k < 4 * R; k++) v[k] = is[k] * (v[k] - sum * share), squares += v[k] * v[k];
                 float apart = sum * share - mean[c];  // Chan's formula, exact however large the mean is
                 mean[c] += apart * weight;
@@ -146,14 +147,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) moments_kernel(
         }
         __syncthreads();
         // The lanes' moments, put together by a thread for each channel
-        float3* parts = (float3*)tile;  // [WARPS * 8, COUT]
-        float3* mine = parts + (warp * 8 + g) * COUT + 2 * t;
+        float3 *parts = (float3*)tile, *mine = parts + (warp * 8 + g) * COUT + 2 * t;  // [WARPS * 8, COUT]
         UNROLL for (int c = 0; c < 2 * NFRAG; c++) mine[c / 2 * 8 + c % 2] = {count, mean[c], m2[c]};
         __syncthreads();
         if (threadIdx.x < COUT) {
             double count = 0.0, sum = 0.0, squares = 0.0;
-            for (float3* part = parts + threadIdx.x; part < parts + WARPS * 8 * COUT; part += COUT)
-                count += part->x, sum += part->x * (double)part->y, squares += part->z + part->x * (double)part->y * part->y;
+            for (float3* p = parts + threadIdx.x; p < parts + WARPS * 8 * COUT; p += COUT)
+                count += p->x, sum += p->x * (double)p->y, squares += p->z + p->x * (double)p->y * p->y;
             power += weight_powers[threadIdx.x];
             p_moments[unit * COUT + threadIdx.x] = {count, ldexp(sum, -power), ldexp(squares, -2 * power)};
         }

@@ -134,7 +134,7 @@ MUTANTS = {
     "the low plane dropped": ("mma(part[n], low, b[n].x, b[n].y);", ";"),
     "no halo in y": (" + tap / KW % KH * PITCH", ""),
     "columns past the end counted": ("&& k % 4 * 8 + g < width", ""),
-    "a warp left out": ("part < parts + WARPS * 8 * COUT", "part < parts + 8 * COUT"),
+    "a warp left out": ("p < parts + WARPS * 8 * COUT", "p < parts + 8 * COUT"),
 }
 
 

@@ -46,7 +46,8 @@ _WORDS = (
     "v mean rstd var count base value result keep x weight bias batch depth height width out positions pitch "
     "plane_rows sample_rows plane step rows high low grid block blocks sizes columns weight_scale unscale scale shape "
     "stride tiles units means squares counts align tensors chunks deep wide card kernel grad grads leaves others "
-    "wanted settings x_grad weight_grad torch triton math nn tl fits scales pack_weight group_moments self super"
+    "wanted settings x_grad weight_grad torch triton math nn tl fits scales pack_weight group_moments "
+    "moments compiled arguments self super"
 )
 RESERVED = frozenset(_WORDS.split())
 

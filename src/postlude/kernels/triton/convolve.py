@@ -31,10 +31,10 @@ def convolve_kernel(
     TILES,  # per sample
     UNITS,  # tiles in all, times blocks of channels
     SAMPLE_ROWS,  # rows of a packed sample
-    PITCH,
+    PITCH,  # positions of a packed row, and of a packed plane
     PLANE,
-    FIRST,  # planes of the packed sample that hold input
-    LAST_PLANE,
+    FIRST,  # the first plane of the packed sample that holds input
+    LAST_PLANE,  # the last plane that holds input
     OD,
     OH,
     OW,

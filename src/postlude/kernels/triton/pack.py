@@ -36,7 +36,7 @@ def scale_for(largest):
 
 @triton.jit
 def rest_of(x, high):
-    """What the high plane leaves over; 0 where it is not finite, for infinity − infinity is NaN of no meaning."""
+    """What the high plane leaves over of x; 0 for an infinity, which would be NaN."""
     rest = x - high.to(tl.float32)
     return tl.where(tl.abs(rest) < float("inf"), rest, 0.0)
 

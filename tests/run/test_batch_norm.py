@@ -29,7 +29,8 @@ from run.test_training import gradients, training
 pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("poisoned_memory")]
 BLOCK = Builder(2, conv(2, (3, 4), padding=1)).op("silu").batch_norm().op("mul", "channel").chain()
 PLAIN = Builder(2).batch_norm(affine=False, momentum=0.3).op("tanh").chain()
-POOLED = Builder(2, conv(2, (3, 4))).batch_norm().op("mul", 2.0).reduce("mean", "space").chain()
+SCALED = Builder(2, conv(2, (3, 4))).op("mul", -2.0).op("add", "channel").batch_norm().op("mul", 2.0)
+POOLED = SCALED.reduce("mean", "space").chain()
 SHAPE = (3, 3, 5, 4)
 
 

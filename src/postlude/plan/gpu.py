@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from postlude.chain import Chain, Normalize, Reduce, values_of
-from postlude.emit import OPERANDS, pass_slots
+from postlude.emit import too_many_tensors
 from postlude.emit_gradient import unsupported_gradient
 from postlude.hardware import Machine
 from postlude.plan.convolve import gradient_products, own_convolution, packs_gradient, pytorch_seconds
@@ -185,11 +185,8 @@ def _reasons_against(chain: Chain, machine: Machine) -> list[str]:
         reasons.append("nothing before the reduction can be fused")
     if any(value.index < last for step in chain.steps[last:] for value in values_of(step)):
         reasons.append("a step after the last fused one reads a value from inside the fused passes")
-    if "row" in chain.roles:
-        reasons.append("a step reads one number per sample and channel, which the GPU passes cannot yet")
-    if len(pass_slots(chain, last)) > OPERANDS:
-        reasons.append(f"the steps read more than {OPERANDS} tensors")
-    return reasons
+    too_many = too_many_tensors(chain, last)
+    return reasons if too_many is None else [*reasons, too_many]
 
 
 def _reasons_against_training(chain: Chain, library_tf32: bool | None) -> list[str]:

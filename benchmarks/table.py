@@ -26,7 +26,7 @@ GPU_SOURCES = [
     SOURCE / "kernels" / "cuda",
     *(SOURCE / f"kernels/triton/{name}.py" for name in ("pointwise", "normalize", "moments", "pack", "convolve")),
     SOURCE / "emit.py",
-    *(SOURCE / f"plan/{name}.py" for name in ("gpu", "convolve", "gemm", "few_channels")),
+    *(SOURCE / f"plan/{name}.py" for name in ("gpu", "convolve", "gemm", "few_channels", "tiles")),
     *(SOURCE / f"run/{name}.py" for name in ("gpu", "gemm", "few_channels", "passes", "finish_moments", "library")),
     *(SOURCE / f"run/{name}.py" for name in ("launch", "nvrtc", "programs")),
 ]

@@ -52,7 +52,7 @@ def _clear() -> Answer:
     except OSError as error:
         raise PostludeError(f"the cache in {folder} could not be cleared: {error.strerror}.") from error
     say(
-        f"Deleted {files} compiled kernels ({megabytes(size)}) from {folder}."
+        f"Deleted {files} compiled kernels and tables of tiles ({megabytes(size)}) from {folder}."
         if files
         else "There was nothing to clear."
     )

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from postlude.chain import Convolution
 
+_SHARED_BESIDE = 5 << 10  # bytes for barriers, and for warps to add up moments: up to 4 KiB were seen
+
 
 @dataclass(frozen=True)
 class Arithmetic:
@@ -86,9 +88,18 @@ class Gemm:
     stages: int
     warps: int
 
+    @property
+    def columns(self) -> int:
+        return self.volume.width * self.block_c
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block at most: both operands of every stage, and the rest."""
+        item = 8 if self.arithmetic.operands == "float64" else 2
+        return item * self.arithmetic.planes * (self.rows + self.columns) * self.block_k * self.stages + _SHARED_BESIDE
+
     def __str__(self) -> str:
-        columns = self.volume.width * self.block_c
-        return f"matrix product of {self.arithmetic}; tiles of {self.rows} × {columns} × {self.block_k}"
+        return f"matrix product of {self.arithmetic}; tiles of {self.rows} × {self.columns} × {self.block_k}"
 
 
 @dataclass(frozen=True)
@@ -113,6 +124,13 @@ class WeightGemm:
         """Of taps that programs share out among themselves."""
         kd, kh, kw = self.volume.kernel
         return kd * kh * (kw if self.neighbours == 1 else 1) // self.shared
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block at most: one tile of the gradient and the input's in every stage, and the rest."""
+        item = 8 if self.arithmetic.operands == "float64" else 2
+        tiles = self.rows + self.shared * self.columns
+        return item * self.arithmetic.planes * tiles * self.block_k * self.stages + _SHARED_BESIDE
 
     @property
     def result(self) -> tuple[int, int]:

@@ -51,7 +51,7 @@ def lower_for_gpu(chain: Chain, problem: Problem, machine: Machine, even_if_slow
     if not even_if_slower:
         reasons += _reasons_to_stay(chain, problem, own)
     if reasons:
-        return Refusal(tuple(reasons), library_tf32)
+        return Refusal(tuple(dict.fromkeys(reasons)), library_tf32)
     is_own = not isinstance(own, str)
     passes = _passes(chain, is_own)
     layout = result_layout(chain, problem, machine)

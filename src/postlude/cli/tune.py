@@ -57,9 +57,12 @@ def tune(settings: Settings, options: Options, make_bench: MakeBench = Card) -> 
         say("Nothing to tune: no chain of this model runs in passes of ours on this card.", "bold")
     elif options.dry_run:
         return _listed(settings, options, machine, work)
-    rows = []
+    rows: list[tuple[Case, Question, Found]] = []
+    bench: Bench | None = None
     for case, question in work:
-        bench = make_bench(case.chain, case.problem, machine.cache_bytes)
+        if bench is None or case != rows[-1][0]:
+            bench = None  # its tensors go before the next ones come
+            bench = make_bench(case.chain, case.problem, machine.cache_bytes)
         found = _tuned(case, question, machine, bench)
         if found.best is not None:
             now = datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from postlude.code_hash import kernel_hash
 from postlude.tile_table import NO_TILES, Key, TileTable, read_tables
+from postlude.tile_table import Found as FoundTiles
 
 
 @dataclass(frozen=True)
@@ -170,19 +171,24 @@ def tile_key() -> Key:
     return Key(found.get("gpu", ""), found["torch"], found["triton"], kernels)
 
 
+TILES_ADVICE = "`postlude tune FILE.py` makes new ones, `postlude doctor --clear-cache` deletes the old ones"
+
+
+def found_tiles() -> FoundTiles:
+    """The user's own tiles on disk, and what else lies there."""
+    folder = cache_folder()
+    with suppress(OSError):  # a folder that cannot be read holds nothing for us
+        if folder is not None and next(folder.glob("tiles-*.json"), None) is not None:
+            return read_tables(folder, tile_key())
+    return FoundTiles(NO_TILES, (), (), 0)
+
+
 @functools.cache
 def tuned_tiles() -> TileTable:
     """The user's own tiles. Asked once a process, and so is the warning about tables that are no good here."""
-    folder = cache_folder()
-    try:
-        if folder is None or next(folder.glob("tiles-*.json"), None) is None:
-            return NO_TILES
-        found = read_tables(folder, tile_key())
-    except OSError:  # a folder that cannot be read holds nothing for us
-        return NO_TILES
+    found = found_tiles()
     if found.problem is not None:
-        advice = "`postlude tune FILE.py` makes new ones, `postlude doctor --clear-cache` deletes the old ones"
-        warnings.warn(f"Tuned tiles in {folder} are not used: {found.problem}; {advice}.", stacklevel=2)
+        warnings.warn(f"Tuned tiles in {cache_folder()} are not used: {found.problem}; {TILES_ADVICE}.", stacklevel=2)
     return found.table
 
 

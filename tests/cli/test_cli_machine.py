@@ -50,6 +50,14 @@ def test_doctor_clears_its_cache_and_nothing_else(run: Run, tmp_path: Path, monk
     assert "nothing to clear" in run("doctor", "--clear-cache", "--device", "cpu").out
 
 
+def test_tiles_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POSTLUDE_CACHE_DIR", str(tmp_path))
+    assert (doctor._tiles().found, doctor._tiles().state) == ("as shipped", "good")
+    (tmp_path / f"tiles-{hardware.tile_key().digest}-{'a' * 8}.json").write_text("no table")
+    assert doctor._tiles().state == "note"
+    assert "cannot be read" in doctor._tiles().found
+
+
 def test_a_cache_that_cannot_be_cleared_is_one_sentence(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def denied() -> None:
         raise PermissionError(13, "Permission denied")

@@ -78,7 +78,7 @@ def test_a_tile_that_does_not_fit_is_passed_over() -> None:
     assert made.splits > weight_gemm_for(CONV, (32, 32, 32), TWO, card(90)).splits
 
 
-@pytest.mark.parametrize(("cin", "cout"), [*itertools.product((16, 40, 48, 64), (16, 24, 48, 64, 128))])
+@pytest.mark.parametrize(("cin", "cout"), [*itertools.product((16, 40, 48, 64), (16, 24, 32, 48, 64, 128))])
 @pytest.mark.parametrize("arithmetic", [ONE, TWO], ids=str)
 def test_steps_of_a_product_divide_what_it_sums_over(cin: int, cout: int, arithmetic: Arithmetic) -> None:
     """With the width that a tile of the input's gradient names: else nothing, or too little, would be summed."""

@@ -104,6 +104,8 @@ def runs() -> list[Run]:
     turned = chain_of(convolution(3, (17, 33), transposed=True), 3, ("relu",), ("norm", 3))
     block = chain_of(convolution(3, (20, 32), 1), 3, ("norm", None), ("silu",))
     packed = chain_of(convolution(2, (9, 12), 1), 2, ("norm", 3), ("silu",))
+    boxes = chain_of(convolution(2, (20, 50), 1), 2, ("mul", "row"), ("norm", 5), ("silu",))
+    pairs = chain_of(convolution(2, (16, 24), 1), 2, ("norm", 4), ("relu",))
     plain = convolution(2, (9, 10), 1, bias=False)
     gated = chain_of(plain, 2, ("mul", "row"), ("norm", 2), ("add", "full"), ("mul", "row"))
     grouped = chain_of(convolution(3, (6, 10), groups=2), 3, ("gelu",), ("norm", 5), ("mul", "channel"))
@@ -125,6 +127,8 @@ def runs() -> list[Run]:
         Run("product-once-bf16", once, flat, "bfloat16", last, trains=False),
         Run("packed-bf16", packed, (2, 9, 3, 32), "bfloat16"),
         Run("packed-fp16", packed, (2, 9, 3, 64), "float16", last),
+        Run("in-place-fp16", boxes, (2, 20, 31, 63), "float16"),
+        Run("in-place-bf16", pairs, (1, 16, 31, 62), "bfloat16", last),
         Run("gated-fp32", gated, flat),
         Run("gated-fp16", gated, flat, "float16", last),
         Run("library-fp32", grouped, (2, 6, 7, 6, 9)),
@@ -177,7 +181,7 @@ def _with_gradients(
             return [function(tensors)]
     wanted = [t.requires_grad_() for slot, t in enumerate(tensors) if slot not in run.frozen]
     result = function(tensors)
-    dy = torch.linspace(0.5, 1.5, result.numel(), dtype=result.dtype).reshape(result.shape).to(result.device)
+    dy = torch.linspace(0.5, 1.5, result.numel()).reshape(result.shape).to(result.dtype).to(result.device)
     return [result.detach(), *torch.autograd.grad(result, wanted, dy)]
 
 

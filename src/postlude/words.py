@@ -21,28 +21,31 @@ class PointwiseRow:
     affine: bool = False  # in its first operand, the others being numbers, or the same for a whole channel
     swapped: str | None = None  # the word for two operands in the other order
     vectors: bool = False  # the other operands are one number per channel, or one: they do not broadcast or promote
+    finite_at: int = 0  # how many of the two infinities it makes finite
 
 
 POINTWISE: dict[str, PointwiseRow] = {
-    "relu": PointwiseRow(1),
+    "relu": PointwiseRow(1, finite_at=1),
     # Neither is relu or hardtanh: at exactly a bound clamp passes the gradient on, they do not.
-    "clamp_min": PointwiseRow(1, ("bound",)),
-    "clamp_max": PointwiseRow(1, ("bound",)),
-    "clamp": PointwiseRow(1, ("low", "high")),
-    "hardtanh": PointwiseRow(1, ("low", "high"), (-1.0, 1.0)),  # relu6 is the one from 0 to 6
+    "clamp_min": PointwiseRow(1, ("bound",), finite_at=1),
+    "clamp_max": PointwiseRow(1, ("bound",), finite_at=1),
+    "clamp": PointwiseRow(1, ("low", "high"), finite_at=2),
+    "hardtanh": PointwiseRow(1, ("low", "high"), (-1.0, 1.0), finite_at=2),  # relu6 is the one from 0 to 6
     "leaky_relu": PointwiseRow(1, ("slope",)),
-    "elu": PointwiseRow(1, ("alpha", "scale", "input_scale"), (1.0, 1.0, 1.0)),  # celu and selu are among them
+    "elu": PointwiseRow(
+        1, ("alpha", "scale", "input_scale"), (1.0, 1.0, 1.0), finite_at=1
+    ),  # celu and selu are among them
     "silu": PointwiseRow(1),
     "gelu": PointwiseRow(1, ("approximate",), ("none",)),
     "mish": PointwiseRow(1),
     "hardswish": PointwiseRow(1),
-    "hardsigmoid": PointwiseRow(1),
-    "softplus": PointwiseRow(1, ("beta", "threshold"), (1.0, 20.0)),
-    "tanh": PointwiseRow(1),
-    "sigmoid": PointwiseRow(1),
+    "hardsigmoid": PointwiseRow(1, finite_at=2),
+    "softplus": PointwiseRow(1, ("beta", "threshold"), (1.0, 20.0), finite_at=1),
+    "tanh": PointwiseRow(1, finite_at=2),
+    "sigmoid": PointwiseRow(1, finite_at=2),
     "abs": PointwiseRow(1),
     "sqrt": PointwiseRow(1),
-    "reciprocal": PointwiseRow(1),
+    "reciprocal": PointwiseRow(1, finite_at=2),
     "pow": PointwiseRow(1, ("exponent",)),  # an int from 1 on
     "detach": PointwiseRow(1),
     "add": PointwiseRow(2, affine=True, swapped="add"),
@@ -50,9 +53,9 @@ POINTWISE: dict[str, PointwiseRow] = {
     "rsub": PointwiseRow(2, affine=True, swapped="sub"),
     "mul": PointwiseRow(2, affine=True, swapped="mul"),
     "div": PointwiseRow(2, affine=True, swapped="rdiv"),
-    "rdiv": PointwiseRow(2, swapped="div"),
-    "maximum": PointwiseRow(2, swapped="maximum"),
-    "minimum": PointwiseRow(2, swapped="minimum"),
+    "rdiv": PointwiseRow(2, swapped="div", finite_at=2),
+    "maximum": PointwiseRow(2, swapped="maximum", finite_at=1),
+    "minimum": PointwiseRow(2, swapped="minimum", finite_at=1),
     "prelu": PointwiseRow(2, vectors=True),
     # In evaluation: mean, variance, weight (or 1), bias (or 0). In training it is no word of this vocabulary.
     "batch_norm": PointwiseRow(5, ("eps",), (1e-5,), affine=True, vectors=True),

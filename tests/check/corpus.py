@@ -31,6 +31,7 @@ SIZES = {
         "width": 7,
     },
 }
+PRECISIONS = {"cpu": "auto", "cuda": "fp32"}  # "auto" is TF32 on a card, whose own error hides a cancellation
 LIMITS = Limits(start_s=60, call_s=20, grace_s=0.2, output_bytes=64 << 20)
 
 
@@ -70,34 +71,36 @@ class Problem:
 
 
 @cache
-def problem(name: str, backward: bool = False) -> Problem:
+def problem(name: str, backward: bool = False, device: str = "cpu") -> Problem:
     """The reference with its right answers, which all candidates for it share."""
     if name in SIZES:
         file = problem_file.load(PROBLEMS / f"{name}.py").with_sizes(**SIZES[name])
     else:
         file = problem_file.load(FOLDER / "references" / f"{name}.py")
-    model = file.build()
-    exam = Exam(model, file.inputs(), Rules(backward=backward, seed=11), remember=True)
+    model = file.build(device)
+    exam = Exam(model, file.inputs(device), Rules(PRECISIONS[device], backward=backward, seed=11), remember=True)
     return Problem(model, file.init_arguments(), exam)
 
 
-def verdict_on(entry: Entry, candidate: Candidate | None = None) -> Verdict:
+def verdict_on(entry: Entry, candidate: Candidate | None = None, device: str = "cpu") -> Verdict:
     """In a process of its own, or in one that a tame file before it left running."""
-    asked = problem(entry.reference, entry.backward)
+    asked = problem(entry.reference, entry.backward, device)
     try:
         if candidate is not None:
             restart(candidate, entry, asked)
             return examine(asked.exam, IsolatedSide(candidate, asked.model))
-        with started(entry) as fresh:
+        with started(entry, device) as fresh:
             return examine(asked.exam, IsolatedSide(fresh, asked.model))
     except CandidateFailed as error:
         return Verdict("wrong", (str(error),))
 
 
-def started(entry: Entry) -> Candidate:
-    args, kwargs = problem(entry.reference, entry.backward).arguments
+def started(entry: Entry, device: str = "cpu") -> Candidate:
+    args, kwargs = problem(entry.reference, entry.backward, device).arguments
     limits = Limits(LIMITS.start_s, entry.timeout, LIMITS.grace_s, LIMITS.output_bytes)
-    return Candidate(entry.path, args, kwargs, limits=limits, poisoned=True)
+    return Candidate(
+        entry.path, args, kwargs, device=device, limits=limits, poisoned=True, precision=PRECISIONS[device]
+    )
 
 
 def restart(candidate: Candidate, entry: Entry, asked: Problem) -> None:

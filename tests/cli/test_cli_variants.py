@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,20 @@ def test_a_candidates_sets_are_shuffled_and_its_result_still_belongs_to_its_inpu
         assert window.index is not None
         assert float(window.output) == 4.0 * (window.index + 1)  # type: ignore[arg-type]
     assert len(fake.orders) == 6
+
+
+def test_what_a_compiler_prints_unasked_is_not_shown(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def talkative(model: Any, mode: str | None) -> Any:
+        return lambda x: (sys.stderr.write("Autotune Choices Stats"), model(x))[1]
+
+    monkeypatch.setattr(torch, "compile", talkative)
+    monkeypatch.setattr(variants, "no_compiler", lambda _: None)
+    state, sets = random_state(opened.model, 1), input_sets(opened, "cpu")
+    found = variants.compiled_ways(opened, "cpu", state, sets, [FORWARD], "all")
+    assert len(found.runners) == 2
+    assert "Autotune" not in capsys.readouterr().err
 
 
 def test_eager_ways_here(opened: Opened) -> None:

@@ -121,8 +121,8 @@ def test_a_training_step_compiles_for_hopper(name: str, monkeypatch: pytest.Monk
     names = [found.name for found in launches]
     is_ours = name != "library"
     assert names.count("weight_gradient_kernel") == is_ours
-    assert names.count("convolve_kernel") == 2 * is_ours
-    assert names.count("packed_gradient_kernel") == (name in ("block channels-last", "gated"))
+    assert sum("convolve" in found for found in names) == 2 * is_ours
+    assert names.count("packed_gradient_kernel") == (name in ("block channels-last", "61 bf16", "gated"))
     for found in launches:
         assert found.shared <= offline.CARDS[90], found.name
         used = offline.resources(found.ptx, 90)

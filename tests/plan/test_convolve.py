@@ -16,7 +16,7 @@ from postlude.chain import Chain
 from postlude.hardware import Machine
 from postlude.plan.convolve import gemm_for, gradient_products, weight_gemm_for
 from postlude.plan.few_channels import FewChannels, Geometry, few_channels_for, shared_bytes
-from postlude.plan.gemm import Arithmetic, Gemm, Volume
+from postlude.plan.gemm import Arithmetic, Gemm, Volume, input_gradient_of, volume_for
 
 BLOCK = Builder(3, conv(3, (32, 32), padding=1)).norm(None).op("leaky_relu", slope=0.01).chain()
 
@@ -107,8 +107,8 @@ def test_pytorch_convolves_with_a_reason(chain: Chain, shape: tuple[int, ...], l
 
 
 def test_16_bits_with_many_channels_are_cudnns() -> None:
-    chain = Builder(3, conv(3, (128, 128), padding=1)).norm(8).chain()
-    given = problem(chain, (2, 128, 64, 64, 64), device="cuda")
+    chain = Builder(3, conv(3, (256, 256), padding=1)).norm(8).chain()
+    given = problem(chain, (2, 256, 64, 64, 64), device="cuda")
     given = dataclasses.replace(given, tensors=tuple(dataclasses.replace(t, dtype="float16") for t in given.tensors))
     assert gemm_for(chain, given, CARD) == "cuDNN is faster from this many channels on"
 
@@ -123,6 +123,15 @@ def test_the_weights_gradient_fills_the_rows_of_a_product(
     assert (gemm.neighbours, gemm.shared, gemm.groups) == (neighbours, shared, groups)
     assert gemm.rows >= 64  # fewer are no instruction on Hopper
     assert gemm.groups * gemm.splits <= 2 * CARD.threads
+
+
+def test_a_volume_without_borders_is_one_long_row() -> None:
+    turned = conv(3, (64, 128), transposed=True)
+    back = volume_for(input_gradient_of(turned), turned.output_space((32, 32, 32)), 2)
+    assert back.is_flat
+    assert back.as_one_row().pitch == back.sample_rows * back.pitch == 34**3
+    assert not volume_for(turned, (32, 32, 32), 1).is_flat  # the forward pass has a border on every side
+    assert not Volume((3, 3, 5), (1, 1, 1), (0, 0, 0), 2).is_flat  # nine rows of five hold no whole number of pairs
 
 
 def test_both_gradients_read_one_packed_tensor() -> None:

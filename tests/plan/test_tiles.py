@@ -14,6 +14,7 @@ from plan.test_lower import problem
 from postlude.chain import Chain
 from postlude.hardware import Machine
 from postlude.plan import Plan, Problem, lower
+from postlude.plan.boxes import Boxes
 from postlude.plan.candidates import MOST, candidates, with_row
 from postlude.plan.convolve import gradient_products, product_for, weight_gemm_for
 from postlude.plan.few_channels import FewChannels
@@ -107,6 +108,31 @@ def test_every_question_of_a_plan_has_an_origin_and_some_candidates(chain: Chain
             assert all(value in SETTINGS[question.kind][name] for name, value in one.row.settings)
             for product in (one.plan.own, one.plan.input_gradient, one.plan.weight_gradient):
                 assert isinstance(product, (FewChannels, type(None))) or product.shared_bytes <= CARDS[90]
+
+
+def test_products_in_place_take_a_tuned_tile_that_fits() -> None:
+    chain = Builder(3, conv(3, (64, 128), padding=1)).norm(8).op("silu").chain()
+    given = problem(chain, (2, 64, 64, 64, 64), "channels_last", device="cuda")
+    given = dataclasses.replace(given, tensors=tuple(dataclasses.replace(t, dtype="float16") for t in given.tensors))
+    shipped = lower(chain, given, card(90))
+    assert isinstance(shipped, Plan)
+    assert isinstance(shipped.own, Boxes)
+    question = questions_of(shipped, card(90))[0]
+    assert (question.kind, shipped.tiles[0].endswith(MEASURED)) == ("product in place", True)
+    machine = tuned(card(90), question, columns=64, steps=32, stages=4)
+    plan = lower(chain, given, machine)
+    assert isinstance(plan, Plan)
+    assert isinstance(plan.own, Boxes)
+    assert (plan.own.block_h * plan.own.block_j, plan.own.block_k, plan.own.stages) == (64, 32, 4)
+    assert "tuned on this card" in plan.tiles[0]
+    small = dataclasses.replace(tuned(card(90), question, columns=256, steps=64, stages=4), shared_bytes=110_000)
+    plan = lower(chain, given, small)
+    assert isinstance(plan, Plan)
+    assert plan.own == shipped.own
+    assert plan.tiles[0].endswith(MEASURED)
+    tiles = [one.plan.own for one in candidates(chain, given, card(90), question)]
+    assert tiles
+    assert all(isinstance(one, Boxes) and 128 * one.block_h * one.block_j <= 160 * 32 * 4 for one in tiles)
 
 
 def test_candidates_are_refused_where_registers_would_not_last() -> None:

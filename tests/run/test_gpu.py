@@ -16,6 +16,7 @@ from postlude.check import chain_points, tensors_for, verify_chain
 from postlude.emit import emit
 from postlude.hardware import Machine
 from postlude.plan import Plan, problem_of
+from postlude.plan.gemm import Gemm
 from postlude.plan.gpu import lower_for_gpu
 from postlude.plan.types import Tile
 from postlude.run import finish_moments, passes, programs
@@ -33,7 +34,7 @@ def fused(chain: Chain, tensors: list[Tensor], small_tiles: bool = True) -> Tens
     with torch.no_grad():
         plan = lower_for_gpu(chain, problem_of(tensors), CARD, even_if_slower=True)
         assert isinstance(plan, Plan), plan
-        if plan.own is not None:  # the interpreter multiplies the padding as well
+        if isinstance(plan.own, Gemm):  # the interpreter multiplies the padding as well
             plan = dataclasses.replace(plan, own=dataclasses.replace(plan.own, rows=32))
         if small_tiles:
             assert plan.tile is not None

@@ -14,6 +14,7 @@ from postlude import hardware, reference
 from postlude.chain import Chain
 from postlude.check import chain_points, tensors_for, verify_chain
 from postlude.plan import Plan, lower, problem_of
+from postlude.plan.boxes import Boxes
 from postlude.run.gpu import GpuRun
 
 pytestmark = pytest.mark.gpu
@@ -107,6 +108,32 @@ def test_same_bits_every_time_and_in_a_cuda_graph(name: str, precision: str) -> 
     result.zero_()
     graph.replay()
     assert torch.equal(result, expected)
+
+
+# Read in place: every width of a row, and a box that sticks out of the input.
+BOXED: dict[str, tuple[Chain, tuple[int, ...]]] = {
+    "32→32": (BLOCK, (2, 32, 5, 48, 64)),
+    "32→64": (Builder(3, conv(3, (32, 64), padding=1)).op("relu").norm(8).chain(), (2, 32, 3, 63, 64)),
+    "64→64": (Builder(3, conv(3, (64, 64), padding=1)).norm(8).op("silu").chain(), (2, 64, 4, 32, 64)),
+    "128→128": (Builder(3, conv(3, (128, 128), padding=1)).norm(None).op("relu").chain(), (2, 128, 3, 32, 31)),
+    "48→16": (Builder(3, conv(3, (48, 16), padding=1)).norm(None).chain(), (2, 48, 4, 32, 128)),
+    "no norm": (Builder(3, conv(3, (64, 128), padding=1)).op("gelu", approximate="none").chain(), (2, 64, 4, 32, 32)),
+    "2-D": (Builder(2, conv(2, (32, 32), 5, padding=2)).norm(4).chain(), (2, 32, 64, 64)),
+    "transposed": (Builder(3, conv(3, (64, 64), transposed=True, padding=1)).norm(8).chain(), (2, 64, 4, 32, 64)),
+}
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", BOXED)
+def test_a_convolution_in_place_is_right_by_the_rule(name: str, dtype: torch.dtype, layout: str) -> None:
+    chain, shape = BOXED[name]
+    tensors = tensors_for(chain, shape, dtype, "cuda", 0, "normal", layout)
+    run = ready(chain, tensors, "auto")
+    assert isinstance(run.plan.own, Boxes)
+    assert torch.equal(run(tensors), run(tensors))
+    verdict = verify_chain(fused("auto"), chain, chain_points(chain, shape, dtype, "cuda", layout=layout), "auto")
+    assert verdict.right, verdict
 
 
 def kernels_of(run: Callable[[], object]) -> list[str]:

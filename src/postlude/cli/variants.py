@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -131,15 +132,22 @@ def compiled_ways(
     for name, mode in ((COMPILE, None), (AUTOTUNED, "max-autotune-no-cudagraphs"))[: 2 if level == "all" else 1]:
         compiled = torch.compile(with_state(opened.problem.build(device), state), mode=mode)
         try:
-            for work in works:
-                with torch.set_grad_enabled(work != FORWARD):
-                    for inputs in sets[:2]:
-                        _work(compiled, work, opened.output)(*inputs)
+            with contextlib.redirect_stderr(io.StringIO()):  # the autotuner writes its tables there, unasked
+                _first_calls(compiled, works, sets, opened.output)
         except Exception as error:  # anything between Dynamo and the C++ compiler
             found.left_out.append(f"{name}: it failed ({first_line(error)})")
             continue
         found.add(Runner(name, compiled, sets))
     return found
+
+
+def _first_calls(
+    compiled: Callable[..., Any], works: Sequence[str], sets: Sequence[tuple[Any, ...]], output: Tensor
+) -> None:
+    for work in works:
+        with torch.set_grad_enabled(work != FORWARD):
+            for inputs in sets[:2]:
+                _work(compiled, work, output)(*inputs)
 
 
 def flusher(device: str) -> Callable[[], object]:

@@ -15,6 +15,7 @@ from postlude.export.plain import renamed_steps
 from postlude.export.product import product
 from postlude.export.training import trainer_text, why_untrained
 from postlude.plan import Plan
+from postlude.plan.few_channels import FewChannels
 from postlude.plan.gemm import Gemm
 from postlude.plan.types import Moments
 
@@ -65,7 +66,7 @@ def chain_text(plan: Plan, name: str, names: Mapping[int, str], training: bool =
     chunks, result = "tiles", "value"
     if isinstance(plan.own, Gemm):
         product(draft, plan.own)
-    elif plan.own is not None:
+    elif isinstance(plan.own, FewChannels):
         direct(draft, plan.own)
     else:
         library_convolution(draft)

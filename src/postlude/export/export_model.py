@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import keyword
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from postlude.export.trace import FoundChain, trace
 from postlude.export.training import why_untrained
 from postlude.hardware import Machine
 from postlude.plan import Plan, Problem, lower
+from postlude.plan.boxes import Boxes
+from postlude.plan.convolve import product_for
 from postlude.plan.problem import spec_of
 
 # What a file is written for where no GPU is at hand to ask.
@@ -75,6 +78,10 @@ def export(
         specs = tuple(spec_of(node.meta["val"]) for node in found.match.tensors)
         problem = Problem(specs, "cuda", precision, False, allows_tf32)
         outcome = lower(found.match.chain, problem, machine, even_if_slower=even_if_slower)
+        if isinstance(outcome, Plan) and isinstance(outcome.own, Boxes) and outcome.chain.producer is not None:
+            # Files hold one kind of product; this one takes as many launches.
+            packed = product_for(outcome.chain.producer, problem.x.shape[2:], outcome.own.arithmetic, machine)
+            outcome = dataclasses.replace(outcome, own=packed)
         why = unwritable(outcome, texts.values()) if isinstance(outcome, Plan) else str(outcome)
         if isinstance(outcome, Plan) and why is None:
             texts[found] = chain_text(outcome, _function_name(found.match.chain), _slot_names(found), training)

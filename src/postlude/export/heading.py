@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from postlude.export.chain_text import ChainText
 from postlude.export.layout import WIDTH
 from postlude.plan import Plan
-from postlude.plan.gemm import Gemm
+from postlude.plan.few_channels import FewChannels
 
 Measured = Callable[[str, str, str, str], str | None]  # chain, shape, dtype and precision to a sentence
 _LABEL = 11
@@ -54,7 +54,7 @@ def _arithmetic(plan: Plan) -> str:
     own = plan.own
     if own is None:
         return "fp32; the convolution is PyTorch's" if plan.chain.producer else "fp32"
-    planes = own.arithmetic.planes if isinstance(own, Gemm) else own.planes
+    planes = own.planes if isinstance(own, FewChannels) else own.arithmetic.planes
     if plan.input.dtype != "float32":
         return f"products of {plan.input.dtype}, summed in fp32"
     if planes == 2:

@@ -7,6 +7,7 @@ import itertools
 
 from postlude.chain import Chain
 from postlude.hardware import Machine
+from postlude.plan.boxes import Boxes
 from postlude.plan.gemm import Gemm
 from postlude.plan.lower import lower
 from postlude.plan.problem import Problem
@@ -60,4 +61,6 @@ def with_row(machine: Machine, row: Row) -> Machine:
 def _has_room(plan: Plan) -> bool:
     products = [one for one in (plan.own, plan.input_gradient) if isinstance(one, Gemm)]
     sums = [one.rows * one.columns * one.arithmetic.planes // (32 * one.warps) for one in products]
+    if isinstance(plan.own, Boxes):
+        sums.append(plan.own.width * plan.own.block_c * plan.own.block_h * plan.own.block_j // (32 * plan.own.warps))
     return all(count <= _ACCUMULATORS for count in sums)

@@ -6,30 +6,34 @@ import dataclasses
 
 from postlude.chain import Chain, Convolution
 from postlude.hardware import Machine
+from postlude.plan.boxes import Boxes, boxes_for
 from postlude.plan.few_channels import FewChannels, few_channels_for
 from postlude.plan.gemm import Arithmetic, Gemm, WeightGemm, input_gradient_of, unsupported, volume_for
 from postlude.plan.problem import Problem, body_dtype, fp32_mode, power_of_two
-from postlude.plan.program import has_norm
+from postlude.plan.program import norm_hides_infinities
 from postlude.plan.tiles import answers, product_questions
 
 # A packed position has a multiple of this many channels, so that a tile's rows begin where a descriptor may.
 _CHANNEL_STEP = 16
 _WEIGHT_PROGRAMS = 2  # programs of the weight's gradient for each multiprocessor
+_TRAINED_CHANNELS = 64  # of an input: above, cuDNN's gradients are faster in 16 bits
 _COLUMNS = 128  # of a tile: neighbouring outputs fill up what their channels leave (see `width_for`)
 # Below this many operations the packing launches cost more than a better convolution gains, by what PyTorch's takes.
 _WORTH = {"fp32": 1e9, "tf32": 8e9, "16 bits": 20e9}
 _PYTORCH = {"fp32": 16e12, "tf32": 100e12, "16 bits": 250e12}  # its operations a second on an H200, about
 
 
-def own_convolution(
-    chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool = False
-) -> Gemm | FewChannels | str:
+Own = Gemm | Boxes | FewChannels
+
+
+def own_convolution(chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool = False) -> Own | str:
     """Our convolution for this chain, or why it is PyTorch's."""
     few = few_channels_for(chain, problem, machine)
     return gemm_for(chain, problem, machine, even_if_slower) if isinstance(few, str) else few
 
 
-def gemm_for(chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool = False) -> Gemm | str:
+def gemm_for(chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool = False) -> Gemm | Boxes | str:
+    """A matrix product, over rows of channels where they lie or over packed ones; or why PyTorch convolves."""
     conv = chain.producer
     if conv is None:
         return "there is no convolution"
@@ -38,13 +42,13 @@ def gemm_for(chain: Chain, problem: Problem, machine: Machine, even_if_slower: b
         return reason
     arithmetic = arithmetic_for(chain, problem)
     if arithmetic is None:
-        return "without a norm after it, an infinity in the input could not be kept"
-    if not even_if_slower:
-        reason = _slower(chain, problem, arithmetic)
-        if reason:
-            return reason
-    # Neighbours in a row are multiplied by zeros, which an infinity does not survive: only a norm hides that.
-    return product_for(conv, problem.x.shape[2:], arithmetic, machine, widens=has_norm(chain))
+        return "an infinity in the input could not be kept, and no norm makes NaN of it anyway"
+    boxes = boxes_for(chain, problem, arithmetic, machine)
+    reason = None if even_if_slower else _slower(chain, problem, arithmetic, boxes is not None)
+    if reason or boxes is not None:
+        return reason or boxes or ""
+    # Neighbours in a row are multiplied by zeros, which an infinity does not survive.
+    return product_for(conv, problem.x.shape[2:], arithmetic, machine, widens=norm_hides_infinities(chain))
 
 
 def product_for(
@@ -72,7 +76,7 @@ def product_for(
 
 
 def gradient_products(
-    conv: Convolution, problem: Problem, own: Gemm | FewChannels, machine: Machine
+    conv: Convolution, problem: Problem, own: Own, machine: Machine
 ) -> tuple[Gemm | None, WeightGemm | None]:
     """Our products for the gradients of input and weight where our convolution made the forward pass.
 
@@ -80,6 +84,8 @@ def gradient_products(
     takes 40 times as long as its convolution.
     """
     if machine.architecture != "sm_90" or max(conv.kernel[-2:]) > 3:
+        return None, None
+    if isinstance(own, Boxes) and conv.in_channels > _TRAINED_CHANNELS:
         return None, None
     is_few = isinstance(own, FewChannels)
     if is_few and (conv.dtype or problem.x.dtype) != "float32":
@@ -95,18 +101,20 @@ def gradient_products(
 def packs_gradient(dx: Gemm | None, dw: WeightGemm | None) -> bool:
     """Whether the last pass of the gradients writes what both products read, instead of the gradient itself.
 
-    A scale would have to be known before the gradient is. Rows of 34 are read and written in pieces: 0.27 ms on chain
-    61, 0.20 for the two passes; rows of 128 in 0.23 instead of 0.31 (2×32×128³).
+    A scale would have to be known before the gradient is. Rows of 34 with a border between them would be read and
+    written in pieces (0.27 ms on chain 61, 0.20 for the two passes); rows of 128 take 0.23 instead of 0.31 (2×32×128³).
     """
-    return dx is not None and dw is not None and not dx.arithmetic.scaled and dx.volume.space[2] % 32 == 0
+    if dx is None or dw is None or dx.arithmetic.scaled:
+        return False
+    return dx.volume.is_flat or dx.volume.space[2] % 32 == 0
 
 
 def arithmetic_for(chain: Chain, problem: Problem) -> Arithmetic | None:
-    """Scaled planes turn an infinity into NaN, which only a norm does as well: without one there are none."""
+    """Scaled planes turn an infinity into NaN: there are none where no norm does the same."""
     dtype = body_dtype(chain, problem)
     if dtype != "float32":
         return Arithmetic(dtype)
-    if not has_norm(chain):
+    if not norm_hides_infinities(chain):
         return None
     return Arithmetic("float16", 1 if fp32_mode(chain, problem) == "tf32" else 2, scaled=True)
 
@@ -139,7 +147,7 @@ def _mode(chain: Chain, problem: Problem) -> str:
     return fp32_mode(chain, problem) if body_dtype(chain, problem) in ("float32", "float64") else "16 bits"
 
 
-def _slower(chain: Chain, problem: Problem, arithmetic: Arithmetic) -> str | None:
+def _slower(chain: Chain, problem: Problem, arithmetic: Arithmetic, in_place: bool) -> str | None:
     conv = chain.producer
     assert conv is not None
     if arithmetic.operands == "float64":
@@ -152,8 +160,8 @@ def _slower(chain: Chain, problem: Problem, arithmetic: Arithmetic) -> str | Non
     # cuDNN converts what is not channels-last, which costs it as much as packing costs us. In training ours is packed
     # once for both gradients (64→64 at 64³, channels-last: a step of 1.11 ms, 1.19 through cuDNN).
     converts = problem.needs_grad or problem.x.layout == "contiguous"
-    few = conv.in_channels <= 64 if converts else conv.in_channels + conv.out_channels <= 64
-    if mode == "16 bits" and not few:
+    few = conv.in_channels <= _TRAINED_CHANNELS if converts else conv.in_channels + conv.out_channels <= 64
+    if mode == "16 bits" and not few and not in_place:
         return "cuDNN is faster from this many channels on"
     return None
 

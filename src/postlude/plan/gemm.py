@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from postlude.chain import Convolution
 
-_SHARED_BESIDE = 5 << 10  # bytes for barriers, and for warps to add up moments: up to 4 KiB were seen
+SHARED_BESIDE = 5 << 10  # bytes for barriers, and for warps to add up moments: up to 4 KiB were seen
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,15 @@ class Volume:
         return self.padded[1:] == self.out[1:]
 
     @property
+    def is_flat(self) -> bool:
+        """No border anywhere: the packed samples are the input's positions one after the other, like one long row."""
+        d, h, _ = self.space
+        return not any(self.padding) and self.sample_rows == d * h
+
+    def as_one_row(self) -> Volume:
+        return Volume((1, 1, math.prod(self.space)), (1, 1, 1), (0, 0, 0), 1)
+
+    @property
     def span(self) -> int:
         return self.width + self.kernel[2] - 1
 
@@ -96,7 +105,7 @@ class Gemm:
     def shared_bytes(self) -> int:
         """Shared memory of a block at most: both operands of every stage, and the rest."""
         item = 8 if self.arithmetic.operands == "float64" else 2
-        return item * self.arithmetic.planes * (self.rows + self.columns) * self.block_k * self.stages + _SHARED_BESIDE
+        return item * self.arithmetic.planes * (self.rows + self.columns) * self.block_k * self.stages + SHARED_BESIDE
 
     def __str__(self) -> str:
         return f"matrix product of {self.arithmetic}; tiles of {self.rows} × {self.columns} × {self.block_k}"
@@ -130,7 +139,7 @@ class WeightGemm:
         """Shared memory of a block at most: one tile of the gradient and the input's in every stage, and the rest."""
         item = 8 if self.arithmetic.operands == "float64" else 2
         tiles = self.rows + self.shared * self.columns
-        return item * self.arithmetic.planes * tiles * self.block_k * self.stages + _SHARED_BESIDE
+        return item * self.arithmetic.planes * tiles * self.block_k * self.stages + SHARED_BESIDE
 
     @property
     def result(self) -> tuple[int, int]:

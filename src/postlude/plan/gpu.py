@@ -9,7 +9,8 @@ from postlude.chain import Chain, Normalize, Reduce, values_of
 from postlude.emit import too_many_tensors
 from postlude.emit_gradient import unsupported_gradient
 from postlude.hardware import Machine
-from postlude.plan.convolve import gradient_products, own_convolution, packs_gradient, pytorch_seconds
+from postlude.plan.boxes import Boxes
+from postlude.plan.convolve import Own, gradient_products, own_convolution, packs_gradient, pytorch_seconds
 from postlude.plan.few_channels import FewChannels
 from postlude.plan.few_channels_gradient import few_channels_gradient_for
 from postlude.plan.gemm import Gemm
@@ -31,7 +32,6 @@ from postlude.plan.questions import origins
 from postlude.plan.tiles import answer, pass_question
 from postlude.plan.types import Moments, Pass, Plan, Refusal, Store, Tile, first_source
 
-Own = Gemm | FewChannels
 _MOST_TILES = 16  # of one program: each costs the moments one more unit of rounding, at worst
 SMALLEST = 8 << 20  # bytes of the value: below, three launches cost the host more than they save the card
 # The same in training, unless PyTorch's three convolutions take a millisecond: so long is the host busy with a step
@@ -110,10 +110,16 @@ def _launches(passes: tuple[Pass, ...], own: Own | str) -> int:
     """Kernels of ours: packing, the convolution or a moments pass, the moments' combination or end, the last pass."""
     count = 0
     if not isinstance(own, str):
-        count += 3 + own.arithmetic.scaled if isinstance(own, Gemm) else 1
+        count += _convolution_launches(own)
     if isinstance(passes[0].sink, Moments):
         count += 2 if isinstance(own, str) else 1
     return count + (passes[-1].source != "own convolution" and isinstance(passes[-1].sink, Store))
+
+
+def _convolution_launches(own: Own) -> int:
+    if isinstance(own, Gemm):
+        return 3 + own.arithmetic.scaled
+    return 2 + own.packs if isinstance(own, Boxes) else 1
 
 
 def _moved_bytes(
@@ -122,11 +128,15 @@ def _moved_bytes(
     """Bytes read and written: the value once for every pass after the one that makes it, and packed operands twice."""
     if isinstance(own, str):
         return compulsory + size * (len(passes) if chain.producer is None else len(passes) + 1)
-    if not isinstance(own, Gemm):
+    if isinstance(own, FewChannels):
         return compulsory
+    again = 2 * size * (len(passes) - 1)
+    if isinstance(own, Boxes):
+        packed = math.prod(problem.x.shape) // problem.x.shape[1] * own.channels * 2 if own.packs else 0
+        return compulsory + 2 * packed + again
     packed = problem.x.shape[0] * own.volume.sample_rows * own.volume.pitch * own.channels * 2 * own.arithmetic.planes
-    again = problem.x.bytes if own.arithmetic.scaled else 0
-    return compulsory + again + 2 * packed + 2 * size * (len(passes) - 1)
+    scales = problem.x.bytes if own.arithmetic.scaled else 0
+    return compulsory + scales + 2 * packed + again
 
 
 def _reasons_for(chain: Chain, passes: tuple[Pass, ...], own: Own | str) -> tuple[str, ...]:

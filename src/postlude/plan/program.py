@@ -37,6 +37,20 @@ def has_norm(chain: Chain) -> bool:
     return any(isinstance(step, Normalize) for step in chain.steps)
 
 
+def norm_hides_infinities(chain: Chain) -> bool:
+    """Whether an infinity in the convolution's result reaches a norm, which makes NaN of all that it is averaged with.
+
+    Then it does no harm that a convolution of ours makes NaN of it. relu before the norm keeps one of the two, and the
+    taps of a kernel give both.
+    """
+    lost = 0
+    for step in chain.steps:
+        if isinstance(step, Normalize):
+            return lost < 2
+        lost += POINTWISE[step.op].finite_at if isinstance(step, Pointwise) else 0
+    return False
+
+
 def moments_only(chain: Chain) -> MomentsOnly | None:
     """Where the result depends on the first barrier's input through its moments per sample and channel alone.
 

@@ -6,11 +6,14 @@ from collections.abc import Iterator
 
 from postlude.chain import Convolution
 from postlude.hardware import Machine
+from postlude.plan.boxes import Boxes
 from postlude.plan.few_channels import FewChannels
 from postlude.plan.gemm import Gemm, WeightGemm, input_gradient_of
-from postlude.plan.tiles import WEIGHT_RULE, answers, few_channels_question, pass_question, product_questions
+from postlude.plan.tiles import IN_CODE, answers, few_channels_question, pass_question, product_questions
 from postlude.plan.types import Moments, Plan, Store
 from postlude.tile_table import Question, Row
+
+Product = Gemm | Boxes | WeightGemm
 
 
 def questions_of(plan: Plan, machine: Machine) -> list[Question]:
@@ -37,27 +40,28 @@ def origins(plan: Plan, machine: Machine) -> Iterator[str]:
     for question in questions_of(plan, machine):
         questions, product = products.get(question, ((question,), None))
         rows = (row for row in answers(machine, *questions) if product is None or _made(row, product))
-        yield f"{question}: {next(rows, None) or WEIGHT_RULE}"
+        yield f"{question}: {next(rows, None) or IN_CODE[question.kind]}"
 
 
-def _made(row: Row, product: Gemm | WeightGemm) -> bool:
+def _made(row: Row, product: Product) -> bool:
     """False where the row was passed over, because what it names does not fit."""
-    return all(getattr(product, name) == row.values[name] for name in ("rows", "stages", "warps") if name in row.values)
+    names = ("stages",) if isinstance(product, Boxes) else ("rows", "stages", "warps")
+    return all(getattr(product, name) == row.values[name] for name in names if name in row.values)
 
 
-def _products(plan: Plan, machine: Machine) -> list[tuple[tuple[Question, ...], Gemm | WeightGemm]]:
+def _products(plan: Plan, machine: Machine) -> list[tuple[tuple[Question, ...], Product]]:
     """Questions and what came of them, without those in float64, which nobody tunes."""
     conv = plan.chain.producer
     if conv is None:
         return []
     weight = plan.weight_gradient if plan.few_gradient is None else None
-    given: list[tuple[str, Convolution, Gemm | WeightGemm | FewChannels | None]] = [
-        ("product", conv, plan.own),
+    given: list[tuple[str, Convolution, Product | FewChannels | None]] = [
+        ("product in place" if isinstance(plan.own, Boxes) else "product", conv, plan.own),
         ("input's gradient", input_gradient_of(conv), plan.input_gradient),
         ("weight's gradient", conv, weight),
     ]
     return [
         (product_questions(kind, convolution, product.arithmetic, machine), product)
         for kind, convolution, product in given
-        if isinstance(product, (Gemm, WeightGemm)) and product.arithmetic.operands != "float64"
+        if isinstance(product, Product) and product.arithmetic.operands != "float64"
     ]

@@ -13,7 +13,11 @@ from postlude.tile_table import Question, Row, TileTable
 MEASURED = "shipped for sm_90, measured on an H200"
 BY_RULE_80 = "shipped for sm_80, by rule and not measured"
 RULE = "by rule, not measured on this kind of card"
-WEIGHT_RULE = "by rule, after measurements on an H200"  # see `weight_gemm_for`
+# Of passes that only an H200 was measured for, and whose tiles go by more than a question says.
+IN_CODE = {
+    "product in place": MEASURED,  # `_TILES` of boxes.py
+    "weight's gradient": "by rule, after measurements on an H200",  # `weight_gemm_for`
+}
 
 
 def _row(origin: str, question: Question, **settings: int) -> Row:

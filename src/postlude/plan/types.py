@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from postlude.chain import Chain
+from postlude.plan.boxes import Boxes
 from postlude.plan.few_channels import FewChannels
 from postlude.plan.few_channels_gradient import GradientPlan
 from postlude.plan.gemm import Gemm, WeightGemm
@@ -88,7 +89,7 @@ class Plan:
     eager_bytes: int  # the same for eager, which writes and reads every value
     reasons: tuple[str, ...]  # why this way
     tile: Tile | None = None  # None on the CPU
-    own: Gemm | FewChannels | None = None  # our convolution, where `convolve` says so
+    own: Gemm | Boxes | FewChannels | None = None  # our convolution, where `convolve` says so
     library_tf32: bool | None = (
         None  # where PyTorch convolves in fp32 and its switch says otherwise; None: as it is set
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from postlude.chain import Chain, Reduce
 from postlude.emit import OPERANDS, emit_moments, moments_slots
-from postlude.plan.problem import Spec, power_of_two
+from postlude.plan.problem import Spec, memory_format, power_of_two
 from postlude.reference import continue_from
 from postlude.run.launch import Launch
 from postlude.run.moments import Moments, finish
@@ -30,6 +30,7 @@ class FinishMoments:
     """
 
     def __init__(self, chain: Chain, first: int, squares: bool, value: Spec, chunks: int, dtype: torch.dtype) -> None:
+        """`value` is what the moments are of, in the layout that PyTorch would have there."""
         from postlude.kernels.triton.moments import MOST_CHANNELS, finish_moments_kernel
 
         self.chain, self.first, self.squares, self.dtype = chain, first, squares, dtype
@@ -37,6 +38,8 @@ class FinishMoments:
         batch, channels, self.positions = value.shape[0], value.shape[1], math.prod(value.shape[2:])
         self.slots = moments_slots(chain, first, self.last)
         self.shape = _shape(reduce, chain.dims, batch, channels)
+        # Of what a pool gives PyTorch sets the strides of the last axes, though their size is 1.
+        self.format = memory_format(value.layout if reduce.op == "adaptive_avg_pool" else "contiguous", chain.dims)
         self.launch = None
         if channels <= MOST_CHANNELS and len(self.slots) <= OPERANDS:
             block_c, block = blocks(channels)
@@ -54,7 +57,7 @@ class FinishMoments:
         if self.launch is None:
             return finish(self.chain, self.combined(partials), self.first, self.dtype, tensors)
         means = partials.means
-        result = torch.empty(self.shape, dtype=self.dtype, device=means.device)
+        result = torch.empty(self.shape, dtype=self.dtype, device=means.device, memory_format=self.format)
         operands = [tensors[index].contiguous() for index in self.slots] + [means] * (OPERANDS - len(self.slots))
         self.launch(means, partials.squares, partials.counts, result, *operands)
         if self.last == len(self.chain.steps):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -10,10 +11,12 @@ from torch import Tensor
 
 from postlude.chain import Normalize
 from postlude.plan import Plan
+from postlude.plan.boxes import Boxes
 from postlude.plan.gemm import Gemm
 from postlude.plan.problem import memory_format
 from postlude.plan.types import Moments
 from postlude.reference import continue_from
+from postlude.run.boxes import BoxesConvolution
 from postlude.run.few_channels import FewChannelsConvolution
 from postlude.run.finish_moments import FinishMoments
 from postlude.run.gemm import GemmConvolution
@@ -35,7 +38,8 @@ class GpuRun:
         self.from_moments, self.combine, self.finish = None, None, None
         if isinstance(last.sink, Moments):
             dtype = getattr(torch, plan.result_dtype)
-            self.from_moments = FinishMoments(chain, last.last + 1, last.sink.squares, plan.value, chunks, dtype)
+            value = dataclasses.replace(plan.value, layout=plan.result_layout)
+            self.from_moments = FinishMoments(chain, last.last + 1, last.sink.squares, value, chunks, dtype)
         elif last.source != "own convolution":
             norm = next((step for step in chain.steps[: last.last] if isinstance(step, Normalize)), None)
             self.combine = None if norm is None else Combine(norm, plan.value, chunks)
@@ -88,7 +92,9 @@ def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext()
 
 
-def _own_convolution(plan: Plan) -> GemmConvolution | FewChannelsConvolution | None:
+def _own_convolution(plan: Plan) -> GemmConvolution | BoxesConvolution | FewChannelsConvolution | None:
+    if isinstance(plan.own, Boxes):
+        return BoxesConvolution(plan, plan.own)
     if isinstance(plan.own, Gemm):
         return GemmConvolution(plan, plan.own)
     return None if plan.own is None else FewChannelsConvolution(plan, plan.own)

@@ -24,7 +24,9 @@ from postlude.tile_table import NAME as TILES
 _STATIC_SHARED = 48 << 10  # what a block may have without asking
 _MAX_DYNAMIC_SHARED, _CARVEOUT = 8, 9  # CUfunction_attribute
 _ALWAYS = ("--std=c++17",)
-_KEPT = re.compile(r"\w+-[0-9a-f]{64}(\.cubin|\w*\.tmp)")  # the names that are written below
+_KEPT = re.compile(
+    r"\w+-[0-9a-f]{64}(\.cubin|\.note|\w*\.tmp)"
+)  # the names that are written, a note's by found_again.py
 
 
 class CudaError(PostludeError):
@@ -100,11 +102,11 @@ def cubin_for(source: Source, options: Sequence[str]) -> bytes:
     key = hashlib.sha256(repr((source, tuple(options), _ALWAYS, nvrtc_version())).encode()).hexdigest()
     folder = cache_folder()
     path = folder / f"{Path(source.name).stem}-{key}.cubin" if folder else None
-    if path and (kept := _read(path)):
+    if path and (kept := read_kept(path)):
         return kept
     cubin, _ = compile_source(source, options)
     if path:
-        _write(path, cubin)
+        write_kept(path, cubin)
     return cubin
 
 
@@ -120,7 +122,7 @@ def clear_cache() -> tuple[int, int]:
     return files, size
 
 
-def _read(path: Path) -> bytes | None:
+def read_kept(path: Path) -> bytes | None:
     """None where there is nothing, or not what was once written."""
     try:
         kept = path.read_bytes()
@@ -130,7 +132,7 @@ def _read(path: Path) -> bytes | None:
     return cubin if cubin and hashlib.sha256(cubin).digest() == digest else None
 
 
-def _write(path: Path, cubin: bytes) -> None:
+def write_kept(path: Path, cubin: bytes) -> None:
     """All at once or not at all; a folder that cannot be written only costs the next process its time."""
     temporary: Path | None = None
     try:

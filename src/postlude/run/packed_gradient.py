@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from postlude.chain import Normalize
@@ -25,10 +24,9 @@ class PackedGradientPass(LastGradientPass):
         from postlude.kernels.triton.pack_gradient import packed_gradient_kernel
 
         _, channels, positions = sizes_of(value)
-        depth, height, _ = packing.volume.space
-        chunks = depth * height * packing.grid[1]
+        chunks = packing.rows * packing.grid[1]
         super().__init__(value, want, chunks)
-        self.packed, self.packed_dtype = packing.shape, packing.dtype
+        self.packing = packing
         constants: dict[str, Any] = {
             **what_is_computed(program, norm, want),
             "CP": packing.shape[2],
@@ -41,4 +39,4 @@ class PackedGradientPass(LastGradientPass):
         self.launch = Launch(packed_gradient_kernel, packing.grid, numbers, constants)
 
     def first(self, value: Tensor) -> Tensor:
-        return torch.empty(self.packed, dtype=self.packed_dtype, device=value.device)
+        return self.packing.empty(value.device)

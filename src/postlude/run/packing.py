@@ -15,6 +15,7 @@ from postlude.run.launch import Launch
 # planes are scaled
 Packed = tuple[Tensor, Tensor, Tensor]
 _PACK_BLOCK = 64  # positions of a packing tile
+_MOST_BLOCKS = 65_535  # of a row: CUDA allows no more along the second axis of a grid
 _LARGEST_TILES = 4  # of 4096 elements, for one program that looks for the largest
 
 
@@ -31,17 +32,15 @@ class InputPacking:
         self.shape = (x.shape[0] * volume.sample_rows + volume.tail_rows, volume.pitch, channels)
         self.channels = x.shape[1]
         self.largest = _largest(x) if arithmetic.scaled else None
-        width = volume.space[2]
+        # By rows of the volume, or by samples where no border lies between the rows: tiles then end only with a sample.
+        is_long = volume.is_flat and math.prod(volume.space) <= _MOST_BLOCKS * _PACK_BLOCK
+        read = volume.as_one_row() if is_long else volume
+        self.tail = x.shape[0] * volume.sample_rows if is_long else self.shape[0]  # rows that no program writes
+        self.rows = read.space[0] * read.space[1]  # of a sample, that hold something
+        width = read.space[2]
         block, block_c = min(_PACK_BLOCK, max(16, power_of_two(width))), min(64, channels & -channels)
-        self.grid = (self.shape[0], -(-width // block), channels // block_c)
-        self.numbers = (
-            *x.shape[:2],
-            *volume.space,
-            *volume.padding,
-            volume.pitch,
-            volume.padded[1],
-            volume.sample_rows,
-        )
+        self.grid = (x.shape[0] if is_long else self.shape[0], -(-width // block), channels // block_c)
+        self.numbers = (*x.shape[:2], *read.space, *read.padding, read.pitch, read.padded[1], read.sample_rows)
         self.tile = {"BLOCK": block, "BLOCK_C": block_c, "PAD": power_of_two(max(1, volume.padding[2]))}
         self.launch = self._prepared(x.layout)
 
@@ -50,10 +49,17 @@ class InputPacking:
         if self.largest is not None:
             largest = torch.zeros(self.channels, dtype=torch.int32, device=x.device)
             self.largest(x, largest)
-        high = torch.empty(self.shape, dtype=self.dtype, device=x.device)
-        low = torch.empty_like(high) if self.arithmetic.planes == 2 else high
+        high = self.empty(x.device)
+        low = self.empty(x.device) if self.arithmetic.planes == 2 else high
         self.launch(x, high, low, largest)
         return high, low, high if self.largest is None else largest  # not x, which may be large and soon unneeded
+
+    def empty(self, device: torch.device) -> Tensor:
+        """To be written; what no program of the packing kernel writes is zero."""
+        made = torch.empty(self.shape, dtype=self.dtype, device=device)
+        if self.tail < self.shape[0]:
+            made[self.tail :].zero_()
+        return made
 
     def _prepared(self, layout: Layout) -> Launch:
         from postlude.kernels.triton.pack import pack_input_kernel

@@ -1,0 +1,146 @@
+"""Our convolution that reads rows of channels where they lie: pack the weight, then one launch of the product."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from postlude.plan import Plan
+from postlude.plan.boxes import Boxes
+from postlude.plan.problem import memory_format
+from postlude.plan.types import Moments
+from postlude.run.launch import Launch, accumulator, descriptor
+from postlude.run.packing import InputPacking, weight_strides
+from postlude.run.passes import Operands, Partials, accumulator_of
+from postlude.run.programs import program
+
+_ALIGNED = 16  # bytes: where a descriptor may begin
+
+
+class BoxesConvolution:
+    """The first pass: the convolution's result where it is stored, its moments where they are wanted."""
+
+    def __init__(self, plan: Plan, boxes: Boxes) -> None:
+        conv, item = plan.chain.producer, plan.passes[0]
+        assert conv is not None
+        self.boxes, self.value = boxes, plan.value
+        self.transposed, self.sizes = conv.transposed, (conv.out_channels, conv.in_channels)
+        self.acc = accumulator_of(plan.value)
+        self.moments, self.store = "no", "done"
+        if isinstance(item.sink, Moments):
+            self.moments = "both" if item.sink.squares else "sums"
+            self.store = "raw" if item.sink.stores else "no"
+        # Before a norm the convolution's own dtype, as PyTorch would have it; else this is the result.
+        self.dtype = getattr(torch, plan.result_dtype if self.store == "done" else plan.value.dtype)
+        self.format = memory_format(plan.value.layout, plan.chain.dims)
+        self.input_format = memory_format(plan.input.layout, plan.chain.dims)
+        self.pack = InputPacking(plan.input, boxes.rows, boxes.arithmetic, boxes.channels) if boxes.packs else None
+        self.operands = Operands(plan.chain, item.last, plan.value)
+        self.chunks = math.prod(boxes.tiles)
+        self.weights: dict[tuple[int, ...], Launch] = {}  # by the weight's strides
+        self.templates: tuple[Any, Any] | None = None
+        before = program(plan.chain, "before", item.last, self.operands.slots, plan.value.shape[1])
+        self.launch = self._prepared(before)
+
+    def __call__(self, tensors: Sequence[Tensor]) -> tuple[Tensor | None, Partials | None]:
+        x, weight = self._rows(tensors[0]), self._packed(tensors[1])
+        device, shape = x.device, self.value.shape
+        value = None
+        if self.store != "no":
+            value = torch.empty(shape, dtype=self.dtype, device=device, memory_format=self.format)
+        mean = m2 = count = weight  # unwritten without moments
+        if self.moments != "no":
+            mean = torch.empty((*shape[:2], self.chunks), dtype=self.acc, device=device)
+            m2 = torch.empty_like(mean) if self.moments == "both" else mean
+            count = torch.empty((shape[0], self.chunks), dtype=self.acc, device=device)
+        if self.templates is None:
+            self.templates = _templates(self.boxes, shape[0], x, weight)
+        d_x, d_w = (descriptor(template, base) for template, base in zip(self.templates, (x, weight)))
+        out = weight if value is None else value
+        self.launch(d_x, d_w, out, mean, m2, count, *self.operands(tensors, weight))
+        return value, None if self.moments == "no" else Partials(mean, m2, count)
+
+    def _rows(self, x: Tensor) -> Tensor:
+        x = x.contiguous(memory_format=self.input_format)
+        if self.pack is not None:
+            return self.pack(x)[0]
+        return x if x.data_ptr() % _ALIGNED == 0 else x.clone()
+
+    def _packed(self, weight: Tensor) -> Tensor:
+        """[rows, K], every call anew: weights may change without a trace."""
+        boxes, volume = self.boxes, self.boxes.volume
+        rows = -(-self.sizes[0] // boxes.block_c) * boxes.block_c
+        columns = volume.kernel[0] * volume.kernel[1] * volume.span * boxes.channels
+        packed = torch.empty((rows * boxes.width, columns), dtype=weight.dtype, device=weight.device)
+        launch = self.weights.get(weight.stride())
+        if launch is None:
+            launch = self.weights[weight.stride()] = self._weight(weight, rows)
+        launch(weight, packed, packed, packed)
+        return packed
+
+    def _weight(self, weight: Tensor, rows: int) -> Launch:
+        from postlude.kernels.triton.pack import pack_weight_kernel
+
+        boxes, volume = self.boxes, self.boxes.volume
+        constants = {
+            "ROWS": volume.kernel[0] * volume.kernel[1],
+            "KW": volume.kernel[2],
+            "WIDTH": boxes.width,
+            "SPAN": volume.span,
+            "CP": boxes.channels,
+            "BLOCK_O": boxes.block_c,
+            "PLANES": 1,
+            "SCALED": False,
+            "FLIP": self.transposed,
+            "BLOCK": 1024,
+        }
+        numbers = (*self.sizes, *weight_strides(weight, self.transposed))
+        return Launch(pack_weight_kernel, (rows, boxes.width), numbers, constants)
+
+    def _prepared(self, before: Any) -> Launch:
+        from postlude.kernels.triton.convolve_boxes import convolve_boxes_kernel
+
+        boxes, volume, (batch, channels, *_) = self.boxes, self.boxes.volume, self.value.shape
+        blocks_c, positions = -(-channels // boxes.block_c), math.prod(volume.out)
+        constants = {
+            "BEFORE": before,
+            **dict(zip(("PD", "PH", "PW"), volume.padding)),
+            "KD": volume.kernel[0],
+            "KH": volume.kernel[1],
+            "SPAN": volume.span,
+            "C": boxes.channels,
+            "WIDTH": boxes.width,
+            "STORE": self.store,
+            "MOMENTS": self.moments,
+            "LAST": self.value.layout == "channels_last",
+            "WIDE": positions * channels >= 1 << 31,
+            "BLOCKS_C": blocks_c,
+            "BH": boxes.block_h,
+            "BJ": boxes.block_j,
+            "BC": boxes.block_c,
+            "BK": boxes.block_k,
+            "STAGES": boxes.stages,
+            "ACC": accumulator(self.acc),
+        }
+        numbers = (channels, self.chunks, *boxes.tiles[1:], volume.space[0], *volume.out)
+        grid = (batch * self.chunks * blocks_c,)
+        return Launch(convolve_boxes_kernel, grid, numbers, constants, boxes.warps)
+
+
+def _templates(boxes: Boxes, batch: int, x: Tensor, weight: Tensor) -> tuple[Any, Any]:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    depth, height, width = boxes.volume.space
+    column = boxes.width * boxes.channels
+    shape = [batch, depth, height, width // boxes.width, column]
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(5)]
+    box = [1, 1, boxes.block_h, boxes.block_j, boxes.block_k]
+    rows = [boxes.width * boxes.block_c, boxes.block_k]
+    return (
+        TensorDescriptor(x, shape, strides, box),
+        TensorDescriptor(weight, [*weight.shape], [weight.shape[1], 1], rows),
+    )

@@ -1,0 +1,78 @@
+"""Compiled Triton kernels found again by a new process, without Triton's hash over itself.
+
+Before it looks into its cache Triton hashes its own library, some hundred megabytes, in every process anew: 0.39 s of
+the 0.8 that the first call of a later process took. A note of ours says where in that cache a kernel lies, under a name
+made of the kernel's source, its arguments, the card, and what the file system says of Triton's files: size and time
+instead of contents. The kernel is still Triton's to keep and to load.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from postlude.run.nvrtc import cache_folder, read_kept, write_kept
+
+_KNOWN = "3.6."  # Triton's versions whose cache this was written for; others look into it themselves
+
+
+def find_again(kernel: Any, device: int) -> None:
+    """Lets a kernel of ours look here first when it is compiled for this device."""
+    import triton
+
+    if triton.__version__.startswith(_KNOWN) and _is_plain() and cache_folder() is not None:
+        kernel.device_caches[device]  # sets the kernel's own `compile`
+        kernel.compile = compiled
+
+
+def compiled(src: Any, target: Any = None, options: Any = None, _env_vars: Any = None) -> Any:
+    """As triton.compiler.compile, which does it where there is no note, or nothing at the place that it names."""
+    from triton.compiler import CompiledKernel, compile
+    from triton.runtime.cache import get_cache_manager
+
+    folder = cache_folder()
+    key = f"{src.hash()} {target} {sorted((options or {}).items())} {_env_vars} {_triton()}"
+    note = folder / f"{src.name[:80]}-{hashlib.sha256(key.encode()).hexdigest()}.note" if folder else None
+    if note is not None and (kept := read_kept(note)):
+        place = kept.decode()
+        if group := get_cache_manager(place).get_group(f"{src.name[:150]}.json"):
+            return CompiledKernel(src, group, place)
+    made = compile(src, target=target, options=options, _env_vars=_env_vars)
+    if note is not None:
+        write_kept(note, made.hash.encode())
+    return made
+
+
+def _is_plain() -> bool:
+    """Nobody has asked Triton to compile always, to dump or to override what it compiles."""
+    from triton import knobs
+
+    asked = knobs.compilation
+    return not (asked.always_compile or asked.override or asked.dump_ir or asked.listener)
+
+
+@functools.cache
+def _triton() -> str:
+    """Triton as it lies on the disk, and the variables that it reads."""
+    import triton
+
+    folder = Path(str(triton.__file__)).parent
+    stamps = [triton.__version__, *(_stamp(path) for path in _files(folder))]
+    asked = sorted((name, value) for name, value in os.environ.items() if name.startswith(("TRITON_", "LLVM_")))
+    return hashlib.sha256(json.dumps([stamps, asked]).encode()).hexdigest()
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for name in ("_C", "compiler", "backends", "language", "runtime"):
+        for place, _, files in os.walk(folder / name):
+            yield from (Path(place, file) for file in sorted(files) if not file.endswith(".pyc"))
+
+
+def _stamp(path: Path) -> str:
+    seen = path.stat()
+    return f"{path} {seen.st_size} {seen.st_mtime_ns}"

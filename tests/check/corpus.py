@@ -98,9 +98,8 @@ def verdict_on(entry: Entry, candidate: Candidate | None = None, device: str = "
 def started(entry: Entry, device: str = "cpu") -> Candidate:
     args, kwargs = problem(entry.reference, entry.backward, device).arguments
     limits = Limits(LIMITS.start_s, entry.timeout, LIMITS.grace_s, LIMITS.output_bytes)
-    return Candidate(
-        entry.path, args, kwargs, device=device, limits=limits, poisoned=True, precision=PRECISIONS[device]
-    )
+    given = {"device": device, "precision": PRECISIONS[device]}
+    return Candidate(entry.path, args, kwargs, limits=limits, poisoned=True, **given)
 
 
 def restart(candidate: Candidate, entry: Entry, asked: Problem) -> None:

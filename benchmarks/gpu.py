@@ -2,6 +2,7 @@
 
 python benchmarks/gpu.py --csv benchmarks/results/h200.csv
 python benchmarks/gpu.py --train --csv benchmarks/results/h200.csv
+python benchmarks/gpu.py --level2
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from table import GPU_SOURCES, TRAINING_SOURCES
 
 from cases import CHAIN_23, CHAIN_61, Builder, conv
+from level2 import LEVEL2
 from postlude import reference
 from postlude.chain import Chain
 from postlude.check import clock, records
@@ -76,6 +78,12 @@ TRAINED = [
         Bench(CHAIN_23, NAMED[CHAIN_23], dtype, precision=precision, frozen_input=True)
         for dtype, precision in ((torch.float32, "fp32"), (torch.float32, "tf32"), (torch.bfloat16, "auto"))
     ),
+]
+
+WITHOUT_NORM = [
+    Bench(chain, shape, torch.float32, precision=precision)
+    for chain, shape in LEVEL2.values()
+    for precision in ("tf32", "fp32")
 ]
 
 
@@ -242,9 +250,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--train", action="store_true", help="a training step instead of a forward pass")
+    parser.add_argument("--level2", action="store_true", help="chains of KernelBench without a norm instead")
     parser.add_argument("--only", help="numbers of the benches to run, such as 0,3,4")
     options = parser.parse_args()
-    benches = TRAINED if options.train else BENCHES
+    benches = TRAINED if options.train else WITHOUT_NORM if options.level2 else BENCHES
     if options.only:
         benches = [benches[int(number)] for number in options.only.split(",")]
     for bench in benches:

@@ -85,6 +85,23 @@ class Builder:
         self.steps.append(Normalize(op, value, groups, eps, weight, bias))
         return self
 
+    def batch_norm(
+        self, *, affine: bool = True, running: bool = True, eps: float = 1e-5, momentum: float = 0.1
+    ) -> Builder:
+        """In training."""
+        value = self.value
+        weight, bias = (self.slot("channel"), self.slot("channel")) if affine else (None, None)
+        moved = (self.slot("running"), self.slot("running")) if running else None
+        momentum = momentum if running else 0.0
+        self.steps.append(Normalize("batch_norm", value, None, eps, weight, bias, 0, moved, momentum))
+        return self
+
+    def layer_norm(self, axes: int = 1, *, affine: bool = True, eps: float = 1e-5) -> Builder:
+        value = self.value
+        weight, bias = (self.slot("last"), self.slot("last")) if affine else (None, None)
+        self.steps.append(Normalize("layer_norm", value, None, eps, weight, bias, axes))
+        return self
+
     def reduce(self, op: str, over: str, keepdim: bool = False) -> Builder:
         self.steps.append(Reduce(op, self.value, over, keepdim))  # type: ignore[arg-type]
         return self
@@ -219,6 +236,28 @@ CASES = [
         .op("softplus", beta=1.0, threshold=20.0)
         .chain(),
         (2, 3, 6, 7),
+    ),
+    Case("conv batch_norm mul", _start(2, conv(2, (3, 5))).batch_norm().op("mul", 2.0).chain(), (3, 3, 8, 7)),
+    Case(
+        "transposed conv mul batch_norm mean",
+        _start(3, conv(3, (3, 4), transposed=True)).op("mul", 2.0).batch_norm().reduce("mean", "space", True).chain(),
+        (3, 3, 3, 4, 3),
+    ),
+    Case("batch_norm relu without conv", _start(3).batch_norm(running=False).op("relu").chain(), (3, 5, 4, 3, 5)),
+    Case(
+        "transposed conv add layer_norm gelu mul",
+        _start(3, conv(3, (2, 3), 2, transposed=True, stride=2))
+        .op("add", "one")
+        .layer_norm()
+        .op("gelu", approximate="none")
+        .op("mul", 0.5)
+        .chain(),
+        (2, 2, 3, 4, 3),
+    ),
+    Case(
+        "conv relu layer_norm over two axes residual",
+        _start(2, conv(2, (3, 4), padding=1)).op("relu").layer_norm(2, affine=False).op("add", "full").chain(),
+        (3, 3, 7, 5),
     ),
     Case(
         "conv row norm row",

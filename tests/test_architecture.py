@@ -15,7 +15,8 @@ ROOT = Path(postlude.__file__).parent
 MAY_IMPORT = {
     "errors": set(),
     "words": set(),
-    "chain": {"words"},
+    "encoded": set(),
+    "chain": {"encoded", "words"},
     "code_hash": set(),
     "tile_table": {"files"},
     "hardware": {"code_hash", "tile_table"},

@@ -34,7 +34,14 @@ def test_is_hashable_and_survives_text(case: Case) -> None:
         ((Pointwise("softmax", (Value(0),)),), ("input",), "unknown operation"),
         ((Pointwise("add", (Scalar(1.0), Value(0))),), ("input",), "first operand"),
         ((Pointwise("mul", (Value(0), Scalar(float("inf")))),), ("input",), "not finite"),
-        ((Normalize("batch_norm", Value(0), 1, 1e-5),), ("input",), "unknown norm"),
+        ((Normalize("local_norm", Value(0), 1, 1e-5),), ("input",), "unknown norm"),
+        ((Normalize("layer_norm", Value(0), None, 1e-5),), ("input",), "over 0 of the last axes"),
+        ((Normalize("group_norm", Value(0), 1, 1e-5, axes=1),), ("input",), "over 1 of the last axes"),
+        (
+            (Normalize("batch_norm", Value(0), None, 1e-5, running=(Slot(1), Slot(2))),),
+            ("input", "channel", "channel"),
+            "no running statistic",
+        ),
         ((Reduce("max", Value(0), "space"),), ("input",), "unknown reduction"),
         (
             (Reduce("mean", Value(0), "space"), Pointwise("add", (Value(1), Slot(1)))),

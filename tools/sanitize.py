@@ -68,15 +68,16 @@ def convolution(
     padding: int = 0,
     *,
     transposed: bool = False,
+    stride: int = 1,
     groups: int = 1,
     bias: bool = True,
 ) -> Convolution:
-    ones, zeros = (1,) * dims, (0,) * dims
-    return Convolution(transposed, *channels, (3,) * dims, ones, (padding,) * dims, ones, zeros, groups, bias)
+    kernel, strides, paddings, ones, extra = ((size,) * dims for size in (3, stride, padding, 1, stride - 1))
+    return Convolution(transposed, *channels, kernel, strides, paddings, ones, extra, groups, bias)
 
 
 def chain_of(producer: Convolution | None, dims: int, *steps: tuple[Any, ...]) -> Chain:
-    """Steps in short: ("relu",), ("mul", "row"), ("norm", groups), ("mean", "space")."""
+    """Steps in short: ("relu",), ("mul", "row"), ("norm", groups), ("layer_norm", axes), ("mean", "space")."""
     roles: list[Role] = ["input"]
     if producer is not None:
         roles += ["weight", "bias"] if producer.has_bias else ["weight"]
@@ -88,6 +89,13 @@ def chain_of(producer: Convolution | None, dims: int, *steps: tuple[Any, ...]) -
             weight, bias = Slot(len(roles) - 2), Slot(len(roles) - 1)
             op = "group_norm" if rest[0] else "instance_norm"
             made.append(Normalize(op, value, rest[0], 1e-5, weight, bias))
+        elif word == "batch_norm":
+            roles += ["channel", "channel", "running", "running"]
+            weight, bias, mean, variance = (Slot(len(roles) - place) for place in (4, 3, 2, 1))
+            made.append(Normalize(word, value, None, 1e-5, weight, bias, 0, (mean, variance), 0.1))
+        elif word == "layer_norm":
+            roles += ["last", "last"]
+            made.append(Normalize(word, value, None, 1e-5, Slot(len(roles) - 2), Slot(len(roles) - 1), rest[0]))
         elif word in ("mean", "sum"):
             made.append(Reduce(word, value, rest[0]))
         else:
@@ -111,6 +119,10 @@ def runs() -> list[Run]:
     grouped = chain_of(convolution(3, (6, 10), groups=2), 3, ("gelu",), ("norm", 5), ("mul", "channel"))
     alone = chain_of(None, 2, ("mul", "full"), ("norm", 3), ("silu",), ("add", "channel"))
     once = chain_of(convolution(2, (9, 10), 1), 2, ("gelu",), ("add", "full"))
+    phases = chain_of(convolution(2, (9, 20), 1, transposed=True, stride=2), 2, ("mul", "row"), ("norm", 5))
+    deep = chain_of(convolution(3, (9, 10), 1, transposed=True, stride=2), 3, ("gelu",), ("add", "full"))
+    batch = chain_of(convolution(2, (9, 10), 1), 2, ("mul", "row"), ("batch_norm",), ("silu",))
+    layer = chain_of(convolution(2, (9, 10), 1), 2, ("mul", "row"), ("layer_norm", 1), ("add", "full"), ("silu",))
     pooled = chain_of(convolution(3, (17, 24)), 3, ("norm", 8), ("mul", "row"), ("mean", "space"))
     summed = chain_of(None, 3, ("relu",), ("sum", "space"))
     few = chain_of(convolution(3, (3, 24)), 3, ("norm", 8), ("mean", "sample"))
@@ -131,6 +143,13 @@ def runs() -> list[Run]:
         Run("in-place-bf16", pairs, (1, 16, 31, 62), "bfloat16", last),
         Run("gated-fp32", gated, flat),
         Run("gated-fp16", gated, flat, "float16", last),
+        Run("phases-fp32", phases, flat),
+        Run("phases-tf32", deep, (2, 9, 3, 4, 5), layout=last, precision="tf32", trains=False),
+        Run("phases-fp16", phases, flat, "float16", last),
+        Run("batch-fp32", batch, flat),
+        Run("batch-bf16", batch, flat, "bfloat16", last),
+        Run("layer-fp32", layer, flat),
+        Run("layer-fp16", layer, flat, "float16", last),
         Run("library-fp32", grouped, (2, 6, 7, 6, 9)),
         Run("library-bf16", grouped, (2, 6, 7, 6, 9), "bfloat16", last),
         Run("passes-fp64", alone, (3, 9, 45, 47), "float64"),
@@ -148,12 +167,12 @@ def runs() -> list[Run]:
 
 @functools.cache
 def all_kernels() -> frozenset[str]:
-    """Every kernel that there is, by the sources alone."""
+    """Every kernel that there is, by the sources alone, but for those that exported files alone hold."""
     names: set[str] = set()
     for file in (KERNELS / "triton").glob("*.py"):
         functions = [node for node in ast.parse(file.read_text("utf-8")).body if isinstance(node, ast.FunctionDef)]
         names |= {node.name for node in functions if node.name.endswith("_kernel")}
-    for file in (KERNELS / "cuda").glob("*.cu"):
+    for file in (path for path in (KERNELS / "cuda").glob("*.cu") if not path.stem.endswith("_file")):
         names |= set(GLOBAL.findall(file.read_text("utf-8")))
     return frozenset(names)
 
@@ -179,7 +198,8 @@ def _with_gradients(
     if not run.trains:
         with torch.no_grad():
             return [function(tensors)]
-    wanted = [t.requires_grad_() for slot, t in enumerate(tensors) if slot not in run.frozen]
+    frozen = {*run.frozen, *(slot for slot, role in enumerate(run.chain.roles) if role == "running")}
+    wanted = [t.requires_grad_() for slot, t in enumerate(tensors) if slot not in frozen]
     result = function(tensors)
     dy = torch.linspace(0.5, 1.5, result.numel()).reshape(result.shape).to(result.dtype).to(result.device)
     return [result.detach(), *torch.autograd.grad(result, wanted, dy)]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """conv_transpose3d(64→128, k3) → relu → group_norm(8), fused.
 
-Input       16×64×32×32×32, float32, contiguous; other shapes run as well
-Launches    3 of our kernels, and a few small ones of PyTorch
-Arithmetic  fp32, as two fp16 planes on the tensor cores: as exact as PyTorch's fp32
-Measured    1.86 ms inside Postlude (eager 17.6, torch.compile 17: 9.5×), NVIDIA H200
+Input      16×64×32×32×32, float32, contiguous; other shapes run as well
+Launches   3 of our kernels, and a few small ones of PyTorch
+Arithmetic fp32, as two fp16 planes on the tensor cores: as exact as PyTorch's fp32
+Measured   1.86 ms inside Postlude (eager 17.6, torch.compile 17: 9.5×), NVIDIA H200
 
 What the kernels do not take (see `fits`) runs through PyTorch's own operators.
 Names in kernels: p_ pointer, i_ index, o_ offsets, m_ mask, b_ block of values.
@@ -25,8 +25,7 @@ BLOCK = 2048  # elements of a tile of the last pass
 
 @triton.jit
 def rest_of(x, high):
-    """What the high plane leaves over; 0 where it is not finite, for infinity −
-    infinity is NaN of no meaning."""
+    """What the high plane leaves over of x; 0 for an infinity, which would be NaN."""
     rest = x - high.to(tl.float32)
     return tl.where(tl.abs(rest) < float("inf"), rest, 0.0)
 
@@ -54,7 +53,7 @@ def pack_input_kernel(
     y = (i_row % SAMPLE_ROWS) % PLANE_ROWS - 2
     is_row = (z >= 0) & (z < D) & (y >= 0) & (y < H) & (i_n < N)
     o_w = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    o_c = tl.program_id(2) * 64 + tl.arange(0, 64)
+    o_c = tl.arange(0, 64)
     m_w = (o_w < W) & is_row
     sample = i_n.to(tl.int64) * 64 * D * H * W
     row = (z * H + y) * W
@@ -71,10 +70,9 @@ def pack_input_kernel(
     if tl.program_id(1) == 0:
         o_pad = tl.arange(0, 2)
         o_zero = o_pad[:, None] * 64 + o_c[None, :]
-        m_zero = (o_pad < 2)[:, None]
         zeros = tl.zeros([2, 64], tl.float16)
-        tl.store(p_high + out + o_zero, zeros, mask=m_zero)
-        tl.store(p_low + out + o_zero, zeros, mask=m_zero)
+        tl.store(p_high + out + o_zero, zeros)
+        tl.store(p_low + out + o_zero, zeros)
 
 
 @triton.jit
@@ -94,11 +92,10 @@ def convolve_kernel(
     p_m2,  # the same
     p_count,  # [N, TILES], out: a tile's outputs that are none of the padding
     TILES,  # per sample
-    UNITS,  # tiles in all, times blocks of channels
     SAMPLE_ROWS,  # rows of a packed sample
-    PITCH,
+    PITCH,  # positions of a packed row, and of a packed plane
     PLANE,
-    LAST_PLANE,
+    LAST_PLANE,  # the last plane that holds input
     OD,
     OH,
     OW,
@@ -110,51 +107,50 @@ def convolve_kernel(
 ):
     KB: tl.constexpr = 192 // BK
     K: tl.constexpr = 1728
-    for unit in range(tl.program_id(0), UNITS, tl.num_programs(0)):
-        i_tile = unit % TILES
-        i_n = unit // TILES
-        s0 = i_tile * BM
-        row0 = i_n * SAMPLE_ROWS + i_tile * BM
-        # Taps that meet only the padding in front of or behind the volume are left out.
-        z_last = tl.minimum(s0 + BM - 1, OD * PLANE - 1) // PLANE
-        kd_first = tl.maximum(0, 2 - z_last)
-        kd_end = tl.minimum(3, LAST_PLANE + 1 - s0 // PLANE)
-        acc = tl.zeros([BM, BC], tl.float32)
-        for i in tl.range(kd_first * (3 * KB), kd_end * (3 * KB), num_stages=STAGES):
-            i_zy = i // KB
-            offset = (i_zy // 3) * PLANE + (i_zy % 3) * PITCH
-            row = row0 + offset
-            column = (i % KB) * BK
-            high = d_high.load([row, column])  # [BM, BK]
-            w_high = d_w.load([0, i * BK])  # [BC, BK]
-            low = d_low.load([row, column])
-            w_low = d_w.load([0, K + i * BK])
-            # Tensor cores cut off what does not fit while they accumulate: the sum over
-            # one block stays short, small products first, and is added up in ordinary
-            # fp32.
-            part = tl.dot(low, w_high.T)
-            part = tl.dot(high, w_low.T, part)
-            part = tl.dot(high, w_high.T, part)
-            acc += part
-        o_c = tl.arange(0, BC)
-        b_v = acc * tl.load(p_unscale + i_n * 128 + o_c)[None, :]
-        o_p = s0 + tl.arange(0, BM)
-        # the same number, seen to be a multiple: stores are as wide as that
-        S = OD * OH * OW // ALIGN * ALIGN
-        m_s = o_p < S
-        base = i_n.to(tl.int64) * 128 * S
-        o_x = o_c[None, :] * S + o_p[:, None]
-        m_x = m_s[:, None]
-        tl.store(p_y + base + o_x, b_v, mask=m_x)
-        b_v = relu(b_v)
-        count = tl.sum(m_s.to(tl.float32))
-        b_sum = tl.sum(tl.where(m_x, b_v, 0.0), axis=0)  # [BC]
-        o_out = (i_n * 128 + o_c) * TILES + i_tile
-        b_mean = b_sum / tl.maximum(count, 1.0)
-        b_diff = tl.where(m_x, b_v - b_mean[None, :], 0.0)
-        tl.store(p_mean + o_out, b_mean)
-        tl.store(p_m2 + o_out, tl.sum(b_diff * b_diff, axis=0))
-        tl.store(p_count + i_n * TILES + i_tile, count)
+    unit = tl.program_id(0)
+    i_tile = unit % TILES
+    i_n = unit // TILES
+    s0 = i_tile * BM
+    row0 = i_n * SAMPLE_ROWS + i_tile * BM
+    # Taps that meet only the padding in front of or behind the volume are left out.
+    z_last = tl.minimum(s0 + BM - 1, OD * PLANE - 1) // PLANE
+    kd_first = tl.maximum(0, 2 - z_last)
+    kd_end = tl.minimum(3, LAST_PLANE + 1 - s0 // PLANE)
+    acc = tl.zeros([BM, BC], tl.float32)
+    for i in tl.range(kd_first * (3 * KB), kd_end * (3 * KB), num_stages=STAGES):
+        i_zy = i // KB
+        offset = (i_zy // 3) * PLANE + (i_zy % 3) * PITCH
+        row = row0 + offset
+        column = (i % KB) * BK
+        high = d_high.load([row, column])  # [BM, BK]
+        w_high = d_w.load([0, i * BK])  # [BC, BK]
+        low = d_low.load([row, column])
+        w_low = d_w.load([0, K + i * BK])
+        # Tensor cores cut off what does not fit while they accumulate: the sum over one
+        # block stays short, small products first, and is added up in ordinary fp32.
+        part = tl.dot(low, w_high.T)
+        part = tl.dot(high, w_low.T, part)
+        part = tl.dot(high, w_high.T, part)
+        acc += part
+    o_c = tl.arange(0, BC)
+    b_v = acc * tl.load(p_unscale + i_n * 128 + o_c)[None, :]
+    o_p = s0 + tl.arange(0, BM)
+    # the same number, seen to be a multiple: stores are as wide as that
+    S = OD * OH * OW // ALIGN * ALIGN
+    m_s = o_p < S
+    base = i_n.to(tl.int64) * 128 * S
+    o_x = o_c[None, :] * S + o_p[:, None]
+    m_x = m_s[:, None]
+    tl.store(p_y + base + o_x, b_v, mask=m_x)
+    b_v = relu(b_v)
+    count = tl.sum(m_s.to(tl.float32))
+    b_sum = tl.sum(tl.where(m_x, b_v, 0.0), axis=0)  # [BC]
+    o_out = (i_n * 128 + o_c) * TILES + i_tile
+    b_mean = b_sum / tl.maximum(count, 1.0)
+    b_diff = tl.where(m_x, b_v - b_mean[None, :], 0.0)
+    tl.store(p_mean + o_out, b_mean)
+    tl.store(p_m2 + o_out, tl.sum(b_diff * b_diff, axis=0))
+    tl.store(p_count + i_n * TILES + i_tile, count)
 
 
 @triton.jit
@@ -219,8 +215,7 @@ def group_moments(
 
 
 def conv_relu_norm(x: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
-    """conv_transpose3d(64→128, k3) → relu → group_norm(8), for tensors that pass
-    `fits`."""
+    """conv_transpose3d(64→128, k3) → relu → group_norm(8), of tensors that fit."""
     batch, _, depth, height, width = x.shape
     out = (depth + 2, height + 2, width + 2)
     positions = math.prod(out)
@@ -248,7 +243,7 @@ def conv_relu_norm(x: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor) -> Te
     counts = torch.empty(batch, tiles, dtype=torch.float32, device=x.device)
     align = min(16, positions & -positions)
     tensors = (d_high, d_low, d_weight, unscale, value, means, squares, counts)
-    sizes = (tiles, units, sample_rows * pitch, pitch, plane, depth + 1, *out, align)
+    sizes = (tiles, sample_rows * pitch, pitch, plane, depth + 1, *out, align)
     convolve_kernel[(units,)](*tensors, *sizes, BM, BC, BK, STAGES, num_warps=8)
     mean, rstd = group_moments(means, squares, counts, 8, 1e-05)
     chunks = triton.cdiv(positions, BLOCK)

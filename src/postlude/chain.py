@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from postlude import encoded
 from postlude.words import NORMS, REDUCTIONS, Setting
 from postlude.words import POINTWISE as POINTWISE
 
-# One number for each: element (full), channel, sample and channel (row), or for all of them (one).
-Role = Literal["input", "weight", "bias", "channel", "full", "row", "one"]
+# One number for each: element (full), channel, sample and channel (row), position along the last axes (last), or for
+# all of them (one). A running statistic has one for each channel, and the chain changes it.
+Role = Literal["input", "weight", "bias", "channel", "full", "row", "one", "last", "running"]
 
 
 @dataclass(frozen=True)
@@ -90,22 +92,14 @@ class Convolution:
 
     def flops(self, batch: int, space: tuple[int, ...]) -> int:
         """Multiply-adds counted twice; a transposed convolution's taps outside its cropped border included."""
-        places = batch
-        for size in space if self.transposed else self.output_space(space):
-            places *= size
-        taps = 1
-        for size in self.kernel:
-            taps *= size
-        return 2 * places * taps * self.in_channels * self.out_channels // self.groups
+        places = batch * math.prod(space if self.transposed else self.output_space(space))
+        return 2 * places * math.prod(self.kernel) * self.in_channels * self.out_channels // self.groups
 
     def __str__(self) -> str:
         words = [f"{self.in_channels}→{self.out_channels}", f"k{_sizes(self.kernel)}"]
-        for letter, sizes, usual in (
-            ("s", self.stride, 1),
-            ("p", self.padding, 0),
-            ("op", self.output_padding, 0),
-            ("d", self.dilation, 1),
-        ):
+        sizes_by_letter = {"s": self.stride, "p": self.padding, "op": self.output_padding, "d": self.dilation}
+        for letter, sizes in sizes_by_letter.items():
+            usual = 1 if letter in "sd" else 0
             if any(size != usual for size in sizes):
                 words.append(f"{letter}{_sizes(sizes)}")
         if self.groups != 1:
@@ -126,7 +120,7 @@ class Pointwise:
 
 @dataclass(frozen=True)
 class Normalize:
-    """Barrier: subtract the mean and divide by the spread, per sample and group of channels over all positions."""
+    """Barrier: subtract the mean and divide by the spread of what `over` names."""
 
     op: str
     operand: Value
@@ -134,6 +128,14 @@ class Normalize:
     eps: float
     weight: Slot | None = None
     bias: Slot | None = None
+    axes: int = 0  # of layer_norm: how many of the last axes are a row
+    running: tuple[Slot, Slot] | None = None  # of batch_norm: mean and variance, moved on every forward pass
+    momentum: float = 0.0  # the part of them that the batch's statistics replace
+
+    @property
+    def over(self) -> str:
+        """ "sample": groups of channels of each sample; "batch": channels of all samples; "row": the last axes."""
+        return NORMS[self.op]
 
 
 @dataclass(frozen=True)
@@ -176,12 +178,17 @@ class Chain:
         uses[len(self.steps)] = len(self.steps) + 1
         return uses
 
+    @functools.cached_property
+    def moved(self) -> tuple[int, ...]:
+        """The slots that a call of the chain changes."""
+        return tuple(slot for slot, role in enumerate(self.roles) if role == "running")
+
     def dumps(self) -> str:
-        return json.dumps(_encode(self), separators=(",", ":"))
+        return encoded.dumps(self)
 
     @staticmethod
     def loads(text: str) -> Chain:
-        chain = _decode(json.loads(text))
+        chain = encoded.loads(text, _CLASSES)
         if not isinstance(chain, Chain):
             raise TypeError("the text does not describe a chain")
         return chain
@@ -248,12 +255,21 @@ def _mistakes(chain: Chain) -> Any:
                 yield f"{step.op} takes {row.arity} operands and settings {row.settings}"
             elif not isinstance(step.operands[0], Value):
                 yield f"{step.op}'s first operand must be a value"
-        elif isinstance(step, Normalize) and step.op not in NORMS:
-            yield f"unknown norm {step.op}"
+        elif isinstance(step, Normalize):
+            yield from _norm_mistakes(step, chain)
         elif isinstance(step, Reduce):
             if step.op not in REDUCTIONS:
                 yield f"unknown reduction {step.op}"
             reduced = True
+
+
+def _norm_mistakes(step: Normalize, chain: Chain) -> Iterator[str]:
+    if step.op not in NORMS:
+        yield f"unknown norm {step.op}"
+    elif (step.over == "row") != (0 < step.axes <= chain.dims + 1):
+        yield f"{step.op} over {step.axes} of the last axes"
+    if any(not 0 < slot.index < len(chain.roles) or slot.index not in chain.moved for slot in step.running or ()):
+        yield f"{step.op} moves a tensor that is no running statistic"
 
 
 def _sizes(sizes: tuple[int, ...]) -> str:
@@ -264,7 +280,10 @@ def _word(step: Step, number: int, roles: tuple[Role, ...]) -> str:
     if isinstance(step, Cast):
         return f"to {step.dtype}"
     if isinstance(step, Normalize):
-        return f"{step.op}({step.groups})" if step.groups else step.op
+        if step.over == "row":
+            return f"{step.op} over the last {f'{step.axes} axes' if step.axes > 1 else 'axis'}"
+        of = "batch" if step.over == "batch" else step.groups
+        return f"{step.op}({of})" if of else step.op
     if isinstance(step, Reduce):
         return f"{step.op} over {'space' if step.over == 'space' else 'all but batch'}"
     first, *others = step.operands
@@ -296,17 +315,3 @@ def _operand(operand: Operand, roles: tuple[Role, ...]) -> str:
 
 
 _CLASSES = {cls.__name__: cls for cls in (Value, Slot, Scalar, Convolution, Pointwise, Normalize, Reduce, Cast, Chain)}
-
-
-def _encode(item: Any) -> Any:
-    if dataclasses.is_dataclass(item):
-        fields = {f.name: _encode(getattr(item, f.name)) for f in dataclasses.fields(item)}
-        return {"is": type(item).__name__, **fields}
-    return [_encode(part) for part in item] if isinstance(item, tuple) else item
-
-
-def _decode(item: Any) -> Any:
-    if isinstance(item, dict):
-        fields = dict(item)
-        return _CLASSES[fields.pop("is")](**{name: _decode(part) for name, part in fields.items()})
-    return tuple(_decode(part) for part in item) if isinstance(item, list) else item

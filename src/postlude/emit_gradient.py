@@ -11,6 +11,11 @@ gradient of the last step's value; what else they take is as in emit.py:
     x̂      (x − mean) · rstd, x being the norm's operand
     dn     the gradient at the norm's result γ · x̂ + β: its sums over a channel are β's gradient and, times x̂, γ's
     A, B   means of γ · dn and of γ · dn · x̂ over a group: the norm's operand gets rstd · (γ · dn − A − x̂ · B)
+
+A layer_norm's group is a row of the block, so that one function does all of it:
+
+    gradient(v0, g, o_l, L, o_c, base, o_x, m_c, m_x, a0 … a5)
+        as above, then dn and dn · x̂, to be summed per place in the row
 """
 
 from __future__ import annotations
@@ -70,7 +75,7 @@ class Wanted:
 @functools.lru_cache(maxsize=1024)
 def wanted(chain: Chain, last: int, needs: frozenset[int]) -> Wanted:
     """Those of steps 1 to `last` whose gradient is needed; γ and β need nothing but dn and dn · x̂."""
-    norm, uses = norm_step(chain, last), _first_uses(chain, last)
+    norm, uses = None if has_rows(chain, last) else norm_step(chain, last), _first_uses(chain, last)
     asked = [slot for slot in pass_slots(chain, last) if slot in needs]
     full = tuple(slot for slot in asked if chain.roles[slot] == "full")
     vectors = [slot for slot in asked if chain.roles[slot] in ("channel", "row", "one") and slot in uses]
@@ -86,8 +91,11 @@ def unsupported_gradient(chain: Chain, last: int) -> str | None:
         return "no step is fused"
     if any(isinstance(step, Reduce) for step in steps):
         return "a reduction is among the steps"
-    if sum(isinstance(step, Normalize) for step in steps) > 1:
+    norms = [step for step in steps if isinstance(step, Normalize)]
+    if len(norms) > 1:
         return "more than one norm is among the steps"
+    if any(norm.axes > chain.dims for norm in norms):
+        return "a layer_norm over whole samples, whose rows hold all channels"
     read = {value.index for step in steps for value in values_of(step)}
     unread = set(range(last)) - read
     if unread:
@@ -104,7 +112,7 @@ def emit_sums(chain: Chain, last: int, needs: frozenset[int], pointers: tuple[in
     back, parts = _backward(chain, norm + 1, last, norm, slots)
     back += [f"d{norm} = {_sum(parts[Value(norm)])}", *_slot_lines(slots, parts)]
     given = [f"d{norm}", f"d{norm} * x_hat", *map(_slot_name, slots)]
-    return _function("sums", "", [*_forward(chain, last, pointers, channels), *back], given)
+    return _function("sums", "mean, rstd, ", [*_forward(chain, last, pointers, channels), *back], given)
 
 
 def emit_gradient(chain: Chain, last: int, needs: frozenset[int], pointers: tuple[int, ...], channels: int = 0) -> str:
@@ -118,7 +126,11 @@ def emit_gradient(chain: Chain, last: int, needs: frozenset[int], pointers: tupl
             parts.setdefault(Slot(slot), []).append("d0")
     back += _slot_lines(slots, parts)
     given = ["d0", *map(_slot_name, slots)]
-    return _function("gradient", "A, B, ", [*_forward(chain, last, pointers, channels), *back], given)
+    takes = "mean, rstd, A, B, "
+    if has_rows(chain, last):
+        norm, takes = norm_step(chain, last), "o_l, L, "
+        given += [f"d{norm}", f"d{norm} * x_hat"]
+    return _function("gradient", takes, [*_forward(chain, last, pointers, channels), *back], given)
 
 
 def slots_read(text: str) -> set[int]:
@@ -127,18 +139,24 @@ def slots_read(text: str) -> set[int]:
 
 
 def slots_needed(chain: Chain, last: int) -> frozenset[int]:
-    """The slots that a backward pass may read: all but tensors of the value's size that no gradient depends on."""
+    """The slots that a backward pass may read: all but running statistics, and tensors of the value's size that no
+    gradient depends on."""
     needs, pointers = frozenset(range(len(chain.roles))), pass_slots(chain, last)
     channels = 1  # any number: it does not change which tensors are read
     read = slots_read(emit_gradient(chain, last, needs, pointers, channels))
-    if norm_step(chain, last) is not None:
+    if norm_step(chain, last) is not None and not has_rows(chain, last):
         read |= slots_read(emit_sums(chain, last, needs, pointers, channels))
-    return frozenset(slot for slot, role in enumerate(chain.roles) if role != "full" or slot in read)
+    return frozenset(s for s, role in enumerate(chain.roles) if role != "running" and (role != "full" or s in read))
 
 
 def norm_step(chain: Chain, last: int) -> int | None:
     steps = enumerate(chain.steps[:last], 1)
     return next((number for number, step in steps if isinstance(step, Normalize)), None)
+
+
+def has_rows(chain: Chain, last: int) -> bool:
+    """True where the norm of steps 1 to `last` goes over rows."""
+    return any(isinstance(step, Normalize) and step.over == "row" for step in chain.steps[:last])
 
 
 def _first_uses(chain: Chain, last: int) -> dict[int, int]:
@@ -174,7 +192,11 @@ def _backward(
         if Value(number) not in dependent:
             continue
         lines.append(f"d{number} = {_sum(parts[Value(number)])}")
-        for operand, text in _parts(chain.steps[number - 1], number):
+        step = chain.steps[number - 1]
+        if isinstance(step, Normalize) and step.over == "row":
+            lines += [f"row_a = row_mean({_scaled(step, number)}, m_x, L)"]
+            lines += [f"row_b = row_mean({_scaled(step, number)} * x_hat, m_x, L)"]
+        for operand, text in _parts(step, number):
             if operand in dependent:
                 parts.setdefault(operand, []).append(text)
     return lines, parts
@@ -184,8 +206,8 @@ def _parts(step: Step, number: int) -> list[tuple[Operand, str]]:
     """What a step passes back to each of its operands; a norm's weight and bias get theirs from the sums."""
     g = f"d{number}"
     if isinstance(step, Normalize):
-        scaled = g if step.weight is None else f"t{step.weight.index} * {g}"
-        return [(step.operand, f"rstd * ({scaled} - A - x_hat * B)")]
+        a, b = ("row_a", "row_b") if step.over == "row" else ("A", "B")
+        return [(step.operand, f"rstd * ({_scaled(step, number)} - {a} - x_hat * {b})")]
     if isinstance(step, Pointwise):
         words = {"g": g, "v": f"v{number}", **words_of(step)}
         return [(operand, text.format(**words)) for operand, text in zip(step.operands, DERIVATIVES[step.op])]
@@ -194,26 +216,31 @@ def _parts(step: Step, number: int) -> list[tuple[Operand, str]]:
     raise ValueError("a reduction is no step of a block")
 
 
+def _scaled(step: Normalize, number: int) -> str:
+    """γ · dn"""
+    return f"d{number}" if step.weight is None else f"t{step.weight.index} * d{number}"
+
+
 def _forward(chain: Chain, last: int, pointers: tuple[int, ...], channels: int) -> list[str]:
     """The lines that compute v1, v2, …: emit's own, without its signature and its return."""
-    lines = [line.strip() for line in emit(chain, "whole", last, pointers, channels).splitlines()[2:-1]]
-    norm = norm_step(chain, last)
+    norm, form = norm_step(chain, last), "rows" if has_rows(chain, last) else "whole"
+    lines = [line.strip() for line in emit(chain, form, last, pointers, channels).splitlines()[2:-1]]
     if norm is not None:
         (operand,) = values_of(chain.steps[norm - 1])
         lines.append(f"x_hat = (v{operand.index} - mean) * rstd")
     return lines
 
 
-def _function(name: str, means: str, lines: list[str], given: list[str]) -> str:
+def _function(name: str, takes: str, lines: list[str], given: list[str]) -> str:
     """With the lines that lead to what is given, and no others."""
     kept: list[str] = []
     used = set(_names(" ".join(given)))
     for line in reversed(lines):
         target, text = line.split(" = ", 1)
-        if target in used:
+        if not used.isdisjoint(target.split(", ")):
             used.update(_names(text))
             kept.append(line)
-    head = f"def {name}(v0, g, mean, rstd, {means}o_c, base, o_x, m_c, m_x, {pointer_arguments()}):"
+    head = f"def {name}(v0, g, {takes}o_c, base, o_x, m_c, m_x, {pointer_arguments()}):"
     body = "".join(f"    {line}\n" for line in reversed(kept))
     return f"@triton.jit\n{head}\n{body}    return ({', '.join(given)},)\n"
 

@@ -33,7 +33,8 @@ class Machine:
     has_triton: bool
     has_onednn: bool = False
     maps_large_buffers: bool = True  # the allocator gives large buffers back to the system and gets them anew
-    norms_keeping_layout: frozenset[str] = frozenset({"group_norm"})  # whose result is channels-last as their input
+    # Norms whose result is channels-last as their input.
+    norms_keeping_layout: frozenset[str] = frozenset({"group_norm", "batch_norm"})
     architecture: str = ""  # "sm_90" on an NVIDIA GPU, "gfx942" on an AMD one, the CPU's instruction set otherwise
     shared_bytes: int = 0  # shared memory that one block may have, on a GPU
     has_nvrtc: bool = False
@@ -80,7 +81,12 @@ def _architecture(card: Any) -> str:
 def norms_keeping_layout(device_type: str) -> frozenset[str]:
     """Asks PyTorch, whose answer differs by device and version: run each norm on a small channels-last tensor."""
     x = torch.ones(2, 4, 3, 3, 3, device=device_type).to(memory_format=torch.channels_last_3d)
-    results = {"group_norm": F.group_norm(x, 2), "instance_norm": F.instance_norm(x)}
+    results = {
+        "group_norm": F.group_norm(x, 2),
+        "instance_norm": F.instance_norm(x),
+        "batch_norm": F.batch_norm(x, None, None, training=True),
+        "layer_norm": F.layer_norm(x, x.shape[-1:]),
+    }
     return frozenset(name for name, result in results.items() if not result.is_contiguous())
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from postlude.errors import PostludeError
 from postlude.graph.capture import capture_function
@@ -16,6 +17,7 @@ from postlude.run.execute import check_precision
 from postlude.run.site import Site
 
 __all__ = ["FusedChain", "Mean"]
+_COUNT = torch.ops.aten.add_.Tensor
 _EXAMPLE = 32  # the size of an example along each axis of space: more than any kernel's reach
 
 
@@ -45,7 +47,7 @@ class FusedChain(nn.Sequential):
     def __init__(self, *modules: nn.Module, precision: str = "auto") -> None:
         super().__init__(*modules)
         self.precision = precision
-        self._read: dict[Any, tuple[Site, tuple[str | None, ...]]] = {}
+        self._read: dict[Any, tuple[Site, tuple[str | None, ...], tuple[str, ...]]] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         device = x.device.type
@@ -56,12 +58,19 @@ class FusedChain(nn.Sequential):
         if key not in self._read:
             check_precision(self.precision, device)
             self._read[key] = self._read_chain(x)
-        site, names = self._read[key]
+        site, names, counters = self._read[key]
+        for name in counters:
+            self._tensor(name).add_(1)
         return site(*(x if name is None else self._tensor(name) for name in names))  # type: ignore[no-any-return]
 
     def _as_operator(self, x: Tensor, device: str, autocast: torch.dtype | None) -> Tensor:
-        """For compilers that trace through this module: one registered operator, no break in their graph."""
-        text, names = self._text(x.dtype, x.dim(), device, autocast, self.training)
+        """For compilers that trace through this module: one registered operator, no break in their graph.
+
+        An operator that moves running statistics would have to say which: such a chain is its modules there.
+        """
+        text, names, moves = self._text(x.dtype, x.dim(), device, autocast, self.training)
+        if moves:
+            return super().forward(x)  # type: ignore[no-any-return, no-untyped-call]
         held = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         tensors = [x if name is None else held[name] for name in names]
         result: Tensor = torch.ops.postlude.chain(tensors, text, self.precision)
@@ -70,16 +79,19 @@ class FusedChain(nn.Sequential):
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _text(
         self, dtype: torch.dtype, dims: int, device: str, autocast: torch.dtype | None, training: bool
-    ) -> tuple[str, tuple[str | None, ...]]:
-        """The chain and its tensors' names, read off an example that is made here: a compiler's has no values."""
+    ) -> tuple[str, tuple[str | None, ...], bool]:
+        """The chain, its tensors' names and whether it moves any of them.
+
+        Read off an example that is made here: a compiler's has no values.
+        """
         key = (dtype, dims, device, autocast, training)
         if key not in self._read:
             check_precision(self.precision, device)
             example = torch.zeros((2, self._channels(), *[_EXAMPLE] * (dims - 2)), dtype=dtype, device=device)
             with torch.autocast(device, dtype=autocast, enabled=autocast is not None):
                 self._read[key] = self._read_chain(example)
-        site, names = self._read[key]
-        return site.chain.dumps(), names
+        site, names, _ = self._read[key]
+        return site.chain.dumps(), names, bool(site.chain.moved)
 
     def _tensor(self, name: str) -> Tensor:
         """A parameter or buffer, as it is now."""
@@ -94,13 +106,18 @@ class FusedChain(nn.Sequential):
                     return found
         raise PostludeError("this FusedChain has neither a convolution nor a norm: there is nothing to fuse.")
 
-    def _read_chain(self, x: Tensor) -> tuple[Site, tuple[str | None, ...]]:
+    def _read_chain(self, x: Tensor) -> tuple[Site, tuple[str | None, ...], tuple[str, ...]]:
+        """The chain, the names of its tensors (None: the input), and of the counters that each call moves by one."""
         names = [name for name, _ in (*self.named_parameters(), *self.named_buffers())]
         plain = nn.Sequential(*self)
 
         def call(x: Tensor, *values: Tensor) -> Any:
             return torch.func.functional_call(plain, dict(zip(names, values)), (x,))
 
+        if any(_counts_itself(m) for m in self.modules()):
+            raise PostludeError(
+                "a batch_norm with momentum=None reads its counter in its forward, which no chain can; give a momentum."
+            )
         graph = capture_function(call, [x, *map(self._tensor, names)])
         functionalise(graph)
         found, declined = match(graph)
@@ -116,7 +133,21 @@ class FusedChain(nn.Sequential):
             raise PostludeError(
                 "these modules make a tensor in their forward that the chain reads; make it a parameter or a buffer."
             )
-        return Site(type(self).__name__, found[0].chain, self.precision), tuple(by_node[n] for n in found[0].tensors)
+        counted = [
+            by_node.get(node.args[0]) for node in graph.graph.nodes if node.target is _COUNT and node.args[1] == 1
+        ]
+        site = Site(type(self).__name__, found[0].chain, self.precision)
+        return site, tuple(by_node[n] for n in found[0].tensors), tuple(name for name in counted if name is not None)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_read": {}}  # type: ignore[no-untyped-call]
+
+
+def _counts_itself(module: nn.Module) -> bool:
+    """True where a batch_norm takes the average over all batches, by a counter whose value it reads."""
+    return (
+        isinstance(module, _BatchNorm)
+        and module.training
+        and module.momentum is None
+        and module.num_batches_tracked is not None
+    )

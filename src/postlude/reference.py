@@ -78,9 +78,14 @@ POINTWISE: dict[str, Callable[..., Tensor]] = {
     "prelu": lambda x, weight: torch.prelu(x, as_tensor(weight, x).reshape(-1)),
     "batch_norm": lambda x, *others, eps: _batch_norm(x, [_vector(other) for other in others], eps),
 }
+# The last two arguments are the running statistics to move, or None twice.
 NORMS: dict[str, Callable[..., Tensor]] = {
-    "group_norm": lambda x, step, weight, bias: F.group_norm(x, step.groups, weight, bias, step.eps),
-    "instance_norm": lambda x, step, weight, bias: F.instance_norm(x, None, None, weight, bias, eps=step.eps),
+    "group_norm": lambda x, step, weight, bias, *_: F.group_norm(x, step.groups, weight, bias, step.eps),
+    "instance_norm": lambda x, step, weight, bias, *_: F.instance_norm(x, None, None, weight, bias, eps=step.eps),
+    "batch_norm": lambda x, step, weight, bias, mean, variance: F.batch_norm(
+        x, mean, variance, weight, bias, training=True, momentum=step.momentum, eps=step.eps
+    ),
+    "layer_norm": lambda x, step, weight, bias, *_: F.layer_norm(x, x.shape[-step.axes :], weight, bias, step.eps),
 }
 REDUCTIONS: dict[str, Callable[..., Tensor]] = {
     "mean": torch.mean,
@@ -96,12 +101,14 @@ def evaluate(
     *,
     dtype: torch.dtype | None = None,
     rounded_to: str | None = None,
+    moves: bool = False,
 ) -> Tensor:
     """The chain's result for `tensors` (one per slot).
 
     `dtype` computes everything in that dtype, casts inside the chain left out. `rounded_to` ("tf32", "float16",
     "bfloat16") rounds the convolution's operands to that format first: with float64 this is a precision
-    mode's own error and nothing else.
+    mode's own error and nothing else. `moves` lets a batch_norm move its running statistics, as the model did; else
+    they are left alone.
     """
     if dtype is not None:
         tensors = [tensor.to(dtype) for tensor in tensors]
@@ -109,18 +116,18 @@ def evaluate(
     values: list[Tensor | None] = [start]
     last_uses = chain.last_uses
     for number, step in enumerate(chain.steps, 1):
-        values.append(apply(chain, step, values, tensors, keep_dtype=dtype is not None))
+        values.append(apply(chain, step, values, tensors, keep_dtype=dtype is not None, moves=moves))
         for value in values_of(step):
             if last_uses[value.index] == number:
                 values[value.index] = None  # as eager does: a value is freed when nothing will read it
     return _present(values[-1])
 
 
-def continue_from(chain: Chain, number: int, value: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+def continue_from(chain: Chain, number: int, value: Tensor, tensors: Sequence[Tensor], moves: bool = False) -> Tensor:
     """The steps after step `number`, whose result is `value`; they must not read anything earlier."""
     values: list[Tensor | None] = [None] * number + [value]
     for step in chain.steps[number:]:
-        values.append(apply(chain, step, values, tensors))
+        values.append(apply(chain, step, values, tensors, moves=moves))
     return _present(values[-1])
 
 
@@ -130,6 +137,7 @@ def apply(
     values: Sequence[Tensor | None],
     tensors: Sequence[Tensor],
     keep_dtype: bool = False,
+    moves: bool = False,
 ) -> Tensor:
     """One step on the values so far."""
     if isinstance(step, Pointwise):
@@ -141,7 +149,8 @@ def apply(
     if isinstance(step, Reduce):
         return REDUCTIONS[step.op](x, dim=reduced_axes(chain, step), keepdim=step.keepdim)
     weight, bias = (None if slot is None else tensors[slot.index] for slot in (step.weight, step.bias))
-    return NORMS[step.op](x, step, weight, bias)
+    moved = [tensors[slot.index] for slot in step.running] if moves and step.running is not None else [None, None]
+    return NORMS[step.op](x, step, weight, bias, *moved)
 
 
 def fetch(chain: Chain, operand: Operand, values: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> Any:

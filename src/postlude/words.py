@@ -57,8 +57,9 @@ POINTWISE: dict[str, PointwiseRow] = {
     "maximum": PointwiseRow(2, swapped="maximum", finite_at=1),
     "minimum": PointwiseRow(2, swapped="minimum", finite_at=1),
     "prelu": PointwiseRow(2, vectors=True),
-    # In evaluation: mean, variance, weight (or 1), bias (or 0). In training it is no word of this vocabulary.
+    # In evaluation: mean, variance, weight (or 1), bias (or 0). In training it is a norm.
     "batch_norm": PointwiseRow(5, ("eps",), (1e-5,), affine=True, vectors=True),
 }
-NORMS = ("group_norm", "instance_norm")
+# Over what each takes its statistics; see `Normalize.over`. batch_norm is this one where it takes the batch's.
+NORMS = {"group_norm": "sample", "instance_norm": "sample", "batch_norm": "batch", "layer_norm": "row"}
 REDUCTIONS = ("mean", "sum", "adaptive_avg_pool")  # the last one is to size 1: the mean over space

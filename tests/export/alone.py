@@ -35,16 +35,21 @@ def load(path: Path) -> types.ModuleType:
     return module
 
 
-def use_host_kernel(module: types.ModuleType, library: str) -> None:
+def use_host_kernels(module: types.ModuleType, libraries: dict[str, str]) -> None:
     """The CUDA C++ of a file as it was compiled for the host, in place of a card's."""
-    run = ctypes.CDLL(library).launch
 
-    def kernel(grid: tuple[int, ...], block: tuple[int, ...], arguments: tuple[Any, ...], shared: int) -> None:
-        values = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
-        slots = (ctypes.c_int64 * len(values))(*values)
-        assert run(*grid[:2], block[0], slots, len(values)) == 0
+    def compiled(name: str, device: int | None) -> Any:
+        run = ctypes.CDLL(libraries[name]).launch
 
-    module.moments_kernel = lambda device: kernel  # type: ignore[attr-defined]
+        def kernel(grid: tuple[int, ...], block: tuple[int, ...], arguments: tuple[Any, ...], shared: int = 0) -> None:
+            values = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
+            slots = (ctypes.c_int64 * len(values))(*values)
+            assert run(*grid[:2], block[0], slots, len(values)) == 0
+
+        return kernel
+
+    module.compiled = compiled  # type: ignore[attr-defined]
+    module.moments_kernel = lambda device: compiled("few_channels_moments", device)  # type: ignore[attr-defined]
     torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(multi_processor_count=2)
 
 
@@ -60,8 +65,8 @@ def check(case: dict[str, Any], folder: Path) -> list[str]:
     model.load_state_dict(case["state"])  # running statistics have moved
     launched: list[str] = []
     module.fits = lambda *tensors: launched.append("") is None  # type: ignore[attr-defined]
-    if case["library"]:
-        use_host_kernel(module, case["library"])
+    if case["libraries"]:
+        use_host_kernels(module, case["libraries"])
     with torch.no_grad():
         results["its kernels"] = model(*case["inputs"])
     if case["gradients"]:

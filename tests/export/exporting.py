@@ -121,6 +121,14 @@ SMALL_PROBLEMS = [
         ("finish_kernel",),
     ),
     Problem(
+        "a convolution of ours that has no text",
+        "self.conv = nn.ConvTranspose2d(cin, cout, 3, stride=2, padding=1, output_padding=1)",
+        "return torch.tanh(self.conv(x)) * 2.0",
+        (2, 4, 5, 6),
+        6,
+        ("finish_kernel",),
+    ),
+    Problem(
         "a value read twice",
         "self.conv = nn.Conv3d(cin, cout, 3); self.norm = nn.GroupNorm(2, cout)",
         "h = self.conv(x); return self.norm(h * F.silu(h)) + h",

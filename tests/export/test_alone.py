@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.export
 BY_NAME = {problem.name: problem for problem in SMALL_PROBLEMS}
 SMALL_23 = (PROBLEMS / "conv3d_group_norm_mean.py").read_text("utf-8").replace("batch_size = 128", "batch_size = 2")
-SMALL_23 = SMALL_23.replace("depth, height, width = 24, 32, 32", "depth, height, width = 5, 6, 7")
+SMALL_23 = SMALL_23.replace("depth, height, width = 24, 32, 32", "depth, height, width = 7, 8, 7")
 
 TRANSPOSED = Problem(
     "one channel, transposed",
@@ -33,6 +33,25 @@ TRANSPOSED = Problem(
     8,
     (),
 ).text
+
+
+FOUR_CHANNELS = Problem(
+    "four channels, padded",
+    "self.conv = nn.Conv3d(cin, cout, 3, padding=(1, 0, 2)); self.norm = nn.GroupNorm(4, cout, eps=1e-3)",
+    "return torch.tanh(self.norm(self.conv(x)).mean((1, 2, 3, 4)))",
+    (2, 4, 12, 4, 35),
+    16,
+    (),
+).text
+TWO_AXES = Problem(
+    "two axes, transposed",
+    "self.conv = nn.ConvTranspose2d(cin, cout, (2, 3)); self.norm = nn.GroupNorm(8, cout)",
+    "return self.norm(self.conv(x)).mean((1, 2, 3))",
+    (2, 3, 19, 33),
+    8,
+    (),
+).text
+RESULT = ("moments_kernel", "finish_kernel")
 
 
 def case_of(
@@ -58,7 +77,7 @@ def case_of(
         "result": result.detach(),
         "tolerance": tolerance,
         "chains": len(made.chains),
-        "library": "",
+        "libraries": {},
         "gradients": gradients,
     }
 
@@ -68,7 +87,7 @@ def small_case(folder: Path, problem: Problem, training: bool = False) -> dict[s
     made, model, inputs = export_text(problem.text, folder, **settings)  # type: ignore[arg-type]
     names = {kernel.name for chain in made.chains for kernel in chain.kernels}
     assert set(problem.kernels) <= names
-    assert "Measured    not at this size" in made.text
+    assert "Measured   not at this size" in made.text
     file = re.sub(r"\W+", "_", problem.name) + ".py"
     case = case_of(folder, file, made, model, inputs, [problem.shape[1], problem.cout], problem.tolerance)
     assert ruff(folder / file) == ""
@@ -107,34 +126,51 @@ def test_gradients_start_from_what_the_kernels_stored(tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ to compile the kernel for the host")
 def test_the_direct_convolution_runs_alone(tmp_path: Path) -> None:
     cases = []
-    for name, text, arguments in (
-        ("chain_23", SMALL_23, [3, 24, 3, 8]),
-        ("one_channel_transposed", TRANSPOSED, [1, 8]),
+    for name, text, arguments, entries in (
+        ("chain_23", SMALL_23, [3, 24, 3, 8], RESULT),
+        ("four_channels_padded", FOUR_CHANNELS, [4, 16], RESULT),
+        ("two_axes_transposed", TWO_AXES, [3, 8], RESULT),
+        ("one_channel_transposed", TRANSPOSED, [1, 8], ("few_channels_moments",)),
     ):
         folder = tmp_path / name
         folder.mkdir()
         made, model, inputs = export_text(text, folder)
         case = case_of(tmp_path, f"{name}.py", made, model, inputs, arguments, 1e-5)
-        case["library"] = str(host_library(folder, made.chains[0].cuda, made.chains[0].shared_bytes))
+        case["libraries"] = {entry: host_library(folder, made, entry) for entry in entries}
+        assert ruff(tmp_path / f"{name}.py") == ""
         cases.append(case)
-    assert run_alone(tmp_path, cases) == ""
+        if name == "chain_23":
+            mutants = [mutant_of_23(tmp_path / "mutant", case, made), *trained_23(tmp_path, cases)]
+    wrong, *gradients = run_alone(tmp_path, [*cases, *mutants]).splitlines()
+    assert wrong.startswith("chain_23.py: its kernels: an error")
+    assert gradients
+    assert all(line.startswith("mutant.py: the gradient of") for line in gradients)
 
 
-def host_library(folder: Path, text: str, shared: int) -> Path:
-    """The CUDA C++ of a file for the host; what only a card has is the emulation's."""
-    source = text.split('"""')[1]
-    for name in ("void mma", "u32 pack_pair", "float unpack"):
-        source, count = re.subn(rf"DEVICE {name}\(.*?\n\}}\n", "", source, flags=re.DOTALL)
-        assert count == 1, name
-    source = source.replace("extern __shared__ uint4 shared[];", "")
-    (folder / "kernel.cu").write_text(source, encoding="utf-8")
-    library = folder / "kernel.so"
-    command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-DBFLOAT=0", f"-DSHARED_BYTES={shared}"]
-    command += ["-DPOSTLUDE_ENTRY=few_channels_moments"]
-    command += [f'-DPOSTLUDE_KERNEL="{folder / "kernel.cu"}"', str(cuda_host.HERE / "driver.cpp"), "-o", str(library)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return library
+def trained_23(folder: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Chain 23 with its gradients joins the cases; one whose moments are taken for another norm's is given back."""
+    made, model, inputs = export_text(SMALL_23, folder, training=True)
+    right = case_of(folder, "trained_23.py", made, model, inputs, [3, 24, 3, 8], 1e-5)
+    right["libraries"] = cases[0]["libraries"]
+    assert ruff(folder / "trained_23.py") == ""
+    cases.append(right)
+    before = "slope = -(rstd**3)"
+    assert made.text.count(before) == 1
+    (folder / "mutant.py").write_text(made.text.replace(before, "slope = -(rstd**2)"), encoding="utf-8")
+    return [{**right, "file": "mutant.py"}]
+
+
+def mutant_of_23(folder: Path, case: dict[str, Any], made: Export) -> dict[str, Any]:
+    """Chain 23's last kernel with the first group's moments for all."""
+    source, before = made.chains[0].cuda.split('"""')[1], "first = c / PER_GROUP * PER_GROUP;"
+    assert source.count(before) == 1
+    folder.mkdir()
+    library = cuda_host.build_text(folder, source.replace(before, "first = 0;"), "finish_kernel")
+    return {**case, "libraries": {**case["libraries"], "finish_kernel": str(library)}}
+
+
+def host_library(folder: Path, made: Export, entry: str) -> str:
+    return str(cuda_host.build_text(folder, made.chains[0].cuda.split('"""')[1], entry))
 
 
 def test_a_wrong_file_is_seen(tmp_path: Path) -> None:

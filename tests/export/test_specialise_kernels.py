@@ -24,6 +24,7 @@ CONVOLVE: dict[str, object] = {
     "WIDTH": 1,
     "PLANES": 2,
     "SCALED": True,
+    "KEEPS": False,
     "STORE": "raw",
     "MOMENTS": "both",
     "LAST": False,
@@ -38,6 +39,7 @@ CONVOLVE: dict[str, object] = {
     "ACC": Name("tl.float32"),
 }
 TILES = frozenset({"BM", "BC", "BK", "STAGES"})
+LARGEST: dict[str, object] = {"LAST": False, "FLAGS": False, "BLOCK": 4096, "BLOCK_C": 1}
 HALF: dict[str, object] = {**CONVOLVE, "PLANES": 1, "SCALED": False}
 BLOCK: dict[str, object] = {
     **HALF,
@@ -79,11 +81,11 @@ REAL: dict[str, tuple[str, str, dict[str, object], frozenset[str], int]] = {
     "61 fp32, tiles decided": ("convolve.py", "convolve_kernel", CONVOLVE, frozenset(), 71),
     "61 bf16": ("convolve.py", "convolve_kernel", HALF, TILES, 64),
     "block, channels-last": ("convolve.py", "convolve_kernel", BLOCK, TILES, 72),
-    "largest": ("pack.py", "largest_kernel", {"LAST": False, "BLOCK": 4096, "BLOCK_C": 1}, frozenset({"BLOCK"}), 22),
+    "largest": ("pack.py", "largest_kernel", LARGEST, frozenset({"BLOCK"}), 22),
     "pack input": (
         "pack.py",
         "pack_input_kernel",
-        {"CP": 64, "PLANES": 2, "SCALED": True, "LAST": False, "BLOCK": 32, "BLOCK_C": 64, "PAD": 2},
+        {"CP": 64, "PLANES": 2, "SCALED": True, "KEEPS": False, "LAST": False, "BLOCK": 32, "BLOCK_C": 64, "PAD": 2},
         frozenset({"BLOCK", "BLOCK_C"}),
         60,
     ),
@@ -91,7 +93,7 @@ REAL: dict[str, tuple[str, str, dict[str, object], frozenset[str], int]] = {
         "pack.py",
         "pack_weight_kernel",
         {"ROWS": 9, "KW": 3, "WIDTH": 1, "SPAN": 3, "CP": 64, "BLOCK_O": 128, "PLANES": 2, "SCALED": True}
-        | {"FLIP": True, "BLOCK": 1024},
+        | {"KEEPS": False, "FLIP": True, "BLOCK": 1024},
         frozenset({"BLOCK"}),
         60,
     ),

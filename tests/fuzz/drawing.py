@@ -48,10 +48,14 @@ class Drawn:
         dtype = getattr(torch, self.dtype)
         form: Any = "channels_last" if self.layout == "channels_last" else "contiguous"
         tensors = list(tensors_for(self.chain, self.shape, dtype, "cpu", seed, self.family, form))  # type: ignore[arg-type]
-        tensors = [_laid_out(t, self.layout) if t.dim() > 1 else t for t in tensors]
+        tensors = [
+            _laid_out(t, self.layout) if t.dim() > 1 and role != "last" else t
+            for t, role in zip(tensors, self.chain.roles)
+        ]
         if self.parameters is not None:
             other = getattr(torch, self.parameters)
-            tensors = [t.to(other) if role == "channel" else t for t, role in zip(tensors, self.chain.roles)]
+            vectors = ("channel", "running", "last")
+            tensors = [t.to(other) if role in vectors else t for t, role in zip(tensors, self.chain.roles)]
         if self.nonfinite is not None and tensors[0].numel():
             tensors[0] = tensors[0].clone() if self.layout == "expanded" else tensors[0]
             tensors[0][tuple(size // 2 for size in self.shape)] = self.nonfinite
@@ -138,8 +142,7 @@ def chains(draw: Any, dims: int, conv: Convolution | None, channels: int, may_no
     kinds = ["word"] * 4 + ["norm"] * (2 if may_norm else 0)
     for _ in range(draw(st.integers(1, 5))):
         if draw(st.sampled_from(kinds)) == "norm":
-            groups = [groups for groups in range(1, channels + 1) if channels % groups == 0]
-            builder.norm(draw(st.sampled_from((None, *groups))), affine=draw(st.booleans()))
+            _add_norm(builder, channels, draw)
         else:
             _add_word(builder, draw(st.sampled_from(_PLAIN)), draw)
     if draw(st.sampled_from((False, False, True))):
@@ -149,6 +152,17 @@ def chains(draw: Any, dims: int, conv: Convolution | None, channels: int, may_no
         for word in draw(st.lists(st.sampled_from(("relu", "sigmoid", "tanh")), max_size=2)):
             builder.op(word)
     return builder.chain()
+
+
+def _add_norm(builder: Builder, channels: int, draw: Any) -> None:
+    over, affine = draw(st.sampled_from(("sample", "sample", "batch", "row"))), draw(st.booleans())
+    if over == "batch":
+        builder.batch_norm(affine=affine, running=draw(st.booleans()), momentum=draw(st.sampled_from((0.1, 1.0))))
+    elif over == "row":
+        builder.layer_norm(draw(st.integers(1, builder.dims + 1)), affine=affine)
+    else:
+        groups = [groups for groups in range(1, channels + 1) if channels % groups == 0]
+        builder.norm(draw(st.sampled_from((None, *groups))), affine=affine)
 
 
 def _add_word(builder: Builder, row: tuple[Pointwise, tuple[Any, ...]], draw: Any) -> None:

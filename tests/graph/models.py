@@ -55,6 +55,11 @@ def _view_then_write(m: Written, x: Tensor) -> Tensor:
     return m.norm(h)
 
 
+def _own_statistics(m: Written, x: Tensor) -> Tensor:
+    mean: Tensor = m.bn.running_mean  # type: ignore[assignment]
+    return m.bn(m.conv(x) - mean.view(-1, 1, 1, 1))  # type: ignore[no-any-return]
+
+
 def _plus_equals(m: Written, x: Tensor) -> Tensor:
     h = m.norm(m.conv(x))
     h += x
@@ -101,6 +106,8 @@ class Capture:
 
 
 C, G = "conv3d(4→4, k3, p1)", "group_norm(2)"
+N = "batch_norm(batch)"
+B, L = f"{C} → {N}", f"{C} → layer_norm over the last axis"
 CAPTURES = [
     Capture("modules", lambda m, x: m.norm(m.relu(m.conv(x))), (f"{C} → relu → {G}",)),
     Capture("functional", lambda m, x: F.group_norm(F.relu(m.conv(x)), 2), (f"{C} → relu → {G}",)),
@@ -139,7 +146,21 @@ CAPTURES = [
     Capture("active dropout", lambda m, x: m.norm(m.drop(m.conv(x))), (G,)),
     Capture("view then write", _view_then_write, (G,)),
     Capture("operand changed later", _operand_changed_later, (f"{C} → add(per channel)", G)),
-    Capture("batch norm between", lambda m, x: m.norm(m.bn(m.conv(x))), (G,)),
+    Capture("batch norm between", lambda m, x: m.norm(m.bn(m.conv(x))), (f"{B} → {G}",)),
+    Capture("one batch norm twice", lambda m, x: F.relu(m.bn(m.other(m.bn(m.conv(x))))), (B, f"{B} → relu")),
+    Capture("one batch norm twice in a line", lambda m, x: m.bn(F.relu(m.bn(m.conv(x)))), (f"{B} → relu", N)),
+    Capture(
+        "one batch norm on both branches",
+        lambda m, x: m.bn(m.conv(x)).relu() + m.bn(m.other(x)),
+        (f"{B} → relu", f"{B} → add(tensor)"),
+    ),
+    Capture(
+        "running statistics read meanwhile",
+        lambda m, x: F.relu(m.bn(m.conv(x)) * m.bn.running_mean.mean()),
+        (B,),
+    ),
+    Capture("running statistics as an operand", _own_statistics, (f"{C} → sub(per channel)", N)),
+    Capture("layer norm", lambda m, x: F.gelu(F.layer_norm(m.conv(x), x.shape[4:])) * 2, (f"{L} → gelu → mul(2)",)),
     Capture(
         "detach mid-chain",
         lambda m, x: m.norm(m.conv(x).detach() + m.other(x)),

@@ -113,5 +113,7 @@ def test_an_infinity_is_hidden_only_where_it_reaches_the_norm() -> None:
     assert not hides("relu", "clamp_max", "norm")
     assert not hides("relu")
     lost = Builder(3, conv(3, (64, 64), padding=1)).op("sigmoid").norm(8).chain()
-    tf32 = problem(lost, (8, 64, 64, 64, 64), device="cuda", precision="tf32")
-    assert not isinstance(gemm_for(lost, tf32, card(90)), (Gemm, Boxes))
+    own = gemm_for(lost, problem(lost, (8, 64, 64, 64, 64), device="cuda", precision="tf32"), card(90), True)
+    assert isinstance(own, Gemm)
+    assert own.arithmetic.keeps_infinities
+    assert own.volume.width == 1

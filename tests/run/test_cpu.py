@@ -75,8 +75,9 @@ def test_the_callers_tensors_are_left_alone(case: Case) -> None:
     tensors = tensors_for(case.chain, case.shape, torch.float32, "cpu", 0, "normal", "contiguous")
     before = copy.deepcopy(tensors)
     fused(case.chain, tensors)
-    for now, then in zip(tensors, before):
-        torch.testing.assert_close(now, then, rtol=0, atol=0)
+    for slot, (now, then) in enumerate(zip(tensors, before)):
+        if slot not in case.chain.moved:
+            torch.testing.assert_close(now, then, rtol=0, atol=0)
 
 
 def test_a_value_far_from_zero_is_centred_before_it_is_squared(monkeypatch: pytest.MonkeyPatch) -> None:

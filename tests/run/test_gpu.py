@@ -128,7 +128,7 @@ def test_a_norm_without_the_second_sum_is_seen_to_fail(monkeypatch: pytest.Monke
     points = list(chain_points(case.chain, case.shape, torch.float32, "cpu"))
     honest = passes.Combine.__call__
 
-    def forgetful(self: passes.Combine, partials: passes.Partials) -> tuple[Tensor, Tensor]:
+    def forgetful(self: passes.Combine, partials: passes.Partials, _: object) -> tuple[Tensor, Tensor]:
         mean, _ = honest(self, partials)
         total = float(partials.counts[0].sum()) * self.per_group
         variance = partials.squares.reshape(len(mean), -1).sum(1) / total

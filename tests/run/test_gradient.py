@@ -16,8 +16,11 @@ from postlude.check import tensors_for
 from postlude.plan import Plan, problem_of
 from postlude.plan.gpu import last_fused_step, lower_for_gpu
 from postlude.plan.problem import memory_format
+from postlude.plan.program import row_norm
+from postlude.run.batch import CombineBatch
 from postlude.run.gradient import GradientPasses
 from postlude.run.passes import Combine, FinishPass, MomentsPass
+from postlude.run.rows_gradient import RowsGradient
 from run.test_gpu import CARD, SMALL, library_convolution  # noqa: F401, a fixture
 
 pytestmark = [
@@ -84,10 +87,12 @@ def first_value(plan: Plan, tensors: tuple[Tensor, ...]) -> Tensor:
 def moments_of(plan: Plan, value: Tensor, tensors: tuple[Tensor, ...]) -> Moments:
     steps = plan.chain.steps[: last_fused_step(plan.chain)]
     norm = next((step for step in steps if isinstance(step, Normalize)), None)
-    if norm is None:
+    if norm is None or norm.over == "row":
         return None
     moments = MomentsPass(plan)
-    return Combine(norm, plan.value, moments.chunks)(moments(value, tensors))
+    return (CombineBatch if norm.over == "batch" else Combine)(norm, plan.value, moments.chunks)(
+        moments(value, tensors)
+    )
 
 
 def everything(chain: Chain) -> frozenset[int]:
@@ -119,7 +124,8 @@ def compared(case: Case, dtype: torch.dtype, layout: Any) -> float:
     value = first_value(plan, tensors)
     dy = torch.randn_like(value, memory_format=torch.contiguous_format)
     needs = everything(case.chain)
-    dv0, found = GradientPasses(plan, needs)(value, moments_of(plan, value, tensors), dy, tensors)
+    passes = GradientPasses if row_norm(case.chain) is None else RowsGradient
+    dv0, found = passes(plan, needs)(value, moments_of(plan, value, tensors), dy, tensors)
     assert (dv0.dtype, dv0.shape, dv0.stride()) == (value.dtype, value.shape, value.stride())
     assert set(found) == needs
     assert all((one.dtype, one.shape) == (tensors[slot].dtype, tensors[slot].shape) for slot, one in found.items())
@@ -273,6 +279,7 @@ def test_what_is_not_supported_is_refused_with_its_reason() -> None:
     assert "more than 6 tensors" in str(reason(many))
     assert "of the value's size" in str(reason(Builder(2).op("add", "full").op("add", "full").op("add", "full")))
     assert "more than one norm" in str(reason(Builder(2).norm(2).norm(2)))
+    assert "whole samples" in str(reason(Builder(2).layer_norm(3)))
     assert "reduction" in str(reason(Builder(2).norm(2).reduce("mean", "space")))
     assert reason(Builder(2).norm(2).op("add", "full").op("add", "full")) is None
     assert emit_gradient.unsupported_gradient(BY_NAME["two norms"].chain, 2) is None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cases import CHAIN_23, CHAIN_61, Builder, conv
+from level2 import LEVEL2, up
 from postlude import hardware, reference
 from postlude.chain import Chain
 from postlude.check import chain_points, tensors_for, verify_chain
@@ -32,6 +33,10 @@ SMALL: dict[str, tuple[Chain, tuple[int, ...]]] = {
     "1×1": (POINTWISE, (2, 48, 7, 11, 9)),
     "residual": (RESIDUAL, (2, 16, 9, 8, 7)),
     "many channels": (WIDE, (2, 16, 8, 9, 7)),
+    "phases": (Builder(3, up(3, (32, 40))).op("silu").norm(4).op("relu").chain(), (2, 32, 5, 6, 7)),
+    "phases, k2": (Builder(2, up(2, (64, 24), 2, 0, 1)).norm(None).chain(), (3, 64, 13, 11)),
+    "phases, no norm": (Builder(2, up(2, (48, 72), 4)).op("mish").op("add", "full").chain(), (3, 48, 13, 17)),
+    "no norm": (Builder(2, conv(2, (24, 40), padding=1)).op("gelu", approximate="none").chain(), (3, 24, 31, 29)),
 }
 FULL = {"61": (CHAIN_61, (16, 64, 32, 32, 32)), "23": (CHAIN_23, (128, 3, 24, 32, 32))}
 
@@ -72,13 +77,13 @@ def test_one_plane_is_seen_not_to_be_fp32() -> None:
 
 
 @pytest.mark.parametrize("family", ["uniform", "normal", "hierarchical", "heavy-tailed"])
-@pytest.mark.parametrize("name", FULL)
+@pytest.mark.parametrize("name", [*FULL, *LEVEL2])
 def test_fp32_is_exact_at_full_size(name: str, family: str) -> None:
     """allclose(1e-5) against float64 wherever strict PyTorch passes it, and at most twice its error."""
-    chain, shape = FULL[name]
+    chain, shape = {**FULL, **LEVEL2}[name]
     tensors = tensors_for(chain, shape, torch.float32, "cuda", 3, family)  # type: ignore[arg-type]
     ours = fused("fp32")(chain, list(tensors))[:2]
-    few = [t[:2] if role == "input" else t for t, role in zip(tensors, chain.roles)]
+    few = [t[:2] if role in ("input", "full") else t for t, role in zip(tensors, chain.roles)]
     truth = reference.evaluate(chain, few, dtype=torch.float64)
     switch = torch.backends.cudnn.conv  # type: ignore[attr-defined]
     before = switch.fp32_precision
@@ -92,6 +97,38 @@ def test_fp32_is_exact_at_full_size(name: str, family: str) -> None:
     ulp = torch.finfo(torch.float32).eps * float(truth.abs().max())
     error, own = (float((y.double() - truth).square().mean().sqrt()) for y in (ours, theirs))
     assert error <= 2 * own + ulp
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("name", LEVEL2)
+def test_tf32_is_right_at_full_size(name: str, layout: str) -> None:
+    """Within the rounding of the operands to TF32's mantissa; contiguous ours by `lower`'s own choice."""
+    chain, shape = LEVEL2[name]
+    tensors = tensors_for(chain, shape, torch.float32, "cuda", 3, "normal", layout)
+    plan = lower(
+        chain, dataclasses.replace(problem_of(tensors, "tf32"), needs_grad=False), hardware.machine_for("cuda")
+    )
+    assert isinstance(plan, Plan)
+    assert name == "7" or layout != "contiguous" or plan.own is not None, plan.reasons
+    ours = fused("tf32")(chain, tensors)
+    few = [t[-2:] if role in ("input", "full") else t for t, role in zip(tensors, chain.roles)]
+    truth = reference.evaluate(chain, few, dtype=torch.float64)
+    error = float((ours[-2:].double() - truth).square().mean().sqrt() / truth.square().mean().sqrt())
+    assert error < 1e-3
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+@pytest.mark.parametrize("name", ["no norm", "phases, no norm"])
+def test_infinities_come_out_as_of_float64(name: str, precision: str) -> None:
+    chain, shape = SMALL[name]
+    tensors = [t.clone() for t in tensors_for(chain, shape, torch.float32, "cuda", 0, "normal")]
+    tensors[0][0, 3, 2, 2], tensors[0][1, 1, 5, 7], tensors[0][2, 0, 4, 4] = torch.inf, -torch.inf, torch.nan
+    tensors[1].view(-1)[1::5] *= 1e-25
+    ours, truth = fused(precision)(chain, tensors), reference.evaluate(chain, tensors, dtype=torch.float64)
+    assert bool(truth.isinf().any())
+    for mine, right in ((ours.isnan(), truth.isnan()), (ours == torch.inf, truth == torch.inf)):
+        assert torch.equal(mine, right)
+    assert torch.equal(ours == -torch.inf, truth == -torch.inf)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])

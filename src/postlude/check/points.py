@@ -171,7 +171,14 @@ def tensors_for(
         "row": (input_shape[0], channels, *[1] * chain.dims),
         "one": (1,),
     }
-    slots = [(shapes.get(role, (channels,)), dtype) for role in chain.roles]
+    rows = {
+        slot.index: (channels, *space)[-step.axes :]
+        for step in chain.steps
+        if isinstance(step, Normalize) and step.axes
+        for slot in (step.weight, step.bias)
+        if slot is not None
+    }
+    slots = [(rows.get(index, shapes.get(role, (channels,))), dtype) for index, role in enumerate(chain.roles)]
     values = _slot_values(chain, slots, seed, family)
     large = [role in ("input", "full") and layout == "channels_last" for role in chain.roles]
     return tuple(_place(one, is_large, device) for one, is_large in zip(values, large, strict=True))
@@ -217,7 +224,8 @@ def slots_of_gamma(chain: Chain) -> tuple[Slot, ...]:
 
 def _slots_of_variance(chain: Chain) -> set[int]:
     norms = [step for step in chain.steps if isinstance(step, Pointwise) and step.op == "batch_norm"]
-    return {slot.index for step in norms if isinstance(slot := step.operands[2], Slot)}
+    moved = [step.running[1] for step in chain.steps if isinstance(step, Normalize) and step.running is not None]
+    return {slot.index for slot in (*(step.operands[2] for step in norms), *moved) if isinstance(slot, Slot)}
 
 
 def _slot_values(

@@ -85,7 +85,7 @@ def _answers(
         findings.append("the implementation changed its input tensors")
         tensors = tuple(before)
     with pytorch_switches(mode, tensors[0].device):
-        own = _quantities(evaluate, chain, tensors, seed, backward)
+        own = _quantities(_by_pytorch, chain, tensors, seed, backward)
     repeated = None
     if seed == 0:
         poison(own["output"])
@@ -106,7 +106,7 @@ def _answers(
 def _single(chain: Chain, tensors: Sequence[Tensor], seed: int, backward: bool) -> tuple[Quantities, Quantities]:
     """PyTorch in float32 and the truth for the same rounded tensors."""
     singles = [tensor.float() for tensor in tensors]
-    own = _quantities(evaluate, chain, singles, seed, backward)
+    own = _quantities(_by_pytorch, chain, singles, seed, backward)
     doubles = [one.double() for one in singles]
     return own, _quantities(_in_double, chain, doubles, seed, backward, own["output"])
 
@@ -126,22 +126,36 @@ def _quantities(
     backward: bool,
     weigh_like: Tensor | None = None,
 ) -> Quantities:
-    """The output and, on request, the gradients of every slot; cotangents have the dtype of `weigh_like`."""
+    """The output, what running statistics became, and on request the gradients of every slot.
+
+    Cotangents have the dtype of `weigh_like`.
+    """
     with nullcontext() if backward else torch.no_grad():
-        leaves = [tensor.detach().requires_grad_(backward) for tensor in tensors]
+        leaves = [
+            tensor.detach().clone() if slot in chain.moved else tensor.detach().requires_grad_(backward)
+            for slot, tensor in enumerate(tensors)
+        ]
         output = run(chain, leaves)
         found: Quantities = {"output": output.detach()}
         if backward:
             weights = cotangent(output if weigh_like is None else weigh_like, seed).to(output.dtype)
-            gradients: Sequence[Any] = torch.autograd.grad(output, leaves, weights, allow_unused=True)
-            for index, (role, gradient) in enumerate(zip(chain.roles, gradients, strict=True)):
+            wanted = [slot for slot in range(len(leaves)) if slot not in chain.moved]
+            sources = [leaves[slot] for slot in wanted]
+            gradients: Sequence[Any] = torch.autograd.grad(output, sources, weights, allow_unused=True)
+            for slot, gradient in zip(wanted, gradients, strict=True):
                 if gradient is not None:
-                    found[f"{GRADIENT}slot {index} ({role})"] = gradient
+                    found[f"{GRADIENT}slot {slot} ({chain.roles[slot]})"] = gradient
+        # After the gradients: a backward pass must not move them again.
+        found.update({f"slot {slot} (running)": leaves[slot].detach() for slot in chain.moved})
     return found
 
 
 def _in_double(chain: Chain, tensors: Sequence[Tensor]) -> Tensor:
-    return evaluate(chain, tensors, dtype=torch.float64)
+    return evaluate(chain, tensors, dtype=torch.float64, moves=True)
+
+
+def _by_pytorch(chain: Chain, tensors: Sequence[Tensor]) -> Tensor:
+    return evaluate(chain, tensors, moves=True)
 
 
 def _nonfinite_findings(run: Run, chain: Chain, tensors: Sequence[Tensor], mode: str) -> list[str]:

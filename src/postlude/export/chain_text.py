@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from postlude.chain import Cast, Chain, Value, values_of
+from postlude.chain import Cast, Chain, Normalize, Value, values_of
 from postlude.export.direct import direct
+from postlude.export.direct_gradient import direct_trainer
+from postlude.export.direct_result import direct_result, gives_result
 from postlude.export.kernels import Kernel, with_helpers
 from postlude.export.layout import call, docstring
 from postlude.export.parts import Draft
 from postlude.export.passes import finish, finish_moments, library_convolution, moments_pass
 from postlude.export.plain import renamed_steps
 from postlude.export.product import product
-from postlude.export.training import trainer_text, why_untrained
+from postlude.export.training import class_name, trainer_text, why_untrained
 from postlude.plan import Plan
 from postlude.plan.few_channels import FewChannels
 from postlude.plan.gemm import Gemm
@@ -39,6 +41,8 @@ class ChainText:
 
 def unwritable(plan: Plan, others: Iterable[ChainText]) -> str | None:
     """Why a plan has no text beside the others of its file, as a remark for readers of it."""
+    if any(isinstance(step, Normalize) and step.over != "sample" for step in plan.chain.steps):
+        return "the kernels of a batch_norm in training or a layer_norm are not written to files"
     chain, dtypes = plan.chain, {plan.input.dtype, plan.value.dtype, plan.result_dtype}
     if plan.input.layout != "contiguous" or plan.value.layout != "contiguous":
         return "channels-last kernels are not written to files"
@@ -64,8 +68,11 @@ def chain_text(plan: Plan, name: str, names: Mapping[int, str], training: bool =
     last = plan.passes[-1].last
     trains = training and why_untrained(plan) is None
     chunks, result = "tiles", "value"
+    is_done = gives_result(plan)
     if isinstance(plan.own, Gemm):
         product(draft, plan.own)
+    elif isinstance(plan.own, FewChannels) and is_done:
+        last = direct_result(draft, plan.own)
     elif isinstance(plan.own, FewChannels):
         direct(draft, plan.own)
     else:
@@ -73,13 +80,15 @@ def chain_text(plan: Plan, name: str, names: Mapping[int, str], training: bool =
         if isinstance(plan.passes[0].sink, Moments):
             moments_pass(draft)
             chunks = "chunks"
-    if isinstance(plan.passes[-1].sink, Moments):
+    if isinstance(plan.passes[-1].sink, Moments) and not is_done:
         last = finish_moments(draft, chunks)
-    elif plan.passes[-1].source != "own convolution":
+    elif not is_done and plan.passes[-1].source != "own convolution":
         result = finish(draft, trains)
     draft.add(*renamed_steps(plan.chain, last + 1, names, result))
-    end = f"    return {result}, value" if trains else f"    return {result}"
-    lines = [*_head(plan.chain, name, names, trains), *_read(draft.lines), end]
+    trainer = _trainer(draft, name, is_done) if trains else ""
+    end = f"    return {result}{', moments' if trains and is_done else ', value' if trains else ''}"
+    kept = "" if not trains else "its moments" if is_done else "its first value, if kept"
+    lines = [*_head(plan.chain, name, names, kept), *_read(draft.lines), end]
     kernels = with_helpers(draft.kernels)
     return ChainText(
         name,
@@ -92,8 +101,18 @@ def chain_text(plan: Plan, name: str, names: Mapping[int, str], training: bool =
         draft.launches,
         draft.shared_bytes,
         draft.cuda,
-        trainer_text(plan.chain, name, names) if trains else "",
+        trainer,
     )
+
+
+def _trainer(draft: Draft, name: str, is_done: bool) -> str:
+    """The class for gradients; what it calls joins the draft."""
+    if not is_done:
+        return trainer_text(draft.plan.chain, name, draft.names)
+    trainer, helpers, samples = direct_trainer(draft.plan, name, class_name(name))
+    draft.helpers |= helpers
+    draft.constant("SAMPLES", samples, "taken at a time by the gradients of input and weight")
+    return trainer
 
 
 def _read(lines: list[str]) -> list[str]:
@@ -102,11 +121,12 @@ def _read(lines: list[str]) -> list[str]:
     return [line for line in lines if not (line.strip().startswith("positions = ") and text.count("positions") == 1)]
 
 
-def _head(chain: Chain, name: str, names: Mapping[int, str], trains: bool) -> list[str]:
+def _head(chain: Chain, name: str, names: Mapping[int, str], kept: str) -> list[str]:
+    """`kept`: what it gives besides the result, for gradients."""
     arguments = [f"{names[slot]}: Tensor" for slot in range(len(chain.roles))]
-    result, words = "Tensor", f"{chain}, for tensors that pass `fits`."
-    if trains:
-        keep = "keep: bool = False" if chain.producer is not None else "keep: bool = True"
-        arguments, result = [*arguments, keep], "tuple[Tensor, Tensor]"
-        words = f"{chain}, for tensors that pass `fits`; and its first value, if kept."
+    result, words = "Tensor", f"{chain}, of tensors that fit."
+    if kept:
+        result, words = "tuple[Tensor, Tensor]", f"{chain}, of tensors that fit; and {kept}."
+    if "if kept" in kept:
+        arguments.append("keep: bool = False" if chain.producer is not None else "keep: bool = True")
     return [*call(f"def {name}", arguments, after=f" -> {result}:", indent=0), *docstring(words)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from postlude.export.cuda import cuda_text
-from postlude.export.parts import Draft, plus
+from postlude.export.parts import Draft, launcher_sizes, plus
 from postlude.plan.few_channels import WIDTH, FewChannels, Geometry, shared_bytes
 from postlude.plan.gemm import volume_for
 
@@ -40,9 +40,7 @@ def _launch(draft: Draft, settings: FewChannels, shape: Geometry, padding: tuple
     conv = plan.chain.producer
     assert conv is not None
     dims = plan.chain.dims
-    axes = ("depth", "height", "width")
-    draft.add(f"batch, _, {', '.join(axes[3 - dims :])} = x.shape")
-    sizes = list(axes) if dims == 3 else ["1", *axes[1:]]
+    sizes = launcher_sizes(draft)
     outs = [plus(size, 2 * p - k + 1) if size != "1" else "1" for size, p, k in zip(sizes, padding, shape.kernel)]
     draft.add(f"out = ({', '.join(outs)})")
     draft.add("deep, high, wide = (triton.cdiv(size, part) for size, part in zip(out, TILE))")

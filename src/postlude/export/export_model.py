@@ -18,13 +18,16 @@ from postlude.export.forward import ForwardText
 from postlude.export.heading import Measured, heading
 from postlude.export.kernels import library
 from postlude.export.original import arguments_of, read
+from postlude.export.product import why_no_product
 from postlude.export.trace import FoundChain, trace
 from postlude.export.training import why_untrained
 from postlude.hardware import Machine
 from postlude.plan import Plan, Problem, lower
 from postlude.plan.boxes import Boxes
 from postlude.plan.convolve import product_for
+from postlude.plan.gemm import Gemm
 from postlude.plan.problem import spec_of
+from postlude.plan.program import norm_hides_infinities
 
 # What a file is written for where no GPU is at hand to ask.
 HOPPER = Machine(
@@ -43,7 +46,8 @@ _WORDS = (
     "v mean rstd var count base value result keep x weight bias batch depth height width out positions pitch "
     "plane_rows sample_rows plane step rows high low grid block blocks sizes columns weight_scale unscale scale shape "
     "stride tiles units means squares counts align tensors chunks deep wide card kernel grad grads leaves others "
-    "wanted settings x_grad weight_grad torch triton math nn tl fits scales pack_weight group_moments self super"
+    "wanted settings x_grad weight_grad torch triton math nn tl fits scales pack_weight group_moments "
+    "moments compiled arguments self super"
 )
 RESERVED = frozenset(_WORDS.split())
 
@@ -80,8 +84,13 @@ def export(
         outcome = lower(found.match.chain, problem, machine, even_if_slower=even_if_slower)
         if isinstance(outcome, Plan) and isinstance(outcome.own, Boxes) and outcome.chain.producer is not None:
             # Files hold one kind of product; this one takes as many launches.
-            packed = product_for(outcome.chain.producer, problem.x.shape[2:], outcome.own.arithmetic, machine)
+            conv, widens = outcome.chain.producer, norm_hides_infinities(outcome.chain)
+            packed = product_for(conv, problem.x.shape[2:], outcome.own.arithmetic, machine, widens)
             outcome = dataclasses.replace(outcome, own=packed)
+        own = outcome.own if isinstance(outcome, Plan) else None
+        not_ours = why_no_product(own) if isinstance(own, Gemm) else None
+        if not_ours is not None:
+            outcome = lower(found.match.chain, problem, machine, even_if_slower=even_if_slower, not_ours=not_ours)
         why = unwritable(outcome, texts.values()) if isinstance(outcome, Plan) else str(outcome)
         if isinstance(outcome, Plan) and why is None:
             texts[found] = chain_text(outcome, _function_name(found.match.chain), _slot_names(found), training)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import tokenize
 from dataclasses import dataclass
 
@@ -28,9 +29,9 @@ def figures(text: str) -> Figures:
     tree = ast.parse(text)
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     sizes = {node.name: (node.end_lineno or node.lineno) - node.lineno + 1 for node in functions}
-    longest = max(sizes.items(), key=lambda item: item[1])
+    longest = max([*sizes.items(), *_cuda_functions(text)], key=lambda item: item[1])
     filled = [number for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-    kernels = sum(node.name.endswith("_kernel") and bool(node.decorator_list) for node in functions)
+    kernels = len(re.findall(r"(?m)^@triton\.jit\ndef \w+_kernel\(", text)) + text.count("__global__ void")
     return Figures(
         lines=len(text.splitlines()),
         kernels=kernels,
@@ -38,6 +39,13 @@ def figures(text: str) -> Figures:
         comment_share=len(_commented(text, tree) & set(filled)) / len(filled),
         widest_line=max(map(len, text.splitlines())),
     )
+
+
+def _cuda_functions(text: str) -> list[tuple[str, int]]:
+    """Name and lines of each function of CUDA C++, from its first word to the bracket that ends it."""
+    text = re.sub(r"__launch_bounds__\([^()]*\) ", "", text)
+    found = re.finditer(r'(?ms)^(?:extern "C"|DEVICE|__device__) [^;{(]*?(\w+)\(.*?^\}$', text)
+    return [(match[1], match[0].count("\n") + 1) for match in found]
 
 
 def _commented(text: str, tree: ast.Module) -> set[int]:

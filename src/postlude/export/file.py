@@ -44,7 +44,7 @@ def assemble(
     tiles = "\n".join(constants.values())
     parts = ["# SPDX-License-Identifier: Apache-2.0", heading.rstrip(), "", imports, ""]
     if tiles:
-        parts += [tiles, "", ""]
+        parts += [tiles, "", *([] if cuda else [""])]
     parts += cuda
     return "\n".join(parts) + f"\n{text}"
 
@@ -138,6 +138,9 @@ def without_clashes(chains: Sequence[ChainText]) -> list[ChainText]:
         mine = {kernel.name: kernel.text for kernel in chain.kernels} | dict(chain.helpers) | dict(chain.constants)
         mine |= {chain.name: chain.launcher, "SOURCE": chain.cuda or taken.get("SOURCE", "")}
         clashing = [name for name, text in mine.items() if taken.get(name, text) != text]
+        # What reads one of those by its name is then another function too.
+        words = {name: set(re.findall(r"\w+", text)) for name, text in chain.helpers.items()}
+        clashing += [name for name in chain.helpers if name not in clashing and not words[name].isdisjoint(clashing)]
         renamed = {name: f"{name}{'_' * (not name.isupper())}{number}" for name in clashing}
         if chain.name in renamed:
             renamed[class_name(chain.name)] = class_name(renamed[chain.name])

@@ -11,7 +11,7 @@ from postlude.plan import Plan
 from postlude.plan.few_channels import FewChannels
 
 Measured = Callable[[str, str, str, str], str | None]  # chain, shape, dtype and precision to a sentence
-_LABEL = 11
+_LABEL = 10
 
 
 def heading(chains: Sequence[ChainText], precision: str, measured: Measured | None) -> str:
@@ -30,7 +30,8 @@ def heading(chains: Sequence[ChainText], precision: str, measured: Measured | No
         lines += _row("Measured", found or "not at this size")
         lines.append("")
     lines.append("What the kernels do not take (see `fits`) runs through PyTorch's own operators.")
-    lines.append("Names in kernels: p_ pointer, i_ index, o_ offsets, m_ mask, b_ block of values.")
+    if any(chain.kernels for chain in chains):
+        lines.append("Names in kernels: p_ pointer, i_ index, o_ offsets, m_ mask, b_ block of values.")
     return "\n".join([*lines, '"""'])
 
 

@@ -74,6 +74,13 @@ def _unpacked(expressions: list[str]) -> list[str]:
     return text.split(", ")
 
 
+def launcher_sizes(draft: Draft) -> list[str]:
+    """`batch` and the sizes of space set; the names of depth, height and width, a depth of 1 where there is none."""
+    dims, axes = draft.plan.chain.dims, ("depth", "height", "width")
+    draft.add(f"batch, _, {', '.join(axes[3 - dims :])} = x.shape")
+    return list(axes) if dims == 3 else ["1", *axes[1:]]
+
+
 def plus(name: str, number: int) -> str:
     """`name + number` as a person writes it."""
     if number == 0:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from postlude.chain import Convolution
 from postlude.emit import pass_slots
 from postlude.export.kernels import Kernel, changed, cut, library, program
@@ -34,6 +36,13 @@ _ALL_PACKED = {
     "(o_w < W)[:, None] & (o_c < CP)[None, :]": "(o_w < W)[:, None]",
     "(o_pad < PW)[:, None] & (o_c < CP)[None, :]": "(o_pad < PW)[:, None]",
 }
+# A row's padding is as wide as the block that stores it: a power of two.
+_ALL_PADDING = {
+    "        m_zero = (o_pad < PW)[:, None]\n": "",
+    "tl.store(p_high + out + o_zero, zeros, mask=m_zero)": "tl.store(p_high + out + o_zero, zeros)",
+    "tl.store(p_low + out + o_zero, zeros, mask=m_zero)": "tl.store(p_low + out + o_zero, zeros)",
+}
+_ONE_BLOCK = {"tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)": "tl.arange(0, BLOCK_C)"}
 _ALL_CHANNELS = {
     "m_s[:, None] & m_c[None, :]": "m_s[:, None]",
     "o_c, mask=m_c, other=0.0)": "o_c)",
@@ -48,6 +57,15 @@ _NARROW = {  # one output a row: the sums have their shape already
     "b_v = b_v * tl.load(p_unscale": "b_v = acc * tl.load(p_unscale",
 }
 _AXES = ("depth", "height", "width")
+
+
+def why_no_product(gemm: Gemm) -> str | None:
+    """Why our convolution has no text; PyTorch's then stands in the file."""
+    if gemm.phases is not None:
+        return "files have no kernel for strides"
+    if gemm.arithmetic.keeps_infinities:
+        return "without a norm after it, the scales of a file could not keep an infinity"
+    return None
 
 
 def product(draft: Draft, gemm: Gemm) -> None:
@@ -98,6 +116,7 @@ def _pack_input(draft: Draft, gemm: Gemm, conv: Convolution) -> None:
         "C": conv.in_channels,
         "PLANES": planes,
         "SCALED": gemm.arithmetic.scaled,
+        "KEEPS": False,
         "LAST": False,
         "BLOCK": block,
         "BLOCK_C": block_c,
@@ -107,12 +126,8 @@ def _pack_input(draft: Draft, gemm: Gemm, conv: Convolution) -> None:
     if draft.plan.chain.dims == 2:
         constants["D"] = 1
     names = {"p_largest": "p_scale", "largest": "scale"}
-    source = changed(library()["pack_input_kernel"], _PER_SAMPLE)
-    for plane in ("p_high", "p_low"):
-        source = source.replace(f"{plane}.dtype.element_ty", f"tl.{dtype}")
-    if conv.in_channels == gemm.channels:
-        source = changed(source, _ALL_PACKED)
-    kernel = cut(source, constants, names, ("BLOCK",))
+    blocks = gemm.channels // block_c
+    kernel = cut(_pack_source(gemm, conv, volume.padding[2] == constants["PAD"], blocks), constants, names, ("BLOCK",))
     name = draft.constant("PACK", block, "positions of a tile that is packed")
     tail = f"triton.cdiv({volume.width + volume.kernel[2]}, pitch)"
     draft.add(f"rows = batch * sample_rows + {tail}  # the last taps reach further")
@@ -134,10 +149,19 @@ def _pack_input(draft: Draft, gemm: Gemm, conv: Convolution) -> None:
         "SAMPLE_ROWS": "sample_rows",
         "BLOCK": name,
     }
-    blocks = gemm.channels // block_c
     tiles = f"triton.cdiv(width, {name})"
     draft.add(f"grid = (rows, {tiles}{f', {blocks}' if blocks > 1 else ''})")
     draft.launch(kernel, "grid", arguments)
+
+
+def _pack_source(gemm: Gemm, conv: Convolution, pads_all: bool, blocks: int) -> str:
+    """`pads_all`: the block that stores a row's padding is no wider than it."""
+    source = changed(library()["pack_input_kernel"], _PER_SAMPLE)
+    for plane in ("p_high", "p_low"):
+        source = source.replace(f"{plane}.dtype.element_ty", f"tl.{gemm.arithmetic.operands}")
+    if conv.in_channels == gemm.channels:
+        source = changed(source, {**_ALL_PACKED, **(_ALL_PADDING if pads_all else {})})
+    return changed(source, _ONE_BLOCK) if blocks == 1 else source
 
 
 def _pack_weight(draft: Draft, gemm: Gemm, conv: Convolution) -> None:
@@ -206,6 +230,7 @@ def _kernel(draft: Draft, gemm: Gemm, out: int, slots: tuple[int, ...], sinks: d
         "WIDTH": volume.width,
         "PLANES": gemm.arithmetic.planes,
         "SCALED": gemm.arithmetic.scaled,
+        "KEEPS": False,
         "LAST": False,
         "DENSE": volume.is_dense,
         "WIDE": False,
@@ -223,7 +248,14 @@ def _kernel(draft: Draft, gemm: Gemm, out: int, slots: tuple[int, ...], sinks: d
         source = changed(source, _ALL_CHANNELS)
     if volume.width == 1 and gemm.arithmetic.scaled:
         source = changed(source, _NARROW)
-    return cut(source, constants, names, ("BM", "BC", "BK", "STAGES"))
+    return cut(_one_unit(source), constants, names, ("BM", "BC", "BK", "STAGES"))
+
+
+def _one_unit(source: str) -> str:
+    """A program for each unit: no loop over them."""
+    loop = "    for unit in range(tl.program_id(0), UNITS, tl.num_programs(0)):\n"
+    head, body = changed(source, {loop: "\f"}).split("\f")
+    return f"{head}    unit = tl.program_id(0)\n" + re.sub(r"(?m)^    (?=    )", "", body)
 
 
 def _arguments(draft: Draft, volume: Volume) -> dict[str, str]:

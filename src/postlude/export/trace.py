@@ -120,6 +120,8 @@ def _chains(
 def _as_calls(
     item: Match, by_name: Mapping[str, fx.Node], origins: Mapping[fx.Node, str], placeholders: Mapping[fx.Node, str]
 ) -> FoundChain | str:
+    if item.chain.moved:
+        return f"{item.chain}: running statistics are moved by no kernel of a file"
     names = {origins.get(node, "") for node in item.nodes}
     whole = [node for node, name in origins.items() if name in names and node.op == "call_function"]
     if not names <= by_name.keys() or set(whole) != set(item.nodes):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from postlude.chain import Chain, Convolution, Value, values_of
+from postlude.export.direct_gradient import can_train
 from postlude.export.layout import call
 from postlude.export.plain import plain_steps
 from postlude.plan import Plan
@@ -18,6 +19,8 @@ def needs_grad(*tensors: Tensor) -> bool:
 
 def why_untrained(plan: Plan) -> str | None:
     """Why a chain's kernels are for inference only, or None."""
+    if can_train(plan):
+        return None
     last = plan.passes[-1]
     if not isinstance(last.sink, Store) or last.source == "own convolution":
         return "its kernels store no convolution to start a backward pass from"

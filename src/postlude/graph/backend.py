@@ -86,13 +86,15 @@ class Backend:
 
     def _is_wanted(self, item: Match, inputs: Sequence[Any]) -> bool:
         trains = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
-        if self.rest == "inductor" and trains:
+        if self.rest == "inductor" and (trains or item.chain.moved):
             return False
         return self.wanted is None or self.wanted(item.name, item)
 
     def _why_left_out(self, item: Match) -> str:
         if self.wanted is not None and not self.wanted(item.name, item):
             return "left out by only="
+        if item.chain.moved:
+            return "rest='inductor' cannot be told of running statistics that a chain moves; they are left to Inductor"
         return "rest='inductor' fuses chains in inference only; training leaves them to Inductor"
 
 

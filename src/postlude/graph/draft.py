@@ -258,15 +258,24 @@ def _normalize(draft: Draft, node: fx.Node) -> Draft | str:
         return "instance_norm with running statistics"
     if call["input"] not in draft.values:
         return f"{describe(node)} does not work on the chain's value"
+    axes = len(call["normalized_shape"]) if op == "layer_norm" else 0
+    if axes > draft.dims + 1:
+        return "layer_norm over all axes, the batch among them"
+    if op == "batch_norm" and not isinstance(call["momentum"], (int, float)):
+        return "batch_norm with a momentum that is not known beforehand"
     draft, value = draft._cast(draft.values[call["input"]], dtype_of(node))
     slots: list[Slot | None] = []
-    for name in ("weight", "bias"):
+    for name in ("weight", "bias", *(("running_mean", "running_var") if op == "batch_norm" else ())):
         slot = None
         if call[name] is not None:
-            draft, slot = draft._slot(call[name], "channel")
+            role: Role = "running" if "running" in name else "last" if axes else "channel"
+            draft, slot = draft._slot(call[name], role)
         slots.append(slot)
+    weight, bias, *rest = slots
+    running = (rest[0], rest[1]) if len(rest) == 2 and rest[0] is not None and rest[1] is not None else None
     groups = int(call["num_groups"]) if op == "group_norm" else None
-    return draft._add(node, Normalize(op, value, groups, float(call["eps"]), *slots))
+    momentum = float(call["momentum"]) if running is not None else 0.0
+    return draft._add(node, Normalize(op, value, groups, float(call["eps"]), weight, bias, axes, running, momentum))
 
 
 def _reduce(draft: Draft, node: fx.Node) -> Draft | str:

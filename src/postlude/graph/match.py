@@ -124,13 +124,28 @@ class _Finder:
         grown = draft.extend(node)
         if isinstance(grown, Draft) and self._is_overwritten(grown, start, node):
             return f"a tensor that the chain reads is changed in place before {describe(node)}"
+        if isinstance(grown, Draft) and self._is_read_elsewhere(grown, start, node):
+            return f"running statistics that the chain moves are used before {describe(node)} as well"
         return grown
 
     def _is_overwritten(self, draft: Draft, start: fx.Node, end: fx.Node) -> bool:
         """True where something writes to a tensor of the chain between its first and its last node."""
         read = {storage_of(node) for node in (*draft.tensors, *draft.values)}
+        first, last, inside = self.place[start], self.place[end], {self.place[node] for node in draft.nodes}
+        between = [(number, written) for number, written in self.writes if first < number < last]
+        return any(number not in inside and not written.isdisjoint(read) for number, written in between)
+
+    def _is_read_elsewhere(self, draft: Draft, start: fx.Node, end: fx.Node) -> bool:
+        """True where the chain's move of running statistics could be seen to come late: it runs where it ends."""
+        slots = list(zip(draft.tensors, draft.roles))
+        moved = {storage_of(node) for node, role in slots if role == "running"}
+        if any(storage_of(node) in moved for node, role in slots if role != "running"):
+            return True
+        users = {user for node in self.place if storage_of(node) in moved for user in node.users}
         first, last = self.place[start], self.place[end]
-        return any(first < number < last and not written.isdisjoint(read) for number, written in self.writes)
+        norms = [step.running for step in draft.steps if isinstance(step, Normalize) and step.running is not None]
+        others = users - {node for node in draft.nodes if spellings.norm(node)}
+        return any(first < self.place[user] <= last for user in others) or len(norms) != len(set(norms))
 
     def _stands_alone(self, draft: Draft) -> bool:
         """True where nothing but the draft's last value is used outside it."""
@@ -140,11 +155,10 @@ class _Finder:
         return all(set(node.users) <= inside for node in draft.nodes[:-1])
 
     def declined_norms_too(self, graph: fx.GraphModule) -> list[Declined]:
-        unknown = {node: spellings.unknown_norm(node) for node in graph.graph.nodes}
         return [
-            Declined(site_name((node,)), describe(node), why or self.why.get(node, "no chain reaches it"))
-            for node, why in unknown.items()
-            if node not in self.taken and (why or spellings.is_convolution(node) or spellings.norm(node))
+            Declined(site_name((node,)), describe(node), self.why.get(node, "no chain reaches it"))
+            for node in graph.graph.nodes
+            if node not in self.taken and (spellings.is_convolution(node) or spellings.norm(node))
         ]
 
 

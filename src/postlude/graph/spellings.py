@@ -27,7 +27,7 @@ class Spelled:
 
 
 Read = Spelled | str  # a sentence where the overload is known but this call of it is not
-Reader = Callable[[str, Arguments], Read]
+Reader = Callable[[str, Arguments], Read | None]  # None: this call of the overload is another kind of step
 
 
 def arguments_of(node: fx.Node) -> Arguments:
@@ -117,10 +117,12 @@ def _prelu(op: str, call: Arguments) -> Read:
     return Spelled(op, (call["self"], call["weight"]))
 
 
-def _batch_norm(op: str, call: Arguments) -> Read:
+def _batch_norm(op: str, call: Arguments) -> Read | None:
+    if call["training"]:
+        return None
     statistics = (call["running_mean"], call["running_var"])
-    if call["training"] or None in statistics:
-        return "batch_norm in training mode takes its statistics over the whole batch, which no fused pass does"
+    if None in statistics:
+        return "batch_norm in evaluation without running statistics"
     weight, bias = (1.0 if call["weight"] is None else call["weight"]), (0.0 if call["bias"] is None else call["bias"])
     return Spelled(op, (call["input"], *statistics, weight, bias), (("eps", float(call["eps"])),))
 
@@ -174,7 +176,6 @@ POINTWISE: dict[str, dict[OpOverload, Reader]] = {
 }
 # What is known and not understood, and why.
 DECLINED: dict[OpOverload, str] = {
-    aten.layer_norm.default: "layer_norm takes its statistics over the last axes, which no fused pass does",
     **dict.fromkeys(
         (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default),
         "active dropout draws random numbers, which a fused pass would draw otherwise",
@@ -183,6 +184,8 @@ DECLINED: dict[OpOverload, str] = {
 NORMS: dict[str, OpOverload] = {
     "group_norm": aten.group_norm.default,
     "instance_norm": aten.instance_norm.default,
+    "batch_norm": aten.batch_norm.default,
+    "layer_norm": aten.layer_norm.default,
 }
 REDUCTIONS: dict[str, tuple[OpOverload, ...]] = {
     "mean": (aten.mean.dim,),
@@ -213,13 +216,9 @@ def pointwise(node: fx.Node) -> Read | None:
 
 
 def norm(node: fx.Node) -> str | None:
-    return _NORM_BY_OVERLOAD.get(cast(OpOverload, node.target))
-
-
-def unknown_norm(node: fx.Node) -> str | None:
-    """Why a norm is none of the vocabulary, where a node is such a norm."""
-    read = pointwise(node) if node.target in (aten.layer_norm.default, aten.batch_norm.default) else None
-    return read if isinstance(read, str) else None
+    """The norm that a node spells; batch_norm is one where it takes the batch's statistics, else a word."""
+    op = _NORM_BY_OVERLOAD.get(cast(OpOverload, node.target))
+    return None if op == "batch_norm" and not arguments_of(node)["training"] else op
 
 
 def reduction(node: fx.Node) -> str | None:

@@ -56,6 +56,8 @@ def storage_of(node: Any) -> Any:
 
 def mutated_storages(node: fx.Node) -> set[Any]:
     """The memory that a node writes to, by its schema; detach_ changes no number."""
+    if node.target is aten.batch_norm.default and node.args[5]:  # its schema does not say so
+        return {storage_of(node.args[3]), storage_of(node.args[4])} - {None}
     if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
         return set()
     if node.target is aten.detach_.default:

@@ -8,9 +8,18 @@ from postlude.chain import Chain, Convolution
 from postlude.hardware import Machine
 from postlude.plan.boxes import Boxes, boxes_for
 from postlude.plan.few_channels import FewChannels, few_channels_for
-from postlude.plan.gemm import Arithmetic, Gemm, WeightGemm, input_gradient_of, unsupported, volume_for
-from postlude.plan.problem import Problem, body_dtype, fp32_mode, power_of_two
-from postlude.plan.program import norm_hides_infinities
+from postlude.plan.gemm import (
+    Arithmetic,
+    Gemm,
+    WeightGemm,
+    input_gradient_of,
+    phased_volume,
+    unsupported,
+    volume_for,
+)
+from postlude.plan.phases import has_phases
+from postlude.plan.problem import Problem, body_bytes, body_dtype, fp32_mode, power_of_two
+from postlude.plan.program import norm_hides_infinities, row_norm
 from postlude.plan.tiles import answers, product_questions
 
 # A packed position has a multiple of this many channels, so that a tile's rows begin where a descriptor may.
@@ -21,6 +30,11 @@ _COLUMNS = 128  # of a tile: neighbouring outputs fill up what their channels le
 # Below this many operations the packing launches cost more than a better convolution gains, by what PyTorch's takes.
 _WORTH = {"fp32": 1e9, "tf32": 8e9, "16 bits": 20e9}
 _PYTORCH = {"fp32": 16e12, "tf32": 100e12, "16 bits": 250e12}  # its operations a second on an H200, about
+_FLAT_TF32, _LAST_TF32 = 2.0, 1.5  # times as many in TF32 in 2-D, and (not measured) channels-last
+# Of our products on an H200: operations a second, bytes a second from the second-level cache and of memory, and the
+# share that is left where a step of the product is as short as that.
+_PRODUCT, _CACHE, _COPY = 500e12, 8e12, 4e12
+_BLOCK_K = {64: 1.0, 32: 0.85, 16: 0.5}
 
 
 Own = Gemm | Boxes | FewChannels
@@ -37,18 +51,20 @@ def gemm_for(chain: Chain, problem: Problem, machine: Machine, even_if_slower: b
     conv = chain.producer
     if conv is None:
         return "there is no convolution"
-    reason = unsupported(conv)
+    reason = None if has_phases(conv) else unsupported(conv)
     if reason:
         return reason
-    arithmetic = arithmetic_for(chain, problem)
-    if arithmetic is None:
-        return "an infinity in the input could not be kept, and no norm makes NaN of it anyway"
-    boxes = boxes_for(chain, problem, arithmetic, machine)
-    reason = None if even_if_slower else _slower(chain, problem, arithmetic, boxes is not None)
-    if reason or boxes is not None:
-        return reason or boxes or ""
-    # Neighbours in a row are multiplied by zeros, which an infinity does not survive.
-    return product_for(conv, problem.x.shape[2:], arithmetic, machine, widens=norm_hides_infinities(chain))
+    if row_norm(chain) is not None:
+        return "before a layer_norm an infinity must stay in its row, which packed rows do not keep"
+    arithmetic, space, boxes = arithmetic_for(chain, problem), problem.x.shape[2:], None
+    if has_phases(conv):
+        gemm = phased_product_for(conv, space, arithmetic, machine)
+    else:
+        # Neighbours in a row are multiplied by zeros, which an infinity does not survive.
+        gemm = product_for(conv, space, arithmetic, machine, widens=norm_hides_infinities(chain))
+        boxes = boxes_for(chain, problem, arithmetic, machine)
+    reason = None if even_if_slower else _slower(chain, problem, gemm, boxes is not None)
+    return reason or boxes or gemm
 
 
 def product_for(
@@ -75,22 +91,42 @@ def product_for(
     return gemm
 
 
+def phased_product_for(conv: Convolution, space: tuple[int, ...], arithmetic: Arithmetic, machine: Machine) -> Gemm:
+    """The matrix products of a convolution that `has_phases`: where a program computes the two phases of a row, their
+    sums share the registers that one has elsewhere."""
+    volume, phases = phased_volume(conv, space)
+    columns = min(_COLUMNS // (2 if phases.is_paired else 1), max(16, power_of_two(conv.out_channels)))
+    is_exact = arithmetic.operands == "float64"
+    block_c = min(32, columns) if is_exact else columns
+    channels = -(-conv.in_channels // _CHANNEL_STEP) * _CHANNEL_STEP
+    block_k = 16 if is_exact else min(64, channels & -channels)
+    for tile in _tiles("product by phase", conv, arithmetic, machine):
+        sizes = (tile["rows"], block_c, block_k, tile["stages"], tile["warps"])
+        gemm = Gemm(arithmetic, volume, channels, *sizes, phases)
+        if _fits(gemm, machine):
+            break
+    return gemm
+
+
 def gradient_products(
     conv: Convolution, problem: Problem, own: Own, machine: Machine
 ) -> tuple[Gemm | None, WeightGemm | None]:
     """Our products for the gradients of input and weight where our convolution made the forward pass.
 
-    Before Hopper the weight's does not fit the registers. With few channels only the weight's is ours: there cuDNN's
-    takes 40 times as long as its convolution.
+    Those of a convolution by phase are PyTorch's. Before Hopper the weight's does not fit the registers. With few
+    channels only the weight's is ours: there cuDNN's takes 40 times as long as its convolution.
     """
     if machine.architecture != "sm_90" or max(conv.kernel[-2:]) > 3:
         return None, None
     if isinstance(own, Boxes) and conv.in_channels > _TRAINED_CHANNELS:
         return None, None
+    if isinstance(own, Gemm) and own.phases is not None:
+        return None, None
     is_few = isinstance(own, FewChannels)
     if is_few and (conv.dtype or problem.x.dtype) != "float32":
         return None, None
     arithmetic = Arithmetic("float16", own.planes, scaled=True) if isinstance(own, FewChannels) else own.arithmetic
+    arithmetic = dataclasses.replace(arithmetic, keeps_infinities=False)  # where one is, no gradient is finite
     space = problem.x.shape[2:]
     if is_few:
         return None, weight_gemm_for(conv, space, arithmetic, machine)
@@ -109,14 +145,12 @@ def packs_gradient(dx: Gemm | None, dw: WeightGemm | None) -> bool:
     return dx.volume.is_flat or dx.volume.space[2] % 32 == 0
 
 
-def arithmetic_for(chain: Chain, problem: Problem) -> Arithmetic | None:
-    """Scaled planes turn an infinity into NaN: there are none where no norm does the same."""
+def arithmetic_for(chain: Chain, problem: Problem) -> Arithmetic:
     dtype = body_dtype(chain, problem)
     if dtype != "float32":
         return Arithmetic(dtype)
-    if not norm_hides_infinities(chain):
-        return None
-    return Arithmetic("float16", 1 if fp32_mode(chain, problem) == "tf32" else 2, scaled=True)
+    planes = 1 if fp32_mode(chain, problem) == "tf32" else 2
+    return Arithmetic("float16", planes, scaled=True, keeps_infinities=not norm_hides_infinities(chain))
 
 
 def width_for(conv: Convolution, block_c: int) -> int:
@@ -147,10 +181,10 @@ def _mode(chain: Chain, problem: Problem) -> str:
     return fp32_mode(chain, problem) if body_dtype(chain, problem) in ("float32", "float64") else "16 bits"
 
 
-def _slower(chain: Chain, problem: Problem, arithmetic: Arithmetic, in_place: bool) -> str | None:
+def _slower(chain: Chain, problem: Problem, gemm: Gemm, in_place: bool) -> str | None:
     conv = chain.producer
     assert conv is not None
-    if arithmetic.operands == "float64":
+    if gemm.arithmetic.operands == "float64":
         return "float64 is faster through PyTorch"
     mode = _mode(chain, problem)
     if conv.in_channels < 8:
@@ -163,7 +197,30 @@ def _slower(chain: Chain, problem: Problem, arithmetic: Arithmetic, in_place: bo
     few = conv.in_channels <= _TRAINED_CHANNELS if converts else conv.in_channels + conv.out_channels <= 64
     if mode == "16 bits" and not few and not in_place:
         return "cuDNN is faster from this many channels on"
+    if gemm.arithmetic.keeps_infinities:
+        ours, theirs = _seconds(chain, problem, gemm)
+        if ours >= theirs:
+            return (
+                f"about {ours * 1e3:.2g} ms are expected of ours, {theirs * 1e3:.2g} of PyTorch's and a pass after it"
+            )
     return None
+
+
+def _seconds(chain: Chain, problem: Problem, gemm: Gemm) -> tuple[float, float]:
+    """About what an H200 takes for a chain without a norm: with our convolution, and with PyTorch's and a pass."""
+    conv, x, out = chain.producer, problem.x, body_bytes(chain, problem)
+    assert conv is not None
+    flops, arithmetic = conv.flops(x.shape[0], x.shape[2:]), gemm.arithmetic
+    rate = _PYTORCH[_mode(chain, problem)]
+    if arithmetic.planes == 1:
+        rate *= (_FLAT_TF32 if conv.dims == 2 else 1.0) * (_LAST_TF32 if x.layout == "channels_last" else 1.0)
+    theirs = max(flops / rate, (x.bytes + out) / _COPY) + 2 * out / _COPY
+    # An element that reaches shared memory is used for a tile's other side; shorter tiles wait more.
+    reuse = gemm.rows * gemm.block_c / (gemm.rows + gemm.block_c) * arithmetic.products / arithmetic.planes
+    products = flops * arithmetic.products * gemm.channels / conv.in_channels
+    packed = x.shape[0] * gemm.volume.sample_rows * gemm.volume.pitch * gemm.channels * 2 * arithmetic.planes
+    product = max(products / min(_PRODUCT, reuse * _CACHE * _BLOCK_K[gemm.block_k]), (packed + out) / _COPY)
+    return product + (2 * x.bytes + packed) / _COPY, theirs
 
 
 def weight_gemm_for(

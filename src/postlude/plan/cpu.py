@@ -20,7 +20,7 @@ from postlude.plan.problem import (
     result_dtype,
     result_layout,
 )
-from postlude.plan.program import MomentsOnly, first_barrier, moments_only
+from postlude.plan.program import MomentsOnly, first_barrier, moments_only, takes_the_batch
 from postlude.plan.types import Convolve, Keep, Moments, Pass, Plan, Refusal, Store, first_source
 
 MIB = 1 << 20
@@ -101,6 +101,8 @@ def _stored_way(chain: Chain, problem: Problem, machine: Machine) -> tuple[int, 
         return batch, "direct", ["PyTorch leaves oneDNN for this batch of one; it is called directly"]
     if size < MAPPED or batch == 1 or not machine.maps_large_buffers or not _is_direct(chain, problem, machine):
         return batch, "eager", ["one convolution over the batch; every step after it in place"]
+    if takes_the_batch(chain):
+        return batch, "eager", ["statistics of the whole batch: one convolution over it; every step after it in place"]
     if size // batch > LARGE_SAMPLE or _flops_per_element(chain) > BUSY:
         return batch, "eager", ["the convolution fills the time: one over the batch; every step after it in place"]
     return _slab(chain, problem, machine), "direct", ["slabs of the batch stay in cache until they are finished"]

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 
 from postlude.chain import Convolution
+from postlude.plan.phases import Phases, phases_of
 
 SHARED_BESIDE = 5 << 10  # bytes for barriers, and for warps to add up moments: up to 4 KiB were seen
 
@@ -18,6 +19,12 @@ class Arithmetic:
     operands: str
     planes: int = 1
     scaled: bool = False
+    keeps_infinities: bool = False  # in scaled planes: no norm follows that would make NaN of them
+
+    @property
+    def products(self) -> int:
+        """Of planes, for one of the operands."""
+        return {1: 1, 2: 3}[self.planes]
 
     def __str__(self) -> str:
         planes = {1: "", 2: " in two planes"}[self.planes]
@@ -96,6 +103,27 @@ class Gemm:
     block_k: int
     stages: int
     warps: int
+    phases: Phases | None = None  # where the convolution is transposed and has strides
+
+    @property
+    def depth(self) -> int:
+        """Elements of a packed weight's plane for one output channel."""
+        if self.phases is not None:
+            return self.phases.slots * self.channels
+        kd, kh, _ = self.volume.kernel
+        return kd * kh * self.volume.span * self.channels
+
+    @property
+    def tiles(self) -> int:
+        """Of a sample and, where there are phases, of each that is a program of its own."""
+        if self.phases is None:
+            return self.volume.tiles(self.rows)
+        return -(-self.phases.axes[0].cells * self.volume.plane // self.rows)
+
+    @property
+    def chunks(self) -> int:
+        """Parts in which a sample's moments come."""
+        return self.tiles * (1 if self.phases is None else self.phases.programs)
 
     @property
     def columns(self) -> int:
@@ -108,7 +136,9 @@ class Gemm:
         return item * self.arithmetic.planes * (self.rows + self.columns) * self.block_k * self.stages + SHARED_BESIDE
 
     def __str__(self) -> str:
-        return f"matrix product of {self.arithmetic}; tiles of {self.rows} × {self.columns} × {self.block_k}"
+        each = "" if self.phases is None else f"; {self.phases}"
+        tiles = f"tiles of {self.rows} × {self.columns} × {self.block_k}"
+        return f"matrix product of {self.arithmetic}{each}; {tiles}"
 
 
 @dataclass(frozen=True)
@@ -169,6 +199,13 @@ def volume_for(conv: Convolution, space: tuple[int, ...], width: int) -> Volume:
     return Volume((*ones, *space), (*ones, *conv.kernel), (*zeros, *plain.padding), width)  # type: ignore[arg-type]
 
 
+def phased_volume(conv: Convolution, space: tuple[int, ...]) -> tuple[Volume, Phases]:
+    """The packed input of a convolution by phase: in front of each axis what any of its phases needs."""
+    phases = phases_of(conv, space)
+    d, h, w = (axis.size for axis in phases.axes)
+    return Volume((d, h, w), (1, 1, 1), phases.front, 1), phases
+
+
 def input_gradient_of(conv: Convolution) -> Convolution:
     """The convolution that takes the result's gradient to the input's: the transpose, with the very same weight."""
     return dataclasses.replace(
@@ -182,14 +219,14 @@ def input_gradient_of(conv: Convolution) -> Convolution:
 
 
 def unsupported(conv: Convolution) -> str | None:
-    """Why no convolution of ours can be it, whatever follows it; None where one can."""
+    """Why no convolution of ours with stride 1 can be it, whatever follows it; None where one can."""
     plain = conv.as_plain()
-    if plain is None or any(size != 1 for size in conv.stride):
-        return "strides other than 1 have no kernel of ours"
     if conv.groups != 1:
         return "grouped convolutions have no kernel of ours"
     if any(size != 1 for size in conv.dilation):
         return "dilated convolutions have no kernel of ours"
-    if any(not 0 <= p < max(k, 1) for p, k in zip(plain.padding, plain.kernel)):
+    if any(size != 1 for size in conv.stride):
+        return "strides other than 1 have no kernel of ours"
+    if plain is None or any(not 0 <= p < max(k, 1) for p, k in zip(plain.padding, plain.kernel)):
         return "the padding is wider than the kernel reaches"
     return None

@@ -27,7 +27,7 @@ from postlude.plan.problem import (
     result_dtype,
     result_layout,
 )
-from postlude.plan.program import first_barrier, has_norm, moments_only
+from postlude.plan.program import first_barrier, has_norm, moments_only, row_norm
 from postlude.plan.questions import origins
 from postlude.plan.tiles import answer, pass_question
 from postlude.plan.types import Moments, Pass, Plan, Refusal, Store, Tile, first_source
@@ -39,13 +39,16 @@ SMALLEST = 8 << 20  # bytes of the value: below, three launches cost the host mo
 SMALLEST_TRAINED = 32 << 20
 _STEP_SECONDS = 1e-3
 TRAINING_SLAB = 32 << 20  # bytes of a convolution's result that a backward pass computes again at a time
+LONGEST_ROW = 8192  # elements that a layer_norm may go over
 _OLDEST = 80  # Ampere: the kernels are compiled and tested for nothing older
 
 
-def lower_for_gpu(chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool = False) -> Plan | Refusal:
-    own = own_convolution(chain, problem, machine, even_if_slower)
+def lower_for_gpu(
+    chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool = False, not_ours: str | None = None
+) -> Plan | Refusal:
+    own = not_ours or own_convolution(chain, problem, machine, even_if_slower)
     library_tf32 = _library_tf32(chain, problem)
-    reasons = _reasons_against(chain, machine)
+    reasons = _reasons_against(chain, machine) + _reasons_against_rows(chain, problem)
     if problem.needs_grad:
         reasons += _reasons_against_training(chain, library_tf32)
     if not even_if_slower:
@@ -55,7 +58,7 @@ def lower_for_gpu(chain: Chain, problem: Problem, machine: Machine, even_if_slow
     is_own = not isinstance(own, str)
     passes = _passes(chain, is_own)
     layout = result_layout(chain, problem, machine)
-    inside = layout if is_own else body_layout(chain, problem)
+    inside = layout if is_own or row_norm(chain) is not None else body_layout(chain, problem)
     size, compulsory = body_bytes(chain, problem), compulsory_bytes(chain, problem)
     batch = problem.x.shape[0]
     slab = max(1, min(batch, TRAINING_SLAB * batch // size)) if problem.needs_grad and _is_moments(passes) else batch
@@ -97,7 +100,7 @@ def _passes(chain: Chain, is_own: bool) -> tuple[Pass, ...]:
     moments, last, barrier = moments_only(chain), last_fused_step(chain), first_barrier(chain)
     if moments is not None:
         return (Pass(source, 1, moments.before, Moments(moments.squares)),)
-    if barrier is not None and barrier <= last:
+    if barrier is not None and barrier <= last and row_norm(chain) is None:
         return (Pass(source, 1, barrier - 1, Moments(True, stores=is_own)), Pass("load", 1, last, Store()))
     return (Pass(source, 1, last, Store()),)
 
@@ -201,6 +204,14 @@ def _reasons_against(chain: Chain, machine: Machine) -> list[str]:
         reasons.append("a step after the last fused one reads a value from inside the fused passes")
     too_many = too_many_tensors(chain, last)
     return reasons if too_many is None else [*reasons, too_many]
+
+
+def _reasons_against_rows(chain: Chain, problem: Problem) -> list[str]:
+    norm = row_norm(chain)
+    step = None if norm is None else chain.steps[norm - 1]
+    if not isinstance(step, Normalize) or math.prod(body_shape(chain, problem)[-step.axes :]) <= LONGEST_ROW:
+        return []
+    return [f"a layer_norm over more than {LONGEST_ROW} elements, which do not fit a tile"]
 
 
 def _reasons_against_training(chain: Chain, library_tf32: bool | None) -> list[str]:

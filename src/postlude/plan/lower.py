@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import math
+
 from postlude.chain import Chain
 from postlude.hardware import Machine
 from postlude.plan.cpu import lower_for_cpu
 from postlude.plan.gpu import lower_for_gpu
-from postlude.plan.problem import Problem
+from postlude.plan.problem import Problem, body_shape
+from postlude.plan.program import takes_the_batch
 from postlude.plan.types import Plan, Refusal
 
 # Devices with backward passes of ours; elsewhere a chain in training is PyTorch's.
 TRAINS = frozenset({"cuda"})
 
 
-def lower(chain: Chain, problem: Problem, machine: Machine, *, even_if_slower: bool = False) -> Plan | Refusal:
-    """How this chain runs for this problem. `even_if_slower` plans the fused way where eager's is expected to win."""
-    reasons = _unsupported(problem)
+def lower(
+    chain: Chain, problem: Problem, machine: Machine, *, even_if_slower: bool = False, not_ours: str | None = None
+) -> Plan | Refusal:
+    """How this chain runs for this problem. `even_if_slower` plans the fused way where eager's is expected to win,
+    `not_ours` says why a convolution on a GPU must be PyTorch's."""
+    reasons = _unsupported(chain, problem)
     if reasons:
         return Refusal(reasons)
     if problem.device == "cuda":
-        return lower_for_gpu(chain, problem, machine, even_if_slower)
+        return lower_for_gpu(chain, problem, machine, even_if_slower, not_ours)
     return lower_for_cpu(chain, problem, machine, even_if_slower)
 
 
-def _unsupported(problem: Problem) -> tuple[str, ...]:
+def _unsupported(chain: Chain, problem: Problem) -> tuple[str, ...]:
     reasons = []
     if problem.device not in ("cpu", "cuda"):
         reasons.append(f"there are no fused passes for {problem.device} devices")
@@ -33,6 +39,9 @@ def _unsupported(problem: Problem) -> tuple[str, ...]:
         )
     if any(spec.elements == 0 for spec in problem.tensors):
         reasons.append("the input is empty")
+    batch, _, *space = body_shape(chain, problem)
+    if takes_the_batch(chain) and batch * math.prod(space) == 1:
+        reasons.append("batch_norm in training needs more than one value per channel, as PyTorch says in its own words")
     if not problem.x.dtype.startswith(("float", "bfloat")):
         reasons.append(f"{problem.x.dtype} is not a floating dtype")
     if problem.x.layout == "strided":

@@ -46,9 +46,21 @@ def norm_hides_infinities(chain: Chain) -> bool:
     lost = 0
     for step in chain.steps:
         if isinstance(step, Normalize):
-            return lost < 2
+            return lost < 2 and step.over != "row"  # a row is less than what an infinity reaches
         lost += POINTWISE[step.op].finite_at if isinstance(step, Pointwise) else 0
     return False
+
+
+def row_norm(chain: Chain) -> int | None:
+    """The number of the first norm, where it is one over rows of the last axes."""
+    barrier = first_barrier(chain)
+    step = None if barrier is None else chain.steps[barrier - 1]
+    return barrier if isinstance(step, Normalize) and step.over == "row" else None
+
+
+def takes_the_batch(chain: Chain) -> bool:
+    """True where a norm's statistics go over all samples."""
+    return any(isinstance(step, Normalize) and step.over == "batch" for step in chain.steps)
 
 
 def moments_only(chain: Chain) -> MomentsOnly | None:
@@ -63,7 +75,7 @@ def moments_only(chain: Chain) -> MomentsOnly | None:
         return None
     for number in range(start, len(chain.steps) + 1):
         step = chain.steps[number - 1]
-        if not _follows(step, number, start):
+        if not _follows(step, number, start) or (isinstance(step, Normalize) and step.over == "row"):
             return None
         if isinstance(step, Reduce):
             squares = any(isinstance(other, Normalize) for other in chain.steps[start - 1 : number - 1])

@@ -49,6 +49,12 @@ def _made(row: Row, product: Product) -> bool:
     return all(getattr(product, name) == row.values[name] for name in names if name in row.values)
 
 
+def _kind_of(own: Gemm | Boxes | FewChannels | None) -> str:
+    if isinstance(own, Boxes):
+        return "product in place"
+    return "product by phase" if isinstance(own, Gemm) and own.phases is not None else "product"
+
+
 def _products(plan: Plan, machine: Machine) -> list[tuple[tuple[Question, ...], Product]]:
     """Questions and what came of them, without those in float64, which nobody tunes."""
     conv = plan.chain.producer
@@ -56,7 +62,7 @@ def _products(plan: Plan, machine: Machine) -> list[tuple[tuple[Question, ...], 
         return []
     weight = plan.weight_gradient if plan.few_gradient is None else None
     given: list[tuple[str, Convolution, Product | FewChannels | None]] = [
-        ("product in place" if isinstance(plan.own, Boxes) else "product", conv, plan.own),
+        (_kind_of(plan.own), conv, plan.own),
         ("input's gradient", input_gradient_of(conv), plan.input_gradient),
         ("weight's gradient", conv, weight),
     ]

@@ -95,6 +95,7 @@ class BoxesConvolution:
             "BLOCK_O": boxes.block_c,
             "PLANES": 1,
             "SCALED": False,
+            "KEEPS": False,
             "FLIP": self.transposed,
             "BLOCK": 1024,
         }

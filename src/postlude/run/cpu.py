@@ -68,7 +68,7 @@ def execute(plan: Plan, tensors: Sequence[Tensor]) -> Tensor:
     if isinstance(last.sink, MomentsSink):
         moments = _moments(plan, tensors, last.last, last.sink.squares)
         dtype, is_last = getattr(torch, plan.result_dtype), plan.result_layout == "channels_last"
-        return finish(plan.chain, moments, last.last + 1, dtype, tensors, is_last)
+        return finish(plan.chain, moments, last.last + 1, dtype, tensors, is_last, moves=True)
     return _stored(plan, tensors)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from postlude.chain import Chain
+from postlude.chain import Chain, Role
 
 SAMPLES = 2
 LARGEST = {2: 64, 3: 16}  # positions along each spatial axis
@@ -20,10 +20,14 @@ def crop(chain: Chain, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     after = cut if chain.producer is None else chain.producer.output_space(cut)
     sizes = {"input": cut, "full": after}
     sizes["row"] = (1,) * chain.dims
-    return tuple(
-        _corner(tensor.detach(), sizes[role]) if role in sizes else tensor.detach().clone()
-        for tensor, role in zip(tensors, chain.roles)
-    )
+    return tuple(_cut(tensor.detach(), role, sizes, after) for tensor, role in zip(tensors, chain.roles))
+
+
+def _cut(tensor: Tensor, role: Role, sizes: dict[str, tuple[int, ...]], after: tuple[int, ...]) -> Tensor:
+    if role == "last":  # with all channels, where they belong to the row as well
+        axes = tensor.dim()
+        return tensor[tuple(map(slice, (*[None] * (axes - len(after)), *after[-axes:])))].clone()
+    return _corner(tensor, sizes[role]) if role in sizes else tensor.clone()
 
 
 def _corner(tensor: Tensor, space: tuple[int, ...]) -> Tensor:

@@ -70,6 +70,7 @@ def check_precision(precision: str, device: str) -> None:
 def _through_pytorch(chain: Chain, tf32: bool | None, tensors: Sequence[Tensor]) -> Tensor:
     conv = chain.producer
     if tf32 is None or conv is None:
-        return reference.evaluate(chain, tensors)
+        return reference.evaluate(chain, tensors, moves=True)
     bias = tensors[2] if conv.has_bias else None
-    return reference.continue_from(chain, 0, library.convolve(conv, tensors[0], tensors[1], bias, tf32), tensors)
+    value = library.convolve(conv, tensors[0], tensors[1], bias, tf32)
+    return reference.continue_from(chain, 0, value, tensors, moves=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 from postlude.chain import Chain, Reduce
 from postlude.emit import OPERANDS, emit_moments, moments_slots
 from postlude.plan.problem import Spec, memory_format, power_of_two
+from postlude.plan.program import takes_the_batch
 from postlude.reference import continue_from
 from postlude.run.launch import Launch
 from postlude.run.moments import Moments, finish
@@ -26,7 +27,8 @@ WARPS = 8
 class FinishMoments:
     """Steps `first` to the end, from the partial moments of a value: one small launch, then what follows the reduction.
 
-    Where that launch has no room (too many channels, or too many tensors read), PyTorch's operators do it.
+    Where that launch cannot (too many channels or tensors, or a norm over the batch, of which each of its programs sees
+    one sample), PyTorch's operators do it.
     """
 
     def __init__(self, chain: Chain, first: int, squares: bool, value: Spec, chunks: int, dtype: torch.dtype) -> None:
@@ -41,7 +43,7 @@ class FinishMoments:
         # Of what a pool gives PyTorch sets the strides of the last axes, though their size is 1.
         self.format = memory_format(value.layout if reduce.op == "adaptive_avg_pool" else "contiguous", chain.dims)
         self.launch = None
-        if channels <= MOST_CHANNELS and len(self.slots) <= OPERANDS:
+        if channels <= MOST_CHANNELS and len(self.slots) <= OPERANDS and not takes_the_batch(chain):
             block_c, block = blocks(channels)
             constants = {
                 "C": channels,
@@ -55,7 +57,7 @@ class FinishMoments:
 
     def __call__(self, partials: Partials, tensors: Sequence[Tensor]) -> Tensor:
         if self.launch is None:
-            return finish(self.chain, self.combined(partials), self.first, self.dtype, tensors)
+            return finish(self.chain, self.combined(partials), self.first, self.dtype, tensors, moves=True)
         means = partials.means
         result = torch.empty(self.shape, dtype=self.dtype, device=means.device, memory_format=self.format)
         operands = [tensors[index].contiguous() for index in self.slots] + [means] * (OPERANDS - len(self.slots))
@@ -66,11 +68,13 @@ class FinishMoments:
 
     def combined(self, partials: Partials) -> Moments:
         """[N, C] moments in float64 from the chunks', by Chan's formula."""
-        means, counts = partials.means.double(), partials.counts.double()[:, None]
+        counts = partials.counts.double()[:, None]
+        # What is written for a chunk of no positions is anything.
+        means, squares = (part.double().where(counts > 0, 0.0) for part in (partials.means, partials.squares))
         if not self.squares:
             return Moments(means.sum(2) / self.positions, None, self.positions)
         mean = (means * counts).sum(2) / self.positions
-        total = partials.squares.double().sum(2) + ((means - mean[..., None]).square() * counts).sum(2)
+        total = squares.sum(2) + ((means - mean[..., None]).square() * counts).sum(2)
         return Moments(mean, total / self.positions, self.positions)
 
 

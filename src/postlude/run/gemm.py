@@ -16,6 +16,7 @@ from postlude.plan.types import Moments
 from postlude.run.launch import Launch, accumulator, descriptor
 from postlude.run.packing import InputPacking, Packed, weight_strides
 from postlude.run.passes import Operands, Partials, accumulator_of
+from postlude.run.phases import phased_launch, phased_weight_launch
 from postlude.run.programs import program
 
 
@@ -36,9 +37,12 @@ class GemmConvolution:
         self.format = memory_format(plan.value.layout, plan.chain.dims)
         self.input_format = memory_format(plan.input.layout, plan.chain.dims)
         self.operands = Operands(plan.chain, item.last, plan.value)
-        self.chunks = gemm.volume.tiles(gemm.rows)
+        self.chunks = gemm.chunks
         before = program(plan.chain, "before", item.last, self.operands.slots, plan.value.shape[1])
-        self.launch = self._prepared(gemm, before)
+        if gemm.phases is None:
+            self.launch = self._prepared(gemm, before)
+        else:
+            self.launch = phased_launch(gemm, gemm.phases, before, self.value, self.store, self.moments)
 
     def __call__(
         self, tensors: Sequence[Tensor], packed: Packed | None = None
@@ -49,14 +53,14 @@ class GemmConvolution:
         value = None
         if self.store != "no":
             value = torch.empty(shape, dtype=self.dtype, device=device, memory_format=self.format)
-        operands, unscale = self.pack(x, tensors[1], packed)
+        operands, unscale, flag = self.pack(x, tensors[1], packed)
         mean = m2 = count = unscale  # unwritten without moments
         if self.moments != "no":
             mean = torch.empty((*shape[:2], self.chunks), dtype=self.acc, device=device)
             m2 = torch.empty_like(mean) if self.moments == "both" else mean
             count = torch.empty((shape[0], self.chunks), dtype=self.acc, device=device)
         out = unscale if value is None else value
-        self.launch(*operands, unscale, out, mean, m2, count, *self.operands(tensors, unscale))
+        self.launch(*operands, unscale, flag, out, mean, m2, count, *self.operands(tensors, unscale))
         return value, None if self.moments == "no" else Partials(mean, m2, count)
 
     def _prepared(self, gemm: Gemm, before: Any) -> Launch:
@@ -76,6 +80,7 @@ class GemmConvolution:
             "WIDTH": volume.width,
             "PLANES": gemm.arithmetic.planes,
             "SCALED": gemm.arithmetic.scaled,
+            "KEEPS": gemm.arithmetic.keeps_infinities,
             "STORE": self.store,
             "MOMENTS": self.moments,
             "LAST": self.value.layout == "channels_last",
@@ -102,16 +107,16 @@ class Packing:
         self.dtype = getattr(torch, gemm.arithmetic.operands)
         self.transposed, self.channels = conv.transposed, (conv.out_channels, conv.in_channels)
         self.outputs = -(-conv.out_channels // gemm.block_c) * gemm.block_c
-        taps = volume.kernel[0] * volume.kernel[1]
-        self.weight_shape = (self.outputs * volume.width, self.arithmetic.planes * taps * volume.span * gemm.channels)
+        self.weight_shape = (self.outputs * volume.width, self.arithmetic.planes * gemm.depth)
         self.input = InputPacking(plan.input, volume, gemm.arithmetic, gemm.channels)
         self.weights: dict[tuple[int, ...], Launch] = {}  # by the weight's strides
         self.templates: tuple[Any, Any] | None = None
 
     def __call__(
         self, x: Tensor, weight: Tensor, packed_x: Packed | None = None
-    ) -> tuple[tuple[Any, Any, Any], Tensor]:
-        """Descriptors of both planes (one twice, where there is one) and of the weight, and what undoes its scales."""
+    ) -> tuple[tuple[Any, Any, Any], Tensor, Tensor]:
+        """Descriptors of both planes (one twice, where there is one) and of the weight, what undoes its scales, and
+        whether there is an infinity."""
         high, low, largest = packed_x or self.input(x)
         packed = torch.empty(self.weight_shape, dtype=self.dtype, device=x.device)
         unscale = packed
@@ -126,12 +131,16 @@ class Packing:
         rows, columns = self.templates
         d_high = descriptor(rows, high)
         d_low = descriptor(rows, low) if self.arithmetic.planes == 2 else d_high
-        return (d_high, d_low, descriptor(columns, packed)), unscale
+        flag = largest[-1:] if self.arithmetic.keeps_infinities else unscale  # unread
+        return (d_high, d_low, descriptor(columns, packed)), unscale, flag
 
     def _weight(self, weight: Tensor) -> Launch:
         from postlude.kernels.triton.pack import pack_weight_kernel
 
         gemm, volume = self.gemm, self.gemm.volume
+        numbers = (*self.channels, *weight_strides(weight, self.transposed))
+        if gemm.phases is not None:
+            return phased_weight_launch(gemm, gemm.phases, self.outputs, numbers)
         constants = {
             "ROWS": volume.kernel[0] * volume.kernel[1],
             "KW": volume.kernel[2],
@@ -141,10 +150,10 @@ class Packing:
             "BLOCK_O": gemm.block_c,
             "PLANES": self.arithmetic.planes,
             "SCALED": self.arithmetic.scaled,
+            "KEEPS": self.arithmetic.keeps_infinities,
             "FLIP": self.transposed,
             "BLOCK": 1024,
         }
-        numbers = (*self.channels, *weight_strides(weight, self.transposed))
         return Launch(pack_weight_kernel, (self.outputs, volume.width), numbers, constants)
 
 

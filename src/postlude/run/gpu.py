@@ -14,14 +14,17 @@ from postlude.plan import Plan
 from postlude.plan.boxes import Boxes
 from postlude.plan.gemm import Gemm
 from postlude.plan.problem import memory_format
+from postlude.plan.program import row_norm
 from postlude.plan.types import Moments
 from postlude.reference import continue_from
+from postlude.run.batch import CombineBatch
 from postlude.run.boxes import BoxesConvolution
 from postlude.run.few_channels import FewChannelsConvolution
 from postlude.run.finish_moments import FinishMoments
 from postlude.run.gemm import GemmConvolution
 from postlude.run.library import cast_for_convolution, convolve
 from postlude.run.passes import Combine, FinishPass, MomentsPass, Partials
+from postlude.run.rows import RowsPass
 
 
 class GpuRun:
@@ -35,14 +38,19 @@ class GpuRun:
         self.moments = MomentsPass(plan) if self.own is None and isinstance(first.sink, Moments) else None
         makes_moments = self.own or self.moments
         chunks = 0 if makes_moments is None else makes_moments.chunks
-        self.from_moments, self.combine, self.finish = None, None, None
+        self.combine: Combine | CombineBatch | None = None
+        self.finish: FinishPass | RowsPass | None = None
+        self.from_moments = None
         if isinstance(last.sink, Moments):
             dtype = getattr(torch, plan.result_dtype)
             value = dataclasses.replace(plan.value, layout=plan.result_layout)
             self.from_moments = FinishMoments(chain, last.last + 1, last.sink.squares, value, chunks, dtype)
+        elif row_norm(chain) is not None:
+            self.finish = RowsPass(plan, keeps_value)
         elif last.source != "own convolution":
             norm = next((step for step in chain.steps[: last.last] if isinstance(step, Normalize)), None)
-            self.combine = None if norm is None else Combine(norm, plan.value, chunks)
+            if norm is not None:
+                self.combine = (CombineBatch if norm.over == "batch" else Combine)(norm, plan.value, chunks)
             self.finish = FinishPass(plan, 1 if self.combine is None else self.combine.per_group, keeps_value)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -56,12 +64,12 @@ class GpuRun:
             assert partials is not None
             return self.from_moments(partials, tensors), value, None
         assert value is not None
-        result, moments = value, self.group_moments(partials)
+        result, moments = value, self.group_moments(partials, tensors)
         if self.finish is not None:
             result = self.finish(value, moments, tensors)
         last = self.plan.passes[-1].last
         if last < len(self.plan.chain.steps):
-            result = continue_from(self.plan.chain, last, result, tensors)
+            result = continue_from(self.plan.chain, last, result, tensors, moves=True)
         return result, value, moments
 
     def first_pass(self, tensors: Sequence[Tensor]) -> tuple[Tensor | None, Partials | None]:
@@ -70,8 +78,11 @@ class GpuRun:
         value = self._first_value(tensors)
         return value, None if self.moments is None else self.moments(value, tensors)
 
-    def group_moments(self, partials: Partials | None) -> tuple[Tensor, Tensor] | None:
-        return None if self.combine is None or partials is None else self.combine(partials)
+    def group_moments(
+        self, partials: Partials | None, moved: Sequence[Tensor] | None = None
+    ) -> tuple[Tensor, Tensor] | None:
+        """The norm's; the running statistics among the tensors `moved` move."""
+        return None if self.combine is None or partials is None else self.combine(partials, moved)
 
     def _first_value(self, tensors: Sequence[Tensor]) -> Tensor:
         plan = self.plan

@@ -19,6 +19,7 @@ from postlude.plan import Plan
 from postlude.plan.gpu import last_fused_step
 from postlude.plan.problem import Spec, memory_format, power_of_two
 from postlude.plan.types import Tile
+from postlude.run.batch import CombineBatchSums
 from postlude.run.last_gradient import LastGradientPass, what_is_computed
 from postlude.run.launch import Launch, accumulator
 from postlude.run.packed_gradient import PackedGradientPass
@@ -52,13 +53,19 @@ class GradientPasses:
         shown = (chain, last, needs, self.operands.slots, value.shape[1])
         text = emit_gradient(*shown)
         read, tile, per_group = slots_read(text), _tile(plan), 1
-        self.sums = self.combine = None
+        self.sums: SumsPass | None = None
+        self.combine: CombineSums | CombineBatchSums | None = None
         if self.norm is not None:
             first = emit_sums(*shown)
             read |= slots_read(first)
             per_group = value.shape[1] // (self.norm.groups or value.shape[1])
             self.sums = SumsPass(value, tile, _composed(first, "sums"), 2 + len(self.wanted.sums), per_group)
-            self.combine = CombineSums(value, self.sums.chunks, per_group, self.norm.weight is not None)
+            has_weight, chunks = self.norm.weight is not None, self.sums.chunks
+            self.combine = (
+                CombineBatchSums(value, chunks, has_weight)
+                if self.norm.over == "batch"
+                else CombineSums(value, chunks, per_group, has_weight)
+            )
         rest = (_composed(text, "gradient"), self.norm, self.wanted, per_group)
         self.gradient: LastGradientPass = (
             GradientPass(value, tile, *rest) if packing is None else PackedGradientPass(value, packing, *rest)

@@ -92,10 +92,12 @@ def finish(
     dtype: torch.dtype,
     tensors: Sequence[Tensor],
     channels_last: bool = False,
+    moves: bool = False,
 ) -> Tensor:
     """Steps `first` to the end, from moments; what follows the reduction runs as written, on its few numbers.
 
     `channels_last`: what PyTorch would have reduced is; its 2-D pooling alone keeps that in the strides of its result.
+    `moves`: a batch_norm moves its running statistics.
     """
     for number in range(first, len(chain.steps) + 1):
         step = chain.steps[number - 1]
@@ -105,7 +107,7 @@ def finish(
                 result = result.as_strided(result.shape, (result.shape[1], 1, result.shape[1], result.shape[1]))
             return continue_from(chain, number, result, tensors)
         if isinstance(step, Normalize):
-            moments = _normalize(moments, step, tensors)
+            moments = _normalize(moments, step, tensors, moves)
         elif isinstance(step, Pointwise):
             moments = _affine(moments, step, tensors)
         elif not isinstance(step, Cast):
@@ -133,13 +135,32 @@ def group_moments(moments: Moments, groups: int) -> tuple[Tensor, Tensor]:
     return mean, (variances + (means - mean).square()).mean(2, keepdim=True)
 
 
-def _normalize(moments: Moments, step: Normalize, tensors: Sequence[Tensor]) -> Moments:
+def statistics(moments: Moments, step: Normalize) -> tuple[Tensor, Tensor]:
+    """The means and variances of a norm for each channel, [N, C]; of batch_norm [1, C]."""
     assert moments.variance is not None
-    shape = (step.groups or moments.mean.shape[1], -1)
-    centre, spread = group_moments(moments, shape[0])
+    channels = moments.mean.shape[1]
+    if step.over == "batch":
+        mean = moments.mean.mean(0, keepdim=True)
+        return mean, (moments.variance + (moments.mean - mean).square()).mean(0, keepdim=True)
+    groups = step.groups or channels
+    middle, spread = (part.expand(-1, -1, channels // groups).flatten(1) for part in group_moments(moments, groups))
+    return middle, spread
+
+
+def move_running(step: Normalize, tensors: Sequence[Tensor], mean: Tensor, variance: Tensor, count: int) -> None:
+    """Moves a batch_norm's running statistics towards those of `count` values; that variance is unbiased."""
+    for slot, found in zip(step.running or (), (mean, variance * (count / (count - 1)))):
+        old = tensors[slot.index]
+        old.copy_((1 - step.momentum) * old.double() + step.momentum * found.detach().reshape(-1))
+
+
+def _normalize(moments: Moments, step: Normalize, tensors: Sequence[Tensor], moves: bool) -> Moments:
+    assert moments.variance is not None
+    centre, spread = statistics(moments, step)
+    if moves:
+        move_running(step, tensors, centre, spread, moments.mean.shape[0] * moments.positions)
     scale = torch.rsqrt(spread + step.eps)
-    mean = ((moments.mean.unflatten(1, shape) - centre) * scale).flatten(1)
-    variance = (moments.variance.unflatten(1, shape) * scale.square()).flatten(1)
+    mean, variance = (moments.mean - centre) * scale, moments.variance * scale.square()
     if step.weight is not None:
         weight = tensors[step.weight.index].double()
         mean, variance = mean * weight, variance * weight.square()

@@ -25,11 +25,11 @@ _LARGEST = 100  # exponent of the scale, either way
 
 
 def closed_form(chain: Chain) -> tuple[Normalize, Reduce] | None:
-    """The norm and the reduction of a chain that has nothing else, for which one launch makes the table."""
+    """The norm of each sample and the reduction of a chain that has nothing else: one launch makes the table."""
     steps = [step for step in chain.steps if not isinstance(step, Cast)]
-    if len(steps) == 2 and isinstance(steps[0], Normalize) and isinstance(steps[1], Reduce):
-        return steps[0], steps[1]
-    return None
+    if len(steps) != 2 or not isinstance(steps[0], Normalize) or not isinstance(steps[1], Reduce):
+        return None
+    return (steps[0], steps[1]) if steps[0].over == "sample" else None
 
 
 class CombinedMoments:

@@ -152,13 +152,16 @@ class _MomentsFunction(torch.autograd.Function):
         with on_device_of(tensors[0]):
             result, moments = training.forward(tensors)
         ctx.training, ctx.positions = training, moments.positions
-        ctx.save_for_backward(*tensors, moments.mean, moments.variance)
+        # Running statistics have moved by then, and no gradient depends on them.
+        kept = [None if slot in training.chain.moved else t for slot, t in enumerate(tensors)]
+        ctx.save_for_backward(*kept, moments.mean, moments.variance)
         return result
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         training: MomentsTraining = ctx.training
-        *tensors, mean, variance = ctx.saved_tensors
+        *kept, mean, variance = ctx.saved_tensors
+        tensors = [dy.new_zeros(1) if tensor is None else tensor for tensor in kept]
         needs = ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():
             return None, *differentiable(training.chain, tensors, dy, needs)

@@ -10,12 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from postlude.chain import Normalize
-from postlude.run.moments import channel_moments, group_moments
+from postlude.reference import NORMS
+from postlude.run.moments import channel_moments, statistics
 
 
 def normalized(x: Tensor, step: Normalize, tensors: Sequence[Tensor], overwrite: bool) -> Tensor:
-    """group_norm or instance_norm of `x`, into `x` itself where `overwrite` allows."""
+    """The norm of `x`, into `x` itself where `overwrite` allows; a batch_norm moves its running statistics."""
     weight, bias = (None if slot is None else tensors[slot.index] for slot in (step.weight, step.bias))
+    if step.over != "sample":
+        running = [tensors[slot.index] for slot in step.running] if step.running is not None else [None, None]
+        dtypes = {tensor.dtype for tensor in (x, weight, bias, *running) if tensor is not None}
+        if step.over == "batch" and overwrite and dtypes == {torch.float32}:
+            return _batch_norm_in_place(x, step, weight, bias, *running)
+        return NORMS[step.op](x, step, weight, bias, *running)
     groups = step.groups or x.shape[1]
     if step.groups is None:
         # instance_norm is group_norm with one group per channel, which PyTorch runs several times faster.
@@ -25,16 +32,16 @@ def normalized(x: Tensor, step: Normalize, tensors: Sequence[Tensor], overwrite:
         # One channel or one position fit both layouts: strides in order keep PyTorch from taking the cancelling kernel.
         x = x.view(-1).view(x.shape)
     if overwrite and x.dtype == torch.float32 and x.is_contiguous():
-        return _in_place(x, groups, step.eps, weight, bias)
+        return _in_place(x, step, weight, bias)
     return F.group_norm(x, groups, weight, bias, step.eps)
 
 
-def _in_place(x: Tensor, groups: int, eps: float, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def _in_place(x: Tensor, step: Normalize, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """Saves the second buffer, and with it the page faults that are half of eager's time on large values."""
     batch, channels = x.shape[:2]
     moments, centre = channel_moments(x, squares=True, overwrite=True)
-    middle, spread = (part.expand(-1, -1, channels // groups).flatten(1) for part in group_moments(moments, groups))
-    scale = torch.rsqrt(spread + eps)  # [N, C]
+    middle, spread = statistics(moments, step)
+    scale = torch.rsqrt(spread + step.eps)  # [N, C]
     if weight is not None:
         scale = scale * weight.double()
     shift = (centre - middle) * scale
@@ -42,19 +49,29 @@ def _in_place(x: Tensor, groups: int, eps: float, weight: Tensor | None, bias: T
         shift = shift + bias.double()
     rows = x.view(1, batch * channels, math.prod(x.shape[2:]))
     zeros, ones = torch.zeros(batch * channels), torch.ones(batch * channels)
-    unused = torch.empty(0)
     # Batch norm in evaluation is x·scale + shift per row, in one pass and with an out that may be its input.
-    torch.ops.aten.native_batch_norm.out(
-        rows,
-        scale.flatten().float(),
-        shift.flatten().float(),
-        zeros,
-        ones,
-        False,
-        0.0,
-        0.0,
-        out=rows,
-        save_mean=unused,
-        save_invstd=unused,
-    )
+    _scale_and_shift(rows, scale.flatten().float(), shift.flatten().float(), zeros, ones, 0.0)
     return x
+
+
+def _batch_norm_in_place(
+    x: Tensor,
+    step: Normalize,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+) -> Tensor:
+    """PyTorch's own statistics, which moves the running ones, then its evaluation with those."""
+    mean, variance = torch.batch_norm_update_stats(x, running_mean, running_var, step.momentum)
+    _scale_and_shift(x, weight, bias, mean, variance, step.eps)
+    return x
+
+
+def _scale_and_shift(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, eps: float
+) -> None:
+    unused = torch.empty(0)
+    torch.ops.aten.native_batch_norm.out(
+        *(x, weight, bias, mean, variance, False, 0.0, eps), out=x, save_mean=unused, save_invstd=unused
+    )

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from postlude import reference
 from postlude.chain import Chain
+from postlude.errors import PostludeError
 from postlude.plan import problem_of
 from postlude.run.execute import prepared, run_chain
 from postlude.run.moments_training import MomentsTraining
@@ -29,8 +30,13 @@ def _parse(text: str) -> Chain:
 
 @torch.library.custom_op("postlude::chain", mutates_args=())
 def chain(tensors: list[Tensor], text: str, precision: str) -> Tensor:
+    given = _parse(text)
+    if given.moved:
+        raise PostludeError(
+            "torch.ops.postlude.chain cannot move running statistics; call postlude.run for a batch_norm in training."
+        )
     with torch.no_grad():
-        result = run_chain(_parse(text), tensors, precision)
+        result = run_chain(given, tensors, precision)
     # An operator must not return one of its arguments; a chain of no-ops could.
     return result.clone() if any(result is tensor for tensor in tensors) else result
 

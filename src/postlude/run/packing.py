@@ -12,7 +12,7 @@ from postlude.plan.problem import Layout, Spec, power_of_two
 from postlude.run.launch import Launch
 
 # [rows, pitch, channels] twice (the same where there is one plane), and the channels' largest magnitudes where the
-# planes are scaled
+# planes are scaled; behind them whether there was an infinity, where that is to be kept
 Packed = tuple[Tensor, Tensor, Tensor]
 _PACK_BLOCK = 64  # positions of a packing tile
 _MOST_BLOCKS = 65_535  # of a row: CUDA allows no more along the second axis of a grid
@@ -31,7 +31,7 @@ class InputPacking:
         self.arithmetic, self.dtype, self.volume = arithmetic, getattr(torch, arithmetic.operands), volume
         self.shape = (x.shape[0] * volume.sample_rows + volume.tail_rows, volume.pitch, channels)
         self.channels = x.shape[1]
-        self.largest = _largest(x) if arithmetic.scaled else None
+        self.largest = _largest(x, arithmetic) if arithmetic.scaled else None
         # By rows of the volume, or by samples where no border lies between the rows: tiles then end only with a sample.
         is_long = volume.is_flat and math.prod(volume.space) <= _MOST_BLOCKS * _PACK_BLOCK
         read = volume.as_one_row() if is_long else volume
@@ -47,7 +47,8 @@ class InputPacking:
     def __call__(self, x: Tensor) -> Packed:
         largest = x
         if self.largest is not None:
-            largest = torch.zeros(self.channels, dtype=torch.int32, device=x.device)
+            count = self.channels + self.arithmetic.keeps_infinities
+            largest = torch.zeros(count, dtype=torch.int32, device=x.device)
             self.largest(x, largest)
         high = self.empty(x.device)
         low = self.empty(x.device) if self.arithmetic.planes == 2 else high
@@ -68,13 +69,14 @@ class InputPacking:
             "CP": self.shape[2],
             "PLANES": self.arithmetic.planes,
             "SCALED": self.arithmetic.scaled,
+            "KEEPS": self.arithmetic.keeps_infinities,
             "LAST": layout == "channels_last",
             **self.tile,
         }
         return Launch(pack_input_kernel, self.grid, self.numbers, constants)
 
 
-def _largest(x: Spec) -> Launch:
+def _largest(x: Spec, arithmetic: Arithmetic) -> Launch:
     """Each channel's largest finite magnitude."""
     from postlude.kernels.triton.pack import largest_kernel
 
@@ -83,5 +85,6 @@ def _largest(x: Spec) -> Launch:
     block = 4096 // block_c
     chunks = -(-positions // (block * _LARGEST_TILES))
     grid = (batch * chunks, -(-channels // block_c)) if is_last else (batch * channels * chunks,)
-    constants = {"LAST": is_last, "BLOCK": block, "BLOCK_C": block_c}
+    flags = arithmetic.keeps_infinities and arithmetic.planes == 2
+    constants = {"LAST": is_last, "FLAGS": flags, "BLOCK": block, "BLOCK_C": block_c}
     return Launch(largest_kernel, grid, (channels, positions, chunks, _LARGEST_TILES), constants)

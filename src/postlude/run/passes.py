@@ -101,7 +101,7 @@ class Combine:
             combine_moments_kernel, (self.groups,), (groups, parts, chunks, count, step.eps), constants
         )
 
-    def __call__(self, partials: Partials) -> tuple[Tensor, Tensor]:
+    def __call__(self, partials: Partials, tensors: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor]:  # noqa: ARG002  as CombineBatch takes
         both = torch.empty((2, self.groups), dtype=partials.means.dtype, device=partials.means.device)
         mean, rstd = both[0], both[1]
         self.launch(partials.means, partials.squares, partials.counts, mean, rstd)

@@ -12,10 +12,12 @@ from postlude import reference
 from postlude.chain import Chain
 from postlude.emit_gradient import slots_needed
 from postlude.plan import Plan
+from postlude.plan.program import row_norm
 from postlude.run.convolution_gradients import ConvolutionGradients
 from postlude.run.gpu import GpuRun, on_device_of
 from postlude.run.gradient import GradientPasses
 from postlude.run.library import cast_for_convolution
+from postlude.run.rows_gradient import RowsGradient
 
 
 class Training:
@@ -27,7 +29,7 @@ class Training:
         self.run = GpuRun(plan, keeps_value=not plan.is_lean)
         self.needed = slots_needed(plan.chain, len(plan.chain.steps))
         self.convolution = None if plan.chain.producer is None else ConvolutionGradients(plan, plan.chain.producer)
-        self.gradients: dict[frozenset[int], GradientPasses] = {}
+        self.gradients: dict[frozenset[int], GradientPasses | RowsGradient] = {}
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
         # Cast outside of the function that keeps tensors, so that they are kept as eager keeps them.
@@ -53,8 +55,7 @@ class Training:
         wanted = frozenset(slot for slot, is_needed in enumerate(needs) if is_needed)
         passes = self.gradients.get(wanted)
         if passes is None:
-            packing = self.convolution.pack if self.convolution is not None and self.plan.packs_gradient else None
-            passes = self.gradients[wanted] = GradientPasses(self.plan, wanted, packing)
+            passes = self.gradients[wanted] = self._passes(wanted)
         dv: Tensor | None
         dv, found = passes(value, moments, dy, tensors)
         grads = [found.get(slot) for slot in range(len(needs))]
@@ -65,6 +66,12 @@ class Training:
             dv = dv if packed is None else None  # of the result's size: not to be kept for nothing
             grads[:2] = self.convolution(dv, packed, tensors[0], tensors[1], needs[0], needs[1])
         return grads
+
+    def _passes(self, wanted: frozenset[int]) -> GradientPasses | RowsGradient:
+        if row_norm(self.chain) is not None:
+            return RowsGradient(self.plan, wanted)
+        packing = self.convolution.pack if self.convolution is not None and self.plan.packs_gradient else None
+        return GradientPasses(self.plan, wanted, packing)
 
 
 class _ChainFunction(torch.autograd.Function):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -41,10 +42,25 @@ def build(
         text = holders[0].read_text("utf-8")
         assert text.count(mutant[0]) == 1, mutant[0]
         holders[0].write_text(text.replace(*mutant), "utf-8")
-    library = folder / "kernel.so"
-    command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-DPOSTLUDE_HOST", *defines]
+    return HostKernel(_compiled(kernel, entry, ["-DPOSTLUDE_HOST", *defines]))
+
+
+def build_text(folder: Path, source: str, entry: str) -> Path:
+    """A kernel of a file's own text; what only a card has is the emulation's."""
+    for name in ("void mma", " pack(_pair)?", "float unpack"):
+        source, count = re.subn(rf"(DEVICE|__device__) [\w ]*?{name}\(.*?\n\}}\n", "", source, flags=re.DOTALL)
+        assert count == 1, name
+    source = re.sub(r"extern __shared__ uint4 (\w+)\[\];", r"uint4* \1 = ::shared;", source)
+    kernel = folder / f"{entry}.cu"
+    kernel.write_text(source.replace("__shared__", "static"), encoding="utf-8")
+    return _compiled(kernel, entry, ["-w", "-DBFLOAT=0", "-DSHARED_BYTES=232448"])
+
+
+def _compiled(kernel: Path, entry: str, options: Sequence[str]) -> Path:
+    library = kernel.with_suffix(".so")
+    command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", *options]
     command += [f"-DPOSTLUDE_ENTRY={entry}", f'-DPOSTLUDE_KERNEL="{kernel}"']
     command += [str(HERE / "driver.cpp"), "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return HostKernel(library)
+    return library

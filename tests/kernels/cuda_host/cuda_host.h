@@ -23,10 +23,14 @@
 
 struct uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct float3 { float x, y, z; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct double3 { double x, y, z; };
 struct dim3 { int x, y; };
 
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
 inline unsigned __float_as_uint(float v) { unsigned bits; std::memcpy(&bits, &v, 4); return bits; }
 inline float __uint_as_float(unsigned bits) { float v; std::memcpy(&v, &bits, 4); return v; }
 inline float __fdividef(float a, float b) { return a / b; }
@@ -155,18 +159,39 @@ inline float toward_zero(double v)
 #define gridDim (host::grid)
 #define __syncthreads() host::barrier()
 
+// Each lane names one whose value it wants
 template <class T>
-inline T __shfl_xor_sync(unsigned, T value, int mask)
+inline T __shfl_sync(unsigned, T value, int source)
 {
-    static_assert(sizeof(T) == 4, "one word");
-    std::uint32_t word, result;
-    std::memcpy(&word, &value, 4);
-    host::exchange(&word, 1, &result, 1, [mask](host::Exchange& warp) {
-        for (int lane = 0; lane < host::WARP; lane++) warp.out[lane][0] = warp.in[lane ^ mask][0];
+    constexpr int WORDS = sizeof(T) / 4;
+    std::uint32_t words[WORDS + 1], result[WORDS];
+    std::memcpy(words, &value, sizeof(T));
+    words[WORDS] = source;
+    host::exchange(words, WORDS + 1, result, WORDS, [](host::Exchange& warp) {
+        for (int lane = 0; lane < host::WARP; lane++)
+            std::memcpy(warp.out[lane], warp.in[warp.in[lane][WORDS]], sizeof(T));
     });
-    std::memcpy(&value, &result, 4);
+    std::memcpy(&value, result, sizeof(T));
     return value;
 }
+
+template <class T>
+inline T __shfl_xor_sync(unsigned mask, T value, int apart)
+{
+    return __shfl_sync(mask, value, host::current % host::WARP ^ apart);
+}
+
+template <class T>
+inline T __reduce_max_sync(unsigned mask, T value)
+{
+    for (int apart = 16; apart > 0; apart /= 2) {
+        T other = __shfl_xor_sync(mask, value, apart);
+        value = value > other ? value : other;
+    }
+    return value;
+}
+
+inline int __reduce_min_sync(unsigned mask, int value) { return -__reduce_max_sync(mask, -value); }
 
 #if BFLOAT
 inline float unpack(std::uint16_t bits) { return __uint_as_float((unsigned)bits << 16); }
@@ -177,6 +202,7 @@ inline std::uint16_t pack(float v) { return host::round_to_half(v); }
 #endif
 
 inline unsigned pack_pair(float first, float second) { return pack(first) | (unsigned)pack(second) << 16; }
+inline unsigned pack(float low, float high) { return pack_pair(low, high); }
 
 // m16n8k16: lane (g, t) brings rows g and g + 8 of a, column g of b, and has columns 2t and 2t + 1 of rows g and g + 8
 inline void mma(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1)
@@ -204,6 +230,8 @@ inline void mma(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a
     });
     std::memcpy(d, result, 16);
 }
+
+inline void mma(float (&d)[4], uint4 a, unsigned b0, unsigned b1) { mma(d, a.x, a.y, a.z, a.w, b0, b1); }
 
 // ldmatrix.x4: lane 8m + r brings the address of row r of matrix m, lane (g, t) gets numbers 2t and 2t + 1 of row g of
 // each matrix, or of column g

@@ -16,6 +16,7 @@ def convolve_kernel(
     d_low,  # the low plane, where PLANES is 2
     d_w,  # descriptor [columns, PLANES·K]
     p_unscale,  # [COUT] where SCALED
+    p_inf,  # [1] where KEEPS and PLANES is 2: whether there is an infinity in either operand
     p_y,  # [N, COUT, S], or [N, S, COUT] where LAST, out; where STORE
     p_mean,  # [N, COUT, TILES], out, where MOMENTS
     p_m2,  # the same
@@ -30,10 +31,10 @@ def convolve_kernel(
     TILES,  # per sample
     UNITS,  # tiles in all, times blocks of channels
     SAMPLE_ROWS,  # rows of a packed sample
-    PITCH,
+    PITCH,  # positions of a packed row, and of a packed plane
     PLANE,
-    FIRST,  # planes of the packed sample that hold input
-    LAST_PLANE,
+    FIRST,  # the first plane of the packed sample that holds input
+    LAST_PLANE,  # the last plane that holds input
     OD,
     OH,
     OW,
@@ -45,6 +46,7 @@ def convolve_kernel(
     WIDTH: tl.constexpr,
     PLANES: tl.constexpr,
     SCALED: tl.constexpr,
+    KEEPS: tl.constexpr,  # no norm follows: infinities must come out as they would of PyTorch's convolution
     STORE: tl.constexpr,  # "no", "raw": what the convolution gives, or "done": what BEFORE makes of it
     MOMENTS: tl.constexpr,  # "no", "both", or "sums"
     LAST: tl.constexpr,
@@ -90,6 +92,15 @@ def convolve_kernel(
                 acc += part
             else:
                 acc = tl.dot(high, w_high.T, acc, out_dtype=ACC)
+        if KEEPS and PLANES == 2:  # noqa: SIM102 (decided when compiling; the other when running)
+            # An infinity times a low plane has any sign, or is NaN: the high planes alone say what becomes of it.
+            if tl.load(p_inf) != 0:
+                alone = tl.zeros([BM, WIDTH * BC], ACC)
+                for i in tl.range(kd_first * (KH * KB), kd_end * (KH * KB)):
+                    row = row0 + (i // KB // KH) * PLANE + (i // KB % KH) * PITCH  # WIDTH is 1 where KEEPS
+                    high = d_high.load([row, (i % KB) * BK])
+                    alone = tl.dot(high, d_w.load([column0, i * BK]).T, alone, out_dtype=ACC)
+                acc = tl.where(tl.abs(alone) < float("inf"), acc, alone)
         b_v = tl.reshape(acc, [BM * WIDTH, BC])
         o_c = i_b * BC + tl.arange(0, BC)
         m_c = o_c < COUT

@@ -8,6 +8,11 @@ z·PLANE + y·PITCH + x positions further on.
 Half-precision planes: a number times a power of two is cut into fp16(number) and, where two planes are kept, fp16 of
 what is left. The power brings the largest magnitude to 2¹⁴…2¹⁵, per channel of the input and per output channel of
 the weight; the weight takes the input's powers back out, so only its own remain to be undone: p_unscale.
+
+Where KEEPS, no norm follows, and an infinity must come out of the product as it would of PyTorch's convolution. In one
+plane it does by itself, but for a number that rounds to zero beside it: `not_zero`. In two planes the product of the
+high ones alone tells what becomes of it, which is computed where `p_largest` says behind its last channel that an
+infinity was met.
 """
 
 import triton
@@ -31,20 +36,35 @@ def scale_for(largest):
 
 @triton.jit
 def rest_of(x, high):
-    """What the high plane leaves over; 0 where it is not finite, for infinity − infinity is NaN of no meaning."""
+    """What the high plane leaves over of x; 0 for an infinity, which would be NaN."""
     rest = x - high.to(tl.float32)
     return tl.where(tl.abs(rest) < float("inf"), rest, 0.0)
 
 
 @triton.jit
+def not_zero(x, high):
+    """`high`, with the smallest number of x's sign where it is zero and x is not: infinity times zero is NaN."""
+    tiny = tl.where(x < 0.0, -5.9604644775390625e-08, 5.9604644775390625e-08)  # 2⁻²⁴
+    return tl.where((high == 0.0) & (x != 0.0), tiny.to(high.dtype), high)
+
+
+@triton.jit
+def flag_infinity(p_flag, x):
+    """Leaves a 1 where x has an infinity. Ordinarily nothing is written."""
+    if tl.max(tl.abs(x.to(tl.float32))) == float("inf"):
+        tl.atomic_max(p_flag, 1, sem="relaxed")
+
+
+@triton.jit
 def largest_kernel(
     p_x,  # [N, C, S], or [N, S, C] where LAST
-    p_largest,  # [C], int32 bits of non-negative floats, which order as the floats do; 0 before
+    p_largest,  # [C], int32 bits of non-negative floats, which order as the floats do; 0 before, and the flag
     C,
     S,
     CHUNKS,  # per row of S
     TILES,  # per chunk
     LAST: tl.constexpr,
+    FLAGS: tl.constexpr,  # leave a 1 behind the last channel where there is an infinity
     BLOCK: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -54,20 +74,30 @@ def largest_kernel(
         base = i_row.to(tl.int64) * S * C
         o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
         largest = tl.zeros([BLOCK, BLOCK_C], tl.float32)
+        if FLAGS:
+            worst = tl.zeros([BLOCK, BLOCK_C], tl.float32)
         for i_tile in range(TILES):
             o_s = (i_chunk * TILES + i_tile) * BLOCK + tl.arange(0, BLOCK)
             m_x = (o_s < S)[:, None] & (o_c < C)[None, :]
             b_x = tl.load(p_x + base + o_s[:, None].to(tl.int64) * C + o_c[None, :], mask=m_x, other=0.0)
             largest = tl.maximum(largest, finite_magnitude(b_x))
+            if FLAGS:
+                worst = tl.maximum(worst, tl.abs(b_x.to(tl.float32)))
         tl.atomic_max(p_largest + o_c, tl.max(largest, axis=0).to(tl.int32, bitcast=True), mask=o_c < C, sem="relaxed")
     else:
         base = i_row.to(tl.int64) * S
         largest = tl.zeros([BLOCK], tl.float32)
+        if FLAGS:
+            worst = tl.zeros([BLOCK], tl.float32)
         for i_tile in range(TILES):
             o_s = (i_chunk * TILES + i_tile) * BLOCK + tl.arange(0, BLOCK)
             b_x = tl.load(p_x + base + o_s, mask=o_s < S, other=0.0)
             largest = tl.maximum(largest, finite_magnitude(b_x))
+            if FLAGS:
+                worst = tl.maximum(worst, tl.abs(b_x.to(tl.float32)))
         tl.atomic_max(p_largest + i_row % C, tl.max(largest).to(tl.int32, bitcast=True), sem="relaxed")
+    if FLAGS:
+        flag_infinity(p_largest + C, worst)
 
 
 @triton.jit
@@ -90,6 +120,7 @@ def pack_input_kernel(
     CP: tl.constexpr,  # channels of a position, padded
     PLANES: tl.constexpr,
     SCALED: tl.constexpr,
+    KEEPS: tl.constexpr,
     LAST: tl.constexpr,
     BLOCK: tl.constexpr,  # positions of the input
     BLOCK_C: tl.constexpr,
@@ -113,10 +144,14 @@ def pack_input_kernel(
     else:
         o_x = o_c[:, None].to(tl.int64) * (D * H * W) + (row + o_w)[None, :]  # [BLOCK_C, BLOCK]
         b_x = tl.trans(tl.load(p_x + sample + o_x, mask=m_c[:, None] & m_w[None, :], other=0.0))
+    if KEEPS:
+        b_given = b_x
     if SCALED:
         largest = tl.load(p_largest + o_c, mask=m_c, other=0).to(tl.float32, bitcast=True)
         b_x = b_x.to(tl.float32) * scale_for(largest)[None, :]
     high = b_x.to(p_high.dtype.element_ty)
+    if KEEPS:
+        high = not_zero(b_given, high)
     out = i_row.to(tl.int64) * PITCH * CP
     o_out = (PW + o_w)[:, None] * CP + o_c[None, :]
     m_out = (o_w < W)[:, None] & (o_c < CP)[None, :]
@@ -137,7 +172,7 @@ def pack_input_kernel(
 def pack_weight_kernel(
     p_w,  # [COUT, C, taps] through its strides
     p_out,  # [columns, PLANES·K], K = ROWS·SPAN·CP
-    p_largest,  # [C] of the input, where SCALED
+    p_largest,  # [C] of the input, where SCALED; where KEEPS in two planes one more
     p_unscale,  # [COUT], out, where SCALED
     COUT,
     C,
@@ -152,6 +187,7 @@ def pack_weight_kernel(
     BLOCK_O: tl.constexpr,  # channels of a block of columns
     PLANES: tl.constexpr,
     SCALED: tl.constexpr,
+    KEEPS: tl.constexpr,
     FLIP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -181,10 +217,16 @@ def pack_weight_kernel(
         if FLIP:
             tap = ROWS * KW - 1 - tap
         b_w = tl.load(p_w + i_o * stride_o + o_c * stride_c + tap * stride_tap, mask=m, other=0.0)
+        if KEEPS:
+            b_given = b_w
         if SCALED:
             powers = scale_for(tl.load(p_largest + o_c, mask=o_c < C, other=0).to(tl.float32, bitcast=True))
             b_w = b_w.to(tl.float32) / powers * scale
         high = b_w.to(p_out.dtype.element_ty)
+        if KEEPS:
+            high = not_zero(b_given, high)
+            if PLANES == 2:
+                flag_infinity(p_largest + C, b_given)
         tl.store(p_out + column * (PLANES * K) + o, high, mask=o < K)
         if PLANES == 2:
             rest = rest_of(b_w, high)

@@ -1,0 +1,97 @@
+"""batch_norm in training: what the passes found per sample and channel, combined over the batch.
+
+Every other kernel reads one number per sample and group: here each channel's is written once for every sample, so that
+they need not know.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def combine_batch_kernel(
+    p_mean,  # [N, C, CHUNKS]: partial moments
+    p_m2,  # [N, C, CHUNKS]
+    p_count,  # [N, CHUNKS]
+    p_batch_mean,  # [N, C], out
+    p_batch_rstd,  # [N, C], out
+    p_running_mean,  # [C], in and out where MOVES
+    p_running_var,  # [C], in and out where MOVES
+    N,
+    C,
+    CHUNKS,
+    count,  # values of a channel
+    eps,
+    MOMENTUM: tl.constexpr,
+    MOVES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    i_c = tl.program_id(0)
+    o_part = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], ACC)
+    for start in range(0, N * CHUNKS, BLOCK):
+        o = start + o_part
+        m = o < N * CHUNKS
+        o_x = (o // CHUNKS * C + i_c) * CHUNKS + o % CHUNKS
+        b_count = tl.load(p_count + o, mask=m, other=0.0)  # [BLOCK]
+        total += tl.load(p_mean + o_x, mask=m, other=0.0) * b_count
+    mean = tl.sum(total) / count
+    m2 = tl.zeros([BLOCK], ACC)
+    for start in range(0, N * CHUNKS, BLOCK):
+        o = start + o_part
+        m = o < N * CHUNKS
+        o_x = (o // CHUNKS * C + i_c) * CHUNKS + o % CHUNKS
+        b_count = tl.load(p_count + o, mask=m, other=0.0)
+        b_mean = tl.load(p_mean + o_x, mask=m, other=0.0)
+        b_m2 = tl.load(p_m2 + o_x, mask=m, other=0.0)
+        m2 += tl.where(m, b_m2 + b_count * (b_mean - mean) * (b_mean - mean), 0.0)
+    squares = tl.sum(m2)
+    rstd = 1.0 / tl.sqrt(squares / count + eps)
+    for start in range(0, N, BLOCK):
+        o = start + o_part
+        tl.store(p_batch_mean + o * C + i_c, tl.zeros([BLOCK], ACC) + mean, mask=o < N)
+        tl.store(p_batch_rstd + o * C + i_c, tl.zeros([BLOCK], ACC) + rstd, mask=o < N)
+    if MOVES:
+        old_mean = tl.load(p_running_mean + i_c).to(ACC)
+        old_var = tl.load(p_running_var + i_c).to(ACC)
+        new_mean = (1.0 - MOMENTUM) * old_mean + MOMENTUM * mean
+        new_var = (1.0 - MOMENTUM) * old_var + MOMENTUM * (squares / (count - 1.0))
+        tl.store(p_running_mean + i_c, new_mean.to(p_running_mean.dtype.element_ty))
+        tl.store(p_running_var + i_c, new_var.to(p_running_var.dtype.element_ty))
+
+
+@triton.jit
+def combine_batch_sums_kernel(
+    p_sums,  # [2 and more, N, C, CHUNKS]: sums of dn, and of dn · x̂ (see gradient.py)
+    p_weight,  # [C], unread without HAS_WEIGHT
+    p_a,  # [N, C], out: the mean of γ · dn over the batch
+    p_b,  # [N, C], out: the mean of γ · dn · x̂
+    N,
+    C,
+    S,
+    CHUNKS,
+    PLANE,  # N·C·CHUNKS
+    HAS_WEIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    i_c = tl.program_id(0)
+    o_part = tl.arange(0, BLOCK)
+    # Sums of opposite signs may be far larger than their total: float64, which costs nothing for so few.
+    a = tl.zeros([BLOCK], tl.float64)
+    b = tl.zeros([BLOCK], tl.float64)
+    for start in range(0, N * CHUNKS, BLOCK):
+        o = start + o_part
+        m = o < N * CHUNKS
+        o_x = (o // CHUNKS * C + i_c) * CHUNKS + o % CHUNKS
+        a += tl.load(p_sums + o_x, mask=m, other=0.0).to(tl.float64)  # [BLOCK]
+        b += tl.load(p_sums + PLANE + o_x, mask=m, other=0.0).to(tl.float64)
+    scale = 1.0 / (tl.cast(N, tl.float64) * S)
+    if HAS_WEIGHT:
+        scale *= tl.load(p_weight + i_c).to(tl.float64)
+    mean_a = (tl.sum(a) * scale).to(p_a.dtype.element_ty)
+    mean_b = (tl.sum(b) * scale).to(p_b.dtype.element_ty)
+    for start in range(0, N, BLOCK):
+        o = start + o_part
+        tl.store(p_a + o * C + i_c, tl.zeros([BLOCK], p_a.dtype.element_ty) + mean_a, mask=o < N)
+        tl.store(p_b + o * C + i_c, tl.zeros([BLOCK], p_b.dtype.element_ty) + mean_b, mask=o < N)

@@ -1,0 +1,126 @@
+"""layer_norm: a row of the last axes lies inside one tile, so that one pass over a value does everything.
+
+Names are as in normalize.py. A contiguous value is seen as rows of L elements, R of them for each sample and channel; a
+tile has BLOCK_R rows. Where a row is a whole sample, its channels lie one after the other inside it (SAMPLE).
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def row_mean(x, m_x, L):
+    return tl.sum(tl.where(m_x, x, 0.0), axis=1)[:, None] / tl.cast(L, x.dtype)  # [BLOCK_R, 1]
+
+
+@triton.jit
+def row_statistics(x, m_x, L, eps):
+    mean = row_mean(x, m_x, L)
+    centred = x - mean
+    return mean, 1.0 / tl.sqrt(row_mean(centred * centred, m_x, L) + eps)
+
+
+@triton.jit
+def rows_kernel(
+    p_x,  # [ROWS, L]
+    p_y,  # [ROWS, L], out; may be p_x
+    a0,
+    a1,
+    a2,
+    a3,
+    a4,
+    a5,
+    C,
+    R,  # rows of a sample's channel
+    L,
+    ROWS,
+    STEPS: tl.constexpr,  # all steps, as one composed function (see emit.py)
+    SAMPLE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    ALIGN: tl.constexpr,  # a power of two that divides L: the compiler asks only for 16
+    ACC: tl.constexpr,
+):
+    L = L // ALIGN * ALIGN  # the same number: a hint would not reach the masks
+    first = tl.program_id(0).to(tl.int64) * BLOCK_R
+    o_r = tl.arange(0, BLOCK_R)
+    o_l = tl.arange(0, BLOCK_L)[None, :]
+    o_x = o_r[:, None] * L + o_l  # [BLOCK_R, BLOCK_L]
+    m_x = (first + o_r < ROWS)[:, None] & (o_l < L)
+    o_c = o_l // (L // C) if SAMPLE else ((first + o_r) // R % C)[:, None]
+    b_x = tl.load(p_x + first * L + o_x, mask=m_x, other=0.0).to(ACC)
+    b_y = STEPS(b_x, o_l, L, o_c, first * L, o_x, o_c < C, m_x, a0, a1, a2, a3, a4, a5)
+    tl.store(p_y + first * L + o_x, b_y.to(p_y.dtype.element_ty), mask=m_x)
+
+
+@triton.jit
+def with_sums(totals, blocks, m_x, FIRST: tl.constexpr, COUNT: tl.constexpr, OVER_ROWS: tl.constexpr):
+    """`totals` and the sums of COUNT blocks from FIRST on: over rows, or over everything."""
+    sums = ()
+    for i in tl.static_range(COUNT):
+        block = tl.where(m_x, blocks[FIRST + i], 0.0)  # lanes past the end may hold NaN
+        if OVER_ROWS:
+            sums += (totals[i] + tl.sum(block, axis=0),)
+        else:
+            sums += (totals[i] + tl.sum(block),)
+    return sums
+
+
+@triton.jit
+def rows_gradient_kernel(
+    p_x,  # [N·C, R, L]
+    p_g,  # [N·C, R, L]
+    p_dx,  # [N·C, R, L], out
+    p_sums,  # [TOTALS, N·C, CHUNKS], out
+    p_columns,  # [COLUMNS, N·C·CHUNKS, L], out
+    p_full0,  # [N·C, R, L], out where FULL
+    p_full1,  # [N·C, R, L], out where FULL is 2
+    a0,
+    a1,
+    a2,
+    a3,
+    a4,
+    a5,
+    C,
+    R,
+    L,
+    CHUNKS,
+    TILES,  # per chunk
+    PLANE,  # N·C·CHUNKS
+    GRADIENT: tl.constexpr,  # see emit_gradient.py
+    TOTALS: tl.constexpr,  # blocks after the first one that are summed
+    FULL: tl.constexpr,  # blocks after those that are stored
+    COLUMNS: tl.constexpr,  # 2: the blocks after those are summed over rows
+    BLOCK_R: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    L = L // ALIGN * ALIGN
+    i_chunk = tl.program_id(0) % CHUNKS
+    i_row = tl.program_id(0) // CHUNKS
+    base = i_row.to(tl.int64) * R * L
+    o_c = i_row % C
+    o_l = tl.arange(0, BLOCK_L)[None, :]
+    totals = (tl.zeros([], ACC),) * TOTALS
+    columns = (tl.zeros([BLOCK_L], ACC),) * COLUMNS
+    for i_tile in range(TILES):
+        o_r = (i_chunk * TILES + i_tile) * BLOCK_R + tl.arange(0, BLOCK_R)
+        o_x = o_r[:, None] * L + o_l  # [BLOCK_R, BLOCK_L]
+        m_x = (o_r < R)[:, None] & (o_l < L)
+        b_x = tl.load(p_x + base + o_x, mask=m_x, other=0.0).to(ACC)
+        b_g = tl.load(p_g + base + o_x, mask=m_x, other=0.0).to(ACC)
+        blocks = GRADIENT(b_x, b_g, o_l, L, o_c, base, o_x, o_c < C, m_x, a0, a1, a2, a3, a4, a5)
+        tl.store(p_dx + base + o_x, blocks[0].to(p_dx.dtype.element_ty), mask=m_x)
+        totals = with_sums(totals, blocks, m_x, 1, TOTALS, False)
+        columns = with_sums(columns, blocks, m_x, 1 + TOTALS + FULL, COLUMNS, True)
+        if FULL > 0:
+            tl.store(p_full0 + base + o_x, blocks[1 + TOTALS].to(p_full0.dtype.element_ty), mask=m_x)
+        if FULL > 1:
+            tl.store(p_full1 + base + o_x, blocks[2 + TOTALS].to(p_full1.dtype.element_ty), mask=m_x)
+    for i in tl.static_range(TOTALS):
+        tl.store(p_sums + i * PLANE + tl.program_id(0), totals[i])
+    o_column = tl.arange(0, BLOCK_L)
+    for i in tl.static_range(COLUMNS):
+        place = (i * PLANE + tl.program_id(0)).to(tl.int64) * L
+        tl.store(p_columns + place + o_column, columns[i], mask=o_column < L)

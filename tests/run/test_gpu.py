@@ -65,6 +65,7 @@ GATES = [
     Builder(2, conv(2, (3, 4))).op("mul", "row").norm(2).op("mul", "row").op("relu").chain(),
     Builder(2, conv(2, (3, 4), bias=False)).norm(2).op("mul", "row").op("add", "row").reduce("mean", "sample").chain(),
     Builder(2, conv(2, (3, 4), 2)).op("add", "row").op("relu").chain(),
+    Builder(2, conv(2, (3, 4), transposed=True, stride=2)).op("mul", "row").norm(2).op("add", "row").chain(),
 ]
 
 

@@ -27,7 +27,7 @@ GPU_SOURCES = [
     *(SOURCE / f"kernels/triton/{name}.py" for name in ("pointwise", "normalize", "moments", "pack")),
     *(SOURCE / f"kernels/triton/{name}.py" for name in ("convolve", "phases")),
     SOURCE / "emit.py",
-    *(SOURCE / f"plan/{name}.py" for name in ("gpu", "convolve", "gemm", "phases", "few_channels")),
+    *(SOURCE / f"plan/{name}.py" for name in ("gpu", "convolve", "gemm", "phases", "few_channels", "tiles")),
     *(SOURCE / f"run/{name}.py" for name in ("gpu", "gemm", "phases", "few_channels", "passes", "finish_moments")),
     SOURCE / "run/library.py",
     *(SOURCE / f"run/{name}.py" for name in ("launch", "nvrtc", "programs")),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 
-from cases import BY_NAME, CASES, CHAIN_61
-from postlude.emit import emit, pass_slots
+import pytest
+
+from cases import BY_NAME, CASES, CHAIN_61, Builder
+from postlude.emit import emit, pass_slots, too_many_tensors
 from postlude.plan.gpu import last_fused_step
 
 
@@ -30,4 +32,24 @@ def test_full_tensors_are_loaded_where_the_value_is() -> None:
 def test_every_case_emits_python() -> None:
     for case in CASES:
         last = last_fused_step(case.chain)
-        ast.parse(emit(case.chain, "whole", last, pass_slots(case.chain, last)))
+        ast.parse(emit(case.chain, "whole", last, pass_slots(case.chain, last), 6))
+
+
+def test_a_row_is_found_by_the_sample() -> None:
+    chain = BY_NAME["conv row norm row"].chain
+    text = emit(chain, "whole", 4, pass_slots(chain, 4), 4)
+    assert "t3 = tl.load(a1 + base // a5 * 4 + o_c, mask=m_c, other=0.0).to(v0.dtype)" in text
+    with pytest.raises(ValueError, match="without the number of channels"):
+        emit(chain, "whole", 4, pass_slots(chain, 4))
+
+
+def test_the_size_of_a_sample_takes_the_place_of_a_tensor() -> None:
+    built = Builder(2).op("mul", "row")
+    for _ in range(4):
+        built.op("add", "channel")
+    assert too_many_tensors(built.chain(), 5) is None
+    assert too_many_tensors(built.op("add", "channel").chain(), 6) == "the steps read more than 5 tensors"
+    without = Builder(2)
+    for _ in range(6):
+        without.op("add", "channel")
+    assert too_many_tensors(without.chain(), 6) is None

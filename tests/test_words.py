@@ -24,9 +24,7 @@ POINTS = [
     *(0.1, -2.0, 2.0, 5.0, -5.0, 0.7, 1.5, -1.5, 2.5, -2.5, 9.0, -9.0),
 ]
 CARD = hardware.Machine("cuda", 4, 50 << 20, True, architecture="sm_90")
-ON_CARD = [case for case in WORDS if "row" not in case.chain.roles]
 named = pytest.mark.parametrize("case", WORDS, ids=lambda c: c.name)
-on_card = pytest.mark.parametrize("case", ON_CARD, ids=lambda c: c.name)
 DTYPES = ((torch.float64, 1e-14), (torch.float32, 2e-6))
 ROUGH = {"hardsigmoid": 1e-7, "hardswish": 1e-7}  # PyTorch multiplies by a sixth in fp32, in float64 too
 
@@ -63,21 +61,21 @@ def test_in_place_on_the_cpu_is_pytorchs_to_the_bit(case: Case, dtype: torch.dty
         torch.testing.assert_close(now, then, rtol=0, atol=0, equal_nan=True)
 
 
-@on_card
+@named
 @pytest.mark.interpret
 @pytest.mark.filterwarnings("ignore")
 def test_ties_infinities_and_nan_are_pytorchs_on_the_card(case: Case) -> None:
     values_agree(case, "cpu")
 
 
-@on_card
+@named
 @pytest.mark.interpret
 @pytest.mark.filterwarnings("ignore")
 def test_gradients_at_ties_infinities_and_nan_are_pytorchs(case: Case) -> None:
     gradients_agree(case, "cpu")
 
 
-@on_card
+@named
 @pytest.mark.interpret
 @pytest.mark.filterwarnings("ignore")
 def test_numerical_differentiation_agrees(case: Case) -> None:
@@ -98,7 +96,7 @@ def test_numerical_differentiation_agrees(case: Case) -> None:
     torch.testing.assert_close(dv, expected, rtol=1e-6, atol=1e-8, equal_nan=True)
 
 
-@on_card
+@named
 @pytest.mark.gpu
 def test_a_real_card_agrees_with_pytorchs_own_kernels_on_it(case: Case) -> None:
     values_agree(case, "cuda")

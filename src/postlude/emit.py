@@ -5,11 +5,13 @@ The function works on one block of a value and loads what else it needs itself:
     v0              the block as loaded        mean, rstd   the norm's, in `whole`
     o_c, m_c        channel of each element and its mask
     base, o_x, m_x  where the row or sample begins, each element's offset from there, and its mask
-    a0 … a5         pointers to the other tensors of the pass
+    a0 … a5         pointers to the other tensors of the pass; where one of them has a number per sample and channel,
+                    a5 is how many elements a sample has: with the number of channels, in the text, it tells from
+                    `base` which sample this is, and the kernels need not say it to chains that do not ask
     o_l, L          in `rows`, where each row of the block is one of a layer_norm: place in it, and its length
 
 Where a chain needs only moments, a second function carries them (`emit_moments`): mean, var [BLOCK_C] per channel of
-one sample, each over `count` positions.
+one sample, each over `count` positions. It runs in one program for each sample.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from postlude.words import POINTWISE as WORDS
 from postlude.words import PointwiseRow
 
 OPERANDS = 6  # pointers that the kernels take
+_SAMPLE = f"a{OPERANDS - 1}"  # elements of a sample, where a step asks for them
 NAMES = ("x", "y", "z", "u", "w")  # a step's operands in the texts below, by their order
 
 
@@ -61,23 +64,42 @@ def pass_slots(chain: Chain, last: int) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=1024)
+def reads_rows(chain: Chain, last: int) -> bool:
+    """True where one of steps 1 to `last` reads a number per sample and channel."""
+    return any(chain.roles[slot] == "row" for slot in pass_slots(chain, last))
+
+
+def too_many_tensors(chain: Chain, last: int) -> str | None:
+    most = OPERANDS - reads_rows(chain, last)
+    return f"the steps read more than {most} tensors" if len(pass_slots(chain, last)) > most else None
+
+
+@functools.lru_cache(maxsize=1024)
 def moments_slots(chain: Chain, first: int, last: int) -> tuple[int, ...]:
     """The slots that steps `first` to `last` read, in the order of their pointers."""
     return tuple(dict.fromkeys(_read_by(chain, first, last)))
 
 
-def emit(chain: Chain, name: str, last: int, pointers: tuple[int, ...]) -> str:
-    """Steps 1 to `last`; a norm among them takes its mean and rstd as arguments of `whole`, or finds them in `rows`."""
+def emit(chain: Chain, name: str, last: int, pointers: tuple[int, ...], channels: int = 0) -> str:
+    """Steps 1 to `last`; a norm among them takes its mean and rstd as arguments of `whole`, or finds them in `rows`.
+
+    `channels` of the value are asked for where a step reads a number per sample and channel.
+    """
+    if reads_rows(chain, last) and not channels:
+        raise ValueError("a number per sample and channel cannot be found without the number of channels")
     given = {"whole": "mean, rstd, ", "rows": "o_l, L, "}.get(name, "")
     lines = ["@triton.jit", f"def {name}(v0, {given}o_c, base, o_x, m_c, m_x, {pointer_arguments()}):"]
     loaded: set[int] = set()
     if _has_bias(chain):  # the library's convolution adds it in a pass of its own over the whole result
         lines += [f"    {_load(chain, Slot(_BIAS), pointers)}", f"    v0 = v0 + t{_BIAS}"]
+    # A tile of `rows` may hold rows of several samples.
+    where, mask = ("(base + o_x)", "m_x") if name == "rows" else ("base", "m_c")
+    row = (f"{where} // {_SAMPLE} * {channels} + o_c", mask)
     for number, step in enumerate(chain.steps[:last], 1):
         for operand in operands_of(step):
             if isinstance(operand, Slot) and operand.index not in loaded:
                 loaded.add(operand.index)
-                lines.append(f"    {_load(chain, operand, pointers)}")
+                lines.append(f"    {_load(chain, operand, pointers, row)}")
         if isinstance(step, Normalize) and step.over == "row":
             lines.append(f"    mean, rstd = row_statistics(v{step.operand.index}, m_x, L, {step.eps!r})")
         lines.append(f"    v{number} = {_expression(step)}")
@@ -88,7 +110,8 @@ def emit(chain: Chain, name: str, last: int, pointers: tuple[int, ...]) -> str:
 def emit_moments(chain: Chain, first: int, last: int, pointers: tuple[int, ...]) -> str:
     """Steps `first` to `last`, the reduction, on moments: the mean of an affine image is the image of the mean."""
     lines = ["@triton.jit", f"def moments(mean, var, count, o_c, m_c, C, {pointer_arguments()}):"]
-    lines += [f"    {_load(chain, Slot(index), pointers, 'mean')}" for index in pointers]
+    row = ("tl.program_id(0).to(tl.int64) * C + o_c", "m_c")
+    lines += [f"    {_load(chain, Slot(index), pointers, row, 'mean')}" for index in pointers]
     for number, step in enumerate(chain.steps[first - 1 : last], first):
         squares = any(isinstance(later, Normalize) for later in chain.steps[number:last])
         lines += [f"    {line}" for line in _moments(step, squares)]
@@ -129,11 +152,15 @@ def pointer_arguments() -> str:
     return ", ".join(f"a{number}" for number in range(OPERANDS))
 
 
-def _load(chain: Chain, slot: Slot, pointers: tuple[int, ...], like: str = "v0") -> str:
+def _load(
+    chain: Chain, slot: Slot, pointers: tuple[int, ...], row: tuple[str, str] = ("", ""), like: str = "v0"
+) -> str:
+    """`row` is where a number per sample and channel lies, and its mask."""
     pointer, role = f"a{pointers.index(slot.index)}", chain.roles[slot.index]
     if role == "one":
         return f"t{slot.index} = tl.load({pointer}).to({like}.dtype)"
-    where, mask = {"full": ("base + o_x", "m_x"), "last": ("o_l", "o_l < L")}.get(role, ("o_c", "m_c"))
+    by_role = {"full": ("base + o_x", "m_x"), "last": ("o_l", "o_l < L"), "row": row}
+    where, mask = by_role.get(role, ("o_c", "m_c"))
     return f"t{slot.index} = tl.load({pointer} + {where}, mask={mask}, other=0.0).to({like}.dtype)"
 
 

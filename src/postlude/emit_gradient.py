@@ -26,7 +26,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from postlude.chain import Cast, Chain, Normalize, Operand, Pointwise, Reduce, Slot, Step, Value, values_of
-from postlude.emit import OPERANDS, call_of, emit, pass_slots, pointer_arguments, words_of
+from postlude.emit import call_of, emit, pass_slots, pointer_arguments, too_many_tensors, words_of
 from postlude.words import POINTWISE as WORDS
 
 FULL = 2  # gradients of whole tensors that the kernels store beside the value's
@@ -67,7 +67,7 @@ DERIVATIVES: dict[str, tuple[str, ...]] = {
 class Wanted:
     """What each pass gives beside dn, dn · x̂ and the gradient at the first value, as slots of the chain."""
 
-    sums: tuple[int, ...]  # per-channel vectors that only steps after the norm read
+    sums: tuple[int, ...]  # vectors, per channel or per sample and channel, that only steps after the norm read
     totals: tuple[int, ...]  # the convolution's bias, and the vectors that are not in `sums`
     full: tuple[int, ...]  # tensors of the value's size
 
@@ -78,7 +78,7 @@ def wanted(chain: Chain, last: int, needs: frozenset[int]) -> Wanted:
     norm, uses = None if has_rows(chain, last) else norm_step(chain, last), _first_uses(chain, last)
     asked = [slot for slot in pass_slots(chain, last) if slot in needs]
     full = tuple(slot for slot in asked if chain.roles[slot] == "full")
-    vectors = [slot for slot in asked if chain.roles[slot] in ("channel", "one") and slot in uses]
+    vectors = [slot for slot in asked if chain.roles[slot] in ("channel", "row", "one") and slot in uses]
     sums = tuple(slot for slot in vectors if norm is not None and uses[slot] > norm)
     totals = tuple(slot for slot in asked if chain.roles[slot] == "bias" or (slot in vectors and slot not in sums))
     return Wanted(sums, totals, full)
@@ -100,25 +100,22 @@ def unsupported_gradient(chain: Chain, last: int) -> str | None:
     unread = set(range(last)) - read
     if unread:
         return f"no fused step reads value {min(unread)}"
-    slots = pass_slots(chain, last)
-    if len(slots) > OPERANDS:
-        return f"the steps read more than {OPERANDS} tensors"
-    if sum(chain.roles[slot] == "full" for slot in slots) > FULL:
+    if sum(chain.roles[slot] == "full" for slot in pass_slots(chain, last)) > FULL:
         return f"the steps read more than {FULL} tensors of the value's size"
-    return None
+    return too_many_tensors(chain, last)
 
 
-def emit_sums(chain: Chain, last: int, needs: frozenset[int], pointers: tuple[int, ...]) -> str:
+def emit_sums(chain: Chain, last: int, needs: frozenset[int], pointers: tuple[int, ...], channels: int = 0) -> str:
     """The first pass, of a chain with a norm: from the last step back to the norm's result."""
     norm, slots = norm_step(chain, last), wanted(chain, last, needs).sums
     assert norm is not None
     back, parts = _backward(chain, norm + 1, last, norm, slots)
     back += [f"d{norm} = {_sum(parts[Value(norm)])}", *_slot_lines(slots, parts)]
     given = [f"d{norm}", f"d{norm} * x_hat", *map(_slot_name, slots)]
-    return _function("sums", "mean, rstd, ", [*_forward(chain, last, pointers), *back], given)
+    return _function("sums", "mean, rstd, ", [*_forward(chain, last, pointers, channels), *back], given)
 
 
-def emit_gradient(chain: Chain, last: int, needs: frozenset[int], pointers: tuple[int, ...]) -> str:
+def emit_gradient(chain: Chain, last: int, needs: frozenset[int], pointers: tuple[int, ...], channels: int = 0) -> str:
     """The second pass: from the last step back to the first value."""
     want = wanted(chain, last, needs)
     slots = want.totals + want.full
@@ -133,7 +130,7 @@ def emit_gradient(chain: Chain, last: int, needs: frozenset[int], pointers: tupl
     if has_rows(chain, last):
         norm, takes = norm_step(chain, last), "o_l, L, "
         given += [f"d{norm}", f"d{norm} * x_hat"]
-    return _function("gradient", takes, [*_forward(chain, last, pointers), *back], given)
+    return _function("gradient", takes, [*_forward(chain, last, pointers, channels), *back], given)
 
 
 def slots_read(text: str) -> set[int]:
@@ -145,9 +142,10 @@ def slots_needed(chain: Chain, last: int) -> frozenset[int]:
     """The slots that a backward pass may read: all but running statistics, and tensors of the value's size that no
     gradient depends on."""
     needs, pointers = frozenset(range(len(chain.roles))), pass_slots(chain, last)
-    read = slots_read(emit_gradient(chain, last, needs, pointers))
+    channels = 1  # any number: it does not change which tensors are read
+    read = slots_read(emit_gradient(chain, last, needs, pointers, channels))
     if norm_step(chain, last) is not None and not has_rows(chain, last):
-        read |= slots_read(emit_sums(chain, last, needs, pointers))
+        read |= slots_read(emit_sums(chain, last, needs, pointers, channels))
     return frozenset(s for s, role in enumerate(chain.roles) if role != "running" and (role != "full" or s in read))
 
 
@@ -223,10 +221,10 @@ def _scaled(step: Normalize, number: int) -> str:
     return f"d{number}" if step.weight is None else f"t{step.weight.index} * d{number}"
 
 
-def _forward(chain: Chain, last: int, pointers: tuple[int, ...]) -> list[str]:
+def _forward(chain: Chain, last: int, pointers: tuple[int, ...], channels: int) -> list[str]:
     """The lines that compute v1, v2, …: emit's own, without its signature and its return."""
     norm, form = norm_step(chain, last), "rows" if has_rows(chain, last) else "whole"
-    lines = [line.strip() for line in emit(chain, form, last, pointers).splitlines()[2:-1]]
+    lines = [line.strip() for line in emit(chain, form, last, pointers, channels).splitlines()[2:-1]]
     if norm is not None:
         (operand,) = values_of(chain.steps[norm - 1])
         lines.append(f"x_hat = (v{operand.index} - mean) * rstd")

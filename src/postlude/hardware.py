@@ -9,12 +9,18 @@ import os
 import platform
 import re
 import shutil
+import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from postlude.code_hash import kernel_hash
+from postlude.tile_table import NO_TILES, Key, TileTable, read_tables
+from postlude.tile_table import Found as FoundTiles
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,7 @@ class Machine:
     architecture: str = ""  # "sm_90" on an NVIDIA GPU, "gfx942" on an AMD one, the CPU's instruction set otherwise
     shared_bytes: int = 0  # shared memory that one block may have, on a GPU
     has_nvrtc: bool = False
+    tiles: TileTable = NO_TILES  # that the user has measured on this card
 
     @property
     def compute_capability(self) -> int:
@@ -55,6 +62,7 @@ def machine_for(device_type: str) -> Machine:
             architecture=name,
             shared_bytes=int(getattr(card, "shared_memory_per_block_optin", card.shared_memory_per_block)),
             has_nvrtc=has_nvrtc(),
+            tiles=tuned_tiles(),
         )
     if device_type != "cpu":
         return Machine(device_type, 0, 0, has_triton=False)  # nothing of ours runs there, so nothing is asked
@@ -150,6 +158,44 @@ def has_glibc() -> bool:
 def malloc_is_tuned() -> bool:
     """True where the environment keeps the C library from mapping and unmapping every large buffer."""
     return "MALLOC_MMAP_THRESHOLD_" in os.environ or "jemalloc" in os.environ.get("LD_PRELOAD", "")
+
+
+def cache_folder() -> Path | None:
+    """Where what outlives a process is kept; None for a user without a home."""
+    named = os.environ.get("POSTLUDE_CACHE_DIR")
+    if named:
+        return Path(named)
+    with suppress(RuntimeError):
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "postlude"
+    return None
+
+
+def tile_key() -> Key:
+    """What tiles that are measured here depend on."""
+    found, here = versions(), Path(__file__).parent
+    kernels = kernel_hash([here / "kernels", here / "emit.py", here / "emit_gradient.py"])
+    return Key(found.get("gpu", ""), found["torch"], found["triton"], kernels)
+
+
+TILES_ADVICE = "`postlude tune FILE.py` makes new ones, `postlude doctor --clear-cache` deletes the old ones"
+
+
+def found_tiles() -> FoundTiles:
+    """The user's own tiles on disk, and what else lies there."""
+    folder = cache_folder()
+    with suppress(OSError):  # a folder that cannot be read holds nothing for us
+        if folder is not None and next(folder.glob("tiles-*.json"), None) is not None:
+            return read_tables(folder, tile_key())
+    return FoundTiles(NO_TILES, (), (), 0)
+
+
+@functools.cache
+def tuned_tiles() -> TileTable:
+    """The user's own tiles. Asked once a process, and so is the warning about tables that are no good here."""
+    found = found_tiles()
+    if found.problem is not None:
+        warnings.warn(f"Tuned tiles in {cache_folder()} are not used: {found.problem}; {TILES_ADVICE}.", stacklevel=2)
+    return found.table
 
 
 def clock_mhz(device_type: str) -> int | None:

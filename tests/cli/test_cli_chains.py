@@ -149,3 +149,4 @@ def test_a_gpu_plan_is_explained_by_its_launches(capsys: pytest.CaptureFixture[s
     assert "6 launches of our kernels; a value of" in said
     assert "2 launches of our kernels; nothing of the convolution's size is stored" in said
     assert "why: our own convolution" in said
+    assert "tiles of the product (2 planes, 64→128 channels): shipped for sm_90, measured on an H200" in said

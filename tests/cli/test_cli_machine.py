@@ -38,15 +38,24 @@ def test_doctor_says_what_to_change(run: Run, monkeypatch: pytest.MonkeyPatch) -
 def test_doctor_clears_its_cache_and_nothing_else(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POSTLUDE_CACHE_DIR", str(tmp_path))
     ours = [tmp_path / f"few_channels-{'0' * 64}.cubin", tmp_path / f"few_channels-{'a' * 64}x1_y.tmp"]
-    others = [tmp_path / "thesis.tex", tmp_path / "few_channels-short.cubin"]
+    ours += [tmp_path / f"tiles-{'0' * 16}-{'a' * 8}.json", tmp_path / f".tiles-{'0' * 16}-{'a' * 8}.json.x1_y"]
+    others = [tmp_path / "thesis.tex", tmp_path / "few_channels-short.cubin", tmp_path / "tiles-mine.json"]
     for path in (*ours, *others):
         path.write_bytes(b"1234")
     ran = run("doctor", "--clear-cache", "--device", "cpu")
     assert ran.code == 0
-    assert "Deleted 2 compiled kernels" in ran.out
+    assert "Deleted 4 compiled kernels and tables of tiles" in ran.out
     assert not any(path.exists() for path in ours)
     assert all(path.exists() for path in others)
     assert "nothing to clear" in run("doctor", "--clear-cache", "--device", "cpu").out
+
+
+def test_tiles_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POSTLUDE_CACHE_DIR", str(tmp_path))
+    assert (doctor._tiles().found, doctor._tiles().state) == ("as shipped", "good")
+    (tmp_path / f"tiles-{hardware.tile_key().digest}-{'a' * 8}.json").write_text("no table")
+    assert doctor._tiles().state == "note"
+    assert "cannot be read" in doctor._tiles().found
 
 
 def test_a_cache_that_cannot_be_cleared_is_one_sentence(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

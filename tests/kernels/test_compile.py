@@ -32,6 +32,7 @@ BLOCK = Builder(3, conv(3, (32, 32), padding=1)).norm(None).op("leaky_relu", slo
 RESIDUAL = Builder(3, conv(3, (64, 64), padding=1, bias=False)).norm(8).op("add", "full").op("silu").chain()
 STRIDED = Builder(3, conv(3, (32, 64), stride=2)).op("gelu", approximate="none").norm(8).chain()
 PLAIN = Builder(3, conv(3, (32, 32), padding=1)).op("gelu", approximate="tanh").op("add", "full").chain()
+GATED = Builder(3, conv(3, (32, 32), padding=1)).op("mul", "row").norm(8).op("mul", "row").op("relu").chain()
 MEAN = Builder(3, conv(3, (32, 32), padding=1)).op("relu").norm(8).reduce("mean", "space").chain()
 FLAT = Builder(2, conv(2, (64, 128))).op("relu").op("add", "channel").chain()
 UP = Builder(2, conv(2, (64, 64), transposed=True, stride=2, padding=1, output_padding=1)).op("mish").op("mul", 2.0)
@@ -48,6 +49,7 @@ PLANS: dict[str, tuple[Chain, tuple[int, ...], torch.dtype, str, str]] = {
     "residual fp32": (RESIDUAL, (2, 64, 33, 34, 35), torch.float32, "contiguous", "fp32"),
     "library": (STRIDED, (2, 32, 128, 128, 128), torch.float16, "contiguous", "auto"),
     "library channels-last": (STRIDED, (2, 32, 128, 128, 128), torch.bfloat16, "channels_last", "auto"),
+    "gated": (GATED, (2, 32, 64, 64, 64), torch.float16, "contiguous", "auto"),
     "one pass": (PLAIN, (2, 32, 64, 64, 64), torch.float16, "contiguous", "auto"),
     "moments only": (MEAN, (2, 32, 64, 64, 64), torch.float32, "contiguous", "tf32"),
     "no norm fp32": (FLAT, (128, 64, 128, 128), torch.float32, "contiguous", "fp32"),
@@ -60,7 +62,7 @@ PLANS: dict[str, tuple[Chain, tuple[int, ...], torch.dtype, str, str]] = {
 }
 EVERYWHERE = ("61 fp32", "61 tf32", "library channels-last")
 ON_AMPERE = ("no norm fp32", "phases fp32", "phases tf32")
-TRAINED = ("61 fp32", "61 tf32", "61 bf16", "block channels-last", "residual fp32", "library")
+TRAINED = ("61 fp32", "61 tf32", "61 bf16", "block channels-last", "residual fp32", "library", "gated")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +105,8 @@ def _of_shape(tensor: Tensor, shape: tuple[int, ...], chain: Chain, role: str, l
     if role == "full":
         space = shape[2:] if chain.producer is None else chain.producer.output_space(shape[2:])
         shape = (shape[0], tensor.shape[1], *space)
+    if role == "row":
+        return tensor.new_empty((shape[0], *tensor.shape[1:]))
     if role not in ("input", "full"):
         return tensor
     last = torch.channels_last_3d if layout == "channels_last" else torch.contiguous_format
@@ -134,7 +138,7 @@ def test_a_training_step_compiles_for_hopper(name: str, monkeypatch: pytest.Monk
     is_ours = name != "library"
     assert names.count("weight_gradient_kernel") == is_ours
     assert sum("convolve" in found for found in names) == 2 * is_ours
-    assert names.count("packed_gradient_kernel") == (name in ("block channels-last", "61 bf16"))
+    assert names.count("packed_gradient_kernel") == (name in ("block channels-last", "61 bf16", "gated"))
     for found in launches:
         assert found.shared <= offline.CARDS[90], found.name
         used = offline.resources(found.ptx, 90)

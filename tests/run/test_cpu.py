@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cases import BY_NAME, CASES, ROW_CASES, Builder, Case, conv
+from cases import BY_NAME, CASES, Builder, Case, conv
 from postlude import hardware, reference
 from postlude.chain import Chain
 from postlude.check import chain_points, tensors_for, verify_chain
@@ -41,7 +41,7 @@ def fused(chain: Chain, tensors: list[Tensor], machine: hardware.Machine = SMALL
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("case", CASES + ROW_CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 @pytest.mark.usefixtures("poisoned_memory", "way")
 def test_is_right_by_the_rule(case: Case, layout: str) -> None:
     points = chain_points(case.chain, case.shape, torch.float32, "cpu", layout=layout)
@@ -49,7 +49,7 @@ def test_is_right_by_the_rule(case: Case, layout: str) -> None:
     assert verdict.right, verdict
 
 
-@pytest.mark.parametrize("case", CASES + ROW_CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_is_right_in_bfloat16_and_float64(case: Case) -> None:
     verdict = verify_chain(fused, case.chain, chain_points(case.chain, case.shape, torch.bfloat16, "cpu"))
     assert verdict.right, verdict
@@ -60,7 +60,7 @@ def test_is_right_in_bfloat16_and_float64(case: Case) -> None:
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("case", CASES + ROW_CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 @pytest.mark.usefixtures("way")
 def test_dtype_shape_and_strides_are_pytorchs(case: Case, layout: str) -> None:
     tensors = tensors_for(case.chain, case.shape, torch.float32, "cpu", 0, "normal", layout)
@@ -69,7 +69,7 @@ def test_dtype_shape_and_strides_are_pytorchs(case: Case, layout: str) -> None:
         assert (ours.dtype, ours.shape, ours.stride()) == (theirs.dtype, theirs.shape, theirs.stride())
 
 
-@pytest.mark.parametrize("case", CASES + ROW_CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 @pytest.mark.usefixtures("way")
 def test_the_callers_tensors_are_left_alone(case: Case) -> None:
     tensors = tensors_for(case.chain, case.shape, torch.float32, "cpu", 0, "normal", "contiguous")

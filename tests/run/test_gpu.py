@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from cases import BY_NAME, CASES, Case
+from cases import BY_NAME, CASES, Builder, Case, conv
 from postlude import reference
 from postlude.chain import Chain
 from postlude.check import chain_points, tensors_for, verify_chain
+from postlude.emit import emit
 from postlude.hardware import Machine
 from postlude.plan import Plan, problem_of
 from postlude.plan.gemm import Gemm
 from postlude.plan.gpu import lower_for_gpu
 from postlude.plan.types import Tile
-from postlude.run import passes
+from postlude.run import finish_moments, passes, programs
 from postlude.run.gpu import GpuRun
 
 pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore")]
@@ -57,6 +59,47 @@ def test_our_own_convolution_is_right_by_the_rule() -> None:
     points = chain_points(case.chain, (2, 4, 3, 4, 5), torch.float32, "cpu")
     verdict = verify_chain(fused, case.chain, points)
     assert verdict.right, verdict
+
+
+GATES = [
+    Builder(2, conv(2, (3, 4))).op("mul", "row").norm(2).op("mul", "row").op("relu").chain(),
+    Builder(2, conv(2, (3, 4), bias=False)).norm(2).op("mul", "row").op("add", "row").reduce("mean", "sample").chain(),
+    Builder(2, conv(2, (3, 4), 2)).op("add", "row").op("relu").chain(),
+    Builder(2, conv(2, (3, 4), transposed=True, stride=2)).op("mul", "row").norm(2).op("add", "row").chain(),
+]
+
+
+def gate_error(chain: Chain, layout: str, dtype: torch.dtype = torch.float64) -> float:
+    tensors = list(tensors_for(chain, (3, 3, 5, 4), dtype, layout=layout))  # type: ignore[arg-type]
+    return float((fused(chain, tensors) - reference.evaluate(chain, tensors, dtype=torch.float64)).abs().max())
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("chain", GATES, ids=str)
+@pytest.mark.usefixtures("poisoned_memory")
+def test_gates_after_our_own_convolution(chain: Chain, layout: str) -> None:
+    assert gate_error(chain, layout) < 1e-11
+
+
+@pytest.mark.parametrize("right", ["base // a5 * 4", "tl.program_id(0).to(tl.int64) * C"])
+def test_another_samples_gate_is_seen_to_fail(right: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: every sample reads the first one's numbers."""
+    chain, seen = GATES["program_id" in right], []
+
+    def changed(text: str) -> dict[str, Any]:
+        seen.append(right in text)
+        return programs.compose(text.replace(right, "0"))
+
+    def program(*given: Any) -> Any:
+        return changed(programs.HEADER + emit(*given))[given[1]]
+
+    monkeypatch.setattr("postlude.run.gemm.program", program)
+    monkeypatch.setattr("postlude.run.passes.program", program)
+    monkeypatch.setattr("postlude.run.finish_moments.compose", changed)
+    finish_moments.moments_program.cache_clear()
+    assert gate_error(chain, "contiguous") > 1e-3
+    assert any(seen)
+    finish_moments.moments_program.cache_clear()
 
 
 @pytest.fixture

@@ -58,6 +58,12 @@ EXTRA = [
     extra("one group without affine", Builder(3).op("silu").norm(1, affine=False), (2, 5, 4, 3, 5)),
     extra("value from before the norm", Builder(2).op("relu").norm(2).op("mul", Value(0)).op("add", Value(1))),
     extra("no norm", Builder(2, conv(2, (6, 5))).op("silu").op("mul", "channel").op("mul", Value(0))),
+    extra(
+        "rows on both sides",
+        Builder(2, conv(2, (6, 8), bias=False)).op("mul", "row").op("silu").norm(4).op("mul", "row").op("add", "row"),
+        (3, 6, 5, 7),
+    ),
+    extra("a row shared over the norm", Builder(2).op("mul", "row").norm(3).op("silu").op("mul", Slot(1))),
     extra("many channels", Builder(2).norm(9).op("silu").op("mul", "channel"), (1, 18, 3, 5)),
 ]
 ALL = [dataclasses.replace(case, shape=(min(2, case.shape[0]), *case.shape[1:])) for case in CASES + EXTRA]
@@ -185,12 +191,13 @@ class Fused(torch.autograd.Function):
         Builder(2, conv(2, (2, 2), 2)).op("silu").norm(1).op("mul", Value(0)).op("add", "full"),
         Builder(2).op("mul", "channel").norm(None).op("gelu", approximate="tanh").op("mul", "channel"),
         Builder(2).op("gelu", approximate="none").op("mul", "full"),
+        Builder(2).op("mul", "row").norm(1).op("silu").op("add", "row"),
     ],
     ids=lambda b: str(b.chain()),
 )
 def test_numerical_differentiation_agrees(builder: Builder) -> None:
     chain = builder.chain()
-    tensors = tensors_for(chain, (1, 2, 3, 2), torch.float64)
+    tensors = tensors_for(chain, (2 if "row" in chain.roles else 1, 2, 3, 2), torch.float64)
     plan = plan_for(chain, tensors)
     value = first_value(plan, tensors).clone().requires_grad_()
     slots = everything(chain)

@@ -28,6 +28,7 @@ MUTANTS: list[tuple[str, str, str, Case]] = [
     ("emitted", "rstd * (", "(", SMALL),
     ("emitted", "d0 = d4 + ", "d0 = ", BY_NAME["value used twice"]),
     ("emitted", "d2 * x_hat", "d2 * v1", SMALL),
+    ("emitted", "base // a5 * 6", "0", next(case for case in ALL if case.name == "a row shared over the norm")),
     ("derivatives", "tl.where(x <= 0, 0.0, g)", "tl.where(x < 0, 0.0, g)", SMALL),
     (
         "derivatives",

@@ -36,7 +36,7 @@ def packs_every_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("name", ["block", "transposed", "residual"])
+@pytest.mark.parametrize("name", ["block", "transposed", "residual", "gated"])
 def test_is_autograds(name: str, layout: str) -> None:
     tensors = inputs(CHAINS[name], torch.float64, layout)
     run = training(CHAINS[name], tensors)

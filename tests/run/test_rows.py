@@ -26,14 +26,17 @@ GELU = GELU.op("gelu", approximate="none").op("mul", "channel")
 TWO = Builder(2, conv(2, (2, 3), padding=1)).op("mul", "full").layer_norm(2).op("silu").op("add", "full")
 BARE = Builder(3).op("mul", "channel").layer_norm(affine=False).op("mul", "channel")
 SAMPLE = Builder(2).op("mul", "channel").layer_norm(3, eps=1e-3).op("add", "channel")
+GATED = Builder(2).op("mul", "row").layer_norm().op("silu").op("mul", "row")
 CHAINS: dict[str, tuple[Chain, tuple[int, ...]]] = {
     "the last axis": (GELU.chain(), (2, 2, 3, 4)),
     "two axes": (TWO.chain(), (2, 2, 5, 4)),
     "no convolution": (BARE.chain(), (2, 2, 2, 9, 5)),
     "a whole sample": (SAMPLE.chain(), (3, 4, 3, 5)),
+    "gates": (GATED.chain(), (3, 2, 2, 5)),
+    "gates of whole samples": (Builder(2).op("mul", "row").layer_norm(3).op("add", "row").chain(), (5, 3, 2, 3)),
     "and another norm": (GELU.norm(3).op("relu").chain(), (2, 2, 3, 4)),
 }
-TRAINED = ("the last axis", "two axes", "no convolution")
+TRAINED = ("the last axis", "two axes", "no convolution", "gates")
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])

@@ -26,8 +26,11 @@ BLOCK = Builder(2, conv(2, (3, 4), padding=1)).norm(None).op("leaky_relu", slope
 RESIDUAL = Builder(2, conv(2, (3, 4), padding=1, bias=False)).op("relu").norm(2).op("add", "full").op("silu").chain()
 ADDED = Builder(2, conv(2, (3, 4), padding=1)).norm(2).op("add", "full").chain()
 TURNED = Builder(2, conv(2, (3, 4), transposed=True)).op("relu").norm(2).chain()
+GATED = Builder(2, conv(2, (3, 4), padding=1)).op("mul", "row").norm(2).op("mul", "row").op("silu").chain()
 NORM = Builder(2).op("mul", "channel").norm(2).op("gelu", approximate="tanh").chain()
-CHAINS = {"block": BLOCK, "residual": RESIDUAL, "added": ADDED, "transposed": TURNED, "no convolution": NORM}
+CHAINS = {"block": BLOCK, "residual": RESIDUAL, "added": ADDED, "transposed": TURNED, "no convolution": NORM} | {
+    "gated": GATED
+}
 
 
 @pytest.fixture
@@ -81,8 +84,14 @@ def test_gradients_are_autograds(name: str, layout: str, memory: str) -> None:
     assert_gradients(CHAINS[name], inputs(CHAINS[name], layout=layout), memory)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-8), (torch.float32, 1e-5)], ids=str)
-@pytest.mark.parametrize("name", ["block", "transposed"])
+@pytest.mark.parametrize(
+    ("name", "dtype", "tolerance"),
+    [
+        *((name, *mode) for name in ("block", "transposed") for mode in ((torch.float64, 1e-8), (torch.float32, 1e-5))),
+        ("gated", torch.float64, 1e-8),
+    ],
+    ids=str,
+)
 @pytest.mark.usefixtures("poisoned_memory")
 def test_gradients_by_convolutions_of_our_own(name: str, dtype: torch.dtype, tolerance: float) -> None:
     """Forward, input's and weight's: in float64, and in two half-precision planes."""

@@ -12,6 +12,7 @@ import typer
 
 from postlude import __version__
 from postlude.cli import frame, output
+from postlude.cli.options import BaselinesOption, Debug, Device, File, Json, Precision, ReportPath
 from postlude.errors import PostludeError
 
 app = typer.Typer(
@@ -23,26 +24,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-File = Annotated[Path, typer.Argument(metavar="FILE.py", help="The problem: Model, get_inputs, get_init_inputs.")]
-Device = Annotated[
-    str | None, typer.Option(metavar="cpu|cuda", help="Where to run; by default the GPU where there is one.")
-]
-Precision = Annotated[str, typer.Option(metavar="auto|fp32|tf32", help="auto follows PyTorch's own switches.")]
-Json = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write the results to this file as well.")]
-BaselinesOption = Annotated[
-    str | None,
-    typer.Option(
-        "--baselines",
-        metavar="few|usual|all",
-        help="few: eager alone; all adds max-autotune, and minutes; all on a GPU, usual on a CPU by default.",
-    ),
-]
-ReportPath = Annotated[
-    Path | None,
-    typer.Option("--report", metavar="PATH", help="Write a report: .html (one file, no network), .json or .csv."),
-]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and the warnings of libraries.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -232,6 +213,31 @@ def suite(
         return work.suite(settings, options)
 
     frame.run("suite", frame.Request(device, precision, json, debug), command)
+
+
+@app.command(short_help="Measure the tiles of a model's passes on this card.")
+def tune(
+    file: File,
+    train: Annotated[bool, typer.Option("--train", help="For training: the passes of the gradients too.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be tried, and run none of it.")] = False,
+    device: Device = None,
+    precision: Precision = "auto",
+    json: Json = None,
+    debug: Debug = False,
+) -> None:
+    """Measure other tiles for the model's chains on this card, and keep what is better for later processes.
+
+    Each candidate has to give the untuned tiles' result before it is timed. Nothing is measured when a model runs.
+
+    Exit code: 0 done, 2 could not run.
+    """
+
+    def command(settings: frame.Settings) -> frame.Answer:
+        from postlude.cli import tune as work
+
+        return work.tune(settings, work.Options(file, train, dry_run))
+
+    frame.run("tune", frame.Request(device, precision, json, debug), command)
 
 
 @app.command(short_help="Show results that were written earlier, as a page.")

@@ -61,6 +61,8 @@ def explain_site(site: SiteReport) -> None:
         say(f"  {_slabs(plan) if plan.tile is None else _launches(plan)}")
         moved, before = megabytes(plan.moved_bytes), megabytes(plan.eager_bytes)
         say(f"  predicted to move {moved} beyond the cache; PyTorch moves {before}")
+        for line in plan.tiles:
+            say(f"  tiles of the {line}")
     for reason in plan.reasons:
         say(f"  why: {reason}")
     if site.verdict is not None and _matters(site):

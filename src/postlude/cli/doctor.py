@@ -52,7 +52,7 @@ def _clear() -> Answer:
     except OSError as error:
         raise PostludeError(f"the cache in {folder} could not be cleared: {error.strerror}.") from error
     say(
-        f"Deleted {files} compiled kernels ({megabytes(size)}) from {folder}."
+        f"Deleted {files} compiled kernels and tables of tiles ({megabytes(size)}) from {folder}."
         if files
         else "There was nothing to clear."
     )
@@ -75,6 +75,7 @@ def _machine(settings: Settings) -> Iterator[Finding]:
     yield _threads()
     if settings.device == "cuda":
         yield _gpu()
+        yield _tiles()
         return
     tuned = hardware.malloc_is_tuned()
     export = " ".join(f"{name}={value}" for name, value in TUNED_MALLOC.items())
@@ -99,6 +100,15 @@ def _gpu() -> Finding:
     if hardware.machine_for("cuda").compute_capability < OLDEST_GPU:
         return Finding("gpu", name, "bad", "Postlude needs an NVIDIA card of Ampere or newer; use --device cpu")
     return Finding("gpu", name, "good")
+
+
+def _tiles() -> Finding:
+    found = hardware.found_tiles()
+    rows = len(found.table.rows)
+    words = f"{rows} tuned on this card" if rows else "as shipped"
+    if found.problem is None:
+        return Finding("tiles", words, "good")
+    return Finding("tiles", f"{words}; of tuned ones, {found.problem}", "note", hardware.TILES_ADVICE)
 
 
 def _torch_compile(settings: Settings) -> Iterator[Finding]:

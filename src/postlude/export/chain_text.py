@@ -46,6 +46,8 @@ def unwritable(plan: Plan, others: Iterable[ChainText]) -> str | None:
         return "channels-last kernels are not written to files"
     if any(isinstance(step, Cast) for step in chain.steps) or len(dtypes) > 1 or "float64" in dtypes:
         return "it changes dtypes on the way, or is float64"
+    if "row" in chain.roles:
+        return "kernels that read one number per sample and channel are not written to files"
     if isinstance(plan.passes[-1].sink, Moments) and plan.value.shape[1] > MOST_CHANNELS:
         return f"it has more than {MOST_CHANNELS} channels"
     first = next(iter(others), None)

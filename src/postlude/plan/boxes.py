@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from postlude.chain import Chain, Convolution
 from postlude.hardware import Machine
-from postlude.plan.gemm import Arithmetic, Volume, volume_for
+from postlude.plan.gemm import SHARED_BESIDE, Arithmetic, Volume, volume_for
 from postlude.plan.problem import Problem, power_of_two
 from postlude.plan.program import norm_hides_infinities
+from postlude.plan.tiles import answers, product_questions
 
 _CHANNEL_STEP = 16  # a box's rows are whole multiples of 32 bytes
 _LEAST_ROWS = 64  # of Hopper's instruction: channels, times neighbouring outputs
@@ -50,6 +51,12 @@ class Boxes:
         depth, height, width = self.volume.out
         return depth, -(-height // self.block_h), -(-width // (self.block_j * self.width))
 
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block at most: both operands of every stage, and the rest."""
+        tiles = self.width * self.block_c + self.block_h * self.block_j
+        return 2 * tiles * self.block_k * self.stages + SHARED_BESIDE
+
     def __str__(self) -> str:
         positions = self.block_h * self.block_j
         size = f"{self.width * self.block_c} × {positions} × {self.block_k}"
@@ -74,14 +81,17 @@ def boxes_for(
     if width > 1 and not norm_hides_infinities(chain):
         return None  # products with zeros, which an infinity does not survive
     volume = volume_for(conv, space, width)
-    columns, block_k, stages = _TILES[width * block_c]
     channels = -(-conv.in_channels // _CHANNEL_STEP) * _CHANNEL_STEP
-    block_k = math.gcd(block_k, channels)
-    block_h, block_j = _shape_of(columns, volume)
     packs = problem.x.layout != "channels_last" or channels != conv.in_channels
-    boxes = Boxes(arithmetic, volume, channels, packs, block_h, block_j, block_c, block_k, stages)
-    computed = math.prod(boxes.tiles) * block_h * block_j * width
-    return boxes if even_if_slower or computed <= _WASTE * math.prod(volume.out) else None
+    tuned = (row.values for row in answers(machine, *product_questions("product in place", conv, arithmetic, machine)))
+    for columns, steps, stages in (*(tuple(tile.values()) for tile in tuned), _TILES[width * block_c]):
+        box = _shape_of(columns, volume)
+        boxes = Boxes(arithmetic, volume, channels, packs, *box, block_c, math.gcd(steps, channels), stages)
+        fits = not machine.shared_bytes or boxes.shared_bytes <= machine.shared_bytes
+        computed = math.prod(boxes.tiles) * boxes.block_h * boxes.block_j * width
+        if fits and computed <= _WASTE * math.prod(volume.out):
+            return boxes  # else it was tuned for fewer channels, or other sizes: the shipped one
+    return boxes if even_if_slower else None
 
 
 def width_for(conv: Convolution, block_c: int) -> int:

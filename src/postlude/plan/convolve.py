@@ -20,13 +20,11 @@ from postlude.plan.gemm import (
 from postlude.plan.phases import has_phases
 from postlude.plan.problem import Problem, body_bytes, body_dtype, fp32_mode, power_of_two
 from postlude.plan.program import norm_hides_infinities, row_norm
+from postlude.plan.tiles import answers, product_questions
 
 # A packed position has a multiple of this many channels, so that a tile's rows begin where a descriptor may.
 _CHANNEL_STEP = 16
 _WEIGHT_PROGRAMS = 2  # programs of the weight's gradient for each multiprocessor
-# Rows, neighbouring outputs, stages and warps of the product for the input's gradient, by planes, where 64 channels
-# come out: 0.47 instead of 0.50 ms on chain 61 in one plane, 1.51 instead of 1.66 in two. It has no epilogue to hide.
-_INPUT_GRADIENT = {1: (256, 2, 3, 8), 2: (128, 1, 2, 4)}
 _TRAINED_CHANNELS = 64  # of an input: above, cuDNN's gradients are faster in 16 bits
 _COLUMNS = 128  # of a tile: neighbouring outputs fill up what their channels leave (see `width_for`)
 # Below this many operations the packing launches cost more than a better convolution gains, by what PyTorch's takes.
@@ -70,16 +68,27 @@ def gemm_for(chain: Chain, problem: Problem, machine: Machine, even_if_slower: b
 
 
 def product_for(
-    conv: Convolution, space: tuple[int, ...], arithmetic: Arithmetic, machine: Machine, widens: bool = True
+    conv: Convolution,
+    space: tuple[int, ...],
+    arithmetic: Arithmetic,
+    machine: Machine,
+    widens: bool = True,
+    kind: str = "product",
 ) -> Gemm:
     """The matrix product of a convolution that `unsupported` says nothing against."""
     columns = min(_COLUMNS, max(16, power_of_two(conv.out_channels)))
-    rows, block_c, stages, warps = _tile(arithmetic, columns, machine)
     channels = -(-conv.in_channels // _CHANNEL_STEP) * _CHANNEL_STEP
-    volume = volume_for(conv, space, width_for(conv, block_c) if widens else 1)
-    steps = (16,) if arithmetic.operands == "float64" else (64, 32, 16)
-    block_k = next(k for k in steps if volume.span * channels % k == 0)
-    return Gemm(arithmetic, volume, channels, rows, block_c, block_k, stages, warps)
+    is_exact = arithmetic.operands == "float64"
+    block_c = min(32, columns) if is_exact else columns
+    width = width_for(conv, block_c) if widens else 1
+    for tile in _tiles(kind, conv, arithmetic, machine):
+        volume = volume_for(conv, space, min(width, tile.get("width", width)))
+        steps = (16,) if is_exact else (64, 32, 16)
+        block_k = next(k for k in steps if volume.span * channels % k == 0)
+        gemm = Gemm(arithmetic, volume, channels, tile["rows"], block_c, block_k, tile["stages"], tile["warps"])
+        if _fits(gemm, machine):
+            break  # else it was tuned for fewer taps or channels: the next one
+    return gemm
 
 
 def phased_product_for(conv: Convolution, space: tuple[int, ...], arithmetic: Arithmetic, machine: Machine) -> Gemm:
@@ -87,12 +96,16 @@ def phased_product_for(conv: Convolution, space: tuple[int, ...], arithmetic: Ar
     sums share the registers that one has elsewhere."""
     volume, phases = phased_volume(conv, space)
     columns = min(_COLUMNS // (2 if phases.is_paired else 1), max(16, power_of_two(conv.out_channels)))
-    rows, block_c, stages, warps = _tile(arithmetic, columns, machine)
-    if arithmetic.operands != "float64":
-        warps = 8  # with 4 the addresses of what is stored spill where rows are odd
+    is_exact = arithmetic.operands == "float64"
+    block_c = min(32, columns) if is_exact else columns
     channels = -(-conv.in_channels // _CHANNEL_STEP) * _CHANNEL_STEP
-    block_k = 16 if arithmetic.operands == "float64" else min(64, channels & -channels)
-    return Gemm(arithmetic, volume, channels, rows, block_c, block_k, stages, warps, phases)
+    block_k = 16 if is_exact else min(64, channels & -channels)
+    for tile in _tiles("product by phase", conv, arithmetic, machine):
+        sizes = (tile["rows"], block_c, block_k, tile["stages"], tile["warps"])
+        gemm = Gemm(arithmetic, volume, channels, *sizes, phases)
+        if _fits(gemm, machine):
+            break
+    return gemm
 
 
 def gradient_products(
@@ -117,11 +130,7 @@ def gradient_products(
     space = problem.x.shape[2:]
     if is_few:
         return None, weight_gemm_for(conv, space, arithmetic, machine)
-    back = product_for(input_gradient_of(conv), conv.output_space(space), arithmetic, machine)
-    if back.block_c == 64 and arithmetic.operands != "float64":
-        rows, width, stages, warps = _INPUT_GRADIENT[arithmetic.planes]
-        volume = dataclasses.replace(back.volume, width=min(width, back.volume.width))
-        back = dataclasses.replace(back, rows=rows, volume=volume, stages=stages, warps=warps)
+    back = product_for(input_gradient_of(conv), conv.output_space(space), arithmetic, machine, kind="input's gradient")
     return back, weight_gemm_for(conv, space, arithmetic, machine, back.volume.width)
 
 
@@ -149,15 +158,15 @@ def width_for(conv: Convolution, block_c: int) -> int:
     return 1 if conv.kernel[-1] == 1 else min(4, _COLUMNS // block_c)
 
 
-def _tile(arithmetic: Arithmetic, block_c: int, machine: Machine) -> tuple[int, int, int, int]:
-    """Rows, channels, stages and warps. Measured on an H200 on chain 61 (docs/gpu.md); elsewhere the largest that do
-    not spill, for there the operands of a product wait in registers."""
+def _fits(gemm: Gemm | WeightGemm, machine: Machine) -> bool:
+    return not machine.shared_bytes or gemm.shared_bytes <= machine.shared_bytes  # 0: nobody knows
+
+
+def _tiles(kind: str, conv: Convolution, arithmetic: Arithmetic, machine: Machine) -> list[dict[str, int]]:
+    """Rows, stages, warps and, where it is known, width: the best first."""
     if arithmetic.operands == "float64":
-        return 32, min(32, block_c), 2, 4  # correctness only: no card is fast at it
-    if machine.architecture != "sm_90":
-        return (128, block_c, 3, 8) if arithmetic.planes == 1 else (64, block_c, 2, 8)
-    # One plane, 96 KiB: two blocks an SM hide each other's epilogue. Two planes, 192 KiB: one block.
-    return (128, block_c, 3, 4) if arithmetic.planes == 1 else (128, block_c, 3, 8)
+        return [{"rows": 32, "stages": 2, "warps": 4}]  # correctness only: no card is fast at it
+    return [row.values for row in answers(machine, *product_questions(kind, conv, arithmetic, machine))]
 
 
 def pytorch_seconds(chain: Chain, problem: Problem) -> float:
@@ -241,5 +250,11 @@ def weight_gemm_for(
         *(arithmetic, volume, channels, out_channels, neighbours, shared, rows, columns),
         *(16 if is_exact else 64, 1, stages, warps),
     )
+    programs = _WEIGHT_PROGRAMS
+    for row in answers(machine, *product_questions("weight's gradient", conv, arithmetic, machine)):
+        tile = row.values
+        tuned = dataclasses.replace(gemm, stages=tile["stages"], warps=tile["warps"])
+        if not is_exact and _fits(tuned, machine):
+            gemm, programs = tuned, tile["programs"]
     tiles = gemm.groups * -(-gemm.result[0] // rows) * -(-gemm.result[1] // columns)
-    return dataclasses.replace(gemm, splits=max(1, _WEIGHT_PROGRAMS * machine.threads // tiles))
+    return dataclasses.replace(gemm, splits=max(1, programs * machine.threads // tiles))

@@ -11,6 +11,7 @@ from postlude.hardware import Machine
 from postlude.plan.gemm import unsupported, volume_for
 from postlude.plan.problem import Problem, body_dtype, fp32_mode
 from postlude.plan.program import moments_only
+from postlude.plan.tiles import answer, few_channels_question
 
 WIDTH = 32  # outputs of a tile along the last axis
 _MOST_FRAGMENTS = 4  # their sums must fit the registers
@@ -100,19 +101,19 @@ def few_channels_for(chain: Chain, problem: Problem, machine: Machine) -> FewCha
 
 
 def _fitted(settings: FewChannels, chain: Chain, problem: Problem, machine: Machine) -> FewChannels | str:
-    """The largest tile of which two blocks fit a multiprocessor, or one. Measured on an H200 on chain 23: tiles of
-    11 × 10 rows 0.189 ms in two planes, 6 × 10 0.232, 8 × 8 0.216; two blocks an SM walking over the tiles."""
+    """The tile that the tables name, or the next smaller one of which as many blocks fit a multiprocessor, or one."""
     conv = chain.producer
     assert conv is not None
     volume = volume_for(conv, problem.x.shape[2:], 1)
     shape = Geometry(conv.in_channels, conv.out_channels, volume.kernel, volume.padding, conv.transposed, "")
     # Two rows at a time fit the registers on sm_90 only (elsewhere they spill).
     rows = 2 if machine.architecture == "sm_90" else 1
-    for blocks in (2, 1):
-        for height in (10, 8, 6, 4, 2):
+    most = answer(machine, few_channels_question("few channels", conv, settings.planes, machine)).values
+    for blocks in range(most["blocks"], 0, -1):
+        for height in range(most["height"], 0, -2):
             tile = dataclasses.replace(
                 settings,
-                depth=_even_share(volume.out[0], 11),
+                depth=_even_share(volume.out[0], most["depth"]),
                 height=-(-_even_share(volume.out[1], height) // rows) * rows,
                 rows=rows,
                 blocks=blocks,

@@ -10,7 +10,9 @@ from postlude.hardware import Machine
 from postlude.plan.few_channels import RESERVED, WIDTH, FewChannels, Geometry, layout_of_tile
 from postlude.plan.gemm import volume_for
 from postlude.plan.problem import Problem
+from postlude.plan.tiles import answer, few_channels_question
 
+_HEIGHTS = (16, 12, 8, 6, 4)
 _MOST_CHANNELS = 32  # the input's gradient sums over all of them in one block
 
 
@@ -79,19 +81,26 @@ def few_channels_gradient_for(
         return None
     volume = volume_for(conv, problem.x.shape[2:], 1)
     shape = Geometry(conv.in_channels, conv.out_channels, volume.kernel, volume.padding, conv.transposed, "")
-    weight = _fitted(own, shape, volume.out, problem.x.shape[0], machine, False)
-    both = _fitted(own, shape, volume.out, problem.x.shape[0], machine, True)
+    most = answer(machine, few_channels_question("few channels' gradients", conv, own.planes, machine)).values["height"]
+    weight = _fitted(own, shape, volume.out, problem.x.shape[0], machine, False, most)
+    both = _fitted(own, shape, volume.out, problem.x.shape[0], machine, True, most)
     return None if weight is None or both is None else GradientPlan(weight, both)
 
 
 def _fitted(
-    own: FewChannels, shape: Geometry, out: tuple[int, int, int], batch: int, machine: Machine, with_input: bool
+    own: FewChannels,
+    shape: Geometry,
+    out: tuple[int, int, int],
+    batch: int,
+    machine: Machine,
+    with_input: bool,
+    most: int,
 ) -> FewChannelsGradient | None:
-    """The tallest tile that fits, over the whole depth unless that leaves multiprocessors idle. Measured on an H200 on
-    chain 23: both gradients 0.61 ms in two planes and 0.38 in one, 0.94 and 0.57 in tiles of 8 rows; the weight's 0.40
-    in two planes with one block an SM, 0.43 with two, in one plane 0.27 with either."""
+    """The tallest tile of at most `most` rows that fits, over the whole depth unless that leaves multiprocessors idle.
+    The weight's on an H200 on chain 23: 0.40 ms in two planes with one block an SM, 0.43 with two; in one plane 0.27
+    with either."""
     kd, kh, _ = shape.kernel
-    for height in (16, 12, 8, 6, 4):
+    for height in (height for height in _HEIGHTS if height <= most):
         blocks = 1 if with_input or own.planes == 2 else 2
         tile = FewChannelsGradient(
             own.operand, own.planes, max(out[0], kd), height, rows=2, blocks=blocks, programs=blocks * machine.threads

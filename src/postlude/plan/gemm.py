@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from postlude.chain import Convolution
 from postlude.plan.phases import Phases, phases_of
 
+SHARED_BESIDE = 5 << 10  # bytes for barriers, and for warps to add up moments: up to 4 KiB were seen
+
 
 @dataclass(frozen=True)
 class Arithmetic:
@@ -123,9 +125,19 @@ class Gemm:
         """Parts in which a sample's moments come."""
         return self.tiles * (1 if self.phases is None else self.phases.programs)
 
+    @property
+    def columns(self) -> int:
+        return self.volume.width * self.block_c
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block at most: both operands of every stage, and the rest."""
+        item = 8 if self.arithmetic.operands == "float64" else 2
+        return item * self.arithmetic.planes * (self.rows + self.columns) * self.block_k * self.stages + SHARED_BESIDE
+
     def __str__(self) -> str:
-        tiles = f"tiles of {self.rows} × {self.volume.width * self.block_c} × {self.block_k}"
         each = "" if self.phases is None else f"; {self.phases}"
+        tiles = f"tiles of {self.rows} × {self.columns} × {self.block_k}"
         return f"matrix product of {self.arithmetic}{each}; {tiles}"
 
 
@@ -151,6 +163,13 @@ class WeightGemm:
         """Of taps that programs share out among themselves."""
         kd, kh, kw = self.volume.kernel
         return kd * kh * (kw if self.neighbours == 1 else 1) // self.shared
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block at most: one tile of the gradient and the input's in every stage, and the rest."""
+        item = 8 if self.arithmetic.operands == "float64" else 2
+        tiles = self.rows + self.shared * self.columns
+        return item * self.arithmetic.planes * tiles * self.block_k * self.stages + SHARED_BESIDE
 
     @property
     def result(self) -> tuple[int, int]:

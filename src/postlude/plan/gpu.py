@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from postlude.chain import Chain, Normalize, Reduce, values_of
-from postlude.emit import OPERANDS, pass_slots
+from postlude.emit import too_many_tensors
 from postlude.emit_gradient import unsupported_gradient
 from postlude.hardware import Machine
 from postlude.plan.boxes import Boxes
@@ -17,6 +18,7 @@ from postlude.plan.problem import (
     Layout,
     Problem,
     body_bytes,
+    body_dtype,
     body_layout,
     body_shape,
     body_spec,
@@ -26,14 +28,10 @@ from postlude.plan.problem import (
     result_layout,
 )
 from postlude.plan.program import first_barrier, has_norm, moments_only, row_norm
+from postlude.plan.questions import origins
+from postlude.plan.tiles import answer, pass_question
 from postlude.plan.types import Moments, Pass, Plan, Refusal, Store, Tile, first_source
 
-# Elements of a tile, by layout. Measured on an H200 in fp16: the last pass over (2, 32, 128³) contiguous 0.128 ms with
-# 2048, 0.134 with 8192; the moments pass 0.064 with 1024 and 16 tiles a program, 0.069 with 4096 and one.
-# Channels-last 0.137 and 0.091 (2048 in the moments pass: 0.089, but 0.012 instead of 0.008 over (2, 128, 32³)).
-_FINISH_TILE = {"contiguous": 2048, "channels_last": 8192}
-_MOMENTS_TILE = {"contiguous": 1024, "channels_last": 8192}
-_PROGRAMS_PER_CORE = {"contiguous": 8, "channels_last": 2}
 _MOST_TILES = 16  # of one program: each costs the moments one more unit of rounding, at worst
 SMALLEST = 8 << 20  # bytes of the value: below, three launches cost the host more than they save the card
 # The same in training, unless PyTorch's three convolutions take a millisecond: so long is the host busy with a step
@@ -56,7 +54,7 @@ def lower_for_gpu(
     if not even_if_slower:
         reasons += _reasons_to_stay(chain, problem, own)
     if reasons:
-        return Refusal(tuple(reasons), library_tf32)
+        return Refusal(tuple(dict.fromkeys(reasons)), library_tf32)
     is_own = not isinstance(own, str)
     passes = _passes(chain, is_own)
     layout = result_layout(chain, problem, machine)
@@ -68,7 +66,7 @@ def lower_for_gpu(
     if problem.needs_grad and not isinstance(own, str) and chain.producer is not None:
         dx, dw = gradient_products(chain.producer, problem, own, machine)
         few = few_channels_gradient_for(own, chain, problem, machine) if isinstance(own, FewChannels) else None
-    return Plan(
+    plan = Plan(
         chain=chain,
         input=problem.x,
         value=body_spec(chain, problem, inside),
@@ -94,6 +92,7 @@ def lower_for_gpu(
         few_gradient=few,
         is_lean=problem.memory == "lean" and chain.producer is not None,
     )
+    return dataclasses.replace(plan, tiles=tuple(origins(plan, machine)))
 
 
 def _passes(chain: Chain, is_own: bool) -> tuple[Pass, ...]:
@@ -172,16 +171,21 @@ def tile_for(chain: Chain, problem: Problem, machine: Machine, layout: Layout) -
     """How the passes over a value in memory are cut."""
     batch, channels, *space = body_shape(chain, problem)
     positions = math.prod(space)
-    layout = layout if layout in _FINISH_TILE else "contiguous"
+    layout = "channels_last" if layout == "channels_last" else "contiguous"
+    dtype = body_dtype(chain, problem)
+    last, moments = (
+        answer(machine, pass_question(kind, dtype, channels, layout, machine)).values
+        for kind in ("last pass", "moments pass")
+    )
     if layout == "channels_last":
         block_c = min(power_of_two(channels), 256)
-        block, moments_block = (max(1, table[layout] // block_c) for table in (_FINISH_TILE, _MOMENTS_TILE))
+        block, moments_block = (max(1, tile["elements"] // block_c) for tile in (last, moments))
         tiles_in_all = batch * -(-positions // moments_block) * -(-channels // block_c)
     else:
         row = max(128, power_of_two(positions))
-        block_c, block, moments_block = 0, min(_FINISH_TILE[layout], row), min(_MOMENTS_TILE[layout], row)
+        block_c, block, moments_block = 0, min(last["elements"], row), min(moments["elements"], row)
         tiles_in_all = batch * channels * -(-positions // moments_block)
-    tiles = tiles_in_all // (machine.threads * _PROGRAMS_PER_CORE[layout])
+    tiles = tiles_in_all // (machine.threads * moments["programs"])
     return Tile(block, block_c, moments_block, max(1, min(_MOST_TILES, tiles)))
 
 
@@ -198,11 +202,8 @@ def _reasons_against(chain: Chain, machine: Machine) -> list[str]:
         reasons.append("nothing before the reduction can be fused")
     if any(value.index < last for step in chain.steps[last:] for value in values_of(step)):
         reasons.append("a step after the last fused one reads a value from inside the fused passes")
-    if "row" in chain.roles:
-        reasons.append("a step reads one number per sample and channel, which the GPU passes cannot yet")
-    if len(pass_slots(chain, last)) > OPERANDS:
-        reasons.append(f"the steps read more than {OPERANDS} tensors")
-    return reasons
+    too_many = too_many_tensors(chain, last)
+    return reasons if too_many is None else [*reasons, too_many]
 
 
 def _reasons_against_rows(chain: Chain, problem: Problem) -> list[str]:

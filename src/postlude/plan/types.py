@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from postlude.chain import Chain
@@ -100,6 +100,7 @@ class Plan:
     packs_gradient: bool = False  # the last pass of the gradients packs what it finds for both products
     few_gradient: GradientPlan | None = None  # both at once, where the convolution is `few_channels`'
     is_lean: bool = False  # nothing of the convolution's size is kept for them: it is computed again
+    tiles: tuple[str, ...] = field(default=(), compare=False)  # where each tile comes from, in words
 
     def describe(self) -> list[str]:
         """One line per pass, as `postlude explain` prints them."""

@@ -39,11 +39,12 @@ class BoxesConvolution:
         self.format = memory_format(plan.value.layout, plan.chain.dims)
         self.input_format = memory_format(plan.input.layout, plan.chain.dims)
         self.pack = InputPacking(plan.input, boxes.rows, boxes.arithmetic, boxes.channels) if boxes.packs else None
-        self.operands = Operands(plan.chain, item.last, plan.value.layout)
+        self.operands = Operands(plan.chain, item.last, plan.value)
         self.chunks = math.prod(boxes.tiles)
         self.weights: dict[tuple[int, ...], Launch] = {}  # by the weight's strides
         self.templates: tuple[Any, Any] | None = None
-        self.launch = self._prepared(program(plan.chain, "before", item.last, self.operands.slots))
+        before = program(plan.chain, "before", item.last, self.operands.slots, plan.value.shape[1])
+        self.launch = self._prepared(before)
 
     def __call__(self, tensors: Sequence[Tensor]) -> tuple[Tensor | None, Partials | None]:
         x, weight = self._rows(tensors[0]), self._packed(tensors[1])

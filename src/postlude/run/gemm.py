@@ -36,9 +36,9 @@ class GemmConvolution:
         self.dtype = getattr(torch, plan.result_dtype if self.store == "done" else plan.value.dtype)
         self.format = memory_format(plan.value.layout, plan.chain.dims)
         self.input_format = memory_format(plan.input.layout, plan.chain.dims)
-        self.operands = Operands(plan.chain, item.last, plan.value.layout)
+        self.operands = Operands(plan.chain, item.last, plan.value)
         self.chunks = gemm.chunks
-        before = program(plan.chain, "before", item.last, self.operands.slots)
+        before = program(plan.chain, "before", item.last, self.operands.slots, plan.value.shape[1])
         if gemm.phases is None:
             self.launch = self._prepared(gemm, before)
         else:

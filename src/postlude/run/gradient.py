@@ -48,14 +48,15 @@ class GradientPasses:
         self.needs, self.wanted = needs, wanted(chain, last, needs)
         self.format = memory_format(value.layout, chain.dims)
         self.dtype = getattr(torch, plan.result_dtype)
-        self.operands = Operands(chain, last, value.layout)
+        self.operands = Operands(chain, last, value)
         self.norm = next((step for step in chain.steps[:last] if isinstance(step, Normalize)), None)
-        text = emit_gradient(chain, last, needs, self.operands.slots)
+        shown = (chain, last, needs, self.operands.slots, value.shape[1])
+        text = emit_gradient(*shown)
         read, tile, per_group = slots_read(text), _tile(plan), 1
         self.sums: SumsPass | None = None
         self.combine: CombineSums | CombineBatchSums | None = None
         if self.norm is not None:
-            first = emit_sums(chain, last, needs, self.operands.slots)
+            first = emit_sums(*shown)
             read |= slots_read(first)
             per_group = value.shape[1] // (self.norm.groups or value.shape[1])
             self.sums = SumsPass(value, tile, _composed(first, "sums"), 2 + len(self.wanted.sums), per_group)
@@ -69,7 +70,9 @@ class GradientPasses:
         self.gradient: LastGradientPass = (
             GradientPass(value, tile, *rest) if packing is None else PackedGradientPass(value, packing, *rest)
         )
-        self.vectors = self._vectors()
+        vectors = self._vectors()
+        self.rows = {slot: planes for slot, planes in vectors.items() if chain.roles[slot] == "row"}
+        self.vectors = {slot: planes for slot, planes in vectors.items() if slot not in self.rows}
         self.add = AddChannels(value, None if self.sums is None else self.sums.shape, self.gradient.shape)
         # A residual's gradient does not depend on it, as a rule: then it need not be there at all.
         self.unread = {slot for slot in self.operands.slots if chain.roles[slot] == "full"} - read
@@ -100,6 +103,9 @@ class GradientPasses:
                 total = functools.reduce(torch.add, [added[row] for row in rows])
                 total = total.sum() if tensors[slot].numel() == 1 else total  # one number for all channels
                 gradients[slot] = total.to(tensors[slot].dtype).view(tensors[slot].shape)
+        for slot, planes in self.rows.items():
+            parts = [_plane(sums, totals, plane).sum(-1, dtype=torch.float64) for plane in planes]  # [N, C]
+            gradients[slot] = functools.reduce(torch.add, parts).to(tensors[slot].dtype).view(tensors[slot].shape)
         return dv0, gradients
 
     def _vectors(self) -> dict[int, list[int]]:
@@ -137,7 +143,7 @@ class SumsPass:
         numbers = (channels, positions, self.chunks, tile.tiles, per_group, batch * channels * self.chunks)
         self.launch = Launch(kernel, grid_of(value, tile, self.chunks), numbers, constants, _warps(tile))
 
-    def __call__(self, value: Tensor, dy: Tensor, means: tuple[Tensor, Tensor], operands: list[Tensor]) -> Tensor:
+    def __call__(self, value: Tensor, dy: Tensor, means: tuple[Tensor, Tensor], operands: list[Tensor | int]) -> Tensor:
         sums = torch.empty(self.shape, dtype=self.acc, device=value.device)
         self.launch(value, dy, *means, sums, *operands)
         return sums
@@ -203,6 +209,12 @@ class GradientPass(LastGradientPass):
         kernel = kernels.last_gradient_kernel if tile.block_c else kernels.row_gradient_kernel
         numbers = (channels, positions, chunks, per_group, batch * channels * chunks)
         self.launch = Launch(kernel, grid_of(value, tile, chunks), numbers, constants, _warps(tile))
+
+
+def _plane(first: Tensor | None, second: Tensor, number: int) -> Tensor:
+    """[N, C, CHUNKS], one of the sums of both passes."""
+    before = 0 if first is None else len(first)
+    return second[number - before] if first is None or number >= before else first[number]
 
 
 def _composed(text: str, name: str) -> Any:

@@ -32,7 +32,7 @@ class LastGradientPass:
         value: Tensor,
         dy: Tensor,
         means: tuple[Tensor, ...],
-        operands: list[Tensor],
+        operands: list[Tensor | int],
         dtypes: list[torch.dtype],
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """The gradient at the first value, the sums, and gradients of the value's size in `dtypes`."""

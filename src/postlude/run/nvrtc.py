@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import os
 import re
 import tempfile
 import threading
@@ -18,7 +17,9 @@ from typing import Any
 import torch
 
 from postlude.errors import PostludeError
+from postlude.hardware import cache_folder as cache_folder
 from postlude.hardware import nvrtc_libraries
+from postlude.tile_table import NAME as TILES
 
 _STATIC_SHARED = 48 << 10  # what a block may have without asking
 _MAX_DYNAMIC_SHARED, _CARVEOUT = 8, 9  # CUfunction_attribute
@@ -96,15 +97,6 @@ def _text_of(program: ctypes.c_void_p, getter: str) -> bytes:
     return text.raw
 
 
-def cache_folder() -> Path | None:
-    named = os.environ.get("POSTLUDE_CACHE_DIR")
-    if named:
-        return Path(named)
-    with suppress(RuntimeError):  # a user without a home keeps nothing
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "postlude"
-    return None
-
-
 def cubin_for(source: Source, options: Sequence[str]) -> bytes:
     """Compiled now, or by an earlier process: a file holds the cubin behind its own hash."""
     key = hashlib.sha256(repr((source, tuple(options), _ALWAYS, nvrtc_version())).encode()).hexdigest()
@@ -119,11 +111,11 @@ def cubin_for(source: Source, options: Sequence[str]) -> bytes:
 
 
 def clear_cache() -> tuple[int, int]:
-    """Deletes what earlier processes kept; how many files, and how many bytes. Other files in the folder stay."""
+    """Deletes the kernels and tiles that earlier processes kept; how many files and bytes. Other files stay."""
     folder = cache_folder()
     files = size = 0
     for path in folder.glob("*") if folder else ():
-        if _KEPT.fullmatch(path.name) and path.is_file():
+        if (_KEPT.fullmatch(path.name) or TILES.fullmatch(path.name)) and path.is_file():
             size += path.stat().st_size
             path.unlink(missing_ok=True)
             files += 1

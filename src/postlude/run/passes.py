@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from postlude.chain import Chain, Normalize
-from postlude.emit import OPERANDS, pass_slots
+from postlude.emit import OPERANDS, pass_slots, reads_rows
 from postlude.plan import Plan
-from postlude.plan.problem import Layout, Spec, memory_format, power_of_two
+from postlude.plan.problem import Spec, memory_format, power_of_two
 from postlude.plan.types import Moments, Tile
 from postlude.run.launch import Launch, accumulator
 from postlude.run.programs import program
@@ -37,19 +37,21 @@ class Partials:
 class Operands:
     """The tensors that a pass reads beside its value."""
 
-    def __init__(self, chain: Chain, last: int, layout: Layout) -> None:
+    def __init__(self, chain: Chain, last: int, value: Spec) -> None:
         self.slots = pass_slots(chain, last)
-        full = memory_format(layout, chain.dims)
+        full = memory_format(value.layout, chain.dims)
         self._formats = [full if chain.roles[s] == "full" else torch.contiguous_format for s in self.slots]
-        self._left = OPERANDS - len(self.slots)
+        # The last place holds the size of a sample where a step has to know which one it works on (see emit.py).
+        self._sizes = [math.prod(value.shape[1:])] if reads_rows(chain, last) else []
+        self._left = OPERANDS - len(self.slots) - len(self._sizes)
 
-    def __call__(self, tensors: Sequence[Tensor], unread: Tensor) -> list[Tensor]:
+    def __call__(self, tensors: Sequence[Tensor], unread: Tensor) -> list[Tensor | int]:
         """In the value's layout; `unread` fills the places that no step reads."""
         found = [tensors[s] for s in self.slots]
         for number, form in enumerate(self._formats):
             if not found[number].is_contiguous(memory_format=form):
                 found[number] = found[number].contiguous(memory_format=form)
-        return found + [unread] * self._left
+        return [*found, *[unread] * self._left, *self._sizes]
 
 
 class MomentsPass:
@@ -62,9 +64,9 @@ class MomentsPass:
         self.chunks = -(-positions // (tile.moments_block * tile.tiles))
         self.shape = (batch, channels, self.chunks)
         self.acc = accumulator_of(value)
-        self.operands = Operands(plan.chain, item.last, value.layout)
+        self.operands = Operands(plan.chain, item.last, value)
         constants: dict[str, Any] = {
-            "BEFORE": program(plan.chain, "before", item.last, self.operands.slots),
+            "BEFORE": program(plan.chain, "before", item.last, self.operands.slots, channels),
             "SQUARES": item.sink.squares,
             "BLOCK": tile.moments_block,
             **shape_constants(value, tile),
@@ -122,9 +124,9 @@ class FinishPass:
         self.dtype = getattr(torch, plan.result_dtype)
         is_ours = chain.producer is not None and not keeps_value
         self.overwrites = is_ours and not self.turns and value.dtype == plan.result_dtype
-        self.operands = Operands(chain, last, value.layout)
+        self.operands = Operands(chain, last, value)
         constants: dict[str, Any] = {
-            "WHOLE": program(chain, "whole", last, self.operands.slots),
+            "WHOLE": program(chain, "whole", last, self.operands.slots, channels),
             "HAS_NORM": has_norm,
             "BLOCK": tile.block,
             **shape_constants(value, tile),

@@ -14,9 +14,9 @@ HEADER = "import triton\nimport triton.language as tl\n\n\n"
 
 
 @functools.lru_cache(maxsize=1024)
-def program(chain: Chain, name: str, last: int, pointers: tuple[int, ...]) -> Any:
-    """Steps 1 to `last` of the chain as a jit function named `name`."""
-    text = HEADER + emit(chain, name, last, pointers)
+def program(chain: Chain, name: str, last: int, pointers: tuple[int, ...], channels: int) -> Any:
+    """Steps 1 to `last` of the chain as a jit function named `name`, for a value of so many channels."""
+    text = HEADER + emit(chain, name, last, pointers, channels)
     return compose(text)[name]
 
 

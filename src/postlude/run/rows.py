@@ -27,9 +27,9 @@ class RowsPass:
         chain, value, last = plan.chain, plan.value, plan.passes[-1].last
         self.dtype = getattr(torch, plan.result_dtype)
         self.overwrites = chain.producer is not None and not keeps_value and value.dtype == plan.result_dtype
-        self.operands = Operands(chain, last, value.layout)
+        self.operands = Operands(chain, last, value)
         length, in_channel, rows, constants = rows_of(plan)
-        steps = {"STEPS": program(chain, "rows", last, self.operands.slots)}
+        steps = {"STEPS": program(chain, "rows", last, self.operands.slots, value.shape[1])}
         constants = {**steps, **constants, "ACC": accumulator(accumulator_of(value))}
         grid = (-(-rows // constants["BLOCK_R"]),)
         numbers = (value.shape[1], in_channel, length, rows)

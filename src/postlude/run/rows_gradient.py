@@ -38,8 +38,9 @@ class RowsGradient:
         slots = [None if slot is None else slot.index for slot in (norm.bias, norm.weight)]
         self.rows = {slot: place for place, slot in enumerate(slots) if slot is not None and slot in needs}
         self.wanted = wanted(chain, last, needs)
+        self.per_sample = [slot for slot in self.wanted.totals if chain.roles[slot] == "row"]
         self.dtype, self.acc = getattr(torch, plan.result_dtype), accumulator_of(value)
-        self.operands = Operands(chain, last, value.layout)
+        self.operands = Operands(chain, last, value)
         self.launch, chunks, length = self._prepared(plan, last, needs, rows_gradient_kernel)
         self.sums = (len(self.wanted.totals), *value.shape[:2], chunks)
         programs = value.shape[0] * value.shape[1] * chunks
@@ -60,7 +61,10 @@ class RowsGradient:
         partial = [part if part.numel() else value for part in (sums, columns)]
         self.launch(value, dy, first, *partial, *full, *unread, *operands)
         gradients = dict(zip(self.wanted.full, full))
-        totals = dict(zip(self.wanted.totals, range(len(self.wanted.totals))))
+        totals = {s: place for place, s in enumerate(self.wanted.totals) if s not in self.per_sample}
+        for slot in self.per_sample:
+            total = sums[self.wanted.totals.index(slot)].sum(-1, dtype=torch.float64)  # [N, C]
+            gradients[slot] = total.to(tensors[slot].dtype).view(tensors[slot].shape)
         for add, parts, places in ((self.add, sums, totals), (self.add_rows, columns, self.rows)):
             if places:
                 dtype = functools.reduce(torch.promote_types, [tensors[slot].dtype for slot in places])
@@ -72,7 +76,8 @@ class RowsGradient:
 
     def _prepared(self, plan: Plan, last: int, needs: frozenset[int], kernel: Any) -> tuple[Launch, int, int]:
         """The launch, its chunks of a sample's channel, and the length of a row."""
-        value, text = plan.value, emit_gradient(plan.chain, last, needs, self.operands.slots)
+        value = plan.value
+        text = emit_gradient(plan.chain, last, needs, self.operands.slots, value.shape[1])
         # A residual's gradient does not depend on it, as a rule: then it need not be there at all.
         self.unread = {slot for slot in self.operands.slots if plan.chain.roles[slot] == "full"} - slots_read(text)
         length, in_channel, _, cut = rows_of(plan)

@@ -1,0 +1,163 @@
+"""`postlude tune`: the tiles of a model's passes, measured on this card and kept for later processes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from postlude import hardware
+from postlude.chain import Chain
+from postlude.cli.frame import DONE, Answer, Settings
+from postlude.cli.output import between, say, show_table, working
+from postlude.cli.session import machine_data, open_problem
+from postlude.cli.tuning import Bench, Card, Found, search
+from postlude.errors import PostludeError
+from postlude.hardware import Machine
+from postlude.pipeline import optimize
+from postlude.plan import Plan, Problem, lower
+from postlude.plan.candidates import candidates, with_row
+from postlude.plan.questions import questions_of
+from postlude.tile_table import NO_TILES, Question, Row, TileTable, write_table
+
+NO_CARD = "there is nothing to tune without an NVIDIA card: only the GPU's passes have tiles to choose from."
+MakeBench = Callable[[Chain, Problem, int], Bench]
+
+
+@dataclass(frozen=True)
+class Options:
+    file: Path
+    train: bool = False
+    dry_run: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """A chain of the model with the tensors that it gets."""
+
+    name: str
+    chain: Chain
+    problem: Problem
+
+
+def tune(settings: Settings, options: Options, make_bench: MakeBench = Card) -> Answer:
+    if settings.device != "cuda":
+        raise PostludeError(NO_CARD)
+    machine, folder = hardware.machine_for("cuda"), _folder()
+    cases = list(_cases(settings, options))
+    asked = [(case, question) for case in cases for question in _questions(case, machine)]
+    unique = {question: (case, question) for case, question in reversed(asked)}  # the first chain that asks it
+    work = [pair for pair in asked if unique[pair[1]] == pair]
+    if not work:
+        say("Nothing to tune: no chain of this model runs in passes of ours on this card.", "bold")
+    elif options.dry_run:
+        return _listed(settings, options, machine, work)
+    rows: list[tuple[Case, Question, Found]] = []
+    bench: Bench | None = None
+    for case, question in work:
+        if bench is None or case != rows[-1][0]:
+            bench = None  # its tensors go before the next ones come
+            bench = make_bench(case.chain, case.problem, machine.cache_bytes)
+        found = _tuned(case, question, machine, bench)
+        if found.best is not None:
+            now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+            row = Row(question, found.best.row.settings, tuned=now)
+            write_table(folder, hardware.tile_key(), TileTable((row,)))  # at once: the rest may be interrupted
+            machine = with_row(machine, row)
+        rows.append((case, question, found))
+    _show(rows, folder)
+    return Answer(DONE, {**_head(settings, options), "questions": [_data(*row) for row in rows]})
+
+
+def _folder() -> Path:
+    """Where tiles will be kept: said to be wrong before the work, not after it."""
+    folder = hardware.cache_folder()
+    if folder is None:
+        raise PostludeError("there is no folder to keep tiles in; name one in POSTLUDE_CACHE_DIR.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PostludeError(f"{folder}: tiles cannot be kept there ({error.strerror}).") from error
+    return folder
+
+
+def _cases(settings: Settings, options: Options) -> Iterator[Case]:
+    """The chains of the model, each problem once. A list of candidates needs no card, so it is made on the CPU."""
+    where = Settings("cpu", "auto") if options.dry_run else settings
+    opened = open_problem(where, options.file)
+    with working("Finding chains"), torch.set_grad_enabled(options.train):
+        sites = optimize(opened.model, opened.inputs, precision=where.precision, verify=False).sites
+    seen: set[tuple[Chain, Problem]] = set()
+    for site in sites:
+        tf32 = hardware.default_fp32_precision() == "tf32"
+        problem = dataclasses.replace(site.problem, device="cuda", precision=settings.precision, allows_tf32=tf32)
+        if (site.chain, problem) not in seen:
+            seen.add((site.chain, problem))
+            yield Case(site.name, site.chain, problem)
+
+
+def _questions(case: Case, machine: Machine) -> list[Question]:
+    plan = lower(case.chain, case.problem, machine)
+    return questions_of(plan, machine) if isinstance(plan, Plan) else []
+
+
+def _tuned(case: Case, question: Question, machine: Machine, bench: Bench) -> Found:
+    untuned = lower(case.chain, case.problem, dataclasses.replace(machine, tiles=NO_TILES))
+    present = lower(case.chain, case.problem, machine)
+    assert isinstance(untuned, Plan)
+    assert isinstance(present, Plan)
+    with working(f"{case.name}: {question}", timed=True) as progress:
+        given = candidates(case.chain, case.problem, machine, question)
+        return search(bench, untuned, present, given, progress)
+
+
+def _listed(settings: Settings, options: Options, machine: Machine, work: list[tuple[Case, Question]]) -> Answer:
+    data: list[dict[str, Any]] = []
+    for case, question in work:
+        given = candidates(case.chain, case.problem, machine, question)
+        say(f"{case.name}: {question}", "bold")
+        for candidate in given:
+            say(f"  {candidate}")
+        data.append({"where": case.name, "question": str(question), "candidates": [str(one) for one in given]})
+    say(f"{sum(len(one['candidates']) for one in data)} candidates; nothing was run.", "bold")
+    return Answer(DONE, {**_head(settings, options), "questions": data})
+
+
+def _show(rows: list[tuple[Case, Question, Found]], folder: Path) -> None:
+    if not rows:
+        return
+    columns = ["where", "tiles of", "tried", "left out", "best", "gain"]
+    show_table(columns, [_cells(*row) for row in rows], numbers=("tried", "gain"))
+    kept = sum(found.best is not None for _, _, found in rows)
+    say(f"{kept} of {len(rows)} tiles are better than before and kept in {folder}." if kept else _NO_GAIN, "bold")
+
+
+_NO_GAIN = "No tile is better than what is there, beyond noise: nothing was kept."
+
+
+def _cells(case: Case, question: Question, found: Found) -> list[str]:
+    left = ", ".join(f"{count} {reason}" for reason, count in found.dropped.most_common()) or "–"
+    best = "as it was" if found.best is None else str(found.best)
+    gain = "–" if found.gain is None else f"{found.gain.median:.3f} ({between(found.gain.low, found.gain.high)})"
+    return [case.name, str(question), str(found.tried), left, best, gain]
+
+
+def _data(case: Case, question: Question, found: Found) -> dict[str, Any]:
+    gain = found.gain
+    return {
+        "where": case.name,
+        "question": dataclasses.asdict(question),
+        "tried": found.tried,
+        "left_out": dict(found.dropped),
+        "settings": None if found.best is None else found.best.row.values,
+        "gain": None if gain is None else {"median": gain.median, "low": gain.low, "high": gain.high},
+    }
+
+
+def _head(settings: Settings, options: Options) -> dict[str, Any]:
+    return {"file": str(options.file), "train": options.train, **machine_data(settings)}

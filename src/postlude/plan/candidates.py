@@ -1,0 +1,71 @@
+"""What else could be tried in a tile's place: the plans that other rows of the tables would make."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+from postlude.chain import Chain
+from postlude.hardware import Machine
+from postlude.plan.boxes import Boxes
+from postlude.plan.gemm import Gemm
+from postlude.plan.lower import lower
+from postlude.plan.problem import Problem
+from postlude.plan.tiles import answers
+from postlude.plan.types import Plan
+from postlude.tile_table import SETTINGS, Question, Row, TileTable
+
+MOST = 24  # tiles that are tried for one question
+_ACCUMULATORS = 160  # of a thread: a product with more spills
+_NEWEST = "9999-12-31"  # while a row is tried, it is newer than any other
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    row: Row
+    plan: Plan
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self.row.settings)
+
+
+def candidates(chain: Chain, problem: Problem, machine: Machine, question: Question) -> list[Candidate]:
+    """Other plans than the present one that one row for this question would make, the most similar ones first.
+
+    What does not fit the card's shared memory is no plan of `lower`'s; what would not fit its registers is left out.
+    """
+    present = lower(chain, problem, machine)
+    known = SETTINGS[question.kind]
+    row = next(answers(machine, question), None)
+    now = {} if row is None else row.values
+
+    def distance(values: tuple[int, ...]) -> int:
+        places = zip(known.items(), values)
+        return sum(abs(given.index(v) - given.index(now[n])) for (n, given), v in places if now.get(n) in given)
+
+    found: list[Candidate] = []
+    for values in sorted(itertools.product(*known.values()), key=lambda values: (distance(values), values)):
+        tried = Row(question, tuple(zip(known, values)), tuned=_NEWEST)
+        plan = lower(chain, problem, with_row(machine, tried))
+        if isinstance(plan, Plan) and plan != present and plan not in [one.plan for one in found] and _has_room(plan):
+            found.append(Candidate(tried, plan))
+        if len(found) == MOST:
+            break
+    return found
+
+
+def with_row(machine: Machine, row: Row) -> Machine:
+    return dataclasses.replace(machine, tiles=machine.tiles.joined(TileTable((row,))))
+
+
+def _has_room(plan: Plan) -> bool:
+    products = [one for one in (plan.own, plan.input_gradient) if isinstance(one, Gemm)]
+    sums = [_sums(one) * one.rows * one.columns * one.arithmetic.planes // (32 * one.warps) for one in products]
+    if isinstance(plan.own, Boxes):
+        sums.append(plan.own.width * plan.own.block_c * plan.own.block_h * plan.own.block_j // (32 * plan.own.warps))
+    return all(count <= _ACCUMULATORS for count in sums)
+
+
+def _sums(product: Gemm) -> int:
+    """Of one program: two where it computes both phases of a row."""
+    return 2 if product.phases is not None and product.phases.is_paired else 1

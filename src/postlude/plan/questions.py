@@ -1,0 +1,73 @@
+"""Which tiles a plan asked the tables for, and where each came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from postlude.chain import Convolution
+from postlude.hardware import Machine
+from postlude.plan.boxes import Boxes
+from postlude.plan.few_channels import FewChannels
+from postlude.plan.gemm import Gemm, WeightGemm, input_gradient_of
+from postlude.plan.tiles import IN_CODE, answers, few_channels_question, pass_question, product_questions
+from postlude.plan.types import Moments, Plan, Store
+from postlude.tile_table import Question, Row
+
+Product = Gemm | Boxes | WeightGemm
+
+
+def questions_of(plan: Plan, machine: Machine) -> list[Question]:
+    """The questions whose answers made this plan, those about the most expensive passes first."""
+    asked = [questions[0] for questions, _ in _products(plan, machine)]
+    if isinstance(plan.own, FewChannels) and plan.chain.producer is not None:
+        kinds = ("few channels", *(["few channels' gradients"] if plan.few_gradient is not None else []))
+        asked += [few_channels_question(kind, plan.chain.producer, plan.own.planes, machine) for kind in kinds]
+    is_stored = isinstance(plan.passes[-1].sink, Store)
+    is_summed = plan.own is None and isinstance(plan.passes[0].sink, Moments)
+    for kind, is_run in (
+        ("moments pass", is_summed or (plan.trains and is_stored)),
+        ("last pass", is_stored and (plan.passes[-1].source != "own convolution" or plan.trains)),
+    ):
+        if is_run:
+            layout = "channels_last" if plan.tile is not None and plan.tile.block_c else "contiguous"
+            asked.append(pass_question(kind, plan.value.dtype, plan.value.shape[1], layout, machine))
+    return asked
+
+
+def origins(plan: Plan, machine: Machine) -> Iterator[str]:
+    """Where each tile comes from, a line each."""
+    products = {questions[0]: (questions, product) for questions, product in _products(plan, machine)}
+    for question in questions_of(plan, machine):
+        questions, product = products.get(question, ((question,), None))
+        rows = (row for row in answers(machine, *questions) if product is None or _made(row, product))
+        yield f"{question}: {next(rows, None) or IN_CODE[question.kind]}"
+
+
+def _made(row: Row, product: Product) -> bool:
+    """False where the row was passed over, because what it names does not fit."""
+    names = ("stages",) if isinstance(product, Boxes) else ("rows", "stages", "warps")
+    return all(getattr(product, name) == row.values[name] for name in names if name in row.values)
+
+
+def _kind_of(own: Gemm | Boxes | FewChannels | None) -> str:
+    if isinstance(own, Boxes):
+        return "product in place"
+    return "product by phase" if isinstance(own, Gemm) and own.phases is not None else "product"
+
+
+def _products(plan: Plan, machine: Machine) -> list[tuple[tuple[Question, ...], Product]]:
+    """Questions and what came of them, without those in float64, which nobody tunes."""
+    conv = plan.chain.producer
+    if conv is None:
+        return []
+    weight = plan.weight_gradient if plan.few_gradient is None else None
+    given: list[tuple[str, Convolution, Product | FewChannels | None]] = [
+        (_kind_of(plan.own), conv, plan.own),
+        ("input's gradient", input_gradient_of(conv), plan.input_gradient),
+        ("weight's gradient", conv, weight),
+    ]
+    return [
+        (product_questions(kind, convolution, product.arithmetic, machine), product)
+        for kind, convolution, product in given
+        if isinstance(product, Product) and product.arithmetic.operands != "float64"
+    ]

@@ -1,0 +1,126 @@
+"""The tiles of every pass on a GPU: shipped ones, rules for other cards, and the user's own before both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from postlude.chain import Convolution
+from postlude.hardware import Machine
+from postlude.plan.gemm import Arithmetic
+from postlude.plan.problem import power_of_two
+from postlude.tile_table import Question, Row, TileTable
+
+MEASURED = "shipped for sm_90, measured on an H200"
+BY_RULE_90 = "shipped for sm_90, by rule and not measured"
+BY_RULE_80 = "shipped for sm_80, by rule and not measured"
+RULE = "by rule, not measured on this kind of card"
+# Of passes that only an H200 was measured for, and whose tiles go by more than a question says.
+IN_CODE = {
+    "product in place": MEASURED,  # `_TILES` of boxes.py
+    "weight's gradient": "by rule, after measurements on an H200",  # `weight_gemm_for`
+}
+
+
+def _row(origin: str, question: Question, **settings: int) -> Row:
+    return Row(question, tuple(settings.items()), origin)
+
+
+def _product(origin: str, architecture: str, planes: str, **settings: int) -> Row:
+    return _row(origin, Question("product", architecture, planes), **settings)
+
+
+def _phases(origin: str, architecture: str, planes: str, **settings: int) -> Row:
+    return _row(origin, Question("product by phase", architecture, planes), **settings)
+
+
+def _back(planes: str, **settings: int) -> Row:
+    return _row(MEASURED, Question("input's gradient", "sm_90", planes, (0, 64)), **settings)
+
+
+def _passes(origin: str, architecture: str, layout: str, summed: int, programs: int, last: int) -> tuple[Row, ...]:
+    moments, rest = (Question(kind, architecture, layout=layout) for kind in ("moments pass", "last pass"))
+    return _row(origin, moments, elements=summed, programs=programs), _row(origin, rest, elements=last)
+
+
+# Products: rows of a tile, stages of its pipeline, warps. On an H200 on chain 61 (docs/gpu.md): with one plane, 96 KiB,
+# two blocks an SM hide each other's epilogue; with two planes, 192 KiB, there is room for one block. Elsewhere the
+# largest that do not spill, for there the operands of a product wait in registers.
+#
+# Products by phase: with 4 warps the addresses of what is stored spill where rows are odd.
+#
+# The input's gradient, where 64 channels come out: 0.47 instead of 0.50 ms on chain 61 in one plane, 1.51 instead of
+# 1.66 in two. It has no epilogue to hide. Its width are neighbouring outputs.
+#
+# Passes over a value: elements of a tile, and programs of the moments pass for each multiprocessor. On an H200 in fp16:
+# the last pass over (2, 32, 128³) contiguous 0.128 ms with 2048, 0.134 with 8192; the moments pass 0.064 with 1024 and
+# 16 tiles a program, 0.069 with 4096 and one. Channels-last 0.137 and 0.091 (2048 in the moments pass: 0.089, but 0.012
+# instead of 0.008 over (2, 128, 32³)).
+#
+# Few channels: the largest tile that is tried, and blocks of a multiprocessor. On an H200 on chain 23: tiles of 11 × 10
+# rows 0.189 ms in two planes, 6 × 10 0.232, 8 × 8 0.216; two blocks an SM walking over the tiles. Their gradients:
+# both 0.61 ms in two planes and 0.38 in one, 0.94 and 0.57 in tiles of 8 rows.
+SHIPPED = TileTable(
+    (
+        _product(MEASURED, "sm_90", "1 plane", rows=128, stages=3, warps=4),
+        _product(MEASURED, "sm_90", "2 planes", rows=128, stages=3, warps=8),
+        _phases(BY_RULE_90, "sm_90", "1 plane", rows=128, stages=3, warps=8),
+        _phases(BY_RULE_90, "sm_90", "2 planes", rows=128, stages=3, warps=8),
+        _back("1 plane", rows=256, width=2, stages=3, warps=8),
+        _back("2 planes", rows=128, width=1, stages=2, warps=4),
+        *_passes(MEASURED, "sm_90", "contiguous", 1024, 8, 2048),
+        *_passes(MEASURED, "sm_90", "channels_last", 8192, 2, 8192),
+        _row(MEASURED, Question("few channels", "sm_90"), depth=11, height=10, blocks=2),
+        _row(MEASURED, Question("few channels' gradients", "sm_90"), height=16),
+        *(
+            row
+            for origin, architecture in ((BY_RULE_80, "sm_80"), (RULE, ""))  # and every other card
+            for row in (
+                _product(origin, architecture, "1 plane", rows=128, stages=3, warps=8),
+                _product(origin, architecture, "2 planes", rows=64, stages=2, warps=8),
+                _phases(origin, architecture, "1 plane", rows=128, stages=3, warps=8),
+                _phases(origin, architecture, "2 planes", rows=64, stages=2, warps=8),
+                *_passes(origin, architecture, "contiguous", 1024, 8, 2048),
+                *_passes(origin, architecture, "channels_last", 8192, 2, 8192),
+                _row(origin, Question("few channels", architecture), depth=11, height=10, blocks=2),
+            )
+        ),
+    )
+)
+
+
+def answers(machine: Machine, *questions: Question) -> Iterator[Row]:
+    """What is known of each question, best first: the user's own row, the shipped one; then the next question."""
+    for question in questions:
+        for table in (machine.tiles, SHIPPED):
+            row = table.find(question)
+            if row is not None:
+                yield row
+
+
+def answer(machine: Machine, question: Question) -> Row:
+    return next(answers(machine, question))
+
+
+def product_questions(kind: str, conv: Convolution, arithmetic: Arithmetic, machine: Machine) -> tuple[Question, ...]:
+    """A product for the input's gradient is as any other where nobody knows better."""
+    asked = _convolution(kind, conv, f"{arithmetic.planes} plane{'s' * (arithmetic.planes != 1)}", machine)
+    if kind != "input's gradient":
+        return (asked,)
+    return asked, Question("product", *_fields(asked))
+
+
+def few_channels_question(kind: str, conv: Convolution, planes: int, machine: Machine) -> Question:
+    return _convolution(kind, conv, f"{planes} plane{'s' * (planes != 1)}", machine)
+
+
+def pass_question(kind: str, dtype: str, channels: int, layout: str, machine: Machine) -> Question:
+    return Question(kind, machine.architecture, dtype, (0, power_of_two(channels)), layout)
+
+
+def _convolution(kind: str, conv: Convolution, arithmetic: str, machine: Machine) -> Question:
+    ways = (power_of_two(conv.in_channels), power_of_two(conv.out_channels))
+    return Question(kind, machine.architecture, arithmetic, ways)
+
+
+def _fields(question: Question) -> tuple[str, str, tuple[int, int], str]:
+    return question.architecture, question.arithmetic, question.channels, question.layout

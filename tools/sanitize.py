@@ -1,0 +1,325 @@
+"""Runs every kernel of ours once, on small odd shapes, for compute-sanitizer to look on.
+
+python tools/sanitize.py --plan                 # what would be run, and which kernels that launches; needs no GPU
+python tools/sanitize.py                        # runs it, and compares with float64 on the CPU
+python tools/sanitize.py --only 'few*'          # some of it
+compute-sanitizer --tool memcheck python tools/sanitize.py
+
+Ends with 1 where a result is wrong, or where a kernel of kernels/triton or kernels/cuda was not launched by the whole
+list; `CONTRIBUTING.md` has the other tools.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import dataclasses
+import fnmatch
+import functools
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # else what lies behind a tensor may be torch's own
+
+import torch
+from torch import Tensor
+
+import postlude
+from postlude import hardware, reference
+from postlude.chain import Chain, Convolution, Normalize, Operand, Pointwise, Reduce, Role, Slot, Step, Value
+from postlude.check import tensors_for
+from postlude.check.modes import pytorch_switches
+from postlude.hardware import Machine
+from postlude.plan import Plan, lower, problem_of
+from postlude.run import execute, few_channels, few_channels_gradient, launch, nvrtc
+
+KERNELS = Path(postlude.__file__).parent / "kernels"
+HOPPER = Machine("cuda", 132, 50 << 20, has_triton=True, architecture="sm_90", shared_bytes=232_448, has_nvrtc=True)
+GLOBAL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)")
+TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "tf32": 2e-2, "float16": 2e-2, "bfloat16": 1e-1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    name: str
+    chain: Chain
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    layout: str = "contiguous"
+    precision: str = "fp32"
+    trains: bool = True
+    frozen: tuple[int, ...] = ()  # slots that need no gradient
+
+    def __str__(self) -> str:
+        words = (self.dtype if self.dtype != "float32" else self.precision, self.layout.replace("_", "-"))
+        how = "forward and backward" if self.trains else "forward"
+        return f"{self.name}: {self.chain}, {'×'.join(map(str, self.shape))}, {', '.join(words)}, {how}"
+
+
+def convolution(
+    dims: int,
+    channels: tuple[int, int],
+    padding: int = 0,
+    *,
+    transposed: bool = False,
+    stride: int = 1,
+    groups: int = 1,
+    bias: bool = True,
+) -> Convolution:
+    kernel, strides, paddings, ones, extra = ((size,) * dims for size in (3, stride, padding, 1, stride - 1))
+    return Convolution(transposed, *channels, kernel, strides, paddings, ones, extra, groups, bias)
+
+
+def chain_of(producer: Convolution | None, dims: int, *steps: tuple[Any, ...]) -> Chain:
+    """Steps in short: ("relu",), ("mul", "row"), ("norm", groups), ("layer_norm", axes), ("mean", "space")."""
+    roles: list[Role] = ["input"]
+    if producer is not None:
+        roles += ["weight", "bias"] if producer.has_bias else ["weight"]
+    made: list[Step] = []
+    for word, *rest in steps:
+        value = Value(len(made))
+        if word == "norm":
+            roles += ["channel", "channel"]
+            weight, bias = Slot(len(roles) - 2), Slot(len(roles) - 1)
+            op = "group_norm" if rest[0] else "instance_norm"
+            made.append(Normalize(op, value, rest[0], 1e-5, weight, bias))
+        elif word == "batch_norm":
+            roles += ["channel", "channel", "running", "running"]
+            weight, bias, mean, variance = (Slot(len(roles) - place) for place in (4, 3, 2, 1))
+            made.append(Normalize(word, value, None, 1e-5, weight, bias, 0, (mean, variance), 0.1))
+        elif word == "layer_norm":
+            roles += ["last", "last"]
+            made.append(Normalize(word, value, None, 1e-5, Slot(len(roles) - 2), Slot(len(roles) - 1), rest[0]))
+        elif word in ("mean", "sum"):
+            made.append(Reduce(word, value, rest[0]))
+        else:
+            operands: list[Operand] = [value]
+            for role in rest:
+                roles.append(role)
+                operands.append(Slot(len(roles) - 1))
+            settings = (("approximate", "none"),) if word == "gelu" else ()
+            made.append(Pointwise(word, tuple(operands), settings))
+    return Chain(dims, producer, tuple(made), tuple(roles))
+
+
+def runs() -> list[Run]:
+    turned = chain_of(convolution(3, (17, 33), transposed=True), 3, ("relu",), ("norm", 3))
+    block = chain_of(convolution(3, (20, 32), 1), 3, ("norm", None), ("silu",))
+    packed = chain_of(convolution(2, (9, 12), 1), 2, ("norm", 3), ("silu",))
+    boxes = chain_of(convolution(2, (20, 50), 1), 2, ("mul", "row"), ("norm", 5), ("silu",))
+    pairs = chain_of(convolution(2, (16, 24), 1), 2, ("norm", 4), ("relu",))
+    plain = convolution(2, (9, 10), 1, bias=False)
+    gated = chain_of(plain, 2, ("mul", "row"), ("norm", 2), ("add", "full"), ("mul", "row"))
+    grouped = chain_of(convolution(3, (6, 10), groups=2), 3, ("gelu",), ("norm", 5), ("mul", "channel"))
+    alone = chain_of(None, 2, ("mul", "full"), ("norm", 3), ("silu",), ("add", "channel"))
+    once = chain_of(convolution(2, (9, 10), 1), 2, ("gelu",), ("add", "full"))
+    phases = chain_of(convolution(2, (9, 20), 1, transposed=True, stride=2), 2, ("mul", "row"), ("norm", 5))
+    deep = chain_of(convolution(3, (9, 10), 1, transposed=True, stride=2), 3, ("gelu",), ("add", "full"))
+    batch = chain_of(convolution(2, (9, 10), 1), 2, ("mul", "row"), ("batch_norm",), ("silu",))
+    layer = chain_of(convolution(2, (9, 10), 1), 2, ("mul", "row"), ("layer_norm", 1), ("add", "full"), ("silu",))
+    pooled = chain_of(convolution(3, (17, 24)), 3, ("norm", 8), ("mul", "row"), ("mean", "space"))
+    summed = chain_of(None, 3, ("relu",), ("sum", "space"))
+    few = chain_of(convolution(3, (3, 24)), 3, ("norm", 8), ("mean", "sample"))
+    fewer = chain_of(convolution(2, (2, 40), 1), 2, ("norm", 8), ("mean", "space"))
+    cube, flat, last = (2, 17, 5, 6, 7), (3, 9, 13, 11), "channels_last"
+    small = (2, 3, 6, 13, 37)
+    return [
+        Run("product-fp32", turned, cube),
+        Run("product-tf32", turned, cube, layout=last, precision="tf32"),
+        Run("product-fp64", turned, (1, 17, 3, 4, 5), "float64"),
+        Run("product-bf16", block, (2, 20, 5, 6, 7), "bfloat16", last),
+        Run("product-fp16", block, (1, 20, 3, 5, 9), "float16"),
+        Run("product-once-fp16", once, flat, "float16", trains=False),
+        Run("product-once-bf16", once, flat, "bfloat16", last, trains=False),
+        Run("packed-bf16", packed, (2, 9, 3, 32), "bfloat16"),
+        Run("packed-fp16", packed, (2, 9, 3, 64), "float16", last),
+        Run("in-place-fp16", boxes, (2, 20, 31, 63), "float16"),
+        Run("in-place-bf16", pairs, (1, 16, 31, 62), "bfloat16", last),
+        Run("gated-fp32", gated, flat),
+        Run("gated-fp16", gated, flat, "float16", last),
+        Run("phases-fp32", phases, flat),
+        Run("phases-tf32", deep, (2, 9, 3, 4, 5), layout=last, precision="tf32", trains=False),
+        Run("phases-fp16", phases, flat, "float16", last),
+        Run("batch-fp32", batch, flat),
+        Run("batch-bf16", batch, flat, "bfloat16", last),
+        Run("layer-fp32", layer, flat),
+        Run("layer-fp16", layer, flat, "float16", last),
+        Run("library-fp32", grouped, (2, 6, 7, 6, 9)),
+        Run("library-bf16", grouped, (2, 6, 7, 6, 9), "bfloat16", last),
+        Run("passes-fp64", alone, (3, 9, 45, 47), "float64"),
+        Run("passes-fp16", alone, (3, 9, 45, 47), "float16", last),
+        Run("moments-tf32", pooled, cube, precision="tf32"),
+        Run("moments-fp32", pooled, cube, layout=last, trains=False),
+        Run("sums-fp32", summed, (3, 5, 9, 11, 13), trains=False),
+        Run("sums-bf16", summed, (3, 5, 9, 11, 13), "bfloat16", last, trains=False),
+        Run("few-fp32", few, small),
+        Run("few-tf32", few, small, layout=last, precision="tf32", frozen=(0,)),
+        Run("few-bf16", few, small, "bfloat16", frozen=(1,)),
+        Run("few-fp16", fewer, (2, 2, 19, 35), "float16", last, trains=False),
+    ]
+
+
+@functools.cache
+def all_kernels() -> frozenset[str]:
+    """Every kernel that there is, by the sources alone, but for those that exported files alone hold."""
+    names: set[str] = set()
+    for file in (KERNELS / "triton").glob("*.py"):
+        functions = [node for node in ast.parse(file.read_text("utf-8")).body if isinstance(node, ast.FunctionDef)]
+        names |= {node.name for node in functions if node.name.endswith("_kernel")}
+    for file in (path for path in (KERNELS / "cuda").glob("*.cu") if not path.stem.endswith("_file")):
+        names |= set(GLOBAL.findall(file.read_text("utf-8")))
+    return frozenset(names)
+
+
+def plan_of(run: Run, tensors: Sequence[Tensor], machine: Machine) -> Plan:
+    problem = dataclasses.replace(
+        problem_of(tensors, run.precision), device="cuda", needs_grad=run.trains, allows_tf32=run.precision == "tf32"
+    )
+    plan = lower(run.chain, problem, machine, even_if_slower=True)
+    if not isinstance(plan, Plan):
+        raise SystemExit(f"{run.name} is not planned: {plan}")
+    return plan
+
+
+def called(run: Run, plan: Plan, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The result, and the gradients where it trains."""
+    return _with_gradients(run, execute.prepare(run.chain, plan, "cuda"), tensors)
+
+
+def _with_gradients(
+    run: Run, function: Callable[[Sequence[Tensor]], Tensor], tensors: Sequence[Tensor]
+) -> list[Tensor]:
+    if not run.trains:
+        with torch.no_grad():
+            return [function(tensors)]
+    frozen = {*run.frozen, *(slot for slot, role in enumerate(run.chain.roles) if role == "running")}
+    wanted = [t.requires_grad_() for slot, t in enumerate(tensors) if slot not in frozen]
+    result = function(tensors)
+    dy = torch.linspace(0.5, 1.5, result.numel()).reshape(result.shape).to(result.dtype).to(result.device)
+    return [result.detach(), *torch.autograd.grad(result, wanted, dy)]
+
+
+def inputs_of(run: Run, device: str) -> list[Tensor]:
+    layout: Any = run.layout
+    return list(tensors_for(run.chain, run.shape, getattr(torch, run.dtype), device, 0, "normal", layout))
+
+
+@contextlib.contextmanager
+def watched(names: set[str]) -> Iterator[None]:
+    """Notes the kernels that are launched inside."""
+    honest = nvrtc.load
+
+    def load(source: Any, name: str, *rest: Any) -> Any:
+        names.add(name)  # loaded right before its first launch, by what will launch it
+        return honest(source, name, *rest)
+
+    def watch(name: str, _: Any) -> None:
+        names.add(name)
+
+    nvrtc.load = load  # type: ignore[assignment]
+    launch.watchers.append(watch)
+    try:
+        yield
+    finally:
+        nvrtc.load = honest
+        launch.watchers.remove(watch)
+
+
+@contextlib.contextmanager
+def noted(names: list[str]) -> Iterator[None]:
+    """Notes launches instead of making them, for tensors without memory."""
+
+    class Unlaunched:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def launch(self, *_: Any) -> None:
+            names.append(self.name)
+
+    def call(self: launch.Launch, *_: Any) -> None:
+        names.append(self.kernel.__name__)
+
+    modules = {few_channels: "few_channels_moments", few_channels_gradient: "few_channels_gradient"}
+    before = launch.Launch.__call__, {module: module._kernel for module in modules}
+    launch.Launch.__call__ = call  # type: ignore[method-assign]
+    for module, name in modules.items():
+        module._kernel = lambda *_, name=name: Unlaunched(name)
+    try:
+        yield
+    finally:
+        launch.Launch.__call__ = before[0]  # type: ignore[method-assign]
+        for module, kernel in before[1].items():
+            module._kernel = kernel
+
+
+def planned(run: Run, machine: Machine = HOPPER) -> list[str]:
+    """The kernels that a run launches, in order."""
+    tensors = [torch.empty_like(t, device="meta") for t in inputs_of(run, "cpu")]
+    names: list[str] = []
+    with noted(names):
+        called(run, plan_of(run, tensors, machine), tensors)
+    return names
+
+
+def apart(run: Run, ours: Sequence[Tensor], tensors: Sequence[Tensor]) -> float:
+    """The largest error of any result, as a part of the largest number in it."""
+    leaves = [t.detach().cpu().double() for t in tensors]
+    truth = _with_gradients(run, lambda ts: reference.evaluate(run.chain, ts, dtype=torch.float64), leaves)
+    sizes = [float(t.abs().max()) for t in truth]
+    least = 1e-2 * max(sizes)  # what is nothing in truth (a bias before a norm) is measured by the others
+    errors = [(a.detach().cpu().double() - b).abs().max() for a, b in zip(ours, truth, strict=True)]
+    return max(float(error.nan_to_num(torch.inf)) / max(size, least) for error, size in zip(errors, sizes))
+
+
+def run_on_card(run: Run, machine: Machine, names: set[str]) -> bool:
+    with pytorch_switches(run.precision, torch.device("cuda")), watched(names):
+        tensors = inputs_of(run, "cuda")
+        ours = called(run, plan_of(run, tensors, machine), tensors)
+        torch.cuda.synchronize()
+    error = apart(run, ours, tensors)
+    limit = TOLERANCE["tf32" if run.precision == "tf32" else run.dtype]
+    print(f"{'right' if error <= limit else 'WRONG'} {error:.1e}  {run}", flush=True)
+    return error <= limit
+
+
+def summary(count: int, names: set[str], wrong: int, seconds: float) -> str:
+    missing = sorted(all_kernels() - names)
+    covered = f"{len(all_kernels()) - len(missing)} of {len(all_kernels())} kernels launched"
+    left = f"; not launched: {', '.join(missing)}" if missing else ""
+    return f"sanitize: {count} runs, {wrong} wrong, {covered}, {seconds:.0f} s{left}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Runs every kernel once, for compute-sanitizer to look on.")
+    parser.add_argument("--plan", action="store_true", help="say what would be run and launched; needs no GPU")
+    parser.add_argument("--only", default="*", metavar="GLOB", help="some of the runs, by name")
+    parser.add_argument("--forward", action="store_true", help="no backward passes")
+    options = parser.parse_args(arguments)
+    chosen = [run for run in runs() if fnmatch.fnmatch(run.name, options.only)]
+    if options.forward:
+        chosen = [dataclasses.replace(run, trains=False) for run in chosen]
+    if not chosen:
+        parser.error(f"no run is called {options.only}")
+    if not options.plan and not torch.cuda.is_available():
+        parser.error("there is no GPU to run on; --plan says what would be run")
+    start, names, wrong = time.monotonic(), set[str](), 0
+    for run in chosen:
+        if options.plan:
+            found = planned(run)
+            names |= set(found)
+            print(f"{run}\n  {', '.join(dict.fromkeys(found))}")
+        else:
+            wrong += not run_on_card(run, hardware.machine_for("cuda"), names)
+    print(summary(len(chosen), names, wrong, time.monotonic() - start))
+    is_whole = options.only == "*" and not options.forward
+    return int(wrong > 0 or (is_whole and not names >= all_kernels()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -22,15 +22,14 @@ SOURCE = Path(postlude.__file__).parent
 CPU_SOURCES = [
     SOURCE / name for name in ("plan/cpu.py", "run/cpu.py", "run/onednn.py", "run/moments.py", "run/normalize.py")
 ]
+_PASSES = ("passes", "finish_moments", "library", "launch", "nvrtc", "programs")
 GPU_SOURCES = [
     SOURCE / "kernels" / "cuda",
-    *(SOURCE / f"kernels/triton/{name}.py" for name in ("pointwise", "normalize", "moments", "pack")),
-    *(SOURCE / f"kernels/triton/{name}.py" for name in ("convolve", "phases")),
+    *(SOURCE / f"kernels/triton/{name}.py" for name in ("pointwise", "normalize", "moments")),
+    *(SOURCE / f"kernels/triton/{name}.py" for name in ("pack", "convolve", "convolve_boxes", "phases")),
     SOURCE / "emit.py",
-    *(SOURCE / f"plan/{name}.py" for name in ("gpu", "convolve", "gemm", "phases", "few_channels", "tiles")),
-    *(SOURCE / f"run/{name}.py" for name in ("gpu", "gemm", "phases", "few_channels", "passes", "finish_moments")),
-    SOURCE / "run/library.py",
-    *(SOURCE / f"run/{name}.py" for name in ("launch", "nvrtc", "programs")),
+    *(SOURCE / f"plan/{name}.py" for name in ("gpu", "convolve", "gemm", "boxes", "phases", "few_channels", "tiles")),
+    *(SOURCE / f"run/{name}.py" for name in ("gpu", "first_pass", "gemm", "boxes", "phases", "few_channels", *_PASSES)),
 ]
 TRAINING_SOURCES = [
     *GPU_SOURCES,

@@ -11,58 +11,34 @@ from torch import Tensor
 
 from postlude.plan import Plan
 from postlude.plan.boxes import Boxes
-from postlude.plan.problem import memory_format
-from postlude.plan.types import Moments
+from postlude.run.first_pass import FirstPass
 from postlude.run.launch import Launch, accumulator, descriptor
 from postlude.run.packing import InputPacking, weight_strides
-from postlude.run.passes import Operands, Partials, accumulator_of
-from postlude.run.programs import program
+from postlude.run.passes import Partials
 
 _ALIGNED = 16  # bytes: where a descriptor may begin
 
 
-class BoxesConvolution:
-    """The first pass: the convolution's result where it is stored, its moments where they are wanted."""
+class BoxesConvolution(FirstPass):
+    """Packs the weight, and the input where it is none of rows of channels, then multiplies."""
 
     def __init__(self, plan: Plan, boxes: Boxes) -> None:
-        conv, item = plan.chain.producer, plan.passes[0]
+        super().__init__(plan, math.prod(boxes.tiles))
+        conv = plan.chain.producer
         assert conv is not None
-        self.boxes, self.value = boxes, plan.value
+        self.boxes = boxes
         self.transposed, self.sizes = conv.transposed, (conv.out_channels, conv.in_channels)
-        self.acc = accumulator_of(plan.value)
-        self.moments, self.store = "no", "done"
-        if isinstance(item.sink, Moments):
-            self.moments = "both" if item.sink.squares else "sums"
-            self.store = "raw" if item.sink.stores else "no"
-        # Before a norm the convolution's own dtype, as PyTorch would have it; else this is the result.
-        self.dtype = getattr(torch, plan.result_dtype if self.store == "done" else plan.value.dtype)
-        self.format = memory_format(plan.value.layout, plan.chain.dims)
-        self.input_format = memory_format(plan.input.layout, plan.chain.dims)
         self.pack = InputPacking(plan.input, boxes.rows, boxes.arithmetic, boxes.channels) if boxes.packs else None
-        self.operands = Operands(plan.chain, item.last, plan.value)
-        self.chunks = math.prod(boxes.tiles)
         self.weights: dict[tuple[int, ...], Launch] = {}  # by the weight's strides
         self.templates: tuple[Any, Any] | None = None
-        before = program(plan.chain, "before", item.last, self.operands.slots, plan.value.shape[1])
-        self.launch = self._prepared(before)
+        self.launch = self._prepared()
 
     def __call__(self, tensors: Sequence[Tensor]) -> tuple[Tensor | None, Partials | None]:
         x, weight = self._rows(tensors[0]), self._packed(tensors[1])
-        device, shape = x.device, self.value.shape
-        value = None
-        if self.store != "no":
-            value = torch.empty(shape, dtype=self.dtype, device=device, memory_format=self.format)
-        mean = m2 = count = weight  # unwritten without moments
-        if self.moments != "no":
-            mean = torch.empty((*shape[:2], self.chunks), dtype=self.acc, device=device)
-            m2 = torch.empty_like(mean) if self.moments == "both" else mean
-            count = torch.empty((shape[0], self.chunks), dtype=self.acc, device=device)
         if self.templates is None:
-            self.templates = _templates(self.boxes, shape[0], x, weight)
-        d_x, d_w = (descriptor(template, base) for template, base in zip(self.templates, (x, weight)))
-        out = weight if value is None else value
-        self.launch(d_x, d_w, out, mean, m2, count, *self.operands(tensors, weight))
-        return value, None if self.moments == "no" else Partials(mean, m2, count)
+            self.templates = _templates(self.boxes, self.value.shape[0], x, weight)
+        operands = [descriptor(template, base) for template, base in zip(self.templates, (x, weight))]
+        return self.run(operands, weight, tensors)
 
     def _rows(self, x: Tensor) -> Tensor:
         x = x.contiguous(memory_format=self.input_format)
@@ -102,13 +78,13 @@ class BoxesConvolution:
         numbers = (*self.sizes, *weight_strides(weight, self.transposed))
         return Launch(pack_weight_kernel, (rows, boxes.width), numbers, constants)
 
-    def _prepared(self, before: Any) -> Launch:
+    def _prepared(self) -> Launch:
         from postlude.kernels.triton.convolve_boxes import convolve_boxes_kernel
 
         boxes, volume, (batch, channels, *_) = self.boxes, self.boxes.volume, self.value.shape
         blocks_c, positions = -(-channels // boxes.block_c), math.prod(volume.out)
         constants = {
-            "BEFORE": before,
+            "BEFORE": self.before,
             **dict(zip(("PD", "PH", "PW"), volume.padding)),
             "KD": volume.kernel[0],
             "KH": volume.kernel[1],

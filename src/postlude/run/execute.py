@@ -31,7 +31,14 @@ def prepare(chain: Chain, outcome: Plan | Refusal, device: str) -> Runner:
     """What runs the chain, with all that stays the same from call to call made ready."""
     if isinstance(outcome, Refusal):
         return functools.partial(_through_pytorch, chain, outcome.library_tf32)
-    return _PREPARE[device](outcome)
+    runner = _PREPARE[device](outcome)
+    return functools.partial(_with_numbers_brought, runner) if device == "cuda" and "one" in chain.roles else runner
+
+
+def _with_numbers_brought(runner: Runner, tensors: Sequence[Tensor]) -> Tensor:
+    """A tensor of one number may lie on the CPU beside others on a GPU, whose kernels cannot read it there."""
+    device = tensors[0].device
+    return runner([t if t.device == device else t.to(device, non_blocking=True) for t in tensors])
 
 
 def call(runner: Runner, tensors: Sequence[Tensor]) -> Tensor:

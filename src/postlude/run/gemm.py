@@ -11,59 +11,33 @@ from torch import Tensor
 
 from postlude.plan import Plan
 from postlude.plan.gemm import Gemm
-from postlude.plan.problem import memory_format
-from postlude.plan.types import Moments
+from postlude.run.first_pass import FirstPass
 from postlude.run.launch import Launch, accumulator, descriptor
 from postlude.run.packing import InputPacking, Packed, weight_strides
-from postlude.run.passes import Operands, Partials, accumulator_of
+from postlude.run.passes import Partials
 from postlude.run.phases import phased_launch, phased_weight_launch
-from postlude.run.programs import program
 
 
-class GemmConvolution:
-    """The first pass: the convolution's result where it is stored, its moments where they are wanted."""
+class GemmConvolution(FirstPass):
+    """Packs both operands, then multiplies them."""
 
     def __init__(self, plan: Plan, gemm: Gemm) -> None:
-        self.input, self.value = plan.input, plan.value
+        super().__init__(plan, gemm.chunks)
         self.pack = Packing(plan, gemm)
-        item = plan.passes[0]
-        self.acc = accumulator_of(plan.value)
-        self.moments, self.store = "no", "done"
-        if isinstance(item.sink, Moments):
-            self.moments = "both" if item.sink.squares else "sums"
-            self.store = "raw" if item.sink.stores else "no"
-        # Before a norm the convolution's own dtype, as PyTorch would have it; else this is the result.
-        self.dtype = getattr(torch, plan.result_dtype if self.store == "done" else plan.value.dtype)
-        self.format = memory_format(plan.value.layout, plan.chain.dims)
-        self.input_format = memory_format(plan.input.layout, plan.chain.dims)
-        self.operands = Operands(plan.chain, item.last, plan.value)
-        self.chunks = gemm.chunks
-        before = program(plan.chain, "before", item.last, self.operands.slots, plan.value.shape[1])
         if gemm.phases is None:
-            self.launch = self._prepared(gemm, before)
+            self.launch = self._prepared(gemm)
         else:
-            self.launch = phased_launch(gemm, gemm.phases, before, self.value, self.store, self.moments)
+            self.launch = phased_launch(gemm, gemm.phases, self.before, self.value, self.store, self.moments)
 
     def __call__(
         self, tensors: Sequence[Tensor], packed: Packed | None = None
     ) -> tuple[Tensor | None, Partials | None]:
         """`packed` is the input, where it was packed before: then it is read instead of the tensor."""
         x = tensors[0] if packed is not None else tensors[0].contiguous(memory_format=self.input_format)
-        device, shape = x.device, self.value.shape
-        value = None
-        if self.store != "no":
-            value = torch.empty(shape, dtype=self.dtype, device=device, memory_format=self.format)
         operands, unscale, flag = self.pack(x, tensors[1], packed)
-        mean = m2 = count = unscale  # unwritten without moments
-        if self.moments != "no":
-            mean = torch.empty((*shape[:2], self.chunks), dtype=self.acc, device=device)
-            m2 = torch.empty_like(mean) if self.moments == "both" else mean
-            count = torch.empty((shape[0], self.chunks), dtype=self.acc, device=device)
-        out = unscale if value is None else value
-        self.launch(*operands, unscale, flag, out, mean, m2, count, *self.operands(tensors, unscale))
-        return value, None if self.moments == "no" else Partials(mean, m2, count)
+        return self.run((*operands, unscale, flag), unscale, tensors)
 
-    def _prepared(self, gemm: Gemm, before: Any) -> Launch:
+    def _prepared(self, gemm: Gemm) -> Launch:
         from postlude.kernels.triton.convolve import convolve_kernel
 
         volume, (batch, channels, *_) = gemm.volume, self.value.shape
@@ -72,7 +46,7 @@ class GemmConvolution:
         rows, first = volume.sample_rows * volume.pitch // volume.width, volume.padding[0]
         sizes = (rows, volume.pitch, volume.plane, first, first + volume.space[0] - 1, *volume.out)
         constants = {
-            "BEFORE": before,
+            "BEFORE": self.before,
             "KD": volume.kernel[0],
             "KH": volume.kernel[1],
             "SPAN_C": volume.span * gemm.channels,

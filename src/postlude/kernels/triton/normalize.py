@@ -203,10 +203,8 @@ def row_finish_kernel(
     ALIGN: tl.constexpr,  # a power of two that divides S: the compiler asks only for 16
     ACC: tl.constexpr,
 ):
-    # Backwards: what the pass before this one touched last is still in the cache.
-    i_program = tl.num_programs(0) - 1 - tl.program_id(0)
-    i_chunk = i_program % CHUNKS
-    i_row = i_program // CHUNKS
+    i_chunk = tl.program_id(0) % CHUNKS
+    i_row = tl.program_id(0) // CHUNKS
     S = S // ALIGN * ALIGN  # the same number: a hint would not reach the masks
     base = i_row.to(tl.int64) * S
     o_c = i_row % C
@@ -246,10 +244,8 @@ def last_finish_kernel(
     CONTIGUOUS_OUT: tl.constexpr,  # PyTorch's norms may give up channels-last
     ACC: tl.constexpr,
 ):
-    # Backwards: what the pass before this one touched last is still in the cache.
-    i_program = tl.num_programs(0) - 1 - tl.program_id(0)
-    i_chunk = i_program % CHUNKS
-    i_n = i_program // CHUNKS
+    i_chunk = tl.program_id(0) % CHUNKS
+    i_n = tl.program_id(0) // CHUNKS
     base = i_n.to(tl.int64) * S * C
     o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)  # [BLOCK_C]
     m_c = o_c < C

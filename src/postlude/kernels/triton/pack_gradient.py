@@ -51,8 +51,7 @@ def packed_gradient_kernel(
     WIDE: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    # Backwards: what the pass before this one touched last is still in the cache.
-    i_row = tl.num_programs(0) - 1 - tl.program_id(0)
+    i_row = tl.program_id(0)
     i_n = i_row // SAMPLE_ROWS
     z = (i_row % SAMPLE_ROWS) // PLANE_ROWS - PD
     y = (i_row % SAMPLE_ROWS) % PLANE_ROWS - PH

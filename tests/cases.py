@@ -243,7 +243,6 @@ CASES = [
         _start(3, conv(3, (3, 4), transposed=True)).op("mul", 2.0).batch_norm().reduce("mean", "space", True).chain(),
         (3, 3, 3, 4, 3),
     ),
-    Case("batch_norm relu without conv", _start(3).batch_norm(running=False).op("relu").chain(), (3, 5, 4, 3, 5)),
     Case(
         "transposed conv add layer_norm gelu mul",
         _start(3, conv(3, (2, 3), 2, transposed=True, stride=2))
@@ -253,11 +252,6 @@ CASES = [
         .op("mul", 0.5)
         .chain(),
         (2, 2, 3, 4, 3),
-    ),
-    Case(
-        "conv relu layer_norm over two axes residual",
-        _start(2, conv(2, (3, 4), padding=1)).op("relu").layer_norm(2, affine=False).op("add", "full").chain(),
-        (3, 3, 7, 5),
     ),
     Case(
         "conv row norm row",

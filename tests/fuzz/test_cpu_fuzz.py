@@ -105,8 +105,9 @@ def agrees(drawn: Drawn) -> None:
                 COUNTS[f"refused by PyTorch ({refused.__name__})"] += 1
                 return
             ours = execute(drawn.chain, outcome, tensors)
-            _check_what_moved(drawn, tensors, before)
-            theirs = reference.evaluate(drawn.chain, tensors)
+            right = [before[slot].clone() if slot in drawn.chain.moved else t for slot, t in enumerate(tensors)]
+            theirs = reference.evaluate(drawn.chain, right, moves=True)
+            _check_what_moved(drawn, tensors, before, right)
             truth = reference.evaluate(drawn.chain, tensors, dtype=torch.float64)
         assert (ours.dtype, ours.shape, strides(ours)) == (theirs.dtype, theirs.shape, strides(theirs))
         problem = nonfinite_problem(ours, theirs, truth, str(drawn.nonfinite))
@@ -130,13 +131,11 @@ def agrees(drawn: Drawn) -> None:
     COUNTS["fused and right" if judged.outcome == "right" else "fused, truth too flat to tell"] += 1
 
 
-def _check_what_moved(drawn: Drawn, tensors: list[Tensor], before: list[Tensor]) -> None:
+def _check_what_moved(drawn: Drawn, tensors: list[Tensor], before: list[Tensor], right: list[Tensor]) -> None:
     """Running statistics are as PyTorch leaves them; everything else is as it was, and they are put back as well."""
     chain = drawn.chain
     fixed = [slot for slot in range(len(tensors)) if slot not in chain.moved]
     assert all(same_bits(tensors[slot], before[slot]) for slot in fixed), "an input was changed"
-    right = [tensor.clone() for tensor in before]
-    reference.evaluate(chain, right, moves=bool(chain.moved))
     first = next((step for step in chain.steps if isinstance(step, Normalize)), None)
     for slot in chain.moved:
         now, true = tensors[slot].clone(), right[slot]

@@ -147,8 +147,11 @@ CAPTURES = [
     Capture("view then write", _view_then_write, (G,)),
     Capture("operand changed later", _operand_changed_later, (f"{C} → add(per channel)", G)),
     Capture("batch norm between", lambda m, x: m.norm(m.bn(m.conv(x))), (f"{B} → {G}",)),
-    Capture("one batch norm twice", lambda m, x: F.relu(m.bn(m.other(m.bn(m.conv(x))))), (B, f"{B} → relu")),
-    Capture("one batch norm twice in a line", lambda m, x: m.bn(F.relu(m.bn(m.conv(x)))), (f"{B} → relu", N)),
+    Capture(
+        "one batch norm three times",
+        lambda m, x: m.bn(F.relu(m.bn(m.other(m.bn(m.conv(x)))))),
+        (B, f"{B} → relu", N),
+    ),
     Capture(
         "one batch norm on both branches",
         lambda m, x: m.bn(m.conv(x)).relu() + m.bn(m.other(x)),

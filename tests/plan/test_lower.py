@@ -138,6 +138,14 @@ def test_moments_suffice_only_where_every_step_is_affine() -> None:
     assert moments_only(BY_NAME["conv relu mean over space"].chain) == MomentsOnly(1, 2, False)
     assert moments_only(BY_NAME["conv norm affine sum over space"].chain) == MomentsOnly(0, 4, True)
     assert moments_only(BY_NAME["conv relu norm mean relu"].chain) == MomentsOnly(1, 3, True)
+    assert moments_only(BY_NAME["transposed conv mul batch_norm mean"].chain) == MomentsOnly(0, 3, True)
+    scaled = Builder(2, conv(2, (3, 4))).op("mul", "channel").op("add", 1.0)
+    assert moments_only(scaled.norm(2).reduce("mean", "space").chain()) == MomentsOnly(0, 4, True)
+    twice = Builder(2).op("mul", 2.0).op("add", Value(0)).norm(2).reduce("mean", "space").chain()
+    assert moments_only(twice) == MomentsOnly(2, 4, True)
+    kept = Builder(2).op("mul", 2.0).norm(2).op("add", Value(1)).reduce("mean", "space").chain()
+    assert moments_only(kept) is None
+    assert moments_only(Builder(2).layer_norm().reduce("mean", "space").chain()) is None
     curved = Builder(3, conv(3, (4, 6))).norm(2).op("relu").reduce("mean", "space").chain()
     assert moments_only(curved) is None
     residual = Builder(3, conv(3, (4, 6))).norm(2).op("add", "full").reduce("mean", "space").chain()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cases import CHAIN_23, CHAIN_61, Builder, conv
+from level2 import up
 from postlude import hardware, reference
 from postlude.chain import Chain
 from postlude.check import chain_points, tensors_for, verify_chain
@@ -28,6 +29,7 @@ SMALL: dict[str, tuple[Chain, tuple[int, ...]]] = {
     "residual": (RESIDUAL, (2, 16, 9, 8, 7)),
     "many channels": (WIDE, (2, 16, 8, 9, 7)),
     "strided": (STRIDED, (2, 16, 13, 12, 11)),
+    "phases": (Builder(3, up(3, (16, 24))).op("silu").norm(4).op("relu").chain(), (2, 16, 7, 6, 5)),
 }
 
 

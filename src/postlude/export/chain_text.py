@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from postlude.chain import Cast, Chain, Normalize, Value, values_of
+from postlude.chain import Cast, Chain, Value, values_of
 from postlude.export.direct import direct
 from postlude.export.direct_gradient import direct_trainer
 from postlude.export.direct_result import direct_result, gives_result
@@ -41,8 +41,6 @@ class ChainText:
 
 def unwritable(plan: Plan, others: Iterable[ChainText]) -> str | None:
     """Why a plan has no text beside the others of its file, as a remark for readers of it."""
-    if any(isinstance(step, Normalize) and step.over != "sample" for step in plan.chain.steps):
-        return "the kernels of a batch_norm in training or a layer_norm are not written to files"
     chain, dtypes = plan.chain, {plan.input.dtype, plan.value.dtype, plan.result_dtype}
     if plan.input.layout != "contiguous" or plan.value.layout != "contiguous":
         return "channels-last kernels are not written to files"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from postlude.chain import Chain, Normalize
+from postlude.chain import Chain, Normalize, Step
 from postlude.graph import spellings
 from postlude.graph.capture import MODE_CHANGES
 from postlude.graph.draft import Draft, describe, start_with_convolution, start_with_input
@@ -36,8 +36,11 @@ class Declined:
     reason: str
 
 
-def match(graph: fx.GraphModule) -> tuple[list[Match], list[Declined]]:
-    finder = _Finder(graph)
+def match(
+    graph: fx.GraphModule, declines: Callable[[Step], str | None] = lambda _: None
+) -> tuple[list[Match], list[Declined]]:
+    """The chains, and what is in none; `declines` says why a chain should end before a step, where it should."""
+    finder = _Finder(graph, declines)
     for node in graph.graph.nodes:
         if spellings.is_convolution(node):
             finder.try_from(node, start_with_convolution, wants_norm=False)
@@ -53,7 +56,8 @@ def match(graph: fx.GraphModule) -> tuple[list[Match], list[Declined]]:
 
 
 class _Finder:
-    def __init__(self, graph: fx.GraphModule) -> None:
+    def __init__(self, graph: fx.GraphModule, declines: Callable[[Step], str | None]) -> None:
+        self.declines = declines
         self.place: dict[fx.Node, int] = {}
         self.mode: dict[fx.Node, int] = {}  # chains do not cross a change of autocast or grad mode
         self.writes: list[tuple[int, set[object]]] = []
@@ -122,6 +126,8 @@ class _Finder:
         if self.mode.get(node) != self.mode[start]:
             return "autocast or grad mode changes before the next step"
         grown = draft.extend(node)
+        if isinstance(grown, Draft) and (why := self.declines(grown.steps[-1])) is not None:
+            return why
         if isinstance(grown, Draft) and self._is_overwritten(grown, start, node):
             return f"a tensor that the chain reads is changed in place before {describe(node)}"
         if isinstance(grown, Draft) and self._is_read_elsewhere(grown, start, node):

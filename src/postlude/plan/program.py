@@ -68,11 +68,14 @@ def moments_only(chain: Chain) -> MomentsOnly | None:
 
     That is so when every step from there to a reduction is affine per sample and channel: norms, and adding or
     multiplying by numbers and by what is the same for a whole channel. The mean of an affine image is the image of the
-    mean.
+    mean. Such steps directly before a norm go through moments as well.
     """
     start = first_barrier(chain)
     if start is None:
         return None
+    is_norm = isinstance(chain.steps[start - 1], Normalize)
+    while is_norm and start > 1 and _carries(chain, start - 1):
+        start -= 1
     for number in range(start, len(chain.steps) + 1):
         step = chain.steps[number - 1]
         if not _follows(step, number, start) or (isinstance(step, Normalize) and step.over == "row"):
@@ -83,6 +86,12 @@ def moments_only(chain: Chain) -> MomentsOnly | None:
         if not isinstance(step, (Normalize, Cast)) and not _is_affine(chain, step):
             return None
     return None
+
+
+def _carries(chain: Chain, number: int) -> bool:
+    """True where moments go through a step and nothing after the next one reads what it works on."""
+    step = chain.steps[number - 1]
+    return _is_affine(chain, step) and _follows(step, number, number) and chain.last_uses.get(number - 1) == number
 
 
 def _follows(step: Step, number: int, start: int) -> bool:

@@ -85,11 +85,13 @@ def first_value(plan: Plan, tensors: tuple[Tensor, ...]) -> Tensor:
 
 
 def moments_of(plan: Plan, value: Tensor, tensors: tuple[Tensor, ...]) -> Moments:
-    steps = plan.chain.steps[: last_fused_step(plan.chain)]
-    norm = next((step for step in steps if isinstance(step, Normalize)), None)
-    if norm is None or norm.over == "row":
+    number = emit_gradient.norm_step(plan.chain, last_fused_step(plan.chain))
+    norm = None if number is None else plan.chain.steps[number - 1]
+    if number is None or not isinstance(norm, Normalize) or norm.over == "row":
         return None
-    moments = MomentsPass(plan)
+    # Where only moments are needed, a plan takes them before the steps that they go through.
+    first = dataclasses.replace(plan.passes[0], last=number - 1)
+    moments = MomentsPass(dataclasses.replace(plan, passes=(first, *plan.passes[1:])))
     return (CombineBatch if norm.over == "batch" else Combine)(norm, plan.value, moments.chunks)(
         moments(value, tensors)
     )

@@ -145,6 +145,8 @@ class _Finder:
         """True where the chain's move of running statistics could be seen to come late: it runs where it ends."""
         slots = list(zip(draft.tensors, draft.roles))
         moved = {storage_of(node) for node, role in slots if role == "running"}
+        if not moved:
+            return False
         if any(storage_of(node) in moved for node, role in slots if role != "running"):
             return True
         users = {user for node in self.place if storage_of(node) in moved for user in node.users}

@@ -93,7 +93,7 @@ def test_another_samples_gate_is_seen_to_fail(right: str, monkeypatch: pytest.Mo
     def program(*given: Any) -> Any:
         return changed(programs.HEADER + emit(*given))[given[1]]
 
-    monkeypatch.setattr("postlude.run.gemm.program", program)
+    monkeypatch.setattr("postlude.run.first_pass.program", program)
     monkeypatch.setattr("postlude.run.passes.program", program)
     monkeypatch.setattr("postlude.run.finish_moments.compose", changed)
     finish_moments.moments_program.cache_clear()

@@ -43,7 +43,7 @@ def given(chain: Chain, shape: tuple[int, ...], layout: str = "channels_last") -
 def test_tiles_are_those_that_were_measured(
     channels: tuple[int, int], space: tuple[int, ...], tile: tuple[int, ...]
 ) -> None:
-    own = gemm_for(block(*channels), given(block(*channels), (2, channels[0], *space)), card(90))
+    own = gemm_for(block(*channels), given(block(*channels), (2, channels[0], *space)), card(90), True)
     assert isinstance(own, Boxes)
     assert (own.width, own.block_h, own.block_j, own.block_c, own.block_k) == tile
     stage = 2 * own.block_k * (own.width * own.block_c + own.block_h * own.block_j)
@@ -96,6 +96,14 @@ def test_gradients_of_many_channels_are_cudnns() -> None:
     assert isinstance(own, Boxes)
     assert chain.producer is not None
     assert gradient_products(chain.producer, given(chain, (2, 128, 64, 64, 64)), own, card(90)) == (None, None)
+
+
+def test_a_small_result_of_many_channels_is_cudnns() -> None:
+    chain = block(128, 128)
+    assert isinstance(gemm_for(chain, given(chain, (2, 128, 64, 64, 64)), card(90)), Boxes)
+    found = gemm_for(chain, given(chain, (2, 128, 32, 32, 32)), card(90))
+    assert isinstance(found, str)
+    assert "moments of so small a result" in found
 
 
 def test_an_infinity_is_hidden_only_where_it_reaches_the_norm() -> None:

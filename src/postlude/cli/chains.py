@@ -13,6 +13,7 @@ from postlude.cli.session import fuse, machine_data, open_problem, result_data
 from postlude.errors import PostludeError
 from postlude.pipeline import Optimized, SiteReport
 from postlude.plan import Plan
+from postlude.plan.rules import rule_lines
 
 
 def optimize(settings: Settings, path: Path, report: Path | None = None) -> Answer:
@@ -63,6 +64,8 @@ def explain_site(site: SiteReport) -> None:
         say(f"  predicted to move {moved} beyond the cache; PyTorch moves {before}")
         for line in plan.tiles:
             say(f"  tiles of the {line}")
+        for line in rule_lines(plan):
+            say(f"  {line}")
     for reason in plan.reasons:
         say(f"  why: {reason}")
     if site.verdict is not None and _matters(site):

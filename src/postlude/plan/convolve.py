@@ -30,6 +30,9 @@ _COLUMNS = 128  # of a tile: neighbouring outputs fill up what their channels le
 # Below this many operations the packing launches cost more than a better convolution gains, by what PyTorch's takes.
 _WORTH = {"fp32": 1e9, "tf32": 8e9, "16 bits": 20e9}
 _PYTORCH = {"fp32": 16e12, "tf32": 100e12, "16 bits": 250e12}  # its operations a second on an H200, about
+# Bytes of a result whose moments are worth the launches of our convolution where cuDNN's is as fast: 2×128→128×32³,
+# 16 MiB, takes 0.15 to 0.17 ms through cuDNN, and 0.24 to 0.25 of the host's time through ours.
+_WORTH_READING = 32 << 20
 _FLAT_TF32, _LAST_TF32 = 2.0, 1.5  # times as many in TF32 in 2-D, and (not measured) channels-last
 # Of our products on an H200: operations a second, bytes a second from the second-level cache and of memory, and the
 # share that is left where a step of the product is as short as that.
@@ -197,6 +200,8 @@ def _slower(chain: Chain, problem: Problem, gemm: Gemm, in_place: bool) -> str |
     few = conv.in_channels <= _TRAINED_CHANNELS if converts else conv.in_channels + conv.out_channels <= 64
     if mode == "16 bits" and not few and not in_place:
         return "cuDNN is faster from this many channels on"
+    if in_place and conv.in_channels > _TRAINED_CHANNELS and body_bytes(chain, problem) < _WORTH_READING:
+        return "cuDNN is as fast from this many channels on, and the moments of so small a result cost little"
     if gemm.arithmetic.keeps_infinities:
         ours, theirs = _seconds(chain, problem, gemm)
         if ours >= theirs:

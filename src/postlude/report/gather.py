@@ -12,6 +12,7 @@ from postlude.check.budget import RMS_FACTOR, WORST_FACTOR
 from postlude.check.clock import Estimate, ratio
 from postlude.check.verdict import Errors, Judged, Verdict
 from postlude.plan import Plan, Problem, Refusal
+from postlude.plan.rules import rule_lines
 from postlude.report import model
 
 
@@ -121,7 +122,7 @@ def site_of(
         len(operators),
         outcome.launches + library if on_gpu else len(outcome.passes),
         "launches" if on_gpu else "passes",
-        outcome.reasons,
+        (*outcome.reasons, *rule_lines(outcome)),
         judgement_of(verdict),
     )
 

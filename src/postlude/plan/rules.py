@@ -1,0 +1,36 @@
+"""Algebra that saves work, by name. Each rule holds for all parameters under its conditions; tests/plan/test_rules.py
+has an identity in float64 for each."""
+
+from __future__ import annotations
+
+from postlude.plan.types import Moments, Plan
+
+MEAN = "mean through the norm"
+TURNED = "transposed as plain"
+PHASES = "by phase"
+AFFINE = "affine gradient"
+RULES = {
+    MEAN: "steps between a norm and a mean or sum are affine in each sample and channel, so moments are all they need",
+    TURNED: "a transposed convolution of stride 1 is a convolution with its taps turned round",
+    PHASES: "a transposed convolution with strides is a convolution of stride 1 for each remainder of its outputs",
+    AFFINE: "where moments are all that is needed, the gradient at the convolution's result is affine in that result: "
+    "it is computed again and never stored",
+}
+
+
+def rules_of(plan: Plan) -> tuple[str, ...]:
+    """The names of those that a plan rests on."""
+    found = []
+    conv = plan.chain.producer
+    if conv is not None and conv.transposed and plan.convolve == "own":
+        found.append(PHASES if any(size > 1 for size in conv.stride) else TURNED)
+    if isinstance(plan.passes[-1].sink, Moments):
+        found.append(MEAN)
+        if plan.trains and conv is not None:
+            found.append(AFFINE)
+    return tuple(found)
+
+
+def rule_lines(plan: Plan) -> tuple[str, ...]:
+    """One sentence for each, as people read them."""
+    return tuple(f"rule “{name}”: {RULES[name]}" for name in rules_of(plan))

@@ -15,6 +15,7 @@ import pytest
 from cli.problem_texts import GOOD, NOTHING, Run
 from postlude.cli import suite as work
 from postlude.cli.suite_process import Ended, run_problem
+from postlude.cli.variants import STEP
 from postlude.report import Report, gather, model, read
 from report.sample import FULL
 
@@ -33,6 +34,16 @@ def folder(tmp_path: Path) -> Path:
 def _put(folder: Path, **texts: str) -> None:
     for name, text in texts.items():
         (folder / "level2" / f"{name}.py").write_text(text, encoding="utf-8")
+
+
+def test_gradients_and_steps_on_request(run: Run, folder: Path, tmp_path: Path) -> None:
+    _put(folder, p1_good=GOOD)
+    texts = []
+    for more in ((), ("--train",)):  # the same folder: what was asked for is part of what is kept
+        out = tmp_path / "out.json"
+        assert run("suite", folder, *QUICK, *more, "--results", tmp_path / "kept", "--json", out).code == 0
+        texts.append(out.read_text(encoding="utf-8"))
+    assert [STEP in text for text in texts] == [False, True]
 
 
 def test_good_declined_crashing_and_raising_problems(run: Run, folder: Path, tmp_path: Path) -> None:
@@ -64,7 +75,7 @@ def test_a_problem_that_hangs_is_ended_with_all_it_started(folder: Path) -> None
     request = {"file": str(folder / "level2" / "hang.py"), "device": "cpu", "precision": "auto", "rounds": 3}
     before, start = _sleepers(), time.monotonic()
     with pytest.raises(Ended, match=r"it took longer than 6 s and was ended"):
-        run_problem({**request, "seconds": 0.1, "baselines": "few"}, 6.0, lambda _: None)
+        run_problem({**request, "seconds": 0.1, "baselines": "few", "train": False}, 6.0, lambda _: None)
     assert time.monotonic() - start < 30
     assert _sleepers() <= before
 

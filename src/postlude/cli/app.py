@@ -191,6 +191,7 @@ def suite(
     again: Annotated[
         str, typer.Option(metavar="none|failed|all", help="Which problems that have a result to run again.")
     ] = "none",
+    train: Annotated[bool, typer.Option("--train", help="Check and time gradients and training steps too.")] = False,
     limit: Annotated[float, typer.Option(min=1, help="Seconds that one problem may take in all.")] = 600.0,
     rounds: Annotated[int, typer.Option(min=3, help="How often the variants take turns.")] = 12,
     seconds: Annotated[float, typer.Option(min=0.1, help="Begin no new round of a race after this time.")] = 10.0,
@@ -209,7 +210,7 @@ def suite(
     def command(settings: frame.Settings) -> frame.Answer:
         from postlude.cli import suite as work
 
-        options = work.Options(folder, results, only, again, limit, rounds, seconds, baselines, report)
+        options = work.Options(folder, results, only, again, limit, rounds, seconds, baselines, report, train)
         return work.suite(settings, options)
 
     frame.run("suite", frame.Request(device, precision, json, debug), command)

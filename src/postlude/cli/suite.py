@@ -43,6 +43,7 @@ class Options:
     seconds: float = 10.0
     baselines: str | None = None
     report: Path | None = None
+    train: bool = False
 
 
 def suite(settings: Settings, options: Options) -> Answer:
@@ -92,6 +93,7 @@ def _one(settings: Settings, options: Options, path: Path, place: str) -> Report
         "rounds": options.rounds,
         "seconds": options.seconds,
         "baselines": options.baselines,
+        "train": options.train,
         **asdict(settings),
     }
     started = time.monotonic()
@@ -120,7 +122,7 @@ def _progress(text: str) -> Iterator[Callable[[str], None]]:
 
 def _key(settings: Settings, options: Options, path: Path) -> str:
     """A result holds for this file, these settings and this code."""
-    asked = (settings.device, settings.precision, options.rounds, options.seconds, options.baselines)
+    asked = (settings.device, settings.precision, options.rounds, options.seconds, options.baselines, options.train)
     known = json.dumps([__version__, records.commit(), *asked])
     return hashlib.sha256(known.encode() + path.read_bytes()).hexdigest()[:16]
 

@@ -38,6 +38,7 @@ def _report(request: dict[str, Any]) -> Any:
             seconds=request["seconds"],
             flushed=False,
             baselines=request["baselines"],
+            train=request["train"],
         )
         return as_dict(run(settings, options)[0])
 

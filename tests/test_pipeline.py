@@ -221,3 +221,22 @@ def test_functional_runs_a_chain_and_complains_in_a_sentence() -> None:
     assert postlude.functional.run(case.chain, *tensors).shape == (3, 8, 7, 8, 9)
     with pytest.raises(postlude.PostludeError, match="takes 4 tensors"):
         postlude.functional.run(case.chain, tensors[0])
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_no_number_of_models_is_too_many() -> None:
+    """PyTorch's compiler gives up on a piece of code after eight versions of it."""
+    for channels in range(1, 11):
+        model = nn.Sequential(nn.Conv2d(channels, 4, 3), nn.GroupNorm(2, 4), nn.ReLU())
+        result = postlude.optimize(model, torch.randn(2, channels, 5, 5), verify=False)
+        assert len(result.sites) == 1, channels
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_call_of_which_nothing_is_captured_says_so() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU())
+    with torch._dynamo.config.patch(disable=True):
+        result = postlude.optimize(model, torch.randn(2, 3, 5, 5))
+    assert not result.sites
+    assert result.failure is not None
+    assert "captured nothing" in result.failure

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import logging
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("postlude")
 MEMORIES = ("default", "lean")
+NOTHING_CAPTURED = "PyTorch's compiler captured nothing of this call: it is switched off, or gave up on this code"
 Only = Callable[[str, Chain], bool] | Iterable[str] | str | None
 
 _results: weakref.WeakKeyDictionary[nn.Module, Optimized] = weakref.WeakKeyDictionary()
@@ -129,7 +131,8 @@ def optimize(
         raise
     declined = tuple(item for captured in backend.captured for item in captured.declined)
     verdicts = [report.verdict for report in reports if report.verdict is not None]
-    result = Optimized(model, reports, declined, combine(verdicts), backend.failure, backend)
+    failure = backend.failure or (None if backend.captured else NOTHING_CAPTURED)
+    result = Optimized(model, reports, declined, combine(verdicts), failure, backend)
     _results[model] = result
     return result
 
@@ -143,13 +146,14 @@ def _compile(model: nn.Module, backend: Backend) -> None:
     """What `model.compile(backend=backend)` does, one frame further out.
 
     Dynamo passes over frames inside torch.nn, so a model whose class is PyTorch's own (`nn.Sequential`) would never
-    reach the backend.
+    reach the backend. It counts what it compiles by code object and gives up after a few: each model gets its own.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)
 
-    model._compiled_call_impl = torch.compile(call, backend=backend)
+    own = types.FunctionType(call.__code__.replace(), call.__globals__, "call", None, call.__closure__)
+    model._compiled_call_impl = torch.compile(own, backend=backend)
 
 
 def _report(site: Site, verify: bool) -> SiteReport:

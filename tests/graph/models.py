@@ -49,6 +49,13 @@ def _statement(m: Written, x: Tensor) -> Tensor:
     return m.norm(h)
 
 
+def _copy_written_to(m: Written, x: Tensor) -> Tensor:
+    h = m.conv(x)
+    doubled = h.clone()
+    doubled.mul_(2.0)
+    return m.norm(h) + doubled
+
+
 def _view_then_write(m: Written, x: Tensor) -> Tensor:
     h = m.conv(x)
     h[:, :2].relu_()
@@ -142,6 +149,13 @@ CAPTURES = [
     Capture(
         "used outside", lambda m, x: m.norm((h := m.conv(x)).relu()) + h.amax(), (f"relu → {G} → add(one number)",)
     ),
+    Capture(
+        "copy",
+        lambda m, x: m.norm((h := m.conv(x)) * h.clone().detach()),
+        (f"{C} → detach → mul(value 0, value 1) → {G}",),
+    ),
+    Capture("copy written to", _copy_written_to, (f"{G} → add(tensor)",)),
+    Capture("copy handed out", lambda m, x: (m.norm(h := m.conv(x)), h.clone())[0], (f"{C} → {G}",)),
     Capture("inactive dropout", lambda m, x: m.norm(F.dropout3d(m.conv(x), 0.0)), (f"{C} → {G}",)),
     Capture("active dropout", lambda m, x: m.norm(m.drop(m.conv(x))), (G,)),
     Capture("view then write", _view_then_write, (G,)),

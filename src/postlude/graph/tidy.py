@@ -18,6 +18,7 @@ def functionalise(graph: fx.GraphModule) -> None:
     Everything else (a view, an input, a parameter) stays as it was written.
     """
     _erase_inactive_dropout(graph)
+    _erase_copies(graph)
     nodes = list(graph.graph.nodes)
     place = {node: number for number, node in enumerate(nodes)}
     aliases: dict[Any, list[fx.Node]] = {}
@@ -98,4 +99,20 @@ def _erase_inactive_dropout(graph: fx.GraphModule) -> None:
             probability, is_training = node.args[1], node.args[2]
             if probability == 0 or not is_training:
                 node.replace_all_uses_with(node.args[0])
+                graph.graph.erase_node(node)
+
+
+def _erase_copies(graph: fx.GraphModule) -> None:
+    """`clone` of a value of the graph's own, where nobody writes to either and neither is handed out."""
+    nodes = list(graph.graph.nodes)
+    touched = {storage for node in nodes for storage in mutated_storages(node)}
+    touched |= {storage_of(node) for node in nodes if node.op in ("placeholder", "get_attr")}
+    for node in nodes:
+        if node.op == "output":
+            touched |= {storage_of(value) for value in node.all_input_nodes}
+    for node in nodes:
+        if node.target is aten.clone.default and node.kwargs.get("memory_format") in (None, torch.preserve_format):
+            source = node.args[0]
+            if touched.isdisjoint({storage_of(source), storage_of(node)}):
+                node.replace_all_uses_with(source)
                 graph.graph.erase_node(node)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import BY_NAME, CASES, Builder, Case, conv
 from postlude import hardware, reference
-from postlude.chain import Chain
+from postlude.chain import Chain, Pointwise, Scalar, Value
 from postlude.check import chain_points, tensors_for, verify_chain
 from postlude.plan import Plan, lower, problem_of
 from postlude.plan import cpu as plan_cpu
@@ -144,6 +144,18 @@ def test_an_in_place_step_never_overwrites_a_value_that_is_read_again() -> None:
 
 
 @pytest.mark.usefixtures("way")
+def test_a_detached_value_keeps_what_it_was() -> None:
+    """detach gives another tensor over the same memory: writing to one would change the other."""
+    steps = (
+        Pointwise("detach", (Value(0),)),
+        Pointwise("add", (Value(0), Scalar(1.0))),
+        Pointwise("mul", (Value(2), Value(1))),
+    )
+    chain = Chain(2, conv(2, (3, 4), bias=False), steps, ("input", "weight"))
+    tensors = list(tensors_for(chain, (2, 3, 6, 7), torch.float32))
+    torch.testing.assert_close(fused(chain, tensors), reference.evaluate(chain, tensors))
+
+
 def test_memory_kept_in_inference_mode_serves_outside_of_it() -> None:
     case = BY_NAME["conv relu mean over space"]
     tensors = tensors_for(case.chain, case.shape, torch.float32, "cpu", 0, "normal", "channels_last")

@@ -86,7 +86,9 @@ def run_steps(plan: Plan, start: Tensor, tensors: Sequence[Tensor], last: int, o
         operand = values_of(step)[0].index
         is_free = may_overwrite[operand] and last_uses[operand] == number
         result = _step(plan, step, values, tensors, is_free)
-        may_overwrite.append(is_free or not _share_memory(result, values[operand]))
+        is_alias = not is_free and _share_memory(result, values[operand])
+        may_overwrite[operand] &= not is_alias  # what is written to one would be read from the other
+        may_overwrite.append(not is_alias)
         values.append(result)
         for value in values_of(step):
             if last_uses[value.index] == number:

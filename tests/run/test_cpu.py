@@ -156,6 +156,13 @@ def test_a_detached_value_keeps_what_it_was() -> None:
     torch.testing.assert_close(fused(chain, tensors), reference.evaluate(chain, tensors))
 
 
+@pytest.mark.parametrize("dims", [2, 3])
+def test_a_pool_keeps_pytorchs_strides(dims: int) -> None:
+    chain = Builder(dims, conv(dims, (3, 5))).op("relu").reduce("adaptive_avg_pool", "space", True).chain()
+    tensors = list(tensors_for(chain, (3, 3, *[7] * dims), torch.float32, layout="channels_last"))
+    assert fused(chain, tensors).stride() == reference.evaluate(chain, tensors).stride()
+
+
 def test_memory_kept_in_inference_mode_serves_outside_of_it() -> None:
     case = BY_NAME["conv relu mean over space"]
     tensors = tensors_for(case.chain, case.shape, torch.float32, "cpu", 0, "normal", "channels_last")

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 from postlude.chain import Chain, Convolution
 from postlude.hardware import Machine
-from postlude.plan.gemm import SHARED_BESIDE, Arithmetic, Volume, volume_for
+from postlude.plan.gemm import SHARED_BESIDE, Arithmetic, Volume, padded_channels, volume_for
 from postlude.plan.problem import Problem, power_of_two
 from postlude.plan.program import norm_hides_infinities
 from postlude.plan.tiles import answers, product_questions
 
-_CHANNEL_STEP = 16  # a box's rows are whole multiples of 32 bytes
 _LEAST_ROWS = 64  # of Hopper's instruction: channels, times neighbouring outputs
 _WASTE = 1.1  # positions computed for one that is wanted, at most
 # Channels of a tile's rows → its columns, steps of the sum, stages. Measured on an H200 in fp16 over the five shapes of
@@ -63,15 +62,13 @@ class Boxes:
         return f"matrix product of {self.arithmetic}, read in place; tiles of {size}"
 
 
-def boxes_for(
-    chain: Chain, problem: Problem, arithmetic: Arithmetic, machine: Machine, even_if_slower: bool = False
-) -> Boxes | None:
+def boxes_for(chain: Chain, problem: Problem, arithmetic: Arithmetic, machine: Machine) -> Boxes | None:
     """None where the packed product serves better. The convolution must be one that nothing of `unsupported` hits."""
     conv = chain.producer
     assert conv is not None
     if machine.architecture != "sm_90" or arithmetic.scaled or arithmetic.operands == "float64":
         return None
-    if not even_if_slower and max(conv.in_channels, conv.out_channels) > _MOST_CHANNELS:
+    if max(conv.in_channels, conv.out_channels) > _MOST_CHANNELS:
         return None
     block_c = min(128, max(16, power_of_two(conv.out_channels)))
     width = width_for(conv, block_c)
@@ -81,7 +78,7 @@ def boxes_for(
     if width > 1 and not norm_hides_infinities(chain):
         return None  # products with zeros, which an infinity does not survive
     volume = volume_for(conv, space, width)
-    channels = -(-conv.in_channels // _CHANNEL_STEP) * _CHANNEL_STEP
+    channels = padded_channels(conv.in_channels)
     packs = problem.x.layout != "channels_last" or channels != conv.in_channels
     tuned = (row.values for row in answers(machine, *product_questions("product in place", conv, arithmetic, machine)))
     for columns, steps, stages in (*(tuple(tile.values()) for tile in tuned), _TILES[width * block_c]):
@@ -91,7 +88,7 @@ def boxes_for(
         computed = math.prod(boxes.tiles) * boxes.block_h * boxes.block_j * width
         if fits and computed <= _WASTE * math.prod(volume.out):
             return boxes  # else it was tuned for fewer channels, or other sizes: the shipped one
-    return boxes if even_if_slower else None
+    return None
 
 
 def width_for(conv: Convolution, block_c: int) -> int:

@@ -13,6 +13,7 @@ from postlude.plan.gemm import (
     Gemm,
     WeightGemm,
     input_gradient_of,
+    padded_channels,
     phased_volume,
     unsupported,
     volume_for,
@@ -22,8 +23,6 @@ from postlude.plan.problem import Problem, body_bytes, body_dtype, fp32_mode, po
 from postlude.plan.program import norm_hides_infinities, row_norm
 from postlude.plan.tiles import answers, product_questions
 
-# A packed position has a multiple of this many channels, so that a tile's rows begin where a descriptor may.
-_CHANNEL_STEP = 16
 _WEIGHT_PROGRAMS = 2  # programs of the weight's gradient for each multiprocessor
 _TRAINED_CHANNELS = 64  # of an input: above, cuDNN's gradients are faster in 16 bits
 _COLUMNS = 128  # of a tile: neighbouring outputs fill up what their channels leave (see `width_for`)
@@ -80,7 +79,7 @@ def product_for(
 ) -> Gemm:
     """The matrix product of a convolution that `unsupported` says nothing against."""
     columns = min(_COLUMNS, max(16, power_of_two(conv.out_channels)))
-    channels = -(-conv.in_channels // _CHANNEL_STEP) * _CHANNEL_STEP
+    channels = padded_channels(conv.in_channels)
     is_exact = arithmetic.operands == "float64"
     block_c = min(32, columns) if is_exact else columns
     width = width_for(conv, block_c) if widens else 1
@@ -101,7 +100,7 @@ def phased_product_for(conv: Convolution, space: tuple[int, ...], arithmetic: Ar
     columns = min(_COLUMNS // (2 if phases.is_paired else 1), max(16, power_of_two(conv.out_channels)))
     is_exact = arithmetic.operands == "float64"
     block_c = min(32, columns) if is_exact else columns
-    channels = -(-conv.in_channels // _CHANNEL_STEP) * _CHANNEL_STEP
+    channels = padded_channels(conv.in_channels)
     block_k = 16 if is_exact else min(64, channels & -channels)
     for tile in _tiles("product by phase", conv, arithmetic, machine):
         sizes = (tile["rows"], block_c, block_k, tile["stages"], tile["warps"])
@@ -235,9 +234,7 @@ def weight_gemm_for(
 
     `width` is that of the product for the input's gradient, so that both read the same packed gradient.
     """
-    channels, out_channels = (
-        -(-size // _CHANNEL_STEP) * _CHANNEL_STEP for size in (conv.in_channels, conv.out_channels)
-    )
+    channels, out_channels = padded_channels(conv.in_channels), padded_channels(conv.out_channels)
     is_exact = arithmetic.operands == "float64"
     # 32 output channels are half of the rows that a product has on Hopper.
     neighbours = 2 if out_channels == 32 and conv.kernel[-1] > 1 and not is_exact else 1

@@ -199,6 +199,11 @@ def volume_for(conv: Convolution, space: tuple[int, ...], width: int) -> Volume:
     return Volume((*ones, *space), (*ones, *conv.kernel), (*zeros, *plain.padding), width)  # type: ignore[arg-type]
 
 
+def padded_channels(channels: int) -> int:
+    """Of a position in memory: a multiple of 16, so that a tile's rows begin where a descriptor may."""
+    return -(-channels // 16) * 16
+
+
 def phased_volume(conv: Convolution, space: tuple[int, ...]) -> tuple[Volume, Phases]:
     """The packed input of a convolution by phase: in front of each axis what any of its phases needs."""
     phases = phases_of(conv, space)

@@ -13,7 +13,7 @@ from postlude.plan import Plan
 from postlude.plan.boxes import Boxes
 from postlude.run.first_pass import FirstPass
 from postlude.run.launch import Launch, accumulator, descriptor
-from postlude.run.packing import InputPacking, weight_strides
+from postlude.run.packing import InputPacking, weight_launch, weight_strides
 from postlude.run.passes import Partials
 
 _ALIGNED = 16  # bytes: where a descriptor may begin
@@ -54,29 +54,11 @@ class BoxesConvolution(FirstPass):
         packed = torch.empty((rows * boxes.width, columns), dtype=weight.dtype, device=weight.device)
         launch = self.weights.get(weight.stride())
         if launch is None:
-            launch = self.weights[weight.stride()] = self._weight(weight, rows)
+            numbers = (*self.sizes, *weight_strides(weight, self.transposed))
+            tile = (volume, boxes.arithmetic, boxes.channels, boxes.block_c)
+            launch = self.weights[weight.stride()] = weight_launch(*tile, rows, numbers, self.transposed)
         launch(weight, packed, packed, packed)
         return packed
-
-    def _weight(self, weight: Tensor, rows: int) -> Launch:
-        from postlude.kernels.triton.pack import pack_weight_kernel
-
-        boxes, volume = self.boxes, self.boxes.volume
-        constants = {
-            "ROWS": volume.kernel[0] * volume.kernel[1],
-            "KW": volume.kernel[2],
-            "WIDTH": boxes.width,
-            "SPAN": volume.span,
-            "CP": boxes.channels,
-            "BLOCK_O": boxes.block_c,
-            "PLANES": 1,
-            "SCALED": False,
-            "KEEPS": False,
-            "FLIP": self.transposed,
-            "BLOCK": 1024,
-        }
-        numbers = (*self.sizes, *weight_strides(weight, self.transposed))
-        return Launch(pack_weight_kernel, (rows, boxes.width), numbers, constants)
 
     def _prepared(self) -> Launch:
         from postlude.kernels.triton.convolve_boxes import convolve_boxes_kernel

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from postlude.chain import Chain, Reduce
 from postlude.emit import OPERANDS, emit_moments, moments_slots
-from postlude.plan.problem import Spec, memory_format, power_of_two
+from postlude.plan.problem import Spec, power_of_two
 from postlude.plan.program import takes_the_batch
 from postlude.reference import continue_from
 from postlude.run.launch import Launch
-from postlude.run.moments import Moments, finish
+from postlude.run.moments import Moments, finish, laid_out
 from postlude.run.passes import Partials
 from postlude.run.programs import HEADER, compose
 
@@ -40,8 +40,7 @@ class FinishMoments:
         batch, channels, self.positions = value.shape[0], value.shape[1], math.prod(value.shape[2:])
         self.slots = moments_slots(chain, first, self.last)
         self.shape = _shape(reduce, chain.dims, batch, channels)
-        # Of what a pool gives PyTorch sets the strides of the last axes, though their size is 1.
-        self.format = memory_format(value.layout if reduce.op == "adaptive_avg_pool" else "contiguous", chain.dims)
+        self.reduce, self.is_last = reduce, value.layout == "channels_last"
         self.launch = None
         if channels <= MOST_CHANNELS and len(self.slots) <= OPERANDS and not takes_the_batch(chain):
             block_c, block = blocks(channels)
@@ -57,11 +56,13 @@ class FinishMoments:
 
     def __call__(self, partials: Partials, tensors: Sequence[Tensor]) -> Tensor:
         if self.launch is None:
-            return finish(self.chain, self.combined(partials), self.first, self.dtype, tensors, moves=True)
+            moments = self.combined(partials)
+            return finish(self.chain, moments, self.first, self.dtype, tensors, self.is_last, moves=True)
         means = partials.means
-        result = torch.empty(self.shape, dtype=self.dtype, device=means.device, memory_format=self.format)
+        result = torch.empty(self.shape, dtype=self.dtype, device=means.device)
         operands = [tensors[index].contiguous() for index in self.slots] + [means] * (OPERANDS - len(self.slots))
         self.launch(means, partials.squares, partials.counts, result, *operands)
+        result = laid_out(result, self.reduce, self.is_last)
         if self.last == len(self.chain.steps):
             return result
         return continue_from(self.chain, self.last, result, tensors)

@@ -13,7 +13,7 @@ from postlude.plan import Plan
 from postlude.plan.gemm import Gemm
 from postlude.run.first_pass import FirstPass
 from postlude.run.launch import Launch, accumulator, descriptor
-from postlude.run.packing import InputPacking, Packed, weight_strides
+from postlude.run.packing import InputPacking, Packed, weight_launch, weight_strides
 from postlude.run.passes import Partials
 from postlude.run.phases import phased_launch, phased_weight_launch
 
@@ -109,26 +109,12 @@ class Packing:
         return (d_high, d_low, descriptor(columns, packed)), unscale, flag
 
     def _weight(self, weight: Tensor) -> Launch:
-        from postlude.kernels.triton.pack import pack_weight_kernel
-
-        gemm, volume = self.gemm, self.gemm.volume
+        gemm = self.gemm
         numbers = (*self.channels, *weight_strides(weight, self.transposed))
         if gemm.phases is not None:
             return phased_weight_launch(gemm, gemm.phases, self.outputs, numbers)
-        constants = {
-            "ROWS": volume.kernel[0] * volume.kernel[1],
-            "KW": volume.kernel[2],
-            "WIDTH": volume.width,
-            "SPAN": volume.span,
-            "CP": gemm.channels,
-            "BLOCK_O": gemm.block_c,
-            "PLANES": self.arithmetic.planes,
-            "SCALED": self.arithmetic.scaled,
-            "KEEPS": self.arithmetic.keeps_infinities,
-            "FLIP": self.transposed,
-            "BLOCK": 1024,
-        }
-        return Launch(pack_weight_kernel, (self.outputs, volume.width), numbers, constants)
+        tile = (gemm.volume, gemm.arithmetic, gemm.channels, gemm.block_c)
+        return weight_launch(*tile, self.outputs, numbers, self.transposed)
 
 
 def _templates(gemm: Gemm, batch: int, high: Tensor, weight: Tensor) -> tuple[Any, Any]:

@@ -96,16 +96,14 @@ def finish(
 ) -> Tensor:
     """Steps `first` to the end, from moments; what follows the reduction runs as written, on its few numbers.
 
-    `channels_last`: what PyTorch would have reduced is; its 2-D pooling alone keeps that in the strides of its result.
+    `channels_last`: what PyTorch would have reduced is.
     `moves`: a batch_norm moves its running statistics.
     """
     for number in range(first, len(chain.steps) + 1):
         step = chain.steps[number - 1]
         if isinstance(step, Reduce):
             result = _reduce(chain, moments, step).to(dtype)
-            if channels_last and chain.dims == 2 and step.op == "adaptive_avg_pool":
-                result = result.as_strided(result.shape, (result.shape[1], 1, result.shape[1], result.shape[1]))
-            return continue_from(chain, number, result, tensors)
+            return continue_from(chain, number, laid_out(result, step, channels_last), tensors)
         if isinstance(step, Normalize):
             moments = _normalize(moments, step, tensors, moves)
         elif isinstance(step, Pointwise):
@@ -125,6 +123,14 @@ def _reduce(chain: Chain, moments: Moments, step: Reduce) -> Tensor:
     if step.keepdim:
         result = result.reshape(*result.shape, *[1] * (chain.dims + 2 - result.dim()))
     return result
+
+
+def laid_out(result: Tensor, step: Reduce, channels_last: bool) -> Tensor:
+    """With PyTorch's strides: its pooling keeps channels-last in those of the last axes, though their size is 1."""
+    if not channels_last or step.op != "adaptive_avg_pool":
+        return result
+    channels = result.shape[1]
+    return result.as_strided(result.shape, (channels, 1, *[channels] * (result.dim() - 2)))
 
 
 def group_moments(moments: Moments, groups: int) -> tuple[Tensor, Tensor]:

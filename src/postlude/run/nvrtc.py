@@ -24,9 +24,8 @@ from postlude.tile_table import NAME as TILES
 _STATIC_SHARED = 48 << 10  # what a block may have without asking
 _MAX_DYNAMIC_SHARED, _CARVEOUT = 8, 9  # CUfunction_attribute
 _ALWAYS = ("--std=c++17",)
-_KEPT = re.compile(
-    r"\w+-[0-9a-f]{64}(\.cubin|\.note|\w*\.tmp)"
-)  # the names that are written, a note's by found_again.py
+# The names that are written, a note's by found_again.py.
+_KEPT = re.compile(r"\w+-[0-9a-f]{64}(\.cubin|\.note|\w*\.tmp)")
 
 
 class CudaError(PostludeError):

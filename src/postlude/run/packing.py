@@ -24,6 +24,34 @@ def weight_strides(weight: Tensor, transposed: bool) -> tuple[int, int, int]:
     return weight.stride(int(transposed)), weight.stride(int(not transposed)), weight.stride(-1)
 
 
+def weight_launch(
+    volume: Volume,
+    arithmetic: Arithmetic,
+    channels: int,
+    block_c: int,
+    outputs: int,
+    numbers: tuple[int, ...],
+    flip: bool,
+) -> Launch:
+    """Takes the weight, what it is packed to, the input's largest magnitudes and what undoes the scales."""
+    from postlude.kernels.triton.pack import pack_weight_kernel
+
+    constants = {
+        "ROWS": volume.kernel[0] * volume.kernel[1],
+        "KW": volume.kernel[2],
+        "WIDTH": volume.width,
+        "SPAN": volume.span,
+        "CP": channels,
+        "BLOCK_O": block_c,
+        "PLANES": arithmetic.planes,
+        "SCALED": arithmetic.scaled,
+        "KEEPS": arithmetic.keeps_infinities,
+        "FLIP": flip,
+        "BLOCK": 1024,
+    }
+    return Launch(pack_weight_kernel, (outputs, volume.width), numbers, constants)
+
+
 class InputPacking:
     """For tensors of one shape and layout, into one volume."""
 

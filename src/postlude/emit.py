@@ -17,6 +17,7 @@ one sample, each over `count` positions. It runs in one program for each sample.
 from __future__ import annotations
 
 import functools
+import math
 
 from postlude.chain import Cast, Chain, Normalize, Operand, Pointwise, Reduce, Scalar, Slot, Step, operands_of
 from postlude.words import POINTWISE as WORDS
@@ -57,16 +58,16 @@ _WORDS = {"none": "gelu", "tanh": "gelu_tanh"}  # settings that name a device fu
 
 
 @functools.lru_cache(maxsize=1024)
-def pass_slots(chain: Chain, last: int) -> tuple[int, ...]:
-    """The slots that steps 1 to `last` read, in the order of their pointers; the convolution's bias is one of them."""
-    read = _read_by(chain, 1, last)
-    return tuple(dict.fromkeys([_BIAS, *read] if _has_bias(chain) else read))
+def pass_slots(chain: Chain, last: int, first: int = 0) -> tuple[int, ...]:
+    """The slots that steps up to `last` read, in the order of their pointers; `first` as for `emit`."""
+    read = _read_by(chain, max(first, 1), last)
+    return tuple(dict.fromkeys([_BIAS, *read] if _has_bias(chain) and not first else read))
 
 
 @functools.lru_cache(maxsize=1024)
-def reads_rows(chain: Chain, last: int) -> bool:
-    """True where one of steps 1 to `last` reads a number per sample and channel."""
-    return any(chain.roles[slot] == "row" for slot in pass_slots(chain, last))
+def reads_rows(chain: Chain, last: int, first: int = 0) -> bool:
+    """True where a step up to `last` reads a number per sample and channel."""
+    return any(chain.roles[slot] == "row" for slot in pass_slots(chain, last, first))
 
 
 def too_many_tensors(chain: Chain, last: int) -> str | None:
@@ -80,26 +81,40 @@ def moments_slots(chain: Chain, first: int, last: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(_read_by(chain, first, last)))
 
 
-def emit(chain: Chain, name: str, last: int, pointers: tuple[int, ...], channels: int = 0) -> str:
-    """Steps 1 to `last`; a norm among them takes its mean and rstd as arguments of `whole`, or finds them in `rows`.
+def emit(
+    chain: Chain,
+    name: str,
+    last: int,
+    pointers: tuple[int, ...],
+    channels: int = 0,
+    first: int = 0,
+    spread: str = "",
+) -> str:
+    """Steps up to `last`; a norm among them takes its mean and rstd as arguments of `whole`, or finds them in `rows`.
 
-    `channels` of the value are asked for where a step reads a number per sample and channel.
+    They begin with the convolution's bias where `first` is 0; else with step `first`, on what the one before it gave.
+    `channels` of the value are asked for where a step reads a number per sample and channel. `spread` brings a number
+    per channel to the block's shape where `o_c` has one axis: a kernel whose block is a product's accumulator wants
+    it so, for with a load of two axes the compiler moved the whole block into the layout of that load, three times.
     """
-    if reads_rows(chain, last) and not channels:
+    if reads_rows(chain, last, first) and not channels:
         raise ValueError("a number per sample and channel cannot be found without the number of channels")
     given = {"whole": "mean, rstd, ", "rows": "o_l, L, "}.get(name, "")
-    lines = ["@triton.jit", f"def {name}(v0, {given}o_c, base, o_x, m_c, m_x, {pointer_arguments()}):"]
+    given_value = f"v{max(first - 1, 0)}"
+    lines = ["@triton.jit", f"def {name}({given_value}, {given}o_c, base, o_x, m_c, m_x, {pointer_arguments()}):"]
     loaded: set[int] = set()
-    if _has_bias(chain):  # the library's convolution adds it in a pass of its own over the whole result
-        lines += [f"    {_load(chain, Slot(_BIAS), pointers)}", f"    v0 = v0 + t{_BIAS}"]
+    if _has_bias(chain) and not first:  # the library's convolution adds it in a pass of its own over the whole result
+        lines += [f"    {_load(chain, Slot(_BIAS), pointers, spread=spread)}", f"    v0 = v0 + t{_BIAS}"]
     # A tile of `rows` may hold rows of several samples.
     where, mask = ("(base + o_x)", "m_x") if name == "rows" else ("base", "m_c")
     row = (f"{where} // {_SAMPLE} * {channels} + o_c", mask)
     for number, step in enumerate(chain.steps[:last], 1):
+        if number < first:
+            continue
         for operand in operands_of(step):
             if isinstance(operand, Slot) and operand.index not in loaded:
                 loaded.add(operand.index)
-                lines.append(f"    {_load(chain, operand, pointers, row)}")
+                lines.append(f"    {_load(chain, operand, pointers, row, given_value, spread)}")
         if isinstance(step, Normalize) and step.over == "row":
             lines.append(f"    mean, rstd = row_statistics(v{step.operand.index}, m_x, L, {step.eps!r})")
         lines.append(f"    v{number} = {_expression(step)}")
@@ -153,7 +168,12 @@ def pointer_arguments() -> str:
 
 
 def _load(
-    chain: Chain, slot: Slot, pointers: tuple[int, ...], row: tuple[str, str] = ("", ""), like: str = "v0"
+    chain: Chain,
+    slot: Slot,
+    pointers: tuple[int, ...],
+    row: tuple[str, str] = ("", ""),
+    like: str = "v0",
+    spread: str = "",
 ) -> str:
     """`row` is where a number per sample and channel lies, and its mask."""
     pointer, role = f"a{pointers.index(slot.index)}", chain.roles[slot.index]
@@ -161,7 +181,8 @@ def _load(
         return f"t{slot.index} = tl.load({pointer}).to({like}.dtype)"
     by_role = {"full": ("base + o_x", "m_x"), "last": ("o_l", "o_l < L"), "row": row}
     where, mask = by_role.get(role, ("o_c", "m_c"))
-    return f"t{slot.index} = tl.load({pointer} + {where}, mask={mask}, other=0.0).to({like}.dtype)"
+    spread = spread if role not in ("full", "last") else ""
+    return f"t{slot.index} = tl.load({pointer} + {where}, mask={mask}, other=0.0){spread}.to({like}.dtype)"
 
 
 def _expression(step: Step) -> str:
@@ -173,7 +194,17 @@ def _expression(step: Step) -> str:
         return f"(v{step.operand.index} - mean) * {scale}{shift}"
     if isinstance(step, Reduce):
         raise ValueError("a reduction is no step of a block")
+    if (inverse := _exact_inverse(step)) is not None:
+        return POINTWISE["mul"].format(x=_operand(step.operands[0]), y=repr(inverse))
     return POINTWISE[step.op].format(**words_of(step))
+
+
+def _exact_inverse(step: Pointwise) -> float | None:
+    """By what a division by a power of two can be multiplied instead: a division takes eight instructions."""
+    divisor = step.operands[1] if step.op == "div" else None
+    if not isinstance(divisor, Scalar) or abs(math.frexp(divisor.value)[0]) != 0.5 or abs(divisor.value) > 2.0**64:
+        return None
+    return 1.0 / divisor.value
 
 
 def words_of(step: Pointwise) -> dict[str, str]:

@@ -31,6 +31,7 @@ CONVOLVE: dict[str, object] = {
     "DENSE": True,
     "WIDE": False,
     "ALIGN": 8,
+    "FULL": True,
     "BLOCKS_C": 1,
     "BM": 128,
     "BC": 128,

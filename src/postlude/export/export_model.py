@@ -82,18 +82,15 @@ def export(
         specs = tuple(spec_of(node.meta["val"]) for node in found.match.tensors)
         problem = Problem(specs, "cuda", precision, False, allows_tf32)
         outcome = lower(found.match.chain, problem, machine, even_if_slower=even_if_slower)
-        if isinstance(outcome, Plan) and isinstance(outcome.own, Boxes) and outcome.chain.producer is not None:
-            # Files hold one kind of product; this one takes as many launches.
-            conv, widens = outcome.chain.producer, norm_hides_infinities(outcome.chain)
-            packed = product_for(conv, problem.x.shape[2:], outcome.own.arithmetic, machine, widens)
-            outcome = dataclasses.replace(outcome, own=packed)
+        if isinstance(outcome, Plan):
+            outcome = _with_packed_product(outcome, machine)
         own = outcome.own if isinstance(outcome, Plan) else None
-        not_ours = why_no_product(own) if isinstance(own, Gemm) else None
+        not_ours = why_no_product(own, problem.x.shape[1], even_if_slower) if isinstance(own, Gemm) else None
         if not_ours is not None:
             outcome = lower(found.match.chain, problem, machine, even_if_slower=even_if_slower, not_ours=not_ours)
         why = unwritable(outcome, texts.values()) if isinstance(outcome, Plan) else str(outcome)
         if isinstance(outcome, Plan) and why is None:
-            texts[found] = chain_text(outcome, _function_name(found.match.chain), _slot_names(found), training)
+            texts[found] = chain_text(outcome.storing_raw(), _function_name(found.match.chain), _slot_names(found), training)
         else:
             reasons[found.calls[0].name] = f"{found.match.chain}: {why}"
     if not texts:
@@ -108,6 +105,15 @@ def export(
     chains = tuple(written.values())
     top = heading(chains, precision, measured)
     return Export(assemble(original, chains, forward, values, top, machine.architecture), chains, reasons)
+
+
+def _with_packed_product(plan: Plan, machine: Machine) -> Plan:
+    """Files hold one kind of product at stride 1, whatever the library would take; it has as many launches."""
+    conv, own = plan.chain.producer, plan.own
+    if conv is None or not (isinstance(own, Boxes) or (isinstance(own, Gemm) and own.unfolds)):
+        return plan
+    widens = norm_hides_infinities(plan.chain)
+    return dataclasses.replace(plan, own=product_for(conv, plan.input.shape[2:], own.arithmetic, machine, widens))
 
 
 def _first(reasons: Mapping[str, str]) -> str:

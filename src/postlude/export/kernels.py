@@ -84,10 +84,17 @@ class Program:
 
 
 def program(
-    chain: Chain, kind: str, last: int, pointers: tuple[int, ...], names: Mapping[int, str], *, scalar_channel: bool
+    chain: Chain,
+    kind: str,
+    last: int,
+    pointers: tuple[int, ...],
+    names: Mapping[int, str],
+    *,
+    scalar_channel: bool,
+    spread: str = "",
 ) -> Program:
     """Steps 1 to `last` as text; `names` has a word for each slot, `scalar_channel` says that no channel is masked."""
-    text = emit(chain, kind, last, pointers)
+    text = emit(chain, kind, last, pointers, spread=spread)
     if scalar_channel:
         text = text.replace(", mask=m_c, other=0.0", "")
     renamed = {f"t{slot}": word for slot, word in names.items()}

@@ -44,7 +44,6 @@ _ALL_PADDING = {
 }
 _ONE_BLOCK = {"tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)": "tl.arange(0, BLOCK_C)"}
 _ALL_CHANNELS = {
-    "m_s[:, None] & m_c[None, :]": "m_s[:, None]",
     "o_c, mask=m_c, other=0.0)": "o_c)",
     "tl.store(p_mean + o_out, b_mean, mask=m_c)": "tl.store(p_mean + o_out, b_mean)",
     "tl.store(p_m2 + o_out, tl.sum(b_diff * b_diff, axis=0), mask=m_c)": (
@@ -59,12 +58,14 @@ _NARROW = {  # one output a row: the sums have their shape already
 _AXES = ("depth", "height", "width")
 
 
-def why_no_product(gemm: Gemm) -> str | None:
+def why_no_product(gemm: Gemm, channels: int, even_if_slower: bool) -> str | None:
     """Why our convolution has no text; PyTorch's then stands in the file."""
     if gemm.phases is not None:
         return "files have no kernel for strides"
     if gemm.arithmetic.keeps_infinities:
         return "without a norm after it, the scales of a file could not keep an infinity"
+    if channels < 8 and not even_if_slower:
+        return "with so few input channels most products would be with zeros"
     return None
 
 
@@ -219,7 +220,7 @@ def _kernel(draft: Draft, gemm: Gemm, out: int, slots: tuple[int, ...], sinks: d
     """The product with what follows it, for this case."""
     chain, volume, last = draft.plan.chain, gemm.volume, draft.plan.passes[0].last
     is_full = out % gemm.block_c == 0
-    before = program(chain, "before", last, slots, draft.names, scalar_channel=is_full)
+    before = program(chain, "before", last, slots, draft.names, scalar_channel=is_full, spread="[None, :]")
     constants: dict[str, object] = {
         "BEFORE": draft.use(before),
         "KD": volume.kernel[0],
@@ -234,6 +235,7 @@ def _kernel(draft: Draft, gemm: Gemm, out: int, slots: tuple[int, ...], sinks: d
         "LAST": False,
         "DENSE": volume.is_dense,
         "WIDE": False,
+        "FULL": is_full,
         "BLOCKS_C": -(-out // gemm.block_c),
         "ACC": Name("tl.float32"),
         "FIRST": volume.padding[0],

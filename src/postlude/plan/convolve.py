@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from postlude.chain import Chain, Convolution
 from postlude.hardware import Machine
@@ -15,6 +16,7 @@ from postlude.plan.gemm import (
     input_gradient_of,
     padded_channels,
     phased_volume,
+    unfolded_volume,
     unsupported,
     volume_for,
 )
@@ -26,6 +28,7 @@ from postlude.plan.tiles import answers, product_questions
 _WEIGHT_PROGRAMS = 2  # programs of the weight's gradient for each multiprocessor
 _TRAINED_CHANNELS = 64  # of an input: above, cuDNN's gradients are faster in 16 bits
 _COLUMNS = 128  # of a tile: neighbouring outputs fill up what their channels leave (see `width_for`)
+_SIDE_BY_SIDE = 32  # channels of taps in one packed position, at most: a short step of the product
 # Below this many operations the packing launches cost more than a better convolution gains, by what PyTorch's takes.
 _WORTH = {"fp32": 1e9, "tf32": 8e9, "16 bits": 20e9}
 _PYTORCH = {"fp32": 16e12, "tf32": 100e12, "16 bits": 250e12}  # its operations a second on an H200, about
@@ -63,7 +66,9 @@ def gemm_for(chain: Chain, problem: Problem, machine: Machine, even_if_slower: b
         gemm = phased_product_for(conv, space, arithmetic, machine)
     else:
         # Neighbours in a row are multiplied by zeros, which an infinity does not survive.
-        gemm = product_for(conv, space, arithmetic, machine, widens=norm_hides_infinities(chain))
+        gemm = unfolded_product_for(conv, space, arithmetic, machine) or product_for(
+            conv, space, arithmetic, machine, widens=norm_hides_infinities(chain)
+        )
         boxes = boxes_for(chain, problem, arithmetic, machine)
     reason = None if even_if_slower else _slower(chain, problem, gemm, boxes is not None)
     return reason or boxes or gemm
@@ -90,6 +95,27 @@ def product_for(
         gemm = Gemm(arithmetic, volume, channels, tile["rows"], block_c, block_k, tile["stages"], tile["warps"])
         if _fits(gemm, machine):
             break  # else it was tuned for fewer taps or channels: the next one
+    return gemm
+
+
+def unfolded_product_for(
+    conv: Convolution, space: tuple[int, ...], arithmetic: Arithmetic, machine: Machine
+) -> Gemm | None:
+    """The matrix product with the taps of a row, or of a plane, side by side, where their channels are few enough."""
+    kh, kw = (1, *conv.kernel)[-2:]
+    taps = next((taps for taps in ((kh, kw), (1, kw)) if conv.in_channels * math.prod(taps) <= _SIDE_BY_SIDE), (1, 1))
+    if taps == (1, 1):
+        return None
+    channels = max(16, power_of_two(conv.in_channels * math.prod(taps)))
+    columns = min(_COLUMNS, max(16, power_of_two(conv.out_channels)))
+    is_exact = arithmetic.operands == "float64"
+    block_c, block_k = (min(32, columns), 16) if is_exact else (columns, channels)
+    volume = unfolded_volume(conv, space, taps)
+    for tile in _tiles("product", conv, arithmetic, machine):
+        sizes = (tile["rows"], block_c, block_k, tile["stages"], tile["warps"])
+        gemm = Gemm(arithmetic, volume, channels, *sizes, unfolded=taps)
+        if _fits(gemm, machine):
+            break
     return gemm
 
 
@@ -189,7 +215,7 @@ def _slower(chain: Chain, problem: Problem, gemm: Gemm, in_place: bool) -> str |
     if gemm.arithmetic.operands == "float64":
         return "float64 is faster through PyTorch"
     mode = _mode(chain, problem)
-    if conv.in_channels < 8:
+    if conv.in_channels < 8 and gemm.phases is not None:
         return "with so few input channels most products would be with zeros"
     if conv.flops(problem.x.shape[0], problem.x.shape[2:]) < _WORTH[mode]:
         return "the convolution is too small for packing its operands to pay"
@@ -221,7 +247,7 @@ def _seconds(chain: Chain, problem: Problem, gemm: Gemm) -> tuple[float, float]:
     theirs = max(flops / rate, (x.bytes + out) / _COPY) + 2 * out / _COPY
     # An element that reaches shared memory is used for a tile's other side; shorter tiles wait more.
     reuse = gemm.rows * gemm.block_c / (gemm.rows + gemm.block_c) * arithmetic.products / arithmetic.planes
-    products = flops * arithmetic.products * gemm.channels / conv.in_channels
+    products = flops * arithmetic.products * gemm.depth / (conv.in_channels * math.prod(conv.kernel))
     packed = x.shape[0] * gemm.volume.sample_rows * gemm.volume.pitch * gemm.channels * 2 * arithmetic.planes
     product = max(products / min(_PRODUCT, reuse * _CACHE * _BLOCK_K[gemm.block_k]), (packed + out) / _COPY)
     return product + (2 * x.bytes + packed) / _COPY, theirs

@@ -104,6 +104,7 @@ class Gemm:
     stages: int
     warps: int
     phases: Phases | None = None  # where the convolution is transposed and has strides
+    unfolded: tuple[int, int] = (1, 1)  # taps along y and x whose channels lie side by side in a packed position
 
     @property
     def depth(self) -> int:
@@ -130,6 +131,10 @@ class Gemm:
         return self.volume.width * self.block_c
 
     @property
+    def unfolds(self) -> bool:
+        return self.unfolded != (1, 1)
+
+    @property
     def shared_bytes(self) -> int:
         """Shared memory of a block at most: both operands of every stage, and the rest."""
         item = 8 if self.arithmetic.operands == "float64" else 2
@@ -137,6 +142,8 @@ class Gemm:
 
     def __str__(self) -> str:
         each = "" if self.phases is None else f"; {self.phases}"
+        if self.unfolds:
+            each = f"; {' × '.join(str(taps) for taps in self.unfolded if taps > 1)} taps side by side"
         tiles = f"tiles of {self.rows} × {self.columns} × {self.block_k}"
         return f"matrix product of {self.arithmetic}{each}; {tiles}"
 
@@ -197,6 +204,18 @@ def volume_for(conv: Convolution, space: tuple[int, ...], width: int) -> Volume:
     missing = 3 - len(space)
     ones, zeros = (1,) * missing, (0,) * missing
     return Volume((*ones, *space), (*ones, *conv.kernel), (*zeros, *plain.padding), width)  # type: ignore[arg-type]
+
+
+def unfolded_volume(conv: Convolution, space: tuple[int, ...], taps: tuple[int, int]) -> Volume:
+    """The packed input where the channels of these taps along y and x lie side by side: along an axis whose taps do,
+    a position is an output, and nothing is left to shift or to pad."""
+    whole = volume_for(conv, space, 1)
+    sizes = list(zip(whole.space, whole.kernel, whole.padding, whole.out))
+    for axis, count in zip((1, 2), taps):
+        if count > 1:
+            sizes[axis] = (whole.out[axis], 1, 0, whole.out[axis])
+    room, kernel, padding, _ = zip(*sizes)
+    return Volume(room, kernel, padding, 1)  # type: ignore[arg-type]
 
 
 def padded_channels(channels: int) -> int:

@@ -27,7 +27,7 @@ from postlude.plan.problem import (
     result_dtype,
     result_layout,
 )
-from postlude.plan.program import first_barrier, has_norm, moments_only, row_norm
+from postlude.plan.program import first_barrier, has_norm, is_all_that_is_read, moments_only, row_norm
 from postlude.plan.questions import origins
 from postlude.plan.tiles import answer, pass_question
 from postlude.plan.types import Moments, Pass, Plan, Refusal, Store, Tile, first_source
@@ -56,7 +56,7 @@ def lower_for_gpu(
     if reasons:
         return Refusal(tuple(dict.fromkeys(reasons)), library_tf32)
     is_own = not isinstance(own, str)
-    passes = _passes(chain, is_own)
+    passes = _passes(chain, is_own, problem.needs_grad)
     layout = result_layout(chain, problem, machine)
     inside = layout if is_own or row_norm(chain) is not None else body_layout(chain, problem)
     size, compulsory = body_bytes(chain, problem), compulsory_bytes(chain, problem)
@@ -95,13 +95,16 @@ def lower_for_gpu(
     return dataclasses.replace(plan, tiles=tuple(origins(plan, machine)))
 
 
-def _passes(chain: Chain, is_own: bool) -> tuple[Pass, ...]:
+def _passes(chain: Chain, is_own: bool, trains: bool) -> tuple[Pass, ...]:
     source = "own convolution" if is_own else first_source(chain)
     moments, last, barrier = moments_only(chain), last_fused_step(chain), first_barrier(chain)
     if moments is not None:
         return (Pass(source, 1, moments.before, Moments(moments.squares)),)
     if barrier is not None and barrier <= last and row_norm(chain) is None:
-        return (Pass(source, 1, barrier - 1, Moments(True, stores=is_own)), Pass("load", 1, last, Store()))
+        # A backward pass reads the convolution's result as it was.
+        finished = is_own and not trains and is_all_that_is_read(chain, barrier)
+        sink = Moments(True, stores=is_own, finished=finished)
+        return (Pass(source, 1, barrier - 1, sink), Pass("load", barrier if finished else 1, last, Store()))
     return (Pass(source, 1, last, Store()),)
 
 
@@ -143,7 +146,8 @@ def _moved_bytes(
 
 
 def _reasons_for(chain: Chain, passes: tuple[Pass, ...], own: Own | str) -> tuple[str, ...]:
-    twice = ("the steps before the norm are computed twice rather than stored",) if len(passes) == 2 else ()
+    is_anew = len(passes) == 2 and passes[-1].first == 1
+    twice = ("the steps before the norm are computed twice rather than stored",) if is_anew else ()
     if chain.producer is None:
         return twice or ("one pass",)
     return (f"PyTorch's convolution: {own}" if isinstance(own, str) else "our own convolution", *twice)

@@ -63,6 +63,11 @@ def takes_the_batch(chain: Chain) -> bool:
     return any(isinstance(step, Normalize) and step.over == "batch" for step in chain.steps)
 
 
+def is_all_that_is_read(chain: Chain, number: int) -> bool:
+    """True where step `number` and those after it read no earlier value than the one right before it."""
+    return all(chain.last_uses.get(earlier, 0) < number for earlier in range(number - 1))
+
+
 def moments_only(chain: Chain) -> MomentsOnly | None:
     """Where the result depends on the first barrier's input through its moments per sample and channel alone.
 

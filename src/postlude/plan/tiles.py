@@ -33,6 +33,15 @@ def _phases(origin: str, architecture: str, planes: str, **settings: int) -> Row
     return _row(origin, Question("product by phase", architecture, planes), **settings)
 
 
+def _unfolded() -> Iterator[Row]:
+    """Of few input channels: two planes of so short a product leave room for more than one block of four warps."""
+    for inputs in (1, 2, 4, 8):
+        for outputs, rows in ((16, 256), (32, 256), (0, 128)):
+            for planes in ("1 plane", "2 planes"):
+                question = Question("product", "sm_90", planes, (inputs, outputs))
+                yield _row(MEASURED, question, rows=rows, stages=3, warps=4)
+
+
 def _back(planes: str, **settings: int) -> Row:
     return _row(MEASURED, Question("input's gradient", "sm_90", planes, (0, 64)), **settings)
 
@@ -61,9 +70,10 @@ def _passes(origin: str, architecture: str, layout: str, summed: int, programs: 
 # both 0.61 ms in two planes and 0.38 in one, 0.94 and 0.57 in tiles of 8 rows.
 SHIPPED = TileTable(
     (
+        *_unfolded(),
         _product(MEASURED, "sm_90", "1 plane", rows=128, stages=3, warps=4),
         _product(MEASURED, "sm_90", "2 planes", rows=128, stages=3, warps=8),
-        _phases(BY_RULE_90, "sm_90", "1 plane", rows=128, stages=3, warps=8),
+        _phases(MEASURED, "sm_90", "1 plane", rows=64, stages=3, warps=4),
         _phases(BY_RULE_90, "sm_90", "2 planes", rows=128, stages=3, warps=8),
         _back("1 plane", rows=256, width=2, stages=3, warps=8),
         _back("2 planes", rows=128, width=1, stages=2, warps=4),

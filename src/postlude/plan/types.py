@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from postlude.chain import Chain
@@ -39,7 +39,8 @@ class Moments:
     """Only the mean and the sum of squared deviations per sample and channel are kept."""
 
     squares: bool  # False: the mean is all that is needed
-    stores: bool = False  # the convolution's result is written as well, before any step, for the next pass
+    stores: bool = False  # the convolution's result is written as well, for the next pass
+    finished: bool = False  # what is written is what the steps up to here make of it
 
     def __str__(self) -> str:
         return ("store, " if self.stores else "") + ("moments per channel" if self.squares else "mean per channel")
@@ -101,6 +102,21 @@ class Plan:
     few_gradient: GradientPlan | None = None  # both at once, where the convolution is `few_channels`'
     is_lean: bool = False  # nothing of the convolution's size is kept for them: it is computed again
     tiles: tuple[str, ...] = field(default=(), compare=False)  # where each tile comes from, in words
+
+    @property
+    def resumes_at(self) -> int:
+        """The step with which the last pass goes on; 0 where it begins anew, with the convolution's result."""
+        sink = self.passes[0].sink
+        return self.passes[-1].first if isinstance(sink, Moments) and sink.finished else 0
+
+    def storing_raw(self) -> Plan:
+        """The same, with the convolution's result as it is in memory between the passes."""
+        if not self.resumes_at:
+            return self
+        first, last = self.passes
+        assert isinstance(first.sink, Moments)
+        sink = replace(first.sink, finished=False)
+        return replace(self, passes=(replace(first, sink=sink), replace(last, first=1)))
 
     def describe(self) -> list[str]:
         """One line per pass, as `postlude explain` prints them."""

@@ -77,6 +77,7 @@ class BoxesConvolution(FirstPass):
             "MOMENTS": self.moments,
             "LAST": self.value.layout == "channels_last",
             "WIDE": positions * channels >= 1 << 31,
+            "FULL": channels % boxes.block_c == 0,
             "BLOCKS_C": blocks_c,
             "BH": boxes.block_h,
             "BJ": boxes.block_j,

@@ -21,20 +21,22 @@ class FirstPass:
 
     launch: Launch
 
-    def __init__(self, plan: Plan, chunks: int) -> None:
+    def __init__(self, plan: Plan, chunks: int, spread: str = "[None, :]") -> None:
+        """`spread` as for `emit`: channels are the last axis of most products' blocks."""
         item = plan.passes[0]
         self.value, self.chunks = plan.value, chunks
         self.acc = accumulator_of(plan.value)
         self.moments, self.store = "no", "done"
         if isinstance(item.sink, Moments):
             self.moments = "both" if item.sink.squares else "sums"
-            self.store = "raw" if item.sink.stores else "no"
+            self.store = "no" if not item.sink.stores else "done" if item.sink.finished else "raw"
         # Before a norm the convolution's own dtype, as PyTorch would have it; else this is the result.
-        self.dtype = getattr(torch, plan.result_dtype if self.store == "done" else plan.value.dtype)
+        self.dtype = getattr(torch, plan.result_dtype if self.moments == "no" else plan.value.dtype)
         self.format = memory_format(plan.value.layout, plan.chain.dims)
         self.input_format = memory_format(plan.input.layout, plan.chain.dims)
         self.operands = Operands(plan.chain, item.last, plan.value)
-        self.before = program(plan.chain, "before", item.last, self.operands.slots, plan.value.shape[1])
+        slots, channels = self.operands.slots, plan.value.shape[1]
+        self.before = program(plan.chain, "before", item.last, slots, channels, spread=spread)
 
     def run(
         self, operands: Sequence[Any], unread: Tensor, tensors: Sequence[Tensor]

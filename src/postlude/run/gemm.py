@@ -16,13 +16,15 @@ from postlude.run.launch import Launch, accumulator, descriptor
 from postlude.run.packing import InputPacking, Packed, weight_launch, weight_strides
 from postlude.run.passes import Partials
 from postlude.run.phases import phased_launch, phased_weight_launch
+from postlude.run.unfolding import Unfolding
 
 
 class GemmConvolution(FirstPass):
     """Packs both operands, then multiplies them."""
 
     def __init__(self, plan: Plan, gemm: Gemm) -> None:
-        super().__init__(plan, gemm.chunks)
+        is_last = gemm.phases is None or plan.value.layout == "channels_last"
+        super().__init__(plan, gemm.chunks, "[None, :]" if is_last else "[:, None]")
         self.pack = Packing(plan, gemm)
         if gemm.phases is None:
             self.launch = self._prepared(gemm)
@@ -60,7 +62,8 @@ class GemmConvolution(FirstPass):
             "LAST": self.value.layout == "channels_last",
             "DENSE": volume.is_dense,
             "WIDE": positions * channels >= 1 << 31,
-            "ALIGN": min(16, positions & -positions) if volume.is_dense else 1,
+            "ALIGN": power_in(positions, 16) if volume.is_dense else power_in(math.gcd(volume.pitch, volume.out[2]), 4),
+            "FULL": channels % gemm.block_c == 0,
             "BLOCKS_C": blocks_c,
             "BM": gemm.rows,
             "BC": gemm.block_c,
@@ -69,6 +72,11 @@ class GemmConvolution(FirstPass):
             "ACC": accumulator(self.acc),
         }
         return Launch(convolve_kernel, (units,), (channels, self.chunks, units, *sizes), constants, gemm.warps)
+
+
+def power_in(number: int, most: int) -> int:
+    """The largest power of two, up to `most`, that divides it."""
+    return min(most, number & -number)
 
 
 class Packing:
@@ -82,7 +90,9 @@ class Packing:
         self.transposed, self.channels = conv.transposed, (conv.out_channels, conv.in_channels)
         self.outputs = -(-conv.out_channels // gemm.block_c) * gemm.block_c
         self.weight_shape = (self.outputs * volume.width, self.arithmetic.planes * gemm.depth)
-        self.input = InputPacking(plan.input, volume, gemm.arithmetic, gemm.channels)
+        self.input = Unfolding(plan.input, conv, gemm) if gemm.unfolds else InputPacking(
+            plan.input, volume, gemm.arithmetic, gemm.channels
+        )
         self.weights: dict[tuple[int, ...], Launch] = {}  # by the weight's strides
         self.templates: tuple[Any, Any] | None = None
 
@@ -114,7 +124,7 @@ class Packing:
         if gemm.phases is not None:
             return phased_weight_launch(gemm, gemm.phases, self.outputs, numbers)
         tile = (gemm.volume, gemm.arithmetic, gemm.channels, gemm.block_c)
-        return weight_launch(*tile, self.outputs, numbers, self.transposed)
+        return weight_launch(*tile, self.outputs, numbers, self.transposed, math.prod(gemm.unfolded))
 
 
 def _templates(gemm: Gemm, batch: int, high: Tensor, weight: Tensor) -> tuple[Any, Any]:

@@ -32,6 +32,7 @@ def weight_launch(
     outputs: int,
     numbers: tuple[int, ...],
     flip: bool,
+    unfolded: int = 1,
 ) -> Launch:
     """Takes the weight, what it is packed to, the input's largest magnitudes and what undoes the scales."""
     from postlude.kernels.triton.pack import pack_weight_kernel
@@ -41,6 +42,7 @@ def weight_launch(
         "KW": volume.kernel[2],
         "WIDTH": volume.width,
         "SPAN": volume.span,
+        "UNFOLDED": unfolded,
         "CP": channels,
         "BLOCK_O": block_c,
         "PLANES": arithmetic.planes,
@@ -59,7 +61,7 @@ class InputPacking:
         self.arithmetic, self.dtype, self.volume = arithmetic, getattr(torch, arithmetic.operands), volume
         self.shape = (x.shape[0] * volume.sample_rows + volume.tail_rows, volume.pitch, channels)
         self.channels = x.shape[1]
-        self.largest = _largest(x, arithmetic) if arithmetic.scaled else None
+        self.largest = largest_launch(x, arithmetic) if arithmetic.scaled else None
         # By rows of the volume, or by samples where no border lies between the rows: tiles then end only with a sample.
         is_long = volume.is_flat and math.prod(volume.space) <= _MOST_BLOCKS * _PACK_BLOCK
         read = volume.as_one_row() if is_long else volume
@@ -104,7 +106,7 @@ class InputPacking:
         return Launch(pack_input_kernel, self.grid, self.numbers, constants)
 
 
-def _largest(x: Spec, arithmetic: Arithmetic) -> Launch:
+def largest_launch(x: Spec, arithmetic: Arithmetic) -> Launch:
     """Each channel's largest finite magnitude."""
     from postlude.kernels.triton.pack import largest_kernel
 

@@ -37,12 +37,12 @@ class Partials:
 class Operands:
     """The tensors that a pass reads beside its value."""
 
-    def __init__(self, chain: Chain, last: int, value: Spec) -> None:
-        self.slots = pass_slots(chain, last)
+    def __init__(self, chain: Chain, last: int, value: Spec, first: int = 0) -> None:
+        self.slots = pass_slots(chain, last, first)
         full = memory_format(value.layout, chain.dims)
         self._formats = [full if chain.roles[s] == "full" else torch.contiguous_format for s in self.slots]
         # The last place holds the size of a sample where a step has to know which one it works on (see emit.py).
-        self._sizes = [math.prod(value.shape[1:])] if reads_rows(chain, last) else []
+        self._sizes = [math.prod(value.shape[1:])] if reads_rows(chain, last, first) else []
         self._left = OPERANDS - len(self.slots) - len(self._sizes)
 
     def __call__(self, tensors: Sequence[Tensor], unread: Tensor) -> list[Tensor | int]:
@@ -109,7 +109,7 @@ class Combine:
 
 
 class FinishPass:
-    """All steps that are fused, from the convolution's result on, in one reading and one writing of it."""
+    """All steps that are left of those that are fused, in one reading and one writing of the value."""
 
     def __init__(self, plan: Plan, per_group: int, keeps_value: bool = False) -> None:
         from postlude.kernels.triton import normalize as kernels
@@ -124,9 +124,9 @@ class FinishPass:
         self.dtype = getattr(torch, plan.result_dtype)
         is_ours = chain.producer is not None and not keeps_value
         self.overwrites = is_ours and not self.turns and value.dtype == plan.result_dtype
-        self.operands = Operands(chain, last, value)
+        self.operands = Operands(chain, last, value, plan.resumes_at)
         constants: dict[str, Any] = {
-            "WHOLE": program(chain, "whole", last, self.operands.slots, channels),
+            "WHOLE": program(chain, "whole", last, self.operands.slots, channels, plan.resumes_at),
             "HAS_NORM": has_norm,
             "BLOCK": tile.block,
             **shape_constants(value, tile),

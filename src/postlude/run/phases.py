@@ -51,6 +51,7 @@ def phased_launch(gemm: Gemm, phases: Phases, before: Any, value: Spec, store: s
         "MOMENTS": moments,
         "LAST": value.layout == "channels_last",
         "WIDE": positions * channels >= 1 << 31,
+        "FULL": channels % gemm.block_c == 0,
         "BLOCKS_C": blocks_c,
         "BM": gemm.rows,
         "BC": gemm.block_c,

@@ -14,9 +14,11 @@ HEADER = "import triton\nimport triton.language as tl\n\n\n"
 
 
 @functools.lru_cache(maxsize=1024)
-def program(chain: Chain, name: str, last: int, pointers: tuple[int, ...], channels: int) -> Any:
-    """Steps 1 to `last` of the chain as a jit function named `name`, for a value of so many channels."""
-    text = HEADER + emit(chain, name, last, pointers, channels)
+def program(
+    chain: Chain, name: str, last: int, pointers: tuple[int, ...], channels: int, first: int = 0, spread: str = ""
+) -> Any:
+    """Steps of the chain, as `emit` counts them, as a jit function named `name` for a value of so many channels."""
+    text = HEADER + emit(chain, name, last, pointers, channels, first, spread)
     return compose(text)[name]
 
 

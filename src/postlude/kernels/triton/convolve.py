@@ -52,7 +52,8 @@ def convolve_kernel(
     LAST: tl.constexpr,
     DENSE: tl.constexpr,  # the packed volume is the output's, so a position's number is its place in the output
     WIDE: tl.constexpr,
-    ALIGN: tl.constexpr,  # a power of two that divides OD·OH·OW, where DENSE
+    ALIGN: tl.constexpr,  # a power of two that divides OD·OH·OW where DENSE, else PITCH and OW
+    FULL: tl.constexpr,  # COUT is a multiple of BC: one mask for all channels of a position
     BLOCKS_C: tl.constexpr,
     BM: tl.constexpr,
     BC: tl.constexpr,
@@ -111,21 +112,23 @@ def convolve_kernel(
         S = OD * OH * OW // ALIGN * ALIGN  # the same number, seen to be a multiple: stores are as wide as that
         m_s = o_p < S
         if not DENSE:
-            x = o_p % PITCH
-            y = (o_p % PLANE) // PITCH
-            m_s = (o_p < OD * PLANE) & (x < OW) & (y < OH)
-            o_s = (o_p // PLANE * OH + y) * OW + x
+            # By runs of ALIGN positions, so that the compiler sees that they lie side by side and are masked together.
+            run = o_p // ALIGN
+            x = run % (PITCH // ALIGN)
+            y = run % (PLANE // ALIGN) // (PITCH // ALIGN)
+            m_s = (run < OD * (PLANE // ALIGN)) & (x < OW // ALIGN) & (y < OH)
+            o_s = ((run // (PLANE // ALIGN) * OH + y) * (OW // ALIGN) + x) * ALIGN + o_p % ALIGN
         base = i_n.to(tl.int64) * COUT * S
         if LAST:
             o_x = (o_s[:, None].to(tl.int64) if WIDE else o_s[:, None]) * COUT + o_c[None, :]  # [BM·WIDTH, BC]
         else:
             o_x = (o_c[None, :].to(tl.int64) if WIDE else o_c[None, :]) * S + o_s[:, None]
-        m_x = m_s[:, None] & m_c[None, :]
+        m_x = m_s[:, None]
+        if not FULL:
+            m_x = m_x & m_c[None, :]
         if STORE == "raw":
             tl.store(p_y + base + o_x, b_v.to(p_y.dtype.element_ty), mask=m_x)
-        b_v = BEFORE(b_v, o_c[None, :], base, o_x, m_c[None, :], m_x, a0, a1, a2, a3, a4, a5)
-        if STORE == "done":
-            tl.store(p_y + base + o_x, b_v.to(p_y.dtype.element_ty), mask=m_x)
+        b_v = BEFORE(b_v, o_c, base, o_x, m_c, m_x, a0, a1, a2, a3, a4, a5)
         if MOMENTS != "no":
             count = tl.sum(m_s.to(ACC))
             b_sum = tl.sum(tl.where(m_x, b_v, 0.0), axis=0)  # [BC]
@@ -139,3 +142,5 @@ def convolve_kernel(
                 tl.store(p_mean + o_out, b_sum, mask=m_c)
             if i_b == 0:
                 tl.store(p_count + i_n * TILES + i_tile, count)
+        if STORE == "done":  # after the moments: its layout is another, and both would not fit the registers
+            tl.store(p_y + base + o_x, b_v.to(p_y.dtype.element_ty), mask=m_x)

@@ -46,6 +46,7 @@ def convolve_boxes_kernel(
     MOMENTS: tl.constexpr,  # "no", "both", or "sums"
     LAST: tl.constexpr,
     WIDE: tl.constexpr,
+    FULL: tl.constexpr,  # COUT is a multiple of BC: one mask for all channels of a position
     BLOCKS_C: tl.constexpr,
     BH: tl.constexpr,
     BJ: tl.constexpr,
@@ -91,12 +92,12 @@ def convolve_boxes_kernel(
         o_v = (o_s[:, None].to(tl.int64) if WIDE else o_s[:, None]) * COUT + o_c[None, :]  # [BH·BJ·WIDTH, BC]
     else:
         o_v = (o_c[None, :].to(tl.int64) if WIDE else o_c[None, :]) * S + o_s[:, None]
-    m_v = m_s[:, None] & m_c[None, :]
+    m_v = m_s[:, None]
+    if not FULL:
+        m_v = m_v & m_c[None, :]
     if STORE == "raw":
         tl.store(p_y + base + o_v, b_v.to(p_y.dtype.element_ty), mask=m_v)
-    b_v = BEFORE(b_v, o_c[None, :], base, o_v, m_c[None, :], m_v, a0, a1, a2, a3, a4, a5)
-    if STORE == "done":
-        tl.store(p_y + base + o_v, b_v.to(p_y.dtype.element_ty), mask=m_v)
+    b_v = BEFORE(b_v, o_c, base, o_v, m_c, m_v, a0, a1, a2, a3, a4, a5)
     if MOMENTS != "no":
         count = tl.sum(m_s.to(ACC))
         b_sum = tl.sum(tl.where(m_v, b_v, 0.0), axis=0)  # [BC]
@@ -110,3 +111,5 @@ def convolve_boxes_kernel(
             tl.store(p_mean + o_out, b_sum, mask=m_c)
         if i_b == 0:
             tl.store(p_count + i_n * TILES + i_tile, count)
+    if STORE == "done":
+        tl.store(p_y + base + o_v, b_v.to(p_y.dtype.element_ty), mask=m_v)

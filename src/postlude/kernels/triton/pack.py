@@ -183,6 +183,7 @@ def pack_weight_kernel(
     KW: tl.constexpr,
     WIDTH: tl.constexpr,  # neighbouring outputs of one row of the product
     SPAN: tl.constexpr,  # WIDTH + KW − 1: the positions that they read
+    UNFOLDED: tl.constexpr,  # taps whose channels lie side by side in a packed position: there WIDTH and KW are 1
     CP: tl.constexpr,
     BLOCK_O: tl.constexpr,  # channels of a block of columns
     PLANES: tl.constexpr,
@@ -199,9 +200,10 @@ def pack_weight_kernel(
         largest = tl.zeros([BLOCK], tl.float32)
         for start in range(0, ROWS * KW * CP, BLOCK):
             o = start + tl.arange(0, BLOCK)
-            o_c = o % CP
+            o_c = o % CP // UNFOLDED
+            tap = o // CP * UNFOLDED + o % CP % UNFOLDED
             m = (o_c < C) & (o // CP < ROWS * KW) & (i_o < COUT)
-            b_w = tl.load(p_w + i_o * stride_o + o_c * stride_c + (o // CP) * stride_tap, mask=m, other=0.0)
+            b_w = tl.load(p_w + i_o * stride_o + o_c * stride_c + tap * stride_tap, mask=m, other=0.0)
             powers = scale_for(tl.load(p_largest + o_c, mask=o_c < C, other=0).to(tl.float32, bitcast=True))
             largest = tl.maximum(largest, finite_magnitude(b_w.to(tl.float32) / powers))
         scale = scale_for(tl.max(largest))
@@ -210,12 +212,12 @@ def pack_weight_kernel(
     column = (i_o // BLOCK_O) * (WIDTH * BLOCK_O) + i_w * BLOCK_O + i_o % BLOCK_O
     for start in range(0, K, BLOCK):
         o = start + tl.arange(0, BLOCK)
-        o_c = o % CP
+        o_c = o % CP // UNFOLDED
         kw = (o // CP) % SPAN - i_w
-        tap = (o // (CP * SPAN)) * KW + kw
+        tap = ((o // (CP * SPAN)) * KW + kw) * UNFOLDED + o % CP % UNFOLDED
         m = (o_c < C) & (kw >= 0) & (kw < KW) & (o < K) & (i_o < COUT)
         if FLIP:
-            tap = ROWS * KW - 1 - tap
+            tap = ROWS * KW * UNFOLDED - 1 - tap
         b_w = tl.load(p_w + i_o * stride_o + o_c * stride_c + tap * stride_tap, mask=m, other=0.0)
         if KEEPS:
             b_given = b_w

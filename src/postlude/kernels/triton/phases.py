@@ -214,6 +214,7 @@ def convolve_phases_kernel(
     MOMENTS: tl.constexpr,  # "no", "both", or "sums"
     LAST: tl.constexpr,
     WIDE: tl.constexpr,
+    FULL: tl.constexpr,  # COUT is a multiple of BC: one mask for all channels of a position
     BLOCKS_C: tl.constexpr,
     BM: tl.constexpr,
     BC: tl.constexpr,
@@ -255,10 +256,10 @@ def convolve_phases_kernel(
         b_v = acc if LAST else acc.T
     # fmt: on
     AXIS: tl.constexpr = 0 if LAST else 1  # of the positions
-    o_c = tl.expand_dims(i_b * BC + tl.arange(0, BC), AXIS)
+    o_c = i_b * BC + tl.arange(0, BC)
     m_c = o_c < COUT
     if SCALED:
-        b_v = b_v * tl.load(p_unscale + o_c, mask=m_c, other=0.0)
+        b_v = b_v * tl.expand_dims(tl.load(p_unscale + o_c, mask=m_c, other=0.0), AXIS)
     o_n = tl.arange(0, BM * NEIGHBOURS)
     cell = i_tile * BM + o_n // NEIGHBOURS
     x = cell % PITCH * SW + i_x + o_n % NEIGHBOURS
@@ -268,28 +269,29 @@ def convolve_phases_kernel(
     o_s = tl.expand_dims((z * OH + y) * OW + x, 1 - AXIS)
     S = OD * OH * OW
     base = i_n.to(tl.int64) * COUT * S
+    o_v = tl.expand_dims(o_c, AXIS)
     if WIDE:
-        o_s, o_c = o_s.to(tl.int64), o_c.to(tl.int64)
-    o_x = o_s * COUT + o_c if LAST else o_c * S + o_s
-    m_x = tl.expand_dims(m_s, 1 - AXIS) & m_c
+        o_s, o_v = o_s.to(tl.int64), o_v.to(tl.int64)
+    o_x = o_s * COUT + o_v if LAST else o_v * S + o_s
+    m_x = tl.expand_dims(m_s, 1 - AXIS)
+    if not FULL:
+        m_x = m_x & tl.expand_dims(m_c, AXIS)
     if STORE == "raw":
         tl.store(p_y + base + o_x, b_v.to(p_y.dtype.element_ty), mask=m_x)
     b_v = BEFORE(b_v, o_c, base, o_x, m_c, m_x, a0, a1, a2, a3, a4, a5)
-    if STORE == "done":
-        tl.store(p_y + base + o_x, b_v.to(p_y.dtype.element_ty), mask=m_x)
     if MOMENTS != "no":
         i_part = i_tile * PHASES + i_phase
         count = tl.sum(m_s.to(ACC))
         b_sum = tl.sum(tl.where(m_x, b_v, 0.0), axis=AXIS)  # [BC]
-        o_b = i_b * BC + tl.arange(0, BC)
-        m_b = o_b < COUT
-        o_out = (i_n * COUT + o_b) * (TILES * PHASES) + i_part
+        o_out = (i_n * COUT + o_c) * (TILES * PHASES) + i_part
         if MOMENTS == "both":
             b_mean = b_sum / tl.maximum(count, 1.0)
             b_diff = tl.where(m_x, b_v - tl.expand_dims(b_mean, AXIS), 0.0)
-            tl.store(p_mean + o_out, b_mean, mask=m_b)
-            tl.store(p_m2 + o_out, tl.sum(b_diff * b_diff, axis=AXIS), mask=m_b)
+            tl.store(p_mean + o_out, b_mean, mask=m_c)
+            tl.store(p_m2 + o_out, tl.sum(b_diff * b_diff, axis=AXIS), mask=m_c)
         else:
-            tl.store(p_mean + o_out, b_sum, mask=m_b)
+            tl.store(p_mean + o_out, b_sum, mask=m_c)
         if i_b == 0:
             tl.store(p_count + i_n * (TILES * PHASES) + i_part, count)
+    if STORE == "done":
+        tl.store(p_y + base + o_x, b_v.to(p_y.dtype.element_ty), mask=m_x)

@@ -1,0 +1,47 @@
+"""An input of few channels as a matrix whose rows hold the channels of several taps (kernels/triton/unfold.py)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from postlude.chain import Convolution
+from postlude.plan.gemm import Gemm, volume_for
+from postlude.plan.problem import Spec
+from postlude.run.launch import Launch
+from postlude.run.packing import InputPacking, largest_launch
+
+_TILE, _WARPS = 8192, 8  # elements of a tile
+
+
+class Unfolding(InputPacking):
+    """Packs as its parent does, but for what a position holds."""
+
+    def __init__(self, x: Spec, conv: Convolution, gemm: Gemm) -> None:
+        volume, arithmetic = gemm.volume, gemm.arithmetic
+        self.arithmetic, self.dtype, self.volume = arithmetic, getattr(torch, arithmetic.operands), volume
+        self.shape = (x.shape[0] * volume.sample_rows, volume.pitch, gemm.channels)
+        self.tail, self.channels = self.shape[0], x.shape[1]
+        self.largest = largest_launch(x, arithmetic) if arithmetic.scaled else None
+        self.launch = self._unfolding(x, conv, gemm)
+
+    def _unfolding(self, x: Spec, conv: Convolution, gemm: Gemm) -> Launch:
+        from postlude.kernels.triton.unfold import unfold_input_kernel
+
+        volume, whole = gemm.volume, volume_for(conv, x.shape[2:], 1)
+        positions, block = volume.sample_rows * volume.pitch, _TILE // gemm.channels
+        grid = (x.shape[0] * -(-positions // block),)
+        numbers = (x.shape[1], *whole.space, *whole.padding, volume.pitch, volume.padded[1], positions)
+        constants = {
+            "CP": gemm.channels,
+            "PLANES": self.arithmetic.planes,
+            "SCALED": self.arithmetic.scaled,
+            "KEEPS": self.arithmetic.keeps_infinities,
+            "LAST": x.layout == "channels_last",
+            "WIDE": max(positions * gemm.channels, math.prod(x.shape[1:])) >= 1 << 31,
+            "TH": gemm.unfolded[0],
+            "TW": gemm.unfolded[1],
+            "BLOCK": block,
+        }
+        return Launch(unfold_input_kernel, grid, numbers, constants, _WARPS)

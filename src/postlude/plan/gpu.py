@@ -58,12 +58,13 @@ def lower_for_gpu(
     is_own = not isinstance(own, str)
     passes = _passes(chain, is_own)
     layout = result_layout(chain, problem, machine)
-    inside = layout if is_own or row_norm(chain) is not None else body_layout(chain, problem)
+    inside = _layout_inside(chain, problem, layout, is_own)
     size, compulsory = body_bytes(chain, problem), compulsory_bytes(chain, problem)
     batch = problem.x.shape[0]
     slab = max(1, min(batch, TRAINING_SLAB * batch // size)) if problem.needs_grad and _is_moments(passes) else batch
     dx, dw, few = None, None, None
-    if problem.needs_grad and not isinstance(own, str) and chain.producer is not None:
+    # Before a layer_norm the convolution's gradients are PyTorch's: NaN reaches no further than from its row.
+    if problem.needs_grad and not isinstance(own, str) and chain.producer is not None and row_norm(chain) is None:
         dx, dw = gradient_products(chain.producer, problem, own, machine)
         few = few_channels_gradient_for(own, chain, problem, machine) if isinstance(own, FewChannels) else None
     plan = Plan(
@@ -100,9 +101,18 @@ def _passes(chain: Chain, is_own: bool) -> tuple[Pass, ...]:
     moments, last, barrier = moments_only(chain), last_fused_step(chain), first_barrier(chain)
     if moments is not None:
         return (Pass(source, 1, moments.before, Moments(moments.squares)),)
+    if is_own and row_norm(chain) is not None:
+        return (Pass(source, 1, 0, Store(raw=True)), Pass("load", 1, last, Store()))
     if barrier is not None and barrier <= last and row_norm(chain) is None:
         return (Pass(source, 1, barrier - 1, Moments(True, stores=is_own)), Pass("load", 1, last, Store()))
     return (Pass(source, 1, last, Store()),)
+
+
+def _layout_inside(chain: Chain, problem: Problem, layout: Layout, is_own: bool) -> Layout:
+    """Of the chain's first value; `layout` is the result's."""
+    if row_norm(chain) is not None:
+        return "contiguous"  # a row lies in one piece
+    return layout if is_own else body_layout(chain, problem)
 
 
 def _is_moments(passes: tuple[Pass, ...]) -> bool:
@@ -143,7 +153,8 @@ def _moved_bytes(
 
 
 def _reasons_for(chain: Chain, passes: tuple[Pass, ...], own: Own | str) -> tuple[str, ...]:
-    twice = ("the steps before the norm are computed twice rather than stored",) if len(passes) == 2 else ()
+    is_twice = len(passes) == 2 and isinstance(passes[0].sink, Moments)
+    twice = ("the steps before the norm are computed twice rather than stored",) if is_twice else ()
     if chain.producer is None:
         return twice or ("one pass",)
     return (f"PyTorch's convolution: {own}" if isinstance(own, str) else "our own convolution", *twice)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from postlude.plan import Plan
 from postlude.plan.problem import memory_format
-from postlude.plan.types import Moments
+from postlude.plan.types import Moments, Store
 from postlude.run.launch import Launch
 from postlude.run.passes import Operands, Partials, accumulator_of
 from postlude.run.programs import program
@@ -25,7 +25,7 @@ class FirstPass:
         item = plan.passes[0]
         self.value, self.chunks = plan.value, chunks
         self.acc = accumulator_of(plan.value)
-        self.moments, self.store = "no", "done"
+        self.moments, self.store = "no", "raw" if item.sink == Store(raw=True) else "done"
         if isinstance(item.sink, Moments):
             self.moments = "both" if item.sink.squares else "sums"
             self.store = "raw" if item.sink.stores else "no"

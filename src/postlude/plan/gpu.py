@@ -12,8 +12,8 @@ from postlude.hardware import Machine
 from postlude.plan.boxes import Boxes
 from postlude.plan.convolve import Own, gradient_products, own_convolution, packs_gradient, pytorch_seconds
 from postlude.plan.few_channels import FewChannels
-from postlude.plan.few_channels_gradient import few_channels_gradient_for
-from postlude.plan.gemm import Gemm
+from postlude.plan.few_channels_gradient import GradientPlan, few_channels_gradient_for
+from postlude.plan.gemm import Gemm, WeightGemm
 from postlude.plan.problem import (
     Layout,
     Problem,
@@ -62,11 +62,7 @@ def lower_for_gpu(
     size, compulsory = body_bytes(chain, problem), compulsory_bytes(chain, problem)
     batch = problem.x.shape[0]
     slab = max(1, min(batch, TRAINING_SLAB * batch // size)) if problem.needs_grad and _is_moments(passes) else batch
-    dx, dw, few = None, None, None
-    # Before a layer_norm the convolution's gradients are PyTorch's: NaN reaches no further than from its row.
-    if problem.needs_grad and not isinstance(own, str) and chain.producer is not None and row_norm(chain) is None:
-        dx, dw = gradient_products(chain.producer, problem, own, machine)
-        few = few_channels_gradient_for(own, chain, problem, machine) if isinstance(own, FewChannels) else None
+    dx, dw, few = _convolution_gradients(chain, problem, own, machine)
     plan = Plan(
         chain=chain,
         input=problem.x,
@@ -106,6 +102,17 @@ def _passes(chain: Chain, is_own: bool) -> tuple[Pass, ...]:
     if barrier is not None and barrier <= last and row_norm(chain) is None:
         return (Pass(source, 1, barrier - 1, Moments(True, stores=is_own)), Pass("load", 1, last, Store()))
     return (Pass(source, 1, last, Store()),)
+
+
+def _convolution_gradients(
+    chain: Chain, problem: Problem, own: Own | str, machine: Machine
+) -> tuple[Gemm | None, WeightGemm | None, GradientPlan | None]:
+    """Ours for input and weight, or for both at once. Before a layer_norm they are PyTorch's: an infinity makes NaN of
+    its rows alone, and ours would carry that into others, whose neighbours they multiply by zeros."""
+    if not problem.needs_grad or isinstance(own, str) or chain.producer is None or row_norm(chain) is not None:
+        return None, None, None
+    few = few_channels_gradient_for(own, chain, problem, machine) if isinstance(own, FewChannels) else None
+    return *gradient_products(chain.producer, problem, own, machine), few
 
 
 def _layout_inside(chain: Chain, problem: Problem, layout: Layout, is_own: bool) -> Layout:

@@ -13,6 +13,7 @@ from cases import Builder, conv
 from postlude import reference
 from postlude.chain import Chain
 from postlude.check import chain_points, tensors_for, verify_chain
+from postlude.kernels.triton import rows as rows_kernels
 from postlude.plan import Plan, Refusal, Store, problem_of
 from postlude.plan.boxes import Boxes
 from postlude.plan.gemm import Gemm
@@ -54,6 +55,28 @@ def test_values_strides_and_dtypes_are_pytorchs(name: str, layout: str) -> None:
         assert (ours.dtype, ours.stride()) == (theirs.dtype, theirs.stride())
         truth = reference.evaluate(chain, tensors, dtype=torch.float64)
         torch.testing.assert_close(ours.double(), truth, rtol=tolerance, atol=tolerance * float(truth.abs().max()))
+
+
+# Tiles of 32 elements, of rows of one channel or of several, full or not.
+TILED = {"one, full": (2, 3, 4, 8), "one": (2, 3, 4, 5), "several, full": (2, 3, 2, 8), "several": (3, 3, 1, 5)}
+
+
+def tile_error(shape: tuple[int, ...]) -> float:
+    chain = Builder(2).op("mul", "channel").op("add", "row").layer_norm().op("mul", "channel").chain()
+    tensors = tensors_for(chain, shape, torch.float64)
+    return float((fused(chain, list(tensors)) - reference.evaluate(chain, tensors)).abs().max())
+
+
+@pytest.mark.parametrize("name", TILED)
+def test_tiles_of_one_channel_and_of_several(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("postlude.run.rows._TILE", 32)
+    assert tile_error(TILED[name]) < 1e-10
+    source = Path(str(rows_kernels.__file__)).read_text()
+    right = "tl.program_id(0) // (R // BLOCK_R) % C"
+    assert right in source
+    wrong = compose(HEADER + source.replace(right, "tl.program_id(0) // R % C"))
+    monkeypatch.setattr(rows_kernels, "rows_kernel", wrong["rows_kernel"])
+    assert (tile_error(TILED[name]) > 1e-3) == (name in ("one", "one, full"))
 
 
 @pytest.mark.parametrize("name", ["the last axis", "a whole sample"])

@@ -33,7 +33,10 @@ class RowsPass:
         self.operands = Operands(chain, last, value)
         length, in_channel, rows, constants = rows_of(plan)
         steps = {"STEPS": program(chain, "rows", last, self.operands.slots, value.shape[1])}
-        constants = {**steps, **constants, "ACC": accumulator(accumulator_of(value))}
+        one_channel = not constants["SAMPLE"] and in_channel % constants["BLOCK_R"] == 0
+        is_full = length == constants["BLOCK_L"] and rows % constants["BLOCK_R"] == 0
+        flags = {"ONE_CHANNEL": one_channel, "FULL": is_full}
+        constants = {**steps, **constants, **flags, "ACC": accumulator(accumulator_of(value))}
         grid = (-(-rows // constants["BLOCK_R"]),)
         numbers = (value.shape[1], in_channel, length, rows)
         self.launch = Launch(rows_kernel, grid, numbers, constants, warps_for(constants))

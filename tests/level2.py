@@ -1,4 +1,4 @@
-"""Chains of KernelBench's level 2, by its own numbers, whose convolutions are ours without a norm after them."""
+"""Chains of KernelBench's level 2, by its own numbers, whose convolutions keep infinities: no norm, or a layer_norm."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ LEVEL2: dict[str, tuple[Chain, tuple[int, ...]]] = {
         .chain(),
         (128, 64, 128, 128),
     ),
+    "3": (Builder(3, up(3, (32, 64))).op("add", "one").layer_norm().chain(), (32, 32, 16, 32, 32)),
     "4": (Builder(2, conv(2, (64, 128))).op("mish").op("mish").chain(), (64, 64, 256, 256)),
     "5": (Builder(2, up(2, (64, 64), 4)).op("sub", "channel").op("tanh").chain(), (32, 64, 256, 256)),
     "7": (
@@ -55,6 +56,10 @@ LEVEL2: dict[str, tuple[Chain, tuple[int, ...]]] = {
     "31": (
         Builder(2, conv(2, (64, 128))).op("minimum", 0.5).op("add", "channel").op("mul", 2.0).chain(),
         (128, 64, 128, 128),
+    ),
+    "34": (
+        Builder(3, up(3, (32, 64), 4, 1, 0)).layer_norm().op("gelu", approximate="none").op("mul", 1.0).chain(),
+        (32, 32, 16, 32, 32),
     ),
     "47": (Builder(3, conv(3, (32, 64))).op("mish").op("tanh").chain(), (16, 32, 32, 64, 64)),
     "54": (

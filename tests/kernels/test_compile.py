@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cases import CHAIN_61, Builder, conv
 from kernels import offline
+from level2 import LEVEL2
 from plan.test_convolve import card as machine_of
 from postlude.chain import Chain
 from postlude.check import tensors_for
@@ -58,6 +59,8 @@ PLANS: dict[str, tuple[Chain, tuple[int, ...], torch.dtype, str, str]] = {
     "phases tf32": (UP.chain(), (128, 64, 128, 128), torch.float32, "contiguous", "tf32"),
     "phases, odd rows": (ODD.op("tanh").chain(), (32, 64, 256, 256), torch.float32, "contiguous", "tf32"),
     "phases, 3-D": (DEEP.op("hardswish").chain(), (128, 32, 16, 16, 16), torch.float32, "contiguous", "tf32"),
+    "phases, then rows": (*LEVEL2["34"], torch.float32, "contiguous", "tf32"),
+    "phases, then rows fp32": (*LEVEL2["34"], torch.float32, "contiguous", "fp32"),
     "phases and a norm": (UP_NORM, (2, 64, 64, 64, 64), torch.float16, "channels_last", "auto"),
 }
 EVERYWHERE = ("61 fp32", "61 tf32", "library channels-last")
@@ -127,7 +130,7 @@ def test_compiles_within_each_cards_limits(name: str, card: int, monkeypatch: py
         allowed = {"convolve_kernel": 1024, "convolve_phases_kernel": 128, "last_moments_kernel": 256}.get(
             found.name, 0
         )
-        assert used.spilled <= allowed, (found.name, used)
+        assert used.spilled <= (0 if "then rows" in name else allowed), (found.name, used)
 
 
 @pytest.mark.parametrize("name", TRAINED)

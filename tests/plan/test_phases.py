@@ -12,10 +12,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cases import Builder, conv
+from level2 import LEVEL2
 from plan.test_convolve import card
 from plan.test_lower import problem
 from postlude.chain import Chain, Convolution
-from postlude.plan import Plan
+from postlude.plan import Plan, Problem, Store
 from postlude.plan.convolve import gemm_for, gradient_products
 from postlude.plan.gemm import Gemm, phased_volume
 from postlude.plan.gpu import lower_for_gpu
@@ -214,3 +215,67 @@ def test_eight_channels_are_ours_in_fp32() -> None:
     found = gemm_for(chain, dataclasses.replace(given, allows_tf32=True), card(90))
     assert isinstance(found, Gemm)
     assert found.arithmetic.planes == 2
+
+
+def in_16_bits(given: Problem) -> Problem:
+    return dataclasses.replace(given, tensors=tuple(dataclasses.replace(t, dtype="float16") for t in given.tensors))
+
+
+def of_layer_norm(how: Convolution) -> Chain:
+    return Builder(how.dims, how).op("add", "one").layer_norm().op("gelu", approximate="none").chain()
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+@pytest.mark.parametrize("name", ["3", "34"])
+def test_before_a_layer_norm_ours_stores_what_it_computes(name: str, precision: str, layout: str) -> None:
+    chain, shape = LEVEL2[name]
+    plan = lower_for_gpu(chain, problem(chain, shape, layout, device="cuda", precision=precision), card(90))
+    assert isinstance(plan, Plan), plan
+    assert isinstance(plan.own, Gemm), plan.reasons
+    assert plan.own.phases is not None
+    assert plan.own.arithmetic.keeps_infinities
+    assert [item.sink for item in plan.passes] == [Store(raw=True), Store()]
+    assert [item.last for item in plan.passes] == [0, len(chain.steps)]
+    assert (plan.launches, plan.value.layout) == (5, "contiguous")  # largest, two packings, the products, the rows
+    assert plan.reasons == ("our own convolution",)  # no step is computed twice
+
+
+@pytest.mark.parametrize(
+    ("how", "shape", "layout", "is_ours"),
+    [
+        (strided(), (32, 32, 16, 32, 32), "contiguous", True),
+        (strided(), (32, 32, 16, 32, 32), "channels_last", False),
+        (conv(3, (32, 64), padding=1), (16, 32, 32, 64, 64), "contiguous", True),  # in place, rows of one output
+        (conv(2, (64, 128)), (128, 64, 128, 128), "contiguous", False),
+    ],
+    ids=str,
+)
+def test_before_a_layer_norm_in_16_bits(how: Convolution, shape: tuple[int, ...], layout: str, is_ours: bool) -> None:
+    chain = of_layer_norm(how)
+    found = gemm_for(chain, in_16_bits(problem(chain, shape, layout, device="cuda")), card(90))
+    assert isinstance(found, str) != is_ours, found
+    assert isinstance(found, str) or found.volume.width == 1
+
+
+def test_the_pass_of_a_layer_norm_is_nobodys_gain() -> None:
+    """2-D and contiguous: without a norm ours saves PyTorch's pass, here the same one follows either."""
+    how, shape = strided(2, (64, 64)), (128, 64, 128, 128)
+    chain = of_layer_norm(how)
+    found = gemm_for(chain, problem(chain, shape, device="cuda", precision="tf32"), card(90))
+    assert isinstance(found, str)
+    assert found.startswith("about ")
+    assert found.endswith(" of PyTorch's")
+    chain = chain_of(how, "relu")
+    assert isinstance(gemm_for(chain, problem(chain, shape, device="cuda", precision="tf32"), card(90)), Gemm)
+
+
+@pytest.mark.parametrize("how", [strided(), conv(3, (32, 64))], ids=str)
+def test_gradients_before_a_layer_norm_are_pytorchs(how: Convolution) -> None:
+    """Ours multiply by zeros, which NaN of one row does not leave to the others."""
+    chain = of_layer_norm(how)
+    given = problem(chain, (16, 32, 32, 64, 64), device="cuda", precision="fp32", needs_grad=True)
+    for plan in (lower_for_gpu(chain, one, card(90)) for one in (given, in_16_bits(given))):
+        assert isinstance(plan, Plan)
+        assert plan.own is not None
+        assert (plan.input_gradient, plan.weight_gradient, plan.packs_gradient) == (None, None, False)

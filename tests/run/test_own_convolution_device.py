@@ -36,6 +36,8 @@ SMALL: dict[str, tuple[Chain, tuple[int, ...]]] = {
     "phases": (Builder(3, up(3, (32, 40))).op("silu").norm(4).op("relu").chain(), (2, 32, 5, 6, 7)),
     "phases, k2": (Builder(2, up(2, (64, 24), 2, 0, 1)).norm(None).chain(), (3, 64, 13, 11)),
     "phases, no norm": (Builder(2, up(2, (48, 72), 4)).op("mish").op("add", "full").chain(), (3, 48, 13, 17)),
+    "phases, layer_norm": (Builder(3, up(3, (32, 40))).layer_norm().op("silu").chain(), (2, 32, 5, 6, 7)),
+    "layer_norm": (Builder(2, conv(2, (24, 40), padding=1)).op("add", "one").layer_norm().chain(), (3, 24, 31, 29)),
     "no norm": (Builder(2, conv(2, (24, 40), padding=1)).op("gelu", approximate="none").chain(), (3, 24, 31, 29)),
 }
 FULL = {"61": (CHAIN_61, (16, 64, 32, 32, 32)), "23": (CHAIN_23, (128, 3, 24, 32, 32))}
@@ -129,6 +131,16 @@ def test_infinities_come_out_as_of_float64(name: str, precision: str) -> None:
     for mine, right in ((ours.isnan(), truth.isnan()), (ours == torch.inf, truth == torch.inf)):
         assert torch.equal(mine, right)
     assert torch.equal(ours == -torch.inf, truth == -torch.inf)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_an_infinity_stays_in_the_rows_of_a_layer_norm(precision: str) -> None:
+    chain, shape = SMALL["layer_norm"]
+    tensors = [t.clone() for t in tensors_for(chain, shape, torch.float32, "cuda", 0, "normal")]
+    tensors[0][0, 3, 2, 2], tensors[0][1, 1, 5, 0], tensors[0][2, 0, 4, 4] = torch.inf, -torch.inf, torch.nan
+    ours, truth = fused(precision)(chain, tensors), reference.evaluate(chain, tensors, dtype=torch.float64)
+    assert torch.equal(ours.isfinite(), truth.isfinite())
+    assert 0 < int(truth.isnan().sum()) < truth.numel() / 2
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])

@@ -13,11 +13,16 @@ from cases import Builder, conv
 from postlude import reference
 from postlude.chain import Chain
 from postlude.check import chain_points, tensors_for, verify_chain
-from postlude.plan import Plan, Refusal, problem_of
+from postlude.kernels.triton import rows as rows_kernels
+from postlude.plan import Plan, Refusal, Store, problem_of
+from postlude.plan.boxes import Boxes
+from postlude.plan.gemm import Gemm
 from postlude.plan.gpu import lower_for_gpu
 from postlude.run import rows_gradient
+from postlude.run.gpu import GpuRun
 from postlude.run.programs import HEADER, compose
 from run.test_gpu import CARD, fused
+from run.test_phases import FLAT, planned, transposed, with_infinities
 from run.test_training import assert_gradients, gradients, training
 
 pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("poisoned_memory")]
@@ -34,7 +39,8 @@ CHAINS: dict[str, tuple[Chain, tuple[int, ...]]] = {
     "a whole sample": (SAMPLE.chain(), (3, 4, 3, 5)),
     "gates": (GATED.chain(), (3, 2, 2, 5)),
     "gates of whole samples": (Builder(2).op("mul", "row").layer_norm(3).op("add", "row").chain(), (5, 3, 2, 3)),
-    "and another norm": (GELU.norm(3).op("relu").chain(), (2, 2, 3, 4)),
+    "another's layout": (Builder(2).layer_norm().op("rsub", "full").chain(), (2, 3, 4, 5)),
+    "and another norm": (Builder(2).op("silu").layer_norm().norm(3).op("relu").chain(), (2, 3, 4, 5)),
 }
 TRAINED = ("the last axis", "two axes", "no convolution", "gates")
 
@@ -51,11 +57,33 @@ def test_values_strides_and_dtypes_are_pytorchs(name: str, layout: str) -> None:
         torch.testing.assert_close(ours.double(), truth, rtol=tolerance, atol=tolerance * float(truth.abs().max()))
 
 
+# Tiles of 32 elements, of rows of one channel or of several, full or not.
+TILED = {"one, full": (2, 3, 4, 8), "one": (2, 3, 4, 5), "several, full": (2, 3, 2, 8), "several": (3, 3, 1, 5)}
+
+
+def tile_error(shape: tuple[int, ...]) -> float:
+    chain = Builder(2).op("mul", "channel").op("add", "row").layer_norm().op("mul", "channel").chain()
+    tensors = tensors_for(chain, shape, torch.float64)
+    return float((fused(chain, list(tensors)) - reference.evaluate(chain, tensors)).abs().max())
+
+
+@pytest.mark.parametrize("name", TILED)
+def test_tiles_of_one_channel_and_of_several(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("postlude.run.rows._TILE", 32)
+    assert tile_error(TILED[name]) < 1e-10
+    source = Path(str(rows_kernels.__file__)).read_text()
+    right = "tl.program_id(0) // (R // BLOCK_R) % C"
+    assert right in source
+    wrong = compose(HEADER + source.replace(right, "tl.program_id(0) // R % C"))
+    monkeypatch.setattr(rows_kernels, "rows_kernel", wrong["rows_kernel"])
+    assert (tile_error(TILED[name]) > 1e-3) == (name in ("one", "one, full"))
+
+
 @pytest.mark.parametrize("name", ["the last axis", "a whole sample"])
 def test_is_right_by_the_rule(name: str) -> None:
     chain, shape = CHAINS[name]
-    shape = (*shape[:-1], 9)
-    verdict = verify_chain(fused, chain, chain_points(chain, shape, torch.float32, "cpu", seeds=3))
+    shape = (1, *shape[1:-1], 9)
+    verdict = verify_chain(fused, chain, chain_points(chain, shape, torch.float32, "cpu", seeds=2))
     assert verdict.right, verdict
 
 
@@ -64,6 +92,8 @@ def test_is_right_by_the_rule(name: str) -> None:
 def test_gradients_are_autograds(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows_gradient, "_MOST_TILES", 2)
     monkeypatch.setattr("postlude.run.rows._TILE", 16)  # several rows, tiles and chunks
+    if layout == "channels_last":  # ours is slow by the interpreter, and writes rows whatever it reads
+        monkeypatch.setattr("postlude.plan.gpu.own_convolution", lambda *_: "not in this test")
     chain, shape = CHAINS[name]
     for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 2e-5))[: 2 if layout == "contiguous" else 1]:
         tensors = [t.requires_grad_() for t in tensors_for(chain, shape, dtype, layout=layout)]  # type: ignore[arg-type]
@@ -97,6 +127,70 @@ def test_what_does_not_fit_is_refused_with_its_reason() -> None:
     assert isinstance(outcome(chain, (1, 2, 64, 128)), Plan)
     assert "more than 8192 elements" in str(outcome(chain, (1, 2, 64, 129)))
     assert "whole samples" in str(outcome(*CHAINS["a whole sample"], trains=True))
+
+
+STRAIGHT, TURNED = conv(2, (3, 5), padding=1), transposed(FLAT["k3s2p1op1"])
+INFINITE = {
+    "stride 1": Builder(2, STRAIGHT).op("add", "one").layer_norm().op("gelu", approximate="none").chain(),
+    "stride 1, saturated": Builder(2, STRAIGHT).op("tanh").layer_norm(affine=False).chain(),
+    "by phase": Builder(2, TURNED).layer_norm().op("mul", 2.0).chain(),
+    "by phase, saturated": Builder(2, TURNED).op("hardsigmoid").layer_norm().chain(),
+}
+
+
+def kept_in_rows(chain: Chain, precision: str = "fp32", **arithmetic: bool) -> bool:
+    """Whether NaN is where float64 has it, and all else as near to it; changes of the arithmetic are mutants."""
+    tensors = with_infinities(chain)
+    tensors[0][1, 1, 5, 0] = torch.inf  # what is read behind the row before
+    truth = reference.evaluate(chain, tensors, dtype=torch.float64)
+    is_finite = truth.isfinite()
+    assert 0.1 < float(is_finite.float().mean()) < 0.9
+    plan = planned(chain, tensors, precision)
+    assert isinstance(plan.own, Gemm)
+    own = dataclasses.replace(plan.own, arithmetic=dataclasses.replace(plan.own.arithmetic, **arithmetic))
+    ours = GpuRun(dataclasses.replace(plan, own=own))(tensors)
+    off = (ours.double() - truth)[is_finite].abs()
+    return torch.equal(ours.isfinite(), is_finite) and float(off.max()) < (1e-4 if precision == "fp32" else 5e-2)
+
+
+@pytest.mark.parametrize("name", INFINITE)
+def test_an_infinity_stays_in_its_rows(name: str) -> None:
+    assert kept_in_rows(INFINITE[name])
+    assert "saturated" not in name or kept_in_rows(INFINITE[name], "tf32")
+
+
+@pytest.mark.parametrize("name", ["stride 1, saturated", "by phase, saturated"])
+def test_an_infinity_that_is_not_kept_is_seen(name: str) -> None:
+    """Mutant: NaN of it, where a step before the norm makes a number of an infinity."""
+    assert not kept_in_rows(INFINITE[name], keeps_infinities=False)
+
+
+def test_an_infinity_in_a_widened_product_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: neighbouring outputs in a row of the product, which reads on into the next row."""
+    monkeypatch.setattr("postlude.plan.convolve.norm_hides_infinities", lambda _: True)
+    assert not kept_in_rows(INFINITE["stride 1"])
+
+
+def test_an_infinity_stays_in_its_rows_in_place() -> None:
+    chain = Builder(2, conv(2, (16, 48), padding=1)).layer_norm().chain()
+    tensors = [t.clone() for t in tensors_for(chain, (1, 16, 16, 16), torch.float16, family="normal")]
+    tensors[0][0, 3, 2, 0] = torch.inf
+    plan = lower_for_gpu(chain, problem_of(tensors), CARD, even_if_slower=True)
+    assert isinstance(plan, Plan)
+    assert isinstance(plan.own, Boxes)
+    ours, truth = GpuRun(plan)(tensors), reference.evaluate(chain, tensors, dtype=torch.float64)
+    assert torch.equal(ours.isfinite(), truth.isfinite())
+    assert float((ours.double() - truth)[truth.isfinite()].abs().max()) < 1e-2
+
+
+def test_a_bias_that_is_added_twice_is_seen() -> None:
+    """Mutant: the convolution's pass stores what its steps make of the sums, and the rows' pass takes them again."""
+    chain = Builder(2, TURNED).op("relu").layer_norm().chain()
+    tensors = tensors_for(chain, (1, 3, 2, 3), torch.float32)
+    plan, truth = planned(chain, tensors), reference.evaluate(chain, tensors, dtype=torch.float64)
+    done = dataclasses.replace(plan, passes=(dataclasses.replace(plan.passes[0], sink=Store()), plan.passes[1]))
+    right, wrong = (float((GpuRun(one)(tensors) - truth).abs().max()) for one in (plan, done))
+    assert right < 1e-4 < 1e-2 < wrong
 
 
 MUTANTS = {

@@ -29,6 +29,7 @@ SMALL: dict[str, tuple[Chain, tuple[int, ...]]] = {
     "residual": (RESIDUAL, (2, 16, 9, 8, 7)),
     "many channels": (WIDE, (2, 16, 8, 9, 7)),
     "strided": (STRIDED, (2, 16, 13, 12, 11)),
+    "layer_norm": (Builder(2, conv(2, (32, 48), padding=1)).layer_norm().op("silu").chain(), (2, 32, 13, 11)),
     "phases": (Builder(3, up(3, (16, 24))).op("silu").norm(4).op("relu").chain(), (2, 16, 7, 6, 5)),
 }
 

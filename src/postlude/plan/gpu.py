@@ -12,8 +12,8 @@ from postlude.hardware import Machine
 from postlude.plan.boxes import Boxes
 from postlude.plan.convolve import Own, gradient_products, own_convolution, packs_gradient, pytorch_seconds
 from postlude.plan.few_channels import FewChannels
-from postlude.plan.few_channels_gradient import few_channels_gradient_for
-from postlude.plan.gemm import Gemm
+from postlude.plan.few_channels_gradient import GradientPlan, few_channels_gradient_for
+from postlude.plan.gemm import Gemm, WeightGemm
 from postlude.plan.problem import (
     Layout,
     Problem,
@@ -58,14 +58,11 @@ def lower_for_gpu(
     is_own = not isinstance(own, str)
     passes = _passes(chain, is_own, problem.needs_grad)
     layout = result_layout(chain, problem, machine)
-    inside = layout if is_own or row_norm(chain) is not None else body_layout(chain, problem)
+    inside = _layout_inside(chain, problem, layout, is_own)
     size, compulsory = body_bytes(chain, problem), compulsory_bytes(chain, problem)
     batch = problem.x.shape[0]
     slab = max(1, min(batch, TRAINING_SLAB * batch // size)) if problem.needs_grad and _is_moments(passes) else batch
-    dx, dw, few = None, None, None
-    if problem.needs_grad and not isinstance(own, str) and chain.producer is not None:
-        dx, dw = gradient_products(chain.producer, problem, own, machine)
-        few = few_channels_gradient_for(own, chain, problem, machine) if isinstance(own, FewChannels) else None
+    dx, dw, few = _convolution_gradients(chain, problem, own, machine)
     plan = Plan(
         chain=chain,
         input=problem.x,
@@ -100,12 +97,32 @@ def _passes(chain: Chain, is_own: bool, trains: bool) -> tuple[Pass, ...]:
     moments, last, barrier = moments_only(chain), last_fused_step(chain), first_barrier(chain)
     if moments is not None:
         return (Pass(source, 1, moments.before, Moments(moments.squares)),)
+    if is_own and row_norm(chain) is not None:
+        return (Pass(source, 1, 0, Store(raw=True)), Pass("load", 1, last, Store()))
     if barrier is not None and barrier <= last and row_norm(chain) is None:
         # A backward pass reads the convolution's result as it was.
         finished = is_own and not trains and is_all_that_is_read(chain, barrier)
         sink = Moments(True, stores=is_own, finished=finished)
         return (Pass(source, 1, barrier - 1, sink), Pass("load", barrier if finished else 1, last, Store()))
     return (Pass(source, 1, last, Store()),)
+
+
+def _convolution_gradients(
+    chain: Chain, problem: Problem, own: Own | str, machine: Machine
+) -> tuple[Gemm | None, WeightGemm | None, GradientPlan | None]:
+    """Ours for input and weight, or for both at once. Before a layer_norm they are PyTorch's: an infinity makes NaN of
+    its rows alone, and ours would carry that into others, whose neighbours they multiply by zeros."""
+    if not problem.needs_grad or isinstance(own, str) or chain.producer is None or row_norm(chain) is not None:
+        return None, None, None
+    few = few_channels_gradient_for(own, chain, problem, machine) if isinstance(own, FewChannels) else None
+    return *gradient_products(chain.producer, problem, own, machine), few
+
+
+def _layout_inside(chain: Chain, problem: Problem, layout: Layout, is_own: bool) -> Layout:
+    """Of the chain's first value; `layout` is the result's."""
+    if row_norm(chain) is not None:
+        return "contiguous"  # a row lies in one piece
+    return layout if is_own else body_layout(chain, problem)
 
 
 def _is_moments(passes: tuple[Pass, ...]) -> bool:
@@ -146,8 +163,8 @@ def _moved_bytes(
 
 
 def _reasons_for(chain: Chain, passes: tuple[Pass, ...], own: Own | str) -> tuple[str, ...]:
-    is_anew = len(passes) == 2 and passes[-1].first == 1
-    twice = ("the steps before the norm are computed twice rather than stored",) if is_anew else ()
+    is_twice = len(passes) == 2 and isinstance(passes[0].sink, Moments) and passes[-1].first == 1
+    twice = ("the steps before the norm are computed twice rather than stored",) if is_twice else ()
     if chain.producer is None:
         return twice or ("one pass",)
     return (f"PyTorch's convolution: {own}" if isinstance(own, str) else "our own convolution", *twice)

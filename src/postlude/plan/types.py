@@ -30,6 +30,8 @@ class Keep:
 class Store:
     """The value is written to the result, in the layout that PyTorch would have given it."""
 
+    raw: bool = False  # what the convolution gives is written instead, before any step, for the next pass
+
     def __str__(self) -> str:
         return "store"
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from postlude.plan import Plan
 from postlude.plan.problem import memory_format
-from postlude.plan.types import Moments
+from postlude.plan.types import Moments, Store
 from postlude.run.launch import Launch
 from postlude.run.passes import Operands, Partials, accumulator_of
 from postlude.run.programs import program
@@ -26,12 +26,13 @@ class FirstPass:
         item = plan.passes[0]
         self.value, self.chunks = plan.value, chunks
         self.acc = accumulator_of(plan.value)
-        self.moments, self.store = "no", "done"
+        self.moments, self.store = "no", "raw" if item.sink == Store(raw=True) else "done"
         if isinstance(item.sink, Moments):
             self.moments = "both" if item.sink.squares else "sums"
             self.store = "no" if not item.sink.stores else "done" if item.sink.finished else "raw"
+        is_result = self.moments == "no" and self.store == "done"
         # Before a norm the convolution's own dtype, as PyTorch would have it; else this is the result.
-        self.dtype = getattr(torch, plan.result_dtype if self.moments == "no" else plan.value.dtype)
+        self.dtype = getattr(torch, plan.result_dtype if is_result else plan.value.dtype)
         self.format = memory_format(plan.value.layout, plan.chain.dims)
         self.input_format = memory_format(plan.input.layout, plan.chain.dims)
         self.operands = Operands(plan.chain, item.last, plan.value)

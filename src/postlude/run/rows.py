@@ -11,7 +11,7 @@ from torch import Tensor
 
 from postlude.chain import Normalize
 from postlude.plan import Plan
-from postlude.plan.problem import Spec, power_of_two
+from postlude.plan.problem import Spec, memory_format, power_of_two
 from postlude.run.launch import Launch, accumulator
 from postlude.run.passes import Operands, accumulator_of
 from postlude.run.programs import program
@@ -26,11 +26,17 @@ class RowsPass:
 
         chain, value, last = plan.chain, plan.value, plan.passes[-1].last
         self.dtype = getattr(torch, plan.result_dtype)
+        # Only a step after the norm that takes another tensor's layout makes it anything else than rows.
+        layout = plan.result_layout if last == len(chain.steps) else value.layout
+        self.format = memory_format(layout, chain.dims)
         self.overwrites = chain.producer is not None and not keeps_value and value.dtype == plan.result_dtype
         self.operands = Operands(chain, last, value)
         length, in_channel, rows, constants = rows_of(plan)
         steps = {"STEPS": program(chain, "rows", last, self.operands.slots, value.shape[1])}
-        constants = {**steps, **constants, "ACC": accumulator(accumulator_of(value))}
+        one_channel = not constants["SAMPLE"] and in_channel % constants["BLOCK_R"] == 0
+        is_full = length == constants["BLOCK_L"] and rows % constants["BLOCK_R"] == 0
+        flags = {"ONE_CHANNEL": one_channel, "FULL": is_full}
+        constants = {**steps, **constants, **flags, "ACC": accumulator(accumulator_of(value))}
         grid = (-(-rows // constants["BLOCK_R"]),)
         numbers = (value.shape[1], in_channel, length, rows)
         self.launch = Launch(rows_kernel, grid, numbers, constants, warps_for(constants))
@@ -39,7 +45,7 @@ class RowsPass:
         """As FinishPass is called; moments are found on the way."""
         result = value if self.overwrites else torch.empty_like(value, dtype=self.dtype)
         self.launch(value, result, *self.operands(tensors, value))
-        return result
+        return result.contiguous(memory_format=self.format)
 
 
 def rows_of(plan: Plan) -> tuple[int, int, int, dict[str, Any]]:

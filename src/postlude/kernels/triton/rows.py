@@ -39,6 +39,8 @@ def rows_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_L: tl.constexpr,
     ALIGN: tl.constexpr,  # a power of two that divides L: the compiler asks only for 16
+    ONE_CHANNEL: tl.constexpr,  # a tile's rows are all of one channel
+    FULL: tl.constexpr,  # every tile is full: L is BLOCK_L, and BLOCK_R divides ROWS
     ACC: tl.constexpr,
 ):
     L = L // ALIGN * ALIGN  # the same number: a hint would not reach the masks
@@ -46,8 +48,13 @@ def rows_kernel(
     o_r = tl.arange(0, BLOCK_R)
     o_l = tl.arange(0, BLOCK_L)[None, :]
     o_x = o_r[:, None] * L + o_l  # [BLOCK_R, BLOCK_L]
-    m_x = (first + o_r < ROWS)[:, None] & (o_l < L)
-    o_c = o_l // (L // C) if SAMPLE else ((first + o_r) // R % C)[:, None]
+    m_x = tl.full([BLOCK_R, BLOCK_L], True, tl.int1) if FULL else (first + o_r < ROWS)[:, None] & (o_l < L)
+    if SAMPLE:
+        o_c = o_l // (L // C)
+    elif ONE_CHANNEL:
+        o_c = tl.program_id(0) // (R // BLOCK_R) % C
+    else:
+        o_c = ((first + o_r) // R % C)[:, None]  # 64-bit divisions, for each row
     b_x = tl.load(p_x + first * L + o_x, mask=m_x, other=0.0).to(ACC)
     b_y = STEPS(b_x, o_l, L, o_c, first * L, o_x, o_c < C, m_x, a0, a1, a2, a3, a4, a5)
     tl.store(p_y + first * L + o_x, b_y.to(p_y.dtype.element_ty), mask=m_x)

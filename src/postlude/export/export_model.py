@@ -90,7 +90,9 @@ def export(
             outcome = lower(found.match.chain, problem, machine, even_if_slower=even_if_slower, not_ours=not_ours)
         why = unwritable(outcome, texts.values()) if isinstance(outcome, Plan) else str(outcome)
         if isinstance(outcome, Plan) and why is None:
-            texts[found] = chain_text(outcome.storing_raw(), _function_name(found.match.chain), _slot_names(found), training)
+            texts[found] = chain_text(
+                outcome.storing_raw(), _function_name(found.match.chain), _slot_names(found), training
+            )
         else:
             reasons[found.calls[0].name] = f"{found.match.chain}: {why}"
     if not texts:

@@ -215,7 +215,7 @@ def unfolded_volume(conv: Convolution, space: tuple[int, ...], taps: tuple[int, 
         if count > 1:
             sizes[axis] = (whole.out[axis], 1, 0, whole.out[axis])
     room, kernel, padding, _ = zip(*sizes)
-    return Volume(room, kernel, padding, 1)  # type: ignore[arg-type]
+    return Volume(room, kernel, padding, 1)
 
 
 def padded_channels(channels: int) -> int:

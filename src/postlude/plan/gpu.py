@@ -10,7 +10,7 @@ from postlude.emit import too_many_tensors
 from postlude.emit_gradient import unsupported_gradient
 from postlude.hardware import Machine
 from postlude.plan.boxes import Boxes
-from postlude.plan.convolve import Own, gradient_products, own_convolution, packs_gradient, pytorch_seconds
+from postlude.plan.convolve import Own, gradient_products, own_convolution, packs_gradient
 from postlude.plan.few_channels import FewChannels
 from postlude.plan.few_channels_gradient import GradientPlan, few_channels_gradient_for
 from postlude.plan.gemm import Gemm, WeightGemm
@@ -31,6 +31,7 @@ from postlude.plan.program import first_barrier, has_norm, is_all_that_is_read, 
 from postlude.plan.questions import origins
 from postlude.plan.tiles import answer, pass_question
 from postlude.plan.types import Moments, Pass, Plan, Refusal, Store, Tile, first_source
+from postlude.plan.worth import pytorch_seconds
 
 _MOST_TILES = 16  # of one program: each costs the moments one more unit of rounding, at worst
 SMALLEST = 8 << 20  # bytes of the value: below, three launches cost the host more than they save the card

@@ -45,7 +45,9 @@ def origins(plan: Plan, machine: Machine) -> Iterator[str]:
 
 def _made(row: Row, product: Product) -> bool:
     """False where the row was passed over, because what it names does not fit."""
-    names = ("stages",) if isinstance(product, Boxes) else ("rows", "stages", "warps")
+    names = ("stages",) if isinstance(product, Boxes) else ("stages", "warps")
+    if "rows" in row.values and isinstance(product, Gemm) and row.values["rows"] // product.rows not in (1, 2):
+        return False  # a product may take half of them, to leave room for the words that follow it
     return all(getattr(product, name) == row.values[name] for name in names if name in row.values)
 
 

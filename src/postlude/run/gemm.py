@@ -90,8 +90,10 @@ class Packing:
         self.transposed, self.channels = conv.transposed, (conv.out_channels, conv.in_channels)
         self.outputs = -(-conv.out_channels // gemm.block_c) * gemm.block_c
         self.weight_shape = (self.outputs * volume.width, self.arithmetic.planes * gemm.depth)
-        self.input = Unfolding(plan.input, conv, gemm) if gemm.unfolds else InputPacking(
-            plan.input, volume, gemm.arithmetic, gemm.channels
+        self.input = (
+            Unfolding(plan.input, conv, gemm)
+            if gemm.unfolds
+            else InputPacking(plan.input, volume, gemm.arithmetic, gemm.channels)
         )
         self.weights: dict[tuple[int, ...], Launch] = {}  # by the weight's strides
         self.templates: tuple[Any, Any] | None = None

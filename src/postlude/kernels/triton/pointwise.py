@@ -168,9 +168,8 @@ def tanh(x):
     if x.dtype == tl.float64:
         e = expm1(-2.0 * tl.abs(x))
         return tl.where(x < 0, e, -e) / (e + 2.0)
-    else:
-        large = 1.0 - 2.0 * inverse(1.0 + exp(2.0 * tl.abs(x)))
-        return tl.where(tl.abs(x) < 0.75, small_tanh(x), tl.where(x < 0, -large, large))
+    large = 1.0 - 2.0 * inverse(1.0 + exp(2.0 * tl.abs(x)))
+    return tl.where(tl.abs(x) < 0.75, small_tanh(x), tl.where(x < 0, -large, large))
 
 
 @triton.jit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import os
 import socket
 import sys
 import time
@@ -90,3 +91,5 @@ def _leave_the_device_idle() -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(0)  # taking torch apart takes a second in which nobody else may be timed

@@ -31,8 +31,10 @@ from postlude.cli.output import check_writable, working
 from postlude.cli.report import check_report
 from postlude.cli.session import fuse, machine_data, open_problem
 from postlude.cli.variants import (
+    AUTOTUNED,
     BENCHMARKED,
     CANDIDATE,
+    COMPILE,
     EAGER,
     FORWARD,
     LEVELS,
@@ -140,9 +142,9 @@ def _works(one: Bench) -> tuple[str, ...]:
 
 
 def _warm(one: Bench) -> None:
-    """First calls, in which kernels are compiled; cuDNN's own trials are measurements and left to the race."""
+    """First calls of what had none; cuDNN's own trials are measurements and left to the race."""
     for runner in one.runners:
-        if runner.name != BENCHMARKED:
+        if runner.name not in (COMPILE, AUTOTUNED, BENCHMARKED):
             first_calls(runner.model, _works(one), runner.sets[:1], one.opened.output)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,8 @@ from cli.problem_texts import GOOD, Run, Write
 from postlude.check import ceilings, records
 from postlude.check.floor import Ceilings
 from postlude.check.isolation import CandidateFailed
+from postlude.cli import bench, measure
+from postlude.cli.frame import Settings
 from postlude.hardware import cpp_compiler
 from postlude.report import Report, read
 
@@ -35,6 +38,19 @@ def small(write: Write) -> Path:
 
 def _entries(report: Report) -> dict[str, set[str]]:
     return {race.name: {entry.variant for entry in race.entries} for race in report.races}
+
+
+def test_nothing_is_measured_before_all_is_prepared(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    for place, name in ((bench, "first_calls"), (bench, "ceilings_of"), (measure, "time_interleaved")):
+        monkeypatch.setattr(place, name, _noted(done, name, getattr(place, name)))
+    options = bench.Options(small, rounds=3, seconds=0.1, flushed=False, baselines="few")
+    bench.run(Settings("cpu", "auto"), options, lambda: done.append("prepared"))
+    assert done == ["first_calls", "first_calls", "prepared", "ceilings_of", "time_interleaved", "ceilings_of"]
+
+
+def _noted(done: list[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: done.append(name) or function(*args, **kwargs)
 
 
 @pytest.mark.skipif(cpp_compiler() is None, reason="torch.compile needs a C++ compiler")

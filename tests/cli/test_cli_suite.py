@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
-import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from cli.problem_texts import GOOD, NOTHING, Run
 from postlude.cli import suite as work
-from postlude.cli.suite_process import Ended, run_problem
+from postlude.cli.suite_batch import Told
+from postlude.cli.suite_process import Outcome
 from postlude.cli.variants import STEP
-from postlude.report import Report, gather, model, read
+from postlude.report import gather, model, read
 from report.sample import FULL
 
 QUICK = ("--device", "cpu", "--baselines", "few", "--rounds", "3", "--seconds", "0.3")
 CRASH = GOOD + "\nimport ctypes\nprint('about to fail')\nctypes.string_at(0)\n"
-HANG = GOOD + "\nimport subprocess, time\nsubprocess.Popen(['sleep', '300'])\ntime.sleep(300)\n"
 RAISES = GOOD.replace("def get_inputs():", "def get_inputs():\n    raise ValueError('no data here')")
 
 
@@ -38,18 +36,23 @@ def _put(folder: Path, **texts: str) -> None:
 
 def test_gradients_and_steps_on_request(run: Run, folder: Path, tmp_path: Path) -> None:
     _put(folder, p1_good=GOOD)
-    texts = []
-    for more in ((), ("--train",)):  # the same folder: what was asked for is part of what is kept
-        out = tmp_path / "out.json"
-        assert run("suite", folder, *QUICK, *more, "--results", tmp_path / "kept", "--json", out).code == 0
-        texts.append(out.read_text(encoding="utf-8"))
-    assert [STEP in text for text in texts] == [False, True]
+    out = tmp_path / "out.json"
+    assert run("suite", folder, *QUICK, "--train", "--results", tmp_path / "kept", "--json", out).code == 0
+    assert STEP in out.read_text(encoding="utf-8")
+
+
+def _assert_timed_alone(kept: Sequence[dict[str, list[float]]]) -> None:
+    prepared = [one["preparing"][1] for one in kept if "preparing" in one]
+    timed = sorted(one["timing"] for one in kept if "timing" in one)
+    assert len(prepared) == 3  # the one that crashed has nothing to say
+    assert len(timed) == 2
+    assert max(prepared) < timed[0][0] < timed[0][1] < timed[1][0] < timed[1][1]
 
 
 def test_good_declined_crashing_and_raising_problems(run: Run, folder: Path, tmp_path: Path) -> None:
     _put(folder, p1_good=GOOD, p2_nothing=NOTHING, p3_crash=CRASH, p10_raises=RAISES)
     out, page, kept = tmp_path / "out.json", tmp_path / "out.html", tmp_path / "kept"
-    ran = run("suite", folder, *QUICK, "--results", kept, "--json", out, "--report", page)
+    ran = run("suite", folder, *QUICK, "--jobs", "4", "--results", kept, "--json", out, "--report", page)
     assert ran.code == 1
     reports = read(out)
     assert [report.title for report in reports] == ["p1_good.py", "p2_nothing.py", "p3_crash.py", "p10_raises.py"]
@@ -58,11 +61,13 @@ def test_good_declined_crashing_and_raising_problems(run: Run, folder: Path, tmp
     assert "its process ended with signal SIGSEGV and no result; it said last: about to fail" in reasons[0]
     assert "get_inputs() raises ValueError: no data here" in reasons[1]
     assert json.loads(out.read_text(encoding="utf-8"))["failed"] == 2
+    assert STEP not in out.read_text(encoding="utf-8")
     assert len(list(kept.iterdir())) == 4
     assert "4 problems: 1 right, 1 declined, 2 failed." in ran.out
     assert "fast_1.5" in ran.out
     assert "Against torch.compile: not timed." in ran.out
     assert "no data here" in page.read_text(encoding="utf-8")
+    _assert_timed_alone([json.loads(path.read_text(encoding="utf-8")) for path in kept.iterdir()])
 
     again = run("suite", folder, *QUICK, "--results", kept)
     assert again.code == 1
@@ -70,37 +75,18 @@ def test_good_declined_crashing_and_raising_problems(run: Run, folder: Path, tmp
     assert again.sentences == []
 
 
-def test_a_problem_that_hangs_is_ended_with_all_it_started(folder: Path) -> None:
-    _put(folder, hang=HANG)
-    request = {"file": str(folder / "level2" / "hang.py"), "device": "cpu", "precision": "auto", "rounds": 3}
-    before, start = _sleepers(), time.monotonic()
-    with pytest.raises(Ended, match=r"it took longer than 6 s and was ended"):
-        run_problem({**request, "seconds": 0.1, "baselines": "few", "train": False}, 6.0, lambda _: None)
-    assert time.monotonic() - start < 30
-    assert _sleepers() <= before
-
-
-def _sleepers() -> set[int]:
-    found = set()
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it ended while we looked
-            found |= {int(entry.parent.name)} if entry.read_bytes() == b"sleep\x00300\x00" else set()
-    return found
-
-
 @pytest.fixture
 def instant(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Problems take no time: their name says how they end."""
     begun: list[str] = []
 
-    def pretend(request: dict[str, Any], limit: float, progress: object) -> Report:
-        name = Path(request["file"]).name
-        begun.append(name)
-        if "crash" in name:
-            raise Ended("it fell over")
-        return FULL
+    def pretend(requests: Sequence[Mapping[str, str]], limit: float, told: Told) -> None:
+        for place, request in enumerate(requests):
+            name = Path(request["file"]).name
+            begun.append(name)
+            told.keep(place, Outcome(None, "it fell over") if "crash" in name else Outcome(FULL))
 
-    monkeypatch.setattr(work, "run_problem", pretend)
+    monkeypatch.setattr(work, "run_batch", pretend)
     return begun
 
 
@@ -122,6 +108,7 @@ def test_only_what_changed_or_was_asked_for_is_run_again(
     _put(folder, b=GOOD + "\n# changed\n")
     assert begun_by() == ["b.py"]
     assert begun_by("--rounds", "4") == ["a.py", "b.py", "crash.py"]
+    assert begun_by("--train") == ["a.py", "b.py", "crash.py"]
     assert begun_by() == ["a.py", "b.py", "crash.py"]
     (tmp_path / "kept" / "level2__a.json").write_text("half of")
     assert begun_by() == ["a.py"]
@@ -134,7 +121,7 @@ def test_a_wrong_problem_is_an_exit_code(
     wrong = gather.failure("a.py", "", "cpu", "auto")
     for outcome, code in (("wrong", 1), ("failed", 1), ("declined", 0), ("cannot tell", 0), ("right", 0)):
         report = dataclasses.replace(wrong, judgement=model.Judgement(outcome, ("why",)))
-        monkeypatch.setattr(work, "run_problem", lambda *_, report=report: report)
+        monkeypatch.setattr(work, "run_batch", lambda _, __, told, report=report: told.keep(0, Outcome(report)))
         assert run("suite", folder, *QUICK, "--results", tmp_path / "kept", "--again", "all").code == code
 
 
@@ -142,17 +129,17 @@ def test_an_interrupted_suite_keeps_what_it_has(
     run: Run, folder: Path, tmp_path: Path, instant: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _put(folder, a=GOOD, b=GOOD)
-    pretend = work.run_problem
+    pretend = work.run_batch
 
-    def interrupted(request: dict[str, Any], limit: float, progress: Any) -> Report:
-        if request["file"].endswith("b.py"):
+    def interrupted(requests: Sequence[Mapping[str, str]], limit: float, told: Told) -> None:
+        if requests[0]["file"].endswith("b.py"):
             raise KeyboardInterrupt
-        return pretend(request, limit, progress)
+        pretend(requests, limit, told)
 
-    monkeypatch.setattr(work, "run_problem", interrupted)
+    monkeypatch.setattr(work, "run_batch", interrupted)
     call = ("suite", folder, *QUICK, "--results", tmp_path / "kept")
     assert run(*call).code == 130
-    monkeypatch.setattr(work, "run_problem", pretend)
+    monkeypatch.setattr(work, "run_batch", pretend)
     assert run(*call).code == 0
     assert instant == ["a.py", "b.py"]
 
@@ -166,6 +153,7 @@ def test_an_interrupted_suite_keeps_what_it_has(
         (["problems", "--again", "some"], "--again some is unknown; use none, failed or all."),
         (["problems", "--report", "out.txt"], "a report is written as"),
         (["problems", "--results", "file"], "results cannot be kept there"),
+        (["problems", "--jobs", "0"], "--jobs 0 prepares no problem at all; use 1 or more."),
     ],
 )
 def test_one_sentence_for_what_cannot_be(

@@ -12,7 +12,7 @@ import typer
 
 from postlude import __version__
 from postlude.cli import frame, output
-from postlude.cli.options import BaselinesOption, Debug, Device, File, Json, Precision, ReportPath
+from postlude.cli.options import BaselinesOption, Debug, Device, File, JobsOption, Json, Precision, ReportPath
 from postlude.errors import PostludeError
 
 app = typer.Typer(
@@ -192,7 +192,8 @@ def suite(
         str, typer.Option(metavar="none|failed|all", help="Which problems that have a result to run again.")
     ] = "none",
     train: Annotated[bool, typer.Option("--train", help="Check and time gradients and training steps too.")] = False,
-    limit: Annotated[float, typer.Option(min=1, help="Seconds that one problem may take in all.")] = 600.0,
+    limit: Annotated[float, typer.Option(min=1, help="Seconds that one problem may take, without waiting.")] = 600.0,
+    jobs: JobsOption = 1,
     rounds: Annotated[int, typer.Option(min=3, help="How often the variants take turns.")] = 12,
     seconds: Annotated[float, typer.Option(min=0.1, help="Begin no new round of a race after this time.")] = 10.0,
     baselines: BaselinesOption = None,
@@ -210,7 +211,7 @@ def suite(
     def command(settings: frame.Settings) -> frame.Answer:
         from postlude.cli import suite as work
 
-        options = work.Options(folder, results, only, again, limit, rounds, seconds, baselines, report, train)
+        options = work.Options(folder, results, only, again, limit, rounds, seconds, baselines, report, train, jobs)
         return work.suite(settings, options)
 
     frame.run("suite", frame.Request(device, precision, json, debug), command)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,10 @@ from postlude.cli.output import check_writable, working
 from postlude.cli.report import check_report
 from postlude.cli.session import fuse, machine_data, open_problem
 from postlude.cli.variants import (
+    AUTOTUNED,
+    BENCHMARKED,
     CANDIDATE,
+    COMPILE,
     EAGER,
     FORWARD,
     LEVELS,
@@ -41,6 +44,7 @@ from postlude.cli.variants import (
     Isolated,
     Runner,
     compiled_ways,
+    first_calls,
     input_sets,
     pytorch_ways,
     with_state,
@@ -70,13 +74,18 @@ def bench(settings: Settings, options: Options) -> Answer:
     return Answer(NO if failed or wrong else DONE, {**data, **machine_data(settings), **to_json([report])})
 
 
-def run(settings: Settings, options: Options) -> tuple[model.Report, list[records.Record]]:
-    """Optimises, verifies and times one problem."""
+def run(
+    settings: Settings, options: Options, when_prepared: Callable[[], None] | None = None
+) -> tuple[model.Report, list[records.Record]]:
+    """Optimises, verifies and times one problem; `when_prepared` may wait: all before it is no measurement."""
     one = _opened(settings, options)
     _enter(one)
     with ExitStack() as stack:
         candidate = _candidate(one, stack)
         watch, work = _watch(one), work_of(one.opened.model, one.opened.inputs, one.opened.output)
+        if when_prepared is not None:
+            _warm(one)
+            when_prepared()
         before = _ceilings(one, work)
         with working("Timing", timed=True) as update:
             timer = Timer(
@@ -106,7 +115,7 @@ def _opened(settings: Settings, options: Options) -> Bench:
         opened.model.load_state_dict(own)
         one.state, one.opened = own, opened
         one.left_out.append("random parameters: with them the result is not finite, so the file's own are used")
-    if (busy := crowded(settings.device)) is not None:
+    if not options.beside_others and (busy := crowded(settings.device)) is not None:
         one.findings.append(busy)
     if options.train and not output.is_floating_point():
         raise PostludeError("--train needs a model whose result has a gradient.")
@@ -117,16 +126,26 @@ def _opened(settings: Settings, options: Options) -> Bench:
 def _enter(one: Bench) -> None:
     device, options = one.settings.device, one.options
     level = options.baselines or ("all" if device == "cuda" else "usual")
-    works = (FORWARD, WITH_GRAPH, STEP) if options.train else (FORWARD,)
     if options.candidate is not None:
         verdict = verdict_on(one.settings, one.opened, options.candidate, options.train)
         one.verdicts[CANDIDATE], one.notes[CANDIDATE] = verdict, verdict_words(verdict)
     eager = pytorch_ways(one.opened, device, one.state, one.sets, level)
     with working("Compiling with torch.compile, which can take half a minute"):
-        compiled = compiled_ways(one.opened, device, one.state, one.sets, works, level)
+        compiled = compiled_ways(one.opened, device, one.state, one.sets, _works(one), level)
     one.runners = [*eager.runners, *compiled.runners, _postlude(one)]
     one.left_out += [*eager.left_out, *compiled.left_out]
     one.notes |= {runner.name: runner.note for runner in one.runners}
+
+
+def _works(one: Bench) -> tuple[str, ...]:
+    return (FORWARD, WITH_GRAPH, STEP) if one.options.train else (FORWARD,)
+
+
+def _warm(one: Bench) -> None:
+    """First calls of what had none; cuDNN's own trials are measurements and left to the race."""
+    for runner in one.runners:
+        if runner.name not in (COMPILE, AUTOTUNED, BENCHMARKED):
+            first_calls(runner.model, _works(one), runner.sets[:1], one.opened.output)
 
 
 def _postlude(one: Bench) -> Runner:

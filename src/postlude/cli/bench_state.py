@@ -27,6 +27,7 @@ class Options:
     baselines: str | None = None  # one of LEVELS; None: all on a GPU, the usual ones on a CPU
     csv: Path | None = None
     report: Path | None = None
+    beside_others: bool = False  # of ours, while it prepares: the machine's load says nothing then
 
 
 @dataclass

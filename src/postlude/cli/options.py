@@ -21,6 +21,9 @@ BaselinesOption = Annotated[
         help="few: eager alone; all adds max-autotune, and minutes; all on a GPU, usual on a CPU by default.",
     ),
 ]
+JobsOption = Annotated[
+    int, typer.Option("--jobs", metavar="N", help="Prepare N problems side by side; each is timed alone.")
+]
 ReportPath = Annotated[
     Path | None,
     typer.Option("--report", metavar="PATH", help="Write a report: .html (one file, no network), .json or .csv."),

@@ -7,10 +7,9 @@ import hashlib
 import json
 import re
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,10 @@ from postlude.check import records
 from postlude.cli.frame import DONE, NO, Answer, Settings, check_word
 from postlude.cli.output import complain, say, show_table, working
 from postlude.cli.report import check_report
-from postlude.cli.suite_process import Ended, run_problem
+from postlude.cli.suite_batch import Told, run_batch
+from postlude.cli.suite_process import Outcome
 from postlude.cli.variants import COMPILE, EAGER, LEVELS, POSTLUDE
+from postlude.cli.watch import crowded
 from postlude.errors import PostludeError
 from postlude.files import write_whole
 from postlude.report import Report, gather, model, words, write
@@ -44,18 +45,37 @@ class Options:
     baselines: str | None = None
     report: Path | None = None
     train: bool = False
+    jobs: int = 1
+
+
+@dataclass(frozen=True)
+class Task:
+    """One problem: where it is, what it is called, and where its result is kept under which key."""
+
+    path: Path
+    name: str
+    place: str
+    key: str
+    target: Path
 
 
 def suite(settings: Settings, options: Options) -> Answer:
     check_word("--again", options.again, AGAIN)
     check_word("--baselines", options.baselines, LEVELS)
     check_report(options.report)
-    files = problem_files(options.folder, options.only)
+    if options.jobs < 1:
+        raise PostludeError(f"--jobs {options.jobs} prepares no problem at all; use 1 or more.")
+    tasks = _tasks(settings, options)
     try:
         options.results.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise PostludeError(f"{options.results}: results cannot be kept there ({error.strerror}).") from error
-    reports = [_one(settings, options, path, f"{number} of {len(files)}") for number, path in enumerate(files, 1)]
+    known = {task.path: report for task in tasks if (report := _kept(task.target, task.key, options.again))}
+    # Where several prepare, the machine's load is our own as soon as they have begun.
+    work = _Work(settings, options, crowded(settings.device) if options.jobs > 1 else None)
+    work.do([task for task in tasks if task.path not in known])
+    known |= work.found
+    reports = [known[task.path] for task in tasks]
     found = summary(reports)
     _show(found)
     if options.report is not None:
@@ -81,34 +101,78 @@ def _natural(path: Path) -> list[tuple[int, int | str]]:
     return [(0, int(part)) if part.isdigit() else (1, part) for part in parts if part]
 
 
-def _one(settings: Settings, options: Options, path: Path, place: str) -> Report:
-    """The result that is there already, or a new one, which is kept before anything else is begun."""
-    key = _key(settings, options, path)
-    name = str(path.relative_to(options.folder).with_suffix(""))
-    target = options.results / f"{re.sub(r'[^A-Za-z0-9_.-]+', '__', name)}.json"
-    if (report := _kept(target, key, options.again)) is not None:
-        return report
-    request = {
-        "file": str(path),
-        "rounds": options.rounds,
-        "seconds": options.seconds,
-        "baselines": options.baselines,
-        "train": options.train,
-        **asdict(settings),
-    }
-    started = time.monotonic()
-    with _progress(f"{place}: {name}") as update:
-        try:
-            report = run_problem(request, options.limit, update)
-        except Ended as error:
-            report = gather.failure(
-                path.name, str(error).removeprefix(f"{path}: "), settings.device, settings.precision
-            )
-    took = time.monotonic() - started
-    kept = {"key": key, "seconds": round(took, 1), **to_json([report])}
-    write_whole(target, json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
-    complain(f"{place}: {name}: {_words(row_of(report))}, {took:.0f} s")
-    return report
+def _tasks(settings: Settings, options: Options) -> list[Task]:
+    files = problem_files(options.folder, options.only)
+    names = [str(path.relative_to(options.folder).with_suffix("")) for path in files]
+    return [
+        Task(
+            path,
+            name,
+            f"{number} of {len(files)}",
+            _key(settings, options, path),
+            options.results / f"{re.sub(r'[^A-Za-z0-9_.-]+', '__', name)}.json",
+        )
+        for number, (path, name) in enumerate(zip(files, names, strict=True), 1)
+    ]
+
+
+class _Work:
+    """The problems that have no result yet, in batches; each result is kept as soon as it is there."""
+
+    def __init__(self, settings: Settings, options: Options, busy: str | None) -> None:
+        self.settings, self.options, self.busy = settings, options, busy
+        self.found: dict[Path, Report] = {}
+        self.alone: list[Task] = []
+
+    def do(self, tasks: Sequence[Task]) -> None:
+        for first in range(0, len(tasks), self.options.jobs):
+            self._batch(tasks[first : first + self.options.jobs])
+        if self.alone:
+            names = ", ".join(task.name for task in self.alone)
+            complain(f"There was not enough memory for {names} beside others: run again alone.")
+        for task in self.alone:
+            self._batch([task])
+
+    def _batch(self, tasks: Sequence[Task]) -> None:
+        requests = [self._request(task) for task in tasks]
+
+        def keep(place: int, outcome: Outcome) -> None:
+            if outcome.lacked_memory and len(tasks) > 1:
+                self.alone.append(tasks[place])
+            else:
+                self._keep(tasks[place], outcome)
+
+        words = f"{tasks[0].place}: {tasks[0].name}"
+        if len(tasks) > 1:
+            words = f"{tasks[0].place.split()[0]} to {tasks[-1].place}"
+        with _progress(words) as update:
+            run_batch(requests, self.options.limit, Told(keep, update, lambda text: _note(f"{words}: {text}")))
+
+    def _request(self, task: Task) -> dict[str, Any]:
+        names = ("rounds", "seconds", "baselines", "train")
+        return {
+            "file": str(task.path),
+            **{name: getattr(self.options, name) for name in names},
+            **asdict(self.settings),
+        }
+
+    def _keep(self, task: Task, outcome: Outcome) -> None:
+        settings, report = self.settings, outcome.report
+        if report is None:
+            reason = outcome.reason.removeprefix(f"{task.path}: ")
+            report = gather.failure(task.path.name, reason, settings.device, settings.precision)
+        elif self.busy is not None:
+            report = replace(report, findings=(*report.findings, self.busy))
+        kept = {"key": task.key, "seconds": round(outcome.seconds, 1), **outcome.times, **to_json([report])}
+        write_whole(task.target, json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+        complain(f"{task.place}: {task.name}: {_words(row_of(report))}, {outcome.seconds:.0f} s")
+        self.found[task.path] = report
+
+
+def _note(text: str) -> None:
+    """For a log; on a terminal the line of progress says it."""
+    if not sys.stderr.isatty():
+        complain(f"{text} …")
 
 
 @contextmanager

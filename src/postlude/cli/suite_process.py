@@ -1,4 +1,4 @@
-"""Runs one problem of a suite in a process of its own, and says in one sentence how that went."""
+"""One problem of a suite in a process of its own: it prepares, says so, waits for its turn, and leaves a result."""
 
 from __future__ import annotations
 
@@ -6,63 +6,146 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from postlude.report.decode import decode
 from postlude.report.model import Report
 
+COMMAND = [sys.executable, "-m", "postlude.cli.suite_child"]
 TAIL_BYTES = 16_384  # of what it prints
 CHUNK = 65_536
+READY, GO = b"ready\n", b"go\n"
+PREPARING, WAITING, OVER = "preparing", "ready", "over"
+# Of a card, of a library's workspace on it, and of the machine itself.
+NO_MEMORY = ("out of memory", "outofmemory", "alloc_failed", "can't allocate memory", "memoryerror", "signal sigkill")
 
 
-class Ended(Exception):  # noqa: N818 - it says how the process ended
-    """The problem gave no result; the message says why."""
+@dataclass(frozen=True)
+class Outcome:
+    """How a problem ended: with a report, or with the reason why there is none."""
+
+    report: Report | None
+    reason: str = ""
+    times: Mapping[str, list[float]] = field(default_factory=dict)  # when it prepared and was timed, by its own clock
+    seconds: float = 0.0  # of its own: without its waiting
+    lacked_memory: bool = False  # altogether, or for a part that its report leaves out
 
 
-def run_problem(request: dict[str, Any], limit_s: float, progress: Callable[[str], None]) -> Report:
-    """The report on one problem, or `Ended`. Whatever the problem does ends with its process, at the limit at last."""
-    with tempfile.TemporaryDirectory(prefix="postlude-suite-") as folder:
-        target = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "postlude.cli.suite_child", json.dumps(request), str(target)]
-        child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+class Child:
+    """The process of one problem. Whatever the problem does ends with it, at the limit at last."""
+
+    def __init__(self, request: Mapping[str, Any], limit_s: float, progress: Callable[[str], None]) -> None:
+        self.request, self.limit_s, self.progress = request, limit_s, progress
+        self.state = PREPARING
+        self.outcome: Outcome | None = None
+        self.own_seconds = 0.0
+        self.since: float | None = None  # its own time runs since then
+        self.is_heard = True  # until it closes its end of the line
+        self.cleanup = contextlib.ExitStack()
+
+    def start(self, environment: Mapping[str, str]) -> None:
+        folder = self.cleanup.enter_context(tempfile.TemporaryDirectory(prefix="postlude-suite-"))
+        self.target = Path(folder) / "result.json"
+        self.line, theirs = (self.cleanup.enter_context(one) for one in socket.socketpair())
+        request = json.dumps({**self.request, "started": time.time()})
+        self.since = time.monotonic()
+        self.process = subprocess.Popen(
+            [*COMMAND, request, str(self.target), str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            pass_fds=(theirs.fileno(),),
+            env={**os.environ, **environment},
         )
-        tail = _Tail(child.stderr, progress)
+        self.tail = _Tail(self.process.stderr, self.progress)
+        self.cleanup.callback(self._kill)
+        theirs.close()
+
+    def look(self, may_speak: bool) -> None:
+        """Notices that it is ready, that it ended, or that its time is over; `may_speak`: something is on the line."""
+        said = self.line.recv(CHUNK) if may_speak else None
+        self.is_heard = said != b""
+        if said == READY:
+            self._stop_clock()
+            self.state = WAITING
+        elif self.process.poll() is not None:
+            self._finish()
+        elif self._spent() > self.limit_s:
+            self._give_up()
+
+    def time(self) -> None:
+        """Its turn: returns when it has ended."""
+        self.since = time.monotonic()
+        with contextlib.suppress(ConnectionError):  # it died while it waited; how, its exit code says
+            self.line.sendall(GO)
         try:
-            code = child.wait(limit_s)
+            self.process.wait(max(self.limit_s - self.own_seconds, 0.0))
         except subprocess.TimeoutExpired:
-            raise Ended(f"it took longer than {limit_s:g} s and was ended") from None
-        finally:
-            _end(child)
-            tail.join()
-        return _result(target, code, tail.last_line)
+            self._give_up()
+        else:
+            self._finish()
+
+    def end(self) -> None:
+        """Whatever it is doing; safe to call twice."""
+        self._stop_clock()
+        self.state = OVER
+        self.cleanup.close()
+
+    def _spent(self) -> float:
+        return self.own_seconds + (0.0 if self.since is None else time.monotonic() - self.since)
+
+    def _stop_clock(self) -> None:
+        self.own_seconds, self.since = self._spent(), None
+
+    def _give_up(self) -> None:
+        self._stop_clock()
+        self.outcome = Outcome(None, f"it took longer than {self.limit_s:g} s and was ended", seconds=self.own_seconds)
+        self.end()
+
+    def _finish(self) -> None:
+        self._stop_clock()
+        self._kill()
+        self.outcome = _outcome(self.target, self.process.returncode, self.tail.last_line, self.own_seconds)
+        self.end()
+
+    def _kill(self) -> None:
+        """The process and whatever it started in its group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.tail.join()
 
 
-def _result(target: Path, code: int, last: str) -> Report:
+def _outcome(target: Path, code: int, last: str, seconds: float) -> Outcome:
     if not target.exists():
         said = f"; it said last: {last}" if last else ""
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        raise Ended(f"its process ended with {how} and no result{said}")
+        reason = f"its process ended with {how} and no result{said}"
+        return Outcome(None, reason, {}, seconds, _lacks_memory(reason))
+    text = target.read_text(encoding="utf-8")
     try:
-        found = json.loads(target.read_text(encoding="utf-8"))
+        found = json.loads(text)
+        times, lacked = found.get("times", {}), _lacks_memory(text)
         if "error" in found:
-            raise Ended(str(found["error"]).rstrip("."))
-        return decode(found["report"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise Ended(f"its result cannot be read ({error})") from error
+            return Outcome(None, str(found["error"]).rstrip("."), times, seconds, lacked)
+        return Outcome(decode(found["report"]), "", times, seconds, lacked)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return Outcome(None, f"its result cannot be read ({error})", {}, seconds)
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """The process and whatever it started in its group."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
+def _lacks_memory(text: str) -> bool:
+    lower = text.lower()
+    return any(word in lower for word in NO_MEMORY)
 
 
 class _Tail:

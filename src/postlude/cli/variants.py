@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -133,7 +134,7 @@ def compiled_ways(
         compiled = torch.compile(with_state(opened.problem.build(device), state), mode=mode)
         try:
             with contextlib.redirect_stderr(io.StringIO()):  # the autotuner writes its tables there, unasked
-                _first_calls(compiled, works, sets, opened.output)
+                first_calls(compiled, works, sets[:2], opened.output)
         except Exception as error:  # anything between Dynamo and the C++ compiler
             found.left_out.append(f"{name}: it failed ({first_line(error)})")
             continue
@@ -141,13 +142,12 @@ def compiled_ways(
     return found
 
 
-def _first_calls(
-    compiled: Callable[..., Any], works: Sequence[str], sets: Sequence[tuple[Any, ...]], output: Tensor
-) -> None:
+def first_calls(model: Call, works: Sequence[str], sets: Sequence[tuple[Any, ...]], output: Tensor) -> None:
     for work in works:
+        call = _work(model, work, output)
         with torch.set_grad_enabled(work != FORWARD):
-            for inputs in sets[:2]:
-                _work(compiled, work, output)(*inputs)
+            for inputs in sets:
+                call(*inputs)
 
 
 def flusher(device: str) -> Callable[[], object]:
@@ -158,8 +158,7 @@ def flusher(device: str) -> Callable[[], object]:
 
 
 def _training_step(model: Call, output: Tensor) -> Call:
-    # One fixed direction, as large as the result: what a loss would send back.
-    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
+    weights = _direction(output.shape, output.dtype, output.device)
     parameters = list(getattr(model, "parameters", tuple)())
 
     def step(*inputs: Any) -> None:
@@ -171,6 +170,12 @@ def _training_step(model: Call, output: Tensor) -> Call:
         result.backward(weights)
 
     return step
+
+
+@functools.lru_cache(maxsize=1)
+def _direction(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """As large as the result: what a loss would send back, drawn and held once for all variants."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
 
 
 def _leaves(inputs: Sequence[Any]) -> list[Any]:

@@ -8,11 +8,11 @@ import torch
 
 from postlude.chain import Convolution
 from postlude.plan.gemm import Gemm, volume_for
-from postlude.plan.problem import Spec
+from postlude.plan.problem import Spec, power_of_two
 from postlude.run.launch import Launch
 from postlude.run.packing import InputPacking, largest_launch
 
-_TILE, _WARPS = 8192, 8  # elements of a tile
+_BLOCK, _ROWS = 128, 2  # positions of a tile, and rows of a program
 
 
 class Unfolding(InputPacking):
@@ -30,18 +30,19 @@ class Unfolding(InputPacking):
         from postlude.kernels.triton.unfold import unfold_input_kernel
 
         volume, whole = gemm.volume, volume_for(conv, x.shape[2:], 1)
-        positions, block = volume.sample_rows * volume.pitch, _TILE // gemm.channels
-        grid = (x.shape[0] * -(-positions // block),)
-        numbers = (x.shape[1], *whole.space, *whole.padding, volume.pitch, volume.padded[1], positions)
+        rows, block = self.shape[0], min(_BLOCK, max(16, power_of_two(volume.pitch)))
+        grid = (-(-rows // _ROWS), -(-volume.pitch // block))
+        sizes = (*whole.space, *whole.padding, volume.pitch, volume.padded[1], volume.sample_rows)
         constants = {
             "CP": gemm.channels,
             "PLANES": self.arithmetic.planes,
             "SCALED": self.arithmetic.scaled,
             "KEEPS": self.arithmetic.keeps_infinities,
             "LAST": x.layout == "channels_last",
-            "WIDE": max(positions * gemm.channels, math.prod(x.shape[1:])) >= 1 << 31,
+            "WIDE": math.prod(x.shape[1:]) >= 1 << 31,
             "TH": gemm.unfolded[0],
             "TW": gemm.unfolded[1],
+            "EACH": _ROWS,
             "BLOCK": block,
         }
-        return Launch(unfold_input_kernel, grid, numbers, constants, _WARPS)
+        return Launch(unfold_input_kernel, grid, (rows, x.shape[1], *sizes), constants)

@@ -15,9 +15,10 @@ from postlude.kernels.triton.pack import not_zero, rest_of, scale_for
 @triton.jit
 def unfold_input_kernel(
     p_x,  # [N, C, D, H, W], or [N, D, H, W, C] where LAST
-    p_high,  # [N, POSITIONS, CP], out
+    p_high,  # [N·SAMPLE_ROWS, PITCH, CP], out
     p_low,  # the same, out, where PLANES is 2
     p_largest,  # [C] where SCALED
+    ROWS,  # N·SAMPLE_ROWS
     C,
     D,
     H,
@@ -26,8 +27,8 @@ def unfold_input_kernel(
     PH,
     PW,
     PITCH,  # positions of a packed row
-    PLANE_ROWS,  # rows of a packed plane
-    POSITIONS,  # of a packed sample
+    PLANE_ROWS,  # rows of a packed plane and of a packed sample
+    SAMPLE_ROWS,
     CP: tl.constexpr,  # columns of a position, a power of two
     PLANES: tl.constexpr,
     SCALED: tl.constexpr,
@@ -36,43 +37,43 @@ def unfold_input_kernel(
     WIDE: tl.constexpr,
     TH: tl.constexpr,  # taps along y and x that lie side by side
     TW: tl.constexpr,
+    EACH: tl.constexpr,  # rows of a program, whose loads wait for one another's
     BLOCK: tl.constexpr,  # positions
 ):
-    # A tile goes on from row to row: rows are short, and a program for each would mostly wait.
-    tiles = tl.cdiv(POSITIONS, BLOCK)
-    i_n = (tl.program_id(0) // tiles).to(tl.int64)
-    o_p = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
-    x = o_p % PITCH - PW
-    y = o_p // PITCH % PLANE_ROWS - PH
-    z = o_p // PITCH // PLANE_ROWS - PD
     o_j = tl.arange(0, CP)
     o_c = o_j // (TH * TW)
     t_y = o_j // TW % TH
     t_x = o_j % TW
-    m_p = (o_p < POSITIONS) & (z >= 0) & (z < D)
-    m_x = (o_c < C)[:, None] & m_p[None, :]  # [CP, BLOCK]
-    m_x = m_x & (x[None, :] >= -t_x[:, None]) & (x[None, :] < W - t_x[:, None])
-    m_x = m_x & (y[None, :] >= -t_y[:, None]) & (y[None, :] < H - t_y[:, None])
-    position = (z * H + y) * W + x
-    tap = t_y * W + t_x
-    if WIDE:
-        position, tap, o_c = position.to(tl.int64), tap.to(tl.int64), o_c.to(tl.int64)
+    o_p = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = o_p[None, :] - PW + t_x[:, None]  # [CP, BLOCK]
+    m_c = (o_c < C)[:, None] & (o_p < PITCH)[None, :] & (x >= 0) & (x < W)
     if LAST:
-        o_x = (tap * C + o_c)[:, None] + (position * C)[None, :]
+        o_x = x * C + o_c[:, None]
     else:
-        o_x = (tap + o_c * (D * H * W))[:, None] + position[None, :]
-    b_x = tl.load(p_x + i_n * C * D * H * W + o_x, mask=m_x, other=0.0)
-    if KEEPS:
-        b_given = b_x
+        o_x = (o_c.to(tl.int64) if WIDE else o_c)[:, None] * (D * H * W) + x
     if SCALED:
-        largest = tl.load(p_largest + o_c, mask=o_c < C, other=0).to(tl.float32, bitcast=True)
-        b_x = b_x.to(tl.float32) * scale_for(largest)[:, None]
-    high = b_x.to(p_high.dtype.element_ty)
-    if KEEPS:
-        high = not_zero(b_given, high)
-    out = i_n * POSITIONS * CP
-    o_out = (o_p.to(tl.int64) if WIDE else o_p)[:, None] * CP + o_j[None, :]  # [BLOCK, CP]
-    m_out = (o_p < POSITIONS)[:, None]
-    tl.store(p_high + out + o_out, tl.trans(high), mask=m_out)
-    if PLANES == 2:
-        tl.store(p_low + out + o_out, tl.trans(rest_of(b_x, high).to(p_low.dtype.element_ty)), mask=m_out)
+        scale = scale_for(tl.load(p_largest + o_c, mask=o_c < C, other=0).to(tl.float32, bitcast=True))[:, None]
+    o_out = o_p[:, None] * CP + o_j[None, :]  # [BLOCK, CP]
+    m_out = (o_p < PITCH)[:, None]
+    for i in tl.static_range(EACH):
+        i_row = tl.program_id(0) * EACH + i
+        z = (i_row % SAMPLE_ROWS) // PLANE_ROWS - PD
+        y = (i_row % SAMPLE_ROWS) % PLANE_ROWS - PH + t_y  # [CP]
+        m_y = (y >= 0) & (y < H) & (z >= 0) & (z < D) & (i_row < ROWS)
+        sample = (i_row // SAMPLE_ROWS).to(tl.int64) * C * D * H * W
+        row = (z * H + y) * W
+        if LAST:
+            row = (row.to(tl.int64) if WIDE else row) * C
+        b_x = tl.load(p_x + sample + (row[:, None] + o_x), mask=m_c & m_y[:, None], other=0.0)
+        if KEEPS:
+            b_given = b_x
+        if SCALED:
+            b_x = b_x.to(tl.float32) * scale
+        high = b_x.to(p_high.dtype.element_ty)
+        if KEEPS:
+            high = not_zero(b_given, high)
+        out = i_row.to(tl.int64) * PITCH * CP
+        m_row = m_out & (i_row < ROWS)
+        tl.store(p_high + out + o_out, tl.trans(high), mask=m_row)
+        if PLANES == 2:
+            tl.store(p_low + out + o_out, tl.trans(rest_of(b_x, high).to(p_low.dtype.element_ty)), mask=m_row)

@@ -37,26 +37,25 @@ def unfold_input_kernel(
     WIDE: tl.constexpr,
     TH: tl.constexpr,  # taps along y and x that lie side by side
     TW: tl.constexpr,
-    EACH: tl.constexpr,  # rows of a program, whose loads wait for one another's
+    EACH: tl.constexpr,  # rows of a program: one short row would mostly wait
     BLOCK: tl.constexpr,  # positions
 ):
     o_j = tl.arange(0, CP)
     o_c = o_j // (TH * TW)
     t_y = o_j // TW % TH
     t_x = o_j % TW
-    o_p = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    blocks = tl.cdiv(PITCH, BLOCK)
+    o_p = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     x = o_p[None, :] - PW + t_x[:, None]  # [CP, BLOCK]
     m_c = (o_c < C)[:, None] & (o_p < PITCH)[None, :] & (x >= 0) & (x < W)
-    if LAST:
-        o_x = x * C + o_c[:, None]
-    else:
-        o_x = (o_c.to(tl.int64) if WIDE else o_c)[:, None] * (D * H * W) + x
+    channel = (o_c.to(tl.int64) if WIDE else o_c)[:, None]
+    o_x = x * C + channel if LAST else channel * (D * H * W) + x
     if SCALED:
         scale = scale_for(tl.load(p_largest + o_c, mask=o_c < C, other=0).to(tl.float32, bitcast=True))[:, None]
     o_out = o_p[:, None] * CP + o_j[None, :]  # [BLOCK, CP]
     m_out = (o_p < PITCH)[:, None]
     for i in tl.static_range(EACH):
-        i_row = tl.program_id(0) * EACH + i
+        i_row = tl.program_id(0) // blocks * EACH + i
         z = (i_row % SAMPLE_ROWS) // PLANE_ROWS - PD
         y = (i_row % SAMPLE_ROWS) % PLANE_ROWS - PH + t_y  # [CP]
         m_y = (y >= 0) & (y < H) & (z >= 0) & (z < D) & (i_row < ROWS)

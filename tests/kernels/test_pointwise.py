@@ -1,7 +1,7 @@
 """The words in fp32 on a dense grid, against float64.
 
-The interpreter proves the formulas and their coefficients: its exp2 and rsqrt are exact to the last bit. On a card both
-are approximations within 2 ulp, and a product may be fused with a sum; the tests marked `gpu` see what that makes of it.
+The interpreter proves the formulas and their coefficients: its exp2 and rsqrt are exact to the last bit. On a card
+both are approximations within 2 ulp, and a product may be fused with a sum: the tests marked `gpu` see that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a chain's program can be cut: what precedes a norm is computed once where nothing after it reads further back."""
+"""Where a program can be cut: what precedes a norm is computed once, unless something after it reads further back."""
 
 from __future__ import annotations
 

@@ -124,7 +124,8 @@ def _largest(x: Spec, arithmetic: Arithmetic) -> Launch:
         grid = (batch * chunks, -(-channels // block_c)) if is_last else (batch * channels * chunks,)
     constants = {
         "LAST": is_last,
-        "SHORT": min(16, positions & -positions) if short else 0,
+        "SHORT": bool(short),
+        "ALIGN": min(16, positions & -positions) if short else 1,
         "FLAGS": arithmetic.keeps_infinities and arithmetic.planes == 2,
         "BLOCK": block,
         "BLOCK_C": block_c,

@@ -176,8 +176,8 @@ class Cut:
         align = min(16, positions & -positions)
         if not self.block_c:
             return {"BLOCK": self.block, "ALIGN": align}
-        short, wide = align if self.is_short else 0, channels * positions >= 1 << 31
-        return {"BLOCK": self.block, "BLOCK_C": self.block_c, "SHORT": short, "WIDE": wide}
+        several = {"BLOCK": self.block, "BLOCK_C": self.block_c, "SHORT": self.is_short}
+        return {**several, "ALIGN": align if self.is_short else 1, "WIDE": channels * positions >= 1 << 31}
 
     def warps(self, value: Spec, most: int, each: int = 8) -> int:
         """Fewer than `most` where rows are too short for it: then `each` elements for each thread."""

@@ -86,14 +86,14 @@ def last_sums_kernel(
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,  # rows of a tile
     BLOCK_C: tl.constexpr,
-    SHORT: tl.constexpr,  # as in normalize.py
+    SHORT: tl.constexpr,  # as in normalize.py, and ALIGN
+    ALIGN: tl.constexpr,
     WIDE: tl.constexpr,
     ACC: tl.constexpr,
 ):
     i_chunk = tl.program_id(0) % CHUNKS
     i_n = tl.program_id(0) // CHUNKS
-    if SHORT:
-        S = S // SHORT * SHORT
+    S = S // ALIGN * ALIGN
     base = i_n.to(tl.int64) * S * C
     o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)  # [BLOCK_C]
     m_c = o_c < C
@@ -267,14 +267,14 @@ def last_gradient_kernel(
     FULL: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    SHORT: tl.constexpr,  # as in normalize.py
+    SHORT: tl.constexpr,  # as in normalize.py, and ALIGN
+    ALIGN: tl.constexpr,
     WIDE: tl.constexpr,
     ACC: tl.constexpr,
 ):
     i_chunk = tl.program_id(0) % CHUNKS
     i_n = tl.program_id(0) // CHUNKS
-    if SHORT:
-        S = S // SHORT * SHORT
+    S = S // ALIGN * ALIGN
     base = i_n.to(tl.int64) * S * C
     o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)  # [BLOCK_C]
     m_c = o_c < C

@@ -112,14 +112,14 @@ def last_moments_kernel(
     SQUARES: tl.constexpr,  # False: only sums are wanted, which keep an infinity where moments would make it NaN
     BLOCK: tl.constexpr,  # rows of a tile
     BLOCK_C: tl.constexpr,
-    SHORT: tl.constexpr,  # 0; or each row of [N, C, S] is one tile's, and this power of two divides S
+    SHORT: tl.constexpr,  # each row of [N, C, S] is one tile's
+    ALIGN: tl.constexpr,  # where SHORT as in rows, otherwise 1
     WIDE: tl.constexpr,
     ACC: tl.constexpr,
 ):
     i_chunk = tl.program_id(0) % CHUNKS
     i_n = tl.program_id(0) // CHUNKS
-    if SHORT:
-        S = S // SHORT * SHORT
+    S = S // ALIGN * ALIGN
     base = i_n.to(tl.int64) * S * C
     o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)  # [BLOCK_C]
     m_c = o_c < C
@@ -252,15 +252,15 @@ def last_finish_kernel(
     HAS_NORM: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    SHORT: tl.constexpr,  # 0; or each row of [N, C, S] is one tile's, and this power of two divides S
+    SHORT: tl.constexpr,  # each row of [N, C, S] is one tile's
+    ALIGN: tl.constexpr,  # where SHORT as in rows, otherwise 1
     WIDE: tl.constexpr,
     CONTIGUOUS_OUT: tl.constexpr,  # PyTorch's norms may give up channels-last
     ACC: tl.constexpr,
 ):
     i_chunk = tl.program_id(0) % CHUNKS
     i_n = tl.program_id(0) // CHUNKS
-    if SHORT:
-        S = S // SHORT * SHORT
+    S = S // ALIGN * ALIGN
     base = i_n.to(tl.int64) * S * C
     o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)  # [BLOCK_C]
     m_c = o_c < C

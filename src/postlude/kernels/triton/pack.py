@@ -64,15 +64,16 @@ def largest_kernel(
     CHUNKS,  # per row of S
     TILES,  # per chunk, or samples of a program where SHORT
     LAST: tl.constexpr,
-    SHORT: tl.constexpr,  # 0; or BLOCK covers a row of [N, C, S], and this power of two divides S
+    SHORT: tl.constexpr,  # BLOCK covers a row of [N, C, S]
+    ALIGN: tl.constexpr,  # a power of two that divides S where SHORT, otherwise 1
     FLAGS: tl.constexpr,  # leave a 1 behind the last channel where there is an infinity
     BLOCK: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     i_chunk = tl.program_id(0) % CHUNKS
     i_row = tl.program_id(0) // CHUNKS
+    S = S // ALIGN * ALIGN  # the same number: a hint would not reach the masks
     if SHORT:
-        S = S // SHORT * SHORT  # the same number: a hint would not reach the masks
         p_x += tl.program_id(0).to(tl.int64) * TILES * S * C
         o_s = tl.arange(0, BLOCK)
         o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)

@@ -13,6 +13,7 @@ from postlude.tile_table import Question, Row, TileTable
 MEASURED = "shipped for sm_90, measured on an H200"
 BY_RULE_80 = "shipped for sm_80, by rule and not measured"
 RULE = "by rule, not measured on this kind of card"
+_MOST_BLOCKS = 65_535  # CUDA allows no more along the second axis of a grid
 # Of passes that only an H200 was measured for, and whose tiles go by more than a question says.
 IN_CODE = {
     "product in place": MEASURED,  # `_TILES` of boxes.py
@@ -134,6 +135,17 @@ def few_channels_question(kind: str, conv: Convolution, planes: int, machine: Ma
 
 def pass_question(kind: str, dtype: str, channels: int, layout: str, machine: Machine) -> Question:
     return Question(kind, machine.architecture, dtype, (0, power_of_two(channels)), layout)
+
+
+def short_rows(elements: int, channels: int, positions: int) -> int:
+    """Whole rows of one sample that a tile takes; 0 where a row is longer than it."""
+    row = power_of_two(positions)
+    return 0 if row > elements or channels > _MOST_BLOCKS else min(elements // row, power_of_two(channels))
+
+
+def pass_warps(elements: int, most: int, each: int) -> int:
+    """Of a tile: fewer than `most` where there would be less than `each` elements for a thread."""
+    return min(most, max(1, elements // (32 * each)))
 
 
 def _convolution(kind: str, conv: Convolution, arithmetic: str, machine: Machine) -> Question:

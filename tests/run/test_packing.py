@@ -12,7 +12,7 @@ from torch import Tensor
 
 from postlude.plan.gemm import Arithmetic
 from postlude.plan.problem import spec_of
-from postlude.run.packing import _largest
+from postlude.run.packing import largest_launch
 from postlude.run.programs import HEADER, compose
 
 pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore")]
@@ -24,7 +24,7 @@ SHAPES = [(6, 5, 1, 1), (11, 3, 1, 7), (6, 20, 15, 15), (6, 3, 30, 30), (11, 3, 
 def largest(x: Tensor) -> tuple[Tensor, bool]:
     """Of each channel, and whether there was an infinity."""
     found = torch.zeros(x.shape[1] + 1, dtype=torch.int32)
-    _largest(spec_of(x), KEEPING)(x, found)
+    largest_launch(spec_of(x), KEEPING)(x, found)
     return found[:-1].view(torch.float32), bool(found[-1])
 
 

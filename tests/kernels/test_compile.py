@@ -25,7 +25,7 @@ from postlude.plan.gpu import lower_for_gpu
 from postlude.plan.problem import Spec
 from postlude.run.gpu import GpuRun
 from postlude.run.launch import Launch
-from postlude.run.packing import _largest
+from postlude.run.packing import largest_launch
 from postlude.run.training import Training
 
 pytest.importorskip("triton")
@@ -181,7 +181,7 @@ def test_short_rows_are_whole_in_a_tile_and_summed_by_one_warp(monkeypatch: pyte
 def test_the_largest_of_short_rows(keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     offline.use_card(monkeypatch, 90)
     arithmetic = Arithmetic("float16", 2, scaled=True, keeps_infinities=keeps)
-    launch = _largest(Spec((512, 64, 30, 30), "float32", "contiguous"), arithmetic)
+    launch = largest_launch(Spec((512, 64, 30, 30), "float32", "contiguous"), arithmetic)
     assert launch.grid == (512 // 8, 64 // 4)
     x, found = torch.empty(1, device="meta"), torch.empty(1, dtype=torch.int32, device="meta")
     made = launch.kernel.warmup(x, found, *launch.numbers, **launch.constants, num_warps=launch.warps, grid=launch.grid)

@@ -38,6 +38,8 @@ def test_tanh_keeps_its_digits() -> None:
     assert units_off() < 3.0
 
 
-@pytest.mark.parametrize(("right", "wrong"), [("< 0.75", "< 1.2"), ("< 0.75", "< 0.1"), ("2.0 * tl.abs", "2.001 * tl.abs")])
+@pytest.mark.parametrize(
+    ("right", "wrong"), [("< 0.75", "< 1.2"), ("< 0.75", "< 0.1"), ("2.0 * tl.abs", "2.001 * tl.abs")]
+)
 def test_other_bounds_and_powers_are_seen_to_fail(right: str, wrong: str) -> None:
     assert units_off(right, wrong) > 3.0

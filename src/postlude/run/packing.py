@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from postlude.plan.gemm import Arithmetic, Volume
-from postlude.plan.problem import Layout, Spec, power_of_two
+from postlude.plan.problem import Layout, Spec, power_in, power_of_two
 from postlude.plan.tiles import pass_warps, short_rows
 from postlude.run.launch import Launch
 
@@ -69,7 +69,7 @@ class InputPacking:
         read = volume.as_one_row() if is_long else volume
         self.tail = x.shape[0] * volume.sample_rows if is_long else self.shape[0]  # rows that no program writes
         self.rows = read.space[0] * read.space[1]  # of a sample, that hold something
-        width = read.space[2]
+        width = self.row = read.space[2]  # positions of a row that hold something
         block, block_c = min(_PACK_BLOCK, max(16, power_of_two(width))), min(64, channels & -channels)
         self.grid = (x.shape[0] if is_long else self.shape[0], -(-width // block), channels // block_c)
         self.numbers = (*x.shape[:2], *read.space, *read.padding, read.pitch, read.padded[1], read.sample_rows)
@@ -127,7 +127,7 @@ def largest_launch(x: Spec, arithmetic: Arithmetic) -> Launch:
     constants = {
         "LAST": is_last,
         "SHORT": bool(short),
-        "ALIGN": min(16, positions & -positions) if short else 1,
+        "ALIGN": power_in(positions, 16) if short else 1,
         "FLAGS": arithmetic.keeps_infinities and arithmetic.planes == 2,
         "BLOCK": block,
         "BLOCK_C": block_c,

@@ -16,7 +16,7 @@ from torch import Tensor
 from postlude.chain import Chain, Normalize
 from postlude.emit import OPERANDS, pass_slots, reads_rows
 from postlude.plan import Plan
-from postlude.plan.problem import Spec, memory_format, power_of_two
+from postlude.plan.problem import Spec, memory_format, power_in, power_of_two
 from postlude.plan.tiles import pass_warps
 from postlude.plan.types import Moments, Tile
 from postlude.run.launch import Launch, accumulator
@@ -173,7 +173,7 @@ class Cut:
 
     def constants(self, value: Spec) -> dict[str, Any]:
         _, channels, positions = sizes_of(value)
-        align = min(16, positions & -positions)
+        align = power_in(positions, 16)
         if not self.block_c:
             return {"BLOCK": self.block, "ALIGN": align}
         several = {"BLOCK": self.block, "BLOCK_C": self.block_c, "SHORT": self.is_short}

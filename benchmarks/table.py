@@ -1,12 +1,14 @@
-"""Writes the README's tables of results from benchmarks/results/*.csv, each between its two markers.
+"""Writes the tables of results from benchmarks/results/*.csv into the README and docs/kernelbench.md, between markers.
 
-python benchmarks/table.py           rewrite README.md
-python benchmarks/table.py --check   exit 1 where README.md differs from the recorded results
+python benchmarks/table.py           rewrite both
+python benchmarks/table.py --check   exit 1 where one of them differs from the recorded results
 """
 
 from __future__ import annotations
 
+import statistics
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import postlude
@@ -14,9 +16,10 @@ from postlude.check import records
 from postlude.check.records import Record
 
 ROOT = Path(__file__).parents[1]
-README = ROOT / "README.md"
+README, KERNELBENCH = ROOT / "README.md", ROOT / "docs" / "kernelbench.md"
 RESULTS = ROOT / "benchmarks" / "results" / "cpu.csv"
 GPU_RESULTS = ROOT / "benchmarks" / "results" / "h200.csv"
+KERNELBENCH_RESULTS = ROOT / "benchmarks" / "results" / "h200-kernelbench.csv"
 SOURCE = Path(postlude.__file__).parent
 # What a time depends on; a result whose hash differs was measured on other code.
 CPU_SOURCES = [
@@ -26,10 +29,15 @@ _PASSES = ("passes", "finish_moments", "library", "launch", "nvrtc", "programs")
 GPU_SOURCES = [
     SOURCE / "kernels" / "cuda",
     *(SOURCE / f"kernels/triton/{name}.py" for name in ("pointwise", "normalize", "moments")),
-    *(SOURCE / f"kernels/triton/{name}.py" for name in ("pack", "convolve", "convolve_boxes", "phases")),
+    *(
+        SOURCE / f"kernels/triton/{name}.py"
+        for name in ("pack", "unfold", "convolve", "convolve_boxes", "phases", "rows")
+    ),
     SOURCE / "emit.py",
-    *(SOURCE / f"plan/{name}.py" for name in ("gpu", "convolve", "gemm", "boxes", "phases", "few_channels", "tiles")),
+    *(SOURCE / f"plan/{name}.py" for name in ("gpu", "convolve", "worth", "gemm", "boxes", "phases", "few_channels")),
+    SOURCE / "plan/tiles.py",
     *(SOURCE / f"run/{name}.py" for name in ("gpu", "first_pass", "gemm", "boxes", "phases", "few_channels", *_PASSES)),
+    *(SOURCE / f"run/{name}.py" for name in ("unfolding", "rows")),
 ]
 TRAINING_SOURCES = [
     *GPU_SOURCES,
@@ -58,6 +66,11 @@ TRAINING_HEAD = (
     "| chain | input | precision | layout | eager ms | compile ms | postlude ms | × eager | × compile | "
     "gradient error | PyTorch's | kept MiB | PyTorch's |\n"
     "|---|---|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
+)
+
+
+KERNELBENCH_HEAD = (
+    "| | problem | eager ms | compile ms | postlude ms | × eager | × compile |\n|--:|---|--:|--:|--:|--:|--:|"
 )
 
 
@@ -112,19 +125,35 @@ def render() -> str:
     return "\n".join([*lines, "", _where(rows, CPU_SOURCES)])
 
 
+def render_kernelbench() -> str:
+    rows = records.read(KERNELBENCH_RESULTS)
+    found = {(row.chain, row.variant): row.ms_p50 or 0.0 for row in rows}
+    names = sorted({row.chain for row in rows}, key=lambda name: int(name.split("_")[0]))
+    lines, gains = [KERNELBENCH_HEAD], []
+    for name in names:
+        eager, rival, ours = (found[name, variant] for variant in ("eager", "torch.compile", "postlude"))
+        gains.append((eager / ours, rival / ours))
+        number, _, words = name.partition("_")
+        cells = [number, words.replace("_", " "), *(f"{ms:.3g}" for ms in (eager, rival, ours))]
+        lines.append(f"| {' | '.join([*cells, *(f'{gain:.2f}' for gain in gains[-1])])} |")
+    means = [statistics.geometric_mean(column) for column in zip(*gains)]
+    lines.append(f"| | geometric mean of {len(names)} | | | | {means[0]:.2f} | {means[1]:.2f} |")
+    behind = [sum(gain < 1 for gain in column) for column in zip(*gains)]
+    said = f"Behind PyTorch: {behind[0]}; behind torch.compile: {behind[1]}."
+    return "\n".join([*lines, "", said, _where(rows, GPU_SOURCES, intervals=False)])
+
+
 def stale(rows: list[Record], sources: list[Path]) -> list[str]:
     """The commits at which rows were measured on code that has changed since."""
     now = records.kernel_hash(sources)
     return sorted({row.commit for row in rows if row.kernel_hash != now})
 
 
-def _where(rows: list[Record], sources: list[Path]) -> str:
+def _where(rows: list[Record], sources: list[Path], intervals: bool = True) -> str:
     first = rows[0]
     threads = f", {first.threads} threads, float32" if first.threads else ""
-    text = (
-        f"{first.device}{threads}, torch {first.torch}, {first.timestamp[:10]}; medians, and in brackets an interval "
-        "that holds the median with 95 % confidence."
-    )
+    brackets = ", and in brackets an interval that holds the median with 95 % confidence" if intervals else ""
+    text = f"{first.device}{threads}, torch {first.torch}, {first.timestamp[:10]}; medians{brackets}."
     old = stale(rows, sources)
     return text + (f" **Measured before the code changed: at {', '.join(old)}.**" if old else "")
 
@@ -139,8 +168,14 @@ def _gain(row: Record | None) -> str:
     return f"{row.speedup:.2f} ({row.speedup_low:.2f}–{row.speedup_high:.2f})"
 
 
-def rewritten(text: str) -> str:
-    for name, table in (("cpu", render), ("gpu", render_gpu), ("training", render_training)):
+TABLES: dict[Path, dict[str, Callable[[], str]]] = {
+    README: {"cpu": render, "gpu": render_gpu, "training": render_training},
+    KERNELBENCH: {"kernelbench": render_kernelbench},
+}
+
+
+def rewritten(text: str, tables: Mapping[str, Callable[[], str]]) -> str:
+    for name, table in tables.items():
         start, end = f"<!-- {name} results: made by benchmarks/table.py -->", f"<!-- end of {name} results -->"
         before, rest = text.split(start)
         text = f"{before}{start}\n{table()}\n{end}{rest.split(end)[1]}"
@@ -148,13 +183,16 @@ def rewritten(text: str) -> str:
 
 
 def main() -> int:
-    text = README.read_text(encoding="utf-8")
-    new = rewritten(text)
-    if "--check" in sys.argv:
-        print("README.md is up to date" if new == text else "README.md differs: run python benchmarks/table.py")
-        return int(new != text)
-    README.write_text(new, encoding="utf-8")
-    return 0
+    differs = 0
+    for path, tables in TABLES.items():
+        text = path.read_text(encoding="utf-8")
+        new = rewritten(text, tables)
+        if "--check" in sys.argv:
+            print(f"{path.name} " + ("is up to date" if new == text else "differs: run python benchmarks/table.py"))
+            differs |= new != text
+        else:
+            path.write_text(new, encoding="utf-8")
+    return int(differs)
 
 
 if __name__ == "__main__":

@@ -25,13 +25,16 @@ def table() -> ModuleType:
     return module
 
 
-def test_the_readme_shows_the_recorded_results(table: ModuleType) -> None:
-    text = table.README.read_text(encoding="utf-8")
-    assert table.rewritten(text) == text, "run python benchmarks/table.py"
+def test_readme_and_docs_show_the_recorded_results(table: ModuleType) -> None:
+    for path, tables in table.TABLES.items():
+        text = path.read_text(encoding="utf-8")
+        assert table.rewritten(text, tables) == text, "run python benchmarks/table.py"
 
 
 def test_every_row_says_what_it_was_measured_on(table: ModuleType) -> None:
-    for row in records.read(table.RESULTS) + records.read(table.GPU_RESULTS):
+    for row in [
+        row for path in (table.RESULTS, table.GPU_RESULTS, table.KERNELBENCH_RESULTS) for row in records.read(path)
+    ]:
         assert row.torch
         assert row.commit
         assert row.kernel_hash

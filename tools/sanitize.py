@@ -301,10 +301,10 @@ def summary(count: int, names: set[str], wrong: int, seconds: float) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Runs every kernel once, for compute-sanitizer to look on.")
     parser.add_argument("--plan", action="store_true", help="say what would be run and launched; needs no GPU")
-    parser.add_argument("--only", default="*", metavar="GLOB", help="some of the runs, by name")
+    parser.add_argument("--only", default="*", metavar="GLOBS", help="some of the runs, by names with commas")
     parser.add_argument("--forward", action="store_true", help="no backward passes")
     options = parser.parse_args(arguments)
-    chosen = [run for run in runs() if fnmatch.fnmatch(run.name, options.only)]
+    chosen = [run for run in runs() if any(fnmatch.fnmatch(run.name, one) for one in options.only.split(","))]
     if options.forward:
         chosen = [dataclasses.replace(run, trains=False) for run in chosen]
     if not chosen:

@@ -40,7 +40,7 @@ CONVOLVE: dict[str, object] = {
     "ACC": Name("tl.float32"),
 }
 TILES = frozenset({"BM", "BC", "BK", "STAGES"})
-LARGEST: dict[str, object] = {"LAST": False, "FLAGS": False, "BLOCK": 4096, "BLOCK_C": 1}
+LARGEST: dict[str, object] = {"LAST": False, "SHORT": False, "ALIGN": 1, "FLAGS": False, "BLOCK": 4096, "BLOCK_C": 1}
 HALF: dict[str, object] = {**CONVOLVE, "PLANES": 1, "SCALED": False}
 BLOCK: dict[str, object] = {
     **HALF,
@@ -116,8 +116,8 @@ REAL: dict[str, tuple[str, str, dict[str, object], frozenset[str], int]] = {
     "channels-last moments": (
         "normalize.py",
         "last_moments_kernel",
-        {"BEFORE": Inline("{0}"), "SQUARES": True, "BLOCK": 64, "BLOCK_C": 32, "WIDE": False}
-        | {"ACC": Name("tl.float32")},
+        {"BEFORE": Inline("{0}"), "SQUARES": True, "BLOCK": 64, "BLOCK_C": 32}
+        | {"SHORT": False, "ALIGN": 1, "WIDE": False, "ACC": Name("tl.float32")},
         frozenset(),
         50,
     ),
@@ -125,7 +125,7 @@ REAL: dict[str, tuple[str, str, dict[str, object], frozenset[str], int]] = {
         "normalize.py",
         "last_finish_kernel",
         {"WHOLE": Inline("whole({0}, {1}, {2}, {3}, a0)"), "HAS_NORM": True, "BLOCK": 64, "BLOCK_C": 32}
-        | {"WIDE": False, "CONTIGUOUS_OUT": True, "ACC": Name("tl.float32")},
+        | {"SHORT": False, "ALIGN": 1, "WIDE": False, "CONTIGUOUS_OUT": True, "ACC": Name("tl.float32")},
         frozenset(),
         40,
     ),

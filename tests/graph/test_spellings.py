@@ -95,7 +95,7 @@ SPELLINGS: dict[str, list[Body]] = {
     "relu → mul(value 0, value 1)": [lambda x: x * F.relu(x)],
     "tanh → sub(value 0, value 1)": [lambda x: x - torch.tanh(x)],
     "tanh → sub(value 0)": [lambda x: torch.tanh(x) - x],
-    "sigmoid → mul(value 0, value 1)": [lambda x: x * torch.sigmoid(x)],
+    "tanh → mul(value 0, value 1)": [lambda x: x * torch.tanh(x)],
     "relu → tanh": [lambda x: torch.tanh(F.dropout(F.relu(x), 0.5, training=False))],
 }
 ROWS = [

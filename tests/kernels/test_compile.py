@@ -21,9 +21,12 @@ from plan.test_convolve import card as machine_of
 from postlude.chain import Chain
 from postlude.check import tensors_for
 from postlude.plan import Plan, problem_of
+from postlude.plan.gemm import Arithmetic
 from postlude.plan.gpu import lower_for_gpu
+from postlude.plan.problem import Spec
 from postlude.run.gpu import GpuRun
 from postlude.run.launch import Launch
+from postlude.run.packing import largest_launch
 from postlude.run.training import Training
 
 pytest.importorskip("triton")
@@ -42,6 +45,7 @@ ODD = Builder(2, conv(2, (64, 64), 4, transposed=True, stride=2, padding=1, outp
 DEEP = Builder(3, conv(3, (32, 64), transposed=True, stride=2, padding=1, output_padding=1)).op("add", "full")
 UP_NORM = Builder(3, conv(3, (64, 32), 2, transposed=True, stride=2)).norm(None).op("leaky_relu", slope=0.01).chain()
 FEW_UP, FEW_NORM = FEW["3 channels, strides"][0], FEW["8 channels, then a norm"][0]
+SHORT = Builder(2).norm(8).op("tanh").chain()
 # name → chain, input, dtype, layout, precision
 PLANS: dict[str, tuple[Chain, tuple[int, ...], torch.dtype, str, str]] = {
     "61 fp32": (CHAIN_61, (16, 64, 32, 32, 32), torch.float32, "contiguous", "fp32"),
@@ -67,6 +71,8 @@ PLANS: dict[str, tuple[Chain, tuple[int, ...], torch.dtype, str, str]] = {
     "few channels fp32": (FEW["8 channels"][0], (128, 8, 128, 128), torch.float32, "contiguous", "fp32"),
     "few channels tf32": (FEW["3 channels"][0], (128, 3, 16, 64, 64), torch.float32, "contiguous", "tf32"),
     "few channels and a norm": (FEW_NORM, (128, 8, 256, 256), torch.float32, "contiguous", "fp32"),
+    "short rows": (SHORT, (512, 128, 15, 15), torch.float32, "contiguous", "fp32"),
+    "short even rows": (SHORT, (512, 128, 30, 30), torch.float32, "contiguous", "fp32"),
     "phases and a norm": (UP_NORM, (2, 64, 64, 64, 64), torch.float16, "channels_last", "auto"),
 }
 MOST_SPILLED = {
@@ -177,6 +183,29 @@ def test_hopper_uses_its_own_matrix_and_copy_instructions(monkeypatch: pytest.Mo
     assert "st.global.v4.b32" in ptx["convolve_kernel"]
     assert "max.NaN.f32" in ptx["convolve_kernel"]  # relu keeps NaN
     assert "max.NaN.f32" not in ptx["row_finish_kernel"]  # what precedes the norm is done
+
+
+def test_short_rows_are_whole_in_a_tile_and_summed_by_one_warp(monkeypatch: pytest.MonkeyPatch) -> None:
+    offline.use_card(monkeypatch, 90)
+    for name in ("short rows", "short even rows"):
+        moments, _, finish = compiled_launches(monkeypatch, name, 90)
+        assert (moments.name, moments.warps) == ("last_moments_kernel", 1)
+        assert (finish.name, finish.warps) == ("last_finish_kernel", 4)
+        # 30² positions are a multiple of 4.
+        assert ("ld.global.v4.b32" in moments.ptx) == (name == "short even rows")
+        assert ("st.global.v4.b32" in finish.ptx) == (name == "short even rows")
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_the_largest_of_short_rows(keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    offline.use_card(monkeypatch, 90)
+    arithmetic = Arithmetic("float16", 2, scaled=True, keeps_infinities=keeps)
+    launch = largest_launch(Spec((512, 64, 30, 30), "float32", "contiguous"), arithmetic)
+    assert launch.grid == (512 // 8, 64 // 4)
+    x, found = torch.empty(1, device="meta"), torch.empty(1, dtype=torch.int32, device="meta")
+    made = launch.kernel.warmup(x, found, *launch.numbers, **launch.constants, num_warps=launch.warps, grid=launch.grid)
+    assert offline.resources(made.asm["ptx"], 90).spilled == 0
+    assert made.asm["ptx"].count("ld.global.v4.b32") == 8  # of 32 elements for each of 128 threads
 
 
 def test_neighbours_of_two_phases_are_stored_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,7 @@ SHAPES = {
     "vectors": (VECTORS, (2, 32, 64, 64, 64)),
     "most sums": (MANY.chain(), (2, 32, 64, 64, 64)),
     "no norm": (PLAIN, (8, 128, 64, 64)),
+    "short rows": (Builder(2).norm(8).op("tanh").chain(), (512, 128, 15, 15)),
 }
 LAYOUTS = ("contiguous", "channels_last")
 

@@ -15,8 +15,9 @@ from postlude.hardware import Machine
 from postlude.plan import Keep, Moments, Plan, Problem, Refusal, Spec, Store, lower, problem_of
 from postlude.plan.gemm import Gemm
 from postlude.plan.gpu import tile_for
-from postlude.plan.problem import result_dtype, result_layout, result_shape
+from postlude.plan.problem import Layout, power_of_two, result_dtype, result_layout, result_shape
 from postlude.plan.program import MomentsOnly, moments_only
+from postlude.plan.tiles import pass_warps, short_rows
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 CPU = Machine("cpu", 2, 32 << 20, True, True, True, architecture="AVX2")
@@ -261,6 +262,31 @@ def test_tiles_grow_with_the_problem_and_stay_powers_of_two() -> None:
     assert [tile.block for tile in tiles] == [128, 2048, 2048, 2048]
     assert [tile.moments_block for tile in tiles] == [128, 1024, 1024, 1024]
     assert [tile.tiles for tile in tiles] == [1, 1, 15, 16]
+    assert [(tile.rows, tile.moments_rows) for tile in tiles] == [(32, 16), (0, 0), (0, 0), (0, 0)]
+
+
+@pytest.mark.parametrize("positions", [1, 7, 128, 225, 900, 1024, 2048, 4097])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_tiles_of_short_rows_are_filled(positions: int, layout: Layout) -> None:
+    """No tile is twice as long as a row or larger than the table says, and no program has one that is all masked."""
+    chain = Builder(2).norm(8).op("relu").chain()
+    tile = tile_for(chain, problem(chain, (512, 128, 1, positions), layout, device="cuda"), CARD, layout)
+    row = power_of_two(positions)
+    assert row < 2 * positions
+    if layout == "channels_last":
+        assert (tile.rows, tile.moments_rows) == (0, 0)
+        assert max(tile.block, tile.moments_block) <= row
+    else:
+        assert tile.rows == (min(128, 2048 // row) if positions <= 2048 else 0)
+        assert tile.moments_rows == (min(128, 1024 // row) if positions <= 1024 else 0)
+    assert (tile.tiles - 1) * tile.moments_block < positions
+
+
+def test_short_rows_of_few_channels_get_few_warps() -> None:
+    assert [short_rows(2048, channels, 225) for channels in (1, 3, 8, 128)] == [1, 4, 8, 8]
+    assert short_rows(2048, 65_536, 225) == 0  # more tiles than a grid has along its second axis
+    assert [pass_warps(256 * rows, 4, 8) for rows in (1, 2, 4, 8)] == [1, 2, 4, 4]
+    assert [pass_warps(elements, 4, 32) for elements in (8, 1024, 2048, 8192)] == [1, 1, 2, 4]
 
 
 def test_a_small_chain_is_trained_by_pytorch_unless_its_convolutions_are_slow() -> None:

@@ -32,7 +32,7 @@ def compile_now(block: int = 1024) -> Any:
 
     from postlude.kernels.triton.pack import largest_kernel
 
-    constants = {"LAST": False, "BLOCK": block, "BLOCK_C": 1}
+    constants = {"LAST": False, "SHORT": False, "ALIGN": 1, "BLOCK": block, "BLOCK_C": 1}
     numbers = dict.fromkeys(("C", "S", "CHUNKS", "TILES"), "i32")
     signature = {"p_x": "*fp32", "p_largest": "*i32", **numbers, **dict.fromkeys(constants, "constexpr")}
     src = ASTSource(largest_kernel, signature, constants)

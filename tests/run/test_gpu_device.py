@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from postlude.plan import Plan, lower, problem_of
 from postlude.run.execute import execute
 
 pytestmark = pytest.mark.gpu
+ALONE = BY_NAME["norm relu without conv"]
+LONG = dataclasses.replace(ALONE, name="long rows", shape=(2, 6, 20, 20, 20))  # the other cases' are short
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -29,7 +32,7 @@ def fused(chain: Chain, tensors: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [*CASES, LONG], ids=lambda c: c.name)
 def test_is_right_by_the_rule(case: Case, layout: str, dtype: torch.dtype) -> None:
     points = chain_points(case.chain, case.shape, dtype, "cuda", layout=layout)
     verdict = verify_chain(fused, case.chain, points)
@@ -45,15 +48,15 @@ def test_strides_are_pytorchs_and_bits_are_the_same_every_time(case: Case, layou
     assert torch.equal(ours, fused(case.chain, tensors))
 
 
-def test_three_launches_follow_the_convolution() -> None:
-    case = BY_NAME["norm relu without conv"]
+@pytest.mark.parametrize(("case", "kind"), [(ALONE, "last"), (LONG, "row")])
+def test_three_launches_follow_the_convolution(case: Case, kind: str) -> None:
     tensors = tensors_for(case.chain, case.shape, torch.float32, "cuda", 0, "normal", "contiguous")
     fused(case.chain, tensors)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         fused(case.chain, tensors)
         torch.cuda.synchronize()
     kernels = [event.key for event in profile.key_averages() if "kernel" in event.key]
-    assert sorted(kernels) == ["combine_moments_kernel", "row_finish_kernel", "row_moments_kernel"]
+    assert sorted(kernels) == ["combine_moments_kernel", f"{kind}_finish_kernel", f"{kind}_moments_kernel"]
 
 
 def test_runs_inside_a_cuda_graph() -> None:

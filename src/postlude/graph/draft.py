@@ -27,6 +27,7 @@ from postlude.chain import (
 )
 from postlude.graph import spellings
 from postlude.graph.capture import same_shape
+from postlude.graph.idioms import with_idioms
 from postlude.graph.spellings import arguments_of
 from postlude.words import POINTWISE
 
@@ -43,7 +44,7 @@ class Draft:
     tensors: tuple[fx.Node, ...]
 
     def chain(self) -> Chain:
-        return Chain(self.dims, self.producer, self.steps, self.roles)
+        return with_idioms(Chain(self.dims, self.producer, self.steps, self.roles))
 
     def extend(self, node: fx.Node) -> Draft | str:
         """This draft with one more step, or a sentence why `node` cannot be one."""

@@ -30,7 +30,7 @@ from postlude.plan.problem import (
 )
 from postlude.plan.program import first_barrier, has_norm, is_all_that_is_read, moments_only, row_norm
 from postlude.plan.questions import origins
-from postlude.plan.tiles import answer, pass_question
+from postlude.plan.tiles import answer, pass_question, short_rows
 from postlude.plan.types import Moments, Pass, Plan, Refusal, Store, Tile, first_source
 from postlude.plan.worth import pytorch_seconds
 
@@ -210,14 +210,16 @@ def tile_for(chain: Chain, problem: Problem, machine: Machine, layout: Layout) -
     )
     if layout == "channels_last":
         block_c = min(power_of_two(channels), 256)
-        block, moments_block = (max(1, tile["elements"] // block_c) for tile in (last, moments))
+        row, rows = power_of_two(positions), [0, 0]
+        block, moments_block = (min(row, max(1, tile["elements"] // block_c)) for tile in (last, moments))
         tiles_in_all = batch * -(-positions // moments_block) * -(-channels // block_c)
     else:
         row = max(128, power_of_two(positions))
         block_c, block, moments_block = 0, min(last["elements"], row), min(moments["elements"], row)
+        rows = [short_rows(tile["elements"], channels, positions) for tile in (last, moments)]
         tiles_in_all = batch * channels * -(-positions // moments_block)
-    tiles = tiles_in_all // (machine.threads * moments["programs"])
-    return Tile(block, block_c, moments_block, max(1, min(_MOST_TILES, tiles)))
+    tiles = min(tiles_in_all // (machine.threads * moments["programs"]), -(-positions // moments_block))
+    return Tile(block, block_c, moments_block, max(1, min(_MOST_TILES, tiles)), *rows)
 
 
 def _reasons_against(chain: Chain, machine: Machine) -> list[str]:

@@ -161,6 +161,11 @@ def result_layout(chain: Chain, problem: Problem, machine: Machine) -> Layout:
     return layout
 
 
+def power_in(number: int, most: int) -> int:
+    """The largest power of two, up to `most`, that divides it."""
+    return min(most, number & -number)
+
+
 def power_of_two(number: int) -> int:
     """The smallest power of two that is `number` or more."""
     return 1 << max(0, number - 1).bit_length()

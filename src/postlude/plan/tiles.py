@@ -13,6 +13,7 @@ from postlude.tile_table import Question, Row, TileTable
 MEASURED = "shipped for sm_90, measured on an H200"
 BY_RULE_80 = "shipped for sm_80, by rule and not measured"
 RULE = "by rule, not measured on this kind of card"
+_MOST_BLOCKS = 65_535  # CUDA allows no more along the second axis of a grid
 # Of passes that only an H200 was measured for, and whose tiles go by more than a question says.
 IN_CODE = {
     "product in place": MEASURED,  # `_TILES` of boxes.py
@@ -69,7 +70,8 @@ def _passes(origin: str, architecture: str, layout: str, summed: int, programs: 
 # 1.66 in two. It has no epilogue to hide. Its width are neighbouring outputs.
 #
 # Passes over a value: elements of a tile, and programs of the moments pass for each multiprocessor. On an H200 in fp16:
-# the last pass over (2, 32, 128³) contiguous 0.128 ms with 2048, 0.134 with 8192; the moments pass 0.064 with 1024 and
+# the last pass over (2, 32, 128³) contiguous 0.128 ms with 2048, 0.134 with 8192 (in fp32, where a thread then has four
+# loads under way, (128, 128, 126²) 0.62 ms with 2048 and 0.52 with 1024); the moments pass 0.064 with 1024 and
 # 16 tiles a program, 0.069 with 4096 and one. Channels-last 0.137 and 0.091 (2048 in the moments pass: 0.089, but 0.012
 # instead of 0.008 over (2, 128, 32³)).
 #
@@ -86,6 +88,7 @@ SHIPPED = TileTable(
         _phases(MEASURED, "sm_90", "2 planes", rows=64, stages=2, warps=4),
         _back("1 plane", rows=256, width=2, stages=3, warps=8),
         _back("2 planes", rows=128, width=1, stages=2, warps=4),
+        _row(MEASURED, Question("last pass", "sm_90", "float32", layout="contiguous"), elements=1024),
         *_passes(MEASURED, "sm_90", "contiguous", 1024, 8, 2048),
         *_passes(MEASURED, "sm_90", "channels_last", 8192, 2, 8192),
         _row(MEASURED, Question("few channels", "sm_90"), depth=11, height=10, blocks=2),
@@ -134,6 +137,17 @@ def few_channels_question(kind: str, conv: Convolution, planes: int, machine: Ma
 
 def pass_question(kind: str, dtype: str, channels: int, layout: str, machine: Machine) -> Question:
     return Question(kind, machine.architecture, dtype, (0, power_of_two(channels)), layout)
+
+
+def short_rows(elements: int, channels: int, positions: int) -> int:
+    """Whole rows of one sample that a tile takes; 0 where a row is longer than it."""
+    row = power_of_two(positions)
+    return 0 if row > elements or channels > _MOST_BLOCKS else min(elements // row, power_of_two(channels))
+
+
+def pass_warps(elements: int, most: int, each: int) -> int:
+    """Of a tile: fewer than `most` where there would be less than `each` elements for a thread."""
+    return min(most, max(1, elements // (32 * each)))
 
 
 def _convolution(kind: str, conv: Convolution, arithmetic: str, machine: Machine) -> Question:

@@ -73,6 +73,10 @@ class Tile:
     block_c: int  # channels per tile; 0 where the value is contiguous and a tile lies in one channel
     moments_block: int
     tiles: int  # that one program of the moments pass takes
+    # Whole rows of a contiguous value that one tile takes where they are short, in the last pass and for moments; 0
+    # where a tile lies in one row.
+    rows: int = 0
+    moments_rows: int = 0
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from postlude.plan import Plan
 from postlude.plan.gemm import Gemm
+from postlude.plan.problem import power_in
 from postlude.run.first_pass import FirstPass
 from postlude.run.launch import Launch, accumulator, descriptor
 from postlude.run.packing import InputPacking, Packed, weight_launch, weight_strides
@@ -72,11 +73,6 @@ class GemmConvolution(FirstPass):
             "ACC": accumulator(self.acc),
         }
         return Launch(convolve_kernel, (units,), (channels, self.chunks, units, *sizes), constants, gemm.warps)
-
-
-def power_in(number: int, most: int) -> int:
-    """The largest power of two, up to `most`, that divides it."""
-    return min(most, number & -number)
 
 
 class Packing:

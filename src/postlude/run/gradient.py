@@ -24,7 +24,7 @@ from postlude.run.last_gradient import LastGradientPass, what_is_computed
 from postlude.run.launch import Launch, accumulator
 from postlude.run.packed_gradient import PackedGradientPass
 from postlude.run.packing import InputPacking
-from postlude.run.passes import Operands, accumulator_of, grid_of, shape_constants, sizes_of, tile_of
+from postlude.run.passes import Cut, Operands, accumulator_of, last_cut, moments_cut, sizes_of, tile_of
 from postlude.run.programs import HEADER, compose
 
 # Elements of a tile at most, a quarter in float64: each needs registers for two values and, in the first pass, sums.
@@ -129,19 +129,19 @@ class SumsPass:
         from postlude.kernels.triton import gradient as kernels
 
         batch, channels, positions = sizes_of(value)
-        self.chunks = -(-positions // (tile.moments_block * tile.tiles))
+        cut = moments_cut(value, tile)
+        self.chunks = cut.chunks(positions)
         self.shape = (count, batch, channels, self.chunks)
         self.acc = accumulator_of(value)
         constants: dict[str, Any] = {
             "SUMS": program,
             "COUNT": count,
-            "BLOCK": tile.moments_block,
-            **shape_constants(value, tile),
+            **cut.constants(value),
             "ACC": accumulator(self.acc),
         }
-        kernel = kernels.last_sums_kernel if tile.block_c else kernels.row_sums_kernel
-        numbers = (channels, positions, self.chunks, tile.tiles, per_group, batch * channels * self.chunks)
-        self.launch = Launch(kernel, grid_of(value, tile, self.chunks), numbers, constants, _warps(tile))
+        kernel = kernels.last_sums_kernel if cut.block_c else kernels.row_sums_kernel
+        numbers = (channels, positions, self.chunks, cut.tiles, per_group, batch * channels * self.chunks)
+        self.launch = Launch(kernel, cut.grid(value), numbers, constants, _warps(cut, value))
 
     def __call__(self, value: Tensor, dy: Tensor, means: tuple[Tensor, Tensor], operands: list[Tensor | int]) -> Tensor:
         sums = torch.empty(self.shape, dtype=self.acc, device=value.device)
@@ -198,17 +198,17 @@ class GradientPass(LastGradientPass):
         from postlude.kernels.triton import gradient as kernels
 
         batch, channels, positions = sizes_of(value)
-        chunks = -(-positions // tile.block)
+        cut = last_cut(value, tile)
+        chunks = cut.chunks(positions)
         super().__init__(value, want, chunks)
         constants: dict[str, Any] = {
             **what_is_computed(program, norm, want),
-            "BLOCK": tile.block,
-            **shape_constants(value, tile),
+            **cut.constants(value),
             "ACC": accumulator(self.acc),
         }
-        kernel = kernels.last_gradient_kernel if tile.block_c else kernels.row_gradient_kernel
+        kernel = kernels.last_gradient_kernel if cut.block_c else kernels.row_gradient_kernel
         numbers = (channels, positions, chunks, per_group, batch * channels * chunks)
-        self.launch = Launch(kernel, grid_of(value, tile, chunks), numbers, constants, _warps(tile))
+        self.launch = Launch(kernel, cut.grid(value), numbers, constants, _warps(cut, value))
 
 
 def _plane(first: Tensor | None, second: Tensor, number: int) -> Tensor:
@@ -223,11 +223,19 @@ def _composed(text: str, name: str) -> Any:
 
 def _tile(plan: Plan) -> Tile:
     """The plan's, with no more elements than registers last for."""
-    tile = tile_of(plan)
-    each = max(1, tile.block_c) * (4 if accumulator_of(plan.value) == torch.float64 else 1)
-    block, moments_block = max(1, _MOST // each), max(1, _MOST_SUMMED // each)
-    return dataclasses.replace(tile, block=min(tile.block, block), moments_block=min(tile.moments_block, moments_block))
+    tile, row = tile_of(plan), power_of_two(sizes_of(plan.value)[2])
+    each = 4 if accumulator_of(plan.value) == torch.float64 else 1
+    most, most_summed = _MOST // each, _MOST_SUMMED // each
+    return dataclasses.replace(
+        tile,
+        block=min(tile.block, max(1, most // max(1, tile.block_c))),
+        moments_block=min(tile.moments_block, max(1, most_summed // max(1, tile.block_c))),
+        rows=min(tile.rows, most // row),
+        moments_rows=min(tile.moments_rows, most_summed // row),
+    )
 
 
-def _warps(tile: Tile) -> int:
-    return _LAST_WARPS if tile.block_c else _ROW_WARPS
+def _warps(cut: Cut, value: Spec) -> int:
+    if cut.is_short:  # a row's sums cost each warp five shuffles
+        return cut.warps(value, _ROW_WARPS, 8 if accumulator_of(value) == torch.float64 else 16)
+    return cut.warps(value, _LAST_WARPS if cut.block_c else _ROW_WARPS)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from postlude.chain import Normalize
 from postlude.emit_gradient import Wanted
-from postlude.plan.problem import Spec
+from postlude.plan.problem import Spec, power_in
 from postlude.run.last_gradient import LastGradientPass, what_is_computed
 from postlude.run.launch import Launch, accumulator
 from postlude.run.packing import InputPacking
@@ -33,6 +33,7 @@ class PackedGradientPass(LastGradientPass):
             "LAST": value.layout == "channels_last",
             **packing.tile,
             "WIDE": channels * positions >= 1 << 31,
+            "ALIGN": power_in(packing.row, 16),
             "ACC": accumulator(self.acc),
         }
         numbers = (*packing.numbers, chunks, per_group)

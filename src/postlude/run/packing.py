@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from postlude.plan.gemm import Arithmetic, Volume
-from postlude.plan.problem import Layout, Spec, power_of_two
+from postlude.plan.problem import Layout, Spec, power_in, power_of_two
+from postlude.plan.tiles import pass_warps, short_rows
 from postlude.run.launch import Launch
 
 # [rows, pitch, channels] twice (the same where there is one plane), and the channels' largest magnitudes where the
@@ -16,7 +17,8 @@ from postlude.run.launch import Launch
 Packed = tuple[Tensor, Tensor, Tensor]
 _PACK_BLOCK = 64  # positions of a packing tile
 _MOST_BLOCKS = 65_535  # of a row: CUDA allows no more along the second axis of a grid
-_LARGEST_TILES = 4  # of 4096 elements, for one program that looks for the largest
+# Of a program that looks for the largest: elements of a tile, tiles of long rows or samples of short ones, warps.
+_LARGEST, _LARGEST_TILES, _LARGEST_SAMPLES, _LARGEST_WARPS = 4096, 4, 8, 4
 
 
 def weight_strides(weight: Tensor, transposed: bool) -> tuple[int, int, int]:
@@ -67,7 +69,7 @@ class InputPacking:
         read = volume.as_one_row() if is_long else volume
         self.tail = x.shape[0] * volume.sample_rows if is_long else self.shape[0]  # rows that no program writes
         self.rows = read.space[0] * read.space[1]  # of a sample, that hold something
-        width = read.space[2]
+        width = self.row = read.space[2]  # positions of a row that hold something
         block, block_c = min(_PACK_BLOCK, max(16, power_of_two(width))), min(64, channels & -channels)
         self.grid = (x.shape[0] if is_long else self.shape[0], -(-width // block), channels // block_c)
         self.numbers = (*x.shape[:2], *read.space, *read.padding, read.pitch, read.padded[1], read.sample_rows)
@@ -111,10 +113,24 @@ def largest_launch(x: Spec, arithmetic: Arithmetic) -> Launch:
     from postlude.kernels.triton.pack import largest_kernel
 
     (batch, channels), positions, is_last = x.shape[:2], math.prod(x.shape[2:]), x.layout == "channels_last"
-    block_c = min(64, power_of_two(channels)) if is_last else 1
-    block = 4096 // block_c
-    chunks = -(-positions // (block * _LARGEST_TILES))
-    grid = (batch * chunks, -(-channels // block_c)) if is_last else (batch * channels * chunks,)
-    flags = arithmetic.keeps_infinities and arithmetic.planes == 2
-    constants = {"LAST": is_last, "FLAGS": flags, "BLOCK": block, "BLOCK_C": block_c}
-    return Launch(largest_kernel, grid, (channels, positions, chunks, _LARGEST_TILES), constants)
+    short = 0 if is_last else short_rows(_LARGEST, channels, positions)
+    if short:
+        block, block_c, chunks = power_of_two(positions), short, 1
+        tiles = next(count for count in range(_LARGEST_SAMPLES, 0, -1) if batch % count == 0)  # samples
+        grid: tuple[int, ...] = (batch // tiles, -(-channels // block_c))
+    else:
+        block_c = min(64, power_of_two(channels)) if is_last else 1
+        block = _LARGEST // block_c
+        tiles = min(_LARGEST_TILES, -(-positions // block))
+        chunks = -(-positions // (block * tiles))
+        grid = (batch * chunks, -(-channels // block_c)) if is_last else (batch * channels * chunks,)
+    constants = {
+        "LAST": is_last,
+        "SHORT": bool(short),
+        "ALIGN": power_in(positions, 16) if short else 1,
+        "FLAGS": arithmetic.keeps_infinities and arithmetic.planes == 2,
+        "BLOCK": block,
+        "BLOCK_C": block_c,
+    }
+    warps = pass_warps(block * block_c, _LARGEST_WARPS, 8)
+    return Launch(largest_kernel, grid, (channels, positions, chunks, tiles), constants, warps)

@@ -16,13 +16,17 @@ from torch import Tensor
 from postlude.chain import Chain, Normalize
 from postlude.emit import OPERANDS, pass_slots, reads_rows
 from postlude.plan import Plan
-from postlude.plan.problem import Spec, memory_format, power_of_two
+from postlude.plan.problem import Spec, memory_format, power_in, power_of_two
+from postlude.plan.tiles import pass_warps
 from postlude.plan.types import Moments, Tile
 from postlude.run.launch import Launch, accumulator
 from postlude.run.programs import program
 
 _WARPS = 4
 _LAST_FINISH_WARPS = 8  # channels-last tiles of the last pass are four times as large
+# Elements of short rows for each thread of the moments pass: no fewer warps than one can share a row, for each costs
+# the sums over it five shuffles. Float64 has no registers for so many.
+_SUMMED = {torch.float32: 32, torch.float64: 8}
 
 
 @dataclass(frozen=True)
@@ -58,23 +62,23 @@ class MomentsPass:
     def __init__(self, plan: Plan) -> None:
         from postlude.kernels.triton import normalize as kernels
 
-        value, tile, item = plan.value, tile_of(plan), plan.passes[0]
+        value, cut, item = plan.value, moments_cut(plan.value, tile_of(plan)), plan.passes[0]
         assert isinstance(item.sink, Moments)
         batch, channels, positions = sizes_of(value)
-        self.chunks = -(-positions // (tile.moments_block * tile.tiles))
+        self.chunks = cut.chunks(positions)
         self.shape = (batch, channels, self.chunks)
         self.acc = accumulator_of(value)
         self.operands = Operands(plan.chain, item.last, value)
         constants: dict[str, Any] = {
             "BEFORE": program(plan.chain, "before", item.last, self.operands.slots, channels),
             "SQUARES": item.sink.squares,
-            "BLOCK": tile.moments_block,
-            **shape_constants(value, tile),
+            **cut.constants(value),
             "ACC": accumulator(self.acc),
         }
-        kernel = kernels.last_moments_kernel if tile.block_c else kernels.row_moments_kernel
-        numbers = (channels, positions, self.chunks, tile.tiles)
-        self.launch = Launch(kernel, grid_of(value, tile, self.chunks), numbers, constants, _WARPS)
+        kernel = kernels.last_moments_kernel if cut.block_c else kernels.row_moments_kernel
+        numbers = (channels, positions, self.chunks, cut.tiles)
+        warps = cut.warps(value, _WARPS, _SUMMED[self.acc] if cut.is_short else 8)
+        self.launch = Launch(kernel, cut.grid(value), numbers, constants, warps)
 
     def __call__(self, value: Tensor, tensors: Sequence[Tensor]) -> Partials:
         means = torch.empty(self.shape, dtype=self.acc, device=value.device)
@@ -114,13 +118,13 @@ class FinishPass:
     def __init__(self, plan: Plan, per_group: int, keeps_value: bool = False) -> None:
         from postlude.kernels.triton import normalize as kernels
 
-        chain, value, tile, last = plan.chain, plan.value, tile_of(plan), plan.passes[-1].last
+        chain, value, last = plan.chain, plan.value, plan.passes[-1].last
+        cut, is_last = last_cut(value, tile_of(plan)), bool(tile_of(plan).block_c)
         _, channels, positions = sizes_of(value)
-        chunks = -(-positions // tile.block)
         has_norm = any(isinstance(step, Normalize) for step in chain.steps[:last])
         ends_here = last == len(chain.steps)
         # A channels-last value may have to become a contiguous result, as PyTorch's norm would have left it.
-        self.turns = bool(tile.block_c) and ends_here and plan.result_layout == "contiguous"
+        self.turns = is_last and ends_here and plan.result_layout == "contiguous"
         self.dtype = getattr(torch, plan.result_dtype)
         is_ours = chain.producer is not None and not keeps_value
         self.overwrites = is_ours and not self.turns and value.dtype == plan.result_dtype
@@ -128,16 +132,15 @@ class FinishPass:
         constants: dict[str, Any] = {
             "WHOLE": program(chain, "whole", last, self.operands.slots, channels, plan.resumes_at),
             "HAS_NORM": has_norm,
-            "BLOCK": tile.block,
-            **shape_constants(value, tile),
+            **cut.constants(value),
         }
-        if tile.block_c:
+        if cut.block_c:
             constants["CONTIGUOUS_OUT"] = self.turns
         constants["ACC"] = accumulator(accumulator_of(value))
-        kernel = kernels.last_finish_kernel if tile.block_c else kernels.row_finish_kernel
-        numbers = (channels, positions, chunks, per_group)
-        warps = _LAST_FINISH_WARPS if tile.block_c else _WARPS
-        self.launch = Launch(kernel, grid_of(value, tile, chunks), numbers, constants, warps)
+        kernel = kernels.last_finish_kernel if cut.block_c else kernels.row_finish_kernel
+        numbers = (channels, positions, cut.chunks(positions), per_group)
+        warps = cut.warps(value, _LAST_FINISH_WARPS if is_last else _WARPS)
+        self.launch = Launch(kernel, cut.grid(value), numbers, constants, warps)
 
     def __call__(self, value: Tensor, moments: tuple[Tensor, Tensor] | None, tensors: Sequence[Tensor]) -> Tensor:
         if self.overwrites:
@@ -151,6 +154,49 @@ class FinishPass:
         return result
 
 
+@dataclass(frozen=True)
+class Cut:
+    """How one pass over a value is cut into programs."""
+
+    block: int  # elements of a row, or positions of a tile of several channels
+    block_c: int  # channels of a tile; 0 where it lies in one row, which is one channel's
+    is_short: bool  # a tile is `block_c` whole rows of a contiguous value
+    tiles: int = 1  # of a program, one behind the other
+
+    def chunks(self, positions: int) -> int:
+        return -(-positions // (self.block * self.tiles))
+
+    def grid(self, value: Spec) -> tuple[int, ...]:
+        batch, channels, positions = sizes_of(value)
+        chunks = self.chunks(positions)
+        return (batch * chunks, -(-channels // self.block_c)) if self.block_c else (batch * channels * chunks,)
+
+    def constants(self, value: Spec) -> dict[str, Any]:
+        _, channels, positions = sizes_of(value)
+        align = power_in(positions, 16)
+        if not self.block_c:
+            return {"BLOCK": self.block, "ALIGN": align}
+        several = {"BLOCK": self.block, "BLOCK_C": self.block_c, "SHORT": self.is_short}
+        return {**several, "ALIGN": align if self.is_short else 1, "WIDE": channels * positions >= 1 << 31}
+
+    def warps(self, value: Spec, most: int, each: int = 8) -> int:
+        """Fewer than `most` where rows are too short for it: then `each` elements for each thread."""
+        is_long = self.block < sizes_of(value)[2]
+        return most if is_long else pass_warps(self.block * max(1, self.block_c), most, each)
+
+
+def last_cut(value: Spec, tile: Tile) -> Cut:
+    if tile.rows:
+        return Cut(power_of_two(sizes_of(value)[2]), tile.rows, True)
+    return Cut(tile.block, tile.block_c, False)
+
+
+def moments_cut(value: Spec, tile: Tile) -> Cut:
+    if tile.moments_rows:
+        return Cut(power_of_two(sizes_of(value)[2]), tile.moments_rows, True)
+    return Cut(tile.moments_block, tile.block_c, False, tile.tiles)
+
+
 def tile_of(plan: Plan) -> Tile:
     assert plan.tile is not None
     return plan.tile
@@ -162,17 +208,3 @@ def sizes_of(value: Spec) -> tuple[int, int, int]:
 
 def accumulator_of(value: Spec) -> torch.dtype:
     return torch.float64 if value.dtype == "float64" else torch.float32
-
-
-def grid_of(value: Spec, tile: Tile, chunks: int) -> tuple[int, ...]:
-    batch, channels, _ = sizes_of(value)
-    if tile.block_c:
-        return batch * chunks, -(-channels // tile.block_c)
-    return (batch * channels * chunks,)
-
-
-def shape_constants(value: Spec, tile: Tile) -> dict[str, Any]:
-    _, channels, positions = sizes_of(value)
-    if tile.block_c:
-        return {"BLOCK_C": tile.block_c, "WIDE": channels * positions >= 1 << 31}
-    return {"ALIGN": min(16, positions & -positions)}

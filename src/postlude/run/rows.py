@@ -11,7 +11,7 @@ from torch import Tensor
 
 from postlude.chain import Normalize
 from postlude.plan import Plan
-from postlude.plan.problem import Spec, memory_format, power_of_two
+from postlude.plan.problem import Spec, memory_format, power_in, power_of_two
 from postlude.run.launch import Launch, accumulator
 from postlude.run.passes import Operands, accumulator_of
 from postlude.run.programs import program
@@ -60,7 +60,7 @@ def rows_of(plan: Plan) -> tuple[int, int, int, dict[str, Any]]:
         "SAMPLE": is_sample,
         "BLOCK_R": max(1, _TILE // block),
         "BLOCK_L": block,
-        "ALIGN": min(16, length & -length),
+        "ALIGN": power_in(length, 16),
     }
     return length, in_channel, math.prod(value.shape) // length, constants
 

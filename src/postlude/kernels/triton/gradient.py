@@ -8,6 +8,8 @@ channel is stored chunk by chunk and added up later, in a fixed order: the same 
 import triton
 import triton.language as tl
 
+from postlude.kernels.triton.normalize import places
+
 
 @triton.jit
 def added(totals, blocks, mask, COUNT: tl.constexpr):
@@ -84,11 +86,14 @@ def last_sums_kernel(
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,  # rows of a tile
     BLOCK_C: tl.constexpr,
+    SHORT: tl.constexpr,  # as in normalize.py, and ALIGN
+    ALIGN: tl.constexpr,
     WIDE: tl.constexpr,
     ACC: tl.constexpr,
 ):
     i_chunk = tl.program_id(0) % CHUNKS
     i_n = tl.program_id(0) // CHUNKS
+    S = S // ALIGN * ALIGN
     base = i_n.to(tl.int64) * S * C
     o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)  # [BLOCK_C]
     m_c = o_c < C
@@ -98,7 +103,7 @@ def last_sums_kernel(
     totals = (tl.zeros([BLOCK, BLOCK_C], ACC),) * COUNT
     for i_tile in range(TILES):
         o_s = (i_chunk * TILES + i_tile) * BLOCK + tl.arange(0, BLOCK)
-        o_x = (o_s[:, None].to(tl.int64) if WIDE else o_s[:, None]) * C + o_c[None, :]  # [BLOCK, BLOCK_C]
+        o_x = places(o_s, o_c, C, S, SHORT, WIDE)  # [BLOCK, BLOCK_C]
         m_x = (o_s < S)[:, None] & m_c[None, :]
         b_x = tl.load(p_x + base + o_x, mask=m_x, other=0.0).to(ACC)
         b_g = tl.load(p_g + base + o_x, mask=m_x, other=0.0).to(ACC)
@@ -262,16 +267,19 @@ def last_gradient_kernel(
     FULL: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    SHORT: tl.constexpr,  # as in normalize.py, and ALIGN
+    ALIGN: tl.constexpr,
     WIDE: tl.constexpr,
     ACC: tl.constexpr,
 ):
     i_chunk = tl.program_id(0) % CHUNKS
     i_n = tl.program_id(0) // CHUNKS
+    S = S // ALIGN * ALIGN
     base = i_n.to(tl.int64) * S * C
     o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)  # [BLOCK_C]
     m_c = o_c < C
     o_s = i_chunk * BLOCK + tl.arange(0, BLOCK)
-    o_x = (o_s[:, None].to(tl.int64) if WIDE else o_s[:, None]) * C + o_c[None, :]  # [BLOCK, BLOCK_C]
+    o_x = places(o_s, o_c, C, S, SHORT, WIDE)  # [BLOCK, BLOCK_C]
     m_x = (o_s < S)[:, None] & m_c[None, :]
     b_x = tl.load(p_x + base + o_x, mask=m_x, other=0.0).to(ACC)
     b_g = tl.load(p_g + base + o_x, mask=m_x, other=0.0).to(ACC)

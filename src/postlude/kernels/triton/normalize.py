@@ -4,6 +4,7 @@ Names: i_ program index, o_ offsets, p_ pointer, m_ mask, b_ block value. A valu
 
     contiguous      [N·C, S]: one row per sample and channel, and the row's channel is one number
     channels-last   [N, S, C]: rows of channels, tiles of BLOCK rows and BLOCK_C channels
+    short rows      [N, C, S] by the channels-last kernels: BLOCK covers a row, and a tile is BLOCK_C of them
 
 Where a row or a sample begins is one 64-bit number; offsets from there are 32-bit unless a sample needs more (WIDE).
 
@@ -13,6 +14,14 @@ them. Each is one jit function: a tuple of functions would be cached by their na
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def places(o_s, o_c, C, S, SHORT: tl.constexpr, WIDE: tl.constexpr):
+    """Offsets in a sample, [BLOCK, BLOCK_C]."""
+    if SHORT:
+        return (o_c[None, :].to(tl.int64) if WIDE else o_c[None, :]) * S + o_s[:, None]
+    return (o_s[:, None].to(tl.int64) if WIDE else o_s[:, None]) * C + o_c[None, :]
 
 
 @triton.jit
@@ -85,7 +94,7 @@ def row_moments_kernel(
 
 @triton.jit
 def last_moments_kernel(
-    p_x,  # [N, S, C]
+    p_x,  # [N, S, C], or [N, C, S] where SHORT
     p_mean,  # [N, C, CHUNKS], out
     p_m2,  # [N, C, CHUNKS], out
     p_count,  # [N, CHUNKS], out: positions of each chunk
@@ -103,18 +112,21 @@ def last_moments_kernel(
     SQUARES: tl.constexpr,  # False: only sums are wanted, which keep an infinity where moments would make it NaN
     BLOCK: tl.constexpr,  # rows of a tile
     BLOCK_C: tl.constexpr,
+    SHORT: tl.constexpr,  # each row of [N, C, S] is one tile's
+    ALIGN: tl.constexpr,  # where SHORT as in rows, otherwise 1
     WIDE: tl.constexpr,
     ACC: tl.constexpr,
 ):
     i_chunk = tl.program_id(0) % CHUNKS
     i_n = tl.program_id(0) // CHUNKS
+    S = S // ALIGN * ALIGN
     base = i_n.to(tl.int64) * S * C
     o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)  # [BLOCK_C]
     m_c = o_c < C
     first = i_chunk * TILES * BLOCK
     count = tl.minimum(TILES * BLOCK, S - first).to(ACC)
     o_s = first + tl.arange(0, BLOCK)
-    o_x = (o_s[:, None].to(tl.int64) if WIDE else o_s[:, None]) * C + o_c[None, :]  # [BLOCK, BLOCK_C]
+    o_x = places(o_s, o_c, C, S, SHORT, WIDE)  # [BLOCK, BLOCK_C]
     m_x = (o_s < S)[:, None] & m_c[None, :]
     b_x = tl.load(p_x + base + o_x, mask=m_x, other=0.0).to(ACC)
     b_x = BEFORE(b_x, o_c[None, :], base, o_x, m_c[None, :], m_x, a0, a1, a2, a3, a4, a5)
@@ -125,7 +137,7 @@ def last_moments_kernel(
     squares = total * total
     for i_tile in range(1, TILES):
         o_s = first + i_tile * BLOCK + tl.arange(0, BLOCK)
-        o_x = (o_s[:, None].to(tl.int64) if WIDE else o_s[:, None]) * C + o_c[None, :]
+        o_x = places(o_s, o_c, C, S, SHORT, WIDE)
         m_x = (o_s < S)[:, None] & m_c[None, :]
         b_x = tl.load(p_x + base + o_x, mask=m_x, other=0.0).to(ACC)
         b_x = BEFORE(b_x, o_c[None, :], base, o_x, m_c[None, :], m_x, a0, a1, a2, a3, a4, a5)
@@ -222,8 +234,8 @@ def row_finish_kernel(
 
 @triton.jit
 def last_finish_kernel(
-    p_x,  # [N, S, C]
-    p_y,  # [N, S, C], or [N, C, S] where CONTIGUOUS_OUT, out; may be p_x in the first case
+    p_x,  # [N, S, C], or [N, C, S] where SHORT
+    p_y,  # as p_x, which it may be, or [N, C, S] where CONTIGUOUS_OUT, out
     p_mean,  # [N·G]
     p_rstd,  # [N·G]
     a0,
@@ -240,17 +252,20 @@ def last_finish_kernel(
     HAS_NORM: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    SHORT: tl.constexpr,  # each row of [N, C, S] is one tile's
+    ALIGN: tl.constexpr,  # where SHORT as in rows, otherwise 1
     WIDE: tl.constexpr,
     CONTIGUOUS_OUT: tl.constexpr,  # PyTorch's norms may give up channels-last
     ACC: tl.constexpr,
 ):
     i_chunk = tl.program_id(0) % CHUNKS
     i_n = tl.program_id(0) // CHUNKS
+    S = S // ALIGN * ALIGN
     base = i_n.to(tl.int64) * S * C
     o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)  # [BLOCK_C]
     m_c = o_c < C
     o_s = i_chunk * BLOCK + tl.arange(0, BLOCK)
-    o_x = (o_s[:, None].to(tl.int64) if WIDE else o_s[:, None]) * C + o_c[None, :]  # [BLOCK, BLOCK_C]
+    o_x = places(o_s, o_c, C, S, SHORT, WIDE)  # [BLOCK, BLOCK_C]
     m_x = (o_s < S)[:, None] & m_c[None, :]
     b_x = tl.load(p_x + base + o_x, mask=m_x, other=0.0).to(ACC)
     mean = tl.zeros([1, BLOCK_C], ACC)
@@ -261,5 +276,5 @@ def last_finish_kernel(
         rstd = tl.load(p_rstd + o_g, mask=m_c, other=0.0)[None, :]
     b_y = WHOLE(b_x, mean, rstd, o_c[None, :], base, o_x, m_c[None, :], m_x, a0, a1, a2, a3, a4, a5)
     if CONTIGUOUS_OUT:
-        o_x = (o_c[None, :].to(tl.int64) if WIDE else o_c[None, :]) * S + o_s[:, None]
+        o_x = places(o_s, o_c, C, S, True, WIDE)
     tl.store(p_y + base + o_x, b_y.to(p_y.dtype.element_ty), mask=m_x)

@@ -62,15 +62,33 @@ def largest_kernel(
     C,
     S,
     CHUNKS,  # per row of S
-    TILES,  # per chunk
+    TILES,  # per chunk, or samples of a program where SHORT
     LAST: tl.constexpr,
+    SHORT: tl.constexpr,  # BLOCK covers a row of [N, C, S]
+    ALIGN: tl.constexpr,  # a power of two that divides S where SHORT, otherwise 1
     FLAGS: tl.constexpr,  # leave a 1 behind the last channel where there is an infinity
     BLOCK: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     i_chunk = tl.program_id(0) % CHUNKS
     i_row = tl.program_id(0) // CHUNKS
-    if LAST:
+    S = S // ALIGN * ALIGN  # the same number: a hint would not reach the masks
+    if SHORT:
+        p_x += tl.program_id(0).to(tl.int64) * TILES * S * C
+        o_s = tl.arange(0, BLOCK)
+        o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+        o_x = o_c[None, :].to(tl.int64) * S + o_s[:, None]  # [BLOCK, BLOCK_C]
+        m_x = (o_s < S)[:, None] & (o_c < C)[None, :]
+        largest = tl.zeros([BLOCK, BLOCK_C], tl.float32)
+        if FLAGS:
+            worst = tl.zeros([BLOCK, BLOCK_C], tl.float32)
+        for i_n in range(TILES):
+            b_x = tl.load(p_x + tl.cast(i_n, tl.int64) * S * C + o_x, mask=m_x, other=0.0)
+            largest = tl.maximum(largest, finite_magnitude(b_x))
+            if FLAGS:
+                worst = tl.maximum(worst, tl.abs(b_x.to(tl.float32)))
+        tl.atomic_max(p_largest + o_c, tl.max(largest, axis=0).to(tl.int32, bitcast=True), mask=o_c < C, sem="relaxed")
+    elif LAST:
         base = i_row.to(tl.int64) * S * C
         o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
         largest = tl.zeros([BLOCK, BLOCK_C], tl.float32)

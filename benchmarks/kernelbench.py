@@ -1,0 +1,163 @@
+"""Times every problem of a folder of KernelBench files on a GPU: PyTorch, torch.compile and Postlude at one precision.
+
+python benchmarks/kernelbench.py DIR --precision tf32 --csv benchmarks/results/h200-kernelbench.csv
+python benchmarks/kernelbench.py DIR --only 1,2,61 --jobs 8
+
+Every model is verified at the sites of its chains first (`postlude.optimize` does that), and one that is wrong is not
+timed. All problems run in one process with inputs made on the card, so that a problem takes seconds; `--jobs` processes
+fill the compilers' caches before. `postlude suite` does more with each problem (the whole model's points, ceilings,
+memory, a report) and takes longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from table import GPU_SOURCES
+from torch import Tensor
+
+import postlude
+from postlude import problem_file
+from postlude.check import clock, records
+from postlude.check.modes import pytorch_switches
+from postlude.cli.suite import problem_files
+from postlude.pipeline import Optimized
+from postlude.plan import Plan
+from postlude.problem_file import ProblemFile
+
+WINDOW_S = 0.02
+
+
+def prepared(
+    problem: ProblemFile, precision: str
+) -> tuple[dict[str, Callable[..., Tensor]], tuple[Any, ...], Optimized]:
+    """The three models, each called once, and what Postlude found."""
+    with torch.device("cuda"):
+        inputs = problem.inputs("cuda")
+    ours = problem.build("cuda")
+    found = postlude.optimize(ours, inputs, precision=precision)
+    models = {"eager": problem.build("cuda"), "torch.compile": torch.compile(problem.build("cuda")), "postlude": ours}
+    for model in models.values():
+        model(*inputs)
+    return models, inputs, found
+
+
+def measure(path: Path, precision: str, rounds: int) -> list[records.Record]:
+    problem = problem_file.load(path)
+    models, inputs, found = prepared(problem, precision)
+    if found.verdict is not None and found.verdict.outcome == "wrong":
+        raise RuntimeError(str(found.verdict))
+    errors = errors_of(found)
+    timings = clock.time_interleaved(
+        {name: clock.rotating(model, [inputs]) for name, model in models.items()}, rounds=rounds, min_window_s=WINDOW_S
+    )
+    tensors = [item for item in inputs if isinstance(item, Tensor)]
+    shape = " ".join("×".join(map(str, tensor.shape)) for tensor in tensors)
+    rows = []
+    for name, timing in timings.items():
+        gain = clock.ratio(timings["eager"], timing)
+        rows.append(
+            records.Record(
+                *(path.stem, shape, str(tensors[0].dtype).removeprefix("torch."), "contiguous", precision),
+                *("forward", name),
+                *(1e3 * timing.quantile(p) for p in (0.2, 0.5, 0.8)),
+                1e3 * timing.low,
+                1e3 * timing.high,
+                *(gain.median, gain.low, gain.high),
+                error_rms=errors.get(name),
+                launches=launches_of(found) if name == "postlude" else None,
+                kernel_hash=records.kernel_hash(GPU_SOURCES),
+                **records.environment("cuda"),  # type: ignore[arg-type]
+            )
+        )
+    return rows
+
+
+def errors_of(found: Optimized) -> dict[str, float]:
+    """The worst site's error by the spread, and PyTorch's own there; nothing where no point could tell."""
+    judged = [] if found.verdict is None else [one for one in found.verdict.quantities if one.errors and one.own]
+    if not judged:
+        return {}
+    return {
+        "postlude": max(one.errors.rms for one in judged if one.errors),
+        "eager": max(one.own.rms for one in judged if one.own),
+    }
+
+
+def launches_of(found: Optimized) -> int:
+    return sum(site.outcome.launches for site in found.sites if isinstance(site.outcome, Plan))
+
+
+def fill_caches(files: list[Path], precision: str, jobs: int) -> None:
+    """Compiles what the problems need, `jobs` of them at a time, in processes that end before anything is timed."""
+    shares = [[str(path) for path in files[number::jobs]] for number in range(jobs)]
+    command = [sys.executable, __file__, "--precision", precision, "--prepare"]
+    running = [subprocess.Popen([*command, json.dumps(share)], stdout=subprocess.DEVNULL) for share in shares if share]
+    for process in running:
+        process.wait()
+
+
+def run_each(files: list[Path], precision: str, work: Callable[[Path], None]) -> int:
+    """Every file by itself; one that fails is named and stops nothing."""
+    failed = 0
+    with torch.no_grad(), pytorch_switches(precision, torch.device("cuda")):
+        for path in files:
+            try:
+                work(path)
+            except Exception as error:  # a stranger's file may raise anything
+                failed += 1
+                print(f"{path.name}: failed: {str(error).splitlines()[0][:200]}", file=sys.stderr, flush=True)
+            torch._dynamo.reset()
+            gc.collect()
+            torch.cuda.empty_cache()
+    return failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, nargs="?")
+    parser.add_argument("--precision", default="tf32")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", help="numbers of problems, such as 1,2,61")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--prepare", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    if options.prepare:
+        files = [Path(name) for name in json.loads(options.prepare)]
+        return run_each(
+            files, options.precision, lambda path: void(prepared(problem_file.load(path), options.precision))
+        )
+    files = problem_files(options.folder)
+    if options.only:
+        files = [path for path in files if path.name.split("_")[0] in options.only.split(",")]
+    if options.jobs > 1:
+        fill_caches(files, options.precision, options.jobs)
+
+    def timed(path: Path) -> None:
+        rows = measure(path, options.precision, options.rounds)
+        times = {row.variant: row.ms_p50 or 0.0 for row in rows}
+        gains = [f"× {name} {times[name] / times['postlude']:.2f}" for name in ("eager", "torch.compile")]
+        print(f"{path.stem[:50]:50}", *(f"{time:.3f}" for time in times.values()), *gains, flush=True)
+        if options.csv:
+            records.update(options.csv, rows)
+
+    return run_each(files, options.precision, timed)
+
+
+def void(_: object) -> None:
+    """Takes what is not wanted, so that it is freed."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

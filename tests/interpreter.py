@@ -15,6 +15,8 @@ def make_fast() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
+    if not hasattr(interpreter, "_LangPatchScope"):  # another version, as it is
+        return
     builder, honest = interpreter.interpreter_builder, interpreter._patch_lang
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)

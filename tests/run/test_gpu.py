@@ -48,7 +48,8 @@ def fused(chain: Chain, tensors: list[Tensor], small_tiles: bool = True) -> Tens
 @pytest.mark.usefixtures("poisoned_memory", "library_convolution")
 def test_is_right_by_the_rule(name: str, layout: str) -> None:
     case = BY_NAME[name]
-    points = chain_points(case.chain, case.shape, torch.float32, "cpu", layout=layout)
+    seeds = 5 if layout == "contiguous" else 2  # the same numbers in another order
+    points = chain_points(case.chain, case.shape, torch.float32, "cpu", seeds, layout)  # type: ignore[arg-type]
     verdict = verify_chain(fused, case.chain, points)
     assert verdict.right, verdict
 
@@ -56,7 +57,7 @@ def test_is_right_by_the_rule(name: str, layout: str) -> None:
 @pytest.mark.usefixtures("poisoned_memory")
 def test_our_own_convolution_is_right_by_the_rule() -> None:
     case = BY_NAME["61 small"]
-    points = chain_points(case.chain, (2, 4, 3, 4, 5), torch.float32, "cpu")
+    points = chain_points(case.chain, (2, 4, 3, 4, 5), torch.float32, "cpu", seeds=3)
     verdict = verify_chain(fused, case.chain, points)
     assert verdict.right, verdict
 

@@ -99,11 +99,10 @@ class Combine:
         self.per_group = channels // groups
         self.groups = batch * groups
         parts, count = self.per_group * chunks, float(self.per_group * positions)
-        block = min(1024, max(32, power_of_two(parts)))
+        block = min(4096, max(32, power_of_two(parts)))  # few programs: each should wait for memory only a few times
         constants = {"BLOCK": block, "ACC": accumulator(accumulator_of(value))}
-        self.launch = Launch(
-            combine_moments_kernel, (self.groups,), (groups, parts, chunks, count, step.eps), constants
-        )
+        numbers = (groups, parts, chunks, count, step.eps)
+        self.launch = Launch(combine_moments_kernel, (self.groups,), numbers, constants, 8 if block > 1024 else 4)
 
     def __call__(self, partials: Partials, tensors: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor]:  # noqa: ARG002  as CombineBatch takes
         both = torch.empty((2, self.groups), dtype=partials.means.dtype, device=partials.means.device)

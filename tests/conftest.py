@@ -58,6 +58,12 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def packed_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few the channels, every tap is a shifted read of the packed input, as in exported files."""
+    monkeypatch.setattr("postlude.plan.convolve.unfolded_product_for", lambda *_: None)
+
+
+@pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
     yield

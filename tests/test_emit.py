@@ -6,8 +6,8 @@ import ast
 
 import pytest
 
-from cases import BY_NAME, CASES, CHAIN_61, Builder
-from postlude.emit import emit, pass_slots, too_many_tensors
+from cases import BY_NAME, CASES, CHAIN_61, Builder, conv
+from postlude.emit import emit, pass_slots, reads_rows, too_many_tensors
 from postlude.plan.gpu import last_fused_step
 
 
@@ -53,3 +53,53 @@ def test_the_size_of_a_sample_takes_the_place_of_a_tensor() -> None:
     for _ in range(6):
         without.op("add", "channel")
     assert too_many_tensors(without.chain(), 6) is None
+
+
+def test_a_pass_may_begin_with_the_norm() -> None:
+    """On what the step before it gave: no bias, and no tensor that only earlier steps read."""
+    chain = Builder(2, conv(2, (3, 4))).op("mul", "row").op("silu").norm(2).op("add", "channel").chain()
+    assert pass_slots(chain, 4) == (2, 3, 4, 5, 6)
+    assert pass_slots(chain, 4, 3) == (4, 5, 6)
+    assert (reads_rows(chain, 4), reads_rows(chain, 4, 3)) == (True, False)
+    assert emit(chain, "whole", 4, pass_slots(chain, 4, 3), first=3) == (
+        "@triton.jit\n"
+        "def whole(v2, mean, rstd, o_c, base, o_x, m_c, m_x, a0, a1, a2, a3, a4, a5):\n"
+        "    t4 = tl.load(a0 + o_c, mask=m_c, other=0.0).to(v2.dtype)\n"
+        "    t5 = tl.load(a1 + o_c, mask=m_c, other=0.0).to(v2.dtype)\n"
+        "    v3 = (v2 - mean) * (rstd * t4) + t5\n"
+        "    t6 = tl.load(a2 + o_c, mask=m_c, other=0.0).to(v2.dtype)\n"
+        "    v4 = add(v3, t6)\n"
+        "    return v4\n"
+    )
+
+
+def test_numbers_of_a_channel_are_spread_over_the_block() -> None:
+    """And nothing else: a tensor of the value's size, or of one number, has its shape already."""
+    built = Builder(2, conv(2, (3, 4))).op("mul", "row").op("add", "channel").op("add", "full").op("mul", "one")
+    text = emit(built.chain(), "before", 4, pass_slots(built.chain(), 4), 4, spread="[None, :]")
+    loads = [line.strip() for line in text.splitlines() if "tl.load" in line]
+    assert [line.split(" ")[0] for line in loads if "other=0.0)[None, :].to(v0.dtype)" in line] == ["t2", "t3", "t4"]
+    assert sum("[None, :]" in line for line in loads) == 3 == len(loads) - 2
+
+
+@pytest.mark.parametrize(
+    ("divisor", "expected"),
+    [
+        (2.0, "mul(v0, 0.5)"),
+        (-0.25, "mul(v0, -4.0)"),
+        (1.0, "mul(v0, 1.0)"),
+        (2.0**64, f"mul(v0, {2.0**-64!r})"),
+        (2.0**65, f"div(v0, {2.0**65!r})"),
+        (2.0**-65, f"div(v0, {2.0**-65!r})"),  # of 2⁻¹⁴⁰ the inverse is infinite in fp32
+        (3.0, "div(v0, 3.0)"),
+        (0.0, "div(v0, 0.0)"),
+    ],
+)
+def test_a_division_by_a_power_of_two_is_a_multiplication(divisor: float, expected: str) -> None:
+    chain = Builder(2).op("div", divisor).chain()
+    assert f"v1 = {expected}" in emit(chain, "whole", 1, ())
+
+
+def test_division_by_a_tensor_and_of_a_number_stay_divisions() -> None:
+    for chain in (Builder(2).op("div", "one").chain(), Builder(2).op("rdiv", 2.0).chain()):
+        assert "mul(" not in emit(chain, "whole", 1, pass_slots(chain, 1))

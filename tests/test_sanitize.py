@@ -46,6 +46,12 @@ def test_a_kernel_that_no_run_launches_is_named(
     assert "not launched: packed_gradient_kernel" in capsys.readouterr().out
 
 
+def test_taps_side_by_side_are_a_run_of_their_own(tool: Any) -> None:
+    for run in (run for run in tool.runs() if run.name.startswith("side-by-side")):
+        assert "unfold_input_kernel" in tool.planned(run)
+        assert run.trains == ("pack_input_kernel" in tool.planned(run))  # which both gradients read
+
+
 def test_both_layouts_and_every_precision_are_there(tool: Any) -> None:
     runs = tool.runs()
     assert len({run.name for run in runs}) == len(runs)

@@ -125,6 +125,7 @@ def runs() -> list[Run]:
     layer = chain_of(convolution(2, (9, 10), 1), 2, ("mul", "row"), ("layer_norm", 1), ("add", "full"), ("silu",))
     pooled = chain_of(convolution(3, (17, 24)), 3, ("norm", 8), ("mul", "row"), ("mean", "space"))
     summed = chain_of(None, 3, ("relu",), ("sum", "space"))
+    beside = chain_of(convolution(3, (3, 20), 1), 3, ("gelu",), ("norm", 5), ("silu",))
     few = chain_of(convolution(3, (3, 24)), 3, ("norm", 8), ("mean", "sample"))
     fewer = chain_of(convolution(2, (2, 40), 1), 2, ("norm", 8), ("mean", "space"))
     cube, flat, last = (2, 17, 5, 6, 7), (3, 9, 13, 11), "channels_last"
@@ -137,6 +138,8 @@ def runs() -> list[Run]:
         Run("product-fp16", block, (1, 20, 3, 5, 9), "float16"),
         Run("product-once-fp16", once, flat, "float16", trains=False),
         Run("product-once-bf16", once, flat, "bfloat16", last, trains=False),
+        Run("side-by-side-fp32", beside, small),
+        Run("side-by-side-tf32", beside, small, layout=last, precision="tf32", trains=False),
         Run("packed-bf16", packed, (2, 9, 3, 32), "bfloat16"),
         Run("packed-fp16", packed, (2, 9, 3, 64), "float16", last),
         Run("in-place-fp16", boxes, (2, 20, 31, 63), "float16"),

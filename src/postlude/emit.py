@@ -202,7 +202,9 @@ def _expression(step: Step) -> str:
 def _exact_inverse(step: Pointwise) -> float | None:
     """By what a division by a power of two can be multiplied instead: a division takes eight instructions."""
     divisor = step.operands[1] if step.op == "div" else None
-    if not isinstance(divisor, Scalar) or abs(math.frexp(divisor.value)[0]) != 0.5 or abs(divisor.value) > 2.0**64:
+    if not isinstance(divisor, Scalar) or abs(math.frexp(divisor.value)[0]) != 0.5:
+        return None
+    if not 2.0**-64 <= abs(divisor.value) <= 2.0**64:  # else the inverse may be infinite, or no normal number
         return None
     return 1.0 / divisor.value
 

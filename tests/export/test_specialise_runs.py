@@ -24,7 +24,7 @@ from postlude.run.gpu import GpuRun
 from postlude.run.launch import Launch, descriptor
 from postlude.run.programs import HEADER, compose
 
-pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("packed_product")]
 CARD = Machine("cuda", 4, 50 << 20, True, architecture="sm_90")
 SMALL = {"contiguous": Tile(128, 0, 64, 2), "channels_last": Tile(64, 8, 32, 2)}
 TILES = frozenset({"BM", "BC", "BK", "BLOCK", "BLOCK_C", "STAGES"})
@@ -59,7 +59,7 @@ def compared_launches(
         plan = lower_for_gpu(case.chain, problem_of(tensors), CARD, even_if_slower=True)
         assert isinstance(plan, Plan), plan
         tile = SMALL["channels_last" if plan.tile is not None and plan.tile.block_c else "contiguous"]
-        plan = dataclasses.replace(plan, tile=tile)
+        plan = dataclasses.replace(plan.storing_raw(), tile=tile)
         if plan.own is not None:
             own = dataclasses.replace(plan.own, rows=32)
             if width is not None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from cases import CHAIN_61, Builder, conv
 from kernels import offline
 from level2 import LEVEL2
+from plan.test_convolve import FEW
 from plan.test_convolve import card as machine_of
 from postlude.chain import Chain
 from postlude.check import tensors_for
@@ -43,6 +44,7 @@ UP = Builder(2, conv(2, (64, 64), transposed=True, stride=2, padding=1, output_p
 ODD = Builder(2, conv(2, (64, 64), 4, transposed=True, stride=2, padding=1, output_padding=1)).op("sub", "channel")
 DEEP = Builder(3, conv(3, (32, 64), transposed=True, stride=2, padding=1, output_padding=1)).op("add", "full")
 UP_NORM = Builder(3, conv(3, (64, 32), 2, transposed=True, stride=2)).norm(None).op("leaky_relu", slope=0.01).chain()
+FEW_UP, FEW_NORM = FEW["3 channels, strides"][0], FEW["8 channels, then a norm"][0]
 SHORT = Builder(2).norm(8).op("tanh").chain()
 # name → chain, input, dtype, layout, precision
 PLANS: dict[str, tuple[Chain, tuple[int, ...], torch.dtype, str, str]] = {
@@ -65,9 +67,21 @@ PLANS: dict[str, tuple[Chain, tuple[int, ...], torch.dtype, str, str]] = {
     "phases, 3-D": (DEEP.op("hardswish").chain(), (128, 32, 16, 16, 16), torch.float32, "contiguous", "tf32"),
     "phases, then rows": (*LEVEL2["34"], torch.float32, "contiguous", "tf32"),
     "phases, then rows fp32": (*LEVEL2["34"], torch.float32, "contiguous", "fp32"),
+    "phases of few channels": (FEW_UP, (128, 3, 16, 32, 32), torch.float32, "contiguous", "tf32"),
+    "few channels fp32": (FEW["8 channels"][0], (128, 8, 128, 128), torch.float32, "contiguous", "fp32"),
+    "few channels tf32": (FEW["3 channels"][0], (128, 3, 16, 64, 64), torch.float32, "contiguous", "tf32"),
+    "few channels and a norm": (FEW_NORM, (128, 8, 256, 256), torch.float32, "contiguous", "fp32"),
     "short rows": (SHORT, (512, 128, 15, 15), torch.float32, "contiguous", "fp32"),
     "short even rows": (SHORT, (512, 128, 30, 30), torch.float32, "contiguous", "fp32"),
     "phases and a norm": (UP_NORM, (2, 64, 64, 64, 64), torch.float16, "channels_last", "auto"),
+}
+MOST_SPILLED = {
+    "phases, then rows": 0,
+    "phases, then rows fp32": 0,
+    "phases of few channels": 0,
+    "few channels fp32": 0,
+    "few channels tf32": 0,
+    "few channels and a norm": 128,
 }
 EVERYWHERE = ("61 fp32", "61 tf32", "library channels-last")
 ON_AMPERE = ("no norm fp32", "phases fp32", "phases tf32")
@@ -132,11 +146,15 @@ def test_compiles_within_each_cards_limits(name: str, card: int, monkeypatch: py
         assert used.registers * 32 * found.warps <= 65_536, (found.name, used)
         # The product's tile fills the registers; an epilogue that reads a second tile of that size parks part of it,
         # once per tile and outside the loop. The moments' tile was chosen by measurement (plan/gpu.py): a long program
-        # such as gelu before the norm parks a few words of it.
-        allowed = {"convolve_kernel": 1024, "convolve_phases_kernel": 128, "last_moments_kernel": 256}.get(
-            found.name, 0
-        )
-        assert used.spilled <= (0 if "then rows" in name else allowed), (found.name, used)
+        # such as gelu before the norm parks a few words of it. What is computed before a norm and stored for it parks
+        # as much in place.
+        allowed = {
+            "convolve_kernel": 1024,
+            "convolve_phases_kernel": 128,
+            "convolve_boxes_kernel": 512,
+            "last_moments_kernel": 256,
+        }.get(found.name, 0)
+        assert used.spilled <= min(allowed, MOST_SPILLED.get(name, allowed)), (found.name, used)
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -163,7 +181,8 @@ def test_hopper_uses_its_own_matrix_and_copy_instructions(monkeypatch: pytest.Mo
     # 34³ positions are a multiple of 8, not of 16: whole vectors all the same.
     assert "ld.global.v4.b32" in ptx["row_finish_kernel"]
     assert "st.global.v4.b32" in ptx["convolve_kernel"]
-    assert "max.NaN.f32" in ptx["row_finish_kernel"]  # relu keeps NaN
+    assert "max.NaN.f32" in ptx["convolve_kernel"]  # relu keeps NaN
+    assert "max.NaN.f32" not in ptx["row_finish_kernel"]  # what precedes the norm is done
 
 
 def test_short_rows_are_whole_in_a_tile_and_summed_by_one_warp(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,3 +213,13 @@ def test_neighbours_of_two_phases_are_stored_side_by_side(monkeypatch: pytest.Mo
     ptx = {found.name: found.ptx for found in compiled_launches(monkeypatch, "phases tf32", 90)}
     assert "wgmma.mma_async" in ptx["convolve_phases_kernel"]
     assert "st.global.v2.b32" in ptx["convolve_phases_kernel"]
+
+
+def test_few_channels_are_unfolded_and_multiplied_on_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    offline.use_card(monkeypatch, 90)
+    launches = compiled_launches(monkeypatch, "few channels tf32", 90)
+    names = ["largest_kernel", "unfold_input_kernel", "pack_weight_kernel", "convolve_kernel"]
+    assert [found.name for found in launches] == names
+    ptx = {found.name: found.ptx for found in launches}
+    assert "wgmma.mma_async" in ptx["convolve_kernel"]
+    assert "st.global.v4.b32" in ptx["unfold_input_kernel"]  # a position's columns lie side by side

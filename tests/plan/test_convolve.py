@@ -8,15 +8,19 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from cases import CHAIN_23, CHAIN_61, Builder, conv
 from kernels.offline import CARDS
 from plan.test_lower import CARD, problem
-from postlude.chain import Chain
+from postlude.chain import Chain, Convolution
 from postlude.hardware import Machine
-from postlude.plan.convolve import gemm_for, gradient_products, weight_gemm_for
+from postlude.plan import Plan
+from postlude.plan.convolve import gemm_for, gradient_products, unfolded_product_for, weight_gemm_for
 from postlude.plan.few_channels import FewChannels, Geometry, few_channels_for, shared_bytes
-from postlude.plan.gemm import Arithmetic, Gemm, Volume, input_gradient_of, volume_for
+from postlude.plan.gemm import Arithmetic, Gemm, Volume, input_gradient_of, unfolded_volume, unsupported, volume_for
+from postlude.plan.gpu import lower_for_gpu
 
 BLOCK = Builder(3, conv(3, (32, 32), padding=1)).norm(None).op("leaky_relu", slope=0.01).chain()
 
@@ -96,7 +100,7 @@ def test_few_channels_get_a_tile_that_fits(architecture: int, out: tuple[int, in
         (Builder(3, conv(3, (64, 64), dilation=2)).norm(8).chain(), (2, 64, 64, 64, 64), "contiguous", "dilated"),
         (Builder(3, conv(3, (64, 64), 1, padding=1)).norm(8).chain(), (2, 64, 64, 64, 64), "contiguous", "wider"),
         (BLOCK, (1, 32, 8, 8, 8), "contiguous", "too small"),
-        (Builder(3, conv(3, (3, 64))).op("relu").norm(8).chain(), (16, 3, 64, 64, 64), "contiguous", "so few input"),
+        (Builder(3, conv(3, (3, 64))).op("relu").norm(8).chain(), (1, 3, 16, 16, 16), "contiguous", "too small"),
     ],
 )
 def test_pytorch_convolves_with_a_reason(chain: Chain, shape: tuple[int, ...], layout: str, reason: str) -> None:
@@ -143,3 +147,98 @@ def test_both_gradients_read_one_packed_tensor() -> None:
     assert dw is not None
     assert dx.volume == dw.gradient_volume
     assert gradient_products(how, one, own, card(80)) == (None, None)
+
+
+UP_FEW = conv(3, (3, 16), transposed=True, stride=2, padding=1)
+# chain, input, taps side by side, columns of a packed position, the packed volume's space
+FEW: dict[str, tuple[Chain, tuple[int, ...], tuple[int, int], int, tuple[int, int, int]]] = {
+    "8 channels": (
+        *(Builder(2, conv(2, (8, 64))).op("relu").chain(), (128, 8, 128, 128)),
+        *((1, 3), 32, (1, 128, 126)),
+    ),
+    "3 channels": (
+        *(Builder(3, conv(3, (3, 16))).op("relu").op("mul", 2.0).chain(), (128, 3, 16, 64, 64)),
+        *((3, 3), 32, (16, 62, 62)),
+    ),
+    "8 channels, then a norm": (
+        *(Builder(2, conv(2, (8, 32))).op("silu").norm(8).chain(), (128, 8, 256, 256)),
+        *((1, 3), 32, (1, 256, 254)),
+    ),
+    "3 channels, strides": (
+        *(Builder(3, UP_FEW).op("silu").norm(4).op("hardswish").chain(), (128, 3, 16, 32, 32)),
+        *((1, 1), 16, (16, 32, 32)),
+    ),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+@pytest.mark.parametrize("name", FEW)
+def test_few_channels_are_ours(name: str, precision: str) -> None:
+    chain, shape, taps, columns, space = FEW[name]
+    plan = lower_for_gpu(chain, problem(chain, shape, device="cuda", precision=precision), card(90))
+    assert isinstance(plan, Plan), plan
+    own = plan.own
+    assert isinstance(own, Gemm), plan.reasons
+    assert (own.unfolded, own.channels, own.volume.space, own.volume.width) == (taps, columns, space, 1)
+    assert (own.phases is not None) == ("strides" in name)
+    assert own.shared_bytes <= CARDS[90]
+    assert own.depth % own.block_k == 0
+    assert ("taps side by side" in plan.describe()[0]) == own.unfolds
+    assert plan.launches == 4 + 2 * (len(plan.passes) == 2)  # largest, two packings, the product; combine, finish
+
+
+@pytest.mark.parametrize("architecture", sorted(CARDS))
+def test_products_of_few_channels_fit_every_card(architecture: int) -> None:
+    for how in (conv(2, (8, 64)), conv(3, (3, 16)), conv(2, (1, 300), 5), conv(3, (10, 128))):
+        for arithmetic in (Arithmetic("float16", 2, scaled=True), Arithmetic("bfloat16"), Arithmetic("float64")):
+            own = unfolded_product_for(how, (64,) * how.dims, arithmetic, card(architecture))
+            assert own is not None
+            assert own.shared_bytes <= CARDS[architecture]
+            assert own.channels % own.block_k == 0
+
+
+@pytest.mark.parametrize(
+    ("how", "taps"),
+    [
+        (conv(2, (3, 8)), (3, 3)),
+        (conv(2, (1, 8), 5), (5, 5)),
+        (conv(2, (4, 8)), (1, 3)),
+        (conv(2, (10, 8)), (1, 3)),
+        (conv(2, (11, 8)), None),  # 33 columns
+        (conv(2, (3, 8), 1), None),
+        (dataclasses.replace(conv(2, (8, 8)), kernel=(4, 1)), (4, 1)),
+        (dataclasses.replace(conv(3, (8, 8)), kernel=(3, 1, 1)), None),  # taps in depth are shifted reads
+    ],
+    ids=str,
+)
+def test_taps_lie_side_by_side_where_they_fill_a_step(how: Convolution, taps: tuple[int, int] | None) -> None:
+    found = unfolded_product_for(how, (16,) * how.dims, Arithmetic("float16"), card(90))
+    assert (None if found is None else found.unfolded) == taps
+
+
+@st.composite
+def few(draw: st.DrawFn) -> tuple[Convolution, tuple[int, ...]]:
+    dims, transposed = draw(st.sampled_from([2, 3])), draw(st.booleans())
+    kernel = tuple(draw(st.integers(1, 4)) for _ in range(dims))
+    padding = tuple(draw(st.integers(0, size - 1)) for size in kernel)
+    space = tuple(draw(st.integers(1, 9)) for _ in range(dims))
+    ones, zeros = (1,) * dims, (0,) * dims
+    how = Convolution(transposed, draw(st.integers(1, 8)), 4, kernel, ones, padding, ones, zeros)
+    assume(unsupported(how) is None and min(how.output_space(space)) > 0)
+    return how, space
+
+
+@settings(max_examples=300, deadline=None)
+@given(few())
+def test_an_unfolded_volume_has_the_convolutions_outputs(drawn: tuple[Convolution, tuple[int, ...]]) -> None:
+    how, space = drawn
+    found = unfolded_product_for(how, space, Arithmetic("float16", 2, scaled=True), card(90))
+    assume(found is not None)
+    assert found is not None
+    ones = (1,) * (3 - how.dims)
+    assert found.volume.out == (*ones, *how.output_space(space))
+    assert found.volume == unfolded_volume(how, space, found.unfolded)
+    assert found.depth * found.arithmetic.planes >= 2 * how.in_channels * torch.Size(how.kernel).numel()
+    for axis, (taps, size) in enumerate(zip(found.unfolded, how.kernel[-2:]), 1):
+        assert found.volume.kernel[axis] == (size if taps == 1 else 1)
+        assert taps == 1 or found.volume.padding[axis] == 0

@@ -196,8 +196,7 @@ def test_chains_without_a_norm_are_ours_where_that_is_expected_to_win(
     ("how", "shape", "precision", "reason"),
     [
         (conv(2, (64, 16), 1), (64, 64, 256, 256), "tf32", "ms are expected of ours"),
-        (conv(3, (8, 32)), (64, 8, 32, 64, 64), "tf32", "ms are expected of ours"),
-        (conv(3, (4, 32)), (64, 4, 32, 64, 64), "fp32", "so few input channels"),
+        (conv(3, (12, 16)), (64, 12, 32, 64, 64), "tf32", "ms are expected of ours"),
         (strided(2, (64, 64)), (1, 64, 16, 16), "tf32", "too small"),
     ],
     ids=str,
@@ -244,7 +243,7 @@ def test_before_a_layer_norm_ours_stores_what_it_computes(name: str, precision: 
 @pytest.mark.parametrize(
     ("how", "shape", "layout", "is_ours"),
     [
-        (strided(), (32, 32, 16, 32, 32), "contiguous", True),
+        (strided(), (32, 32, 16, 32, 32), "contiguous", False),
         (strided(), (32, 32, 16, 32, 32), "channels_last", False),
         (conv(3, (32, 64), padding=1), (16, 32, 32, 64, 64), "contiguous", True),  # in place, rows of one output
         (conv(2, (64, 128)), (128, 64, 128, 128), "contiguous", False),
@@ -275,7 +274,7 @@ def test_gradients_before_a_layer_norm_are_pytorchs(how: Convolution) -> None:
     """Ours multiply by zeros, which NaN of one row does not leave to the others."""
     chain = of_layer_norm(how)
     given = problem(chain, (16, 32, 32, 64, 64), device="cuda", precision="fp32", needs_grad=True)
-    for plan in (lower_for_gpu(chain, one, card(90)) for one in (given, in_16_bits(given))):
+    for plan in (lower_for_gpu(chain, one, card(90), even_if_slower=True) for one in (given, in_16_bits(given))):
         assert isinstance(plan, Plan)
         assert plan.own is not None
         assert (plan.input_gradient, plan.weight_gradient, plan.packs_gradient) == (None, None, False)

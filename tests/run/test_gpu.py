@@ -90,8 +90,8 @@ def test_another_samples_gate_is_seen_to_fail(right: str, monkeypatch: pytest.Mo
         seen.append(right in text)
         return programs.compose(text.replace(right, "0"))
 
-    def program(*given: Any) -> Any:
-        return changed(programs.HEADER + emit(*given))[given[1]]
+    def program(*given: Any, **more: Any) -> Any:
+        return changed(programs.HEADER + emit(*given, **more))[given[1]]
 
     monkeypatch.setattr("postlude.run.first_pass.program", program)
     monkeypatch.setattr("postlude.run.passes.program", program)
@@ -110,9 +110,13 @@ def library_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 @pytest.mark.usefixtures("poisoned_memory")
-def test_every_case_in_every_dtype_that_the_interpreter_gets_right(case: Case, layout: str) -> None:
+def test_every_case_in_every_dtype_that_the_interpreter_gets_right(
+    case: Case, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dtypes = ((torch.float32, 1e-5), (torch.float16, 2e-2), (torch.float64, 1e-10))
     for dtype, tolerance in dtypes[: 3 if layout == "contiguous" else 1]:
+        if dtype == torch.float64 or layout == "channels_last":  # and as with more channels than the cases have
+            monkeypatch.setattr("postlude.plan.convolve.unfolded_product_for", lambda *_: None)
         tensors = tensors_for(case.chain, case.shape, dtype, "cpu", 0, "normal", layout)
         ours = fused(case.chain, tensors, small_tiles=dtype == torch.float32)
         theirs = reference.evaluate(case.chain, tensors)

@@ -21,19 +21,24 @@ pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore")]
 OFFSET = Builder(2).norm(None).chain()
 BLOCK = Builder(2, conv(2, (6, 5), padding=1)).op("relu").norm(None).chain()
 TURNED = Builder(2, conv(2, (6, 5), transposed=True)).norm(5).chain()
+VALID = Builder(2, conv(2, (6, 5))).norm(5).chain()  # rows of 12 and of 10: runs of two
 
 MUTANTS: list[tuple[str, str, str, Chain, str]] = [
     # module, the right text, the wrong text, a chain that tells them apart, the family of its input
     ("normalize", "shift + mean, tl.where(m2 < 0.0, 0.0, m2)", "shift + mean, m2 * 0.5", OFFSET, "normal"),
     ("normalize", "b_count * (b_mean - mean) * (b_mean - mean)", "0.0", OFFSET, "hierarchical"),
-    ("pack", "tap = ROWS * KW - 1 - tap", "tap = tap", TURNED, "normal"),
+    ("pack", "tap = ROWS * KW * UNFOLDED - 1 - tap", "tap = tap", TURNED, "normal"),
     ("pack", "kw = (o // CP) % SPAN - i_w", "kw = (o // CP) % SPAN", BLOCK, "normal"),
     ("pack", "tl.store(p_high + out + o_zero, zeros, mask=m_zero)", "pass", BLOCK, "normal"),
     ("pack", "scale_for(largest)[None, :]", "(2.0 * scale_for(largest))[None, :]", BLOCK, "normal"),
     ("convolve", "part = tl.dot(low, w_high.T)", "part = tl.dot(low * 0, w_high.T)", BLOCK, "normal"),
-    ("convolve", "(x < OW) & (y < OH)", "(x < OW + 1) & (y < OH)", BLOCK, "normal"),
+    ("convolve", "(x < OW // ALIGN)", "(x < OW // ALIGN + 1)", BLOCK, "normal"),
+    ("convolve", "* ALIGN + o_p % ALIGN", "* ALIGN", VALID, "normal"),
     ("convolve", "FIRST - z_last", "FIRST + 1 - z_last", BY_NAME["61 small"].chain, "normal"),
 ]
+
+
+SEEN_RIGHT: set[tuple[Chain, str]] = set()
 
 
 def error(chain: Chain, tensors: tuple[Tensor, ...]) -> float:
@@ -43,7 +48,7 @@ def error(chain: Chain, tensors: tuple[Tensor, ...]) -> float:
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m[0]}: {m[2][:40]}")
-@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.usefixtures("poisoned_memory", "packed_product")
 def test_a_wrong_kernel_is_seen_to_fail(
     mutant: tuple[str, str, str, Chain, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -53,7 +58,8 @@ def test_a_wrong_kernel_is_seen_to_fail(
     assert right in source
     shape = (2, 6, 13, 12) if chain.dims == 2 else BY_NAME["61 small"].shape
     tensors = tensors_for(chain, shape, torch.float32, family=family)
-    assert error(chain, tensors) < 5e-6
+    assert (chain, family) in SEEN_RIGHT or error(chain, tensors) < 5e-6
+    SEEN_RIGHT.add((chain, family))
     for key, made in compose(HEADER + source.replace(right, wrong)).items():
         if key.endswith("_kernel"):
             monkeypatch.setattr(module, key, made)

@@ -39,6 +39,10 @@ SMALL: dict[str, tuple[Chain, tuple[int, ...]]] = {
     "phases, layer_norm": (Builder(3, up(3, (32, 40))).layer_norm().op("silu").chain(), (2, 32, 5, 6, 7)),
     "layer_norm": (Builder(2, conv(2, (24, 40), padding=1)).op("add", "one").layer_norm().chain(), (3, 24, 31, 29)),
     "no norm": (Builder(2, conv(2, (24, 40), padding=1)).op("gelu", approximate="none").chain(), (3, 24, 31, 29)),
+    "8 channels": (Builder(2, conv(2, (8, 64))).op("relu").op("mul", 2.0).chain(), (3, 8, 29, 131)),
+    "8 channels, a norm": (Builder(2, conv(2, (8, 32), padding=1)).op("mish").norm(8).chain(), (3, 8, 31, 29)),
+    "3 channels": (Builder(3, conv(3, (3, 16), padding=1)).op("silu").norm(4).chain(), (2, 3, 9, 8, 37)),
+    "3 channels, transposed": (Builder(2, conv(2, (3, 20), transposed=True)).op("tanh").chain(), (3, 3, 31, 30)),
 }
 FULL = {"61": (CHAIN_61, (16, 64, 32, 32, 32)), "23": (CHAIN_23, (128, 3, 24, 32, 32))}
 
@@ -120,7 +124,7 @@ def test_tf32_is_right_at_full_size(name: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
-@pytest.mark.parametrize("name", ["no norm", "phases, no norm"])
+@pytest.mark.parametrize("name", ["no norm", "phases, no norm", "8 channels"])
 def test_infinities_come_out_as_of_float64(name: str, precision: str) -> None:
     chain, shape = SMALL[name]
     tensors = [t.clone() for t in tensors_for(chain, shape, torch.float32, "cuda", 0, "normal")]

@@ -168,6 +168,7 @@ def test_an_infinity_that_is_not_kept_is_seen(name: str) -> None:
 def test_an_infinity_in_a_widened_product_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutant: neighbouring outputs in a row of the product, which reads on into the next row."""
     monkeypatch.setattr("postlude.plan.convolve.norm_hides_infinities", lambda _: True)
+    monkeypatch.setattr("postlude.plan.convolve.unfolded_product_for", lambda *_: None)
     assert not kept_in_rows(INFINITE["stride 1"])
 
 

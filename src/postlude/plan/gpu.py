@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from postlude.chain import Chain, Normalize, Reduce, values_of
+from postlude.chain import Cast, Chain, Normalize, Reduce, values_of
 from postlude.emit import too_many_tensors
 from postlude.emit_gradient import unsupported_gradient
 from postlude.hardware import Machine
@@ -26,6 +26,7 @@ from postlude.plan.problem import (
     power_of_two,
     result_dtype,
     result_layout,
+    value_dtypes,
 )
 from postlude.plan.program import first_barrier, has_norm, is_all_that_is_read, moments_only, row_norm
 from postlude.plan.questions import origins
@@ -57,7 +58,7 @@ def lower_for_gpu(
     if reasons:
         return Refusal(tuple(dict.fromkeys(reasons)), library_tf32)
     is_own = not isinstance(own, str)
-    passes = _passes(chain, is_own, problem.needs_grad)
+    passes = _passes(chain, problem, is_own)
     layout = result_layout(chain, problem, machine)
     inside = _layout_inside(chain, problem, layout, is_own)
     size, compulsory = body_bytes(chain, problem), compulsory_bytes(chain, problem)
@@ -93,7 +94,7 @@ def lower_for_gpu(
     return dataclasses.replace(plan, tiles=tuple(origins(plan, machine)))
 
 
-def _passes(chain: Chain, is_own: bool, trains: bool) -> tuple[Pass, ...]:
+def _passes(chain: Chain, problem: Problem, is_own: bool) -> tuple[Pass, ...]:
     source = "own convolution" if is_own else first_source(chain)
     moments, last, barrier = moments_only(chain), last_fused_step(chain), first_barrier(chain)
     if moments is not None:
@@ -101,11 +102,18 @@ def _passes(chain: Chain, is_own: bool, trains: bool) -> tuple[Pass, ...]:
     if is_own and row_norm(chain) is not None:
         return (Pass(source, 1, 0, Store(raw=True)), Pass("load", 1, last, Store()))
     if barrier is not None and barrier <= last and row_norm(chain) is None:
-        # A backward pass reads the convolution's result as it was.
-        finished = is_own and not trains and is_all_that_is_read(chain, barrier)
+        finished = is_own and _is_finished_before(chain, problem, barrier)
         sink = Moments(True, stores=is_own, finished=finished)
         return (Pass(source, 1, barrier - 1, sink), Pass("load", barrier if finished else 1, last, Store()))
     return (Pass(source, 1, last, Store()),)
+
+
+def _is_finished_before(chain: Chain, problem: Problem, norm: int) -> bool:
+    """Whether what precedes a norm can be stored for it: a backward pass reads the convolution's result as it was, and
+    between the passes a value has that result's dtype, which steps in a wider one would not survive."""
+    dtypes = value_dtypes(chain, problem)
+    is_as_wide = all(isinstance(s, Cast) or t == dtypes[0] for s, t in zip(chain.steps[: norm - 1], dtypes[1:]))
+    return is_as_wide and not problem.needs_grad and is_all_that_is_read(chain, norm)
 
 
 def _convolution_gradients(
@@ -164,7 +172,8 @@ def _moved_bytes(
 
 
 def _reasons_for(chain: Chain, passes: tuple[Pass, ...], own: Own | str) -> tuple[str, ...]:
-    is_twice = len(passes) == 2 and isinstance(passes[0].sink, Moments) and passes[-1].first == 1
+    sink = passes[0].sink
+    is_twice = len(passes) == 2 and isinstance(sink, Moments) and not sink.finished
     twice = ("the steps before the norm are computed twice rather than stored",) if is_twice else ()
     if chain.producer is None:
         return twice or ("one pass",)

@@ -101,8 +101,8 @@ def result_shape(chain: Chain, problem: Problem) -> tuple[int, ...]:
     return shape
 
 
-def result_dtype(chain: Chain, problem: Problem) -> str:
-    """The dtype that the steps give, one after the other, as PyTorch promotes."""
+def value_dtypes(chain: Chain, problem: Problem) -> list[str]:
+    """The dtypes of the chain's values, as PyTorch promotes: what the convolution gives, then what each step does."""
     dtypes = [getattr(torch, body_dtype(chain, problem))]
     for step in chain.steps:
         dtype = dtypes[values_of(step)[0].index]
@@ -115,7 +115,11 @@ def result_dtype(chain: Chain, problem: Problem) -> str:
                 elif isinstance(operand, Value):
                     dtype = torch.promote_types(dtype, dtypes[operand.index])
         dtypes.append(dtype)
-    return str(dtypes[-1]).removeprefix("torch.")
+    return [str(dtype).removeprefix("torch.") for dtype in dtypes]
+
+
+def result_dtype(chain: Chain, problem: Problem) -> str:
+    return value_dtypes(chain, problem)[-1]
 
 
 def fp32_mode(chain: Chain, problem: Problem) -> str:

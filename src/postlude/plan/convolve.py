@@ -24,7 +24,7 @@ from postlude.plan.phases import has_phases
 from postlude.plan.problem import Problem, body_dtype, fp32_mode, power_of_two
 from postlude.plan.program import first_barrier, norm_hides_infinities
 from postlude.plan.tiles import answers, product_questions
-from postlude.plan.worth import TRAINED_CHANNELS, slower
+from postlude.plan.worth import TRAINED_CHANNELS, has_moments_apart, slower
 
 _WEIGHT_PROGRAMS = 2  # programs of the weight's gradient for each multiprocessor
 _COLUMNS = 128  # of a tile: neighbouring outputs fill up what their channels leave (see `width_for`)
@@ -75,7 +75,7 @@ def gemm_for(chain: Chain, problem: Problem, machine: Machine, even_if_slower: b
 def _with_room(chain: Chain, gemm: Gemm, machine: Machine) -> Gemm:
     """Half the rows where long words precede the norm: with them and the moments a thread's 128 sums spill, 2 KiB of
     them with gelu (conv_transpose2d(64→64) → gelu → group_norm at 128×64×256²: 5.3 instead of 7.2 ms)."""
-    norm = first_barrier(chain)
+    norm = None if has_moments_apart(gemm) else first_barrier(chain)
     before = () if norm is None else chain.steps[: norm - 1]
     is_long = any(isinstance(step, Pointwise) and step.op in _LONG for step in before)
     sums = gemm.rows * gemm.columns // (32 * gemm.warps)

@@ -62,15 +62,16 @@ class MomentsPass:
     def __init__(self, plan: Plan) -> None:
         from postlude.kernels.triton import normalize as kernels
 
-        value, cut, item = plan.value, moments_cut(plan.value, tile_of(plan)), plan.passes[0]
+        value, cut, first = plan.value, moments_cut(plan.value, tile_of(plan)), plan.resumes_at
+        item = next(one for one in plan.passes if isinstance(one.sink, Moments))
         assert isinstance(item.sink, Moments)
         batch, channels, positions = sizes_of(value)
         self.chunks = cut.chunks(positions)
         self.shape = (batch, channels, self.chunks)
         self.acc = accumulator_of(value)
-        self.operands = Operands(plan.chain, item.last, value)
+        self.operands = Operands(plan.chain, item.last, value, first)
         constants: dict[str, Any] = {
-            "BEFORE": program(plan.chain, "before", item.last, self.operands.slots, channels),
+            "BEFORE": program(plan.chain, "before", item.last, self.operands.slots, channels, first),
             "SQUARES": item.sink.squares,
             **cut.constants(value),
             "ACC": accumulator(self.acc),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+
+import interpreter
 
 RUNGS = {"interpret", "compile", "export", "record", "gpu"}
 
@@ -37,6 +40,12 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     for line in NOTES:
         terminalreporter.write_line(line)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fast_interpreter() -> None:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        interpreter.make_fast()
 
 
 @pytest.fixture(autouse=True)

@@ -67,7 +67,8 @@ def gemm_for(chain: Chain, problem: Problem, machine: Machine, even_if_slower: b
             conv, space, arithmetic, machine, widens=norm_hides_infinities(chain)
         )
         boxes = boxes_for(chain, problem, arithmetic, machine)
-        gemm = _with_room(chain, gemm, machine)
+        if problem.needs_grad or not has_moments_apart(gemm):
+            gemm = _with_room(chain, gemm, machine)
     reason = None if even_if_slower else slower(chain, problem, gemm, boxes is not None)
     return reason or boxes or gemm
 
@@ -75,7 +76,7 @@ def gemm_for(chain: Chain, problem: Problem, machine: Machine, even_if_slower: b
 def _with_room(chain: Chain, gemm: Gemm, machine: Machine) -> Gemm:
     """Half the rows where long words precede the norm: with them and the moments a thread's 128 sums spill, 2 KiB of
     them with gelu (conv_transpose2d(64→64) → gelu → group_norm at 128×64×256²: 5.3 instead of 7.2 ms)."""
-    norm = None if has_moments_apart(gemm) else first_barrier(chain)
+    norm = first_barrier(chain)
     before = () if norm is None else chain.steps[: norm - 1]
     is_long = any(isinstance(step, Pointwise) and step.op in _LONG for step in before)
     sums = gemm.rows * gemm.columns // (32 * gemm.warps)

@@ -55,7 +55,7 @@ def test_these_lengths_run_both_ways() -> None:
     assert [tuple(cut.is_short for cut in cuts(positions)) for positions in SPACES] == [(True, True)] * 5 + [
         (False,) * 2
     ]
-    assert [cut.chunks(4097) for cut in cuts(4097)] == [3, 5]
+    assert [cut.chunks(4097) for cut in cuts(4097)] == [5, 5]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 PACK = 32  # positions of a tile that is packed
 BM, BC, BK, STAGES = 128, 128, 64, 3  # of a tile of the product
-BLOCK = 2048  # elements of a tile of the last pass
+BLOCK = 1024  # elements of a tile of the last pass
 
 
 @triton.jit

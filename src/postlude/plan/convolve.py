@@ -24,7 +24,7 @@ from postlude.plan.phases import has_phases
 from postlude.plan.problem import Problem, body_dtype, fp32_mode, power_of_two
 from postlude.plan.program import first_barrier, norm_hides_infinities
 from postlude.plan.tiles import answers, product_questions
-from postlude.plan.worth import TRAINED_CHANNELS, slower
+from postlude.plan.worth import TRAINED_CHANNELS, has_moments_apart, slower
 
 _WEIGHT_PROGRAMS = 2  # programs of the weight's gradient for each multiprocessor
 _COLUMNS = 128  # of a tile: neighbouring outputs fill up what their channels leave (see `width_for`)
@@ -67,7 +67,8 @@ def gemm_for(chain: Chain, problem: Problem, machine: Machine, even_if_slower: b
             conv, space, arithmetic, machine, widens=norm_hides_infinities(chain)
         )
         boxes = boxes_for(chain, problem, arithmetic, machine)
-        gemm = _with_room(chain, gemm, machine)
+        if problem.needs_grad or not has_moments_apart(gemm):
+            gemm = _with_room(chain, gemm, machine)
     reason = None if even_if_slower else slower(chain, problem, gemm, boxes is not None)
     return reason or boxes or gemm
 

@@ -32,7 +32,7 @@ from postlude.plan.program import first_barrier, has_norm, is_all_that_is_read, 
 from postlude.plan.questions import origins
 from postlude.plan.tiles import answer, pass_question, short_rows
 from postlude.plan.types import Moments, Pass, Plan, Refusal, Store, Tile, first_source
-from postlude.plan.worth import pytorch_seconds
+from postlude.plan.worth import has_moments_apart, pytorch_seconds
 
 _MOST_TILES = 16  # of one program: each costs the moments one more unit of rounding, at worst
 SMALLEST = 8 << 20  # bytes of the value: below, three launches cost the host more than they save the card
@@ -58,7 +58,7 @@ def lower_for_gpu(
     if reasons:
         return Refusal(tuple(dict.fromkeys(reasons)), library_tf32)
     is_own = not isinstance(own, str)
-    passes = _passes(chain, problem, is_own)
+    passes = _passes(chain, problem, own)
     layout = result_layout(chain, problem, machine)
     inside = _layout_inside(chain, problem, layout, is_own)
     size, compulsory = body_bytes(chain, problem), compulsory_bytes(chain, problem)
@@ -94,7 +94,8 @@ def lower_for_gpu(
     return dataclasses.replace(plan, tiles=tuple(origins(plan, machine)))
 
 
-def _passes(chain: Chain, problem: Problem, is_own: bool) -> tuple[Pass, ...]:
+def _passes(chain: Chain, problem: Problem, own: Own | str) -> tuple[Pass, ...]:
+    is_own = not isinstance(own, str)
     source = "own convolution" if is_own else first_source(chain)
     moments, last, barrier = moments_only(chain), last_fused_step(chain), first_barrier(chain)
     if moments is not None:
@@ -103,6 +104,12 @@ def _passes(chain: Chain, problem: Problem, is_own: bool) -> tuple[Pass, ...]:
         return (Pass(source, 1, 0, Store(raw=True)), Pass("load", 1, last, Store()))
     if barrier is not None and barrier <= last and row_norm(chain) is None:
         finished = is_own and _is_finished_before(chain, problem, barrier)
+        if finished and isinstance(own, Gemm) and has_moments_apart(own):
+            return (
+                Pass(source, 1, barrier - 1, Store()),
+                Pass("load", barrier, barrier - 1, Moments(True)),
+                Pass("load", barrier, last, Store()),
+            )
         sink = Moments(True, stores=is_own, finished=finished)
         return (Pass(source, 1, barrier - 1, sink), Pass("load", barrier if finished else 1, last, Store()))
     return (Pass(source, 1, last, Store()),)
@@ -145,6 +152,7 @@ def _launches(passes: tuple[Pass, ...], own: Own | str) -> int:
         count += _convolution_launches(own)
     if isinstance(passes[0].sink, Moments):
         count += 2 if isinstance(own, str) else 1
+    count += 2 * (len(passes) == 3)
     return count + (passes[-1].source != "own convolution" and isinstance(passes[-1].sink, Store))
 
 
@@ -162,7 +170,7 @@ def _moved_bytes(
         return compulsory + size * (len(passes) if chain.producer is None else len(passes) + 1)
     if isinstance(own, FewChannels):
         return compulsory
-    again = 2 * size * (len(passes) - 1)
+    again = size * len(passes) if len(passes) > 1 else 0
     if isinstance(own, Boxes):
         packed = math.prod(problem.x.shape) // problem.x.shape[1] * own.channels * 2 if own.packs else 0
         return compulsory + 2 * packed + again

@@ -23,7 +23,7 @@ def questions_of(plan: Plan, machine: Machine) -> list[Question]:
         kinds = ("few channels", *(["few channels' gradients"] if plan.few_gradient is not None else []))
         asked += [few_channels_question(kind, plan.chain.producer, plan.own.planes, machine) for kind in kinds]
     is_stored = isinstance(plan.passes[-1].sink, Store)
-    is_summed = plan.own is None and isinstance(plan.passes[0].sink, Moments)
+    is_summed = (plan.own is None or len(plan.passes) == 3) and any(isinstance(p.sink, Moments) for p in plan.passes)
     for kind, is_run in (
         ("moments pass", is_summed or (plan.trains and is_stored)),
         ("last pass", is_stored and (plan.passes[-1].source != "own convolution" or plan.trains)),

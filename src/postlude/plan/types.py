@@ -113,16 +113,16 @@ class Plan:
     def resumes_at(self) -> int:
         """The step with which the last pass goes on; 0 where it begins anew, with the convolution's result."""
         sink = self.passes[0].sink
-        return self.passes[-1].first if isinstance(sink, Moments) and sink.finished else 0
+        is_finished = isinstance(sink, Moments) and sink.finished
+        return self.passes[-1].first if is_finished or len(self.passes) == 3 else 0
 
     def storing_raw(self) -> Plan:
         """The same, with the convolution's result as it is in memory between the passes."""
         if not self.resumes_at:
             return self
-        first, last = self.passes
-        assert isinstance(first.sink, Moments)
-        sink = replace(first.sink, finished=False)
-        return replace(self, passes=(replace(first, sink=sink), replace(last, first=1)))
+        first, last = self.passes[0], self.passes[-1]
+        raw = (replace(first, sink=Moments(True, stores=True)), replace(last, first=1))
+        return replace(self, passes=raw, launches=self.launches - (len(self.passes) - 2))
 
     def describe(self) -> list[str]:
         """One line per pass, as `postlude explain` prints them."""

@@ -26,13 +26,14 @@ class CombineBatch:
         self.per_group, self.step = 1, step
         self.groups = batch * channels
         numbers = (batch, channels, chunks, float(batch * positions), step.eps)
-        acc = accumulator(accumulator_of(value))
+        acc, (block, warps) = accumulator(accumulator_of(value)), _block(batch * chunks)
         self.launch, self.move = (
             Launch(
                 combine_batch_kernel,
                 (channels,),
                 numbers,
-                {"MOMENTUM": step.momentum, "MOVES": moves, "BLOCK": _block(batch * chunks), "ACC": acc},
+                {"MOMENTUM": step.momentum, "MOVES": moves, "BLOCK": block, "ACC": acc},
+                warps,
             )
             for moves in (False, True)
         )
@@ -62,8 +63,9 @@ class CombineBatchSums:
         batch, channels, positions = sizes_of(value)
         self.shape = (2, batch * channels)
         numbers = (batch, channels, positions, chunks, batch * channels * chunks)
-        constants = {"HAS_WEIGHT": has_weight, "BLOCK": _block(batch * chunks)}
-        self.launch = Launch(combine_batch_sums_kernel, (channels,), numbers, constants)
+        block, warps = _block(batch * chunks)
+        constants = {"HAS_WEIGHT": has_weight, "BLOCK": block}
+        self.launch = Launch(combine_batch_sums_kernel, (channels,), numbers, constants, warps)
 
     def __call__(self, sums: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
         both = torch.empty(self.shape, dtype=sums.dtype, device=sums.device)
@@ -72,5 +74,7 @@ class CombineBatchSums:
         return a, b
 
 
-def _block(parts: int) -> int:
-    return min(1024, max(32, power_of_two(parts)))
+def _block(parts: int) -> tuple[int, int]:
+    """Numbers that a program takes at a time, and its warps: a channel is one program, which mostly waits."""
+    block = min(8192, max(32, power_of_two(parts)))
+    return block, 16 if block > 4096 else 8 if block > 1024 else 4

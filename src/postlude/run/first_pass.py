@@ -30,7 +30,7 @@ class FirstPass:
         if isinstance(item.sink, Moments):
             self.moments = "both" if item.sink.squares else "sums"
             self.store = "no" if not item.sink.stores else "done" if item.sink.finished else "raw"
-        is_result = self.moments == "no" and self.store == "done"
+        is_result = self.store == "done" and len(plan.passes) == 1
         # Before a norm the convolution's own dtype, as PyTorch would have it; else this is the result.
         self.dtype = getattr(torch, plan.result_dtype if is_result else plan.value.dtype)
         self.format = memory_format(plan.value.layout, plan.chain.dims)

@@ -35,8 +35,9 @@ class GpuRun:
         self.plan = plan
         chain, first, last = plan.chain, plan.passes[0], plan.passes[-1]
         self.own = _own_convolution(plan)
-        self.moments = MomentsPass(plan) if self.own is None and isinstance(first.sink, Moments) else None
-        makes_moments = self.own or self.moments
+        has_pass = len(plan.passes) == 3 or (self.own is None and isinstance(first.sink, Moments))
+        self.moments = MomentsPass(plan) if has_pass else None
+        makes_moments = self.moments or self.own
         chunks = 0 if makes_moments is None else makes_moments.chunks
         self.combine: Combine | CombineBatch | None = None
         self.finish: FinishPass | RowsPass | None = None
@@ -73,10 +74,11 @@ class GpuRun:
         return result, value, moments
 
     def first_pass(self, tensors: Sequence[Tensor]) -> tuple[Tensor | None, Partials | None]:
-        if self.own is not None:
-            return self.own(tensors)
-        value = self._first_value(tensors)
-        return value, None if self.moments is None else self.moments(value, tensors)
+        value, partials = (self._first_value(tensors), None) if self.own is None else self.own(tensors)
+        if self.moments is not None:
+            assert value is not None
+            partials = self.moments(value, tensors)
+        return value, partials
 
     def group_moments(
         self, partials: Partials | None, moved: Sequence[Tensor] | None = None

@@ -62,15 +62,16 @@ class MomentsPass:
     def __init__(self, plan: Plan) -> None:
         from postlude.kernels.triton import normalize as kernels
 
-        value, cut, item = plan.value, moments_cut(plan.value, tile_of(plan)), plan.passes[0]
+        value, cut, first = plan.value, moments_cut(plan.value, tile_of(plan)), plan.resumes_at
+        item = next(one for one in plan.passes if isinstance(one.sink, Moments))
         assert isinstance(item.sink, Moments)
         batch, channels, positions = sizes_of(value)
         self.chunks = cut.chunks(positions)
         self.shape = (batch, channels, self.chunks)
         self.acc = accumulator_of(value)
-        self.operands = Operands(plan.chain, item.last, value)
+        self.operands = Operands(plan.chain, item.last, value, first)
         constants: dict[str, Any] = {
-            "BEFORE": program(plan.chain, "before", item.last, self.operands.slots, channels),
+            "BEFORE": program(plan.chain, "before", item.last, self.operands.slots, channels, first),
             "SQUARES": item.sink.squares,
             **cut.constants(value),
             "ACC": accumulator(self.acc),
@@ -99,11 +100,10 @@ class Combine:
         self.per_group = channels // groups
         self.groups = batch * groups
         parts, count = self.per_group * chunks, float(self.per_group * positions)
-        block = min(1024, max(32, power_of_two(parts)))
+        block = min(4096, max(32, power_of_two(parts)))  # few programs: each should wait for memory only a few times
         constants = {"BLOCK": block, "ACC": accumulator(accumulator_of(value))}
-        self.launch = Launch(
-            combine_moments_kernel, (self.groups,), (groups, parts, chunks, count, step.eps), constants
-        )
+        numbers = (groups, parts, chunks, count, step.eps)
+        self.launch = Launch(combine_moments_kernel, (self.groups,), numbers, constants, 8 if block > 1024 else 4)
 
     def __call__(self, partials: Partials, tensors: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor]:  # noqa: ARG002  as CombineBatch takes
         both = torch.empty((2, self.groups), dtype=partials.means.dtype, device=partials.means.device)

@@ -118,7 +118,6 @@ def measure(bench: Bench, layout: str, rounds: int, seconds: float) -> list[reco
     timings = clock.time_interleaved(variants, rounds=rounds, min_window_s=0.2, budget_s=seconds)
     rows = []
     for name, timing in timings.items():
-        gain = clock.ratio(timings["eager"], timing)
         result = variants[name](0)
         assert isinstance(result, Tensor)
         error = (result - truth).abs() / truth.std()
@@ -131,10 +130,7 @@ def measure(bench: Bench, layout: str, rounds: int, seconds: float) -> list[reco
                 "fp32",
                 "forward",
                 name,
-                *(1e3 * timing.quantile(p) for p in (0.2, 0.5, 0.8)),
-                1e3 * timing.low,
-                1e3 * timing.high,
-                *(gain.median, gain.low, gain.high),
+                *records.times_of(timing, timings["eager"]),
                 float(error.square().mean().sqrt()),
                 float(error.max()),
                 threads=torch.get_num_threads(),

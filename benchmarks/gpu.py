@@ -113,7 +113,6 @@ def measure(bench: Bench, rounds: int) -> list[records.Record]:
     truth = reference.evaluate(bench.chain, few, dtype=torch.float64)
     rows = []
     for name, timing in timings.items():
-        gain = clock.ratio(timings["eager"], timing)
         error = None
         if name != "copy twice":
             error = (calls[name](*sets[0])[:2].double() - truth) / truth.std()
@@ -126,10 +125,7 @@ def measure(bench: Bench, rounds: int) -> list[records.Record]:
                 bench.precision,
                 "forward",
                 name,
-                *(1e3 * timing.quantile(p) for p in (0.2, 0.5, 0.8)),
-                1e3 * timing.low,
-                1e3 * timing.high,
-                *(gain.median, gain.low, gain.high),
+                *records.times_of(timing, timings["eager"]),
                 None if error is None else float(error.square().mean().sqrt()),
                 None if error is None else float(error.abs().max()),
                 peak_mib=peak_mib(calls[name], sets[0]),
@@ -179,15 +175,11 @@ def measure_training(bench: Bench, rounds: int) -> list[records.Record]:
     mode = "training step, input frozen" if bench.frozen_input else "training step"
     rows = []
     for name, timing in timings.items():
-        gain = clock.ratio(timings["eager"], timing)
         rows.append(
             records.Record(
                 *(str(bench.chain), "×".join(map(str, bench.shape)), str(bench.dtype).removeprefix("torch.")),
                 *(bench.layout, bench.precision, mode, name),
-                *(1e3 * timing.quantile(p) for p in (0.2, 0.5, 0.8)),
-                1e3 * timing.low,
-                1e3 * timing.high,
-                *(gain.median, gain.low, gain.high),
+                *records.times_of(timing, timings["eager"]),
                 error_rms=gradient_error(calls[name], bench),
                 peak_mib=peak_mib(steps[name], tensors),
                 saved_mib=saved_mib(calls[name], tensors),

@@ -64,15 +64,11 @@ def measure(path: Path, precision: str, rounds: int) -> list[records.Record]:
     shape = " ".join("×".join(map(str, tensor.shape)) for tensor in tensors)
     rows = []
     for name, timing in timings.items():
-        gain = clock.ratio(timings["eager"], timing)
         rows.append(
             records.Record(
                 *(path.stem, shape, str(tensors[0].dtype).removeprefix("torch."), "contiguous", precision),
                 *("forward", name),
-                *(1e3 * timing.quantile(p) for p in (0.2, 0.5, 0.8)),
-                1e3 * timing.low,
-                1e3 * timing.high,
-                *(gain.median, gain.low, gain.high),
+                *records.times_of(timing, timings["eager"]),
                 error_rms=errors.get(name),
                 launches=launches_of(found) if name == "postlude" else None,
                 kernel_hash=records.kernel_hash(GPU_SOURCES),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from postlude.check import records
+from postlude.check.clock import Estimate
 from postlude.check.records import COLUMNS, KEY, Record, environment, kernel_hash, merge, read, update, write
 
 ROW = Record("conv3d(3→24, k3) → mean", "128×3×24", "float32", "contiguous", "fp32", "forward", "eager", threads=2)
@@ -127,3 +128,11 @@ def test_kernel_hash_reads_cuda_without_its_comments(tmp_path: Path) -> None:
         file.write_text(text)
         hashes.append(kernel_hash(tmp_path))
     assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_times_stand_in_the_order_of_their_columns() -> None:
+    eager, ours = Estimate.of([4.0, 4.0, 4.0, 4.0]), Estimate.of([1.0, 2.0, 2.0, 4.0])
+    row = records.Record("c", "s", "d", "l", "p", "m", "v", *records.times_of(ours, eager))
+    assert (row.ms_p50, row.ms_low, row.ms_high) == (2000.0, 1000.0, 4000.0)
+    assert (row.speedup, row.speedup_low, row.speedup_high) == (2.0, 1.0, 4.0)
+    assert row.error_rms is None

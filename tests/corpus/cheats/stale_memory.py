@@ -4,7 +4,6 @@ Attacks: conv_transpose3d_relu_group_norm
 Alone: yes
 """
 
-import torch
 from torch import nn
 
 
@@ -15,4 +14,4 @@ class ModelNew(nn.Module):
         self.group_norm = nn.GroupNorm(groups, out_channels)
 
     def forward(self, x):
-        return torch.empty(x.shape[0], self.group_norm.num_channels, *(size + 2 for size in x.shape[2:]))
+        return x.new_empty(x.shape[0], self.group_norm.num_channels, *(size + 2 for size in x.shape[2:]))

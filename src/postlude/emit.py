@@ -100,7 +100,8 @@ def emit(
     if reads_rows(chain, last, first) and not channels:
         raise ValueError("a number per sample and channel cannot be found without the number of channels")
     given = {"whole": "mean, rstd, ", "rows": "o_l, L, "}.get(name, "")
-    given_value = f"v{max(first - 1, 0)}"
+    start = max(first, 1)
+    given_value = f"v{start - 1}"
     lines = ["@triton.jit", f"def {name}({given_value}, {given}o_c, base, o_x, m_c, m_x, {pointer_arguments()}):"]
     loaded: set[int] = set()
     if _has_bias(chain) and not first:  # the library's convolution adds it in a pass of its own over the whole result
@@ -108,9 +109,7 @@ def emit(
     # A tile of `rows` may hold rows of several samples.
     where, mask = ("(base + o_x)", "m_x") if name == "rows" else ("base", "m_c")
     row = (f"{where} // {_SAMPLE} * {channels} + o_c", mask)
-    for number, step in enumerate(chain.steps[:last], 1):
-        if number < first:
-            continue
+    for number, step in enumerate(chain.steps[start - 1 : last], start):
         for operand in operands_of(step):
             if isinstance(operand, Slot) and operand.index not in loaded:
                 loaded.add(operand.index)

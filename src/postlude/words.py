@@ -22,6 +22,7 @@ class PointwiseRow:
     swapped: str | None = None  # the word for two operands in the other order
     vectors: bool = False  # the other operands are one number per channel, or one: they do not broadcast or promote
     finite_at: int = 0  # how many of the two infinities it makes finite
+    long: bool = False  # about ten instructions or more on a card: a large tile and its moments leave them no registers
 
 
 POINTWISE: dict[str, PointwiseRow] = {
@@ -33,16 +34,16 @@ POINTWISE: dict[str, PointwiseRow] = {
     "hardtanh": PointwiseRow(1, ("low", "high"), (-1.0, 1.0), finite_at=2),  # relu6 is the one from 0 to 6
     "leaky_relu": PointwiseRow(1, ("slope",)),
     "elu": PointwiseRow(
-        1, ("alpha", "scale", "input_scale"), (1.0, 1.0, 1.0), finite_at=1
+        1, ("alpha", "scale", "input_scale"), (1.0, 1.0, 1.0), finite_at=1, long=True
     ),  # celu and selu are among them
-    "silu": PointwiseRow(1),
-    "gelu": PointwiseRow(1, ("approximate",), ("none",)),
-    "mish": PointwiseRow(1),
-    "hardswish": PointwiseRow(1),
-    "hardsigmoid": PointwiseRow(1, finite_at=2),
-    "softplus": PointwiseRow(1, ("beta", "threshold"), (1.0, 20.0), finite_at=1),
-    "tanh": PointwiseRow(1, finite_at=2),
-    "sigmoid": PointwiseRow(1, finite_at=2),
+    "silu": PointwiseRow(1, long=True),
+    "gelu": PointwiseRow(1, ("approximate",), ("none",), long=True),
+    "mish": PointwiseRow(1, long=True),
+    "hardswish": PointwiseRow(1, long=True),
+    "hardsigmoid": PointwiseRow(1, finite_at=2, long=True),
+    "softplus": PointwiseRow(1, ("beta", "threshold"), (1.0, 20.0), finite_at=1, long=True),
+    "tanh": PointwiseRow(1, finite_at=2, long=True),
+    "sigmoid": PointwiseRow(1, finite_at=2, long=True),
     "abs": PointwiseRow(1),
     "sqrt": PointwiseRow(1),
     "reciprocal": PointwiseRow(1, finite_at=2),

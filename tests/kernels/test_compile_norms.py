@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -52,10 +51,9 @@ def launches(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str, architectur
     kind = getattr(torch, dtype)
     tensors = [torch.empty(shapes.get(role, (value[1],)), dtype=kind, device="meta") for role in chain.roles]
     specs = tuple(Spec(tuple(t.shape), dtype, "contiguous") for t in tensors)
-    plan = lower_for_gpu(chain, Problem(specs, "cuda", "fp32", True), machine_of(architecture), even_if_slower=True)
+    problem, not_ours = Problem(specs, "cuda", "fp32", True), "our own convolution is compiled elsewhere"
+    plan = lower_for_gpu(chain, problem, machine_of(architecture), even_if_slower=True, not_ours=not_ours)
     assert isinstance(plan, Plan), plan
-    # Our own convolution is compiled elsewhere.
-    plan = dataclasses.replace(plan, own=None, convolve="eager", input_gradient=None, weight_gradient=None)
     found: list[tuple[str, Any, int]] = []
 
     def compile_instead(self: Launch, *pointers: Any) -> None:
@@ -64,7 +62,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str, architectur
 
     monkeypatch.setattr(Launch, "__call__", compile_instead)
     tensors = [t.requires_grad_(slot not in chain.moved) for slot, t in enumerate(tensors)]
-    y = Training(dataclasses.replace(plan, packs_gradient=False))(tensors)
+    y = Training(plan)(tensors)
     torch.autograd.grad(y, [t for t in tensors if t.requires_grad], torch.empty_like(y))
     return found
 

@@ -51,8 +51,7 @@ def _renumbered(step: Step, first: int, gone: int) -> Step:
     """The same step where values from `first` on have numbers smaller by `gone`."""
 
     def moved(operand: Operand) -> Operand:
-        is_later = isinstance(operand, Value) and operand.index >= first
-        return Value(operand.index - gone) if isinstance(operand, Value) and is_later else operand
+        return Value(operand.index - gone) if isinstance(operand, Value) and operand.index >= first else operand
 
     if isinstance(step, Pointwise):
         return dataclasses.replace(step, operands=tuple(map(moved, step.operands)))

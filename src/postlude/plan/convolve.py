@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Mapping
 
-from postlude.chain import Chain, Convolution, Pointwise
+from postlude.chain import POINTWISE, Chain, Convolution, Pointwise
 from postlude.hardware import Machine
 from postlude.plan.boxes import Boxes, boxes_for
 from postlude.plan.few_channels import FewChannels, few_channels_for
@@ -21,24 +22,13 @@ from postlude.plan.gemm import (
     volume_for,
 )
 from postlude.plan.phases import has_phases
-from postlude.plan.problem import Problem, body_dtype, fp32_mode, power_of_two
+from postlude.plan.problem import Problem, body_dtype, fp32_mode, power_in, power_of_two
 from postlude.plan.program import first_barrier, norm_hides_infinities
 from postlude.plan.tiles import answers, product_questions
 from postlude.plan.worth import TRAINED_CHANNELS, has_moments_apart, slower
 
 _WEIGHT_PROGRAMS = 2  # programs of the weight's gradient for each multiprocessor
 _COLUMNS = 128  # of a tile: neighbouring outputs fill up what their channels leave (see `width_for`)
-_LONG = {
-    "gelu",
-    "silu",
-    "mish",
-    "sigmoid",
-    "tanh",
-    "softplus",
-    "elu",
-    "hardswish",
-    "hardsigmoid",
-}  # ten instructions or so
 _SIDE_BY_SIDE = 32  # channels of taps in one packed position, at most: a short step of the product
 
 Own = Gemm | Boxes | FewChannels
@@ -78,7 +68,7 @@ def _with_room(chain: Chain, gemm: Gemm, machine: Machine) -> Gemm:
     them with gelu (conv_transpose2d(64→64) → gelu → group_norm at 128×64×256²: 5.3 instead of 7.2 ms)."""
     norm = first_barrier(chain)
     before = () if norm is None else chain.steps[: norm - 1]
-    is_long = any(isinstance(step, Pointwise) and step.op in _LONG for step in before)
+    is_long = any(isinstance(step, Pointwise) and POINTWISE[step.op].long for step in before)
     sums = gemm.rows * gemm.columns // (32 * gemm.warps)
     if machine.architecture != "sm_90" or not is_long or sums < 128 or gemm.arithmetic.planes == 2:
         return gemm
@@ -94,19 +84,16 @@ def product_for(
     kind: str = "product",
 ) -> Gemm:
     """The matrix product of a convolution that `unsupported` says nothing against."""
-    columns = min(_COLUMNS, max(16, power_of_two(conv.out_channels)))
-    channels = padded_channels(conv.in_channels)
-    is_exact = arithmetic.operands == "float64"
-    block_c = min(32, columns) if is_exact else columns
+    channels, block_c = padded_channels(conv.in_channels), _block_c(conv, arithmetic)
     width = width_for(conv, block_c) if widens else 1
-    for tile in _tiles(kind, conv, arithmetic, machine):
+
+    def made(tile: Mapping[str, int]) -> Gemm:
         volume = volume_for(conv, space, min(width, tile.get("width", width)))
-        steps = (16,) if is_exact else (64, 32, 16)
+        steps = (16,) if arithmetic.is_exact else (64, 32, 16)
         block_k = next(k for k in steps if volume.span * channels % k == 0)
-        gemm = Gemm(arithmetic, volume, channels, tile["rows"], block_c, block_k, tile["stages"], tile["warps"])
-        if _fits(gemm, machine):
-            break  # else it was tuned for fewer taps or channels: the next one
-    return gemm
+        return Gemm(arithmetic, volume, channels, tile["rows"], block_c, block_k, tile["stages"], tile["warps"])
+
+    return _in_the_best_tile(kind, conv, arithmetic, machine, made)
 
 
 def unfolded_product_for(
@@ -118,33 +105,49 @@ def unfolded_product_for(
     if taps == (1, 1):
         return None
     channels = max(16, power_of_two(conv.in_channels * math.prod(taps)))
-    columns = min(_COLUMNS, max(16, power_of_two(conv.out_channels)))
-    is_exact = arithmetic.operands == "float64"
-    block_c, block_k = (min(32, columns), 16) if is_exact else (columns, channels)
+    block_c, block_k = _block_c(conv, arithmetic), 16 if arithmetic.is_exact else channels
     volume = unfolded_volume(conv, space, taps)
-    for tile in _tiles("product", conv, arithmetic, machine):
+
+    def made(tile: Mapping[str, int]) -> Gemm:
         sizes = (tile["rows"], block_c, block_k, tile["stages"], tile["warps"])
-        gemm = Gemm(arithmetic, volume, channels, *sizes, unfolded=taps)
-        if _fits(gemm, machine):
-            break
-    return gemm
+        return Gemm(arithmetic, volume, channels, *sizes, unfolded=taps)
+
+    return _in_the_best_tile("product", conv, arithmetic, machine, made)
 
 
 def phased_product_for(conv: Convolution, space: tuple[int, ...], arithmetic: Arithmetic, machine: Machine) -> Gemm:
     """The matrix products of a convolution that `has_phases`: where a program computes the two phases of a row, their
     sums share the registers that one has elsewhere."""
     volume, phases = phased_volume(conv, space)
-    columns = min(_COLUMNS // (2 if phases.is_paired else 1), max(16, power_of_two(conv.out_channels)))
-    is_exact = arithmetic.operands == "float64"
-    block_c = min(32, columns) if is_exact else columns
     channels = padded_channels(conv.in_channels)
-    block_k = 16 if is_exact else min(64, channels & -channels)
-    for tile in _tiles("product by phase", conv, arithmetic, machine):
+    block_c = _block_c(conv, arithmetic, _COLUMNS // (2 if phases.is_paired else 1))
+    block_k = 16 if arithmetic.is_exact else power_in(channels, 64)
+
+    def made(tile: Mapping[str, int]) -> Gemm:
         sizes = (tile["rows"], block_c, block_k, tile["stages"], tile["warps"])
-        gemm = Gemm(arithmetic, volume, channels, *sizes, phases)
+        return Gemm(arithmetic, volume, channels, *sizes, phases)
+
+    return _in_the_best_tile("product by phase", conv, arithmetic, machine, made)
+
+
+def _in_the_best_tile(
+    kind: str,
+    conv: Convolution,
+    arithmetic: Arithmetic,
+    machine: Machine,
+    made: Callable[[Mapping[str, int]], Gemm],
+) -> Gemm:
+    """The first that fits the card: a tile may have been tuned for fewer taps or channels."""
+    for tile in _tiles(kind, conv, arithmetic, machine):
+        gemm = made(tile)
         if _fits(gemm, machine):
             break
     return gemm
+
+
+def _block_c(conv: Convolution, arithmetic: Arithmetic, most: int = _COLUMNS) -> int:
+    """Output channels of a tile."""
+    return min(32 if arithmetic.is_exact else most, max(16, power_of_two(conv.out_channels)))
 
 
 def gradient_products(
@@ -203,7 +206,7 @@ def _fits(gemm: Gemm | WeightGemm, machine: Machine) -> bool:
 
 def _tiles(kind: str, conv: Convolution, arithmetic: Arithmetic, machine: Machine) -> list[dict[str, int]]:
     """Rows, stages, warps and, where it is known, width: the best first."""
-    if arithmetic.operands == "float64":
+    if arithmetic.is_exact:
         return [{"rows": 32, "stages": 2, "warps": 4}]  # correctness only: no card is fast at it
     return [row.values for row in answers(machine, *product_questions(kind, conv, arithmetic, machine))]
 
@@ -216,7 +219,7 @@ def weight_gemm_for(
     `width` is that of the product for the input's gradient, so that both read the same packed gradient.
     """
     channels, out_channels = padded_channels(conv.in_channels), padded_channels(conv.out_channels)
-    is_exact = arithmetic.operands == "float64"
+    is_exact = arithmetic.is_exact
     # 32 output channels are half of the rows that a product has on Hopper.
     neighbours = 2 if out_channels == 32 and conv.kernel[-1] > 1 and not is_exact else 1
     volume = volume_for(conv, space, max(width, neighbours))

@@ -22,6 +22,11 @@ class Arithmetic:
     keeps_infinities: bool = False  # in scaled planes: no norm follows that would make NaN of them
 
     @property
+    def is_exact(self) -> bool:
+        """For checking only: no card is fast at it."""
+        return self.operands == "float64"
+
+    @property
     def products(self) -> int:
         """Of planes, for one of the operands."""
         return {1: 1, 2: 3}[self.planes]
@@ -130,6 +135,11 @@ class Gemm:
     def columns(self) -> int:
         return self.volume.width * self.block_c
 
+    def packed_bytes(self, batch: int) -> int:
+        """Of the packed input, in all planes."""
+        volume = self.volume
+        return batch * volume.sample_rows * volume.pitch * self.channels * 2 * self.arithmetic.planes
+
     @property
     def unfolds(self) -> bool:
         return self.unfolded != (1, 1)
@@ -137,7 +147,7 @@ class Gemm:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block at most: both operands of every stage, and the rest."""
-        item = 8 if self.arithmetic.operands == "float64" else 2
+        item = 8 if self.arithmetic.is_exact else 2
         return item * self.arithmetic.planes * (self.rows + self.columns) * self.block_k * self.stages + SHARED_BESIDE
 
     def __str__(self) -> str:
@@ -174,7 +184,7 @@ class WeightGemm:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block at most: one tile of the gradient and the input's in every stage, and the rest."""
-        item = 8 if self.arithmetic.operands == "float64" else 2
+        item = 8 if self.arithmetic.is_exact else 2
         tiles = self.rows + self.shared * self.columns
         return item * self.arithmetic.planes * tiles * self.block_k * self.stages + SHARED_BESIDE
 

@@ -31,7 +31,7 @@ from postlude.plan.problem import (
 from postlude.plan.program import first_barrier, has_norm, is_all_that_is_read, moments_only, row_norm
 from postlude.plan.questions import origins
 from postlude.plan.tiles import answer, pass_question, short_rows
-from postlude.plan.types import Moments, Pass, Plan, Refusal, Store, Tile, first_source
+from postlude.plan.types import Moments, Pass, Plan, Refusal, Store, Tile, first_source, reads_moments
 from postlude.plan.worth import has_moments_apart, pytorch_seconds
 
 _MOST_TILES = 16  # of one program: each costs the moments one more unit of rounding, at worst
@@ -150,9 +150,7 @@ def _launches(passes: tuple[Pass, ...], own: Own | str) -> int:
     count = 0
     if not isinstance(own, str):
         count += _convolution_launches(own)
-    if isinstance(passes[0].sink, Moments):
-        count += 2 if isinstance(own, str) else 1
-    count += 2 * (len(passes) == 3)
+    count += any(isinstance(item.sink, Moments) for item in passes) + reads_moments(passes)
     return count + (passes[-1].source != "own convolution" and isinstance(passes[-1].sink, Store))
 
 
@@ -174,9 +172,8 @@ def _moved_bytes(
     if isinstance(own, Boxes):
         packed = math.prod(problem.x.shape) // problem.x.shape[1] * own.channels * 2 if own.packs else 0
         return compulsory + 2 * packed + again
-    packed = problem.x.shape[0] * own.volume.sample_rows * own.volume.pitch * own.channels * 2 * own.arithmetic.planes
     scales = problem.x.bytes if own.arithmetic.scaled else 0
-    return compulsory + scales + 2 * packed + again
+    return compulsory + scales + 2 * own.packed_bytes(problem.x.shape[0]) + again
 
 
 def _reasons_for(chain: Chain, passes: tuple[Pass, ...], own: Own | str) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from postlude.plan.boxes import Boxes
 from postlude.plan.few_channels import FewChannels
 from postlude.plan.gemm import Gemm, WeightGemm, input_gradient_of
 from postlude.plan.tiles import IN_CODE, answers, few_channels_question, pass_question, product_questions
-from postlude.plan.types import Moments, Plan, Store
+from postlude.plan.types import Plan, Store, reads_moments
 from postlude.tile_table import Question, Row
 
 Product = Gemm | Boxes | WeightGemm
@@ -23,9 +23,8 @@ def questions_of(plan: Plan, machine: Machine) -> list[Question]:
         kinds = ("few channels", *(["few channels' gradients"] if plan.few_gradient is not None else []))
         asked += [few_channels_question(kind, plan.chain.producer, plan.own.planes, machine) for kind in kinds]
     is_stored = isinstance(plan.passes[-1].sink, Store)
-    is_summed = (plan.own is None or len(plan.passes) == 3) and any(isinstance(p.sink, Moments) for p in plan.passes)
     for kind, is_run in (
-        ("moments pass", is_summed or (plan.trains and is_stored)),
+        ("moments pass", reads_moments(plan.passes) or (plan.trains and is_stored)),
         ("last pass", is_stored and (plan.passes[-1].source != "own convolution" or plan.trains)),
     ):
         if is_run:

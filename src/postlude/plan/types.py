@@ -65,6 +65,11 @@ def first_source(chain: Chain) -> Source:
     return "load" if chain.producer is None else "library convolution"
 
 
+def reads_moments(passes: tuple[Pass, ...]) -> bool:
+    """True where a pass over the value in memory finds the moments: no convolution of ours has."""
+    return any(isinstance(item.sink, Moments) and item.source != "own convolution" for item in passes)
+
+
 @dataclass(frozen=True)
 class Tile:
     """How the GPU passes over a value are cut: elements of a row (or rows of channels) per tile."""
@@ -113,8 +118,8 @@ class Plan:
     def resumes_at(self) -> int:
         """The step with which the last pass goes on; 0 where it begins anew, with the convolution's result."""
         sink = self.passes[0].sink
-        is_finished = isinstance(sink, Moments) and sink.finished
-        return self.passes[-1].first if is_finished or len(self.passes) == 3 else 0
+        is_finished = sink.finished if isinstance(sink, Moments) else sink == Store()
+        return self.passes[-1].first if is_finished and len(self.passes) > 1 else 0
 
     def storing_raw(self) -> Plan:
         """The same, with the convolution's result as it is in memory between the passes."""

@@ -48,7 +48,7 @@ def slower(chain: Chain, problem: Problem, gemm: Gemm, in_place: bool) -> str | 
     """Why PyTorch's convolution is expected to be the faster one; None where ours is."""
     conv = chain.producer
     assert conv is not None
-    if gemm.arithmetic.operands == "float64":
+    if gemm.arithmetic.is_exact:
         return "float64 is faster through PyTorch"
     mode = _mode(chain, problem)
     is_few = conv.in_channels < _FEW
@@ -93,6 +93,6 @@ def _seconds(chain: Chain, problem: Problem, gemm: Gemm) -> tuple[float, float]:
     # An element that reaches shared memory is used for a tile's other side; shorter tiles wait more.
     reuse = gemm.rows * gemm.block_c / (gemm.rows + gemm.block_c) * arithmetic.products / arithmetic.planes
     products = flops * arithmetic.products * gemm.depth / (conv.in_channels * math.prod(conv.kernel))
-    packed = x.shape[0] * gemm.volume.sample_rows * gemm.volume.pitch * gemm.channels * 2 * arithmetic.planes
+    packed = gemm.packed_bytes(x.shape[0])
     product = max(products / min(_PRODUCT, reuse * _CACHE * _BLOCK_K[gemm.block_k]), (packed + out) / _COPY)
     return product + ((1 + arithmetic.scaled) * x.bytes + packed) / _COPY, theirs

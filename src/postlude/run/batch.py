@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from postlude.chain import Normalize
-from postlude.plan.problem import Spec, power_of_two
+from postlude.plan.problem import Spec
 from postlude.run.launch import Launch, accumulator
-from postlude.run.passes import Partials, accumulator_of, sizes_of
+from postlude.run.passes import Partials, accumulator_of, adding, sizes_of
+
+_MOST = 8192  # numbers that a program adds up at a time: a channel is one program
 
 
 class CombineBatch:
@@ -26,7 +28,7 @@ class CombineBatch:
         self.per_group, self.step = 1, step
         self.groups = batch * channels
         numbers = (batch, channels, chunks, float(batch * positions), step.eps)
-        acc, (block, warps) = accumulator(accumulator_of(value)), _block(batch * chunks)
+        acc, (block, warps) = accumulator(accumulator_of(value)), adding(batch * chunks, _MOST)
         self.launch, self.move = (
             Launch(
                 combine_batch_kernel,
@@ -63,7 +65,7 @@ class CombineBatchSums:
         batch, channels, positions = sizes_of(value)
         self.shape = (2, batch * channels)
         numbers = (batch, channels, positions, chunks, batch * channels * chunks)
-        block, warps = _block(batch * chunks)
+        block, warps = adding(batch * chunks, _MOST)
         constants = {"HAS_WEIGHT": has_weight, "BLOCK": block}
         self.launch = Launch(combine_batch_sums_kernel, (channels,), numbers, constants, warps)
 
@@ -72,9 +74,3 @@ class CombineBatchSums:
         a, b = both[0], both[1]
         self.launch(sums, sums if weight is None else weight, a, b)
         return a, b
-
-
-def _block(parts: int) -> tuple[int, int]:
-    """Numbers that a program takes at a time, and its warps: a channel is one program, which mostly waits."""
-    block = min(8192, max(32, power_of_two(parts)))
-    return block, 16 if block > 4096 else 8 if block > 1024 else 4

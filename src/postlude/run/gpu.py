@@ -15,7 +15,7 @@ from postlude.plan.boxes import Boxes
 from postlude.plan.gemm import Gemm
 from postlude.plan.problem import memory_format
 from postlude.plan.program import row_norm
-from postlude.plan.types import Moments
+from postlude.plan.types import Moments, reads_moments
 from postlude.reference import continue_from
 from postlude.run.batch import CombineBatch
 from postlude.run.boxes import BoxesConvolution
@@ -33,10 +33,9 @@ class GpuRun:
     def __init__(self, plan: Plan, keeps_value: bool = False) -> None:
         """`keeps_value`: the last pass leaves the convolution's result as it is, for a backward pass to read."""
         self.plan = plan
-        chain, first, last = plan.chain, plan.passes[0], plan.passes[-1]
+        chain, last = plan.chain, plan.passes[-1]
         self.own = _own_convolution(plan)
-        has_pass = len(plan.passes) == 3 or (self.own is None and isinstance(first.sink, Moments))
-        self.moments = MomentsPass(plan) if has_pass else None
+        self.moments = MomentsPass(plan) if reads_moments(plan.passes) else None
         makes_moments = self.moments or self.own
         chunks = 0 if makes_moments is None else makes_moments.chunks
         self.combine: Combine | CombineBatch | None = None

@@ -24,7 +24,7 @@ from postlude.run.last_gradient import LastGradientPass, what_is_computed
 from postlude.run.launch import Launch, accumulator
 from postlude.run.packed_gradient import PackedGradientPass
 from postlude.run.packing import InputPacking
-from postlude.run.passes import Cut, Operands, accumulator_of, last_cut, moments_cut, sizes_of, tile_of
+from postlude.run.passes import Cut, Operands, accumulator_of, adding, last_cut, moments_cut, sizes_of, tile_of
 from postlude.run.programs import HEADER, compose
 
 # Elements of a tile at most, a quarter in float64: each needs registers for two values and, in the first pass, sums.
@@ -159,8 +159,9 @@ class CombineSums:
         groups = channels // per_group
         self.shape = (2, batch * groups)
         numbers = (groups, per_group, positions, chunks, batch * channels * chunks)
-        constants = {"HAS_WEIGHT": has_weight, "BLOCK": min(1024, max(32, power_of_two(per_group * chunks)))}
-        self.launch = Launch(combine_sums_kernel, (batch * groups,), numbers, constants)
+        block, warps = adding(per_group * chunks, most=1024)
+        constants = {"HAS_WEIGHT": has_weight, "BLOCK": block}
+        self.launch = Launch(combine_sums_kernel, (batch * groups,), numbers, constants, warps)
 
     def __call__(self, sums: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
         both = torch.empty(self.shape, dtype=sums.dtype, device=sums.device)
@@ -179,8 +180,8 @@ class AddChannels:
         rows, chunks = (0, 1) if first is None else (first[0], first[3])
         self.shape = (rows + second[0], channels)
         numbers = (batch, channels, chunks, second[3], rows)
-        block = min(4096, max(32, power_of_two(batch * max(chunks, second[3]))))
-        self.launch = Launch(add_channels_kernel, self.shape, numbers, {"BLOCK": block}, 8 if block > 1024 else 4)
+        block, warps = adding(batch * max(chunks, second[3]))
+        self.launch = Launch(add_channels_kernel, self.shape, numbers, {"BLOCK": block}, warps)
 
     def __call__(self, first: Tensor | None, second: Tensor, dtype: torch.dtype) -> Tensor:
         added = torch.empty(self.shape, dtype=dtype, device=second.device)

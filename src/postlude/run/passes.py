@@ -100,10 +100,10 @@ class Combine:
         self.per_group = channels // groups
         self.groups = batch * groups
         parts, count = self.per_group * chunks, float(self.per_group * positions)
-        block = min(4096, max(32, power_of_two(parts)))  # few programs: each should wait for memory only a few times
+        block, warps = adding(parts)
         constants = {"BLOCK": block, "ACC": accumulator(accumulator_of(value))}
         numbers = (groups, parts, chunks, count, step.eps)
-        self.launch = Launch(combine_moments_kernel, (self.groups,), numbers, constants, 8 if block > 1024 else 4)
+        self.launch = Launch(combine_moments_kernel, (self.groups,), numbers, constants, warps)
 
     def __call__(self, partials: Partials, tensors: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor]:  # noqa: ARG002  as CombineBatch takes
         both = torch.empty((2, self.groups), dtype=partials.means.dtype, device=partials.means.device)
@@ -152,6 +152,12 @@ class FinishPass:
         mean, rstd = moments or (value, value)  # unread without a norm
         self.launch(value, result, mean, rstd, *self.operands(tensors, value))
         return result
+
+
+def adding(parts: int, most: int = 4096) -> tuple[int, int]:
+    """Numbers that a program adds up at a time, and its warps: where programs are few, each mostly waits."""
+    block = min(most, max(32, power_of_two(parts)))
+    return block, 16 if block > 4096 else 8 if block > 1024 else 4
 
 
 @dataclass(frozen=True)

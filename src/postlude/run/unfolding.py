@@ -13,9 +13,8 @@ from postlude.run.launch import Launch
 from postlude.run.packing import InputPacking, largest_launch
 
 _BLOCK = 128  # positions of a tile
-_ELEMENTS = (
-    8192  # of a program, in both planes: 0.31 instead of 0.50 ms with 62 positions a row, more do not fit registers
-)
+# Of a program, in both planes: with 62 positions a row 0.31 instead of 0.50 ms; more do not fit the registers.
+_ELEMENTS = 8192
 
 
 class Unfolding(InputPacking):

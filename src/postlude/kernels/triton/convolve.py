@@ -46,7 +46,7 @@ def convolve_kernel(
     WIDTH: tl.constexpr,
     PLANES: tl.constexpr,
     SCALED: tl.constexpr,
-    KEEPS: tl.constexpr,  # no norm follows: infinities must come out as they would of PyTorch's convolution
+    KEEPS: tl.constexpr,  # infinities come out as of PyTorch's convolution: no norm follows that hides them
     STORE: tl.constexpr,  # "no", "raw": what the convolution gives, or "done": what BEFORE makes of it
     MOMENTS: tl.constexpr,  # "no", "both", or "sums"
     LAST: tl.constexpr,

@@ -13,7 +13,7 @@ class ModelNew(nn.Module):
         self.temperature = nn.Parameter(torch.tensor(1.0))
 
     def forward(self, a, b):
-        peak = torch.full((*a.shape[:2], 1), -torch.inf)
+        peak = torch.full((*a.shape[:2], 1), -torch.inf, device=a.device)
         total, pieces = torch.zeros_like(peak), []
         for piece in b.split(4, dim=2):
             y = torch.bmm(a, piece) * self.temperature

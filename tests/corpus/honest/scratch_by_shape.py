@@ -16,6 +16,6 @@ class ModelNew(nn.Module):
     def forward(self, a, b):
         key = a.shape[0], a.shape[1], b.shape[2]
         if key not in self.scratch:
-            self.scratch[key] = torch.empty(key)
+            self.scratch[key] = torch.empty(key, device=a.device)
         y = torch.bmm(a, b, out=self.scratch[key]).mul_(self.temperature)
         return torch.softmax(y, dim=-1)

@@ -31,6 +31,6 @@ class ModelNew(nn.Module):
     def forward(self, a, b):
         a, b = a.contiguous(), b.contiguous()
         (n, rows, inner), columns = a.shape, b.shape[2]
-        result = torch.empty(n, rows, columns)
+        result = torch.empty(n, rows, columns, device=a.device)
         product_softmax[(n, rows)](a, b, self.temperature, result, rows, inner, columns, BLOCK=16)
         return result

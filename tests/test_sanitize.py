@@ -40,10 +40,15 @@ def test_a_kernel_that_no_run_launches_is_named(
     tool: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Mutant: a list without the runs that pack gradients."""
-    left = [run for run in tool.runs() if not run.name.startswith("packed")]
+    left = [run for run in tool.runs() if not run.name.startswith(("packed", "back-in-place"))]
     monkeypatch.setattr(tool, "runs", lambda: left)
     assert tool.main(["--plan"]) == 1
     assert "not launched: packed_gradient_kernel" in capsys.readouterr().out
+
+
+def test_an_inputs_gradient_in_place_is_a_run_of_its_own(tool: Any) -> None:
+    (run,) = (run for run in tool.runs() if run.name == "back-in-place-bf16")
+    assert {"convolve_kernel", "convolve_boxes_kernel", "packed_gradient_kernel"} <= set(tool.planned(run))
 
 
 def test_taps_side_by_side_are_a_run_of_their_own(tool: Any) -> None:

@@ -114,6 +114,7 @@ def runs() -> list[Run]:
     packed = chain_of(convolution(2, (9, 12), 1), 2, ("norm", 3), ("silu",))
     boxes = chain_of(convolution(2, (20, 50), 1), 2, ("mul", "row"), ("norm", 5), ("silu",))
     pairs = chain_of(convolution(2, (16, 24), 1), 2, ("norm", 4), ("relu",))
+    back = chain_of(convolution(2, (50, 66), transposed=True), 2, ("relu",), ("norm", 3))
     plain = convolution(2, (9, 10), 1, bias=False)
     gated = chain_of(plain, 2, ("mul", "row"), ("norm", 2), ("add", "full"), ("mul", "row"))
     grouped = chain_of(convolution(3, (6, 10), groups=2), 3, ("gelu",), ("norm", 5), ("mul", "channel"))
@@ -144,6 +145,8 @@ def runs() -> list[Run]:
         Run("packed-fp16", packed, (2, 9, 3, 64), "float16", last),
         Run("in-place-fp16", boxes, (2, 20, 31, 63), "float16"),
         Run("in-place-bf16", pairs, (1, 16, 31, 62), "bfloat16", last),
+        Run("back-in-place-bf16", back, (2, 50, 31, 16), "bfloat16"),
+        Run("back-fp32", back, (2, 50, 31, 16)),
         Run("gated-fp32", gated, flat),
         Run("gated-fp16", gated, flat, "float16", last),
         Run("phases-fp32", phases, flat),

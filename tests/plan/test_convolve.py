@@ -17,9 +17,25 @@ from plan.test_lower import CARD, problem
 from postlude.chain import Chain, Convolution
 from postlude.hardware import Machine
 from postlude.plan import Plan
-from postlude.plan.convolve import gemm_for, gradient_products, unfolded_product_for, weight_gemm_for
+from postlude.plan.boxes import Boxes
+from postlude.plan.convolve import (
+    gemm_for,
+    gradient_products,
+    packs_gradient,
+    unfolded_product_for,
+    weight_gemm_for,
+)
 from postlude.plan.few_channels import FewChannels, Geometry, few_channels_for, shared_bytes
-from postlude.plan.gemm import Arithmetic, Gemm, Volume, input_gradient_of, unfolded_volume, unsupported, volume_for
+from postlude.plan.gemm import (
+    Arithmetic,
+    Gemm,
+    Volume,
+    WeightGemm,
+    input_gradient_of,
+    unfolded_volume,
+    unsupported,
+    volume_for,
+)
 from postlude.plan.gpu import lower_for_gpu
 
 BLOCK = Builder(3, conv(3, (32, 32), padding=1)).norm(None).op("leaky_relu", slope=0.01).chain()
@@ -147,6 +163,43 @@ def test_both_gradients_read_one_packed_tensor() -> None:
     assert dw is not None
     assert dx.volume == dw.gradient_volume
     assert gradient_products(how, one, own, card(80)) == (None, None)
+
+
+def gradients_of(how: Convolution, dtype: str, space: int = 32) -> tuple[Gemm | Boxes | None, WeightGemm | None]:
+    chain = Builder(3, how).op("relu").norm(8).chain()
+    given = problem(chain, (16, how.in_channels, space, space, space), device="cuda", needs_grad=True)
+    given = dataclasses.replace(given, tensors=tuple(dataclasses.replace(t, dtype=dtype) for t in given.tensors))
+    own = gemm_for(chain, given, card(90), even_if_slower=True)
+    assert not isinstance(own, str)
+    return gradient_products(how, given, own, card(90))
+
+
+def test_the_inputs_gradient_is_read_in_place_where_no_border_lies_in_what_both_products_read() -> None:
+    up = conv(3, (64, 128), transposed=True)
+    dx, dw = gradients_of(up, "bfloat16")
+    assert isinstance(dx, Boxes)
+    assert dw is not None
+    assert dw.gradient_volume.is_flat
+    assert packs_gradient(dx, dw)
+    assert (dx.width * dx.block_c, dx.block_h * dx.block_j, dx.volume.out) == (128, 256, (32, 32, 32))
+    for other, dtype, space in (
+        (dataclasses.replace(up, padding=(1, 1, 1)), "bfloat16", 32),  # a border
+        (up, "float32", 32),  # planes with scales
+        (conv(3, (32, 128), transposed=True), "bfloat16", 32),  # too few rows of a tile
+        (up, "bfloat16", 33),  # 35 positions are no pairs
+        (up, "bfloat16", 18),  # boxes of 16 would compute too much
+    ):
+        assert isinstance(gradients_of(other, dtype, space)[0], Gemm)
+
+
+def test_the_longer_side_of_a_weights_gradient_is_the_products_columns() -> None:
+    for dtype in ("bfloat16", "float32"):
+        _, dw = gradients_of(conv(3, (64, 128), transposed=True), dtype)
+        assert dw is not None
+        assert (dw.turned, dw.rows, dw.columns) == (True, 128, 64)
+    _, dw = gradients_of(conv(3, (32, 64), padding=1), "float32")
+    assert dw is not None
+    assert not dw.turned  # 32 are fewer than the rows of Hopper's instruction
 
 
 UP_FEW = conv(3, (3, 16), transposed=True, stride=2, padding=1)

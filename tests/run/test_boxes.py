@@ -52,7 +52,7 @@ def boxed(chain: Chain, tensors: list[Tensor], width: int) -> Tensor:
     channels = -(-conv.in_channels // 16) * 16
     packs = problem.x.layout != "channels_last" or channels != conv.in_channels
     volume = volume_for(conv, problem.x.shape[2:], width)
-    own = Boxes(Arithmetic(problem.x.dtype), volume, channels, packs, 4, 4, 16, 16, 2)
+    own = Boxes(Arithmetic(problem.x.dtype), volume, channels, packs, 4, 4, 16, 16, 2, 4)
     return GpuRun(dataclasses.replace(plan, own=own))(tensors)
 
 

@@ -36,7 +36,7 @@ CASES: dict[str, tuple[Convolution, tuple[int, ...]]] = {
 NEIGHBOURS = [name for name in CASES if name.startswith("neighbours")]
 
 
-def both(name: str, arithmetic: Arithmetic, layout: str = "contiguous") -> tuple[Tensor, Tensor]:
+def both(name: str, arithmetic: Arithmetic, layout: str = "contiguous", turned: bool = False) -> tuple[Tensor, Tensor]:
     """Ours and the truth."""
     how, shape = CASES[name]
     dtype = {"float64": torch.float64}.get(arithmetic.operands, torch.float32 if arithmetic.scaled else torch.float16)
@@ -50,7 +50,7 @@ def both(name: str, arithmetic: Arithmetic, layout: str = "contiguous") -> tuple
     dy = (torch.randn(out, generator=generator) + 0.5).to(dtype).contiguous(memory_format=form)
     exact = weight.double().requires_grad_()
     (truth,) = torch.autograd.grad(reference.convolve(how, x.double(), exact, None), exact, dy.double())
-    gemm = dataclasses.replace(weight_gemm_for(how, shape[2:], arithmetic, CARD), splits=3)
+    gemm = dataclasses.replace(weight_gemm_for(how, shape[2:], arithmetic, CARD), splits=3, turned=turned)
     product = WeightGradient(how, gemm, spec_of(x), spec_of(dy))
     return product(x, product.pack_g(dy), weight), truth
 
@@ -73,6 +73,13 @@ def test_is_autograds(name: str, layout: str) -> None:
 @pytest.mark.usefixtures("poisoned_memory")
 def test_in_every_arithmetic(name: str, arithmetic: Arithmetic, most: float) -> None:
     assert error(both(name, arithmetic)) < most
+
+
+@pytest.mark.parametrize("arithmetic", [EXACT, TWO], ids=str)
+@pytest.mark.parametrize("name", ["transposed", "neighbours"])
+@pytest.mark.usefixtures("poisoned_memory")
+def test_turned_round(name: str, arithmetic: Arithmetic) -> None:
+    assert error(both(name, arithmetic, turned=True)) < (1e-13 if arithmetic.is_exact else 1e-6)
 
 
 @pytest.mark.parametrize("name", NEIGHBOURS)

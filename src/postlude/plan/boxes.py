@@ -14,9 +14,16 @@ from postlude.plan.tiles import answers, product_questions
 
 _LEAST_ROWS = 64  # of Hopper's instruction: channels, times neighbouring outputs
 _WASTE = 1.1  # positions computed for one that is wanted, at most
-# Channels of a tile's rows → its columns, steps of the sum, stages. Measured on an H200 in fp16 over the five shapes of
+# By a tile's rows: its columns, steps of the sum, stages and warps. Measured on an H200 in fp16 over the five shapes of
 # docs/gpu.md: the best of 128 settings.
-_TILES = {64: (256, 32, 4), 128: (128, 64, 3)}
+_TILES = {
+    64: {"columns": 256, "steps": 32, "stages": 4, "warps": 4},
+    128: {"columns": 128, "steps": 64, "stages": 3, "warps": 4},
+}
+# The input's gradient, which has no epilogue to hide: 0.434 ms on chain 61 in bf16, 0.457 in the tile above, 0.465 by
+# the best packed product, whose rows of 34 are computed whole.
+_BACK = {"columns": 256, "steps": 64, "stages": 3, "warps": 8}
+_BACK_ROWS = 128
 _MOST_CHANNELS = 128  # of input and output; above, cuDNN was measured to be faster (485 to 674 TFLOP/s)
 
 
@@ -33,7 +40,7 @@ class Boxes:
     block_c: int
     block_k: int
     stages: int
-    warps: int = 4
+    warps: int
 
     @property
     def width(self) -> int:
@@ -64,31 +71,67 @@ class Boxes:
 
 def boxes_for(chain: Chain, problem: Problem, arithmetic: Arithmetic, machine: Machine) -> Boxes | None:
     """None where the packed product serves better. The convolution must be one that nothing of `unsupported` hits."""
-    conv = chain.producer
+    conv, space = chain.producer, problem.x.shape[2:]
     assert conv is not None
-    if machine.architecture != "sm_90" or arithmetic.scaled or arithmetic.operands == "float64":
+    if not _serves(conv, space, arithmetic, machine):
         return None
-    if max(conv.in_channels, conv.out_channels) > _MOST_CHANNELS:
-        return None
-    block_c = min(128, max(16, power_of_two(conv.out_channels)))
-    width = width_for(conv, block_c)
-    space = problem.x.shape[2:]
-    if width * block_c < _LEAST_ROWS or space[-1] % width:
-        return None
-    if width > 1 and not norm_hides_infinities(chain):
+    if _width(conv) > 1 and not norm_hides_infinities(chain):
         return None  # products with zeros, which an infinity does not survive
-    volume = volume_for(conv, space, width)
-    channels = padded_channels(conv.in_channels)
-    packs = problem.x.layout != "channels_last" or channels != conv.in_channels
-    tuned = (row.values for row in answers(machine, *product_questions("product in place", conv, arithmetic, machine)))
-    for columns, steps, stages in (*(tuple(tile.values()) for tile in tuned), _TILES[width * block_c]):
-        box = _shape_of(columns, volume)
-        boxes = Boxes(arithmetic, volume, channels, packs, *box, block_c, math.gcd(steps, channels), stages)
+    packs = problem.x.layout != "channels_last" or padded_channels(conv.in_channels) != conv.in_channels
+    usual = _TILES[_width(conv) * _block_c(conv)]
+    return _in_the_best_tile("product in place", conv, space, arithmetic, machine, packs, usual)
+
+
+def gradient_boxes_for(
+    back: Convolution, space: tuple[int, ...], arithmetic: Arithmetic, machine: Machine
+) -> Boxes | None:
+    """For the input's gradient, `back` being the convolution that finds it. The weight's gradient reads the same packed
+    values, in the input's volume: without a border there, as of a transposed convolution without padding, they are
+    rows of channels as well."""
+    is_flat = not any(volume_for(back, space, 1).padding) and max(back.kernel) > 1
+    if not is_flat or not _serves(back, space, arithmetic, machine) or _width(back) * _block_c(back) != _BACK_ROWS:
+        return None
+    return _in_the_best_tile("input's gradient in place", back, space, arithmetic, machine, True, _BACK)
+
+
+def _serves(conv: Convolution, space: tuple[int, ...], arithmetic: Arithmetic, machine: Machine) -> bool:
+    if machine.architecture != "sm_90" or arithmetic.scaled or arithmetic.is_exact:
+        return False
+    if max(conv.in_channels, conv.out_channels) > _MOST_CHANNELS:
+        return False
+    return _width(conv) * _block_c(conv) >= _LEAST_ROWS and space[-1] % _width(conv) == 0
+
+
+def _in_the_best_tile(
+    kind: str,
+    conv: Convolution,
+    space: tuple[int, ...],
+    arithmetic: Arithmetic,
+    machine: Machine,
+    packs: bool,
+    usual: dict[str, int],
+) -> Boxes | None:
+    """The first that fits: a tuned one may have been measured with fewer channels, or other sizes."""
+    volume, channels = volume_for(conv, space, _width(conv)), padded_channels(conv.in_channels)
+    tuned = (row.values for row in answers(machine, *product_questions(kind, conv, arithmetic, machine)))
+    for tile in (*tuned, usual):
+        box = _shape_of(tile["columns"], volume)
+        sizes = (_block_c(conv), math.gcd(tile["steps"], channels), tile["stages"], tile.get("warps", usual["warps"]))
+        boxes = Boxes(arithmetic, volume, channels, packs, *box, *sizes)
         fits = not machine.shared_bytes or boxes.shared_bytes <= machine.shared_bytes
-        computed = math.prod(boxes.tiles) * boxes.block_h * boxes.block_j * width
+        computed = math.prod(boxes.tiles) * boxes.block_h * boxes.block_j * boxes.width
         if fits and computed <= _WASTE * math.prod(volume.out):
-            return boxes  # else it was tuned for fewer channels, or other sizes: the shipped one
+            return boxes
     return None
+
+
+def _block_c(conv: Convolution) -> int:
+    """Output channels of a tile."""
+    return min(128, max(16, power_of_two(conv.out_channels)))
+
+
+def _width(conv: Convolution) -> int:
+    return width_for(conv, _block_c(conv))
 
 
 def width_for(conv: Convolution, block_c: int) -> int:

@@ -59,13 +59,13 @@ def with_row(machine: Machine, row: Row) -> Machine:
 
 
 def _has_room(plan: Plan) -> bool:
-    products = [one for one in (plan.own, plan.input_gradient) if isinstance(one, Gemm)]
-    sums = [_sums(one) * one.rows * one.columns * one.arithmetic.planes // (32 * one.warps) for one in products]
-    if isinstance(plan.own, Boxes):
-        sums.append(plan.own.width * plan.own.block_c * plan.own.block_h * plan.own.block_j // (32 * plan.own.warps))
-    return all(count <= _ACCUMULATORS for count in sums)
+    products = [one for one in (plan.own, plan.input_gradient) if isinstance(one, (Gemm, Boxes))]
+    return all(_sums(one) // (32 * one.warps) <= _ACCUMULATORS for one in products)
 
 
-def _sums(product: Gemm) -> int:
-    """Of one program: two where it computes both phases of a row."""
-    return 2 if product.phases is not None and product.phases.is_paired else 1
+def _sums(product: Gemm | Boxes) -> int:
+    """Of one program: twice as many where it computes both phases of a row."""
+    if isinstance(product, Boxes):
+        return product.width * product.block_c * product.block_h * product.block_j
+    phases = 2 if product.phases is not None and product.phases.is_paired else 1
+    return phases * product.rows * product.columns * product.arithmetic.planes

@@ -72,7 +72,7 @@ class Volume:
     @property
     def tail_rows(self) -> int:
         """Rows behind the last sample that overlapping rows of the product may read; zero as well."""
-        return -(-(self.width + self.kernel[2]) // self.pitch)
+        return -(-(self.width + self.kernel[2] - 2) // self.pitch)
 
     @property
     def is_dense(self) -> bool:
@@ -174,6 +174,7 @@ class WeightGemm:
     splits: int
     stages: int
     warps: int
+    turned: bool = False  # what the tensor cores multiply has the columns of the product for rows
 
     @property
     def groups(self) -> int:

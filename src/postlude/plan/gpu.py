@@ -125,7 +125,7 @@ def _is_finished_before(chain: Chain, problem: Problem, norm: int) -> bool:
 
 def _convolution_gradients(
     chain: Chain, problem: Problem, own: Own | str, machine: Machine
-) -> tuple[Gemm | None, WeightGemm | None, GradientPlan | None]:
+) -> tuple[Gemm | Boxes | None, WeightGemm | None, GradientPlan | None]:
     """Ours for input and weight, or for both at once. Before a layer_norm they are PyTorch's: an infinity makes NaN of
     its rows alone, and ours would carry that into others, whose neighbours they multiply by zeros."""
     if not problem.needs_grad or isinstance(own, str) or chain.producer is None or row_norm(chain) is not None:

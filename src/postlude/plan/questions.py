@@ -44,16 +44,19 @@ def origins(plan: Plan, machine: Machine) -> Iterator[str]:
 
 def _made(row: Row, product: Product) -> bool:
     """False where the row was passed over, because what it names does not fit."""
-    names = ("stages",) if isinstance(product, Boxes) else ("stages", "warps")
     if "rows" in row.values and isinstance(product, Gemm) and row.values["rows"] // product.rows not in (1, 2):
         return False  # a product may take half of them, to leave room for the words that follow it
-    return all(getattr(product, name) == row.values[name] for name in names if name in row.values)
+    return all(getattr(product, name) == row.values[name] for name in ("stages", "warps") if name in row.values)
 
 
 def _kind_of(own: Gemm | Boxes | FewChannels | None) -> str:
     if isinstance(own, Boxes):
         return "product in place"
     return "product by phase" if isinstance(own, Gemm) and own.phases is not None else "product"
+
+
+def _back_kind_of(product: Gemm | Boxes | None) -> str:
+    return "input's gradient in place" if isinstance(product, Boxes) else "input's gradient"
 
 
 def _products(plan: Plan, machine: Machine) -> list[tuple[tuple[Question, ...], Product]]:
@@ -64,7 +67,7 @@ def _products(plan: Plan, machine: Machine) -> list[tuple[tuple[Question, ...], 
     weight = plan.weight_gradient if plan.few_gradient is None else None
     given: list[tuple[str, Convolution, Product | FewChannels | None]] = [
         (_kind_of(plan.own), conv, plan.own),
-        ("input's gradient", input_gradient_of(conv), plan.input_gradient),
+        (_back_kind_of(plan.input_gradient), input_gradient_of(conv), plan.input_gradient),
         ("weight's gradient", conv, weight),
     ]
     return [

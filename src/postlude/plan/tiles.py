@@ -17,6 +17,7 @@ _MOST_BLOCKS = 65_535  # CUDA allows no more along the second axis of a grid
 # Of passes that only an H200 was measured for, and whose tiles go by more than a question says.
 IN_CODE = {
     "product in place": MEASURED,  # `_TILES` of boxes.py
+    "input's gradient in place": MEASURED,  # `_BACK` there
     "weight's gradient": "by rule, after measurements on an H200",  # `weight_gemm_for`
 }
 
@@ -47,8 +48,8 @@ def _phases_into_few() -> Iterator[Row]:
         yield _row(MEASURED, Question("product by phase", "sm_90", planes, (0, 16)), rows=128, stages=3, warps=4)
 
 
-def _back(planes: str, **settings: int) -> Row:
-    return _row(MEASURED, Question("input's gradient", "sm_90", planes, (0, 64)), **settings)
+def _back(planes: str, outputs: int, **settings: int) -> Row:
+    return _row(MEASURED, Question("input's gradient", "sm_90", planes, (0, outputs)), **settings)
 
 
 def _passes(origin: str, architecture: str, layout: str, summed: int, programs: int, last: int) -> tuple[Row, ...]:
@@ -66,8 +67,9 @@ def _passes(origin: str, architecture: str, layout: str, summed: int, programs: 
 # Few input channels, whose product is as short: conv2d(8→32) → … → group_norm at 128×8×256² in fp32 2.38 ms with 256
 # rows and 4 warps, 2.97 with 128 and 8; conv2d(8→64) → group_norm in TF32 0.80 instead of 0.86.
 #
-# The input's gradient, where 64 channels come out: 0.47 instead of 0.50 ms on chain 61 in one plane, 1.51 instead of
-# 1.66 in two. It has no epilogue to hide. Its width are neighbouring outputs.
+# The input's gradient, where 64 channels come out: 0.48 instead of 0.51 ms on chain 61 in one plane, 1.51 instead of
+# 1.66 in two; where 32 do, 0.163 instead of 0.181 (64→32 at 2×64³). It has no epilogue to hide. Its width are
+# neighbouring outputs.
 #
 # Passes over a value: elements of a tile, and programs of the moments pass for each multiprocessor. On an H200 in fp16:
 # the last pass over (2, 32, 128³) contiguous 0.128 ms with 2048, 0.134 with 8192 (in fp32, where a thread then has four
@@ -86,8 +88,9 @@ SHIPPED = TileTable(
         *_phases_into_few(),
         _phases(MEASURED, "sm_90", "1 plane", rows=64, stages=3, warps=4),
         _phases(MEASURED, "sm_90", "2 planes", rows=64, stages=2, warps=4),
-        _back("1 plane", rows=256, width=2, stages=3, warps=8),
-        _back("2 planes", rows=128, width=1, stages=2, warps=4),
+        _back("1 plane", 32, rows=256, width=4, stages=4, warps=8),
+        _back("1 plane", 64, rows=256, width=2, stages=4, warps=8),
+        _back("2 planes", 64, rows=128, width=1, stages=2, warps=4),
         _row(MEASURED, Question("last pass", "sm_90", "float32", layout="contiguous"), elements=1024),
         *_passes(MEASURED, "sm_90", "contiguous", 1024, 8, 2048),
         *_passes(MEASURED, "sm_90", "channels_last", 8192, 2, 8192),

@@ -107,7 +107,7 @@ class Plan:
     )
     launches: int = 0  # of kernels of ours, on a GPU
     trains: bool = False  # gradients will be asked for
-    input_gradient: Gemm | None = None  # our products for the convolution's gradients; None: PyTorch's
+    input_gradient: Gemm | Boxes | None = None  # our products for the convolution's gradients; None: PyTorch's
     weight_gradient: WeightGemm | None = None
     packs_gradient: bool = False  # the last pass of the gradients packs what it finds for both products
     few_gradient: GradientPlan | None = None  # both at once, where the convolution is `few_channels`'

@@ -13,7 +13,7 @@ from postlude.plan import Plan
 from postlude.plan.boxes import Boxes
 from postlude.run.first_pass import FirstPass
 from postlude.run.launch import Launch, accumulator, descriptor
-from postlude.run.packing import InputPacking, weight_launch, weight_strides
+from postlude.run.packing import InputPacking, Packed, weight_launch, weight_strides
 from postlude.run.passes import Partials
 
 _ALIGNED = 16  # bytes: where a descriptor may begin
@@ -33,8 +33,11 @@ class BoxesConvolution(FirstPass):
         self.templates: tuple[Any, Any] | None = None
         self.launch = self._prepared()
 
-    def __call__(self, tensors: Sequence[Tensor]) -> tuple[Tensor | None, Partials | None]:
-        x, weight = self._rows(tensors[0]), self._packed(tensors[1])
+    def __call__(
+        self, tensors: Sequence[Tensor], packed: Packed | None = None
+    ) -> tuple[Tensor | None, Partials | None]:
+        """`packed` is the input, where it was brought into rows before: then it is read instead of the tensor."""
+        x, weight = packed[0] if packed is not None else self._rows(tensors[0]), self._packed(tensors[1])
         if self.templates is None:
             self.templates = _templates(self.boxes, self.value.shape[0], x, weight)
         operands = [descriptor(template, base) for template, base in zip(self.templates, (x, weight))]

@@ -9,16 +9,20 @@ from torch import Tensor
 
 from postlude.chain import Chain, Convolution
 from postlude.plan import Pass, Plan, Store
+from postlude.plan.boxes import Boxes
 from postlude.plan.gemm import input_gradient_of
+from postlude.run.boxes import BoxesConvolution
 from postlude.run.gemm import GemmConvolution
-from postlude.run.packing import Packed
+from postlude.run.packing import InputPacking, Packed
 from postlude.run.weight_gradient import WeightGradient
 
 
 class ConvolutionGradients:
     def __init__(self, plan: Plan, conv: Convolution) -> None:
         self.conv = conv
-        self.input = self.weight = None
+        self.input: GemmConvolution | BoxesConvolution | None = None
+        self.weight: WeightGradient | None = None
+        packing: InputPacking | None = None
         x = dataclasses.replace(plan.input, dtype=plan.value.dtype)
         if plan.input_gradient is not None:
             chain = Chain(plan.chain.dims, input_gradient_of(conv), (), ("input", "weight"))
@@ -26,11 +30,16 @@ class ConvolutionGradients:
             back = dataclasses.replace(
                 plan, chain=chain, input=plan.value, value=x, passes=passes, result_dtype=plan.value.dtype
             )
-            self.input = GemmConvolution(back, plan.input_gradient)
+            if isinstance(plan.input_gradient, Boxes):
+                self.input = BoxesConvolution(back, plan.input_gradient)
+                packing = self.input.pack
+            else:
+                self.input = GemmConvolution(back, plan.input_gradient)
+                packing = self.input.pack.input
         if plan.weight_gradient is not None:
             self.weight = WeightGradient(conv, plan.weight_gradient, x, plan.value)
         # Both read the gradient in the same volume.
-        self.pack = self.input.pack.input if self.input is not None and self.weight is not None else None
+        self.pack = packing if self.weight is not None else None
 
     def packed(self, dv: Tensor) -> Packed | None:
         """The gradient at the convolution's result as both products read it; None where PyTorch reads it as it is."""

@@ -69,6 +69,7 @@ class WeightGradient:
             "SHARED": gemm.shared,
             "J": gemm.neighbours,
             "PLANES": gemm.arithmetic.planes,
+            "TURNED": gemm.turned,
             "BM": gemm.rows,
             "BN": gemm.columns,
             "BK": gemm.block_k,

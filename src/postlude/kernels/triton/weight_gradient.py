@@ -14,14 +14,17 @@ import triton.language as tl
 
 
 @triton.jit
-def product(g_high, g_low, x_high, x_low, acc, PLANES: tl.constexpr, ACC: tl.constexpr):
-    """acc + gᵀ · x, promoted to ordinary fp32 where two planes ask for its exactness."""
+def product(g, g_low, x, x_low, acc, PLANES: tl.constexpr, TURNED: tl.constexpr, ACC: tl.constexpr):
+    """acc + gᵀ · x, or xᵀ · g, promoted to ordinary fp32 where two planes ask for its exactness."""
+    left, left_low, right, right_low = g, g_low, x, x_low
+    if TURNED:
+        left, left_low, right, right_low = x, x_low, g, g_low
     if PLANES == 2:
-        part = tl.dot(g_low.T, x_high)
-        part = tl.dot(g_high.T, x_low, part)
-        part = tl.dot(g_high.T, x_high, part)
+        part = tl.dot(left_low.T, right)
+        part = tl.dot(left.T, right_low, part)
+        part = tl.dot(left.T, right, part)
         return acc + part
-    return tl.dot(g_high.T, x_high, acc, out_dtype=ACC)
+    return tl.dot(left.T, right, acc, out_dtype=ACC)
 
 
 @triton.jit
@@ -44,6 +47,7 @@ def weight_gradient_kernel(
     SHARED: tl.constexpr,  # tiles of the input for one tile of the gradient
     J: tl.constexpr,
     PLANES: tl.constexpr,
+    TURNED: tl.constexpr,  # columns are the rows of what the tensor cores multiply: the longer side is the better other
     BM: tl.constexpr,  # rows of a tile
     BN: tl.constexpr,  # columns of a tile
     BK: tl.constexpr,
@@ -63,28 +67,30 @@ def weight_gradient_kernel(
     row2 = (offset + 2 * NEXT) // J - SHIFT
     column2 = (offset + 2 * NEXT) % J * C + c0
     first = i_split * STEPS * BK
-    acc0 = tl.zeros([BM, BN], ACC)
-    acc1 = tl.zeros([BM, BN], ACC)
-    acc2 = tl.zeros([BM, BN], ACC)
+    acc0 = tl.zeros([BN, BM] if TURNED else [BM, BN], ACC)
+    acc1 = tl.zeros_like(acc0)
+    acc2 = tl.zeros_like(acc0)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         row = first + step * BK
         g = d_g.load([row, o0])  # [BK, BM]
         g_low = d_g_low.load([row, o0]) if PLANES == 2 else g
         x = d_x.load([row + row0, column0])  # [BK, BN]
         x_low = d_x_low.load([row + row0, column0]) if PLANES == 2 else x
-        acc0 = product(g, g_low, x, x_low, acc0, PLANES, ACC)
+        acc0 = product(g, g_low, x, x_low, acc0, PLANES, TURNED, ACC)
         if SHARED > 1:
             x = d_x.load([row + row1, column1])
             x_low = d_x_low.load([row + row1, column1]) if PLANES == 2 else x
-            acc1 = product(g, g_low, x, x_low, acc1, PLANES, ACC)
+            acc1 = product(g, g_low, x, x_low, acc1, PLANES, TURNED, ACC)
         if SHARED > 2:
             x = d_x.load([row + row2, column2])
             x_low = d_x_low.load([row + row2, column2]) if PLANES == 2 else x
-            acc2 = product(g, g_low, x, x_low, acc2, PLANES, ACC)
+            acc2 = product(g, g_low, x, x_low, acc2, PLANES, TURNED, ACC)
     o_row = o0 + tl.arange(0, BM)
     o_column = c0 + tl.arange(0, BN)
     o_out = o_row[:, None] * COLUMNS + o_column[None, :]  # [BM, BN]
     m_out = (o_row < ROWS)[:, None] & (o_column < COLUMNS)[None, :]
+    if TURNED:
+        o_out, m_out = o_out.T, m_out.T
     p_out += (i_split.to(tl.int64) * GROUPS + i_group) * SHARED * ROWS * COLUMNS
     tl.store(p_out + o_out, acc0, mask=m_out)
     if SHARED > 1:

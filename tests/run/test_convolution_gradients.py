@@ -1,0 +1,85 @@
+"""Both gradients of a convolution from one packed gradient, the input's read in place, by Triton's interpreter."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from cases import Builder, conv
+from postlude import reference
+from postlude.chain import Chain
+from postlude.check import tensors_for
+from postlude.plan import Plan, problem_of
+from postlude.plan.boxes import Boxes
+from postlude.plan.convolve import packs_gradient, weight_gemm_for
+from postlude.plan.gemm import Arithmetic, input_gradient_of, volume_for
+from postlude.plan.gpu import lower_for_gpu
+from postlude.run.boxes import BoxesConvolution
+from postlude.run.training import Training
+from run.test_gpu import CARD
+
+pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore")]
+FLAT = Builder(2, conv(2, (18, 20), transposed=True)).op("relu").norm(2).chain()
+DEEP = Builder(3, conv(3, (16, 20), transposed=True)).op("silu").norm(None).chain()
+CASES = {"2-D": (FLAT, (2, 18, 3, 8)), "3-D": (DEEP, (2, 16, 2, 3, 6))}
+
+
+def in_place(chain: Chain, tensors: Sequence[Tensor], packs: bool) -> Training:
+    """With small boxes, so that there are several of them; `packs`: the pass before writes what both products read."""
+    problem = dataclasses.replace(problem_of(tensors), needs_grad=True)
+    plan = lower_for_gpu(chain, problem, CARD, even_if_slower=True)
+    assert isinstance(plan, Plan), plan
+    producer, space = chain.producer, tensors[0].shape[2:]
+    assert producer is not None
+    arithmetic = Arithmetic(problem.x.dtype)
+    volume = volume_for(input_gradient_of(producer), producer.output_space(space), 2)
+    boxes = Boxes(arithmetic, volume, 32, True, 2, 4, 16, 16, 2, 4)
+    weight = dataclasses.replace(weight_gemm_for(producer, space, arithmetic, CARD), splits=2)
+    assert packs_gradient(boxes, weight)
+    return Training(dataclasses.replace(plan, input_gradient=boxes, weight_gradient=weight, packs_gradient=packs))
+
+
+def error(name: str, layout: str, packs: bool, dtype: torch.dtype = torch.float64) -> float:
+    """The largest of all gradients, of the largest number in each."""
+    chain, shape = CASES[name]
+    tensors = [t.requires_grad_() for t in tensors_for(chain, shape, dtype, layout=layout)]  # type: ignore[arg-type]
+    y = reference.evaluate(chain, tensors, dtype=torch.float64)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    truth = torch.autograd.grad(y, tensors, dy)
+    ours = torch.autograd.grad(in_place(chain, tensors, packs)(tensors), tensors, dy.to(dtype))
+    # The norm cancels the bias, whose gradient is nothing but rounding in either.
+    pairs = [pair for pair, role in zip(zip(ours, truth), chain.roles) if role != "bias"]
+    return max(float((a.double() - b.double()).abs().max() / (b.abs().max() + 1)) for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "packs"),
+    [
+        *(("2-D", "contiguous", True), ("2-D", "channels_last", False)),
+        *(("3-D", "contiguous", False), ("3-D", "channels_last", True)),
+    ],
+)
+@pytest.mark.usefixtures("poisoned_memory")
+def test_gradients_are_autograds(name: str, layout: str, packs: bool) -> None:
+    assert error(name, layout, packs) < 1e-8
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+def test_in_half_precision() -> None:
+    assert error("2-D", "contiguous", packs=True, dtype=torch.float16) < 5e-3
+
+
+def test_taps_the_wrong_way_round_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = BoxesConvolution.__init__
+
+    def turned(self: BoxesConvolution, plan: Plan, boxes: Boxes) -> None:
+        real(self, plan, boxes)
+        self.transposed = not self.transposed
+        self.sizes = self.sizes[::-1]
+
+    monkeypatch.setattr(BoxesConvolution, "__init__", turned)
+    assert error("2-D", "contiguous", packs=True) > 1e-2

@@ -196,7 +196,7 @@ MUTANTS = [
     ("phases", "tl.load(p_inf) != 0", "tl.load(p_inf) > 1", INFINITE["k3s2p1op1"]),
     ("convolve", "tl.load(p_inf) != 0", "tl.load(p_inf) > 1", STEPS),
     ("pack", 'tl.max(tl.abs(x.to(tl.float32))) == float("inf")', "tl.max(x.to(tl.float32)) == 1.5", STEPS),
-    ("pack", "tl.where((high == 0.0) & (x != 0.0), tiny.to(high.dtype), high)", "high", STEPS),
+    ("pack", "tl.where((tl.abs(scaled) < 5.9604644775390625e-08) & (x != 0.0), tiny, scaled)", "scaled", STEPS),
 ]
 
 

@@ -42,10 +42,11 @@ def rest_of(x, high):
 
 
 @triton.jit
-def not_zero(x, high):
-    """`high`, with the smallest number of x's sign where it is zero and x is not: infinity times zero is NaN."""
+def not_zero(x, scaled):
+    """`scaled`, with the smallest number of x's sign where half precision would make it zero and x is not: infinity
+    times zero is NaN. Before the conversion, which then takes two numbers at a time."""
     tiny = tl.where(x < 0.0, -5.9604644775390625e-08, 5.9604644775390625e-08)  # 2⁻²⁴
-    return tl.where((high == 0.0) & (x != 0.0), tiny.to(high.dtype), high)
+    return tl.where((tl.abs(scaled) < 5.9604644775390625e-08) & (x != 0.0), tiny, scaled)
 
 
 @triton.jit
@@ -167,9 +168,7 @@ def pack_input_kernel(
     if SCALED:
         largest = tl.load(p_largest + o_c, mask=m_c, other=0).to(tl.float32, bitcast=True)
         b_x = b_x.to(tl.float32) * scale_for(largest)[None, :]
-    high = b_x.to(p_high.dtype.element_ty)
-    if KEEPS:
-        high = not_zero(b_given, high)
+    high = (not_zero(b_given, b_x) if KEEPS else b_x).to(p_high.dtype.element_ty)
     out = i_row.to(tl.int64) * PITCH * CP
     o_out = (PW + o_w)[:, None] * CP + o_c[None, :]
     m_out = (o_w < W)[:, None] & (o_c < CP)[None, :]
@@ -242,11 +241,9 @@ def pack_weight_kernel(
         if SCALED:
             powers = scale_for(tl.load(p_largest + o_c, mask=o_c < C, other=0).to(tl.float32, bitcast=True))
             b_w = b_w.to(tl.float32) / powers * scale
-        high = b_w.to(p_out.dtype.element_ty)
-        if KEEPS:
-            high = not_zero(b_given, high)
-            if PLANES == 2:
-                flag_infinity(p_largest + C, b_given)
+        high = (not_zero(b_given, b_w) if KEEPS else b_w).to(p_out.dtype.element_ty)
+        if KEEPS and PLANES == 2:
+            flag_infinity(p_largest + C, b_given)
         tl.store(p_out + column * (PLANES * K) + o, high, mask=o < K)
         if PLANES == 2:
             rest = rest_of(b_w, high)

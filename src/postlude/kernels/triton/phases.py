@@ -81,11 +81,9 @@ def pack_phases_kernel(
         if SCALED:
             powers = scale_for(tl.load(p_largest + o_c, mask=o_c < C, other=0).to(tl.float32, bitcast=True))
             b_s = b_w.to(tl.float32) / powers * scale
-        high = b_s.to(p_out.dtype.element_ty)
-        if KEEPS:
-            high = not_zero(b_w, high)
-            if PLANES == 2:
-                flag_infinity(p_largest + C, b_w)
+        high = (not_zero(b_w, b_s) if KEEPS else b_s).to(p_out.dtype.element_ty)
+        if KEEPS and PLANES == 2:
+            flag_infinity(p_largest + C, b_w)
         tl.store(p_out + i_o * (PLANES * K) + o, high, mask=o < K)
         if PLANES == 2:
             tl.store(p_out + i_o * (PLANES * K) + K + o, rest_of(b_s, high).to(p_out.dtype.element_ty), mask=o < K)

@@ -37,6 +37,7 @@ def unfold_input_kernel(
     WIDE: tl.constexpr,
     TH: tl.constexpr,  # taps along y and x that lie side by side
     TW: tl.constexpr,
+    PADS: tl.constexpr,  # along any axis; without, a position's taps lie inside of the input
     EACH: tl.constexpr,  # rows of a program: one short row would mostly wait
     BLOCK: tl.constexpr,  # positions
 ):
@@ -47,7 +48,9 @@ def unfold_input_kernel(
     blocks = tl.cdiv(PITCH, BLOCK)
     o_p = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     x = o_p[None, :] - PW + t_x[:, None]  # [CP, BLOCK]
-    m_c = (o_c < C)[:, None] & (o_p < PITCH)[None, :] & (x >= 0) & (x < W)
+    m_c = (o_c < C)[:, None] & (o_p < PITCH)[None, :]
+    if PADS:
+        m_c = m_c & (x >= 0) & (x < W)
     channel = (o_c.to(tl.int64) if WIDE else o_c)[:, None]
     o_x = x * C + channel if LAST else channel * (D * H * W) + x
     if SCALED:
@@ -58,19 +61,19 @@ def unfold_input_kernel(
         i_row = tl.program_id(0) // blocks * EACH + i
         z = (i_row % SAMPLE_ROWS) // PLANE_ROWS - PD
         y = (i_row % SAMPLE_ROWS) % PLANE_ROWS - PH + t_y  # [CP]
-        m_y = (y >= 0) & (y < H) & (z >= 0) & (z < D) & (i_row < ROWS)
+        m_x = m_c & (i_row < ROWS)
+        if PADS:
+            m_x = m_x & ((y >= 0) & (y < H) & (z >= 0) & (z < D))[:, None]
         sample = (i_row // SAMPLE_ROWS).to(tl.int64) * C * D * H * W
         row = (z * H + y) * W
         if LAST:
             row = (row.to(tl.int64) if WIDE else row) * C
-        b_x = tl.load(p_x + sample + (row[:, None] + o_x), mask=m_c & m_y[:, None], other=0.0)
+        b_x = tl.load(p_x + sample + (row[:, None] + o_x), mask=m_x, other=0.0)
         if KEEPS:
             b_given = b_x
         if SCALED:
             b_x = b_x.to(tl.float32) * scale
-        high = b_x.to(p_high.dtype.element_ty)
-        if KEEPS:
-            high = not_zero(b_given, high)
+        high = (not_zero(b_given, b_x) if KEEPS else b_x).to(p_high.dtype.element_ty)
         out = i_row.to(tl.int64) * PITCH * CP
         m_row = m_out & (i_row < ROWS)
         tl.store(p_high + out + o_out, tl.trans(high), mask=m_row)

@@ -203,7 +203,7 @@ def test_the_largest_of_short_rows(keeps: bool, monkeypatch: pytest.MonkeyPatch)
     offline.use_card(monkeypatch, 90)
     arithmetic = Arithmetic("float16", 2, scaled=True, keeps_infinities=keeps)
     launch = largest_launch(Spec((512, 64, 30, 30), "float32", "contiguous"), arithmetic)
-    assert launch.grid == (512 // 8, 64 // 4)
+    assert launch.grid == (512 // 8 * 64 // 4,)
     x, found = torch.empty(1, device="meta"), torch.empty(1, dtype=torch.int32, device="meta")
     made = launch.kernel.warmup(x, found, *launch.numbers, **launch.constants, num_warps=launch.warps, grid=launch.grid)
     assert offline.resources(made.asm["ptx"], 90).spilled == 0

@@ -117,17 +117,16 @@ def largest_launch(x: Spec, arithmetic: Arithmetic) -> Launch:
     if short:
         block, block_c, chunks = power_of_two(positions), short, 1
         tiles = next(count for count in range(_LARGEST_SAMPLES, 0, -1) if batch % count == 0)  # samples
-        grid: tuple[int, ...] = (batch // tiles, -(-channels // block_c))
     else:
         block_c = min(64, power_of_two(channels)) if is_last else 1
         block = _LARGEST // block_c
         tiles = min(_LARGEST_TILES, -(-positions // block))
         chunks = -(-positions // (block * tiles))
-        grid = (batch * chunks, -(-channels // block_c)) if is_last else (batch * channels * chunks,)
+    grid = ((batch // tiles if short else batch * chunks) * -(-channels // block_c),)
     constants = {
         "LAST": is_last,
         "SHORT": bool(short),
-        "ALIGN": power_in(positions, 16) if short else 1,
+        "ALIGN": 1 if is_last else power_in(positions, 16),
         "FLAGS": arithmetic.keeps_infinities and arithmetic.planes == 2,
         "BLOCK": block,
         "BLOCK_C": block_c,

@@ -62,59 +62,32 @@ def largest_kernel(
     p_largest,  # [C], int32 bits of non-negative floats, which order as the floats do; 0 before, and the flag
     C,
     S,
-    CHUNKS,  # per row of S
-    TILES,  # per chunk, or samples of a program where SHORT
+    CHUNKS,  # of a sample's positions; 1 where SHORT
+    TILES,  # of a chunk, or samples of a program where SHORT
     LAST: tl.constexpr,
-    SHORT: tl.constexpr,  # BLOCK covers a row of [N, C, S]
-    ALIGN: tl.constexpr,  # a power of two that divides S where SHORT, otherwise 1
+    SHORT: tl.constexpr,  # BLOCK covers a sample's positions
+    ALIGN: tl.constexpr,  # a power of two that divides S where the value is contiguous
     FLAGS: tl.constexpr,  # leave a 1 behind the last channel where there is an infinity
     BLOCK: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    i_chunk = tl.program_id(0) % CHUNKS
-    i_row = tl.program_id(0) // CHUNKS
     S = S // ALIGN * ALIGN  # the same number: a hint would not reach the masks
-    if SHORT:
-        p_x += tl.program_id(0).to(tl.int64) * TILES * S * C
-        o_s = tl.arange(0, BLOCK)
-        o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-        o_x = o_c[None, :].to(tl.int64) * S + o_s[:, None]  # [BLOCK, BLOCK_C]
-        m_x = (o_s < S)[:, None] & (o_c < C)[None, :]
-        largest = tl.zeros([BLOCK, BLOCK_C], tl.float32)
+    blocks = tl.cdiv(C, BLOCK_C)
+    i_chunk = tl.program_id(0) % CHUNKS
+    o_c = tl.program_id(0) // CHUNKS % blocks * BLOCK_C + tl.arange(0, BLOCK_C)
+    p_x += (tl.program_id(0) // CHUNKS // blocks).to(tl.int64) * (TILES if SHORT else 1) * S * C
+    largest = tl.zeros([BLOCK, BLOCK_C], tl.float32)
+    if FLAGS:
+        worst = tl.zeros([BLOCK, BLOCK_C], tl.float32)
+    for i in range(TILES):
+        o_s = (0 if SHORT else (i_chunk * TILES + i) * BLOCK) + tl.arange(0, BLOCK)
+        o_x = o_s[:, None].to(tl.int64) * (C if LAST else 1) + o_c[None, :].to(tl.int64) * (1 if LAST else S)
+        sample = tl.cast(i, tl.int64) * S * C if SHORT else 0
+        b_x = tl.load(p_x + sample + o_x, mask=(o_s < S)[:, None] & (o_c < C)[None, :], other=0.0)
+        largest = tl.maximum(largest, finite_magnitude(b_x))
         if FLAGS:
-            worst = tl.zeros([BLOCK, BLOCK_C], tl.float32)
-        for i_n in range(TILES):
-            b_x = tl.load(p_x + tl.cast(i_n, tl.int64) * S * C + o_x, mask=m_x, other=0.0)
-            largest = tl.maximum(largest, finite_magnitude(b_x))
-            if FLAGS:
-                worst = tl.maximum(worst, tl.abs(b_x.to(tl.float32)))
-        tl.atomic_max(p_largest + o_c, tl.max(largest, axis=0).to(tl.int32, bitcast=True), mask=o_c < C, sem="relaxed")
-    elif LAST:
-        base = i_row.to(tl.int64) * S * C
-        o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-        largest = tl.zeros([BLOCK, BLOCK_C], tl.float32)
-        if FLAGS:
-            worst = tl.zeros([BLOCK, BLOCK_C], tl.float32)
-        for i_tile in range(TILES):
-            o_s = (i_chunk * TILES + i_tile) * BLOCK + tl.arange(0, BLOCK)
-            m_x = (o_s < S)[:, None] & (o_c < C)[None, :]
-            b_x = tl.load(p_x + base + o_s[:, None].to(tl.int64) * C + o_c[None, :], mask=m_x, other=0.0)
-            largest = tl.maximum(largest, finite_magnitude(b_x))
-            if FLAGS:
-                worst = tl.maximum(worst, tl.abs(b_x.to(tl.float32)))
-        tl.atomic_max(p_largest + o_c, tl.max(largest, axis=0).to(tl.int32, bitcast=True), mask=o_c < C, sem="relaxed")
-    else:
-        base = i_row.to(tl.int64) * S
-        largest = tl.zeros([BLOCK], tl.float32)
-        if FLAGS:
-            worst = tl.zeros([BLOCK], tl.float32)
-        for i_tile in range(TILES):
-            o_s = (i_chunk * TILES + i_tile) * BLOCK + tl.arange(0, BLOCK)
-            b_x = tl.load(p_x + base + o_s, mask=o_s < S, other=0.0)
-            largest = tl.maximum(largest, finite_magnitude(b_x))
-            if FLAGS:
-                worst = tl.maximum(worst, tl.abs(b_x.to(tl.float32)))
-        tl.atomic_max(p_largest + i_row % C, tl.max(largest).to(tl.int32, bitcast=True), sem="relaxed")
+            worst = tl.maximum(worst, tl.abs(b_x.to(tl.float32)))
+    tl.atomic_max(p_largest + o_c, tl.max(largest, axis=0).to(tl.int32, bitcast=True), mask=o_c < C, sem="relaxed")
     if FLAGS:
         flag_infinity(p_largest + C, worst)
 

@@ -22,7 +22,7 @@ class ConvolutionGradients:
         self.conv = conv
         self.input: GemmConvolution | BoxesConvolution | None = None
         self.weight: WeightGradient | None = None
-        packing: InputPacking | None = None
+        packing = None
         x = dataclasses.replace(plan.input, dtype=plan.value.dtype)
         if plan.input_gradient is not None:
             chain = Chain(plan.chain.dims, input_gradient_of(conv), (), ("input", "weight"))
@@ -35,6 +35,7 @@ class ConvolutionGradients:
                 packing = self.input.pack
             else:
                 self.input = GemmConvolution(back, plan.input_gradient)
+                assert isinstance(self.input.pack.input, InputPacking)  # these products unfold nothing
                 packing = self.input.pack.input
         if plan.weight_gradient is not None:
             self.weight = WeightGradient(conv, plan.weight_gradient, x, plan.value)

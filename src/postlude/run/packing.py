@@ -56,25 +56,16 @@ def weight_launch(
     return Launch(pack_weight_kernel, (outputs, volume.width), numbers, constants)
 
 
-class InputPacking:
-    """For tensors of one shape and layout, into one volume."""
+class Packer:
+    """Tensors of one shape and layout as a matrix: what every way of packing them has in common."""
 
-    def __init__(self, x: Spec, volume: Volume, arithmetic: Arithmetic, channels: int) -> None:
-        self.arithmetic, self.dtype, self.volume = arithmetic, getattr(torch, arithmetic.operands), volume
-        self.shape = (x.shape[0] * volume.sample_rows + volume.tail_rows, volume.pitch, channels)
-        self.channels = x.shape[1]
+    launch: Launch  # takes the tensor, both planes and the channels' largest magnitudes
+
+    def __init__(self, x: Spec, arithmetic: Arithmetic, shape: tuple[int, int, int], tail: int) -> None:
+        """`tail`: the first row that no program of the launch writes."""
+        self.arithmetic, self.dtype = arithmetic, getattr(torch, arithmetic.operands)
+        self.shape, self.tail, self.channels = shape, tail, x.shape[1]
         self.largest = largest_launch(x, arithmetic) if arithmetic.scaled else None
-        # By rows of the volume, or by samples where no border lies between the rows: tiles then end only with a sample.
-        is_long = volume.is_flat and math.prod(volume.space) <= _MOST_BLOCKS * _PACK_BLOCK
-        read = volume.as_one_row() if is_long else volume
-        self.tail = x.shape[0] * volume.sample_rows if is_long else self.shape[0]  # rows that no program writes
-        self.rows = read.space[0] * read.space[1]  # of a sample, that hold something
-        width = self.row = read.space[2]  # positions of a row that hold something
-        block, block_c = min(_PACK_BLOCK, max(16, power_of_two(width))), min(64, channels & -channels)
-        self.grid = (x.shape[0] if is_long else self.shape[0], -(-width // block), channels // block_c)
-        self.numbers = (*x.shape[:2], *read.space, *read.padding, read.pitch, read.padded[1], read.sample_rows)
-        self.tile = {"BLOCK": block, "BLOCK_C": block_c, "PAD": power_of_two(max(1, volume.padding[2]))}
-        self.launch = self._prepared(x.layout)
 
     def __call__(self, x: Tensor) -> Packed:
         largest = x
@@ -93,6 +84,24 @@ class InputPacking:
         if self.tail < self.shape[0]:
             made[self.tail :].zero_()
         return made
+
+
+class InputPacking(Packer):
+    """Positions as they lie, into one volume."""
+
+    def __init__(self, x: Spec, volume: Volume, arithmetic: Arithmetic, channels: int) -> None:
+        shape = (x.shape[0] * volume.sample_rows + volume.tail_rows, volume.pitch, channels)
+        # By rows of the volume, or by samples where no border lies between the rows: tiles then end only with a sample.
+        is_long = volume.is_flat and math.prod(volume.space) <= _MOST_BLOCKS * _PACK_BLOCK
+        super().__init__(x, arithmetic, shape, x.shape[0] * volume.sample_rows if is_long else shape[0])
+        read = volume.as_one_row() if is_long else volume
+        self.rows = read.space[0] * read.space[1]  # of a sample, that hold something
+        width = self.row = read.space[2]  # positions of a row that hold something
+        block, block_c = min(_PACK_BLOCK, max(16, power_of_two(width))), min(64, channels & -channels)
+        self.grid = (x.shape[0] if is_long else shape[0], -(-width // block), channels // block_c)
+        self.numbers = (*x.shape[:2], *read.space, *read.padding, read.pitch, read.padded[1], read.sample_rows)
+        self.tile = {"BLOCK": block, "BLOCK_C": block_c, "PAD": power_of_two(max(1, volume.padding[2]))}
+        self.launch = self._prepared(x.layout)
 
     def _prepared(self, layout: Layout) -> Launch:
         from postlude.kernels.triton.pack import pack_input_kernel

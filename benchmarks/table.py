@@ -37,7 +37,7 @@ GPU_SOURCES = [
     *(SOURCE / f"plan/{name}.py" for name in ("gpu", "convolve", "worth", "gemm", "boxes", "phases", "few_channels")),
     SOURCE / "plan/tiles.py",
     *(SOURCE / f"run/{name}.py" for name in ("gpu", "first_pass", "gemm", "boxes", "phases", "few_channels", *_PASSES)),
-    *(SOURCE / f"run/{name}.py" for name in ("unfolding", "rows")),
+    *(SOURCE / f"run/{name}.py" for name in ("packing", "unfolding", "rows")),
 ]
 TRAINING_SOURCES = [
     *GPU_SOURCES,
@@ -46,7 +46,7 @@ TRAINING_SOURCES = [
         SOURCE / f"kernels/triton/{name}.py"
         for name in ("derivatives", "gradient", "pack_gradient", "weight_gradient", "moments_gradient")
     ),
-    *(SOURCE / f"run/{name}.py" for name in ("training", "moments_training", "gradient", "packed_gradient", "packing")),
+    *(SOURCE / f"run/{name}.py" for name in ("training", "moments_training", "gradient", "packed_gradient")),
     *(SOURCE / f"run/{name}.py" for name in ("convolution_gradients", "weight_gradient", "few_channels_gradient")),
     *(SOURCE / name for name in ("run/last_gradient.py", "run/moments_gradient.py", "plan/few_channels_gradient.py")),
 ]

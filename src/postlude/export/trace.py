@@ -14,7 +14,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor, nn
 
-from postlude.chain import Normalize, Step
+from postlude.chain import Normalize, Reduce, Step
 from postlude.errors import PostludeError
 from postlude.graph.capture import capture_function
 from postlude.graph.match import Declined, Match, match
@@ -122,6 +122,8 @@ def _unwritten(step: Step) -> str | None:
     """Why the kernels of a file end before a step, where they do."""
     if isinstance(step, Normalize) and step.over != "sample":
         return "no kernels are written for batch_norm in training and layer_norm"
+    if isinstance(step, Reduce) and step.over == "channels":
+        return "no kernels are written for reductions over channels"
     return None
 
 

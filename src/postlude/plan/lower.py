@@ -9,7 +9,7 @@ from postlude.hardware import Machine
 from postlude.plan.cpu import lower_for_cpu
 from postlude.plan.gpu import lower_for_gpu
 from postlude.plan.problem import Problem, body_shape
-from postlude.plan.program import takes_the_batch
+from postlude.plan.program import channels_end, has_norm, takes_the_batch, without_channels_end
 from postlude.plan.types import Plan, Refusal
 
 # Devices with backward passes of ours; elsewhere a chain in training is PyTorch's.
@@ -24,6 +24,9 @@ def lower(
     reasons = _unsupported(chain, problem)
     if reasons:
         return Refusal(reasons)
+    if problem.device == "cuda" and problem.needs_grad and has_norm(chain) and channels_end(chain) is not None:
+        # The backward passes begin before it: the plan is of a shorter chain, and its end and that gradient PyTorch's.
+        return lower_for_gpu(without_channels_end(chain), problem, machine, even_if_slower, not_ours)
     if problem.device == "cuda":
         return lower_for_gpu(chain, problem, machine, even_if_slower, not_ours)
     return lower_for_cpu(chain, problem, machine, even_if_slower)

@@ -39,6 +39,7 @@ def docstring(text: str, indent: int = 4) -> list[str]:
     first, *more = text.split("\n")
     width = WIDTH - 3 if len(first) + indent + 3 <= WIDTH else WIDTH  # the closing quotes go with the last word
     lines = textwrap.wrap(first, width, initial_indent=f'{pad}"""', subsequent_indent=pad, break_long_words=False)
+    lines = lines or [f'{pad}"""']
     for part in more:
         lines += textwrap.wrap(part, WIDTH, initial_indent=pad, subsequent_indent=pad) or [""]
     if not more and len(lines[-1]) + 3 <= WIDTH:

@@ -106,6 +106,7 @@ def test_in_training_the_plan_is_of_the_chain_before_it() -> None:
     assert isinstance(plan, Plan)
     assert plan.trains
     assert plan.chain.steps == chain.steps[:-1]
+    assert plan.reasons[-1] == "logsumexp over channels and its gradient are PyTorch's"
     assert plan.channels_end is None
     without_norm = planned(
         Builder(2, conv(2, (8, 64))).op("relu").reduce("amax", "channels").chain(), shape, needs_grad=True

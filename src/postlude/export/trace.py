@@ -6,6 +6,7 @@ as calls of the forward. A forward that cannot be written down as a straight lin
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,9 +39,9 @@ class Traced:
     declined: Mapping[str, str]  # the name of a call that stays as it is, and why
 
 
-def trace(model: nn.Module, inputs: Sequence[Any]) -> Traced:
+def trace(model: nn.Module, inputs: Sequence[Any], training: bool = False) -> Traced:
     graph = _calls(model)
-    found, declined, origins, placeholders = _chains(model, graph, inputs)
+    found, declined, origins, placeholders = _chains(model, graph, inputs, training)
     by_name = {node.name: node for node in graph.nodes}
     reasons = {item.name: f"{item.what.removeprefix('aten.')}: {item.reason}" for item in declined}
     chains = []
@@ -88,7 +89,7 @@ class _Marked(nn.Module):
 
 
 def _chains(
-    model: nn.Module, graph: fx.Graph, inputs: Sequence[Any]
+    model: nn.Module, graph: fx.Graph, inputs: Sequence[Any], training: bool
 ) -> tuple[list[Match], list[Declined], dict[fx.Node, str], dict[fx.Node, str]]:
     """Matches and the rest; for each ATen node its call, and for the graph's inputs what they are."""
     state: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -106,7 +107,7 @@ def _chains(
         first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise PostludeError(f"the forward cannot be traced ({first}).") from error
     functionalise(aten)
-    found, declined = match(aten, _unwritten)
+    found, declined = match(aten, functools.partial(_unwritten, training))
     names = [node.name for node in graph.nodes if node.op == "placeholder"][:count]
     inputs_of = [node for node in aten.graph.nodes if node.op == "placeholder"]
     placeholders = dict(zip(inputs_of, [*names, *(f".{name}" for name in state)]))
@@ -118,12 +119,14 @@ def _chains(
     return found, declined, origins, placeholders
 
 
-def _unwritten(step: Step) -> str | None:
+def _unwritten(training: bool, step: Step) -> str | None:
     """Why the kernels of a file end before a step, where they do."""
     if isinstance(step, Normalize) and step.over != "sample":
         return "no kernels are written for batch_norm in training and layer_norm"
-    if isinstance(step, Reduce) and step.over == "channels":
-        return "no kernels are written for reductions over channels"
+    if isinstance(step, Reduce) and step.over == "channels" and training:
+        return "no kernels are written for the gradients of a reduction over channels"
+    if isinstance(step, Reduce) and step.op in ("max", "min"):
+        return "a pair of values and indices is left to PyTorch"
     return None
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from postlude.chain import Chain, Normalize
+from postlude.chain import Chain, Normalize, Reduce
 from postlude.plan.problem import Problem, body_shape, power_of_two
 from postlude.plan.program import channels_end, row_norm
 
 MOST_CHANNELS = 512  # a tile has all of them, for so many positions that memory is read in whole pieces
-_ELEMENTS, _POSITIONS = 8192, 1024  # of a tile, at most: 32 elements for each thread of 8 warps
+_ELEMENTS, _POSITIONS = 8192, 1024  # of a tile, at most: 32 elements for each thread
+CHANNELS_WARPS = 8
 
 
 def takes_channels(chain: Chain, problem: Problem) -> bool:
@@ -28,6 +29,11 @@ def why_apart(chain: Chain, problem: Problem) -> str | None:
     if sum(isinstance(step, Normalize) for step in chain.steps) > 1:
         why = "it follows a second norm"
     return None if why is None else f"{end.op} over channels is PyTorch's: {why}"
+
+
+def channels_kind(end: Reduce) -> str:
+    """The operator whose values it gives."""
+    return {"max": "amax", "min": "amin"}.get(end.op, end.op)
 
 
 def channels_tile(channels: int, positions: int) -> tuple[int, int]:

@@ -10,16 +10,15 @@ from torch import Tensor
 
 from postlude.chain import Normalize
 from postlude.plan import Plan
-from postlude.plan.channels import channels_tile
+from postlude.plan.channels import CHANNELS_WARPS, channels_kind, channels_tile
 from postlude.plan.problem import power_in
 from postlude.plan.tiles import pass_warps
 from postlude.run.launch import Launch, accumulator
 from postlude.run.passes import Operands, accumulator_of, sizes_of
 from postlude.run.programs import program
 
-_WARPS, _EACH = 8, 16  # at most, and elements of a thread where there are fewer
+_EACH = 16  # elements of a thread where a tile is small
 _SPREAD = "[None, :]"  # of a number per channel over positions
-_KINDS = {"max": "amax", "min": "amin"}  # their values are the same
 
 
 class ChannelsPass:
@@ -38,7 +37,7 @@ class ChannelsPass:
         self.operands = Operands(chain, before, value, plan.resumes_at)
         constants: dict[str, Any] = {
             "WHOLE": program(chain, "whole", before, self.operands.slots, channels, plan.resumes_at, _SPREAD),
-            "OP": _KINDS.get(end.op, end.op),
+            "OP": channels_kind(end),
             "HAS_NORM": any(isinstance(step, Normalize) for step in chain.steps),
             "BLOCK": block,
             "BLOCK_C": block_c,
@@ -48,7 +47,7 @@ class ChannelsPass:
             "ACC": accumulator(accumulator_of(value)),
         }
         numbers = (channels, positions, chunks, per_group)
-        warps = pass_warps(block * block_c, _WARPS, _EACH)
+        warps = pass_warps(block * block_c, CHANNELS_WARPS, _EACH)
         self.launch = Launch(channels_kernel, (batch * chunks,), numbers, constants, warps)
 
     def __call__(self, value: Tensor, moments: tuple[Tensor, Tensor] | None, tensors: Sequence[Tensor]) -> Tensor:

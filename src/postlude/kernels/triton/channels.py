@@ -12,14 +12,14 @@ from postlude.kernels.triton.pointwise import exp
 
 
 @triton.jit
-def largest(b_x):
+def row_largest(b_x):
     """Of each row; a NaN stays, which `tl.max` would lose."""
-    nan = tl.sum(tl.where(b_x != b_x, b_x, 0.0), axis=1)
+    nan = tl.sum(tl.where(b_x <= float("inf"), 0.0, b_x), axis=1)
     return tl.max(b_x, axis=1) + nan
 
 
 @triton.jit
-def log_of_sum(b_x):
+def row_logsumexp(b_x):
     """log(Σ exp(x)) of each row without an overflow; of infinities and NaN as PyTorch has it."""
     shift = tl.max(b_x, axis=1)
     shift = tl.where(tl.abs(shift) == float("inf"), 0.0, shift)  # ∞ − ∞ would be NaN
@@ -73,9 +73,9 @@ def channels_kernel(
         b_x = -b_x
     b_x = tl.where(m_c[None, :], b_x, float("-inf"))
     if OP == "logsumexp":
-        b_y = log_of_sum(b_x)
+        b_y = row_logsumexp(b_x)
     elif OP == "amax":
-        b_y = largest(b_x)
+        b_y = row_largest(b_x)
     else:
-        b_y = -largest(b_x)
+        b_y = -row_largest(b_x)
     tl.store(p_y + i_n.to(tl.int64) * S + o_s, b_y.to(p_y.dtype.element_ty), mask=o_s < S)

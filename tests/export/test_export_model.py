@@ -161,10 +161,21 @@ MAX = Problem(
 )
 
 
-def test_a_pair_of_values_and_indices_stays_plain(tmp_path: Path) -> None:
-    made, _, _ = export_text(MAX.text, tmp_path)
+@pytest.mark.parametrize("taken", ["[0]", ".values"])
+def test_values_of_a_pair_are_the_chains(taken: str, tmp_path: Path) -> None:
+    made, _, _ = export_text(MAX.text.replace("[0]", taken), tmp_path)
+    assert [str(chain.plan.chain) for chain in made.chains] == ["group_norm(3) → relu → max over channels"]
+    assert f"            x = torch.max(F.relu(self.norm(x)), dim=1){taken}\n        x = x.mean(2)\n" in made.text
+    (tmp_path / "file.py").write_text(made.text, encoding="utf-8")
+    assert ruff(tmp_path / "file.py") == ""
+
+
+@pytest.mark.parametrize("used", ["p[0] + p.values", "p[0] * p.indices"])
+def test_a_pair_that_is_used_as_such_stays_plain(used: str, tmp_path: Path) -> None:
+    forward = f"p = torch.max(F.relu(self.norm(x)), dim=1)\n        return {used}"
+    made, _, _ = export_text(MAX.text.replace(MAX.forward, forward), tmp_path)
     assert [str(chain.plan.chain) for chain in made.chains] == ["group_norm(3) → relu"]
-    assert "x = torch.max(x, dim=1)\n        x = x[0]\n" in made.text
+    assert "x = torch.max(x, dim=1)\n" in made.text
 
 
 def test_in_training_a_reduction_over_channels_stays_plain(tmp_path: Path) -> None:

@@ -141,6 +141,11 @@ def _broken(code: str, pad: int) -> list[str]:
     if isinstance(value, ast.Call):
         parts = [ast.get_source_segment(text, part) or "" for part in (*value.args, *value.keywords)]
         return call(ast.get_source_segment(text, value.func) or "", parts, before=before, indent=pad)
+    inner = value.value if isinstance(value, ast.Subscript | ast.Attribute) else None
+    if isinstance(inner, ast.Call):  # of which a part is taken: the call is broken
+        parts = [ast.get_source_segment(text, part) or "" for part in (*inner.args, *inner.keywords)]
+        rest = text.encode()[inner.end_col_offset :].decode()
+        return call(ast.get_source_segment(text, inner.func) or "", parts, before, rest, pad)
     last = value.right if isinstance(value, ast.BinOp) and not isinstance(value.left, ast.BinOp) else None
     if isinstance(last, ast.Call) and "(" in expression[: last.col_offset - value.col_offset]:
         # One operator, and a call at the end: formatters break that call.

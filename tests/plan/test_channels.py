@@ -82,6 +82,18 @@ def test_a_convolution_without_a_norm_is_stored_as_it_is(layout: str) -> None:
     assert (len(alone.passes), alone.launches) == (1, 1)
 
 
+def test_before_the_same_pass_our_convolution_must_win_alone() -> None:
+    """A step after it is free in ours and a pass after PyTorch's; the reduction is a pass after either."""
+    conv2d, shape = conv(2, (8, 64)), (128, 8, 128, 128)
+    for chain, is_ours in (
+        (Builder(2, conv2d).op("relu").chain(), True),
+        (Builder(2, conv2d).op("relu").reduce("amax", "channels").chain(), False),
+    ):
+        plan = lower(chain, problem(chain, shape, device="cuda", precision="tf32", allows_tf32=True), card(90))
+        assert isinstance(plan, Plan)
+        assert (plan.own is not None) == is_ours, plan.reasons
+
+
 LEFT = {
     f"more than {MOST_CHANNELS} channels": lambda: Builder(2, conv(2, (8, 528))).norm(16).op("relu"),
     "the tiles of a layer_norm": lambda: Builder(2, conv(2, (8, 32))).layer_norm().op("relu"),

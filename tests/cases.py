@@ -263,6 +263,25 @@ CASES = [
         _start(2, conv(2, (3, 4))).norm(2).op("mul", "row").op("add", "row").reduce("mean", "sample").chain(),
         (5, 3, 8, 7),
     ),
+    Case(
+        "conv norm residual logsumexp",
+        _start(2, conv(2, (3, 6))).norm(3).op("tanh").op("add", Value(0)).reduce("logsumexp", "channels", True).chain(),
+        (3, 3, 7, 6),
+    ),
+    Case(
+        "conv mul norm clamp mul max",
+        _start(3, conv(3, (2, 5), 2))
+        .op("mul", "channel")
+        .norm(None, affine=False)
+        .op("clamp", low=-1.0, high=1.0)
+        .op("mul", "channel")
+        .reduce("max", "channels")
+        .chain(),
+        (2, 2, 4, 3, 5),
+    ),
+    Case("conv relu amax", _start(2, conv(2, (3, 1), 2)).op("relu").reduce("amax", "channels").chain(), (2, 3, 5, 6)),
+    Case("row norm amin", _start(3).op("mul", "row").norm(1).reduce("amin", "channels", True).chain(), (3, 9, 3, 2, 5)),
+    Case("layer_norm min", _start(2).layer_norm().reduce("min", "channels").chain(), (2, 3, 5, 4)),
 ]
 BY_NAME = {case.name: case for case in CASES}
 

@@ -14,6 +14,7 @@ def test_prints_as_one_line() -> None:
     assert str(CHAIN_61) == "conv_transpose3d(64→128, k3) → relu → group_norm(8)"
     assert str(CHAIN_23) == "conv3d(3→24, k3) → group_norm(8) → mean over all but batch"
     assert str(BY_NAME["grouped dilated conv"].chain) == "conv3d(4→8, k3, d2, g2) → relu → group_norm(4)"
+    assert str(BY_NAME["conv relu amax"].chain) == "conv2d(3→1, k2) → relu → amax over channels"
     assert str(BY_NAME["value used twice"].chain).endswith("silu → mul(value 0) → group_norm(2) → add(value 0)")
 
 
@@ -42,7 +43,13 @@ def test_is_hashable_and_survives_text(case: Case) -> None:
             ("input", "channel", "channel"),
             "no running statistic",
         ),
-        ((Reduce("max", Value(0), "space"),), ("input",), "unknown reduction"),
+        ((Reduce("max", Value(0), "space"),), ("input",), "unknown reduction max over space"),
+        ((Reduce("mean", Value(0), "channels"),), ("input",), "unknown reduction mean over channels"),
+        (
+            (Reduce("amax", Value(0), "channels"), Pointwise("relu", (Value(1),))),
+            ("input",),
+            "step 2 follows a reduction over channels",
+        ),
         (
             (Reduce("mean", Value(0), "space"), Pointwise("add", (Value(1), Slot(1)))),
             ("input", "full"),

@@ -38,6 +38,7 @@ from postlude.check.modes import pytorch_switches
 from postlude.hardware import Machine
 from postlude.plan import Plan, lower, problem_of
 from postlude.run import execute, few_channels, few_channels_gradient, launch, nvrtc
+from postlude.words import REDUCTIONS
 
 KERNELS = Path(postlude.__file__).parent / "kernels"
 HOPPER = Machine("cuda", 132, 50 << 20, has_triton=True, architecture="sm_90", shared_bytes=232_448, has_nvrtc=True)
@@ -96,7 +97,7 @@ def chain_of(producer: Convolution | None, dims: int, *steps: tuple[Any, ...]) -
         elif word == "layer_norm":
             roles += ["last", "last"]
             made.append(Normalize(word, value, None, 1e-5, Slot(len(roles) - 2), Slot(len(roles) - 1), rest[0]))
-        elif word in ("mean", "sum"):
+        elif word in REDUCTIONS:
             made.append(Reduce(word, value, rest[0]))
         else:
             operands: list[Operand] = [value]
@@ -126,6 +127,8 @@ def runs() -> list[Run]:
     layer = chain_of(convolution(2, (9, 10), 1), 2, ("mul", "row"), ("layer_norm", 1), ("add", "full"), ("silu",))
     pooled = chain_of(convolution(3, (17, 24)), 3, ("norm", 8), ("mul", "row"), ("mean", "space"))
     summed = chain_of(None, 3, ("relu",), ("sum", "space"))
+    soft = chain_of(convolution(2, (9, 12), 1), 2, ("norm", 3), ("mul", "row"), ("logsumexp", "channels"))
+    top = chain_of(None, 3, ("mul", "full"), ("amax", "channels"))
     beside = chain_of(convolution(3, (3, 20), 1), 3, ("gelu",), ("norm", 5), ("silu",))
     few = chain_of(convolution(3, (3, 24)), 3, ("norm", 8), ("mean", "sample"))
     fewer = chain_of(convolution(2, (2, 40), 1), 2, ("norm", 8), ("mean", "space"))
@@ -164,6 +167,9 @@ def runs() -> list[Run]:
         Run("moments-fp32", pooled, cube, layout=last, trains=False),
         Run("sums-fp32", summed, (3, 5, 9, 11, 13), trains=False),
         Run("sums-bf16", summed, (3, 5, 9, 11, 13), "bfloat16", last, trains=False),
+        Run("channels-fp32", soft, flat),
+        Run("channels-fp16", soft, flat, "float16", last, trains=False),
+        Run("channels-bf16", top, (3, 5, 9, 11, 13), "bfloat16", trains=False),
         Run("few-fp32", few, small),
         Run("few-tf32", few, small, layout=last, precision="tf32", frozen=(0,)),
         Run("few-bf16", few, small, "bfloat16", frozen=(1,)),

@@ -14,6 +14,7 @@ from pathlib import Path
 from postlude.chain import Chain, Convolution, Normalize, Operand, Pointwise, Reduce, Role, Scalar, Slot, Step, Value
 from postlude.hardware import TESTED, Machine
 from postlude.plan import Plan, Problem, Refusal, lower
+from postlude.plan.channels import MOST_CHANNELS
 from postlude.plan.problem import Spec
 from postlude.words import NORMS, POINTWISE, REDUCTIONS
 
@@ -89,9 +90,9 @@ def rows() -> Iterator[tuple[str, Chain]]:
     for op, over in NORMS.items():
         groups, axes = 8 if op == "group_norm" else None, 1 if over == "row" else 0
         yield norm_name(op), chain_of(convolution(3), Normalize(op, Value(0), groups, 1e-5, axes=axes))
-    for op in REDUCTIONS:
+    for op, spans in REDUCTIONS.items():
         step = Normalize("group_norm", Value(0), 8, 1e-5)
-        yield f"{op} over space", chain_of(convolution(3), step, Reduce(op, Value(1), "space", True))
+        yield f"{op} over {spans[0]}", chain_of(convolution(3), step, Reduce(op, Value(1), spans[0], True))  # type: ignore[arg-type]
 
 
 def problem_for(chain: Chain, dtype: str, layout: str, device: str, needs_grad: bool = False) -> Problem:
@@ -156,7 +157,7 @@ def page() -> str:
             continue
         cells = [cell.split(", ours")[0] for cell in cells]  # as for conv3d
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    for name in ("conv3d", *map(norm_name, NORMS)):
+    for name in ("conv3d", *map(norm_name, NORMS), "logsumexp over channels"):
         cells = [notes.cell(outcomes(dict(rows())[name], machine, needs_grad=True)) for machine in MACHINES.values()]
         cells = cells if name == "conv3d" else [cell.split(", ours")[0] for cell in cells]
         lines.append(f"| {name}, with gradients | " + " | ".join(cells) + " |")
@@ -165,7 +166,13 @@ def page() -> str:
         for package, (first, last) in TESTED.items()
     )
     numbered = "\n".join(f"{number}. {reason}" for reason, number in notes.numbers.items())
-    return TEXT.format(table="\n".join(lines), notes=numbered, versions=versions, dtypes=_listed(list(DTYPES.values())))
+    return TEXT.format(
+        table="\n".join(lines),
+        notes=numbered,
+        versions=versions,
+        dtypes=_listed(list(DTYPES.values())),
+        channels=MOST_CHANNELS,
+    )
 
 
 TEXT = """# What is fused where
@@ -182,7 +189,8 @@ conv3d and a group_norm. Whether a plan pays at a given size is another question
 {notes}
 
 batch_norm takes the batch's statistics in training. A layer_norm's row may have 8192 elements on a GPU, and is shown
-over the last axis. In no table because no fused pass exists: active dropout.
+over the last axis. A reduction over more than {channels} channels is PyTorch's on a GPU, and in training every one over
+channels, after the fused passes before it. In no table because no fused pass exists: active dropout.
 
 Tested with the versions below; outside of them Postlude says so once, and works as far as it can.
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from postlude import encoded
-from postlude.words import NORMS, REDUCTIONS, Setting
+from postlude.words import NORMS, REDUCTIONS, SPANS, Setting
 from postlude.words import POINTWISE as POINTWISE
 
 # One number for each: element (full), channel, sample and channel (row), position along the last axes (last), or for
@@ -140,11 +140,11 @@ class Normalize:
 
 @dataclass(frozen=True)
 class Reduce:
-    """Barrier: mean or sum over space, or over everything but the batch."""
+    """Barrier: over space, over everything but the batch, or as a chain's end over channels."""
 
     op: str
     operand: Value
-    over: Literal["space", "sample"]
+    over: Literal["space", "sample", "channels"]
     keepdim: bool = False
 
 
@@ -258,8 +258,10 @@ def _mistakes(chain: Chain) -> Any:
         elif isinstance(step, Normalize):
             yield from _norm_mistakes(step, chain)
         elif isinstance(step, Reduce):
-            if step.op not in REDUCTIONS:
-                yield f"unknown reduction {step.op}"
+            if step.over not in REDUCTIONS.get(step.op, ()):
+                yield f"unknown reduction {step.op} over {step.over}"
+            if step.over == "channels" and number < len(chain.steps):
+                yield f"step {number + 1} follows a reduction over channels"
             reduced = True
 
 
@@ -285,7 +287,7 @@ def _word(step: Step, number: int, roles: tuple[Role, ...]) -> str:
         of = "batch" if step.over == "batch" else step.groups
         return f"{step.op}({of})" if of else step.op
     if isinstance(step, Reduce):
-        return f"{step.op} over {'space' if step.over == 'space' else 'all but batch'}"
+        return f"{step.op} over {SPANS[step.over]}"
     first, *others = step.operands
     words = _settings(step)
     if first != Value(number - 1):

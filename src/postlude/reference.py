@@ -91,6 +91,11 @@ REDUCTIONS: dict[str, Callable[..., Tensor]] = {
     "mean": torch.mean,
     "sum": torch.sum,
     "adaptive_avg_pool": lambda x, dim, keepdim: _POOLS[len(dim)](x, 1),  # noqa: ARG005  it always keeps its axes
+    "logsumexp": torch.logsumexp,
+    "amax": torch.amax,
+    "amin": torch.amin,
+    "max": lambda x, dim, keepdim: torch.max(x, dim=dim[0], keepdim=keepdim).values,
+    "min": lambda x, dim, keepdim: torch.min(x, dim=dim[0], keepdim=keepdim).values,
 }
 _POOLS: dict[int, Callable[..., Tensor]] = {2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d}
 
@@ -168,7 +173,7 @@ def per_channel(vector: Tensor, dims: int) -> Tensor:
 
 
 def reduced_axes(chain: Chain, step: Reduce) -> list[int]:
-    return list(range(2 if step.over == "space" else 1, 2 + chain.dims))
+    return [1] if step.over == "channels" else list(range(2 if step.over == "space" else 1, 2 + chain.dims))
 
 
 def convolve(conv: Convolution, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -63,4 +63,12 @@ POINTWISE: dict[str, PointwiseRow] = {
 }
 # Over what each takes its statistics; see `Normalize.over`. batch_norm is this one where it takes the batch's.
 NORMS = {"group_norm": "sample", "instance_norm": "sample", "batch_norm": "batch", "layer_norm": "row"}
-REDUCTIONS = ("mean", "sum", "adaptive_avg_pool")  # the last one is to size 1: the mean over space
+# What each may go over; adaptive_avg_pool is to size 1: the mean over space. max and min give values alone, and are not
+# amax and amin: of equal ones they choose one for the gradient, those divide it among them.
+REDUCTIONS = {
+    "mean": ("space", "sample"),
+    "sum": ("space", "sample"),
+    "adaptive_avg_pool": ("space",),
+    **dict.fromkeys(("logsumexp", "amax", "amin", "max", "min"), ("channels",)),
+}
+SPANS = {"space": "space", "sample": "all but batch", "channels": "channels"}  # as a chain's line names them

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from export.exporting import export_named
+from export.exporting import Problem, export_named, export_text
 from kernels import offline
 from postlude.hardware import has_nvrtc
 from postlude.run import nvrtc
@@ -36,6 +36,10 @@ class CompiledOnly:
 def loaded(name: str, folder: Path, precision: str = "fp32") -> tuple[ModuleType, list[Any]]:
     path = folder / f"{name}_{precision}.py"
     path.write_text(export_named(name, precision).text, encoding="utf-8")
+    return imported(path)
+
+
+def imported(path: Path) -> tuple[ModuleType, list[Any]]:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -66,6 +70,19 @@ def test_61_compiles_for_hopper(precision: str, tmp_path: Path, monkeypatch: pyt
     assert len(found) == (3 if precision == "fp32" else 4)  # one plane has a kernel for the moments of groups
     check(found, 90)
     assert "capability == (9, 0)" in (tmp_path / f"{module.__name__}.py").read_text("utf-8")
+
+
+@pytest.mark.parametrize("card", [80, 90])
+def test_a_reduction_over_channels_compiles(card: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offline.use_card(monkeypatch, card)
+    forward = "return torch.logsumexp(F.relu(self.norm(x)), 1)"
+    text = Problem("", "self.norm = nn.GroupNorm(3, cin)", forward, (2, 24, 50, 70), 4, ()).text
+    (tmp_path / "soft.py").write_text(export_text(text, tmp_path)[0].text, encoding="utf-8")
+    module, found = imported(tmp_path / "soft.py")
+    result = module.norm_relu_logsumexp(*[torch.empty(s, device="meta") for s in ((5, 24, 51, 70), (24,), (24,))])
+    assert result.shape == (5, 51, 70)
+    assert len(found) == 3
+    check(found, card)
 
 
 @pytest.mark.skipif(not has_nvrtc(), reason="needs NVRTC: install nvidia-cuda-nvrtc")

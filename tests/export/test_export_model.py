@@ -151,6 +151,60 @@ def test_batch_norm_in_training_and_layer_norm_stay_plain(tmp_path: Path) -> Non
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
+MAX = Problem(
+    "values of max",
+    "self.norm = nn.GroupNorm(3, cin); self.head = nn.Linear(5, cout)",
+    "return self.head(torch.max(F.relu(self.norm(x)), dim=1)[0].mean(2))",
+    (2, 6, 5, 7),
+    4,
+    (),
+)
+
+
+@pytest.mark.parametrize("taken", ["[0]", ".values"])
+def test_values_of_a_pair_are_the_chains(taken: str, tmp_path: Path) -> None:
+    made, _, _ = export_text(MAX.text.replace("[0]", taken), tmp_path)
+    assert [str(chain.plan.chain) for chain in made.chains] == ["group_norm(3) → relu → max over channels"]
+    assert f"            x = torch.max(F.relu(self.norm(x)), dim=1){taken}\n        x = x.mean(2)\n" in made.text
+    (tmp_path / "file.py").write_text(made.text, encoding="utf-8")
+    assert ruff(tmp_path / "file.py") == ""
+
+
+@pytest.mark.parametrize("used", ["p[0] + p.values", "p[0] * p.indices"])
+def test_a_pair_that_is_used_as_such_stays_plain(used: str, tmp_path: Path) -> None:
+    forward = f"p = torch.max(F.relu(self.norm(x)), dim=1)\n        return {used}"
+    made, _, _ = export_text(MAX.text.replace(MAX.forward, forward), tmp_path)
+    assert [str(chain.plan.chain) for chain in made.chains] == ["group_norm(3) → relu"]
+    assert "x = torch.max(x, dim=1)\n" in made.text
+
+
+def test_in_training_a_reduction_over_channels_stays_plain(tmp_path: Path) -> None:
+    text = MAX.text.replace("torch.max(F.relu(self.norm(x)), dim=1)[0]", "torch.logsumexp(F.relu(self.norm(x)), 1)")
+    chains = [export_text(text, tmp_path, training=training)[0].chains[0] for training in (False, True)]
+    assert [str(chain.plan.chain) for chain in chains] == [
+        "group_norm(3) → relu → logsumexp over channels",
+        "group_norm(3) → relu",
+    ]
+    assert [bool(chain.trainer) for chain in chains] == [False, True]
+
+
+def test_more_channels_than_a_tile_holds_are_reduced_by_pytorch(tmp_path: Path) -> None:
+    text = MAX.text.replace("torch.max(F.relu(self.norm(x)), dim=1)[0]", "F.relu(self.norm(x)).amin(1)")
+    made, _, _ = export_text(text.replace("randn(2, 6,", "randn(2, 516,").replace("[6, 4]", "[516, 4]"), tmp_path)
+    assert "result = torch.amin(result, dim=1)" in made.text
+    assert "row_largest" not in made.text
+
+
+def test_a_long_docstring_keeps_its_quotes(tmp_path: Path) -> None:
+    """Where its first line is empty, and a later one is too long for a file."""
+    words = "A " + "very " * 20 + "long line."
+    text = MAX.text.replace("class Model(nn.Module):\n", f'class Model(nn.Module):\n    """\n    {words}\n    """\n\n')
+    made, _, _ = export_text(text, tmp_path)
+    (tmp_path / "file.py").write_text(made.text, encoding="utf-8")
+    assert ruff(tmp_path / "file.py") == ""
+    assert 'class ModelNew(nn.Module):\n    """\n    A very very' in made.text
+
+
 def test_only_such_norms_are_nothing_to_write(tmp_path: Path) -> None:
     text = NORMS.text.replace("nn.GroupNorm(2, cout)", "nn.BatchNorm2d(cout)").replace("F.mish", "")
     with pytest.raises(PostludeError, match="no kernels are written for batch_norm in training"):

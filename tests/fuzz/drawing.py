@@ -13,6 +13,7 @@ from torch import Tensor
 from cases import WORDS, Builder
 from postlude.chain import Chain, Convolution, Normalize, Pointwise, Scalar, Slot, Value
 from postlude.check import tensors_for
+from postlude.words import REDUCTIONS
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 LAYOUTS = (*("contiguous", "channels_last") * 3, "gaps", "turned", "expanded")
@@ -145,10 +146,13 @@ def chains(draw: Any, dims: int, conv: Convolution | None, channels: int, may_no
             _add_norm(builder, channels, draw)
         else:
             _add_word(builder, draw(st.sampled_from(_PLAIN)), draw)
-    if draw(st.sampled_from((False, False, True))):
-        kind = draw(st.sampled_from(("mean", "sum", "adaptive_avg_pool")))
-        over = "space" if kind == "adaptive_avg_pool" else draw(st.sampled_from(("space", "sample")))
+    end = draw(st.sampled_from((None, None, None, None, ("space", "sample"), ("space", "sample"), ("channels",))))
+    if end is not None:
+        over = draw(st.sampled_from(end))
+        kind = draw(st.sampled_from([kind for kind, spans in REDUCTIONS.items() if over in spans]))
         builder.reduce(kind, over, kind == "adaptive_avg_pool" or draw(st.booleans()))
+        if over == "channels":
+            return builder.chain()
         for word in draw(st.lists(st.sampled_from(("relu", "sigmoid", "tanh")), max_size=2)):
             builder.op(word)
     return builder.chain()

@@ -86,6 +86,11 @@ def _autocast_inside(m: Written, x: Tensor) -> Tensor:
         return m.norm(m.relu(m.conv(x)))
 
 
+def _autocast_amax(m: Written, x: Tensor) -> Tensor:
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
+        return torch.amax(m.conv(x), 1)
+
+
 def _autocast_ends_mid_chain(m: Written, x: Tensor) -> Tensor:
     with torch.autocast(x.device.type, dtype=torch.bfloat16):
         h = m.conv(x)
@@ -141,6 +146,14 @@ CAPTURES = [
         (f"{C} → {G} → mean over all but batch",),
     ),
     Capture("negative axes", lambda m, x: m.conv(x).sum((-1, -2, -3)), (f"{C} → sum over space",)),
+    Capture("values of max", lambda m, x: torch.max(m.norm(m.conv(x)), dim=1)[0], (f"{C} → {G} → max over channels",)),
+    Capture("indices of min", lambda m, x: (p := m.norm(m.conv(x)).min(1)).values * p.indices, (f"{C} → {G}",)),
+    Capture(
+        "logsumexp and more",
+        lambda m, x: m.norm(m.conv(x)).logsumexp(1, keepdim=True).relu() + x,
+        (f"{C} → {G} → logsumexp over channels",),
+    ),
+    Capture("amax in autocast", _autocast_amax, ("conv3d(4→4, k3, p1, bfloat16) → amax over channels",)),
     Capture(
         "value used twice",
         lambda m, x: m.norm((h := m.conv(x)) + F.silu(h)),

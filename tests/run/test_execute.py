@@ -25,7 +25,9 @@ def test_a_number_on_another_device_is_brought_to_the_input(monkeypatch: pytest.
         return tensors[0]
 
     monkeypatch.setitem(execute._PREPARE, "cuda", lambda plan: runner)
-    ready = execute.prepare(SCALED, object.__new__(Plan), "cuda")
+    plan = object.__new__(Plan)
+    object.__setattr__(plan, "chain", SCALED)
+    ready = execute.prepare(SCALED, plan, "cuda")
     ready([torch.empty(2, 4, 3, 3, 3, device="meta"), torch.tensor(2.0)])
     assert [tensor.device.type for tensor in seen] == ["meta", "meta"]
 

@@ -18,9 +18,11 @@ from postlude.run.programs import HEADER, compose
 from run.test_gpu import fused
 
 pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore")]
+GROUPS = Builder(2, conv(2, (6, 5), bias=False)).norm(None).reduce("min", "channels").chain()
 OFFSET = Builder(2).norm(None).chain()
 BLOCK = Builder(2, conv(2, (6, 5), padding=1)).op("relu").norm(None).chain()
 TURNED = Builder(2, conv(2, (6, 5), transposed=True)).norm(5).chain()
+SOFT = Builder(2, conv(2, (6, 5))).op("add", 3.0).reduce("logsumexp", "channels").chain()  # a lane of 8 for each
 VALID = Builder(2, conv(2, (6, 5))).norm(5).chain()  # rows of 12 and of 10: runs of two
 
 MUTANTS: list[tuple[str, str, str, Chain, str]] = [
@@ -35,6 +37,9 @@ MUTANTS: list[tuple[str, str, str, Chain, str]] = [
     ("convolve", "(x < OW // ALIGN)", "(x < OW // ALIGN + 1)", BLOCK, "normal"),
     ("convolve", "* ALIGN + o_p % ALIGN", "* ALIGN", VALID, "normal"),
     ("convolve", "FIRST - z_last", "FIRST + 1 - z_last", BY_NAME["61 small"].chain, "normal"),
+    ("channels", 'tl.where(m_c[None, :], b_x, float("-inf"))', "b_x", SOFT, "normal"),
+    ("channels", "exp(b_x - shift[:, None])", "exp(b_x)", SOFT, "normal"),
+    ("channels", "o_g = (i_n * C + o_c) // PER_GROUP", "o_g = o_c // PER_GROUP", GROUPS, "normal"),
 ]
 
 

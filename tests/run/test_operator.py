@@ -19,14 +19,14 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("name", ["61 small", "23 small", "conv norm residual relu"])
+@pytest.mark.parametrize("name", ["61 small", "23 small", "conv norm residual relu", "conv mul norm clamp mul max"])
 def test_pytorchs_own_checks_of_an_operator(name: str) -> None:
     case = BY_NAME[name]
     tensors = [t.requires_grad_() for t in tensors_for(case.chain, case.shape, torch.float32)]
     torch.library.opcheck(torch.ops.postlude.chain.default, (tensors, case.chain.dumps(), "auto"))
 
 
-@pytest.mark.parametrize("name", ["61 small", "23 small", "conv norm residual relu"])
+@pytest.mark.parametrize("name", ["61 small", "23 small", "conv norm residual relu", "conv mul norm clamp mul max"])
 def test_gradients_are_autograds(name: str) -> None:
     case = BY_NAME[name]
     tensors = [t.requires_grad_() for t in tensors_for(case.chain, case.shape, torch.float64)]

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from postlude.chain import Cast, Chain, Value, values_of
+from postlude.export.channels import finish_channels
 from postlude.export.direct import direct
 from postlude.export.direct_gradient import direct_trainer
 from postlude.export.direct_result import direct_result, gives_result
@@ -81,7 +82,7 @@ def chain_text(plan: Plan, name: str, names: Mapping[int, str], training: bool =
     if isinstance(plan.passes[-1].sink, Moments) and not is_done:
         last = finish_moments(draft, chunks)
     elif not is_done and plan.passes[-1].source != "own convolution":
-        result = finish(draft, trains)
+        result = finish(draft, trains) if plan.channels_end is None else finish_channels(draft)
     draft.add(*renamed_steps(plan.chain, last + 1, names, result))
     trainer = _trainer(draft, name, is_done) if trains else ""
     end = f"    return {result}{', moments' if trains and is_done else ', value' if trains else ''}"

@@ -75,7 +75,7 @@ def export(
     """`source` is the text of the problem's file, `model` was built from it with `arguments`."""
     original = read(source)
     values = arguments_of(type(model), *arguments)
-    traced = trace(model, inputs)
+    traced = trace(model, inputs, training)
     reasons = dict(traced.declined)
     texts: dict[FoundChain, ChainText] = {}
     for found in traced.chains:

@@ -15,7 +15,7 @@ from postlude.export.layout import fold
 from postlude.export.specialise import Inline, specialise
 
 _INFIX = {"add": Inline("{0} + {1}"), "mul": Inline("{0} * {1}")}
-_FILES = ("pointwise", "pack", "convolve", "normalize", "moments")
+_FILES = ("pointwise", "pack", "convolve", "normalize", "channels", "moments")
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ def docstring(text: str, indent: int = 4) -> list[str]:
     first, *more = text.split("\n")
     width = WIDTH - 3 if len(first) + indent + 3 <= WIDTH else WIDTH  # the closing quotes go with the last word
     lines = textwrap.wrap(first, width, initial_indent=f'{pad}"""', subsequent_indent=pad, break_long_words=False)
+    lines = lines or [f'{pad}"""']
     for part in more:
         lines += textwrap.wrap(part, WIDTH, initial_indent=pad, subsequent_indent=pad) or [""]
     if not more and len(lines[-1]) + 3 <= WIDTH:
@@ -140,6 +141,11 @@ def _broken(code: str, pad: int) -> list[str]:
     if isinstance(value, ast.Call):
         parts = [ast.get_source_segment(text, part) or "" for part in (*value.args, *value.keywords)]
         return call(ast.get_source_segment(text, value.func) or "", parts, before=before, indent=pad)
+    inner = value.value if isinstance(value, ast.Subscript | ast.Attribute) else None
+    if isinstance(inner, ast.Call):  # of which a part is taken: the call is broken
+        parts = [ast.get_source_segment(text, part) or "" for part in (*inner.args, *inner.keywords)]
+        rest = text.encode()[inner.end_col_offset :].decode()
+        return call(ast.get_source_segment(text, inner.func) or "", parts, before, rest, pad)
     last = value.right if isinstance(value, ast.BinOp) and not isinstance(value.left, ast.BinOp) else None
     if isinstance(last, ast.Call) and "(" in expression[: last.col_offset - value.col_offset]:
         # One operator, and a call at the end: formatters break that call.

@@ -97,7 +97,7 @@ def finish(draft: Draft, keeps: bool) -> str:
     channels = plan.value.shape[1]
     groups = channels if norm is None else norm.groups or channels
     if norm is not None:
-        _combine(draft, norm, channels, groups)
+        combine(draft, norm, channels, groups)
     slots = pass_slots(plan.chain, last)
     whole = program(plan.chain, "whole", last, slots, draft.names, scalar_channel=True)
     constants = {
@@ -137,7 +137,7 @@ def finish(draft: Draft, keeps: bool) -> str:
     return result
 
 
-def _combine(draft: Draft, norm: Normalize, channels: int, groups: int) -> None:
+def combine(draft: Draft, norm: Normalize, channels: int, groups: int) -> None:
     """`mean` and `rstd` of each sample and group: by a kernel, or by PyTorch's operators after a product of two planes,
     which takes so long that theirs (0.05 ms on an H200) do not count, and fills the file."""
     own = draft.plan.own

@@ -88,6 +88,9 @@ def _step(chain: Chain, step: Step, names: Mapping[int, str]) -> str:
         return f"value.to(torch.{step.dtype})"
     if isinstance(step, Reduce) and step.op == "adaptive_avg_pool":
         return f"F.adaptive_avg_pool{chain.dims}d(value, 1)"
+    if isinstance(step, Reduce) and step.over == "channels":
+        values = ".values" if step.op in ("max", "min") else ""
+        return f"torch.{step.op}(value, dim=1{', keepdim=True' * step.keepdim}){values}"
     if isinstance(step, Reduce):
         axes = tuple(range(2 if step.over == "space" else 1, 2 + chain.dims))
         return f"value.{step.op}({axes}{', keepdim=True' * step.keepdim})"

@@ -9,11 +9,11 @@ from postlude.emit import pass_slots
 from postlude.export.kernels import Kernel, changed, cut, library, program
 from postlude.export.parts import Draft, plus, times
 from postlude.export.pieces import SCALES
-from postlude.export.specialise import Name
+from postlude.export.specialise import Inline, Name
 from postlude.export.weight import pack_weight_text
 from postlude.plan.gemm import Gemm, Volume
 from postlude.plan.problem import power_of_two
-from postlude.plan.types import Moments
+from postlude.plan.types import Moments, Store
 
 # Where files say something else than the library's kernels; each text must be there once.
 #
@@ -196,11 +196,11 @@ def _descriptors(draft: Draft, gemm: Gemm) -> None:
 
 def _multiply(draft: Draft, gemm: Gemm, conv: Convolution) -> None:
     volume, item, out = gemm.volume, draft.plan.passes[0], conv.out_channels
-    moments, store = "no", "done"
+    moments, store = "no", "raw" if item.sink == Store(raw=True) else "done"
     if isinstance(item.sink, Moments):
         moments = "both" if item.sink.squares else "sums"
         store = "raw" if item.sink.stores else "no"
-    slots = pass_slots(draft.plan.chain, item.last)
+    slots = () if (moments, store) == ("no", "raw") else pass_slots(draft.plan.chain, item.last)
     kernel = _kernel(draft, gemm, out, slots, {"STORE": store, "MOMENTS": moments})
     per_tile = "BM" if volume.width == 1 else f"BM * {volume.width}"
     planes = "out[0] * " if draft.plan.chain.dims == 3 else ""
@@ -220,9 +220,12 @@ def _kernel(draft: Draft, gemm: Gemm, out: int, slots: tuple[int, ...], sinks: d
     """The product with what follows it, for this case."""
     chain, volume, last = draft.plan.chain, gemm.volume, draft.plan.passes[0].last
     is_full = out % gemm.block_c == 0
-    before = program(chain, "before", last, slots, draft.names, scalar_channel=is_full, spread="[None, :]")
+    before: object = Inline("{0}")  # where nothing reads it
+    if (sinks["MOMENTS"], sinks["STORE"]) != ("no", "raw"):
+        steps = program(chain, "before", last, slots, draft.names, scalar_channel=is_full, spread="[None, :]")
+        before = draft.use(steps)
     constants: dict[str, object] = {
-        "BEFORE": draft.use(before),
+        "BEFORE": before,
         "KD": volume.kernel[0],
         "KH": volume.kernel[1],
         "COUT": out,

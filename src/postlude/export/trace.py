@@ -6,19 +6,22 @@ as calls of the forward. A forward that cannot be written down as a straight lin
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.fx as fx
 from torch import Tensor, nn
 
-from postlude.chain import Normalize, Step
+from postlude.chain import Normalize, Reduce, Step
 from postlude.errors import PostludeError
 from postlude.graph.capture import capture_function
 from postlude.graph.match import Declined, Match, match
 from postlude.graph.tidy import functionalise
+from postlude.plan.program import without_channels_end
 
 
 @dataclass(frozen=True)
@@ -38,14 +41,16 @@ class Traced:
     declined: Mapping[str, str]  # the name of a call that stays as it is, and why
 
 
-def trace(model: nn.Module, inputs: Sequence[Any]) -> Traced:
+def trace(model: nn.Module, inputs: Sequence[Any], training: bool = False) -> Traced:
     graph = _calls(model)
-    found, declined, origins, placeholders = _chains(model, graph, inputs)
+    found, declined, origins, placeholders = _chains(model, graph, inputs, training)
     by_name = {node.name: node for node in graph.nodes}
     reasons = {item.name: f"{item.what.removeprefix('aten.')}: {item.reason}" for item in declined}
     chains = []
     for item in found:
         chain = _as_calls(item, by_name, origins, placeholders)
+        if isinstance(chain, str) and (before := _without_pair(item)) is not None:
+            chain = _as_calls(before, by_name, origins, placeholders)
         if isinstance(chain, str):
             reasons[item.name] = chain
         else:
@@ -88,7 +93,7 @@ class _Marked(nn.Module):
 
 
 def _chains(
-    model: nn.Module, graph: fx.Graph, inputs: Sequence[Any]
+    model: nn.Module, graph: fx.Graph, inputs: Sequence[Any], training: bool
 ) -> tuple[list[Match], list[Declined], dict[fx.Node, str], dict[fx.Node, str]]:
     """Matches and the rest; for each ATen node its call, and for the graph's inputs what they are."""
     state: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -106,7 +111,7 @@ def _chains(
         first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise PostludeError(f"the forward cannot be traced ({first}).") from error
     functionalise(aten)
-    found, declined = match(aten, _unwritten)
+    found, declined = match(aten, functools.partial(_unwritten, training))
     names = [node.name for node in graph.nodes if node.op == "placeholder"][:count]
     inputs_of = [node for node in aten.graph.nodes if node.op == "placeholder"]
     placeholders = dict(zip(inputs_of, [*names, *(f".{name}" for name in state)]))
@@ -118,10 +123,12 @@ def _chains(
     return found, declined, origins, placeholders
 
 
-def _unwritten(step: Step) -> str | None:
+def _unwritten(training: bool, step: Step) -> str | None:
     """Why the kernels of a file end before a step, where they do."""
     if isinstance(step, Normalize) and step.over != "sample":
         return "no kernels are written for batch_norm in training and layer_norm"
+    if isinstance(step, Reduce) and step.over == "channels" and training:
+        return "no kernels are written for the gradients of a reduction over channels"
     return None
 
 
@@ -133,6 +140,11 @@ def _as_calls(
     if not names <= by_name.keys() or set(whole) != set(item.nodes):
         return "a call of the forward lies only partly in the chain"
     calls = tuple(node for name, node in by_name.items() if name in names)
+    if item.nodes[-1].target is operator.getitem:
+        values = _values_of_pair(calls[-1])
+        if values is None:
+            return "a pair of values and indices is used as such"
+        calls = (*calls, values)
     if any(user not in calls for call in calls[:-1] for user in call.users):
         return "a value inside the chain is used outside it as well"
     tensors: list[fx.Node | str] = []
@@ -145,3 +157,19 @@ def _as_calls(
         else:
             return "a tensor that the chain reads is made on the way"
     return FoundChain(item, calls, tuple(tensors))
+
+
+def _values_of_pair(pair: fx.Node) -> fx.Node | None:
+    """The call that takes the values from what max or min gives, where that is all that becomes of it."""
+    for user in pair.users:
+        if len(pair.users) == 1 and (user.target, *user.args[1:]) in ((operator.getitem, 0), (getattr, "values")):
+            return user
+    return None
+
+
+def _without_pair(item: Match) -> Match | None:
+    """The chain before a max or min that it ends in."""
+    if item.nodes[-1].target is not operator.getitem or len(item.chain.steps) < 2:
+        return None
+    pair = item.nodes.index(item.nodes[-1].args[0])
+    return replace(item, chain=without_channels_end(item.chain), nodes=item.nodes[:pair])

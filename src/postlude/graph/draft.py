@@ -28,7 +28,8 @@ from postlude.chain import (
 from postlude.graph import spellings
 from postlude.graph.capture import same_shape
 from postlude.graph.idioms import with_idioms
-from postlude.graph.spellings import arguments_of
+from postlude.graph.reductions import Reduction, read_reduction
+from postlude.graph.spellings import arguments_of, describe
 from postlude.words import POINTWISE
 
 
@@ -48,7 +49,8 @@ class Draft:
 
     def extend(self, node: fx.Node) -> Draft | str:
         """This draft with one more step, or a sentence why `node` cannot be one."""
-        if any(isinstance(step, Reduce) for step in self.steps) and spellings.pointwise(node) is None:
+        reduced = next((step for step in self.steps if isinstance(step, Reduce)), None)
+        if reduced is not None and (reduced.over == "channels" or spellings.pointwise(node) is None):
             return f"{describe(node)} comes after a reduction"
         spelled = spellings.pointwise(node)
         if isinstance(spelled, str):
@@ -57,8 +59,9 @@ class Draft:
             return _pointwise(self, node, spelled)
         if spellings.norm(node) is not None:
             return _normalize(self, node)
-        if spellings.reduction(node) is not None:
-            return _reduce(self, node)
+        reduction = read_reduction(node, self.dims)
+        if reduction is not None:
+            return reduction if isinstance(reduction, str) else _reduce(self, node, reduction)
         if node.target is torch.ops.aten.to.dtype:
             return self._add(node, Cast(self.values[node.args[0]], _name(dtype_of(node))))  # type: ignore[index]
         return f"{describe(node)} is not in the vocabulary"
@@ -119,10 +122,6 @@ def dtype_of(node: fx.Node) -> torch.dtype:
     dtype = node.meta["val"].dtype
     assert isinstance(dtype, torch.dtype)
     return dtype
-
-
-def describe(node: fx.Node) -> str:
-    return str(node.target).removesuffix(".default") if node.op == "call_function" else f"{node.op} {node.name}"
 
 
 def _convolution(node: fx.Node, call: spellings.Arguments) -> Convolution | str:
@@ -279,34 +278,13 @@ def _normalize(draft: Draft, node: fx.Node) -> Draft | str:
     return draft._add(node, Normalize(op, value, groups, float(call["eps"]), weight, bias, axes, running, momentum))
 
 
-def _reduce(draft: Draft, node: fx.Node) -> Draft | str:
-    op = spellings.reduction(node)
-    assert op is not None
-    call = arguments_of(node)
-    if call["self"] not in draft.values:
+def _reduce(draft: Draft, node: fx.Node, found: Reduction) -> Draft | str:
+    operand, result = arguments_of(node)["self"], found.nodes[-1]
+    if operand not in draft.values:
         return f"{describe(node)} does not work on the chain's value"
-    if op == "adaptive_avg_pool":
-        if _each(call["output_size"], draft.dims) != (1,) * draft.dims:
-            return f"{describe(node)} to more than one position"
-        over, keepdim = "space", True
-    else:
-        found = _reduced(node, call, draft.dims + 2)
-        if found in ("space", "sample"):
-            over, keepdim = found, bool(call["keepdim"])
-        else:
-            return found
-    draft, value = draft._cast(draft.values[call["self"]], dtype_of(node))
-    return draft._add(node, Reduce(op, value, over, keepdim))  # type: ignore[arg-type]
-
-
-def _reduced(node: fx.Node, call: spellings.Arguments, rank: int) -> str:
-    """ "space" or "sample", or a sentence why neither."""
-    if call["dtype"] is not None:
-        return f"{describe(node)} with a dtype of its own"
-    axes = sorted(axis % rank for axis in call["dim"]) if call["dim"] is not None else []
-    spans = {tuple(range(2, rank)): "space", tuple(range(1, rank)): "sample"}
-    sentence = f"{describe(node)} over axes {axes}: only space, or all but the batch, is understood"
-    return spans.get(tuple(axes), sentence)
+    draft, value = draft._cast(draft.values[operand], dtype_of(result))
+    draft = dataclasses.replace(draft, nodes=(*draft.nodes, *found.nodes[:-1]))
+    return draft._add(result, Reduce(found.op, value, found.over, found.keepdim))  # type: ignore[arg-type]
 
 
 def _each(sizes: Any, dims: int) -> tuple[int, ...]:

@@ -11,7 +11,8 @@ import torch.fx as fx
 from postlude.chain import Chain, Normalize, Step
 from postlude.graph import spellings
 from postlude.graph.capture import MODE_CHANGES
-from postlude.graph.draft import Draft, describe, start_with_convolution, start_with_input
+from postlude.graph.draft import Draft, start_with_convolution, start_with_input
+from postlude.graph.spellings import describe
 from postlude.graph.tidy import mutated_storages, storage_of
 
 _LONGEST = 24  # steps; longer straight lines do not occur, and the search stays linear
@@ -126,11 +127,14 @@ class _Finder:
         if self.mode.get(node) != self.mode[start]:
             return "autocast or grad mode changes before the next step"
         grown = draft.extend(node)
-        if isinstance(grown, Draft) and (why := self.declines(grown.steps[-1])) is not None:
+        if isinstance(grown, str):
+            return grown
+        end = grown.nodes[-1]
+        if (why := self.declines(grown.steps[-1])) is not None:
             return why
-        if isinstance(grown, Draft) and self._is_overwritten(grown, start, node):
+        if self._is_overwritten(grown, start, end):
             return f"a tensor that the chain reads is changed in place before {describe(node)}"
-        if isinstance(grown, Draft) and self._is_read_elsewhere(grown, start, node):
+        if self._is_read_elsewhere(grown, start, end):
             return f"running statistics that the chain moves are used before {describe(node)} as well"
         return grown
 

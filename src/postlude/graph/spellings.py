@@ -42,6 +42,10 @@ def arguments_of(node: fx.Node) -> Arguments:
     return named
 
 
+def describe(node: fx.Node) -> str:
+    return str(node.target).removesuffix(".default") if node.op == "call_function" else f"{node.op} {node.name}"
+
+
 def _unary(op: str, call: Arguments) -> Read:
     return Spelled(op, (call["self"],))
 
@@ -191,6 +195,11 @@ REDUCTIONS: dict[str, tuple[OpOverload, ...]] = {
     "mean": (aten.mean.dim,),
     "sum": (aten.sum.dim_IntList,),
     "adaptive_avg_pool": (aten.adaptive_avg_pool2d.default, aten.adaptive_avg_pool3d.default),
+    "logsumexp": (aten.logsumexp.default,),
+    "amax": (aten.amax.default,),
+    "amin": (aten.amin.default,),
+    "max": (aten.max.dim,),
+    "min": (aten.min.dim,),
 }
 CONVOLUTIONS: dict[OpOverload, str] = {
     aten.conv2d.default: "conv2d",

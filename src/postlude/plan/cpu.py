@@ -17,6 +17,7 @@ from postlude.plan.problem import (
     body_bytes,
     body_spec,
     compulsory_bytes,
+    handed_on_layout,
     result_dtype,
     result_layout,
 )
@@ -62,7 +63,7 @@ def _reason_against(chain: Chain, problem: Problem, machine: Machine) -> str | N
             return "PyTorch's transposed convolution on the CPU writes outside of its result for this output_padding"
         if not conv.transposed and any(padding > far for padding, far in zip(conv.padding, reach)):
             return "padding is wider than the kernel's reach, for which oneDNN may crash in another layout"
-    if result_layout(chain, problem, machine) == "strided":
+    if handed_on_layout(chain, problem, machine) == "strided":
         return "the result takes its layout from a tensor that is neither contiguous nor channels-last"
     return None
 
@@ -92,7 +93,7 @@ def _stored_plan(chain: Chain, problem: Problem, machine: Machine) -> Plan:
     slab, how, reasons = _stored_way(chain, problem, machine)
     if any(isinstance(step, Normalize) and step.op == "instance_norm" for step in chain.steps):
         reasons.append("instance_norm runs as group_norm with one group per channel")
-    return _build(chain, problem, machine, passes, slab, how, reasons, result_layout(chain, problem, machine))
+    return _build(chain, problem, machine, passes, slab, how, reasons, handed_on_layout(chain, problem, machine))
 
 
 def _stored_way(chain: Chain, problem: Problem, machine: Machine) -> tuple[int, Convolve, list[str]]:

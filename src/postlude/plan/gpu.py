@@ -10,6 +10,7 @@ from postlude.emit import too_many_tensors
 from postlude.emit_gradient import unsupported_gradient
 from postlude.hardware import Machine
 from postlude.plan.boxes import Boxes
+from postlude.plan.channels import takes_channels, why_apart
 from postlude.plan.convolve import Own, gradient_products, own_convolution, packs_gradient
 from postlude.plan.few_channels import FewChannels
 from postlude.plan.few_channels_gradient import GradientPlan, few_channels_gradient_for
@@ -23,6 +24,7 @@ from postlude.plan.problem import (
     body_shape,
     body_spec,
     compulsory_bytes,
+    handed_on_layout,
     power_of_two,
     result_dtype,
     result_layout,
@@ -50,7 +52,7 @@ def lower_for_gpu(
 ) -> Plan | Refusal:
     own = not_ours or own_convolution(chain, problem, machine, even_if_slower)
     library_tf32 = _library_tf32(chain, problem)
-    reasons = _reasons_against(chain, machine) + _reasons_against_rows(chain, problem)
+    reasons = _reasons_against(chain, problem, machine) + _reasons_against_rows(chain, problem)
     if problem.needs_grad:
         reasons += _reasons_against_training(chain, library_tf32)
     if not even_if_slower:
@@ -59,8 +61,7 @@ def lower_for_gpu(
         return Refusal(tuple(dict.fromkeys(reasons)), library_tf32)
     is_own = not isinstance(own, str)
     passes = _passes(chain, problem, own)
-    layout = result_layout(chain, problem, machine)
-    inside = _layout_inside(chain, problem, layout, is_own)
+    inside = _layout_inside(chain, problem, machine, is_own)
     size, compulsory = body_bytes(chain, problem), compulsory_bytes(chain, problem)
     batch = problem.x.shape[0]
     slab = max(1, min(batch, TRAINING_SLAB * batch // size)) if problem.needs_grad and _is_moments(passes) else batch
@@ -75,11 +76,11 @@ def lower_for_gpu(
         slab_bytes=0 if is_own and _is_moments(passes) else size,
         convolve="own" if is_own else "eager",
         norms_in_place=False,
-        result_layout=layout,
+        result_layout=result_layout(chain, problem, machine),
         result_dtype=result_dtype(chain, problem),
         moved_bytes=_moved_bytes(chain, problem, passes, own, compulsory, size),
         eager_bytes=compulsory + 2 * size * len(chain.steps),
-        reasons=_reasons_for(chain, passes, own),
+        reasons=_reasons_for(chain, problem, passes, own),
         tile=tile_for(chain, problem, machine, inside),
         own=None if isinstance(own, str) else own,
         library_tf32=library_tf32,
@@ -98,6 +99,7 @@ def _passes(chain: Chain, problem: Problem, own: Own | str) -> tuple[Pass, ...]:
     is_own = not isinstance(own, str)
     source = "own convolution" if is_own else first_source(chain)
     moments, last, barrier = moments_only(chain), last_fused_step(chain), first_barrier(chain)
+    end = last + takes_channels(chain, problem)  # of the last pass
     if moments is not None:
         return (Pass(source, 1, moments.before, Moments(moments.squares)),)
     if is_own and row_norm(chain) is not None:
@@ -108,11 +110,13 @@ def _passes(chain: Chain, problem: Problem, own: Own | str) -> tuple[Pass, ...]:
             return (
                 Pass(source, 1, barrier - 1, Store()),
                 Pass("load", barrier, barrier - 1, Moments(True)),
-                Pass("load", barrier, last, Store()),
+                Pass("load", barrier, end, Store()),
             )
         sink = Moments(True, stores=is_own, finished=finished)
-        return (Pass(source, 1, barrier - 1, sink), Pass("load", barrier if finished else 1, last, Store()))
-    return (Pass(source, 1, last, Store()),)
+        return (Pass(source, 1, barrier - 1, sink), Pass("load", barrier if finished else 1, end, Store()))
+    if is_own and end > last:
+        return (Pass(source, 1, 0, Store(raw=True)), Pass("load", 1, end, Store()))
+    return (Pass(source, 1, end, Store()),)
 
 
 def _is_finished_before(chain: Chain, problem: Problem, norm: int) -> bool:
@@ -134,11 +138,11 @@ def _convolution_gradients(
     return *gradient_products(chain.producer, problem, own, machine), few
 
 
-def _layout_inside(chain: Chain, problem: Problem, layout: Layout, is_own: bool) -> Layout:
-    """Of the chain's first value; `layout` is the result's."""
+def _layout_inside(chain: Chain, problem: Problem, machine: Machine, is_own: bool) -> Layout:
+    """Of the chain's first value."""
     if row_norm(chain) is not None:
         return "contiguous"  # a row lies in one piece
-    return layout if is_own else body_layout(chain, problem)
+    return handed_on_layout(chain, problem, machine) if is_own else body_layout(chain, problem)
 
 
 def _is_moments(passes: tuple[Pass, ...]) -> bool:
@@ -176,13 +180,14 @@ def _moved_bytes(
     return compulsory + scales + 2 * own.packed_bytes(problem.x.shape[0]) + again
 
 
-def _reasons_for(chain: Chain, passes: tuple[Pass, ...], own: Own | str) -> tuple[str, ...]:
+def _reasons_for(chain: Chain, problem: Problem, passes: tuple[Pass, ...], own: Own | str) -> tuple[str, ...]:
     sink = passes[0].sink
     is_twice = len(passes) == 2 and isinstance(sink, Moments) and not sink.finished
     twice = ("the steps before the norm are computed twice rather than stored",) if is_twice else ()
+    apart = () if (why := why_apart(chain, problem)) is None else (why,)
     if chain.producer is None:
-        return twice or ("one pass",)
-    return (f"PyTorch's convolution: {own}" if isinstance(own, str) else "our own convolution", *twice)
+        return (*(twice or ("one pass",)), *apart)
+    return (f"PyTorch's convolution: {own}" if isinstance(own, str) else "our own convolution", *twice, *apart)
 
 
 def _library_tf32(chain: Chain, problem: Problem) -> bool | None:
@@ -227,7 +232,7 @@ def tile_for(chain: Chain, problem: Problem, machine: Machine, layout: Layout) -
     return Tile(block, block_c, moments_block, max(1, min(_MOST_TILES, tiles)), *rows)
 
 
-def _reasons_against(chain: Chain, machine: Machine) -> list[str]:
+def _reasons_against(chain: Chain, problem: Problem, machine: Machine) -> list[str]:
     reasons = []
     if not machine.has_triton:
         reasons.append("Triton is not installed, which the GPU passes need")
@@ -236,7 +241,7 @@ def _reasons_against(chain: Chain, machine: Machine) -> list[str]:
             f"the GPU passes need an NVIDIA card of Ampere or later, not {machine.architecture or 'this one'}"
         )
     last = last_fused_step(chain)
-    if last == 0 and moments_only(chain) is None:
+    if last == 0 and moments_only(chain) is None and not takes_channels(chain, problem):
         reasons.append("nothing before the reduction can be fused")
     if any(value.index < last for step in chain.steps[last:] for value in values_of(step)):
         reasons.append("a step after the last fused one reads a value from inside the fused passes")

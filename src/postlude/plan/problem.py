@@ -96,6 +96,8 @@ def result_shape(chain: Chain, problem: Problem) -> tuple[int, ...]:
     shape = body_shape(chain, problem)
     for step in chain.steps:
         if isinstance(step, Reduce):
+            if step.over == "channels":
+                return (shape[0], *((1,) if step.keepdim else ()), *shape[2:])
             kept = 2 if step.over == "space" else 1
             shape = shape[:kept] + ((1,) * (len(shape) - kept) if step.keepdim else ())
     return shape
@@ -148,6 +150,13 @@ def body_layout(chain: Chain, problem: Problem) -> Layout:
 
 
 def result_layout(chain: Chain, problem: Problem, machine: Machine) -> Layout:
+    """Without channels there is one layout alone, and with one of them both are the same."""
+    if any(isinstance(step, Reduce) and step.over == "channels" for step in chain.steps):
+        return "contiguous"
+    return handed_on_layout(chain, problem, machine)
+
+
+def handed_on_layout(chain: Chain, problem: Problem, machine: Machine) -> Layout:
     """The layout that eager's operators hand on from one to the next: a norm may give up channels-last, and of two
     tensors the one that is written first gives the result its layout."""
     layout = body_layout(chain, problem)

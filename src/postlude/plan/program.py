@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from postlude.chain import (
     POINTWISE,
@@ -31,6 +31,16 @@ class MomentsOnly:
 def first_barrier(chain: Chain) -> int | None:
     """The number of the first step (from 1) that needs more than one element at a time."""
     return next((number for number, step in enumerate(chain.steps, 1) if is_barrier(step)), None)
+
+
+def channels_end(chain: Chain) -> Reduce | None:
+    """The reduction over channels that a chain ends in."""
+    last = chain.steps[-1] if chain.steps else None
+    return last if isinstance(last, Reduce) and last.over == "channels" else None
+
+
+def without_channels_end(chain: Chain) -> Chain:
+    return chain if channels_end(chain) is None else replace(chain, steps=chain.steps[:-1])
 
 
 def has_norm(chain: Chain) -> bool:
@@ -84,6 +94,8 @@ def moments_only(chain: Chain) -> MomentsOnly | None:
     for number in range(start, len(chain.steps) + 1):
         step = chain.steps[number - 1]
         if not _follows(step, number, start) or (isinstance(step, Normalize) and step.over == "row"):
+            return None
+        if isinstance(step, Reduce) and step.over == "channels":
             return None
         if isinstance(step, Reduce):
             squares = any(isinstance(other, Normalize) for other in chain.steps[start - 1 : number - 1])

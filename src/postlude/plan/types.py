@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from postlude.chain import Chain
+from postlude.chain import Chain, Reduce
 from postlude.plan.boxes import Boxes
 from postlude.plan.few_channels import FewChannels
 from postlude.plan.few_channels_gradient import GradientPlan
@@ -113,6 +113,13 @@ class Plan:
     few_gradient: GradientPlan | None = None  # both at once, where the convolution is `few_channels`'
     is_lean: bool = False  # nothing of the convolution's size is kept for them: it is computed again
     tiles: tuple[str, ...] = field(default=(), compare=False)  # where each tile comes from, in words
+
+    @property
+    def channels_end(self) -> Reduce | None:
+        """The reduction over channels that the last pass ends in."""
+        last = self.passes[-1].last
+        step = self.chain.steps[last - 1] if last else None
+        return step if isinstance(step, Reduce) and step.over == "channels" else None
 
     @property
     def resumes_at(self) -> int:

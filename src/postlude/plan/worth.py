@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 from postlude.chain import Chain
+from postlude.plan.channels import takes_channels
 from postlude.plan.gemm import Gemm
 from postlude.plan.problem import Problem, body_bytes, body_dtype, fp32_mode
-from postlude.plan.program import row_norm
+from postlude.plan.program import has_norm, row_norm
 
 TRAINED_CHANNELS = 64  # of an input: above, cuDNN's gradients are faster in 16 bits
 # Below this many operations the packing launches cost more than a better convolution gains, by what PyTorch's takes.
@@ -65,18 +66,23 @@ def slower(chain: Chain, problem: Problem, gemm: Gemm, in_place: bool) -> str | 
         return "cuDNN is as fast from this many channels on, and reading so small a result again costs little"
     if gemm.arithmetic.keeps_infinities or row_norm(chain) is not None:
         ours, theirs = _seconds(chain, problem, gemm)
-        after = " and a pass after it" if row_norm(chain) is None else ""
+        after = "" if _is_followed(chain, problem) else " and a pass after it"
         if ours >= theirs:
             return f"about {ours * 1e3:.2g} ms are expected of ours, {theirs * 1e3:.2g} of PyTorch's{after}"
     return None
 
 
+def _is_followed(chain: Chain, problem: Problem) -> bool:
+    """Whether the same pass follows the convolution, whoever makes it."""
+    return row_norm(chain) is not None or (takes_channels(chain, problem) and not has_norm(chain))
+
+
 def _seconds(chain: Chain, problem: Problem, gemm: Gemm) -> tuple[float, float]:
     """About what an H200 takes for a chain without a norm: with our convolution, and with PyTorch's and a pass.
 
-    Before a layer_norm the same pass follows either and is left out. There PyTorch's convolution is charged with the
-    layout of its result where that has to change: in 3-D (but not in fp32) cuDNN computes channels-last, and a row must
-    lie in one piece.
+    Before a layer_norm or a reduction over channels the same pass follows either and is left out. Before a layer_norm
+    PyTorch's convolution is charged with the layout of its result where that has to change: in 3-D (but not in fp32)
+    cuDNN computes channels-last, and a row must lie in one piece.
     """
     conv, x, out = chain.producer, problem.x, body_bytes(chain, problem)
     assert conv is not None
@@ -88,7 +94,7 @@ def _seconds(chain: Chain, problem: Problem, gemm: Gemm) -> tuple[float, float]:
         rate *= (_FLAT_TF32 if conv.dims == 2 else 1.0) * (_LAST_TF32 if x.layout == "channels_last" else 1.0)
     theirs = max(flops / rate, (x.bytes + out) / _COPY)
     turns = x.layout == "channels_last" or (conv.dims == 3 and arithmetic.planes == 1)
-    if row_norm(chain) is None or turns:
+    if not _is_followed(chain, problem) or (row_norm(chain) is not None and turns):
         theirs += 2 * out / _COPY
     # An element that reaches shared memory is used for a tile's other side; shorter tiles wait more.
     reuse = gemm.rows * gemm.block_c / (gemm.rows + gemm.block_c) * arithmetic.products / arithmetic.planes

@@ -31,7 +31,9 @@ def prepare(chain: Chain, outcome: Plan | Refusal, device: str) -> Runner:
     """What runs the chain, with all that stays the same from call to call made ready."""
     if isinstance(outcome, Refusal):
         return functools.partial(_through_pytorch, chain, outcome.library_tf32)
-    runner = _PREPARE[device](outcome)
+    runner, planned = _PREPARE[device](outcome), len(outcome.chain.steps)
+    if planned < len(chain.steps):
+        runner = functools.partial(_to_the_end, runner, chain, planned)
     return functools.partial(_with_numbers_brought, runner) if device == "cuda" and "one" in chain.roles else runner
 
 
@@ -39,6 +41,11 @@ def _with_numbers_brought(runner: Runner, tensors: Sequence[Tensor]) -> Tensor:
     """A tensor of one number may lie on the CPU beside others on a GPU, whose kernels cannot read it there."""
     device = tensors[0].device
     return runner([t if t.device == device else t.to(device, non_blocking=True) for t in tensors])
+
+
+def _to_the_end(runner: Runner, chain: Chain, planned: int, tensors: Sequence[Tensor]) -> Tensor:
+    """The chain with its last steps, which the plan leaves out, by PyTorch's operators and with their gradients."""
+    return reference.continue_from(chain, planned, runner(tensors), tensors, moves=True)
 
 
 def call(runner: Runner, tensors: Sequence[Tensor]) -> Tensor:

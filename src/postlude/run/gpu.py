@@ -19,6 +19,7 @@ from postlude.plan.types import Moments, reads_moments
 from postlude.reference import continue_from
 from postlude.run.batch import CombineBatch
 from postlude.run.boxes import BoxesConvolution
+from postlude.run.channels import ChannelsPass
 from postlude.run.few_channels import FewChannelsConvolution
 from postlude.run.finish_moments import FinishMoments
 from postlude.run.gemm import GemmConvolution
@@ -39,7 +40,7 @@ class GpuRun:
         makes_moments = self.moments or self.own
         chunks = 0 if makes_moments is None else makes_moments.chunks
         self.combine: Combine | CombineBatch | None = None
-        self.finish: FinishPass | RowsPass | None = None
+        self.finish: FinishPass | ChannelsPass | RowsPass | None = None
         self.from_moments = None
         if isinstance(last.sink, Moments):
             dtype = getattr(torch, plan.result_dtype)
@@ -51,7 +52,9 @@ class GpuRun:
             norm = next((step for step in chain.steps[: last.last] if isinstance(step, Normalize)), None)
             if norm is not None:
                 self.combine = (CombineBatch if norm.over == "batch" else Combine)(norm, plan.value, chunks)
-            self.finish = FinishPass(plan, 1 if self.combine is None else self.combine.per_group, keeps_value)
+            per_group = 1 if self.combine is None else self.combine.per_group
+            ends = plan.channels_end is not None
+            self.finish = ChannelsPass(plan, per_group) if ends else FinishPass(plan, per_group, keeps_value)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
         with on_device_of(tensors[0]):

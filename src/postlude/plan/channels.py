@@ -1,0 +1,42 @@
+"""A chain's end in a reduction over channels on a GPU: whether the last pass takes it in, and how that is cut."""
+
+from __future__ import annotations
+
+from postlude.chain import Chain, Normalize, Reduce
+from postlude.plan.problem import Problem, body_shape, power_of_two
+from postlude.plan.program import channels_end, row_norm
+
+MOST_CHANNELS = 512  # a tile has all of them, for so many positions that memory is read in whole pieces
+_ELEMENTS, _POSITIONS = 8192, 1024  # of a tile, at most: 32 elements for each thread
+CHANNELS_WARPS = 8
+
+
+def takes_channels(chain: Chain, problem: Problem) -> bool:
+    """Whether the last pass ends in the chain's reduction over channels."""
+    return channels_end(chain) is not None and why_apart(chain, problem) is None
+
+
+def why_apart(chain: Chain, problem: Problem) -> str | None:
+    """Why a chain's reduction over channels is PyTorch's, where it is."""
+    end = channels_end(chain)
+    if end is None:
+        return None
+    why = None
+    if body_shape(chain, problem)[1] > MOST_CHANNELS:
+        why = f"more than {MOST_CHANNELS} channels do not fit a tile"
+    if row_norm(chain) is not None:
+        why = "the tiles of a layer_norm are rows of one channel"
+    if sum(isinstance(step, Normalize) for step in chain.steps) > 1:
+        why = "it follows a second norm"
+    return None if why is None else f"{end.op} over channels is PyTorch's: {why}"
+
+
+def channels_kind(end: Reduce) -> str:
+    """The operator whose values it gives."""
+    return {"max": "amax", "min": "amin"}.get(end.op, end.op)
+
+
+def channels_tile(channels: int, positions: int) -> tuple[int, int]:
+    """Positions and channels of a tile, both powers of two."""
+    block_c = power_of_two(channels)
+    return min(_POSITIONS, _ELEMENTS // block_c, max(16, power_of_two(positions))), block_c

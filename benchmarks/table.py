@@ -31,13 +31,13 @@ GPU_SOURCES = [
     *(SOURCE / f"kernels/triton/{name}.py" for name in ("pointwise", "normalize", "moments")),
     *(
         SOURCE / f"kernels/triton/{name}.py"
-        for name in ("pack", "unfold", "convolve", "convolve_boxes", "phases", "rows")
+        for name in ("pack", "unfold", "convolve", "convolve_boxes", "phases", "rows", "channels")
     ),
     SOURCE / "emit.py",
     *(SOURCE / f"plan/{name}.py" for name in ("gpu", "convolve", "worth", "gemm", "boxes", "phases", "few_channels")),
-    SOURCE / "plan/tiles.py",
+    *(SOURCE / f"plan/{name}.py" for name in ("tiles", "channels")),
     *(SOURCE / f"run/{name}.py" for name in ("gpu", "first_pass", "gemm", "boxes", "phases", "few_channels", *_PASSES)),
-    *(SOURCE / f"run/{name}.py" for name in ("packing", "unfolding", "rows")),
+    *(SOURCE / f"run/{name}.py" for name in ("packing", "unfolding", "rows", "channels")),
 ]
 TRAINING_SOURCES = [
     *GPU_SOURCES,

@@ -53,7 +53,7 @@ def test_compiles_within_each_cards_limits(name: str, layout: str, card: int) ->
 def test_rows_are_read_in_vectors_and_each_channels_numbers_once(monkeypatch: pytest.MonkeyPatch) -> None:
     offline.use_card(monkeypatch, 90)
     made, launch = compiled(*LEVEL2["92"], "contiguous", "float32", 90)
-    assert (launch.constants["BLOCK"], launch.constants["BLOCK_C"], launch.warps) == (128, 64, 8)
+    assert (launch.constants["BLOCK"], launch.constants["BLOCK_C"], launch.warps) == (64, 64, 4)
     ptx = made.asm["ptx"]
-    assert ptx.count("ld.global.v4.b32") == 8  # 126² positions are a multiple of 4: 32 elements for each of 256 threads
+    assert ptx.count("ld.global.v4.b32") == 8  # 126² positions are a multiple of 4: 32 elements for each of 128 threads
     assert ptx.count("ld.global.b32") == 5 * 8  # bias, mean, rstd, weight and bias of 8 channels

@@ -20,6 +20,7 @@ from postlude.chain import Chain
 from postlude.check.budget import Verdict, combine
 from postlude.errors import PostludeError
 from postlude.graph.backend import Backend
+from postlude.graph.capture import hooks_are_watched, hooks_of_all_modules, is_traced
 from postlude.graph.match import Declined, Match
 from postlude.plan import Plan, Problem, Refusal
 from postlude.plan.lower import TRAINS
@@ -118,6 +119,8 @@ def optimize(
         earlier.undo()
     if model._compiled_call_impl is not None:
         raise PostludeError("the model is already compiled; call postlude.optimize before model.compile().")
+    if hooks_of_all_modules():
+        raise PostludeError("a hook of all modules is registered, and a model runs as it is while it is; remove it.")
     backend = Backend(precision, rest, _filter(only), record=verify, memory=memory)
     _compile(model, backend)
     try:
@@ -153,7 +156,16 @@ def _compile(model: nn.Module, backend: Backend) -> None:
         return model._call_impl(*args, **kwargs)
 
     own = types.FunctionType(call.__code__.replace(), call.__globals__, "call", None, call.__closure__)
-    model._compiled_call_impl = torch.compile(own, backend=backend)
+    compiled = torch.compile(own, backend=backend)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # Another tracer wants the model's own operators, and hooks of all modules the model's own modules.
+        if is_traced() or hooks_of_all_modules():
+            return model._call_impl(*args, **kwargs)
+        with hooks_are_watched():
+            return compiled(*args, **kwargs)
+
+    model._compiled_call_impl = run
 
 
 def _report(site: Site, verify: bool) -> SiteReport:

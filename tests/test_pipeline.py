@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import io
 import pickle
 import warnings
+import weakref
 from collections.abc import Sequence
 from importlib import metadata
 
@@ -303,3 +305,23 @@ def test_an_optimized_model_can_still_be_traced_by_others() -> None:
         traced = torch.jit.trace(model, x, check_trace=False)
         torch.testing.assert_close(traced(x), model(x))
         torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), model(x))
+
+
+def test_a_model_that_nobody_needs_is_freed() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU()).eval()
+    postlude.optimize(model, torch.randn(2, 2, 6, 6), verify=False)
+    assert postlude.is_optimized(model)
+    gone = weakref.ref(model[0].weight)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_how_a_site_runs_is_readable() -> None:
+    """The README prints outcomes as they are."""
+    model = nn.Sequential(nn.ConvTranspose2d(16, 16, 3, stride=2), nn.ReLU(), nn.InstanceNorm2d(16)).eval()
+    with torch.no_grad():
+        (site,) = postlude.optimize(model, torch.randn(4, 16, 32, 32), verify=False).sites
+    assert isinstance(site.outcome, Plan)
+    assert str(site.outcome).startswith("pass 1: conv_transpose2d")
+    assert "Chain(" not in str(site.outcome)

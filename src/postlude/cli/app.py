@@ -19,7 +19,6 @@ app = typer.Typer(
     name="postlude",
     help="Makes everything that follows a PyTorch model's convolutions nearly free, and proves the answer.",
     epilog="FILE.py is KernelBench's format: a class Model and the functions get_inputs and get_init_inputs.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -305,8 +304,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # → and × under an ASCII locale
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None:
+        frame.end_like_an_interrupt()
     try:
+        given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
         code = app(args=given, prog_name="postlude", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         code = frame.INTERRUPTED

@@ -58,7 +58,7 @@ def test_usual_settings_are_settings() -> None:
 
 
 def test_the_rows_say_which_infinities_become_finite() -> None:
-    """A plan may let a norm hide what a convolution of ours makes of an infinity: one that is lost before it, it cannot."""
+    """A norm hides what a convolution of ours makes of an infinity, unless a step before it has made it a number."""
     for case in WORDS:
         tensors = tensors_for(case.chain, case.shape, torch.float64, "cpu", 0, "normal", "contiguous")
         results = [

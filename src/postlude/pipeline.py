@@ -60,7 +60,7 @@ class Optimized:
     model: nn.Module
     sites: tuple[SiteReport, ...]
     declined: tuple[Declined, ...]
-    verdict: Verdict | None  # None where nothing was fused or verify=False
+    verdict: Verdict | None  # on the fused ways; None where there is none, or verify=False
     failure: str | None  # why the model could not be captured, if it could not
     backend: Backend = field(repr=False)
 

@@ -325,3 +325,15 @@ def test_how_a_site_runs_is_readable() -> None:
     assert isinstance(site.outcome, Plan)
     assert str(site.outcome).startswith("pass 1: conv_transpose2d")
     assert "Chain(" not in str(site.outcome)
+
+
+@pytest.mark.parametrize(("wider", "outcome"), [(None, "right"), (1.0, "wrong")])
+def test_a_model_in_float64_is_right(wider: float | None, outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's own instance_norm is the less exact one there; by its error in float32 ours would be wrong."""
+    if wider is not None:
+        monkeypatch.setattr("postlude.check.compare.NOTHING_WIDER", wider)
+    model = nn.Sequential(nn.Conv3d(4, 16, 3, padding=1), nn.InstanceNorm3d(16), nn.LeakyReLU()).double().eval()
+    with torch.no_grad():
+        result = postlude.optimize(model, torch.randn(2, 4, 24, 24, 24, dtype=torch.float64))
+    assert result.verdict is not None
+    assert result.verdict.outcome == outcome

@@ -14,7 +14,7 @@ from postlude.graph.draft import describe
 from postlude.graph.match import Match, match
 from postlude.graph.tidy import functionalise
 from postlude.run import operator as _operator  # noqa: F401  registers torch.ops.postlude.chain
-from postlude.run.execute import check_precision
+from postlude.run.execute import check_precision, is_transformed
 from postlude.run.site import Site
 
 __all__ = ["FusedChain", "Mean"]
@@ -56,7 +56,7 @@ class FusedChain(nn.Sequential):
         self._read: dict[Any, tuple[Site, tuple[str | None, ...], tuple[str, ...]]] = {}
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._is_watched():
+        if self._is_watched() or (not torch.compiler.is_compiling() and is_transformed()):
             return super().forward(x)  # type: ignore[no-any-return, no-untyped-call]
         device = x.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

@@ -61,6 +61,7 @@ def test_help_does_not_load_torch() -> None:
         (["optimize", "FILE", "--json", "FOLDER"], "this is a directory; name a file to write to."),
         (["optimize", "FILE", "--json", "FOLDER/none/out.json"], "does not exist."),
         (["doctor", "--json", "FOLDER/none/out.json"], "does not exist."),
+        (["explain", "FILE", "--json", "FILE"], "name another file than a Python one."),
     ],
 )
 def test_one_sentence_for_what_cannot_be(run: Run, good: Path, arguments: list[str], sentence: str) -> None:

@@ -55,6 +55,8 @@ def _run(name: str, request: Request, command: Callable[[Settings], Answer]) -> 
     try:
         with quiet(request.debug):
             check_writable(request.json)
+            if request.json is not None and request.json.suffix == ".py":  # a problem, by a slip of the hand
+                raise PostludeError(f"{request.json}: --json writes results; name another file than a Python one.")
             with settled(request) as settings:
                 answer = command(settings)
             if request.json is not None:

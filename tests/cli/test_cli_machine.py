@@ -93,10 +93,12 @@ def test_demo_ends_with_a_table_and_what_to_try_next(
 
     monkeypatch.setattr(demo, "time_elsewhere", elsewhere)
     monkeypatch.setattr(hardware, "has_glibc", lambda: True)
+    monkeypatch.setattr(hardware, "load_average", lambda: 99.0)
     out = tmp_path / "out.json"
     ran = run("demo", "--device", "cpu", "--json", out)
     assert ran.code == 0
     for words in (
+        "a load of 99.0",
         "system malloc",
         "tuned malloc",
         "× eager",
@@ -107,6 +109,11 @@ def test_demo_ends_with_a_table_and_what_to_try_next(
     problems = json.loads(out.read_text(encoding="utf-8"))["problems"]
     assert [len(problem["seconds"]) for problem in problems] == [2, 2, 2]
     assert all(problem["sites"] for problem in problems)
+
+
+@pytest.mark.parametrize(("coverage", "words"), [(0.75, "interval with 75% confidence"), (0.0, "too few rounds")])
+def test_an_interval_that_says_nothing_is_called_none(coverage: float, words: str) -> None:
+    assert words in demo._interval(coverage)
 
 
 def test_the_other_process_has_the_other_malloc(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import pytest
 from cli.problem_texts import Run
 from postlude import hardware
 from postlude.cli import demo, demo_case, demo_child, doctor
+from postlude.cli.frame import Settings
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -93,12 +94,10 @@ def test_demo_ends_with_a_table_and_what_to_try_next(
 
     monkeypatch.setattr(demo, "time_elsewhere", elsewhere)
     monkeypatch.setattr(hardware, "has_glibc", lambda: True)
-    monkeypatch.setattr(hardware, "load_average", lambda: 99.0)
     out = tmp_path / "out.json"
     ran = run("demo", "--device", "cpu", "--json", out)
     assert ran.code == 0
     for words in (
-        "a load of 99.0",
         "system malloc",
         "tuned malloc",
         "× eager",
@@ -109,6 +108,15 @@ def test_demo_ends_with_a_table_and_what_to_try_next(
     problems = json.loads(out.read_text(encoding="utf-8"))["problems"]
     assert [len(problem["seconds"]) for problem in problems] == [2, 2, 2]
     assert all(problem["sites"] for problem in problems)
+
+
+@pytest.mark.parametrize("load", [0.1, 99.0])
+def test_the_demo_says_when_others_use_the_machine(
+    load: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hardware, "load_average", lambda: load)
+    demo._introduce(Settings("cpu", "auto"))
+    assert ("a load of 99.0" in capsys.readouterr().out) == (load > 1)
 
 
 @pytest.mark.parametrize(("coverage", "words"), [(0.75, "interval with 75% confidence"), (0.0, "too few rounds")])

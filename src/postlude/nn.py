@@ -10,7 +10,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from postlude.errors import PostludeError
 from postlude.graph.capture import capture_function, hooks_of_all_modules
-from postlude.graph.draft import describe
 from postlude.graph.match import Match, match
 from postlude.graph.tidy import functionalise
 from postlude.run import operator as _operator  # noqa: F401  registers torch.ops.postlude.chain
@@ -174,7 +173,7 @@ def _why_not_one(found: list[Match]) -> str:
         return "they form more than one"
     first, last = found[0].tensors[0], found[0].nodes[-1]
     outside = first if first.op != "placeholder" else next(iter(last.users))
-    return f"{describe(outside)} is no part of it"
+    return f"{str(outside.target).removesuffix('.default')} is no part of it"
 
 
 def _settings(module: nn.Module) -> list[Any]:

@@ -20,6 +20,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.pure)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        if item.get_closest_marker("interpret") and os.environ.get("TRITON_INTERPRET") != "1":
+            item.add_marker(pytest.mark.skip(reason="needs TRITON_INTERPRET=1"))
 
 
 NOTES: list[str] = []  # lines that tests want to be read at the end of a run

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import io
 import pickle
+import warnings
+import weakref
 from collections.abc import Sequence
 from importlib import metadata
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 import postlude
 from postlude import nn as fused_nn
@@ -240,3 +245,95 @@ def test_a_call_of_which_nothing_is_captured_says_so() -> None:
     assert not result.sites
     assert result.failure is not None
     assert "captured nothing" in result.failure
+
+
+def _doubled(module: nn.Module, given: object, result: Tensor) -> Tensor:
+    return 2 * result
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_hooks_that_come_later_fire_and_go_again(watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's compiler looks for new hooks only where it is told to, which the second run takes away."""
+    if not watched:
+        monkeypatch.setattr("postlude.pipeline.hooks_are_watched", contextlib.nullcontext)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU()).eval()
+    twin = copy.deepcopy(model)
+    x = torch.randn(2, 2, 6, 6)
+    with torch.no_grad():
+        assert len(postlude.optimize(model, x).sites) == 1
+        before = model(x)
+        for place in ("", "0", "1"):
+            handles = [one.get_submodule(place).register_forward_hook(_doubled) for one in (model, twin)]
+            assert torch.equal(model(x), twin(x) if watched else before), place
+            for handle in handles:
+                handle.remove()
+            assert torch.equal(model(x), before)
+
+
+def test_backward_hooks_that_come_later_fire() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU())
+    x = torch.randn(2, 2, 6, 6, requires_grad=True)
+    postlude.optimize(model, x)
+    model(x)
+    seen: list[Tensor] = []
+    model[0].register_full_backward_hook(lambda module, given, result: seen.append(result[0]))
+    model(x).sum().backward()
+    assert len(seen) == 1
+
+
+def test_hooks_of_all_modules_see_the_models_own_modules() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU()).eval()
+    x = torch.randn(2, 2, 6, 6)
+    seen: list[str] = []
+    postlude.optimize(model, x)
+    handle = register_module_forward_hook(lambda module, given, result: seen.append(type(module).__name__))
+    try:
+        model(x)
+        with pytest.raises(postlude.PostludeError, match="hook of all modules"):
+            postlude.optimize(copy.deepcopy(model), x)
+    finally:
+        handle.remove()
+    assert seen == ["Conv2d", "GroupNorm", "ReLU", "Sequential"]
+
+
+def test_an_optimized_model_can_still_be_traced_by_others() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU()).eval()
+    x = torch.randn(2, 2, 6, 6)
+    postlude.optimize(model, x, verify=False)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        traced = torch.jit.trace(model, x, check_trace=False)
+        torch.testing.assert_close(traced(x), model(x))
+        torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), model(x))
+
+
+def test_a_model_that_nobody_needs_is_freed() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU()).eval()
+    postlude.optimize(model, torch.randn(2, 2, 6, 6), verify=False)
+    assert postlude.is_optimized(model)
+    gone = weakref.ref(model[0].weight)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_how_a_site_runs_is_readable() -> None:
+    """The README prints outcomes as they are."""
+    model = nn.Sequential(nn.ConvTranspose2d(16, 16, 3, stride=2), nn.ReLU(), nn.InstanceNorm2d(16)).eval()
+    with torch.no_grad():
+        (site,) = postlude.optimize(model, torch.randn(4, 16, 32, 32), verify=False).sites
+    assert isinstance(site.outcome, Plan)
+    assert str(site.outcome).startswith("pass 1: conv_transpose2d")
+    assert "Chain(" not in str(site.outcome)
+
+
+@pytest.mark.parametrize(("wider", "outcome"), [(None, "right"), (1.0, "wrong")])
+def test_a_model_in_float64_is_right(wider: float | None, outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's own instance_norm is the less exact one there; by its error in float32 ours would be wrong."""
+    if wider is not None:
+        monkeypatch.setattr("postlude.check.compare.NOTHING_WIDER", wider)
+    model = nn.Sequential(nn.Conv3d(4, 16, 3, padding=1), nn.InstanceNorm3d(16), nn.LeakyReLU()).double().eval()
+    with torch.no_grad():
+        result = postlude.optimize(model, torch.randn(2, 4, 24, 24, 24, dtype=torch.float64))
+    assert result.verdict is not None
+    assert result.verdict.outcome == outcome

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
+
+import torch
 
 import postlude
 from cases import CASES, WORDS
 from postlude import emit, emit_gradient, reference, words
 from postlude.chain import Normalize, Pointwise, Reduce
+from postlude.check import tensors_for
 from postlude.export import plain
 from postlude.graph import spellings
 from postlude.run import cpu, moments
@@ -51,6 +55,20 @@ def test_two_operands_in_the_other_order_are_a_word_too() -> None:
 
 def test_usual_settings_are_settings() -> None:
     assert all(len(row.usual) in (0, len(row.settings)) for row in words.POINTWISE.values())
+
+
+def test_the_rows_say_which_infinities_become_finite() -> None:
+    """A norm hides what a convolution of ours makes of an infinity, unless a step before it has made it a number."""
+    for case in WORDS:
+        tensors = tensors_for(case.chain, case.shape, torch.float64, "cpu", 0, "normal", "contiguous")
+        results = [
+            reference.evaluate(case.chain, [torch.full_like(tensors[0], sign * math.inf), *tensors[1:]])
+            for sign in (1, -1)
+        ]
+        (step,) = case.chain.steps
+        assert isinstance(step, Pointwise)
+        lost = sum(bool(result.isfinite().any()) for result in results)
+        assert words.POINTWISE[step.op].finite_at == lost, case.name
 
 
 def test_norm_and_reduction_tables_have_equal_keys() -> None:

@@ -9,15 +9,19 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from postlude.errors import PostludeError
-from postlude.graph.capture import capture_function
-from postlude.graph.match import match
+from postlude.graph.capture import capture_function, hooks_of_all_modules
+from postlude.graph.match import Match, match
 from postlude.graph.tidy import functionalise
 from postlude.run import operator as _operator  # noqa: F401  registers torch.ops.postlude.chain
-from postlude.run.execute import check_precision
+from postlude.run.execute import check_precision, is_transformed
 from postlude.run.site import Site
 
 __all__ = ["FusedChain", "Mean"]
 _COUNT = torch.ops.aten.add_.Tensor
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PLAIN = frozenset((bool, int, float, str))
+_OWN = frozenset(vars(nn.Module()))  # dictionaries of hooks, of tensors and of modules
+_REMEMBERED = 64  # chains per module before the look-up starts anew
 _EXAMPLE = 32  # the size of an example along each axis of space: more than any kernel's reach
 
 
@@ -40,8 +44,9 @@ class FusedChain(nn.Sequential):
 
         FusedChain(nn.Conv3d(3, 24, 3), nn.GroupNorm(8, 24), Mean())
 
-    The chain is read off the modules on the first call for each dtype and mode; modules that do not form one
-    chain raise and say why. Forward hooks of the inner modules do not fire.
+    The chain is read off the modules on the first call for each dtype and mode, and again when a module or one of
+    its settings is another; modules that do not form one chain raise and say why. While a module inside has a hook,
+    this is an `nn.Sequential` and nothing more. A compiler that traces through it reads the settings when it compiles.
     """
 
     def __init__(self, *modules: nn.Module, precision: str = "auto") -> None:
@@ -50,25 +55,42 @@ class FusedChain(nn.Sequential):
         self._read: dict[Any, tuple[Site, tuple[str | None, ...], tuple[str, ...]]] = {}
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._is_watched() or (not torch.compiler.is_compiling() and is_transformed()):
+            return super().forward(x)  # type: ignore[no-any-return, no-untyped-call]
         device = x.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         if torch.compiler.is_compiling():
             return self._as_operator(x, device, autocast)
-        key = (x.dtype, x.dim(), device, autocast, self.training)
+        key = self._key(x.dtype, x.dim(), device, autocast)
         if key not in self._read:
             check_precision(self.precision, device)
-            self._read[key] = self._read_chain(x)
+            self._remember(key, x)
         site, names, counters = self._read[key]
         for name in counters:
             self._tensor(name).add_(1)
         return site(*(x if name is None else self._tensor(name) for name in names))  # type: ignore[no-any-return]
+
+    def _is_watched(self) -> bool:
+        """True where somebody's hook has to see what goes into a module inside or comes out of it."""
+        inside = (module for module in self.modules() if module is not self)
+        return hooks_of_all_modules() or any(getattr(module, kind) for module in inside for kind in _HOOKS)
+
+    def _key(self, *call: Any) -> tuple[Any, ...]:
+        """All that the chain depends on: what the call brings, and the modules as they are now."""
+        return (*call, *_settings(self))
+
+    def _remember(self, key: Any, example: Tensor) -> None:
+        if len(self._read) >= _REMEMBERED:
+            self._read.clear()
+        self._read[key] = self._read_chain(example)
 
     def _as_operator(self, x: Tensor, device: str, autocast: torch.dtype | None) -> Tensor:
         """For compilers that trace through this module: one registered operator, no break in their graph.
 
         An operator that moves running statistics would have to say which: such a chain is its modules there.
         """
-        text, names, moves = self._text(x.dtype, x.dim(), device, autocast, self.training)
+        modes = tuple(module.training for module in self.modules())  # read here, so that the compiler looks at them
+        text, names, moves = self._text(x.dtype, x.dim(), device, autocast, modes)
         if moves:
             return super().forward(x)  # type: ignore[no-any-return, no-untyped-call]
         held = {**dict(self.named_parameters()), **dict(self.named_buffers())}
@@ -78,18 +100,18 @@ class FusedChain(nn.Sequential):
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _text(
-        self, dtype: torch.dtype, dims: int, device: str, autocast: torch.dtype | None, training: bool
+        self, dtype: torch.dtype, dims: int, device: str, autocast: torch.dtype | None, modes: tuple[bool, ...]
     ) -> tuple[str, tuple[str | None, ...], bool]:
         """The chain, its tensors' names and whether it moves any of them.
 
         Read off an example that is made here: a compiler's has no values.
         """
-        key = (dtype, dims, device, autocast, training)
+        key = self._key(dtype, dims, device, autocast, modes)
         if key not in self._read:
             check_precision(self.precision, device)
             example = torch.zeros((2, self._channels(), *[_EXAMPLE] * (dims - 2)), dtype=dtype, device=device)
             with torch.autocast(device, dtype=autocast, enabled=autocast is not None):
-                self._read[key] = self._read_chain(example)
+                self._remember(key, example)
         site, names, _ = self._read[key]
         return site.chain.dumps(), names, bool(site.chain.moved)
 
@@ -124,14 +146,15 @@ class FusedChain(nn.Sequential):
         placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
         result = graph.graph.output_node().args[0]
         if len(found) != 1 or found[0].nodes[-1] is not result or found[0].tensors[0] is not placeholders[0]:
-            reasons = "; ".join(f"{item.what}: {item.reason}" for item in declined) or "they form more than one"
+            reasons = "; ".join(f"{item.what}: {item.reason}" for item in declined) or _why_not_one(found)
             raise PostludeError(
                 f"these modules are not one chain ({reasons}); use nn.Sequential and postlude.optimize."
             )
         by_node = dict(zip(placeholders, [None, *names]))
         if not by_node.keys() >= set(found[0].tensors):
             raise PostludeError(
-                "these modules make a tensor in their forward that the chain reads; make it a parameter or a buffer."
+                "these modules make a tensor in their forward that the chain reads, as a parametrization does; "
+                "use nn.Sequential and postlude.optimize."
             )
         counted = [
             by_node.get(node.args[0]) for node in graph.graph.nodes if node.target is _COUNT and node.args[1] == 1
@@ -141,6 +164,32 @@ class FusedChain(nn.Sequential):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_read": {}}  # type: ignore[no-untyped-call]
+
+
+def _why_not_one(found: list[Match]) -> str:
+    if not found:
+        return "there is neither a convolution nor a norm"
+    if len(found) > 1:
+        return "they form more than one"
+    first, last = found[0].tensors[0], found[0].nodes[-1]
+    outside = first if first.op != "placeholder" else next(iter(last.users))
+    return f"{str(outside.target).removesuffix('.default')} is no part of it"
+
+
+def _settings(module: nn.Module) -> list[Any]:
+    """What a module's forward can depend on, tensors aside: numbers by value, all else by identity."""
+    found: list[Any] = [id(module), type(module)]
+    for name, value in vars(module).items():
+        if type(value) in _PLAIN or (type(value) is tuple and all(type(item) in _PLAIN for item in value)):
+            found.append(value)
+        elif name not in _OWN:
+            found.append(id(value))
+    found += [name for name, tensor in module._parameters.items() if tensor is not None]
+    found += [name for name, tensor in module._buffers.items() if tensor is not None]
+    for inner in module._modules.values():
+        if inner is not None:
+            found += _settings(inner)
+    return found
 
 
 def _counts_itself(module: nn.Module) -> bool:

@@ -6,7 +6,6 @@ import contextlib
 import fnmatch
 import logging
 import types
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from postlude.chain import Chain
 from postlude.check.budget import Verdict, combine
 from postlude.errors import PostludeError
 from postlude.graph.backend import Backend
+from postlude.graph.capture import hooks_are_watched, hooks_of_all_modules, is_traced
 from postlude.graph.match import Declined, Match
 from postlude.plan import Plan, Problem, Refusal
 from postlude.plan.lower import TRAINS
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("postlude")
 MEMORIES = ("default", "lean")
 NOTHING_CAPTURED = "PyTorch's compiler captured nothing of this call: it is switched off, or gave up on this code"
+# An attribute of what the model is called through: it goes with the model, and copies of the model are without it.
+_RESULT = "postlude_result"
 Only = Callable[[str, Chain], bool] | Iterable[str] | str | None
-
-_results: weakref.WeakKeyDictionary[nn.Module, Optimized] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,13 @@ class Optimized:
     model: nn.Module
     sites: tuple[SiteReport, ...]
     declined: tuple[Declined, ...]
-    verdict: Verdict | None  # None where nothing was fused or verify=False
+    verdict: Verdict | None  # on the fused ways; None where there is none, or verify=False
     failure: str | None  # why the model could not be captured, if it could not
     backend: Backend = field(repr=False)
 
     def undo(self) -> nn.Module:
         """Makes the model run as it did before; a model optimized again since then is left alone."""
-        if _results.get(self.model) is self:
-            del _results[self.model]
+        if _result_of(self.model) is self:
             self.model._compiled_call_impl = None
         return self.model
 
@@ -114,12 +113,14 @@ def optimize(
     """
     args, kwargs = _call_arguments(inputs)
     _check_request(model, precision, memory, args, kwargs)
-    if (earlier := _results.get(model)) is not None:
+    if (earlier := _result_of(model)) is not None:
         earlier.undo()
     if model._compiled_call_impl is not None:
         raise PostludeError("the model is already compiled; call postlude.optimize before model.compile().")
+    if hooks_of_all_modules():
+        raise PostludeError("a hook of all modules is registered, and a model runs as it is while it is; remove it.")
     backend = Backend(precision, rest, _filter(only), record=verify, memory=memory)
-    _compile(model, backend)
+    run = model._compiled_call_impl = _compile(model, backend)
     try:
         with _left_as_found(model):
             model(*args, **kwargs)
@@ -133,16 +134,21 @@ def optimize(
     verdicts = [report.verdict for report in reports if report.verdict is not None]
     failure = backend.failure or (None if backend.captured else NOTHING_CAPTURED)
     result = Optimized(model, reports, declined, combine(verdicts), failure, backend)
-    _results[model] = result
+    vars(run)[_RESULT] = result
     return result
 
 
 def is_optimized(model: nn.Module) -> bool:
     """True while `model` itself runs fused; a deep copy or an unpickled model is plain and gives False."""
-    return model in _results and model._compiled_call_impl is not None
+    return _result_of(model) is not None
 
 
-def _compile(model: nn.Module, backend: Backend) -> None:
+def _result_of(model: nn.Module) -> Optimized | None:
+    found: Optimized | None = getattr(model._compiled_call_impl, _RESULT, None)
+    return found
+
+
+def _compile(model: nn.Module, backend: Backend) -> Callable[..., Any]:
     """What `model.compile(backend=backend)` does, one frame further out.
 
     Dynamo passes over frames inside torch.nn, so a model whose class is PyTorch's own (`nn.Sequential`) would never
@@ -153,7 +159,16 @@ def _compile(model: nn.Module, backend: Backend) -> None:
         return model._call_impl(*args, **kwargs)
 
     own = types.FunctionType(call.__code__.replace(), call.__globals__, "call", None, call.__closure__)
-    model._compiled_call_impl = torch.compile(own, backend=backend)
+    compiled = torch.compile(own, backend=backend)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # Another tracer wants the model's own operators, and hooks of all modules the model's own modules.
+        if is_traced() or hooks_of_all_modules():
+            return call(*args, **kwargs)
+        with hooks_are_watched():
+            return compiled(*args, **kwargs)
+
+    return run
 
 
 def _report(site: Site, verify: bool) -> SiteReport:

@@ -14,6 +14,20 @@ from postlude.export.export_model import Export
 
 SMALL = GOOD.replace("torch.rand(4, 3, 18, 34, 36)", "torch.rand(2, 3, 6, 7, 8)")
 
+UNBUILT = """
+import torch
+
+class Model(torch.nn.Module):
+    def forward(self, x):
+        return x.square() + x
+
+def get_inputs():
+    return [torch.randn(2, 3, 4, 4)]
+
+def get_init_inputs():
+    return []
+"""
+
 
 @pytest.fixture(autouse=True)
 def _small_chains_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,6 +66,7 @@ def test_says_when_it_did_not_verify(run: Run, write: Write, tmp_path: Path) -> 
     ("text", "says"),
     [
         (NOTHING, "there is no chain in this model"),
+        (UNBUILT, "there is no chain in this model"),
         (SMALL.replace(RESULT, f"{RESULT} if x.sum() > 0 else x"), "one straight line of calls"),
     ],
 )

@@ -12,6 +12,7 @@ import pytest
 from cli.problem_texts import Run
 from postlude import hardware
 from postlude.cli import demo, demo_case, demo_child, doctor
+from postlude.cli.frame import Settings
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -107,6 +108,20 @@ def test_demo_ends_with_a_table_and_what_to_try_next(
     problems = json.loads(out.read_text(encoding="utf-8"))["problems"]
     assert [len(problem["seconds"]) for problem in problems] == [2, 2, 2]
     assert all(problem["sites"] for problem in problems)
+
+
+@pytest.mark.parametrize("load", [0.1, 99.0])
+def test_the_demo_says_when_others_use_the_machine(
+    load: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hardware, "load_average", lambda: load)
+    demo._introduce(Settings("cpu", "auto"))
+    assert ("a load of 99.0" in capsys.readouterr().out) == (load > 1)
+
+
+@pytest.mark.parametrize(("coverage", "words"), [(0.75, "interval with 75% confidence"), (0.0, "too few rounds")])
+def test_an_interval_that_says_nothing_is_called_none(coverage: float, words: str) -> None:
+    assert words in demo._interval(coverage)
 
 
 def test_the_other_process_has_the_other_malloc(monkeypatch: pytest.MonkeyPatch) -> None:

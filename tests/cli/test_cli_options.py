@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 import postlude
-from cli.problem_texts import Run
-from postlude.cli import chains
+from cli.problem_texts import Run, Write
+from postlude.cli import chains, frame
 
 
 def test_version(run: Run) -> None:
@@ -19,9 +21,10 @@ def test_version(run: Run) -> None:
     assert (ran.code, ran.out, ran.err) == (0, f"postlude {postlude.__version__}\n", "")
 
 
-def test_help_names_every_command(run: Run) -> None:
-    ran = run("--help")
-    assert ran.code == 0
+@pytest.mark.parametrize("arguments", [["--help"], []])
+def test_help_names_every_command(run: Run, arguments: list[str]) -> None:
+    ran = run(*arguments)
+    assert (ran.code, ran.err) == (0, "")
     assert all(name in ran.out for name in ("optimize", "verify", "bench", "explain", "demo", "doctor"))
 
 
@@ -47,6 +50,10 @@ def test_help_does_not_load_torch() -> None:
         ),
         (["verify", "FILE", "FILE", "--seeds", "two"], "Invalid value for '--seeds'"),
         (["verify", "FILE", "FILE", "--seeds", "2"], "Invalid value for '--seeds'"),
+        (["verify", "FILE", "FILE", "--seed", str(2**63)], "Invalid value for '--seed'"),
+        (["verify", "FILE", "FILE", "--timeout", "inf"], "Invalid value for '--timeout'"),
+        (["suite", "FOLDER", "--limit", "1e18"], "Invalid value for '--limit'"),
+        (["optimize", "FILE", "-o", "FOLDER/new.py", "--report", "FOLDER/page.html"], "ask for one of them."),
         (["bench", "FILE", "--rounds", "0"], "Invalid value for '--rounds'"),
         (["bench", "FILE", "--seconds", "-1"], "Invalid value for '--seconds'"),
         (["bench", "FILE", "--csv", "FOLDER"], "this is a directory; name a file to write to."),
@@ -54,6 +61,7 @@ def test_help_does_not_load_torch() -> None:
         (["optimize", "FILE", "--json", "FOLDER"], "this is a directory; name a file to write to."),
         (["optimize", "FILE", "--json", "FOLDER/none/out.json"], "does not exist."),
         (["doctor", "--json", "FOLDER/none/out.json"], "does not exist."),
+        (["explain", "FILE", "--json", "FILE"], "name another file than a Python one."),
     ],
 )
 def test_one_sentence_for_what_cannot_be(run: Run, good: Path, arguments: list[str], sentence: str) -> None:
@@ -83,6 +91,27 @@ def test_interrupt_is_quiet(run: Run, good: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(chains, "optimize", interrupted)
     ran = run("optimize", good, "--device", "cpu")
     assert (ran.code, ran.out, ran.err) == (130, "", "")
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="needs POSIX signals")
+def test_a_kill_is_an_interrupt(write: Write, tmp_path: Path) -> None:
+    began = tmp_path / "began"
+    waiting = write(f"import pathlib, time\npathlib.Path({str(began)!r}).touch()\ntime.sleep(60)\n")
+    command = [sys.executable, "-m", "postlude.cli", "explain", str(waiting), "--device", "cpu"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        while not began.exists() and process.poll() is None:
+            time.sleep(0.05)
+        process.terminate()
+        said, _ = process.communicate(timeout=30)
+    assert (process.returncode, said) == (130, b"")
+
+
+def test_under_nohup_a_closed_terminal_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(signal, "getsignal", {signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_IGN}.get)
+    monkeypatch.setattr(signal, "signal", lambda number, _: taken.append(number))
+    frame.end_like_an_interrupt()
+    assert taken == [signal.SIGTERM]
 
 
 def test_a_mistake_of_ours_is_one_sentence_too(run: Run, good: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,6 +170,18 @@ def test_one_sentence_for_what_cannot_be(
     assert sentence in ran.sentences[0]
 
 
+def test_names_that_differ_in_strange_letters_alone_have_files_of_their_own(
+    run: Run, folder: Path, tmp_path: Path, instant: list[str]
+) -> None:
+    names = {"ä": GOOD, "ö": GOOD, "a b": GOOD, "a+b": GOOD}
+    _put(folder, **names)
+    call = ("suite", folder, *QUICK, "--results", tmp_path / "kept")
+    assert run(*call).code == 0
+    assert len(instant) == len(list((tmp_path / "kept").iterdir())) == len(names)
+    assert run(*call).code == 0
+    assert len(instant) == len(names)
+
+
 def test_problems_come_in_the_order_of_their_numbers(folder: Path) -> None:
     _put(folder, **{"10_b": GOOD, "9_a": GOOD, "1_c": GOOD, "helper": "x = 1\n"})
     assert [path.stem for path in work.problem_files(folder)] == ["1_c", "9_a", "10_b"]

@@ -103,11 +103,12 @@ def test_frozen_parameters_and_channels_last_inputs() -> None:
 
 
 def test_every_convolution_outside_a_chain_has_a_reason() -> None:
-    for name in ("used outside", "active dropout", "autocast ends mid-chain"):
+    operators = dict.fromkeys(("used outside", "active dropout", "autocast ends mid-chain"), "conv3d")
+    for name, operator in {**operators, "checkpoint": "checkpoint"}.items():
         _, fused, backend = _both(next(c for c in CAPTURES if c.name == name))
         fused(torch.randn(2, 4, 5, 6, 4))
         declined = backend.captured[0].declined
-        assert [item.what for item in declined if "conv3d" in item.what], name
+        assert [item.what for item in declined if operator in item.what], name
         assert all(len(item.reason) > 10 for item in declined)
 
 

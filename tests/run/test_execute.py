@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import NoReturn
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from cases import Builder
-from postlude import reference
+from cases import BY_NAME, Builder
+from postlude import functional, reference
 from postlude.check import tensors_for
 from postlude.plan import Plan
 from postlude.run import execute
+from postlude.run.site import Site
 
 SCALED = Builder(3).norm(2).op("mul", "one").chain()
 
@@ -40,3 +44,25 @@ def test_a_number_on_the_cpu_scales_a_value_on_a_card() -> None:
     with torch.no_grad():
         ours = execute.run_chain(SCALED, tensors)
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch.func.jvp's own
+def test_forward_mode_derivatives_are_not_lost() -> None:
+    """A kernel sees values alone: a site that ran its plan would return no tangent, without a word."""
+    case = BY_NAME["61 small"]
+    tensors = tensors_for(case.chain, case.shape, torch.float32, "cpu", 0, "normal", "contiguous")
+    site = Site("here", case.chain)
+
+    def launched(_: object) -> NoReturn:
+        raise AssertionError("the plan ran")
+
+    site._look_up = launched  # type: ignore[assignment, method-assign]
+    direction = torch.ones_like(tensors[0])
+    rest = tensors[1:]
+    _, expected = torch.func.jvp(lambda x: reference.evaluate(case.chain, [x, *rest]), (tensors[0],), (direction,))
+    for run in (site, functools.partial(functional.run, case.chain)):
+        with forward_ad.dual_level():
+            result = run(forward_ad.make_dual(tensors[0], direction), *rest)
+            torch.testing.assert_close(forward_ad.unpack_dual(result).tangent, expected)
+    with pytest.raises(AssertionError, match="the plan ran"):
+        site(*tensors)

@@ -19,7 +19,6 @@ app = typer.Typer(
     name="postlude",
     help="Makes everything that follows a PyTorch model's convolutions nearly free, and proves the answer.",
     epilog="FILE.py is KernelBench's format: a class Model and the functions get_inputs and get_init_inputs.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -68,6 +67,8 @@ def optimize(
     """
 
     def command(settings: frame.Settings) -> frame.Answer:
+        if output_file is not None and report is not None:
+            raise PostludeError("--report is about the model as it runs here, -o writes a file; ask for one of them.")
         if output_file is not None:
             from postlude.cli import export
 
@@ -114,9 +115,9 @@ def verify(
     ] = False,
     backward: Annotated[bool, typer.Option("--backward", help="Check the gradients as well.")] = False,
     seeds: Annotated[int, typer.Option(min=5, help="Points of each kind; more find rarer faults.")] = 5,
-    seed: Annotated[int | None, typer.Option(min=0, help="Repeat an earlier run; drawn by default.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Repeat an earlier run; else drawn.")] = None,
     time_budget: Annotated[float, typer.Option(min=1, help="Seconds after which no further point is begun.")] = 60.0,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that one call of the candidate may take.")] = 60.0,
+    timeout: Annotated[float, typer.Option(min=0.1, max=1e6, help="Seconds for one call of the candidate.")] = 60.0,
     declared_only: Annotated[
         bool, typer.Option("--declared-only", help="Only the declared shape and layout: for kernels made for it.")
     ] = False,
@@ -192,7 +193,7 @@ def suite(
         str, typer.Option(metavar="none|failed|all", help="Which problems that have a result to run again.")
     ] = "none",
     train: Annotated[bool, typer.Option("--train", help="Check and time gradients and training steps too.")] = False,
-    limit: Annotated[float, typer.Option(min=1, help="Seconds that one problem may take, without waiting.")] = 600.0,
+    limit: Annotated[float, typer.Option(min=1, max=1e6, help="Seconds for one problem, without waiting.")] = 600.0,
     jobs: JobsOption = 1,
     rounds: Annotated[int, typer.Option(min=3, help="How often the variants take turns.")] = 12,
     seconds: Annotated[float, typer.Option(min=0.1, help="Begin no new round of a race after this time.")] = 10.0,
@@ -303,8 +304,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # → and × under an ASCII locale
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None:
+        frame.end_like_an_interrupt()
     try:
+        given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
         code = app(args=given, prog_name="postlude", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         code = frame.INTERRUPTED

@@ -22,6 +22,7 @@ from postlude.cli.race import (
     time_cell,
 )
 from postlude.cli.session import fuse, machine_data, malloc_word, result_data
+from postlude.cli.watch import crowded
 from postlude.errors import PostludeError
 from postlude.pipeline import Optimized
 
@@ -76,6 +77,8 @@ def _introduce(settings: Settings) -> None:
     say(f"Postlude {__version__} on {where}; PyTorch {hardware.versions()['torch']}", "bold")
     if settings.device == "cpu":
         say("No GPU is used, so the problems are smaller than KernelBench's.")
+    if (busy := crowded(settings.device)) is not None:
+        say(f"Take the times as they are: {busy}.")
 
 
 def _show(case: Case, settings: Settings) -> Shown:
@@ -110,13 +113,19 @@ def _time_with_other_malloc(settings: Settings, shown: list[Shown]) -> None:
         one.timings[other] = found[one.case.key]
 
 
+def _interval(coverage: float) -> str:
+    if coverage < 0.5:
+        return "the least and the most that was seen: too few rounds fitted into the time for an interval"
+    return f"an interval with {coverage:.0%} confidence"
+
+
 def _conclude(settings: Settings, shown: list[Shown]) -> None:
     say()
     columns = [name for name in COLUMNS if settings.device == "cpu" or name != "memory from"]
     rows = [row for one in shown for row in _rows(one, with_malloc=settings.device == "cpu")]
     show_table(columns, rows, numbers=[name for name in columns if name not in ("problem", "memory from")])
     surely = min(timing.coverage for one in shown for of in one.timings.values() for timing in of.values())
-    say(f"× is how many times as fast Postlude is: the median, and an interval with {surely:.0%} confidence.")
+    say(f"× is how many times as fast Postlude is: the median, and {_interval(surely)}.")
     say("Errors are RMS distances from float64, relative to the spread of the result.")
     if settings.device == "cpu":
         say("On a CPU fresh memory costs page faults; a tuned malloc keeps its pages, which helps eager as well.")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 
@@ -54,6 +55,8 @@ def _run(name: str, request: Request, command: Callable[[Settings], Answer]) -> 
     try:
         with quiet(request.debug):
             check_writable(request.json)
+            if request.json is not None and request.json.suffix == ".py":  # a problem, by a slip of the hand
+                raise PostludeError(f"{request.json}: --json writes results; name another file than a Python one.")
             with settled(request) as settings:
                 answer = command(settings)
             if request.json is not None:
@@ -66,6 +69,18 @@ def _run(name: str, request: Request, command: Callable[[Settings], Answer]) -> 
             traceback.print_exc()
         complain(_sentence(error))
         return COULD_NOT_RUN
+
+
+def end_like_an_interrupt() -> None:
+    """A `kill` and a closed terminal do what Ctrl-C does: no process and no folder of ours is left behind."""
+
+    def interrupt(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:  # under nohup it is ignored already
+            signal.signal(number, interrupt)
 
 
 def check_word(option: str, word: str | None, choices: Sequence[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from postlude import __version__
 from postlude.check import records
@@ -110,7 +112,7 @@ def _tasks(settings: Settings, options: Options) -> list[Task]:
             name,
             f"{number} of {len(files)}",
             _key(settings, options, path),
-            options.results / f"{re.sub(r'[^A-Za-z0-9_.-]+', '__', name)}.json",
+            options.results / f"{quote(name.replace(os.sep, '__'), safe='')}.json",
         )
         for number, (path, name) in enumerate(zip(files, names, strict=True), 1)
     ]

@@ -124,8 +124,6 @@ def compiled_ways(
 ) -> Baselines:
     """torch.compile's modes after their first calls, or the reason why one is missing."""
     found = Baselines()
-    if level == "few":
-        return found
     why = no_compiler(device)
     if why:
         found.left_out.append(f"{COMPILE}: {why}")

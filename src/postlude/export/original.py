@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from postlude.errors import PostludeError
 from postlude.export.forward import literal
 from postlude.export.layout import call, fold
@@ -185,6 +187,8 @@ def _typed(old: ast.FunctionDef) -> list[str]:
 
 def arguments_of(init: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The constructor's arguments by name, defaults filled in; refused where a file cannot hold one."""
+    if init.__init__ is nn.Module.__init__ and not args and not kwargs:  # no constructor of its own
+        return {}
     bound = inspect.signature(init).bind(*args, **kwargs)
     bound.apply_defaults()
     for name, parameter in bound.signature.parameters.items():

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch._dynamo.config as dynamo
 import torch.fx as fx
 from torch._guards import TracingContext
 from torch._ops import HigherOrderOperator
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx, track_tensor_tree
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_map, tree_map_only
 
 # Nodes that change how everything after them computes; no chain crosses one.
@@ -42,6 +44,27 @@ def capture_function(function: Callable[..., Any], inputs: Sequence[Any]) -> fx.
 def same_shape(left: Sequence[Any], right: Sequence[Any]) -> bool:
     """True where two shapes are known to be equal; never adds a guard, as `==` on symbols would."""
     return len(left) == len(right) and all(statically_known_true(sym_eq(a, b)) for a, b in zip(left, right))
+
+
+@contextlib.contextmanager
+def hooks_are_watched() -> Iterator[None]:
+    """What Dynamo compiles in here is compiled anew when a hook of a module comes or goes; else it would not notice."""
+    before = dynamo.skip_nnmodule_hook_guards
+    dynamo.skip_nnmodule_hook_guards = False
+    try:
+        yield
+    finally:
+        dynamo.skip_nnmodule_hook_guards = before
+
+
+def hooks_of_all_modules() -> bool:
+    """True while `register_module_forward_hook` or one of its kind is in force, which Dynamo never notices."""
+    return bool(_has_any_global_hook())
+
+
+def is_traced() -> bool:
+    """True inside of somebody's torch.compile, torch.export or torch.jit.trace."""
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch.fx as fx
+from torch._ops import HigherOrderOperator
 
 from postlude.chain import Chain, Normalize, Step
 from postlude.graph import spellings
@@ -30,7 +31,7 @@ class Match:
 
 @dataclass(frozen=True)
 class Declined:
-    """A convolution or norm that stays as it is."""
+    """A convolution or norm that stays as it is, or something like a checkpoint that may hold them."""
 
     name: str
     what: str
@@ -171,6 +172,10 @@ class _Finder:
             Declined(site_name((node,)), describe(node), self.why.get(node, "no chain reaches it"))
             for node in graph.graph.nodes
             if node not in self.taken and (spellings.is_convolution(node) or spellings.norm(node))
+        ] + [
+            Declined(site_name((node,)), describe(node), "what it holds is left to PyTorch, with all chains in there")
+            for node in graph.graph.nodes
+            if isinstance(node.target, HigherOrderOperator)
         ]
 
 

@@ -136,6 +136,9 @@ class Plan:
         raw = (replace(first, sink=Moments(True, stores=True)), replace(last, first=1))
         return replace(self, passes=raw, launches=self.launches - (len(self.passes) - 2))
 
+    def __str__(self) -> str:
+        return "; ".join((*self.describe(), *self.reasons))
+
     def describe(self) -> list[str]:
         """One line per pass, as `postlude explain` prints them."""
         lines = []

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
 
 from postlude import hardware, reference
 from postlude.chain import Chain
@@ -57,6 +59,16 @@ def call(runner: Runner, tensors: Sequence[Tensor]) -> Tensor:
     return runner(tensors)
 
 
+def is_transformed() -> bool:
+    """True inside of forward-mode derivatives and torch.func: kernels would read values alone, and lose the rest."""
+    return forward_ad._current_level >= 0 or peek_interpreter_stack() is not None
+
+
+def call_plain(chain: Chain, tensors: Sequence[Tensor]) -> Tensor:
+    """The chain operator by operator, which every transformation of PyTorch's goes through."""
+    return call(functools.partial(_through_pytorch, chain, None), tensors)
+
+
 def execute(chain: Chain, outcome: Plan | Refusal, tensors: Sequence[Tensor]) -> Tensor:
     """One call of an outcome that nobody keeps."""
     return call(prepare(chain, outcome, tensors[0].device.type), tensors)
@@ -70,6 +82,8 @@ def prepared(chain: Chain, problem: Problem) -> tuple[Plan | Refusal, Runner]:
 
 
 def run_chain(chain: Chain, tensors: Sequence[Tensor], precision: str = "auto") -> Tensor:
+    if is_transformed():
+        return call_plain(chain, tensors)
     return call(prepared(chain, problem_of(tensors, precision))[1], tensors)
 
 

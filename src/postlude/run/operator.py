@@ -33,7 +33,8 @@ def chain(tensors: list[Tensor], text: str, precision: str) -> Tensor:
     given = _parse(text)
     if given.moved:
         raise PostludeError(
-            "torch.ops.postlude.chain cannot move running statistics; call postlude.run for a batch_norm in training."
+            "torch.ops.postlude.chain cannot move running statistics; "
+            "call postlude.functional.run for a batch_norm in training."
         )
     with torch.no_grad():
         result = run_chain(given, tensors, precision)

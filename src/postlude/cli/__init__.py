@@ -1,5 +1,6 @@
 """The command line. Importing it does not load torch, so that `--help` answers at once."""
 
-from postlude.cli.app import app, main
+from postlude.cli.commands import app
+from postlude.cli.entry import main
 
 __all__ = ["app", "main"]

@@ -1,0 +1,34 @@
+"""Where the command line begins and ends."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import typer
+
+from postlude.cli import frame, output
+from postlude.cli.commands import app
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """The entry point; every way out is an exit code, and a mistake in the options is one sentence."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # → and × under an ASCII locale
+    if arguments is None:
+        frame.end_like_an_interrupt()
+    try:
+        given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+        code = app(args=given, prog_name="postlude", standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
+        code = frame.INTERRUPTED
+    except Exception as error:
+        explain_it = getattr(error, "format_message", None)  # typer brings its own copy of click, or needs click
+        if explain_it is None:
+            raise
+        output.complain(f"{explain_it().rstrip('.')}. See postlude --help.")
+        code = frame.COULD_NOT_RUN
+    raise SystemExit(code if isinstance(code, int) else frame.DONE)

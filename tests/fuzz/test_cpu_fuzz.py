@@ -198,6 +198,23 @@ FOUND = [
         (1, 1, 1, 1, 1),
         layout="channels_last",
     ),
+    # An infinity's running mean became NaN.
+    Drawn(
+        Builder(2).batch_norm(affine=False, running=True).reduce("mean", "space").chain(),
+        (1, 1, 1, 2),
+        nonfinite=math.inf,
+    ),
+    # A running variance had lost digits: the mean was subtracted in 16 bits.
+    Drawn(
+        Builder(3, dataclasses.replace(conv(3, (1, 2), transposed=True, bias=False), kernel=(2, 1, 1)))
+        .batch_norm(affine=False, running=True)
+        .norm(None, affine=False)
+        .reduce("mean", "space")
+        .chain(),
+        (1, 1, 1, 1, 1),
+        dtype="bfloat16",
+        parameters="float32",
+    ),
 ]
 
 

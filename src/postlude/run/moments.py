@@ -48,12 +48,15 @@ def channel_moments(value: Tensor, squares: bool, overwrite: bool) -> tuple[Mome
     variance = _squares_over_space(value) / positions - mean.square()
     if bool((mean.square() <= _FAR * variance).all()):
         return Moments(mean, variance, positions), 0.0
-    centre = mean.to(value.dtype)
+    wide = value if value.dtype.itemsize >= 4 else value.float()  # differences of 16-bit values are none
+    centre = mean.to(wide.dtype)
     each = centre.view(-1, value.shape[1], *[1] * (value.dim() - 2))
-    centred = value.sub_(each) if overwrite else value - each
+    centred = wide - each if wide is value and not overwrite else wide.sub_(each)
     rest = _sum_over_space(centred) / positions  # of the mean, which short runs rounded
     variance = _squares_over_space(centred) / positions - rest.square()
-    return Moments(centre.double() + rest, variance, positions), centre.double() if overwrite else 0.0
+    # What is left of an infinity is NaN: there the mean is what it was.
+    mean = torch.where(mean.isfinite(), centre.double() + rest, mean)
+    return Moments(mean, variance, positions), centre.double() if centred is value else 0.0
 
 
 def _channels_last_moments(value: Tensor, positions: int) -> Moments:

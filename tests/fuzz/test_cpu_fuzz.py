@@ -33,6 +33,7 @@ from postlude.run.execute import execute
 
 ASKED = os.environ.get("POSTLUDE_FUZZ")
 EXAMPLES = int(ASKED or 2000)
+LUCK = 2.0  # among ten thousand chains are some where PyTorch's rounding errors happen to cancel
 POINTS = 5
 COUNTS: Counter[str] = Counter()
 SMALL_CACHE = hardware.Machine("cpu", 2, 16 << 10, False, hardware.has_onednn())
@@ -126,7 +127,7 @@ def agrees(drawn: Drawn) -> None:
     if drawn.dtype == "float64":
         COUNTS["fused and right"] += 1
         return
-    judged = judge("output", points, slack=OFFSET_SLACK if drawn.family == "large offset" else 1.0)
+    judged = judge("output", points, slack=OFFSET_SLACK if drawn.family == "large offset" else LUCK)
     assert judged.outcome != "wrong", judged.reasons
     COUNTS["fused and right" if judged.outcome == "right" else "fused, truth too flat to tell"] += 1
 

@@ -134,7 +134,7 @@ def compared(case: Case, dtype: torch.dtype, layout: Any) -> float:
     assert all((one.dtype, one.shape) == (tensors[slot].dtype, tensors[slot].shape) for slot, one in found.items())
     right_dv0, right = truth(case.chain, value, dy, tensors, needs)
     # What is nothing in truth (a bias before an instance norm) is measured by what it is a sum of.
-    least = max(float(right_dv0.abs().max()), 1e-6 * float(dy.abs().max()))
+    least = max(float(right_dv0.abs().max()), 1e-4 * float(dy.abs().max()))
     pairs = [(dv0, right_dv0), *((found[slot], right[slot]) for slot in needs)]
     errors = [float((a.double() - b).abs().max() / max(least, float(b.abs().max()))) for a, b in pairs]
     return float(torch.nan_to_num(torch.tensor(errors), nan=torch.inf).max())

@@ -35,7 +35,7 @@ RUNGS = (
     Rung("pure", 420, "pure logic and the CPU path, no Triton needed", "no tests yet, nothing to run", 2),
     Rung("interpret", 540, "kernels under TRITON_INTERPRET=1", "no kernels yet, nothing to run", 2),
     Rung("compile", 180, "kernels compiled ahead of time", "no kernels yet, nothing to compile", 2),
-    Rung("export", 60, "exported files run without the package", "no exporter yet, nothing to run"),
+    Rung("export", 90, "exported files run without the package", "no exporter yet, nothing to run", 2),
     Rung("record", 30, "the README shows recorded results of this code", "no results yet, nothing to compare"),
 )
 

@@ -1,8 +1,9 @@
-"""Chains of KernelBench's level 2, by its own numbers, whose convolutions keep infinities: no norm, or a layer_norm."""
+"""Chains of KernelBench's level 2, by its own numbers: those whose convolutions keep infinities, having no norm or a
+layer_norm, and those that end in a reduction over channels."""
 
 from __future__ import annotations
 
-from cases import Builder, conv
+from cases import Builder, conv, largest_of_clamped
 from postlude.chain import Chain, Convolution, Value
 
 
@@ -82,5 +83,22 @@ LEVEL2: dict[str, tuple[Chain, tuple[int, ...]]] = {
     "100": (
         Builder(3, up(3, (64, 128), 3, 1, 0)).op("clamp_min", bound=-1.0).op("div", 2.0).chain(),
         (16, 64, 24, 48, 48),
+    ),
+}
+
+OVER_CHANNELS: dict[str, tuple[Chain, tuple[int, ...]]] = {
+    "79": (
+        largest_of_clamped(Builder(3, conv(3, (3, 16)))),
+        (128, 3, 16, 32, 32),
+    ),
+    "92": (
+        Builder(2, conv(2, (8, 64)))
+        .norm(16)
+        .op("tanh")
+        .op("hardswish")
+        .op("add", Value(0))
+        .reduce("logsumexp", "channels", True)
+        .chain(),
+        (128, 8, 128, 128),
     ),
 }

@@ -64,7 +64,7 @@ def agrees(drawn: Drawn) -> None:
     leaf = tensors[0].detach().clone().requires_grad_()
     has_gradient = reference.evaluate(chain, [leaf, *tensors[1:]]).requires_grad  # not where all of it is detached
     if has_gradient and drawn.nonfinite is None and unsupported_gradient(chain, last_fused_step(chain)) is None:
-        assert compared(Case("drawn", chain, drawn.shape), torch.float64, drawn.layout) < 1e-7
+        assert compared(Case("drawn", chain, drawn.shape), torch.float64, drawn.layout, nothing=1e-4) < 1e-7
         COUNTS["right in their gradients"] += 1
 
 

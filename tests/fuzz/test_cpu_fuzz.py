@@ -33,7 +33,7 @@ from postlude.run.execute import execute
 
 ASKED = os.environ.get("POSTLUDE_FUZZ")
 EXAMPLES = int(ASKED or 2000)
-LUCK = 2.0  # among ten thousand chains are some where PyTorch's rounding errors happen to cancel
+LUCK = 2.0 if ASKED else 1.0  # among ten thousand chains are some where PyTorch's rounding errors happen to cancel
 POINTS = 5
 COUNTS: Counter[str] = Counter()
 SMALL_CACHE = hardware.Machine("cpu", 2, 16 << 10, False, hardware.has_onednn())

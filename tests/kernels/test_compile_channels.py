@@ -10,7 +10,7 @@ import torch
 
 from cases import Builder, conv
 from kernels import offline
-from plan.test_channels import LEVEL2
+from level2 import OVER_CHANNELS
 from plan.test_convolve import card as machine_of
 from plan.test_lower import problem
 from postlude.chain import Chain
@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 pytestmark = [pytest.mark.compile, pytest.mark.filterwarnings("ignore")]
 card = offline.card
 WIDE = Builder(2, conv(2, (16, 300))).norm(4).op("gelu", approximate="none").op("add", "full").op("mul", "row")
-CHAINS = {**LEVEL2, "300 channels": (WIDE.reduce("amin", "channels").chain(), (8, 16, 64, 64))}
+CHAINS = {**OVER_CHANNELS, "300 channels": (WIDE.reduce("amin", "channels").chain(), (8, 16, 64, 64))}
 
 
 def compiled(chain: Chain, shape: tuple[int, ...], layout: str, dtype: str, card: int) -> Any:
@@ -52,7 +52,7 @@ def test_compiles_within_each_cards_limits(name: str, layout: str, card: int) ->
 
 def test_rows_are_read_in_vectors_and_each_channels_numbers_once(monkeypatch: pytest.MonkeyPatch) -> None:
     offline.use_card(monkeypatch, 90)
-    made, launch = compiled(*LEVEL2["92"], "contiguous", "float32", 90)
+    made, launch = compiled(*OVER_CHANNELS["92"], "contiguous", "float32", 90)
     assert (launch.constants["BLOCK"], launch.constants["BLOCK_C"], launch.warps) == (64, 64, 4)
     ptx = made.asm["ptx"]
     assert ptx.count("ld.global.v4.b32") == 8  # 126² positions are a multiple of 4: 32 elements for each of 128 threads

@@ -5,37 +5,14 @@ from __future__ import annotations
 import pytest
 
 from cases import Builder, conv
+from level2 import OVER_CHANNELS
 from plan.test_convolve import card
 from plan.test_lower import problem
-from postlude.chain import Chain, Value
+from postlude.chain import Chain
 from postlude.plan import Moments, Plan, Refusal, lower
 from postlude.plan.channels import MOST_CHANNELS, channels_tile
 from postlude.plan.problem import result_shape
 from postlude.plan.types import Store
-
-# Chains of KernelBench's level 2, by its own numbers.
-LEVEL2: dict[str, tuple[Chain, tuple[int, ...]]] = {
-    "79": (
-        Builder(3, conv(3, (3, 16)))
-        .op("mul", "channel")
-        .norm(None, affine=False)
-        .op("clamp", low=-1.0, high=1.0)
-        .op("mul", "channel")
-        .reduce("max", "channels")
-        .chain(),
-        (128, 3, 16, 32, 32),
-    ),
-    "92": (
-        Builder(2, conv(2, (8, 64)))
-        .norm(16)
-        .op("tanh")
-        .op("hardswish")
-        .op("add", Value(0))
-        .reduce("logsumexp", "channels", True)
-        .chain(),
-        (128, 8, 128, 128),
-    ),
-}
 
 
 def planned(chain: Chain, shape: tuple[int, ...], **changes: object) -> Plan | Refusal:
@@ -144,9 +121,9 @@ def test_tiles_have_all_channels_and_are_bounded(channels: int) -> None:
         assert block * block_c <= 8192
 
 
-@pytest.mark.parametrize("name", LEVEL2)
+@pytest.mark.parametrize("name", OVER_CHANNELS)
 def test_nothing_of_the_values_size_is_written_after_the_convolution(name: str) -> None:
-    chain, shape = LEVEL2[name]
+    chain, shape = OVER_CHANNELS[name]
     plan = planned(chain, shape)
     assert isinstance(plan, Plan)
     assert plan.channels_end == chain.steps[-1]

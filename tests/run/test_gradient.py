@@ -118,8 +118,9 @@ def truth(
     return found[0], dict(zip(slots, found[1:]))
 
 
-def compared(case: Case, dtype: torch.dtype, layout: Any) -> float:
-    """The largest error of any gradient, as a part of that gradient's largest element."""
+def compared(case: Case, dtype: torch.dtype, layout: Any, nothing: float = 0.0) -> float:
+    """The largest error of any gradient, as a part of that gradient's largest element; a chain may have no gradient but
+    rounding: what is less than `nothing` of the result's is measured by that."""
     tensors = tensors_for(case.chain, case.shape, dtype, "cpu", 0, "normal", layout)
     if isinstance(case.chain.steps[0], Pointwise):
         tensors[0].mul_(8).round_().div_(8)  # ties with 0 where there is no convolution
@@ -134,7 +135,7 @@ def compared(case: Case, dtype: torch.dtype, layout: Any) -> float:
     assert all((one.dtype, one.shape) == (tensors[slot].dtype, tensors[slot].shape) for slot, one in found.items())
     right_dv0, right = truth(case.chain, value, dy, tensors, needs)
     # What is nothing in truth (a bias before an instance norm) is measured by what it is a sum of.
-    least = max(float(right_dv0.abs().max()), 1e-4 * float(dy.abs().max()))
+    least = max(float(right_dv0.abs().max()), 1e-30, nothing * float(dy.abs().max()))
     pairs = [(dv0, right_dv0), *((found[slot], right[slot]) for slot in needs)]
     errors = [float((a.double() - b).abs().max() / max(least, float(b.abs().max()))) for a, b in pairs]
     return float(torch.nan_to_num(torch.tensor(errors), nan=torch.inf).max())

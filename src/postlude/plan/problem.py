@@ -12,6 +12,7 @@ from torch import Tensor
 
 from postlude.chain import POINTWISE, Cast, Chain, Normalize, Pointwise, Reduce, Slot, Value, values_of
 from postlude.hardware import Machine, default_fp32_precision
+from postlude.plan.program import channels_end
 
 Layout = Literal["contiguous", "channels_last", "strided"]
 PRECISIONS = ("auto", "fp32", "tf32")
@@ -151,7 +152,7 @@ def body_layout(chain: Chain, problem: Problem) -> Layout:
 
 def result_layout(chain: Chain, problem: Problem, machine: Machine) -> Layout:
     """Without channels there is one layout alone, and with one of them both are the same."""
-    if any(isinstance(step, Reduce) and step.over == "channels" for step in chain.steps):
+    if channels_end(chain) is not None:
         return "contiguous"
     return handed_on_layout(chain, problem, machine)
 

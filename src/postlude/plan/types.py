@@ -11,6 +11,7 @@ from postlude.plan.few_channels import FewChannels
 from postlude.plan.few_channels_gradient import GradientPlan
 from postlude.plan.gemm import Gemm, WeightGemm
 from postlude.plan.problem import Layout, Spec
+from postlude.plan.program import channels_end
 
 Source = Literal["own convolution", "library convolution", "load"]
 # eager: PyTorch's own call. direct: oneDNN, without PyTorch's choice of library and layout. buffer: the same into
@@ -117,9 +118,7 @@ class Plan:
     @property
     def channels_end(self) -> Reduce | None:
         """The reduction over channels that the last pass ends in."""
-        last = self.passes[-1].last
-        step = self.chain.steps[last - 1] if last else None
-        return step if isinstance(step, Reduce) and step.over == "channels" else None
+        return channels_end(self.chain) if self.passes[-1].last == len(self.chain.steps) else None
 
     @property
     def resumes_at(self) -> int:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 import postlude
 from cases import CASES, WORDS
 from postlude import emit, emit_gradient, reference, words
-from postlude.chain import Normalize, Pointwise, Reduce
+from postlude.chain import Chain, Normalize, Pointwise, Reduce, Scalar, Value
 from postlude.check import tensors_for
 from postlude.export import plain
 from postlude.graph import spellings
@@ -69,6 +72,34 @@ def test_the_rows_say_which_infinities_become_finite() -> None:
         assert isinstance(step, Pointwise)
         lost = sum(bool(result.isfinite().any()) for result in results)
         assert words.POINTWISE[step.op].finite_at == lost, case.name
+
+
+def test_the_derivatives_tell_whether_pytorch_keeps_a_value_inside_a_chain() -> None:
+    """A word at the end of a chain, and before its end: relu keeps its result, which at the end is there anyway."""
+    then = Pointwise("add", (Value(1), Scalar(1.0)))
+    for case in WORDS:
+        for steps in (case.chain.steps, (*case.chain.steps, then)):
+            chain = dataclasses.replace(case.chain, steps=steps)
+            kept = _kept_by_pytorch(chain, tensors_for(chain, case.shape, torch.float32))
+            says = emit_gradient.keeps_inside(chain, len(steps))
+            # batch_norm in evaluation keeps its operand for γ's gradient even where that is a constant
+            assert says == bool(kept) or (not says and "batch_norm" in case.name), (str(chain), kept)
+
+
+def _kept_by_pytorch(chain: Chain, tensors: Sequence[Tensor]) -> set[int]:
+    """The chain's values, but for its last one, whose memory PyTorch saves for its backward pass."""
+    saved: set[int] = set()
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    values: list[Tensor | None] = [tensors[0].detach().requires_grad_() * 1]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        for step in chain.steps:
+            values.append(reference.apply(chain, step, values, tensors))
+    inside = [value.untyped_storage().data_ptr() for value in values[:-1] if value is not None]
+    return {number for number, memory in enumerate(inside) if memory in saved}
 
 
 def test_norm_and_reduction_tables_have_equal_keys() -> None:

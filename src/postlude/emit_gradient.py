@@ -149,6 +149,17 @@ def slots_needed(chain: Chain, last: int) -> frozenset[int]:
     return frozenset(s for s, role in enumerate(chain.roles) if role != "running" and (role != "full" or s in read))
 
 
+def keeps_inside(chain: Chain, last: int) -> bool:
+    """Whether PyTorch's own backward pass keeps a value from inside steps 1 to `last`. Its derivatives read what ours
+    read, but for relu's; the last step's value does not count: it is there for whoever comes next."""
+    dependent, kept = _dependent(chain, 1, last, 0, ()), set()
+    for number, step in enumerate(chain.steps[:last], 1):
+        texts = " ".join(text for operand, text in _parts(step, number) if operand in dependent)
+        read = {int(value) for value in re.findall(r"\bv(\d+)\b", texts)}
+        kept |= {number} if read and isinstance(step, Pointwise) and step.op == "relu" else read
+    return bool(kept - {last})
+
+
 def norm_step(chain: Chain, last: int) -> int | None:
     steps = enumerate(chain.steps[:last], 1)
     return next((number for number, step in steps if isinstance(step, Normalize)), None)

@@ -154,15 +154,14 @@ def test_a_volume_without_borders_is_one_long_row() -> None:
 
 
 def test_both_gradients_read_one_packed_tensor() -> None:
-    how = conv(3, (32, 32), padding=1)
     one = problem(BLOCK, (2, 32, 64, 64, 64), device="cuda", needs_grad=True)
     own = gemm_for(BLOCK, one, card(90))
     assert isinstance(own, Gemm)
-    dx, dw = gradient_products(how, one, own, card(90))
+    dx, dw = gradient_products(BLOCK, one, own, card(90))
     assert dx is not None
     assert dw is not None
     assert dx.volume == dw.gradient_volume
-    assert gradient_products(how, one, own, card(80)) == (None, None)
+    assert gradient_products(BLOCK, one, own, card(80)) == (None, None)
 
 
 def gradients_of(how: Convolution, dtype: str, space: int = 32) -> tuple[Gemm | Boxes | None, WeightGemm | None]:
@@ -171,7 +170,7 @@ def gradients_of(how: Convolution, dtype: str, space: int = 32) -> tuple[Gemm | 
     given = dataclasses.replace(given, tensors=tuple(dataclasses.replace(t, dtype=dtype) for t in given.tensors))
     own = gemm_for(chain, given, card(90), even_if_slower=True)
     assert not isinstance(own, str)
-    return gradient_products(how, given, own, card(90))
+    return gradient_products(chain, given, own, card(90))
 
 
 def test_the_inputs_gradient_is_read_in_place_where_no_border_lies_in_what_both_products_read() -> None:

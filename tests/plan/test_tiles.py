@@ -84,8 +84,9 @@ def test_a_tile_that_does_not_fit_is_passed_over() -> None:
 def test_steps_of_a_product_divide_what_it_sums_over(cin: int, cout: int, arithmetic: Arithmetic) -> None:
     """With the width that a tile of the input's gradient names: else nothing, or too little, would be summed."""
     given = problem(CHAIN_61, SHAPES[CHAIN_61], device="cuda", precision="fp32")
-    own = product_for(conv(3, (cin, cout), padding=1), (32, 32, 32), arithmetic, card(90))
-    back, _ = gradient_products(conv(3, (cin, cout), padding=1), given, own, card(90))
+    how = conv(3, (cin, cout), padding=1)
+    own = product_for(how, (32, 32, 32), arithmetic, card(90))
+    back, _ = gradient_products(Builder(3, how).norm(None).chain(), given, own, card(90))
     assert back is not None
     for made in (own, back):
         assert made.volume.span * made.channels % made.block_k == 0

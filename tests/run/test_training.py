@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cases import BY_NAME, Builder, conv
 from postlude import reference
-from postlude.chain import Chain
+from postlude.chain import Chain, Value
 from postlude.check import tensors_for
 from postlude.emit_gradient import slots_needed
 from postlude.plan import Plan, problem_of
@@ -28,8 +28,12 @@ ADDED = Builder(2, conv(2, (3, 4), padding=1)).norm(2).op("add", "full").chain()
 TURNED = Builder(2, conv(2, (3, 4), transposed=True)).op("relu").norm(2).chain()
 GATED = Builder(2, conv(2, (3, 4), padding=1)).op("mul", "row").norm(2).op("mul", "row").op("silu").chain()
 NORM = Builder(2).op("mul", "channel").norm(2).op("gelu", approximate="tanh").chain()
+PLAIN = Builder(2, conv(2, (3, 4), padding=1)).op("gelu", approximate="none").op("mul", "channel").op("relu").chain()
+PLAIN_TURNED = Builder(2, conv(2, (3, 4), transposed=True)).op("mish").op("add", "full").op("mul", Value(0)).chain()
 CHAINS = {"block": BLOCK, "residual": RESIDUAL, "added": ADDED, "transposed": TURNED, "no convolution": NORM} | {
-    "gated": GATED
+    "gated": GATED,
+    "no norm": PLAIN,
+    "no norm, transposed": PLAIN_TURNED,
 }
 
 
@@ -44,8 +48,12 @@ def inputs(chain: Chain, dtype: torch.dtype = torch.float64, layout: str = "cont
     return [t.requires_grad_() for t in made]
 
 
-def training(chain: Chain, tensors: Sequence[Tensor], memory: str = "default") -> Training:
+def training(
+    chain: Chain, tensors: Sequence[Tensor], memory: str = "default", precision: str | None = None
+) -> Training:
     problem = dataclasses.replace(problem_of(tensors, memory=memory), needs_grad=True)
+    if precision is not None:
+        problem = dataclasses.replace(problem, precision=precision, allows_tf32=precision == "tf32")
     plan = lower_for_gpu(chain, problem, CARD, even_if_slower=True)
     assert isinstance(plan, Plan), plan
     assert plan.tile is not None
@@ -89,6 +97,8 @@ def test_gradients_are_autograds(name: str, layout: str, memory: str) -> None:
     [
         *((name, *mode) for name in ("block", "transposed") for mode in ((torch.float64, 1e-8), (torch.float32, 1e-5))),
         ("gated", torch.float64, 1e-8),
+        ("no norm", torch.float32, 1e-5),
+        ("no norm, transposed", torch.float64, 1e-8),
     ],
     ids=str,
 )
@@ -221,7 +231,7 @@ def test_gradients_from_the_tensors_alone_are_the_same(dtype: str | None) -> Non
 @pytest.mark.parametrize(
     ("chain", "reason"),
     [
-        (BY_NAME["conv gelu residual"].chain, "without a norm"),
+        (Builder(2, conv(2, (3, 4))).op("add", "full").op("relu").chain(), "PyTorch needs no more than the chain's"),
         (BY_NAME["conv relu norm mean relu"].chain, "a convolution with its norm directly after it"),
         (BY_NAME["two norms"].chain, "a reduction or a second norm"),
     ],
@@ -231,3 +241,35 @@ def test_what_the_backward_passes_do_not_cover_is_declined(chain: Chain, reason:
     tensors = tensors_for(chain, (2, channels, *[8] * chain.dims), torch.float32)
     problem = dataclasses.replace(problem_of(tensors), needs_grad=True)
     assert reason in str(lower_for_gpu(chain, problem, CARD, even_if_slower=True))
+
+
+def assert_infinities(name: str, planes: str) -> None:
+    """What PyTorch has as an infinite gradient of the input is one, and what has no part in it is finite. The weight's
+    has at least PyTorch's, and none in other channels: taps that meet the infinity beyond the border multiply it by 0.
+    """
+    chain = CHAINS[name]
+    tensors = inputs(chain, torch.float32)
+    run = training(chain, tensors, precision=planes)
+    assert run.plan.input_gradient is not None
+    y = run(tensors)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(3))
+    dy[0, 1, 2, 1] = torch.inf
+    dx, dw, *_ = torch.autograd.grad(y, tensors, dy)
+    true_x, true_w, *_ = torch.autograd.grad(reference.evaluate(chain, tensors), tensors, dy)
+    ours, true = (each.nan_to_num(0, 1, -1).where(~each.isfinite(), 2) for each in (dx, true_x))
+    assert torch.equal(ours, true)
+    assert not (dw.isfinite() & ~true_w.isfinite()).any()
+    others = [axis for axis in range(dw.dim()) if axis != (1 if "transposed" in name else 0)]
+    assert torch.equal(dw.isfinite().all(others), true_w.isfinite().all(others))
+
+
+@pytest.mark.parametrize("name", ["no norm", "no norm, transposed"])
+@pytest.mark.parametrize("planes", ["fp32", "tf32"])
+def test_an_infinite_gradient_stays_where_it_belongs_without_a_norm(name: str, planes: str) -> None:
+    assert_infinities(name, planes)
+
+
+def test_infinities_that_are_not_kept_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("postlude.plan.convolve.has_norm", lambda _: True)
+    with pytest.raises(AssertionError):
+        assert_infinities("no norm", "fp32")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cases import CHAIN_23, CHAIN_61, Builder, conv
 from level2 import up
 from postlude import hardware, reference
-from postlude.chain import Chain
+from postlude.chain import Chain, Value
 from postlude.check import chain_points, tensors_for, verify_chain
 from postlude.nn import FusedChain
 from postlude.plan import Plan, problem_of
@@ -30,6 +30,20 @@ SMALL: dict[str, tuple[Chain, tuple[int, ...]]] = {
     "many channels": (WIDE, (2, 16, 8, 9, 7)),
     "strided": (STRIDED, (2, 16, 13, 12, 11)),
     "layer_norm": (Builder(2, conv(2, (32, 48), padding=1)).layer_norm().op("silu").chain(), (2, 32, 13, 11)),
+    "no norm": (
+        Builder(2, conv(2, (24, 40), padding=1)).op("gelu", approximate="none").op("mul", "channel").op("relu").chain(),
+        (3, 24, 31, 29),
+    ),
+    "no norm, 32 channels": (
+        Builder(3, conv(3, (32, 32), padding=1)).op("mish").op("add", "full").op("mul", Value(0)).chain(),
+        (2, 32, 9, 8, 32),
+    ),
+    "no norm, 8 channels": (Builder(2, conv(2, (8, 40))).op("silu").op("mul", 2.0).chain(), (3, 8, 31, 29)),
+    "no norm, transposed": (
+        Builder(3, conv(3, (32, 48), transposed=True)).op("hardswish").op("add", 1.0).chain(),
+        (2, 32, 7, 6, 5),
+    ),
+    "no norm, phases": (Builder(2, up(2, (48, 72), 4)).op("mish").op("add", "full").chain(), (3, 48, 13, 17)),
     "phases": (Builder(3, up(3, (16, 24))).op("silu").norm(4).op("relu").chain(), (2, 16, 7, 6, 5)),
 }
 

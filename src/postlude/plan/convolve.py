@@ -23,7 +23,7 @@ from postlude.plan.gemm import (
 )
 from postlude.plan.phases import has_phases
 from postlude.plan.problem import Problem, body_dtype, fp32_mode, power_in, power_of_two
-from postlude.plan.program import first_barrier, norm_hides_infinities
+from postlude.plan.program import first_barrier, has_norm, norm_hides_infinities
 from postlude.plan.tiles import answers, product_questions
 from postlude.plan.worth import TRAINED_CHANNELS, has_moments_apart, slower
 
@@ -158,13 +158,15 @@ def _block_c(conv: Convolution, arithmetic: Arithmetic, most: int = _COLUMNS) ->
 
 
 def gradient_products(
-    conv: Convolution, problem: Problem, own: Own, machine: Machine
+    chain: Chain, problem: Problem, own: Own, machine: Machine
 ) -> tuple[Gemm | Boxes | None, WeightGemm | None]:
     """Our products for the gradients of input and weight where our convolution made the forward pass.
 
     Those of a convolution by phase are PyTorch's. Before Hopper the weight's does not fit the registers. With few
     channels only the weight's is ours: there cuDNN's takes 40 times as long as its convolution.
     """
+    conv = chain.producer
+    assert conv is not None
     if machine.architecture != "sm_90" or max(conv.kernel[-2:]) > 3:
         return None, None
     if isinstance(own, Boxes) and conv.in_channels > TRAINED_CHANNELS:
@@ -175,7 +177,8 @@ def gradient_products(
     if is_few and (conv.dtype or problem.x.dtype) != "float32":
         return None, None
     arithmetic = Arithmetic("float16", own.planes, scaled=True) if isinstance(own, FewChannels) else own.arithmetic
-    arithmetic = dataclasses.replace(arithmetic, keeps_infinities=False)  # where one is, no gradient is finite
+    hides = has_norm(chain)  # where an infinity is, none of its gradients is finite
+    arithmetic = dataclasses.replace(arithmetic, keeps_infinities=arithmetic.keeps_infinities and not hides)
     space = problem.x.shape[2:]
     if is_few:
         return None, weight_gemm_for(conv, space, arithmetic, machine)
@@ -183,7 +186,7 @@ def gradient_products(
     boxes = gradient_boxes_for(*given)
     if boxes is not None:
         return boxes, weight_gemm_for(conv, space, arithmetic, machine)
-    back = product_for(*given, kind="input's gradient")
+    back = product_for(*given, widens=hides, kind="input's gradient")
     return back, weight_gemm_for(conv, space, arithmetic, machine, back.volume.width)
 
 

@@ -7,7 +7,7 @@ import math
 
 from postlude.chain import Cast, Chain, Normalize, Reduce, values_of
 from postlude.emit import too_many_tensors
-from postlude.emit_gradient import unsupported_gradient
+from postlude.emit_gradient import keeps_inside, unsupported_gradient
 from postlude.hardware import Machine
 from postlude.plan.boxes import Boxes
 from postlude.plan.channels import takes_channels, why_apart
@@ -54,7 +54,7 @@ def lower_for_gpu(
     library_tf32 = _library_tf32(chain, problem)
     reasons = _reasons_against(chain, problem, machine) + _reasons_against_rows(chain, problem)
     if problem.needs_grad:
-        reasons += _reasons_against_training(chain, library_tf32)
+        reasons += _reasons_against_training(chain, problem, library_tf32)
     if not even_if_slower:
         reasons += _reasons_to_stay(chain, problem, own)
     if reasons:
@@ -114,7 +114,7 @@ def _passes(chain: Chain, problem: Problem, own: Own | str) -> tuple[Pass, ...]:
             )
         sink = Moments(True, stores=is_own, finished=finished)
         return (Pass(source, 1, barrier - 1, sink), Pass("load", barrier if finished else 1, end, Store()))
-    if is_own and end > last:
+    if is_own and (end > last or problem.needs_grad):
         return (Pass(source, 1, 0, Store(raw=True)), Pass("load", 1, end, Store()))
     return (Pass(source, 1, end, Store()),)
 
@@ -135,7 +135,7 @@ def _convolution_gradients(
     if not problem.needs_grad or isinstance(own, str) or chain.producer is None or row_norm(chain) is not None:
         return None, None, None
     few = few_channels_gradient_for(own, chain, problem, machine) if isinstance(own, FewChannels) else None
-    return *gradient_products(chain.producer, problem, own, machine), few
+    return *gradient_products(chain, problem, own, machine), few
 
 
 def _layout_inside(chain: Chain, problem: Problem, machine: Machine, is_own: bool) -> Layout:
@@ -257,10 +257,11 @@ def _reasons_against_rows(chain: Chain, problem: Problem) -> list[str]:
     return [f"a layer_norm over more than {LONGEST_ROW} elements, which do not fit a tile"]
 
 
-def _reasons_against_training(chain: Chain, library_tf32: bool | None) -> list[str]:
+def _reasons_against_training(chain: Chain, problem: Problem, library_tf32: bool | None) -> list[str]:
     reasons = []
-    if not has_norm(chain):
-        reasons.append("in training a chain without a norm would keep more than PyTorch keeps")
+    is_lean = problem.memory == "lean" and chain.producer is not None
+    if not has_norm(chain) and not is_lean and not keeps_inside(chain, last_fused_step(chain)):
+        reasons.append("its training would keep the convolution's result, where PyTorch needs no more than the chain's")
     if library_tf32 is not None:
         wanted = "tf32" if library_tf32 else "ieee"
         switch = f'torch.backends.cudnn.conv.fp32_precision = "{wanted}"'

@@ -74,15 +74,17 @@ def slower(chain: Chain, problem: Problem, gemm: Gemm, in_place: bool) -> str | 
 
 def _is_followed(chain: Chain, problem: Problem) -> bool:
     """Whether the same pass follows the convolution, whoever makes it."""
-    return row_norm(chain) is not None or (takes_channels(chain, problem) and not has_norm(chain))
+    if has_norm(chain):
+        return row_norm(chain) is not None
+    return problem.needs_grad or takes_channels(chain, problem)
 
 
 def _seconds(chain: Chain, problem: Problem, gemm: Gemm) -> tuple[float, float]:
     """About what an H200 takes for a chain without a norm: with our convolution, and with PyTorch's and a pass.
 
-    Before a layer_norm or a reduction over channels the same pass follows either and is left out. Before a layer_norm
-    PyTorch's convolution is charged with the layout of its result where that has to change: in 3-D (but not in fp32)
-    cuDNN computes channels-last, and a row must lie in one piece.
+    Before a layer_norm or a reduction over channels, and in training, the same pass follows either and is left out.
+    Before a layer_norm PyTorch's convolution is charged with the layout of its result where that has to change: in 3-D
+    (but not in fp32) cuDNN computes channels-last, and a row must lie in one piece.
     """
     conv, x, out = chain.producer, problem.x, body_bytes(chain, problem)
     assert conv is not None

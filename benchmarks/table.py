@@ -49,6 +49,7 @@ TRAINING_SOURCES = [
     *(SOURCE / f"run/{name}.py" for name in ("training", "moments_training", "gradient", "packed_gradient")),
     *(SOURCE / f"run/{name}.py" for name in ("convolution_gradients", "weight_gradient", "few_channels_gradient")),
     *(SOURCE / name for name in ("run/last_gradient.py", "run/moments_gradient.py", "plan/few_channels_gradient.py")),
+    SOURCE / "plan/trained.py",
 ]
 HEAD = (
     "| chain | input | layout | eager ms | compile ms | postlude ms "

@@ -8,7 +8,7 @@ import pytest
 
 from cases import BY_NAME, CASES, CHAIN_61, Builder, conv
 from postlude.emit import emit, pass_slots, reads_rows, too_many_tensors
-from postlude.plan.gpu import last_fused_step
+from postlude.plan.program import last_fused_step
 
 
 def test_chain_61_reads_as_one_would_write_it() -> None:

@@ -6,7 +6,8 @@ gradient of the last step's value; what else they take is as in emit.py:
     sums(v0, g, mean, rstd, o_c, base, o_x, m_c, m_x, a0 … a5)
         dn, dn · x̂, then the gradient of each vector of `sums`: blocks to be summed per channel
     gradient(v0, g, mean, rstd, A, B, o_c, base, o_x, m_c, m_x, a0 … a5)
-        the gradient at v0, of each vector of `totals` (to be summed), of each tensor of `full`
+        the gradient at v0, of each vector of `totals` (to be summed), of each tensor of `full`; where the last value is
+        enough for them, the block may be that one
 
     x̂      (x − mean) · rstd, x being the norm's operand
     dn     the gradient at the norm's result γ · x̂ + β: its sums over a channel are β's gradient and, times x̂, γ's
@@ -37,6 +38,7 @@ _BATCH_NORM = "batch_norm_slope({z}, {u}, {eps})"
 DERIVATIVES: dict[str, tuple[str, ...]] = {
     word: (call_of(f"{word}_gradient", row, ("g",)),) for word, row in WORDS.items() if row.arity == 1
 } | {
+    "relu": ("relu_gradient({g}, {v})",),
     "gelu": ("{approximate}_gradient({g}, {x})",),
     "tanh": ("tanh_gradient({g}, {v})",),
     "sigmoid": ("sigmoid_gradient({g}, {v})",),
@@ -115,8 +117,15 @@ def emit_sums(chain: Chain, last: int, needs: frozenset[int], pointers: tuple[in
     return _function("sums", "mean, rstd, ", [*_forward(chain, last, pointers, channels), *back], given)
 
 
-def emit_gradient(chain: Chain, last: int, needs: frozenset[int], pointers: tuple[int, ...], channels: int = 0) -> str:
-    """The second pass: from the last step back to the first value."""
+def emit_gradient(
+    chain: Chain,
+    last: int,
+    needs: frozenset[int],
+    pointers: tuple[int, ...],
+    channels: int = 0,
+    from_result: bool = False,
+) -> str:
+    """The second pass: from the last step back to the first value. `from_result`: the block is the last one's value."""
     want = wanted(chain, last, needs)
     slots = want.totals + want.full
     back, parts = _backward(chain, 1, last, 0, slots)
@@ -130,7 +139,10 @@ def emit_gradient(chain: Chain, last: int, needs: frozenset[int], pointers: tupl
     if has_rows(chain, last):
         norm, takes = norm_step(chain, last), "o_l, L, "
         given += [f"d{norm}", f"d{norm} * x_hat"]
-    return _function("gradient", takes, [*_forward(chain, last, pointers, channels), *back], given)
+    forward = _forward(chain, last, pointers, channels)
+    if from_result:
+        forward = [f"v{last} = v0", *(line for line in forward if not line.startswith("v"))]
+    return _function("gradient", takes, [*forward, *back], given)
 
 
 def slots_read(text: str) -> set[int]:
@@ -138,26 +150,37 @@ def slots_read(text: str) -> set[int]:
     return {int(slot) for slot in re.findall(r"^    t(\d+) = tl.load", text, re.MULTILINE)}
 
 
-def slots_needed(chain: Chain, last: int) -> frozenset[int]:
+def slots_needed(chain: Chain, last: int, from_result: bool = False) -> frozenset[int]:
     """The slots that a backward pass may read: all but running statistics, and tensors of the value's size that no
     gradient depends on."""
     needs, pointers = frozenset(range(len(chain.roles))), pass_slots(chain, last)
     channels = 1  # any number: it does not change which tensors are read
-    read = slots_read(emit_gradient(chain, last, needs, pointers, channels))
+    read = slots_read(emit_gradient(chain, last, needs, pointers, channels, from_result))
     if norm_step(chain, last) is not None and not has_rows(chain, last):
         read |= slots_read(emit_sums(chain, last, needs, pointers, channels))
     return frozenset(s for s, role in enumerate(chain.roles) if role != "running" and (role != "full" or s in read))
 
 
 def keeps_inside(chain: Chain, last: int) -> bool:
-    """Whether PyTorch's own backward pass keeps a value from inside steps 1 to `last`. Its derivatives read what ours
-    read, but for relu's; the last step's value does not count: it is there for whoever comes next."""
-    dependent, kept = _dependent(chain, 1, last, 0, ()), set()
+    """Whether PyTorch's own backward pass keeps a value from inside steps 1 to `last`: its derivatives read what ours
+    read. The last step's value does not count: it is there for whoever comes next."""
+    return bool(_values_read(chain, last, ()) - {last})
+
+
+def needs_no_more_than_its_result(chain: Chain, last: int) -> bool:
+    """Whether the gradients of steps 1 to `last` can be told from the last one's value alone, as those of relu and of
+    what is added before it."""
+    plain = all(isinstance(step, Pointwise) for step in chain.steps[:last])
+    return plain and _values_read(chain, last, range(len(chain.roles))) <= {last}
+
+
+def _values_read(chain: Chain, last: int, slots: Iterable[int]) -> set[int]:
+    """By the derivatives of steps 1 to `last`, for the first value and these slots."""
+    dependent, read = _dependent(chain, 1, last, 0, slots), set()
     for number, step in enumerate(chain.steps[:last], 1):
         texts = " ".join(text for operand, text in _parts(step, number) if operand in dependent)
-        read = {int(value) for value in re.findall(r"\bv(\d+)\b", texts)}
-        kept |= {number} if read and isinstance(step, Pointwise) and step.op == "relu" else read
-    return bool(kept - {last})
+        read |= {int(value) for value in re.findall(r"\bv(\d+)\b", texts)}
+    return read
 
 
 def norm_step(chain: Chain, last: int) -> int | None:

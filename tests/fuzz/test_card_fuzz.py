@@ -22,7 +22,8 @@ from postlude.check import scale_of
 from postlude.check.compare import nonfinite_problem
 from postlude.emit_gradient import unsupported_gradient
 from postlude.plan import Refusal, problem_of
-from postlude.plan.gpu import last_fused_step, lower_for_gpu
+from postlude.plan.gpu import lower_for_gpu
+from postlude.plan.program import last_fused_step
 from run.test_gpu import CARD, fused
 from run.test_gradient import compared
 

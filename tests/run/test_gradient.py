@@ -14,9 +14,9 @@ from postlude import emit, emit_gradient, reference
 from postlude.chain import Cast, Chain, Normalize, Pointwise, Slot, Value
 from postlude.check import tensors_for
 from postlude.plan import Plan, problem_of
-from postlude.plan.gpu import last_fused_step, lower_for_gpu
+from postlude.plan.gpu import lower_for_gpu
 from postlude.plan.problem import memory_format
-from postlude.plan.program import row_norm
+from postlude.plan.program import last_fused_step, row_norm
 from postlude.run.batch import CombineBatch
 from postlude.run.gradient import GradientPasses
 from postlude.run.passes import Combine, FinishPass, MomentsPass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -35,8 +36,8 @@ def inputs(name: str, dtype: torch.dtype) -> list[Tensor]:
     return [t.requires_grad_() for t in tensors_for(chain, shape, dtype, family="hierarchical")]
 
 
-def training(name: str, tensors: Sequence[Tensor], slab: int = 2) -> MomentsTraining:
-    problem = dataclasses.replace(problem_of(tensors), needs_grad=True)
+def training(name: str, tensors: Sequence[Tensor], memory: str = "lean") -> MomentsTraining:
+    problem = dataclasses.replace(problem_of(tensors, memory=memory), needs_grad=True)
     plan = lower_for_gpu(CHAINS[name][0], problem, CARD, even_if_slower=True)
     assert isinstance(plan, Plan), plan
     assert isinstance(plan.own, Gemm)
@@ -48,26 +49,30 @@ def training(name: str, tensors: Sequence[Tensor], slab: int = 2) -> MomentsTrai
             own=dataclasses.replace(plan.own, rows=32),
             input_gradient=dataclasses.replace(plan.input_gradient, rows=32),
             weight_gradient=dataclasses.replace(plan.weight_gradient, splits=2),
-            slab=slab,
+            slab=2 if memory == "lean" else plan.slab,
         )
     )
 
 
-def assert_gradients(name: str, tensors: Sequence[Tensor], tolerance: float) -> None:
+def assert_gradients(name: str, tensors: Sequence[Tensor], tolerance: float, memory: str = "lean") -> None:
     chain = CHAINS[name][0]
     truth = gradients(lambda ts: reference.evaluate(chain, ts, dtype=torch.float64), tensors)
-    for ours, true in zip(gradients(training(name, tensors), tensors), truth, strict=True):
+    for ours, true in zip(gradients(training(name, tensors, memory), tensors), truth, strict=True):
         assert (ours.shape, ours.dtype) == (true.shape, tensors[0].dtype)
         torch.testing.assert_close(
             ours.double(), true.double(), rtol=tolerance, atol=tolerance * float(true.abs().max() + 1)
         )
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-5)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "memory"),
+    [(torch.float64, 1e-9, "lean"), (torch.float32, 1e-5, "lean"), (torch.float64, 1e-9, "default")],
+    ids=str,
+)
 @pytest.mark.parametrize("name", CHAINS)
 @pytest.mark.usefixtures("poisoned_memory")
-def test_gradients_are_autograds(name: str, dtype: torch.dtype, tolerance: float) -> None:
-    assert_gradients(name, inputs(name, dtype), tolerance)
+def test_gradients_are_autograds(name: str, dtype: torch.dtype, tolerance: float, memory: str) -> None:
+    assert_gradients(name, inputs(name, dtype), tolerance, memory)
 
 
 @pytest.mark.parametrize("frozen", [(0,), (1,), (0, 1, 2), (3, 4)], ids=str)
@@ -95,19 +100,23 @@ def test_gradients_from_the_tensors_alone_are_the_same() -> None:
         torch.testing.assert_close(found, kept, rtol=0, atol=0)
 
 
-def test_two_numbers_a_channel_are_kept() -> None:
+def test_lean_keeps_two_numbers_a_channel_and_the_default_no_more_than_eager() -> None:
     tensors = inputs("23", torch.float32)
     chain = CHAINS["23"][0]
-    ours = saved_bytes(training("23", tensors), tensors)
-    assert ours == 2 * 8 * 5 * 6  # means and variances, float64, of 5 samples and 6 channels
-    assert ours < saved_bytes(lambda ts: reference.evaluate(chain, ts), tensors)
+    theirs = saved_bytes(lambda ts: reference.evaluate(chain, ts), tensors)
+    lean, default = (saved_bytes(training("23", tensors, memory), tensors) for memory in ("lean", "default"))
+    numbers = 2 * 8 * 5 * 6  # means and variances, float64, of 5 samples and 6 channels
+    assert lean == numbers
+    assert default == numbers + 4 * 5 * 6 * math.prod(chain.producer.output_space((4, 5, 4)))  # type: ignore[union-attr]
+    assert lean < theirs
+    assert default - theirs <= numbers
 
 
 def test_a_slab_is_bounded() -> None:
     chain = CHAINS["23"][0]
     tensors = [t.to("meta") for t in tensors_for(chain, (2, 3, 4, 4, 4), torch.float32)]
     tensors[0] = torch.empty(128, 3, 26, 34, 34, device="meta")
-    problem = dataclasses.replace(problem_of(tensors), device="cuda", needs_grad=True)
+    problem = dataclasses.replace(problem_of(tensors, memory="lean"), device="cuda", needs_grad=True)
     plan = lower_for_gpu(chain, problem, CARD, even_if_slower=True)
     assert isinstance(plan, Plan)
     one = 6 * 24 * 32 * 32 * 4

@@ -15,9 +15,10 @@ from postlude import reference
 from postlude.chain import Chain, Value
 from postlude.check import tensors_for
 from postlude.emit_gradient import slots_needed
-from postlude.plan import Plan, problem_of
+from postlude.plan import Plan, lower, problem_of
 from postlude.plan.gemm import Gemm
 from postlude.plan.gpu import lower_for_gpu
+from postlude.run.execute import prepare
 from postlude.run.training import Training
 from run.test_gpu import CARD, SMALL
 
@@ -29,10 +30,12 @@ TURNED = Builder(2, conv(2, (3, 4), transposed=True)).op("relu").norm(2).chain()
 GATED = Builder(2, conv(2, (3, 4), padding=1)).op("mul", "row").norm(2).op("mul", "row").op("silu").chain()
 NORM = Builder(2).op("mul", "channel").norm(2).op("gelu", approximate="tanh").chain()
 PLAIN = Builder(2, conv(2, (3, 4), padding=1)).op("gelu", approximate="none").op("mul", "channel").op("relu").chain()
+FROM_RESULT = Builder(2, conv(2, (3, 4), padding=1)).op("add", "channel").op("add", "full").op("relu").chain()
 PLAIN_TURNED = Builder(2, conv(2, (3, 4), transposed=True)).op("mish").op("add", "full").op("mul", Value(0)).chain()
 CHAINS = {"block": BLOCK, "residual": RESIDUAL, "added": ADDED, "transposed": TURNED, "no convolution": NORM} | {
     "gated": GATED,
     "no norm": PLAIN,
+    "from its result": FROM_RESULT,
     "no norm, transposed": PLAIN_TURNED,
 }
 
@@ -98,6 +101,8 @@ def test_gradients_are_autograds(name: str, layout: str, memory: str) -> None:
         *((name, *mode) for name in ("block", "transposed") for mode in ((torch.float64, 1e-8), (torch.float32, 1e-5))),
         ("gated", torch.float64, 1e-8),
         ("no norm", torch.float32, 1e-5),
+        ("from its result", torch.float32, 1e-5),
+        ("from its result", torch.float64, 1e-8),
         ("no norm, transposed", torch.float64, 1e-8),
     ],
     ids=str,
@@ -191,9 +196,19 @@ def test_never_more_is_kept_than_eager_keeps(name: str) -> None:
     theirs = saved_bytes(lambda ts: reference.evaluate(chain, ts), tensors)
     ours = saved_bytes(training(chain, tensors), tensors)
     assert ours <= theirs, (ours, theirs)
-    lean = saved_bytes(training(chain, tensors, "lean"), tensors)
-    if chain.producer is not None:
-        assert lean <= 256, lean  # the norm's moments
+    lean = training(chain, tensors, "lean")
+    assert lean.plan.from_result == (name == "from its result")
+    if chain.producer is not None and not lean.plan.from_result:
+        assert saved_bytes(lean, tensors) <= 256  # the norm's moments
+
+
+def test_a_result_that_does_not_tell_enough_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("postlude.plan.trained.needs_no_more_than_its_result", lambda *_: True)
+    chain = Builder(2, conv(2, (3, 4))).op("gelu", approximate="none").chain()
+    tensors = inputs(chain)
+    assert training(chain, tensors).plan.from_result
+    with pytest.raises(AssertionError):
+        assert_gradients(chain, tensors)
 
 
 def test_a_tensor_that_is_only_added_is_not_kept() -> None:
@@ -229,10 +244,31 @@ def test_gradients_from_the_tensors_alone_are_the_same(dtype: str | None) -> Non
 
 
 @pytest.mark.parametrize(
+    "chain",
+    [
+        Builder(2, conv(2, (3, 4))).op("hardswish").norm(2).reduce("mean", "space").op("mul", 2.0).chain(),
+        Builder(2, conv(2, (3, 4))).op("silu").reduce("sum", "sample").chain(),
+        Builder(2, conv(2, (3, 4))).norm(2).op("silu").norm(2).chain(),
+    ],
+    ids=str,
+)
+def test_what_follows_the_backward_passes_is_pytorchs(chain: Chain) -> None:
+    tensors = inputs(chain)
+    problem = dataclasses.replace(problem_of(tensors), device="cuda", needs_grad=True)
+    plan = lower(chain, problem, CARD, even_if_slower=True)
+    assert isinstance(plan, Plan)
+    assert plan.reasons[-1].endswith(": PyTorch's, with its gradients")
+    run = prepare(chain, plan, "cuda")
+    truth = gradients(lambda ts: reference.evaluate(chain, ts), tensors)
+    for ours, true in zip(gradients(run, tensors), truth, strict=True):
+        torch.testing.assert_close(ours, true, rtol=1e-8, atol=1e-8 * float(true.abs().max() + 1))
+
+
+@pytest.mark.parametrize(
     ("chain", "reason"),
     [
-        (Builder(2, conv(2, (3, 4))).op("add", "full").op("relu").chain(), "PyTorch needs no more than the chain's"),
-        (BY_NAME["conv relu norm mean relu"].chain, "a convolution with its norm directly after it"),
+        (Builder(2, conv(2, (3, 4))).op("mul", "channel").op("relu").chain(), "PyTorch needs no more than the chain's"),
+        (BY_NAME["conv relu norm mean relu"].chain, "a reduction or a second norm"),
         (BY_NAME["two norms"].chain, "a reduction or a second norm"),
     ],
 )

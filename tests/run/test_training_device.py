@@ -15,8 +15,7 @@ from postlude import hardware, reference
 from postlude.chain import Chain, Value
 from postlude.check import chain_points, tensors_for, verify_chain
 from postlude.nn import FusedChain
-from postlude.plan import Plan, problem_of
-from postlude.plan.gpu import lower_for_gpu
+from postlude.plan import Plan, lower, problem_of
 from postlude.run.execute import Runner, prepare
 from run.test_own_convolution_device import BLOCK, RESIDUAL, WIDE
 
@@ -35,7 +34,7 @@ SMALL: dict[str, tuple[Chain, tuple[int, ...]]] = {
         (3, 24, 31, 29),
     ),
     "no norm, 32 channels": (
-        Builder(3, conv(3, (32, 32), padding=1)).op("mish").op("add", "full").op("mul", Value(0)).chain(),
+        Builder(3, conv(3, (32, 32), padding=1)).op("sigmoid").op("mul", Value(0)).op("add", "full").chain(),
         (2, 32, 9, 8, 32),
     ),
     "no norm, 8 channels": (Builder(2, conv(2, (8, 40))).op("silu").op("mul", 2.0).chain(), (3, 8, 31, 29)),
@@ -44,13 +43,23 @@ SMALL: dict[str, tuple[Chain, tuple[int, ...]]] = {
         (2, 32, 7, 6, 5),
     ),
     "no norm, phases": (Builder(2, up(2, (48, 72), 4)).op("mish").op("add", "full").chain(), (3, 48, 13, 17)),
+    "from its result": (
+        Builder(2, conv(2, (24, 40), padding=1)).op("add", "full").op("relu").chain(),
+        (3, 24, 31, 29),
+    ),
+    "5 taps": (Builder(3, conv(3, (24, 40), 5, padding=2)).norm(4).op("silu").chain(), (2, 24, 9, 8, 10)),
+    "4 taps, 3 channels": (
+        Builder(3, conv(3, (3, 16), 4)).op("hardswish").norm(4).reduce("mean", "space").chain(),
+        (3, 3, 9, 10, 12),
+    ),
+    "moments": (Builder(3, conv(3, (16, 24), 5)).norm(4).reduce("mean", "space").chain(), (3, 16, 9, 8, 12)),
     "phases": (Builder(3, up(3, (16, 24))).op("silu").norm(4).op("relu").chain(), (2, 16, 7, 6, 5)),
 }
 
 
 def ready(chain: Chain, tensors: Sequence[Tensor], memory: str = "default") -> Runner:
     problem = dataclasses.replace(problem_of(tensors, memory=memory), needs_grad=True)
-    plan = lower_for_gpu(chain, problem, hardware.machine_for("cuda"), even_if_slower=True)
+    plan = lower(chain, problem, hardware.machine_for("cuda"), even_if_slower=True)
     assert isinstance(plan, Plan), plan
     return prepare(chain, plan, "cuda")
 

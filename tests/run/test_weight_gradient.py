@@ -29,9 +29,12 @@ CASES: dict[str, tuple[Convolution, tuple[int, ...]]] = {
     "transposed and padded": (conv(2, (20, 4), transposed=True, padding=1), (3, 20, 5, 6)),
     "1×1": (conv(2, (5, 7), 1), (2, 5, 6, 4)),
     "2 taps": (conv(2, (5, 18), 2), (2, 5, 6, 4)),
+    "4 taps": (conv(2, (5, 18), 4, padding=1), (2, 5, 6, 5)),
+    "5 taps, transposed": (conv(3, (4, 6), 5, transposed=True, padding=1), (2, 4, 3, 4, 3)),
     "neighbours": (conv(3, (5, 32), padding=1), (2, 5, 3, 4, 6)),
     "neighbours, transposed": (conv(2, (20, 30), transposed=True, padding=1), (3, 20, 5, 4)),
     "neighbours, 2 taps": (conv(2, (3, 32), 2), (2, 3, 4, 5)),
+    "neighbours, 5 taps": (conv(2, (3, 32), 5, padding=2), (2, 3, 4, 5)),
 }
 NEIGHBOURS = [name for name in CASES if name.startswith("neighbours")]
 
@@ -91,6 +94,11 @@ def test_32_output_channels_make_two_neighbours_a_row(name: str) -> None:
 def test_without_the_shift_it_is_seen_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("postlude.plan.gemm.WeightGemm.shift", 0)
     assert error(both("padded", EXACT)) > 1e-2
+
+
+def test_taps_of_the_wrong_place_in_a_row_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("postlude.plan.gemm.WeightGemm.groups_of_a_row", 1)
+    assert error(both("4 taps", EXACT)) > 1e-2
 
 
 def test_what_is_packed_holds_nothing_of_the_original() -> None:

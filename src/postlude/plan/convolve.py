@@ -23,7 +23,7 @@ from postlude.plan.gemm import (
 )
 from postlude.plan.phases import has_phases
 from postlude.plan.problem import Problem, body_dtype, fp32_mode, power_in, power_of_two
-from postlude.plan.program import first_barrier, has_norm, norm_hides_infinities
+from postlude.plan.program import first_barrier, has_norm, norm_hides_infinities, row_norm
 from postlude.plan.tiles import answers, product_questions
 from postlude.plan.worth import TRAINED_CHANNELS, has_moments_apart, slower
 
@@ -36,6 +36,7 @@ _WEIGHT_TILES = {
     (1, 64, 128): (False, 32, 5, 4, 1),
 }
 _COLUMNS = 128  # of a tile: neighbouring outputs fill up what their channels leave (see `width_for`)
+_WIDEST_TRAINED = 5  # taps along an axis: each reads the gradient again, or two or three of them together
 _SIDE_BY_SIDE = 32  # channels of taps in one packed position, at most: a short step of the product
 
 Own = Gemm | Boxes | FewChannels
@@ -66,7 +67,8 @@ def gemm_for(chain: Chain, problem: Problem, machine: Machine, even_if_slower: b
         boxes = boxes_for(chain, problem, arithmetic, machine)
         if problem.needs_grad or not has_moments_apart(gemm):
             gemm = _with_room(chain, gemm, machine)
-    reason = None if even_if_slower else slower(chain, problem, gemm, boxes is not None)
+    brings_gradients = problem.needs_grad and row_norm(chain) is None and _brings_gradients(conv, gemm, machine)
+    reason = None if even_if_slower else slower(chain, problem, gemm, boxes is not None, brings_gradients)
     return reason or boxes or gemm
 
 
@@ -162,16 +164,11 @@ def gradient_products(
 ) -> tuple[Gemm | Boxes | None, WeightGemm | None]:
     """Our products for the gradients of input and weight where our convolution made the forward pass.
 
-    Those of a convolution by phase are PyTorch's. Before Hopper the weight's does not fit the registers. With few
-    channels only the weight's is ours: there cuDNN's takes 40 times as long as its convolution.
+    With few channels only the weight's is ours: there cuDNN's takes 40 times as long as its convolution.
     """
     conv = chain.producer
     assert conv is not None
-    if machine.architecture != "sm_90" or max(conv.kernel[-2:]) > 3:
-        return None, None
-    if isinstance(own, Boxes) and conv.in_channels > TRAINED_CHANNELS:
-        return None, None
-    if isinstance(own, Gemm) and own.phases is not None:
+    if not _brings_gradients(conv, own, machine):
         return None, None
     is_few = isinstance(own, FewChannels)
     if is_few and (conv.dtype or problem.x.dtype) != "float32":
@@ -188,6 +185,15 @@ def gradient_products(
         return boxes, weight_gemm_for(conv, space, arithmetic, machine)
     back = product_for(*given, widens=hides, kind="input's gradient")
     return back, weight_gemm_for(conv, space, arithmetic, machine, back.volume.width)
+
+
+def _brings_gradients(conv: Convolution, own: Own, machine: Machine) -> bool:
+    """Before Hopper the weight's gradient does not fit the registers; those of a convolution by phase are PyTorch's."""
+    if machine.architecture != "sm_90" or max(conv.kernel[-2:]) > _WIDEST_TRAINED:
+        return False
+    if isinstance(own, Boxes):
+        return conv.in_channels <= TRAINED_CHANNELS
+    return isinstance(own, FewChannels) or own.phases is None
 
 
 def packs_gradient(dx: Gemm | Boxes | None, dw: WeightGemm | None) -> bool:
@@ -237,7 +243,7 @@ def weight_gemm_for(
     # 32 output channels are half of the rows that a product has on Hopper.
     neighbours = 2 if out_channels == 32 and conv.kernel[-1] > 1 and not is_exact else 1
     volume = volume_for(conv, space, max(width, neighbours))
-    shared = volume.kernel[2]
+    shared = next(taps for taps in (3, 2, 1) if volume.kernel[2] % taps == 0)
     rows, columns = min(128, max(16, power_of_two(conv.out_channels))), min(64, max(16, power_of_two(conv.in_channels)))
     if neighbours > 1:
         rows, columns = 64, min(256, power_of_two((neighbours - 1 + volume.kernel[2]) * channels))

@@ -167,7 +167,7 @@ class WeightGemm:
     channels: int  # of a packed position, of the input and of the gradient, padded
     out_channels: int
     neighbours: int  # positions of one row of the product
-    shared: int  # tiles of the input for one of the gradient: the taps along x, or along y where there are neighbours
+    shared: int  # tiles of the input for one of the gradient: taps along x, or along y where there are neighbours
     rows: int  # of a tile: output channels
     columns: int  # of a tile: input channels
     block_k: int
@@ -181,6 +181,11 @@ class WeightGemm:
         """Of taps that programs share out among themselves."""
         kd, kh, kw = self.volume.kernel
         return kd * kh * (kw if self.neighbours == 1 else 1) // self.shared
+
+    @property
+    def groups_of_a_row(self) -> int:
+        """Of the taps along x; neighbours have them all in one tile."""
+        return self.volume.kernel[2] // self.shared if self.neighbours == 1 else 1
 
     @property
     def shared_bytes(self) -> int:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from postlude.chain import Cast, Chain, Normalize, Reduce, values_of
+from postlude.chain import Cast, Chain, Normalize, values_of
 from postlude.emit import too_many_tensors
-from postlude.emit_gradient import keeps_inside, unsupported_gradient
 from postlude.hardware import Machine
 from postlude.plan.boxes import Boxes
 from postlude.plan.channels import takes_channels, why_apart
-from postlude.plan.convolve import Own, gradient_products, own_convolution, packs_gradient
+from postlude.plan.convolve import Own, own_convolution, packs_gradient
 from postlude.plan.few_channels import FewChannels
-from postlude.plan.few_channels_gradient import GradientPlan, few_channels_gradient_for
-from postlude.plan.gemm import Gemm, WeightGemm
+from postlude.plan.gemm import Gemm
 from postlude.plan.problem import (
     Layout,
     Problem,
@@ -30,9 +28,10 @@ from postlude.plan.problem import (
     result_layout,
     value_dtypes,
 )
-from postlude.plan.program import first_barrier, has_norm, is_all_that_is_read, moments_only, row_norm
+from postlude.plan.program import first_barrier, is_all_that_is_read, last_fused_step, moments_only, row_norm
 from postlude.plan.questions import origins
 from postlude.plan.tiles import answer, pass_question, short_rows
+from postlude.plan.trained import convolution_gradients, is_lean, is_trained_from_its_result, reasons_against_training
 from postlude.plan.types import Moments, Pass, Plan, Refusal, Store, Tile, first_source, reads_moments
 from postlude.plan.worth import has_moments_apart, pytorch_seconds
 
@@ -51,21 +50,23 @@ def lower_for_gpu(
     chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool = False, not_ours: str | None = None
 ) -> Plan | Refusal:
     own = not_ours or own_convolution(chain, problem, machine, even_if_slower)
+    is_own = not isinstance(own, str)
+    inside = _layout_inside(chain, problem, machine, is_own)
+    from_result = is_trained_from_its_result(chain, problem, inside, machine)
     library_tf32 = _library_tf32(chain, problem)
     reasons = _reasons_against(chain, problem, machine) + _reasons_against_rows(chain, problem)
     if problem.needs_grad:
-        reasons += _reasons_against_training(chain, problem, library_tf32)
+        reasons += reasons_against_training(chain, problem, library_tf32, from_result)
     if not even_if_slower:
         reasons += _reasons_to_stay(chain, problem, own)
     if reasons:
         return Refusal(tuple(dict.fromkeys(reasons)), library_tf32)
-    is_own = not isinstance(own, str)
-    passes = _passes(chain, problem, own)
-    inside = _layout_inside(chain, problem, machine, is_own)
+    passes = _passes(chain, problem, own, from_result)
     size, compulsory = body_bytes(chain, problem), compulsory_bytes(chain, problem)
     batch = problem.x.shape[0]
-    slab = max(1, min(batch, TRAINING_SLAB * batch // size)) if problem.needs_grad and _is_moments(passes) else batch
-    dx, dw, few = _convolution_gradients(chain, problem, own, machine)
+    is_again = problem.needs_grad and _is_moments(passes) and not _stores(passes)  # the convolution, for its gradients
+    slab = max(1, min(batch, TRAINING_SLAB * batch // size)) if is_again else batch
+    dx, dw, few = convolution_gradients(chain, problem, own, machine)
     plan = Plan(
         chain=chain,
         input=problem.x,
@@ -73,7 +74,7 @@ def lower_for_gpu(
         passes=passes,
         slab=slab,
         slabs=-(-batch // slab),
-        slab_bytes=0 if is_own and _is_moments(passes) else size,
+        slab_bytes=0 if is_own and _is_moments(passes) and not _stores(passes) else size,
         convolve="own" if is_own else "eager",
         norms_in_place=False,
         result_layout=result_layout(chain, problem, machine),
@@ -90,18 +91,21 @@ def lower_for_gpu(
         weight_gradient=dw,
         packs_gradient=packs_gradient(dx, dw),
         few_gradient=few,
-        is_lean=problem.memory == "lean" and chain.producer is not None,
+        is_lean=is_lean(chain, problem) and not from_result,
+        from_result=from_result,
     )
     return dataclasses.replace(plan, tiles=tuple(origins(plan, machine)))
 
 
-def _passes(chain: Chain, problem: Problem, own: Own | str) -> tuple[Pass, ...]:
+def _passes(chain: Chain, problem: Problem, own: Own | str, from_result: bool) -> tuple[Pass, ...]:
     is_own = not isinstance(own, str)
     source = "own convolution" if is_own else first_source(chain)
     moments, last, barrier = moments_only(chain), last_fused_step(chain), first_barrier(chain)
     end = last + takes_channels(chain, problem)  # of the last pass
     if moments is not None:
-        return (Pass(source, 1, moments.before, Moments(moments.squares)),)
+        # A convolution of few channels is computed again inside the kernel of its gradients.
+        kept = problem.needs_grad and isinstance(own, Gemm | Boxes) and not is_lean(chain, problem)
+        return (Pass(source, 1, moments.before, Moments(moments.squares, stores=kept)),)
     if is_own and row_norm(chain) is not None:
         return (Pass(source, 1, 0, Store(raw=True)), Pass("load", 1, last, Store()))
     if barrier is not None and barrier <= last and row_norm(chain) is None:
@@ -114,7 +118,7 @@ def _passes(chain: Chain, problem: Problem, own: Own | str) -> tuple[Pass, ...]:
             )
         sink = Moments(True, stores=is_own, finished=finished)
         return (Pass(source, 1, barrier - 1, sink), Pass("load", barrier if finished else 1, end, Store()))
-    if is_own and (end > last or problem.needs_grad):
+    if is_own and (end > last or (problem.needs_grad and not from_result)):
         return (Pass(source, 1, 0, Store(raw=True)), Pass("load", 1, end, Store()))
     return (Pass(source, 1, end, Store()),)
 
@@ -127,17 +131,6 @@ def _is_finished_before(chain: Chain, problem: Problem, norm: int) -> bool:
     return is_as_wide and not problem.needs_grad and is_all_that_is_read(chain, norm)
 
 
-def _convolution_gradients(
-    chain: Chain, problem: Problem, own: Own | str, machine: Machine
-) -> tuple[Gemm | Boxes | None, WeightGemm | None, GradientPlan | None]:
-    """Ours for input and weight, or for both at once. Before a layer_norm they are PyTorch's: an infinity makes NaN of
-    its rows alone, and ours would carry that into others, whose neighbours they multiply by zeros."""
-    if not problem.needs_grad or isinstance(own, str) or chain.producer is None or row_norm(chain) is not None:
-        return None, None, None
-    few = few_channels_gradient_for(own, chain, problem, machine) if isinstance(own, FewChannels) else None
-    return *gradient_products(chain, problem, own, machine), few
-
-
 def _layout_inside(chain: Chain, problem: Problem, machine: Machine, is_own: bool) -> Layout:
     """Of the chain's first value."""
     if row_norm(chain) is not None:
@@ -147,6 +140,12 @@ def _layout_inside(chain: Chain, problem: Problem, machine: Machine, is_own: boo
 
 def _is_moments(passes: tuple[Pass, ...]) -> bool:
     return isinstance(passes[-1].sink, Moments)
+
+
+def _stores(passes: tuple[Pass, ...]) -> bool:
+    """Whether moments are taken of a value that is kept for its gradients."""
+    sink = passes[-1].sink
+    return isinstance(sink, Moments) and sink.stores
 
 
 def _launches(passes: tuple[Pass, ...], own: Own | str) -> int:
@@ -172,7 +171,7 @@ def _moved_bytes(
         return compulsory + size * (len(passes) if chain.producer is None else len(passes) + 1)
     if isinstance(own, FewChannels):
         return compulsory
-    again = size * len(passes) if len(passes) > 1 else 0
+    again = size * (len(passes) if len(passes) > 1 else _stores(passes))
     if isinstance(own, Boxes):
         packed = math.prod(problem.x.shape) // problem.x.shape[1] * own.channels * 2 if own.packs else 0
         return compulsory + 2 * packed + again
@@ -196,16 +195,6 @@ def _library_tf32(chain: Chain, problem: Problem) -> bool | None:
     is_fp32 = conv is not None and (conv.dtype or problem.x.dtype) == "float32"
     asked = {"fp32": False, "tf32": True}.get(problem.precision)
     return asked if is_fp32 and asked is not None and asked != problem.allows_tf32 else None
-
-
-def last_fused_step(chain: Chain) -> int:
-    """Steps from a second barrier on run through PyTorch, on what the fused passes leave."""
-    seen_norm = False
-    for number, step in enumerate(chain.steps, 1):
-        if isinstance(step, Reduce) or (isinstance(step, Normalize) and seen_norm):
-            return number - 1
-        seen_norm |= isinstance(step, Normalize)
-    return len(chain.steps)
 
 
 def tile_for(chain: Chain, problem: Problem, machine: Machine, layout: Layout) -> Tile:
@@ -255,26 +244,6 @@ def _reasons_against_rows(chain: Chain, problem: Problem) -> list[str]:
     if not isinstance(step, Normalize) or math.prod(body_shape(chain, problem)[-step.axes :]) <= LONGEST_ROW:
         return []
     return [f"a layer_norm over more than {LONGEST_ROW} elements, which do not fit a tile"]
-
-
-def _reasons_against_training(chain: Chain, problem: Problem, library_tf32: bool | None) -> list[str]:
-    reasons = []
-    is_lean = problem.memory == "lean" and chain.producer is not None
-    if not has_norm(chain) and not is_lean and not keeps_inside(chain, last_fused_step(chain)):
-        reasons.append("its training would keep the convolution's result, where PyTorch needs no more than the chain's")
-    if library_tf32 is not None:
-        wanted = "tf32" if library_tf32 else "ieee"
-        switch = f'torch.backends.cudnn.conv.fp32_precision = "{wanted}"'
-        reasons.append(f"PyTorch's backward convolutions follow its switch alone: set {switch}")
-    moments, last = moments_only(chain), last_fused_step(chain)
-    if moments is not None:
-        if moments.before or chain.producer is None:
-            reasons.append("the backward passes from moments cover a convolution with its norm directly after it")
-        return reasons
-    if last < len(chain.steps):
-        reasons.append("the backward passes do not cover a reduction or a second norm")
-    unsupported = unsupported_gradient(chain, last)
-    return reasons if unsupported is None else [*reasons, unsupported]
 
 
 def _reasons_to_stay(chain: Chain, problem: Problem, own: Own | str) -> list[str]:

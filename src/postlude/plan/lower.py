@@ -10,7 +10,8 @@ from postlude.hardware import Machine
 from postlude.plan.cpu import lower_for_cpu
 from postlude.plan.gpu import lower_for_gpu
 from postlude.plan.problem import Problem, body_shape
-from postlude.plan.program import channels_end, has_norm, takes_the_batch, without_channels_end
+from postlude.plan.program import takes_the_batch
+from postlude.plan.trained import trained_part
 from postlude.plan.types import Plan, Refusal
 
 # Devices with backward passes of ours; elsewhere a chain in training is PyTorch's.
@@ -20,7 +21,7 @@ TRAINS = frozenset({"cuda"})
 def lower(
     chain: Chain, problem: Problem, machine: Machine, *, even_if_slower: bool = False, not_ours: str | None = None
 ) -> Plan | Refusal:
-    """How this chain runs for this problem, or how one without its last step does, which is then PyTorch's.
+    """How this chain runs for this problem, or how one without its last steps does, which are then PyTorch's.
 
     `even_if_slower` plans the fused way where eager's is expected to win, `not_ours` says why a convolution on a GPU
     must be PyTorch's."""
@@ -28,13 +29,12 @@ def lower(
     if reasons:
         return Refusal(reasons)
     if problem.device == "cuda":
-        end = channels_end(chain) if problem.needs_grad and has_norm(chain) else None
-        planned = chain if end is None else without_channels_end(chain)  # where the backward passes begin
+        planned = trained_part(chain) if problem.needs_grad else chain
         found = lower_for_gpu(planned, problem, machine, even_if_slower, not_ours)
-        if end is None or isinstance(found, Refusal):
+        if planned is chain or isinstance(found, Refusal):
             return found
-        why = f"{end.op} over channels and its gradient are PyTorch's"
-        return dataclasses.replace(found, reasons=(*found.reasons, why))
+        rest = " → ".join(chain.words()[len(planned.steps) :])
+        return dataclasses.replace(found, reasons=(*found.reasons, f"{rest}: PyTorch's, with its gradients"))
     return lower_for_cpu(chain, problem, machine, even_if_slower)
 
 

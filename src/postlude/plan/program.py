@@ -61,6 +61,16 @@ def norm_hides_infinities(chain: Chain) -> bool:
     return False
 
 
+def last_fused_step(chain: Chain) -> int:
+    """Steps from a second barrier on run through PyTorch, on what the fused passes leave."""
+    seen_norm = False
+    for number, step in enumerate(chain.steps, 1):
+        if isinstance(step, Reduce) or (isinstance(step, Normalize) and seen_norm):
+            return number - 1
+        seen_norm |= isinstance(step, Normalize)
+    return len(chain.steps)
+
+
 def row_norm(chain: Chain) -> int | None:
     """The number of the first norm, where it is one over rows of the last axes."""
     barrier = first_barrier(chain)

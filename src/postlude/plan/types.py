@@ -113,6 +113,7 @@ class Plan:
     packs_gradient: bool = False  # the last pass of the gradients packs what it finds for both products
     few_gradient: GradientPlan | None = None  # both at once, where the convolution is `few_channels`'
     is_lean: bool = False  # nothing of the convolution's size is kept for them: it is computed again
+    from_result: bool = False  # nor is anything kept but the result, which tells all that the steps' gradients need
     tiles: tuple[str, ...] = field(default=(), compare=False)  # where each tile comes from, in words
 
     @property

@@ -16,8 +16,8 @@ from torch import Tensor
 from postlude.chain import Normalize
 from postlude.emit_gradient import Wanted, emit_gradient, emit_sums, slots_read, unsupported_gradient, wanted
 from postlude.plan import Plan
-from postlude.plan.gpu import last_fused_step
 from postlude.plan.problem import Spec, memory_format, power_of_two
+from postlude.plan.program import last_fused_step
 from postlude.plan.types import Tile
 from postlude.run.batch import CombineBatchSums
 from postlude.run.last_gradient import LastGradientPass, what_is_computed
@@ -51,7 +51,7 @@ class GradientPasses:
         self.operands = Operands(chain, last, value)
         self.norm = next((step for step in chain.steps[:last] if isinstance(step, Normalize)), None)
         shown = (chain, last, needs, self.operands.slots, value.shape[1])
-        text = emit_gradient(*shown)
+        text = emit_gradient(*shown, plan.from_result)
         read, tile, per_group = slots_read(text), _tile(plan), 1
         self.sums: SumsPass | None = None
         self.combine: CombineSums | CombineBatchSums | None = None
@@ -82,7 +82,8 @@ class GradientPasses:
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """The gradient at the first value (packed, if so asked for), and each slot's in its dtype.
 
-        `value` is the convolution's result without its bias, or the input; `moments` the norm's mean and rstd.
+        `value` is the convolution's result without its bias, or the input, or the chain's result where the plan says
+        so; `moments` the norm's mean and rstd.
         """
         value = value.contiguous(memory_format=self.format)
         dy = dy.to(self.dtype).contiguous(memory_format=self.format)

@@ -1,15 +1,16 @@
-"""Training of chains that need only a convolution's moments: nothing of its result's size outlives a slab.
+"""Training of chains that need only a convolution's moments.
 
 The chain's result is a function of each sample's and channel's mean and variance, of a few numbers each; PyTorch's
 autograd takes the gradient through that function. At the convolution's result v it is then affine,
 
     dv = dmean / S + dvariance · 2 (v − mean) / S  =  a + b · v,
 
-so the backward pass computes v again, a few samples at a time, turns it into dv where it lies, and hands that to the
-convolution's gradients. The bias gets Σ dv = Σ dmean, for what is left of v sums to nothing.
+so the backward pass turns v into dv and hands that to the convolution's gradients. The bias gets Σ dv = Σ dmean, for
+what is left of v sums to nothing. v is kept; where the plan is lean, it is computed again, a few samples at a time.
 
-Where the convolution is one of few channels, one kernel of ours does all of that without a slab, from a table of a and
-b; where the chain is a norm and a reduction, one small launch makes the table (`moments_gradient.py`).
+Where the convolution is one of few channels, one kernel of ours does all of that and nothing of v's size is ever there,
+from a table of a and b; where the chain is a norm and a reduction, one small launch makes the table
+(`moments_gradient.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from postlude.plan import Plan
+from postlude.plan.problem import memory_format
 from postlude.plan.types import Moments as MomentsSink
 from postlude.run.convolution_gradients import ConvolutionGradients
 from postlude.run.few_channels_gradient import FewChannelsGradients
@@ -35,7 +37,8 @@ from postlude.run.training import differentiable
 
 
 class MomentsTraining:
-    """A plan with its backward pass. Between the two it keeps the tensors it was given and two numbers a channel."""
+    """A plan with its backward pass. Between the two it keeps the tensors it was given, two numbers a channel and,
+    where the plan stores it, the convolution's result."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.chain = plan, plan.chain
@@ -46,6 +49,7 @@ class MomentsTraining:
         self.finish: FinishMoments = self.run.from_moments
         self.first = item.last + 1
         self.dtype = getattr(torch, plan.result_dtype)
+        self.format = memory_format(plan.value.layout, plan.chain.dims)
         self.gradients: dict[int, ConvolutionGradients] = {}  # by samples of a slab
         few = plan.few_gradient
         self.few = None if few is None else FewChannelsGradients(plan, few)
@@ -56,10 +60,10 @@ class MomentsTraining:
         result: Tensor = _MomentsFunction.apply(self, *cast_for_convolution(self.chain, tensors))  # type: ignore[no-untyped-call]
         return result
 
-    def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Moments]:
-        _, partials = self.run.first_pass(tensors)
+    def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Moments, Tensor | None]:
+        value, partials = self.run.first_pass(tensors)
         assert partials is not None
-        return self.finish(partials, tensors), self._combined(partials)
+        return self.finish(partials, tensors), self._combined(partials), value
 
     def _combined(self, partials: Partials) -> Moments:
         return self.finish.combined(partials) if self.combine is None else self.combine(partials)
@@ -67,12 +71,17 @@ class MomentsTraining:
     def gradients_again(self, tensors: Sequence[Tensor], dy: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
         """From the tensors alone, where nothing could be kept: the first pass runs again."""
         tensors = cast_for_convolution(self.chain, tensors)
-        _, partials = self.run.first_pass(tensors)
+        value, partials = self.run.first_pass(tensors)
         assert partials is not None
-        return self.backward(tensors, self._combined(partials), dy, needs)
+        return self.backward(tensors, self._combined(partials), value, dy, needs)
 
     def backward(
-        self, tensors: Sequence[Tensor], moments: Moments, dy: Tensor, needs: Sequence[bool]
+        self,
+        tensors: Sequence[Tensor],
+        moments: Moments,
+        value: Tensor | None,
+        dy: Tensor,
+        needs: Sequence[bool],
     ) -> list[Tensor | None]:
         conv = self.chain.producer
         assert conv is not None
@@ -93,7 +102,7 @@ class MomentsTraining:
                 table = table_of(shift, slope, dmean, moments)
                 grads[:2] = self.few(tensors[0], tensors[1], table, needs[0], needs[1])
             else:
-                grads[:2] = self._through_convolution(tensors[0], tensors[1], shift, slope, needs)
+                grads[:2] = self._through_convolution(tensors[0], tensors[1], value, shift, slope, needs)
         return grads
 
     def _through_moments(
@@ -116,7 +125,7 @@ class MomentsTraining:
         return grads, found[0], found[1]
 
     def _through_convolution(
-        self, x: Tensor, weight: Tensor, shift: Tensor, slope: Tensor, needs: Sequence[bool]
+        self, x: Tensor, weight: Tensor, value: Tensor | None, shift: Tensor, slope: Tensor, needs: Sequence[bool]
     ) -> list[Tensor | None]:
         conv = self.chain.producer
         assert conv is not None
@@ -125,10 +134,12 @@ class MomentsTraining:
         shape = (-1, conv.out_channels, *[1] * self.chain.dims)
         for start in range(0, x.shape[0], self.plan.slab):
             part = slice(start, start + self.plan.slab)
-            v = convolve(conv, x[part], weight, None, self.plan.library_tf32)
+            v = convolve(conv, x[part], weight, None, self.plan.library_tf32) if value is None else value[part]
             a, b = (t[part].to(v.dtype).view(shape) for t in (shift, slope))
-            dv = torch.addcmul(a, b, v, out=v)
-            found = self._gradients(len(v))(dv, None, x[part], weight, needs[0], needs[1])
+            dv = torch.addcmul(a, b, v, out=v if value is None else None).contiguous(memory_format=self.format)
+            gradients = self._gradients(len(v))
+            packed = gradients.packed(dv)
+            found = gradients(dv, packed, x[part], weight, needs[0], needs[1])
             if dx is not None and found[0] is not None:
                 dx[part] = found[0]
             if found[1] is not None:
@@ -150,20 +161,20 @@ class _MomentsFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, training: MomentsTraining, *tensors: Tensor) -> Tensor:
         with on_device_of(tensors[0]):
-            result, moments = training.forward(tensors)
+            result, moments, value = training.forward(tensors)
         ctx.training, ctx.positions = training, moments.positions
         # Running statistics have moved by then, and no gradient depends on them.
         kept = [None if slot in training.chain.moved else t for slot, t in enumerate(tensors)]
-        ctx.save_for_backward(*kept, moments.mean, moments.variance)
+        ctx.save_for_backward(*kept, value, moments.mean, moments.variance)
         return result
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         training: MomentsTraining = ctx.training
-        *kept, mean, variance = ctx.saved_tensors
+        *kept, value, mean, variance = ctx.saved_tensors
         tensors = [dy.new_zeros(1) if tensor is None else tensor for tensor in kept]
         needs = ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():
             return None, *differentiable(training.chain, tensors, dy, needs)
         with on_device_of(dy):
-            return None, *training.backward(tensors, Moments(mean, variance, ctx.positions), dy, needs)
+            return None, *training.backward(tensors, Moments(mean, variance, ctx.positions), value, dy, needs)

@@ -12,8 +12,8 @@ from torch import Tensor
 from postlude.chain import Normalize
 from postlude.emit_gradient import FULL, emit_gradient, slots_read, unsupported_gradient, wanted
 from postlude.plan import Plan
-from postlude.plan.gpu import last_fused_step
 from postlude.plan.problem import Spec, power_of_two
+from postlude.plan.program import last_fused_step
 from postlude.run.gradient import AddChannels
 from postlude.run.launch import Launch, accumulator
 from postlude.run.passes import Operands, accumulator_of

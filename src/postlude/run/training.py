@@ -21,13 +21,14 @@ from postlude.run.rows_gradient import RowsGradient
 
 
 class Training:
-    """A plan with its backward pass. Between the two it keeps the tensors whose values matter, the convolution's
-    result and the norm's moments; where the plan is lean, the convolution is computed again instead."""
+    """A plan with its backward pass. Between the two it keeps the tensors whose values matter, the convolution's result
+    and the norm's moments. Where the plan is lean, the convolution is computed again instead; where the chain's result
+    tells all that the steps' gradients need, that is kept."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.chain = plan, plan.chain
-        self.run = GpuRun(plan, keeps_value=not plan.is_lean)
-        self.needed = slots_needed(plan.chain, len(plan.chain.steps))
+        self.run = GpuRun(plan, keeps_value=not plan.is_lean and not plan.from_result)
+        self.needed = slots_needed(plan.chain, len(plan.chain.steps), plan.from_result)
         self.convolution = None if plan.chain.producer is None else ConvolutionGradients(plan, plan.chain.producer)
         self.gradients: dict[frozenset[int], GradientPasses | RowsGradient] = {}
 
@@ -39,9 +40,16 @@ class Training:
     def gradients_again(self, tensors: Sequence[Tensor], dy: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
         """From the tensors alone, where nothing could be kept: the first pass runs again."""
         tensors = cast_for_convolution(self.chain, tensors)
+        value, moments = self.value_again(tensors)
+        return self.backward(tensors, value, moments, dy, needs)
+
+    def value_again(self, tensors: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """What the backward pass reads, and the norm's moments."""
+        if self.plan.from_result:
+            return self.run.parts(tensors)[0], None
         value, partials = self.run.first_pass(tensors)
         assert value is not None
-        return self.backward(tensors, value, self.run.group_moments(partials), dy, needs)
+        return value, self.run.group_moments(partials)
 
     def backward(
         self,
@@ -79,6 +87,8 @@ class _ChainFunction(torch.autograd.Function):
     def forward(ctx: Any, training: Training, *tensors: Tensor) -> Tensor:
         with on_device_of(tensors[0]):
             result, value, moments = training.run.parts(tensors)
+        if training.plan.from_result:
+            value = result
         kept = [t if slot in training.needed else None for slot, t in enumerate(tensors)]
         ctx.training, ctx.shapes = training, [(t.shape, t.dtype) for t in tensors]
         ctx.save_for_backward(*kept, None if training.plan.is_lean else value, *(moments or (None, None)))

@@ -66,6 +66,7 @@ class WeightGradient:
         constants = {
             "GROUPS": gemm.groups,
             "PER_PLANE": gemm.groups // volume.kernel[0],
+            "PER_ROW": gemm.groups_of_a_row,
             "SHARED": gemm.shared,
             "J": gemm.neighbours,
             "PLANES": gemm.arithmetic.planes,

@@ -2,8 +2,9 @@
 
 Both operands lie in volumes of the same pitch (see pack.py), so the input that tap (z, y, x) multiplied at an output
 is found a fixed number of rows further on. A program takes a group of taps and a stretch of positions; the tiles of
-the input that it multiplies with one tile of the gradient are those of the taps along x, or, where there are few
-channels, along y. What the programs of one tap find is added up afterwards, in order.
+the input that it multiplies with one tile of the gradient are those of the taps along x, or of some of them where they
+are more than three, or, where there are few channels, along y. What the programs of one tap find is added up
+afterwards, in order.
 
 With few channels a row of the product is J neighbouring positions: J gradients side by side and all inputs that their
 taps along x read, so that output (j, o) × input (t, c) belongs to tap t − j.
@@ -44,6 +45,7 @@ def weight_gradient_kernel(
     C,  # channels of a packed position of the input
     GROUPS: tl.constexpr,
     PER_PLANE: tl.constexpr,  # groups of one z
+    PER_ROW: tl.constexpr,  # groups of one y
     SHARED: tl.constexpr,  # tiles of the input for one tile of the gradient
     J: tl.constexpr,
     PLANES: tl.constexpr,
@@ -59,7 +61,8 @@ def weight_gradient_kernel(
     o0 = tl.program_id(1) * BM
     c0 = tl.program_id(2) * BN
     # J·SHIFT more than the offset, which may be negative: division rounds towards 0.
-    offset = (i_group // PER_PLANE) * PLANE + (i_group % PER_PLANE) * PITCH + (J - 1) * SHIFT
+    offset = (i_group // PER_PLANE) * PLANE + (i_group % PER_PLANE // PER_ROW) * PITCH + (J - 1) * SHIFT
+    offset += i_group % PER_ROW * SHARED
     row0 = offset // J - SHIFT
     column0 = offset % J * C + c0
     row1 = (offset + NEXT) // J - SHIFT

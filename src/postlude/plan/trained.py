@@ -1,0 +1,66 @@
+"""Chains in training on a GPU: what the backward passes cover and keep, and who computes a convolution's gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from postlude.chain import Chain, values_of
+from postlude.emit_gradient import keeps_inside, needs_no_more_than_its_result, unsupported_gradient
+from postlude.hardware import Machine
+from postlude.plan.boxes import Boxes
+from postlude.plan.convolve import Own, gradient_products
+from postlude.plan.few_channels import FewChannels
+from postlude.plan.few_channels_gradient import GradientPlan, few_channels_gradient_for
+from postlude.plan.gemm import Gemm, WeightGemm
+from postlude.plan.problem import Layout, Problem, body_dtype, result_layout, value_dtypes
+from postlude.plan.program import has_norm, last_fused_step, moments_only, row_norm
+
+
+def trained_part(chain: Chain) -> Chain:
+    """What the backward passes cover: from moments, a convolution with its norm directly after it; else what the
+    fused passes do. What follows reads nothing from inside."""
+    moments, last = moments_only(chain), last_fused_step(chain)
+    if last in (0, len(chain.steps)) or (moments is not None and not moments.before and chain.producer is not None):
+        return chain
+    is_apart = all(value.index >= last for step in chain.steps[last:] for value in values_of(step))
+    return dataclasses.replace(chain, steps=chain.steps[:last]) if is_apart else chain
+
+
+def is_lean(chain: Chain, problem: Problem) -> bool:
+    return problem.memory == "lean" and chain.producer is not None
+
+
+def is_trained_from_its_result(chain: Chain, problem: Problem, inside: Layout, machine: Machine) -> bool:
+    """The gradient passes read it as they would read the first value: in the same dtype and layout."""
+    is_alike = set(value_dtypes(chain, problem)) == {body_dtype(chain, problem)}
+    is_alike &= inside == result_layout(chain, problem, machine)
+    return problem.needs_grad and is_alike and needs_no_more_than_its_result(chain, len(chain.steps))
+
+
+def reasons_against_training(chain: Chain, problem: Problem, library_tf32: bool | None, from_result: bool) -> list[str]:
+    reasons = []
+    last = last_fused_step(chain)
+    can_keep = from_result or is_lean(chain, problem) or keeps_inside(chain, last)
+    if not has_norm(chain) and not can_keep:
+        reasons.append("its training would keep the convolution's result, where PyTorch needs no more than the chain's")
+    if library_tf32 is not None:
+        wanted = "tf32" if library_tf32 else "ieee"
+        switch = f'torch.backends.cudnn.conv.fp32_precision = "{wanted}"'
+        reasons.append(f"PyTorch's backward convolutions follow its switch alone: set {switch}")
+    if trained_part(chain) is not chain:
+        reasons.append("the backward passes do not cover a reduction or a second norm")
+    if moments_only(chain) is not None:
+        return reasons
+    unsupported = unsupported_gradient(chain, last)
+    return reasons if unsupported is None else [*reasons, unsupported]
+
+
+def convolution_gradients(
+    chain: Chain, problem: Problem, own: Own | str, machine: Machine
+) -> tuple[Gemm | Boxes | None, WeightGemm | None, GradientPlan | None]:
+    """Ours for input and weight, or for both at once. Before a layer_norm they are PyTorch's: an infinity makes NaN of
+    its rows alone, and ours would carry that into others, whose neighbours they multiply by zeros."""
+    if not problem.needs_grad or isinstance(own, str) or chain.producer is None or row_norm(chain) is not None:
+        return None, None, None
+    few = few_channels_gradient_for(own, chain, problem, machine) if isinstance(own, FewChannels) else None
+    return *gradient_products(chain, problem, own, machine), few

@@ -164,8 +164,34 @@ def test_both_gradients_read_one_packed_tensor() -> None:
     assert gradient_products(BLOCK, one, own, card(80)) == (None, None)
 
 
-def gradients_of(how: Convolution, dtype: str, space: int = 32) -> tuple[Gemm | Boxes | None, WeightGemm | None]:
-    chain = Builder(3, how).op("relu").norm(8).chain()
+@pytest.mark.parametrize("channels", [*itertools.product((3, 16, 32, 72, 128), (16, 24, 32, 64))], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_packed_sample_ends_where_both_gradients_think_that_it_does(
+    channels: tuple[int, int], dtype: str, transposed: bool
+) -> None:
+    """Sizes of which rows of two or four positions are no divisors: else the second sample would lie elsewhere."""
+    how = conv(3, channels, padding=0 if transposed else 1, transposed=transposed)
+    for space in (3, 4, 5):
+        for chain in (Builder(3, how).norm(None).chain(), Builder(3, how).op("silu").chain()):
+            dx, dw = gradients_of(how, dtype, space, chain)
+            if dx is None or dw is None:
+                continue
+            one, other = dw.gradient_volume, dx.rows if isinstance(dx, Boxes) else dx.volume
+            assert (one.sample_rows, one.pitch, one.padding) == (other.sample_rows, other.pitch, other.padding)
+
+
+def test_a_product_with_longer_rows_lengthens_the_sample() -> None:
+    dx, dw = gradients_of(conv(3, (72, 32), padding=1), "float32", 4)
+    assert isinstance(dx, Gemm)
+    assert dw is not None
+    assert dataclasses.replace(dx.volume, group=1).sample_rows != dw.gradient_volume.sample_rows
+
+
+def gradients_of(
+    how: Convolution, dtype: str, space: int = 32, chain: Chain | None = None
+) -> tuple[Gemm | Boxes | None, WeightGemm | None]:
+    chain = chain or Builder(3, how).op("relu").norm(8).chain()
     given = problem(chain, (16, how.in_channels, space, space, space), device="cuda", needs_grad=True)
     given = dataclasses.replace(given, tensors=tuple(dataclasses.replace(t, dtype=dtype) for t in given.tensors))
     own = gemm_for(chain, given, card(90), even_if_slower=True)

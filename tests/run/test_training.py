@@ -36,6 +36,7 @@ CHAINS = {"block": BLOCK, "residual": RESIDUAL, "added": ADDED, "transposed": TU
     "gated": GATED,
     "no norm": PLAIN,
     "from its result": FROM_RESULT,
+    "rows of two": Builder(2, conv(2, (72, 32), padding=1)).norm(4).chain(),
     "no norm, transposed": PLAIN_TURNED,
 }
 
@@ -102,6 +103,7 @@ def test_gradients_are_autograds(name: str, layout: str, memory: str) -> None:
         ("gated", torch.float64, 1e-8),
         ("no norm", torch.float32, 1e-5),
         ("from its result", torch.float32, 1e-5),
+        ("rows of two", torch.float32, 1e-5),
         ("from its result", torch.float64, 1e-8),
         ("no norm, transposed", torch.float64, 1e-8),
     ],

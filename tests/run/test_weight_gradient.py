@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import pytest
 import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from cases import conv
@@ -34,14 +37,22 @@ CASES: dict[str, tuple[Convolution, tuple[int, ...]]] = {
     "neighbours": (conv(3, (5, 32), padding=1), (2, 5, 3, 4, 6)),
     "neighbours, transposed": (conv(2, (20, 30), transposed=True, padding=1), (3, 20, 5, 4)),
     "neighbours, 2 taps": (conv(2, (3, 32), 2), (2, 3, 4, 5)),
+    "neighbours, 2 taps, an odd shift": (conv(2, (3, 32), 2), (2, 3, 4, 4)),
+    "neighbours, 16 channels": (conv(3, (3, 8)), (2, 3, 4, 5, 5)),
     "neighbours, 5 taps": (conv(2, (3, 32), 5, padding=2), (2, 3, 4, 5)),
 }
+EXAMPLES = int(os.environ.get("POSTLUDE_FUZZ", "8"))
 NEIGHBOURS = [name for name in CASES if name.startswith("neighbours")]
 
 
 def both(name: str, arithmetic: Arithmetic, layout: str = "contiguous", turned: bool = False) -> tuple[Tensor, Tensor]:
+    return both_of(*CASES[name], arithmetic, layout, turned)
+
+
+def both_of(
+    how: Convolution, shape: tuple[int, ...], arithmetic: Arithmetic, layout: str = "contiguous", turned: bool = False
+) -> tuple[Tensor, Tensor]:
     """Ours and the truth."""
-    how, shape = CASES[name]
     dtype = {"float64": torch.float64}.get(arithmetic.operands, torch.float32 if arithmetic.scaled else torch.float16)
     generator = torch.Generator().manual_seed(0)
     last = {4: torch.channels_last, 5: torch.channels_last_3d}[len(shape)]
@@ -78,6 +89,24 @@ def test_in_every_arithmetic(name: str, arithmetic: Arithmetic, most: float) -> 
     assert error(both(name, arithmetic)) < most
 
 
+@st.composite
+def convolutions(draw: st.DrawFn) -> tuple[Convolution, tuple[int, ...]]:
+    """Of one plane: what lies between planes is a larger pitch."""
+    transposed, kernel = draw(st.booleans()), draw(st.integers(1, 4))
+    padding = draw(st.integers(0, kernel - 1))
+    channels = draw(st.sampled_from((1, 3, 20))), draw(st.sampled_from((5, 16, 30, 40)))
+    least = max(1, 2 * padding - kernel + 2) if transposed else max(1, kernel - 2 * padding)
+    space = [draw(st.integers(least, least + 4)) for _ in range(2)]
+    return conv(2, channels, kernel, padding=padding, transposed=transposed), (2, channels[0], *space)
+
+
+@settings(max_examples=EXAMPLES, deadline=None, derandomize=EXAMPLES < 20, phases=[Phase.generate])
+@given(convolutions())
+def test_of_any_convolution(drawn: tuple[Convolution, tuple[int, ...]]) -> None:
+    """Rows of one, two and four positions, whatever the sizes and borders do to where they begin."""
+    assert error(both_of(*drawn, ONE)) < 4e-3
+
+
 @pytest.mark.parametrize("arithmetic", [EXACT, TWO], ids=str)
 @pytest.mark.parametrize("name", ["transposed", "neighbours"])
 @pytest.mark.usefixtures("poisoned_memory")
@@ -86,9 +115,15 @@ def test_turned_round(name: str, arithmetic: Arithmetic) -> None:
 
 
 @pytest.mark.parametrize("name", NEIGHBOURS)
-def test_32_output_channels_make_two_neighbours_a_row(name: str) -> None:
+def test_few_output_channels_make_neighbours_a_row(name: str) -> None:
     how, shape = CASES[name]
-    assert weight_gemm_for(how, shape[2:], ONE, CARD).neighbours == 2
+    assert weight_gemm_for(how, shape[2:], ONE, CARD).neighbours == (4 if "16" in name else 2)
+
+
+@pytest.mark.parametrize("name", ["neighbours, 2 taps, an odd shift", "neighbours, 16 channels"])
+def test_the_row_before_the_first_matters(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("postlude.plan.gemm.WeightGemm.front", 0)
+    assert error(both(name, ONE)) > 1e-2
 
 
 def test_without_the_shift_it_is_seen_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,13 +91,14 @@ def product_for(
     machine: Machine,
     widens: bool = True,
     kind: str = "product",
+    group: int = 1,
 ) -> Gemm:
-    """The matrix product of a convolution that `unsupported` says nothing against."""
+    """The matrix product of a convolution that `unsupported` says nothing against; `group` as in `Volume`."""
     channels, block_c = padded_channels(conv.in_channels), _block_c(conv, arithmetic)
     width = width_for(conv, block_c) if widens else 1
 
     def made(tile: Mapping[str, int]) -> Gemm:
-        volume = volume_for(conv, space, min(width, tile.get("width", width)))
+        volume = volume_for(conv, space, min(width, tile.get("width", width)), group)
         steps = (16,) if arithmetic.is_exact else (64, 32, 16)
         block_k = next(k for k in steps if volume.span * channels % k == 0)
         return Gemm(arithmetic, volume, channels, tile["rows"], block_c, block_k, tile["stages"], tile["warps"])
@@ -180,10 +181,11 @@ def gradient_products(
     if is_few:
         return None, weight_gemm_for(conv, space, arithmetic, machine)
     given = (input_gradient_of(conv), conv.output_space(space), arithmetic, machine)
-    boxes = gradient_boxes_for(*given)
-    if boxes is not None:
-        return boxes, weight_gemm_for(conv, space, arithmetic, machine)
-    back = product_for(*given, widens=hides, kind="input's gradient")
+    boxes, weight = gradient_boxes_for(*given), weight_gemm_for(conv, space, arithmetic, machine)
+    if boxes is not None and weight.gradient_volume.is_flat:  # the boxes know no rows behind a sample
+        return boxes, weight
+    group = neighbours_for(conv, arithmetic)
+    back = product_for(*given, widens=hides, kind="input's gradient", group=group)
     return back, weight_gemm_for(conv, space, arithmetic, machine, back.volume.width)
 
 
@@ -238,11 +240,10 @@ def weight_gemm_for(
 
     `width` is that of the product for the input's gradient, so that both read the same packed gradient.
     """
+    neighbours = neighbours_for(conv, arithmetic)
     channels, out_channels = padded_channels(conv.in_channels), padded_channels(conv.out_channels)
     is_exact = arithmetic.is_exact
-    # 32 output channels are half of the rows that a product has on Hopper.
-    neighbours = 2 if out_channels == 32 and conv.kernel[-1] > 1 and not is_exact else 1
-    volume = volume_for(conv, space, max(width, neighbours))
+    volume = volume_for(conv, space, width, neighbours)
     shared = next(taps for taps in (3, 2, 1) if volume.kernel[2] % taps == 0)
     rows, columns = min(128, max(16, power_of_two(conv.out_channels))), min(64, max(16, power_of_two(conv.in_channels)))
     if neighbours > 1:
@@ -262,6 +263,14 @@ def weight_gemm_for(
             gemm, programs = tuned, row.values["programs"]
     tiles = gemm.groups * -(-gemm.result[0] // rows) * -(-gemm.result[1] // columns)
     return dataclasses.replace(gemm, splits=max(1, programs * machine.threads // tiles))
+
+
+def neighbours_for(conv: Convolution, arithmetic: Arithmetic) -> int:
+    """Positions of one row of the weight's product: as many as make the 64 rows that one has on Hopper of 16 or 32
+    output channels."""
+    out_channels = padded_channels(conv.out_channels)
+    is_short = out_channels in (16, 32) and conv.kernel[-1] > 1 and not arithmetic.is_exact
+    return 64 // out_channels if is_short else 1
 
 
 def _weight_pipeline(arithmetic: Arithmetic, neighbours: int, rows: int, columns: int) -> tuple[int, int, int]:

@@ -44,6 +44,7 @@ class Volume:
     kernel: tuple[int, int, int]
     padding: tuple[int, int, int]  # of the equivalent convolution that gathers
     width: int  # neighbouring outputs of one row of the product
+    group: int = 1  # the same for another product that reads it: a power of two, as the width is
 
     @property
     def padded(self) -> tuple[int, int, int]:
@@ -63,16 +64,20 @@ class Volume:
     def plane(self) -> int:
         return self.padded[1] * self.padded[2]
 
+    def position(self, place: tuple[int, int, int]) -> int:
+        return place[0] * self.plane + place[1] * self.pitch + place[2]
+
     @property
     def sample_rows(self) -> int:
-        """Rows of a packed sample: as many as hold a whole number of rows of the product."""
-        step = self.width // math.gcd(self.width, self.pitch)
+        """Rows of a packed sample: as many as hold a whole number of rows of every product."""
+        longest = max(self.width, self.group)
+        step = longest // math.gcd(longest, self.pitch)
         return -(-self.padded[0] * self.padded[1] // step) * step
 
     @property
     def tail_rows(self) -> int:
         """Rows behind the last sample that overlapping rows of the product may read; zero as well."""
-        return -(-(self.width + self.kernel[2] - 2) // self.pitch)
+        return -(-(max(self.width, self.group) + self.kernel[2] - 2) // self.pitch)
 
     @property
     def is_dense(self) -> bool:
@@ -204,22 +209,28 @@ class WeightGemm:
     def gradient_volume(self) -> Volume:
         """The gradient in a volume of the input's pitch: what its rows, planes and samples lack lies in front."""
         d, h, w = (whole - out for whole, out in zip(self.volume.padded, self.volume.out))
-        return Volume(self.volume.out, self.volume.kernel, (d, h, w), self.volume.width)
+        return dataclasses.replace(self.volume, space=self.volume.out, padding=(d, h, w))
 
     @property
     def shift(self) -> int:
         """Positions by which a gradient lies behind its output's."""
-        d, h, w = self.gradient_volume.padding
-        return d * self.volume.plane + h * self.volume.pitch + w
+        return self.volume.position(self.gradient_volume.padding)
+
+    @property
+    def front(self) -> int:
+        """Rows of zeros before the input: 1 where neighbours begin in the middle of one, and a row before the first
+        would hold the input's first positions, which no descriptor reads."""
+        first, reach = self.volume.position(self.volume.padding), self.neighbours + self.volume.kernel[2] - 2
+        return int(self.shift % self.neighbours > 0 and first < reach)
 
 
-def volume_for(conv: Convolution, space: tuple[int, ...], width: int) -> Volume:
+def volume_for(conv: Convolution, space: tuple[int, ...], width: int, group: int = 1) -> Volume:
     """Two-dimensional convolutions have one plane."""
     plain = conv.as_plain()
     assert plain is not None
     missing = 3 - len(space)
     ones, zeros = (1,) * missing, (0,) * missing
-    return Volume((*ones, *space), (*ones, *conv.kernel), (*zeros, *plain.padding), width)  # type: ignore[arg-type]
+    return Volume((*ones, *space), (*ones, *conv.kernel), (*zeros, *plain.padding), width, group)  # type: ignore[arg-type]
 
 
 def unfolded_volume(conv: Convolution, space: tuple[int, ...], taps: tuple[int, int]) -> Volume:

@@ -60,6 +60,7 @@ class Packer:
     """Tensors of one shape and layout as a matrix: what every way of packing them has in common."""
 
     launch: Launch  # takes the tensor, both planes and the channels' largest magnitudes
+    front = 0  # elements of zeros before the matrix
 
     def __init__(self, x: Spec, arithmetic: Arithmetic, shape: tuple[int, int, int], tail: int) -> None:
         """`tail`: the first row that no program of the launch writes."""
@@ -75,15 +76,21 @@ class Packer:
             self.largest(x, largest)
         high = self.empty(x.device)
         low = self.empty(x.device) if self.arithmetic.planes == 2 else high
-        self.launch(x, high, low, largest)
+        self.launch(x, self.matrix(high), self.matrix(low), largest)
         return high, low, high if self.largest is None else largest  # not x, which may be large and soon unneeded
 
     def empty(self, device: torch.device) -> Tensor:
         """To be written; what no program of the packing kernel writes is zero."""
-        made = torch.empty(self.shape, dtype=self.dtype, device=device)
+        shape = (self.front + math.prod(self.shape),) if self.front else self.shape
+        made = torch.empty(shape, dtype=self.dtype, device=device)
+        if self.front:
+            made[: self.front].zero_()
         if self.tail < self.shape[0]:
-            made[self.tail :].zero_()
+            self.matrix(made)[self.tail :].zero_()
         return made
+
+    def matrix(self, made: Tensor) -> Tensor:
+        return made[self.front :].view(self.shape) if self.front else made
 
 
 class InputPacking(Packer):

@@ -22,6 +22,7 @@ class WeightGradient:
     def __init__(self, conv: Convolution, gemm: WeightGemm, x: Spec, gradient: Spec) -> None:
         self.conv, self.gemm = conv, gemm
         self.pack_x = InputPacking(x, gemm.volume, gemm.arithmetic, gemm.channels)
+        self.pack_x.front = gemm.front * gemm.neighbours * gemm.channels
         self.pack_g = InputPacking(gradient, gemm.gradient_volume, gemm.arithmetic, gemm.out_channels)
         kd, kh, kw = gemm.volume.kernel
         self.taps = kd * kh * kw
@@ -67,6 +68,7 @@ class WeightGradient:
             "GROUPS": gemm.groups,
             "PER_PLANE": gemm.groups // volume.kernel[0],
             "PER_ROW": gemm.groups_of_a_row,
+            "FRONT": gemm.front,
             "SHARED": gemm.shared,
             "J": gemm.neighbours,
             "PLANES": gemm.arithmetic.planes,
@@ -106,6 +108,6 @@ class WeightGradient:
         each, rows = gemm.neighbours * gemm.channels, gemm.neighbours * gemm.out_channels
         columns = each + gemm.result[1] - gemm.channels  # a row's positions, wherever among its neighbours it begins
         return (
-            TensorDescriptor(x, [self.rows, columns], [each, 1], [gemm.block_k, gemm.columns]),
+            TensorDescriptor(x, [self.rows + gemm.front, columns], [each, 1], [gemm.block_k, gemm.columns]),
             TensorDescriptor(gradient, [self.rows, rows], [rows, 1], [gemm.block_k, gemm.rows]),
         )

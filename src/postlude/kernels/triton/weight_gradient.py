@@ -30,7 +30,7 @@ def product(g, g_low, x, x_low, acc, PLANES: tl.constexpr, TURNED: tl.constexpr,
 
 @triton.jit
 def weight_gradient_kernel(
-    d_x,  # descriptor [positions / J, …] over the packed input; rows overlap where J is more than 1
+    d_x,  # descriptor [FRONT + positions / J, …] over the packed input; rows overlap where J is more than 1
     d_x_low,  # its low plane, where PLANES is 2
     d_g,  # descriptor [positions / J, J·COUT] over the packed gradient
     d_g_low,
@@ -46,6 +46,7 @@ def weight_gradient_kernel(
     GROUPS: tl.constexpr,
     PER_PLANE: tl.constexpr,  # groups of one z
     PER_ROW: tl.constexpr,  # groups of one y
+    FRONT: tl.constexpr,  # rows before the input's first
     SHARED: tl.constexpr,  # tiles of the input for one tile of the gradient
     J: tl.constexpr,
     PLANES: tl.constexpr,
@@ -63,11 +64,11 @@ def weight_gradient_kernel(
     # J·SHIFT more than the offset, which may be negative: division rounds towards 0.
     offset = (i_group // PER_PLANE) * PLANE + (i_group % PER_PLANE // PER_ROW) * PITCH + (J - 1) * SHIFT
     offset += i_group % PER_ROW * SHARED
-    row0 = offset // J - SHIFT
+    row0 = offset // J - SHIFT + FRONT
     column0 = offset % J * C + c0
-    row1 = (offset + NEXT) // J - SHIFT
+    row1 = (offset + NEXT) // J - SHIFT + FRONT
     column1 = (offset + NEXT) % J * C + c0
-    row2 = (offset + 2 * NEXT) // J - SHIFT
+    row2 = (offset + 2 * NEXT) // J - SHIFT + FRONT
     column2 = (offset + 2 * NEXT) % J * C + c0
     first = i_split * STEPS * BK
     acc0 = tl.zeros([BN, BM] if TURNED else [BM, BN], ACC)

@@ -45,6 +45,7 @@ ODD = Builder(2, conv(2, (64, 64), 4, transposed=True, stride=2, padding=1, outp
 DEEP = Builder(3, conv(3, (32, 64), transposed=True, stride=2, padding=1, output_padding=1)).op("add", "full")
 UP_NORM = Builder(3, conv(3, (64, 32), 2, transposed=True, stride=2)).norm(None).op("leaky_relu", slope=0.01).chain()
 FEW_UP, FEW_NORM = FEW["3 channels, strides"][0], FEW["8 channels, then a norm"][0]
+NARROW = Builder(3, conv(3, (3, 16), 4)).op("hardswish").norm(4).chain()
 SHORT = Builder(2).norm(8).op("tanh").chain()
 # Bytes in a training step: both were measured to be faster so than in tiles that spill nothing.
 SPILLED = {"convolve_kernel": 1024, "weight_gradient_kernel": 512}
@@ -73,6 +74,8 @@ PLANS: dict[str, tuple[Chain, tuple[int, ...], torch.dtype, str, str]] = {
     "few channels fp32": (FEW["8 channels"][0], (128, 8, 128, 128), torch.float32, "contiguous", "fp32"),
     "few channels tf32": (FEW["3 channels"][0], (128, 3, 16, 64, 64), torch.float32, "contiguous", "tf32"),
     "few channels and a norm": (FEW_NORM, (128, 8, 256, 256), torch.float32, "contiguous", "fp32"),
+    "16 channels tf32": (NARROW, (1024, 3, 16, 32, 32), torch.float32, "contiguous", "tf32"),
+    "16 channels fp32": (NARROW, (1024, 3, 16, 32, 32), torch.float32, "contiguous", "fp32"),
     "short rows": (SHORT, (512, 128, 15, 15), torch.float32, "contiguous", "fp32"),
     "short even rows": (SHORT, (512, 128, 30, 30), torch.float32, "contiguous", "fp32"),
     "phases and a norm": (UP_NORM, (2, 64, 64, 64, 64), torch.float16, "channels_last", "auto"),
@@ -87,7 +90,10 @@ MOST_SPILLED = {
 }
 EVERYWHERE = ("61 fp32", "61 tf32", "library channels-last")
 ON_AMPERE = ("no norm fp32", "phases fp32", "phases tf32")
-TRAINED = ("61 fp32", "61 tf32", "61 bf16", "block channels-last", "residual fp32", "library", "gated")
+TRAINED = (
+    *("61 fp32", "61 tf32", "61 bf16", "block channels-last", "residual fp32", "library", "gated"),
+    *("no norm tf32", "16 channels tf32", "16 channels fp32"),
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -52,6 +52,7 @@ from postlude.cli.variants import (
 )
 from postlude.cli.watch import RANDOM, Watch, crowded, expected_results
 from postlude.errors import PostludeError
+from postlude.plan import Refusal
 from postlude.report import gather, model, write
 from postlude.report.write import to_json
 
@@ -158,6 +159,8 @@ def _postlude(one: Bench) -> Runner:
     if one.options.train:  # training has plans of its own
         trained = fuse(one.settings, fused, one.opened.inputs, train=True)
         verdicts += [trained.verdict] if any(site.is_fused for site in trained.sites) else []
+        whole = [site for site in trained.sites if isinstance(site.outcome, Refusal)]
+        one.left_out += [f"training of {site.name}, which is PyTorch's: {site.outcome}" for site in whole]
     known = combine(verdict for verdict in verdicts if verdict is not None)
     if known is not None:
         one.verdicts[POSTLUDE] = known

@@ -244,11 +244,11 @@ def weight_gemm_for(
     channels, out_channels = padded_channels(conv.in_channels), padded_channels(conv.out_channels)
     is_exact = arithmetic.is_exact
     volume = volume_for(conv, space, width, neighbours)
-    shared = next(taps for taps in (3, 2, 1) if volume.kernel[2] % taps == 0)
+    shared = _shared_taps(volume.kernel[2])
     rows, columns = min(128, max(16, power_of_two(conv.out_channels))), min(64, max(16, power_of_two(conv.in_channels)))
     if neighbours > 1:
         rows, columns = 64, min(256, power_of_two((neighbours - 1 + volume.kernel[2]) * channels))
-        shared = volume.kernel[1] if arithmetic.planes == 1 and columns <= 128 and volume.kernel[1] <= 3 else 1
+        shared = _shared_taps(volume.kernel[1]) if arithmetic.planes == 1 and columns <= 128 else 1
     if is_exact:
         rows, columns = min(rows, 32), min(columns, 32)
     tile = (False, 16 if is_exact else 64, *_weight_pipeline(arithmetic, neighbours, rows, columns))
@@ -263,6 +263,11 @@ def weight_gemm_for(
             gemm, programs = tuned, row.values["programs"]
     tiles = gemm.groups * -(-gemm.result[0] // rows) * -(-gemm.result[1] // columns)
     return dataclasses.replace(gemm, splits=max(1, programs * machine.threads // tiles))
+
+
+def _shared_taps(count: int) -> int:
+    """Those of a row or column of taps that read one tile of the gradient."""
+    return next(taps for taps in (3, 2, 1) if count % taps == 0)
 
 
 def neighbours_for(conv: Convolution, arithmetic: Arithmetic) -> int:

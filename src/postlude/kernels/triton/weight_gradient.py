@@ -62,8 +62,8 @@ def weight_gradient_kernel(
     o0 = tl.program_id(1) * BM
     c0 = tl.program_id(2) * BN
     # J·SHIFT more than the offset, which may be negative: division rounds towards 0.
-    offset = (i_group // PER_PLANE) * PLANE + (i_group % PER_PLANE // PER_ROW) * PITCH + (J - 1) * SHIFT
-    offset += i_group % PER_ROW * SHARED
+    y = i_group % PER_PLANE // PER_ROW * (1 if J == 1 else SHARED)
+    offset = i_group // PER_PLANE * PLANE + y * PITCH + i_group % PER_ROW * SHARED + (J - 1) * SHIFT
     row0 = offset // J - SHIFT + FRONT
     column0 = offset % J * C + c0
     row1 = (offset + NEXT) // J - SHIFT + FRONT

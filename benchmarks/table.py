@@ -77,12 +77,14 @@ KERNELBENCH_HEAD = (
 
 def render_gpu() -> str:
     rows = [row for row in records.read(GPU_RESULTS) if row.mode == "forward"]
-    return "\n".join([GPU_HEAD, *_gpu_lines(rows), "", _where(rows, GPU_SOURCES), "", _kernelbench_line()])
+    line = _kernelbench_line("forward", "whole models", "the-38-convolution-chains-of-level-2")
+    return "\n".join([GPU_HEAD, *_gpu_lines(rows), "", _where(rows, GPU_SOURCES), "", line])
 
 
 def render_training() -> str:
     rows = [row for row in records.read(GPU_RESULTS) if row.mode.startswith("training step")]
-    return "\n".join([TRAINING_HEAD, *_gpu_lines(rows, trains=True), "", _where(rows, TRAINING_SOURCES)])
+    line = _kernelbench_line("training step", "training steps of whole models", "in-training")
+    return "\n".join([TRAINING_HEAD, *_gpu_lines(rows, trains=True), "", _where(rows, TRAINING_SOURCES), "", line])
 
 
 def _gpu_lines(rows: list[Record], trains: bool = False) -> list[str]:
@@ -127,10 +129,18 @@ def render() -> str:
 
 
 def render_kernelbench() -> str:
-    rows = records.read(KERNELBENCH_RESULTS)
+    return _kernelbench_table("forward", GPU_SOURCES)
+
+
+def render_kernelbench_training() -> str:
+    return _kernelbench_table("training step", TRAINING_SOURCES)
+
+
+def _kernelbench_table(mode: str, sources: list[Path]) -> str:
+    rows = _kernelbench_rows(mode)
     found = {(row.chain, row.variant): row.ms_p50 or 0.0 for row in rows}
     names = sorted({row.chain for row in rows}, key=lambda name: int(name.split("_")[0]))
-    gains, lines = _kernelbench_gains(), [KERNELBENCH_HEAD]
+    gains, lines = _kernelbench_gains(mode), [KERNELBENCH_HEAD]
     for name in names:
         number, _, words = name.partition("_")
         times = (f"{found[name, variant]:.3g}" for variant in ("eager", "torch.compile", "postlude"))
@@ -138,27 +148,30 @@ def render_kernelbench() -> str:
         lines.append(f"| {' | '.join(cells)} |")
     means = [f"{statistics.geometric_mean(each.values()):.2f}" for each in gains]
     lines.append(f"| | geometric mean of {len(names)} | | | | {' | '.join(means)} |")
-    return "\n".join([*lines, "", _where(rows, GPU_SOURCES, intervals=False)])
+    return "\n".join([*lines, "", _where(rows, sources, intervals=False)])
 
 
-def _kernelbench_gains() -> list[dict[str, float]]:
+def _kernelbench_rows(mode: str) -> list[Record]:
+    return [row for row in records.read(KERNELBENCH_RESULTS) if row.mode == mode]
+
+
+def _kernelbench_gains(mode: str) -> list[dict[str, float]]:
     """Of each problem over eager, and over torch.compile."""
-    rows = records.read(KERNELBENCH_RESULTS)
+    rows = _kernelbench_rows(mode)
     found = {(row.chain, row.variant): row.ms_p50 or 0.0 for row in rows}
     names = dict.fromkeys(row.chain for row in rows)
     rivals = ("eager", "torch.compile")
     return [{name: found[name, rival] / found[name, "postlude"] for name in names} for rival in rivals]
 
 
-def _kernelbench_line() -> str:
-    gains = [list(each.values()) for each in _kernelbench_gains()]
+def _kernelbench_line(mode: str, what: str, place: str) -> str:
+    gains = [list(each.values()) for each in _kernelbench_gains(mode)]
     means = [statistics.geometric_mean(each) for each in gains]
     slower = [sum(gain < 1 for gain in each) for each in gains]
     return (
-        f"KernelBench's {len(gains[0])} convolution chains of level 2, whole models with TF32 allowed: "
+        f"KernelBench's {len(gains[0])} convolution chains of level 2, {what} with TF32 allowed: "
         f"{means[0]:.2f} × eager and {means[1]:.2f} × torch.compile by geometric mean; "
-        f"{slower[0]} slower than eager, {slower[1]} than torch.compile "
-        "([every one](docs/kernelbench.md#the-38-convolution-chains-of-level-2))."
+        f"{slower[0]} slower than eager, {slower[1]} than torch.compile ([every one](docs/kernelbench.md#{place}))."
     )
 
 
@@ -189,7 +202,7 @@ def _gain(row: Record | None) -> str:
 
 TABLES: dict[Path, dict[str, Callable[[], str]]] = {
     README: {"cpu": render, "gpu": render_gpu, "training": render_training},
-    KERNELBENCH: {"kernelbench": render_kernelbench},
+    KERNELBENCH: {"kernelbench": render_kernelbench, "kernelbench training": render_kernelbench_training},
 }
 
 

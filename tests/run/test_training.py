@@ -18,7 +18,9 @@ from postlude.emit_gradient import slots_needed
 from postlude.plan import Plan, lower, problem_of
 from postlude.plan.gemm import Gemm
 from postlude.plan.gpu import lower_for_gpu
+from postlude.run.convolution_gradients import ConvolutionGradients
 from postlude.run.execute import prepare
+from postlude.run.packing import Packed
 from postlude.run.training import Training
 from run.test_gpu import CARD, SMALL
 
@@ -117,6 +119,26 @@ def test_gradients_by_convolutions_of_our_own(name: str, dtype: torch.dtype, tol
     assert_gradients(CHAINS[name], tensors, tolerance=tolerance)
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("name", ["block", "no norm"])
+def test_the_pass_that_makes_a_gradient_finds_its_largest(
+    name: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[tuple[Tensor, Tensor]] = []
+    pack = ConvolutionGradients.packed
+
+    def packed(self: ConvolutionGradients, dv: Tensor, largest: Tensor | None = None) -> Packed | None:
+        assert largest is not None
+        found.append((dv.clone(), largest.clone()))
+        return pack(self, dv, largest)
+
+    monkeypatch.setattr(ConvolutionGradients, "packed", packed)
+    tensors = inputs(CHAINS[name], torch.float32, layout)
+    gradients(training(CHAINS[name], tensors, precision="fp32"), tensors)
+    ((dv, largest),) = found
+    assert torch.equal(largest[: dv.shape[1]].view(torch.float32), dv.abs().amax((0, 2, 3)))
+
+
 def test_gradcheck_over_convolutions_of_our_own() -> None:
     chain = Builder(2, conv(2, (2, 2), 2)).op("silu").norm(1).chain()
     tensors = [t.requires_grad_() for t in tensors_for(chain, (1, 2, 3, 3), torch.float64)]
@@ -193,7 +215,7 @@ def saved_bytes(run: Callable[[Sequence[Tensor]], Tensor], tensors: Sequence[Ten
 @pytest.mark.usefixtures("library_convolution")
 def test_never_more_is_kept_than_eager_keeps(name: str) -> None:
     chain = CHAINS[name]
-    tensors = tensors_for(chain, (2, 3 if chain.producer else 4, 16, 17), torch.float32)
+    tensors = tensors_for(chain, (2, chain.producer.in_channels if chain.producer else 4, 16, 17), torch.float32)
     tensors = tuple(t.requires_grad_() for t in tensors)
     theirs = saved_bytes(lambda ts: reference.evaluate(chain, ts), tensors)
     ours = saved_bytes(training(chain, tensors), tensors)

@@ -27,6 +27,11 @@ class Arithmetic:
         return self.operands == "float64"
 
     @property
+    def flags_infinities(self) -> bool:
+        """Whether packing says that there was one: in one plane an infinity takes care of itself."""
+        return self.keeps_infinities and self.planes == 2
+
+    @property
     def products(self) -> int:
         """Of planes, for one of the operands."""
         return {1: 1, 2: 3}[self.planes]

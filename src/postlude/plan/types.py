@@ -9,7 +9,7 @@ from postlude.chain import Chain, Reduce
 from postlude.plan.boxes import Boxes
 from postlude.plan.few_channels import FewChannels
 from postlude.plan.few_channels_gradient import GradientPlan
-from postlude.plan.gemm import Gemm, WeightGemm
+from postlude.plan.gemm import Arithmetic, Gemm, WeightGemm
 from postlude.plan.problem import Layout, Spec
 from postlude.plan.program import channels_end
 
@@ -120,6 +120,13 @@ class Plan:
     def channels_end(self) -> Reduce | None:
         """The reduction over channels that the last pass ends in."""
         return channels_end(self.chain) if self.passes[-1].last == len(self.chain.steps) else None
+
+    @property
+    def largest_found(self) -> Arithmetic | None:
+        """The arithmetic of the products that read the gradient at the convolution's result in scaled planes, all of
+        them: the pass that makes it finds their scales."""
+        dx = self.input_gradient
+        return dx.arithmetic if dx is not None and self.weight_gradient is not None and dx.arithmetic.scaled else None
 
     @property
     def resumes_at(self) -> int:

@@ -42,9 +42,15 @@ class ConvolutionGradients:
         # Both read the gradient in the same volume.
         self.pack = packing if self.weight is not None else None
 
-    def packed(self, dv: Tensor) -> Packed | None:
-        """The gradient at the convolution's result as both products read it; None where PyTorch reads it as it is."""
-        return None if self.pack is None else self.pack(dv)
+    def packed(self, dv: Tensor, largest: Tensor | None = None) -> Packed | None:
+        """The gradient at the convolution's result as both products read it; None where PyTorch reads it as it is.
+
+        `largest`: its channels' largest magnitudes, where they are known."""
+        return None if self.pack is None else self.pack(dv, largest)
+
+    def none_found(self, device: torch.device) -> Tensor | None:
+        """For the pass that makes the gradient to find its channels' largest magnitudes."""
+        return None if self.pack is None or not self.pack.arithmetic.scaled else self.pack.none_found(device)
 
     def __call__(
         self,

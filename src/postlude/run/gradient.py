@@ -16,6 +16,7 @@ from torch import Tensor
 from postlude.chain import Normalize
 from postlude.emit_gradient import Wanted, emit_gradient, emit_sums, slots_read, unsupported_gradient, wanted
 from postlude.plan import Plan
+from postlude.plan.gemm import Arithmetic
 from postlude.plan.problem import Spec, memory_format, power_of_two
 from postlude.plan.program import last_fused_step
 from postlude.plan.types import Tile
@@ -68,7 +69,9 @@ class GradientPasses:
             )
         rest = (_composed(text, "gradient"), self.norm, self.wanted, per_group)
         self.gradient: LastGradientPass = (
-            GradientPass(value, tile, *rest) if packing is None else PackedGradientPass(value, packing, *rest)
+            GradientPass(value, tile, plan.largest_found, *rest)
+            if packing is None
+            else PackedGradientPass(value, packing, *rest)
         )
         vectors = self._vectors()
         self.rows = {slot: planes for slot, planes in vectors.items() if chain.roles[slot] == "row"}
@@ -78,7 +81,12 @@ class GradientPasses:
         self.unread = {slot for slot in self.operands.slots if chain.roles[slot] == "full"} - read
 
     def __call__(
-        self, value: Tensor, moments: tuple[Tensor, Tensor] | None, dy: Tensor, tensors: Sequence[Tensor]
+        self,
+        value: Tensor,
+        moments: tuple[Tensor, Tensor] | None,
+        dy: Tensor,
+        tensors: Sequence[Tensor],
+        largest: Tensor | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """The gradient at the first value (packed, if so asked for), and each slot's in its dtype.
 
@@ -95,7 +103,7 @@ class GradientPasses:
             weight = None if self.norm.weight is None else tensors[self.norm.weight.index].contiguous()
             group_means = self.combine(sums, weight)
         dtypes = [tensors[slot].dtype for slot in self.wanted.full]
-        dv0, totals, full = self.gradient(value, dy, (*means, *group_means), operands, dtypes)
+        dv0, totals, full = self.gradient(value, dy, (*means, *group_means), operands, dtypes, largest)
         gradients = dict(zip(self.wanted.full, full))
         if self.vectors:
             dtype = functools.reduce(torch.promote_types, [tensors[slot].dtype for slot in self.vectors])
@@ -194,9 +202,19 @@ class AddChannels:
 class GradientPass(LastGradientPass):
     """The gradient at the first value in the value's layout."""
 
+    has_place_for_largest = True
+
     def __init__(
-        self, value: Spec, tile: Tile, program: Any, norm: Normalize | None, want: Wanted, per_group: int
+        self,
+        value: Spec,
+        tile: Tile,
+        largest: Arithmetic | None,
+        program: Any,
+        norm: Normalize | None,
+        want: Wanted,
+        per_group: int,
     ) -> None:
+        """`largest`: the arithmetic of the products that will want each channel's largest magnitude."""
         from postlude.kernels.triton import gradient as kernels
 
         batch, channels, positions = sizes_of(value)
@@ -205,6 +223,8 @@ class GradientPass(LastGradientPass):
         super().__init__(value, want, chunks)
         constants: dict[str, Any] = {
             **what_is_computed(program, norm, want),
+            "LARGEST": largest is not None,
+            "FLAGS": largest is not None and largest.flags_infinities,
             **cut.constants(value),
             "ACC": accumulator(self.acc),
         }

@@ -18,6 +18,7 @@ class LastGradientPass:
     """All steps backwards in one reading of the value and of dy: what is stored, and sums per channel and chunk."""
 
     launch: Launch  # each form makes its own
+    has_place_for_largest = False
 
     def __init__(self, value: Spec, want: Wanted, chunks: int) -> None:
         self.shape = (len(want.totals), *value.shape[:2], chunks)
@@ -34,12 +35,17 @@ class LastGradientPass:
         means: tuple[Tensor, ...],
         operands: list[Tensor | int],
         dtypes: list[torch.dtype],
+        largest: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """The gradient at the first value, the sums, and gradients of the value's size in `dtypes`."""
+        """The gradient at the first value, the sums, and gradients of the value's size in `dtypes`.
+
+        `largest`, zeros as packing.py has them, becomes the first's largest magnitudes where they are found here."""
         first = self.first(value)
         sums = torch.empty(self.shape, dtype=self.acc, device=value.device)
         full = [torch.empty_like(value, dtype=dtype) for dtype in dtypes]
         outputs = [first, sums if sums.numel() else value, *full, *[value] * (FULL - len(full))]
+        if self.has_place_for_largest:
+            outputs.append(value if largest is None else largest)
         self.launch(value, dy, *means, *outputs, *operands)
         return first, sums, full
 

@@ -68,16 +68,20 @@ class Packer:
         self.shape, self.tail, self.channels = shape, tail, x.shape[1]
         self.largest = largest_launch(x, arithmetic) if arithmetic.scaled else None
 
-    def __call__(self, x: Tensor) -> Packed:
-        largest = x
-        if self.largest is not None:
-            count = self.channels + self.arithmetic.keeps_infinities
-            largest = torch.zeros(count, dtype=torch.int32, device=x.device)
+    def __call__(self, x: Tensor, largest: Tensor | None = None) -> Packed:
+        """`largest`: the channels' largest magnitudes, where somebody has found them already."""
+        if largest is None and self.largest is not None:
+            largest = self.none_found(x.device)
             self.largest(x, largest)
         high = self.empty(x.device)
         low = self.empty(x.device) if self.arithmetic.planes == 2 else high
+        largest = high if largest is None else largest  # not x, which may be large and soon unneeded
         self.launch(x, self.matrix(high), self.matrix(low), largest)
-        return high, low, high if self.largest is None else largest  # not x, which may be large and soon unneeded
+        return high, low, largest
+
+    def none_found(self, device: torch.device) -> Tensor:
+        """The largest magnitudes before any number was looked at."""
+        return torch.zeros(self.channels + self.arithmetic.keeps_infinities, dtype=torch.int32, device=device)
 
     def empty(self, device: torch.device) -> Tensor:
         """To be written; what no program of the packing kernel writes is zero."""
@@ -143,7 +147,7 @@ def largest_launch(x: Spec, arithmetic: Arithmetic) -> Launch:
         "LAST": is_last,
         "SHORT": bool(short),
         "ALIGN": 1 if is_last else power_in(positions, 16),
-        "FLAGS": arithmetic.keeps_infinities and arithmetic.planes == 2,
+        "FLAGS": arithmetic.flags_infinities,
         "BLOCK": block,
         "BLOCK_C": block_c,
     }

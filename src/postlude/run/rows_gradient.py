@@ -49,7 +49,7 @@ class RowsGradient:
         self.add_rows = AddChannels(Spec((programs, length, 1), value.dtype, "contiguous"), None, self.columns)
 
     def __call__(
-        self, value: Tensor, _: object, dy: Tensor, tensors: Sequence[Tensor]
+        self, value: Tensor, _: object, dy: Tensor, tensors: Sequence[Tensor], _largest: object = None
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """The gradient at the first value, and each slot's in its dtype."""
         value, dy = value.contiguous(), dy.to(self.dtype).contiguous()

@@ -65,12 +65,13 @@ class Training:
         if passes is None:
             passes = self.gradients[wanted] = self._passes(wanted)
         dv: Tensor | None
-        dv, found = passes(value, moments, dy, tensors)
+        largest = None if self.convolution is None else self.convolution.none_found(dy.device)
+        dv, found = passes(value, moments, dy, tensors, largest)
         grads = [found.get(slot) for slot in range(len(needs))]
         if self.convolution is None:
             grads[0] = dv.to(tensors[0].dtype) if needs[0] else None
         elif needs[0] or needs[1]:
-            packed = (dv, dv, dv) if self.plan.packs_gradient else self.convolution.packed(dv)
+            packed = (dv, dv, dv) if self.plan.packs_gradient else self.convolution.packed(dv, largest)
             dv = dv if packed is None else None  # of the result's size: not to be kept for nothing
             grads[:2] = self.convolution(dv, packed, tensors[0], tensors[1], needs[0], needs[1])
         return grads

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from postlude.kernels.triton.normalize import places
+from postlude.kernels.triton.pack import finite_magnitude, flag_infinity
 
 
 @triton.jit
@@ -190,6 +191,7 @@ def row_gradient_kernel(
     p_sums,  # [TOTALS, N·C, CHUNKS], out
     p_full0,  # [N·C, S], out where FULL
     p_full1,  # [N·C, S], out where FULL is 2
+    p_largest,  # [C], as in pack.py, of what is stored in p_dx; where LARGEST
     a0,
     a1,
     a2,
@@ -205,6 +207,8 @@ def row_gradient_kernel(
     HAS_NORM: tl.constexpr,
     TOTALS: tl.constexpr,  # blocks after the first one that are summed
     FULL: tl.constexpr,  # blocks after those that are stored
+    LARGEST: tl.constexpr,  # the channels' largest magnitudes are found as well
+    FLAGS: tl.constexpr,  # and an infinity leaves a 1 behind them
     BLOCK: tl.constexpr,
     ALIGN: tl.constexpr,
     ACC: tl.constexpr,
@@ -229,6 +233,11 @@ def row_gradient_kernel(
         b = tl.load(p_b + i_row // PER_GROUP)
     blocks = GRADIENT(b_x, b_g, mean, rstd, a, b, o_c, base, o_s, o_c < C, m_s, a0, a1, a2, a3, a4, a5)
     tl.store(p_dx + base + o_s, blocks[0].to(p_dx.dtype.element_ty), mask=m_s)
+    if LARGEST:
+        b_dx = tl.where(m_s, blocks[0], 0.0)
+        tl.atomic_max(p_largest + o_c, tl.max(finite_magnitude(b_dx)).to(tl.int32, bitcast=True), sem="relaxed")
+        if FLAGS:
+            flag_infinity(p_largest + C, b_dx)
     for i in tl.static_range(TOTALS):
         total = tl.sum(tl.where(m_s, blocks[1 + i], 0.0))
         tl.store(p_sums + i * PLANE + i_row * CHUNKS + i_chunk, total)
@@ -250,6 +259,7 @@ def last_gradient_kernel(
     p_sums,  # [TOTALS, N, C, CHUNKS], out
     p_full0,  # [N, S, C], out where FULL
     p_full1,  # [N, S, C], out where FULL is 2
+    p_largest,  # [C], as in pack.py, of what is stored in p_dx; where LARGEST
     a0,
     a1,
     a2,
@@ -265,6 +275,8 @@ def last_gradient_kernel(
     HAS_NORM: tl.constexpr,
     TOTALS: tl.constexpr,
     FULL: tl.constexpr,
+    LARGEST: tl.constexpr,
+    FLAGS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_C: tl.constexpr,
     SHORT: tl.constexpr,  # as in normalize.py, and ALIGN
@@ -295,6 +307,12 @@ def last_gradient_kernel(
         b = tl.load(p_b + o_g, mask=m_c, other=0.0)[None, :]
     blocks = GRADIENT(b_x, b_g, mean, rstd, a, b, o_c[None, :], base, o_x, m_c[None, :], m_x, a0, a1, a2, a3, a4, a5)
     tl.store(p_dx + base + o_x, blocks[0].to(p_dx.dtype.element_ty), mask=m_x)
+    if LARGEST:
+        b_dx = tl.where(m_x, blocks[0], 0.0)
+        b_largest = tl.max(finite_magnitude(b_dx), axis=0)  # [BLOCK_C]
+        tl.atomic_max(p_largest + o_c, b_largest.to(tl.int32, bitcast=True), mask=m_c, sem="relaxed")
+        if FLAGS:
+            flag_infinity(p_largest + C, b_dx)
     o_out = (i_n * C + o_c) * CHUNKS + i_chunk
     for i in tl.static_range(TOTALS):
         total = tl.sum(tl.where(m_x, blocks[1 + i], 0.0), axis=0)  # [BLOCK_C]

@@ -81,7 +81,8 @@ def is_floating(item: Any) -> bool:
     return isinstance(item, Tensor) and item.is_floating_point()
 
 
-def measure(path: Path, settings: Settings) -> list[records.Record]:
+def measure(path: Path, settings: Settings) -> tuple[list[records.Record], str]:
+    """The rows, and the verdict on what is fused."""
     calls, inputs, found = prepared(problem_file.load(path), settings)
     if found.verdict is not None and found.verdict.outcome == "wrong":
         raise RuntimeError(str(found.verdict))
@@ -106,7 +107,7 @@ def measure(path: Path, settings: Settings) -> list[records.Record]:
                 **records.environment("cuda"),  # type: ignore[arg-type]
             )
         )
-    return rows
+    return rows, "nothing is fused" if found.verdict is None else found.verdict.outcome
 
 
 def errors_of(found: Optimized) -> dict[str, float]:
@@ -172,10 +173,10 @@ def main() -> int:
         fill_caches(files, settings, options.jobs)
 
     def timed(path: Path) -> None:
-        rows = measure(path, settings)
+        rows, verdict = measure(path, settings)
         times = {row.variant: row.ms_p50 or 0.0 for row in rows}
         gains = [f"× {name} {times[name] / times['postlude']:.2f}" for name in ("eager", "torch.compile")]
-        print(f"{path.stem[:50]:50}", *(f"{time:.3f}" for time in times.values()), *gains, flush=True)
+        print(f"{path.stem[:40]:40}", *(f"{time:.3f}" for time in times.values()), *gains, verdict, flush=True)
         if options.csv:
             records.update(options.csv, rows)
 

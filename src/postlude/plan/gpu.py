@@ -43,6 +43,7 @@ SMALLEST_TRAINED = 32 << 20
 _STEP_SECONDS = 1e-3
 TRAINING_SLAB = 32 << 20  # bytes of a convolution's result that a backward pass computes again at a time
 LONGEST_ROW = 8192  # elements that a layer_norm may go over
+_FROM_RESULT = ("training keeps the result alone, which tells all that the gradients need",)
 _OLDEST = 80  # Ampere: the kernels are compiled and tested for nothing older
 
 
@@ -81,7 +82,7 @@ def lower_for_gpu(
         result_dtype=result_dtype(chain, problem),
         moved_bytes=_moved_bytes(chain, problem, passes, own, compulsory, size),
         eager_bytes=compulsory + 2 * size * len(chain.steps),
-        reasons=_reasons_for(chain, problem, passes, own),
+        reasons=(*_reasons_for(chain, problem, passes, own), *(_FROM_RESULT if from_result else ())),
         tile=tile_for(chain, problem, machine, inside),
         own=None if isinstance(own, str) else own,
         library_tf32=library_tf32,

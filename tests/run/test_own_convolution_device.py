@@ -42,10 +42,10 @@ SMALL: dict[str, tuple[Chain, tuple[int, ...]]] = {
     "8 channels": (Builder(2, conv(2, (8, 64))).op("relu").op("mul", 2.0).chain(), (3, 8, 29, 131)),
     "8 channels, a norm": (Builder(2, conv(2, (8, 32), padding=1)).op("mish").norm(8).chain(), (3, 8, 31, 29)),
     "channels": (
-        Builder(2, conv(2, (8, 60))).norm(15).op("tanh").reduce("logsumexp", "channels").chain(),
+        Builder(2, conv(2, (8, 60))).norm(15).op("hardswish").op("mul", 2.0).reduce("logsumexp", "channels").chain(),
         (3, 8, 29, 131),
     ),
-    "channels, no norm": (Builder(2, conv(2, (24, 40))).op("silu").reduce("amin", "channels").chain(), (3, 24, 31, 29)),
+    "channels, no norm": (Builder(2, conv(2, (24, 40))).op("abs").reduce("amin", "channels").chain(), (3, 24, 31, 29)),
     "3 channels": (Builder(3, conv(3, (3, 16), padding=1)).op("silu").norm(4).chain(), (2, 3, 9, 8, 37)),
     "3 channels, transposed": (Builder(2, conv(2, (3, 20), transposed=True)).op("tanh").chain(), (3, 3, 31, 30)),
 }

@@ -36,7 +36,7 @@ class Site(nn.Module):
         if self.recorded is not None and not self.recorded:
             self.recorded.append(crop(self.chain, tensors))
         problem, outcome, runner = self._look_up(tensors)
-        self.last = (problem, outcome)
+        self.__dict__["last"] = (problem, outcome)  # nn.Module's own way of setting takes 5 µs
         return call(runner, tensors)
 
     def _look_up(self, tensors: tuple[Tensor, ...]) -> tuple[Problem, Plan | Refusal, Runner]:

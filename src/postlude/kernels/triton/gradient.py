@@ -1,8 +1,7 @@
 """The passes of a chain's gradients: sums over the norm's result, their combination, and all gradients.
 
-Names, rows, tiles and bases are as in normalize.py. p_g is the gradient of the last step's value, in the value's
-layout. SUMS and GRADIENT are composed functions (see emit_gradient.py) that give tuples of blocks. What is summed per
-channel is stored chunk by chunk and added up later, in a fixed order: the same bits every time.
+Names are as in normalize.py, p_g is the last value's gradient, SUMS and GRADIENT are of emit_gradient.py. Sums are kept
+by chunks and added up in order and in float64: those of opposite signs may be far larger than their total.
 """
 
 import triton
@@ -132,7 +131,6 @@ def combine_sums_kernel(
     i_group = tl.program_id(0)
     base = i_group.to(tl.int64) * PER_GROUP * CHUNKS
     first = i_group % GROUPS * PER_GROUP  # the group's first channel
-    # Sums of opposite signs may be far larger than their total: float64, which costs nothing for so few.
     a = tl.zeros([BLOCK], tl.float64)
     b = tl.zeros([BLOCK], tl.float64)
     for start in range(0, PER_GROUP * CHUNKS, BLOCK):
@@ -170,7 +168,6 @@ def add_channels_kernel(
     if i_out >= FIRST:
         chunks = CHUNKS2
         p = p_second + (i_out - FIRST).to(tl.int64) * N * C * CHUNKS2
-    # Sums of opposite signs may be far larger than their total: float64, which costs nothing for so few.
     total = tl.zeros([BLOCK], tl.float64)
     for start in range(0, N * chunks, BLOCK):
         o = start + tl.arange(0, BLOCK)

@@ -18,7 +18,7 @@ from postlude.chain import Chain, Normalize, Pointwise, Reduce, Scalar, Value
 from postlude.check import tensors_for
 from postlude.export import plain
 from postlude.graph import spellings
-from postlude.run import cpu, moments
+from postlude.run import cpu, differentiable, moments
 
 DEVICE = Path(postlude.__file__).parent / "kernels" / "triton"
 
@@ -84,6 +84,16 @@ def test_the_derivatives_tell_whether_pytorch_keeps_a_value_inside_a_chain() -> 
             says = emit_gradient.keeps_inside(chain, len(steps))
             # batch_norm in evaluation keeps its operand for γ's gradient even where that is a constant
             assert says == bool(kept) or (not says and "batch_norm" in case.name), (str(chain), kept)
+
+
+def test_every_word_whose_value_tells_its_gradient_can_be_differentiated_again() -> None:
+    """By PyTorch's operators, where the value is all that was kept."""
+    told = {
+        word
+        for word, texts in emit_gradient.DERIVATIVES.items()
+        if any("{v}" in text and "{x}" not in text and "{y}" not in text for text in texts)
+    }
+    assert set(differentiable.FROM_VALUE) == told
 
 
 def _kept_by_pytorch(chain: Chain, tensors: Sequence[Tensor]) -> set[int]:

@@ -174,6 +174,11 @@ def needs_no_more_than_its_result(chain: Chain, last: int) -> bool:
     return plain and _values_read(chain, last, range(len(chain.roles))) <= {last}
 
 
+def reads_no_value(chain: Chain, last: int) -> bool:
+    """Whether the gradients of steps 1 to `last` depend on none of their values, as those of sums."""
+    return not _values_read(chain, last, range(len(chain.roles)))
+
+
 def _values_read(chain: Chain, last: int, slots: Iterable[int]) -> set[int]:
     """By the derivatives of steps 1 to `last`, for the first value and these slots."""
     dependent, read = _dependent(chain, 1, last, 0, slots), set()

@@ -155,13 +155,37 @@ def test_gradcheck_over_the_real_kernels(name: str) -> None:
     assert torch.autograd.gradcheck(lambda *ts: run(ts), tensors, fast_mode=True)
 
 
-@pytest.mark.parametrize("name", ["block", "added"])
+@pytest.mark.parametrize(
+    "chain",
+    [
+        BLOCK,
+        ADDED,
+        PLAIN_TURNED,
+        FROM_RESULT,
+        Builder(2, conv(2, (3, 4))).op("add", "full").op("tanh").chain(),
+        Builder(2, conv(2, (3, 4))).op("mul", 0.3).op("rsub", "full").op("sigmoid").chain(),
+        Builder(2, conv(2, (3, 4))).op("add", "full").op("reciprocal").chain(),
+        Builder(2, conv(2, (3, 4))).op("add", 90.0).op("add", "full").op("sqrt").chain(),
+        Builder(2, conv(2, (3, 4))).op("mul", 2.0).op("sub", "full").chain(),
+    ],
+    ids=str,
+)
 @pytest.mark.usefixtures("library_convolution")
-def test_gradients_can_be_differentiated_again(name: str) -> None:
-    chain = CHAINS[name]
+def test_gradients_can_be_differentiated_again(chain: Chain) -> None:
+    """The first and the second ones are PyTorch's, from whatever was kept."""
     tensors = inputs(chain)
     run = training(chain, tensors)
-    assert torch.autograd.gradgradcheck(lambda *ts: run(ts), tensors, fast_mode=True)
+    found = []
+    for way in (run, lambda ts: reference.evaluate(chain, ts)):
+        y = way(tensors)
+        dy = torch.linspace(-1, 2, y.numel(), dtype=y.dtype).view(y.shape)
+        first = torch.autograd.grad(y, tensors, dy, create_graph=True)
+        second = torch.autograd.grad(
+            sum(g.square().sum() for g in first), tensors, allow_unused=True, materialize_grads=True
+        )
+        found.append((*first, *second))
+    for ours, true in zip(*found, strict=True):
+        torch.testing.assert_close(ours, true, rtol=1e-8, atol=1e-8 * float(true.abs().max() + 1))
 
 
 @pytest.mark.parametrize("frozen", [(0,), (1,), (0, 1), (2, 3), (3, 4)], ids=str)
@@ -224,6 +248,26 @@ def test_never_more_is_kept_than_eager_keeps(name: str) -> None:
     assert lean.plan.from_result == (name == "from its result") == any("result alone" in r for r in lean.plan.reasons)
     if chain.producer is not None and not lean.plan.from_result:
         assert saved_bytes(lean, tensors) <= 256  # the norm's moments
+
+
+@pytest.mark.usefixtures("library_convolution")
+def test_a_sum_may_be_changed_in_place_and_what_relu_keeps_may_not() -> None:
+    """As with PyTorch's own operators, of which an addition keeps nothing."""
+    for word in ("mul", "relu"):
+        start = Builder(2, conv(2, (3, 4))).op("add", "full")
+        chain = (start.op("mul", 2.0) if word == "mul" else start.op("relu")).chain()
+        tensors = inputs(chain)
+        run = training(chain, tensors)
+        assert run.plan.from_result
+        for way in (run, lambda ts, chain=chain: reference.evaluate(chain, ts)):
+            loss = way(tensors).mul_(3).square().sum()
+            if word == "relu":
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    loss.backward()
+            else:
+                loss.backward()
+        if word == "mul":
+            assert_gradients(chain, inputs(chain))
 
 
 def test_a_result_that_does_not_tell_enough_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

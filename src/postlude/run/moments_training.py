@@ -26,6 +26,7 @@ from postlude.plan import Plan
 from postlude.plan.problem import memory_format
 from postlude.plan.types import Moments as MomentsSink
 from postlude.run.convolution_gradients import ConvolutionGradients
+from postlude.run.differentiable import differentiable
 from postlude.run.few_channels_gradient import FewChannelsGradients
 from postlude.run.finish_moments import FinishMoments
 from postlude.run.gpu import GpuRun, on_device_of
@@ -33,7 +34,6 @@ from postlude.run.library import CONVOLVED, cast_for_convolution, convolve
 from postlude.run.moments import Moments, finish
 from postlude.run.moments_gradient import CombinedMoments, MomentsGradient, closed_form, table_of
 from postlude.run.passes import Partials, accumulator_of
-from postlude.run.training import differentiable
 
 
 class MomentsTraining:

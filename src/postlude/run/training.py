@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from postlude import reference
-from postlude.chain import Chain
-from postlude.emit_gradient import slots_needed
+from postlude.emit_gradient import reads_no_value, slots_needed
 from postlude.plan import Plan
 from postlude.plan.program import row_norm
 from postlude.run.convolution_gradients import ConvolutionGradients
+from postlude.run.differentiable import differentiable
 from postlude.run.gpu import GpuRun, on_device_of
 from postlude.run.gradient import GradientPasses
 from postlude.run.library import cast_for_convolution
@@ -28,6 +27,7 @@ class Training:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.chain = plan, plan.chain
         self.run = GpuRun(plan, keeps_value=not plan.is_lean and not plan.from_result)
+        self.reads_no_value = plan.from_result and reads_no_value(plan.chain, len(plan.chain.steps))
         self.needed = slots_needed(plan.chain, len(plan.chain.steps), plan.from_result)
         self.convolution = None if plan.chain.producer is None else ConvolutionGradients(plan, plan.chain.producer)
         self.gradients: dict[frozenset[int], GradientPasses | RowsGradient] = {}
@@ -88,8 +88,8 @@ class _ChainFunction(torch.autograd.Function):
     def forward(ctx: Any, training: Training, *tensors: Tensor) -> Tensor:
         with on_device_of(tensors[0]):
             result, value, moments = training.run.parts(tensors)
-        if training.plan.from_result:
-            value = result
+        if training.plan.from_result:  # what is kept of a result must not be changed in place afterwards
+            value = None if training.reads_no_value else result
         kept = [t if slot in training.needed else None for slot, t in enumerate(tensors)]
         ctx.training, ctx.shapes = training, [(t.shape, t.dtype) for t in tensors]
         ctx.save_for_backward(*kept, None if training.plan.is_lean else value, *(moments or (None, None)))
@@ -105,20 +105,12 @@ class _ChainFunction(torch.autograd.Function):
             dy.new_zeros(()).to(dtype).expand(shape) if t is None else t for t, (shape, dtype) in zip(kept, ctx.shapes)
         ]
         if torch.is_grad_enabled():
-            return None, *differentiable(training.chain, tensors, dy, needs)
+            result = value if training.plan.from_result else None
+            return None, *differentiable(training.chain, tensors, dy, needs, result)
         with on_device_of(dy):
-            if value is None:
+            if training.reads_no_value:
+                value = dy  # anything of its shape
+            elif value is None:
                 value, _ = training.run.first_pass(tensors)
             moments = None if mean is None else (mean, rstd)
             return None, *training.backward(tensors, value, moments, dy, needs)
-
-
-def differentiable(chain: Chain, tensors: Sequence[Tensor], dy: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
-    """Gradients that can be differentiated again: by PyTorch's own operators, at their speed."""
-    # A tensor that was not kept comes as zeros, which no gradient depends on; it is a leaf of its own here.
-    tensors = [t if t.requires_grad or not n else t.detach().requires_grad_() for t, n in zip(tensors, needs)]
-    wanted = [t for t, is_needed in zip(tensors, needs) if is_needed]
-    with torch.enable_grad():
-        result = reference.evaluate(chain, tensors)
-        found = iter(torch.autograd.grad(result, wanted, dy, create_graph=True, allow_unused=True))
-    return [next(found) if is_needed else None for is_needed in needs]

@@ -11,7 +11,7 @@ from postlude.plan.cpu import lower_for_cpu
 from postlude.plan.gpu import lower_for_gpu
 from postlude.plan.problem import Problem, body_shape
 from postlude.plan.program import takes_the_batch
-from postlude.plan.trained import trained_part
+from postlude.plan.trained import trained_part, why_not_ours
 from postlude.plan.types import Plan, Refusal
 
 # Devices with backward passes of ours; elsewhere a chain in training is PyTorch's.
@@ -30,7 +30,8 @@ def lower(
         return Refusal(reasons)
     if problem.device == "cuda":
         planned = trained_part(chain) if problem.needs_grad else chain
-        found = lower_for_gpu(planned, problem, machine, even_if_slower, not_ours)
+        why = not_ours or (None if even_if_slower else why_not_ours(planned, problem))
+        found = lower_for_gpu(planned, problem, machine, even_if_slower, why)
         if planned is chain or isinstance(found, Refusal):
             return found
         rest = " → ".join(chain.words()[len(planned.steps) :])

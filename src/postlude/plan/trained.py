@@ -12,7 +12,7 @@ from postlude.plan.convolve import Own, gradient_products
 from postlude.plan.few_channels import FewChannels
 from postlude.plan.few_channels_gradient import GradientPlan, few_channels_gradient_for
 from postlude.plan.gemm import Gemm, WeightGemm
-from postlude.plan.problem import Layout, Problem, body_dtype, result_layout, value_dtypes
+from postlude.plan.problem import Layout, Problem, body_dtype, fp32_mode, result_layout, value_dtypes
 from postlude.plan.program import has_norm, last_fused_step, moments_only, row_norm
 
 
@@ -35,6 +35,16 @@ def is_trained_from_its_result(chain: Chain, problem: Problem, inside: Layout, m
     is_alike = set(value_dtypes(chain, problem)) == {body_dtype(chain, problem)}
     is_alike &= inside == result_layout(chain, problem, machine)
     return problem.needs_grad and is_alike and needs_no_more_than_its_result(chain, len(chain.steps))
+
+
+def why_not_ours(chain: Chain, problem: Problem) -> str | None:
+    """Why a convolution is PyTorch's in training although ours would bring its gradients: nobody has measured one of
+    one tap without a norm, which is bytes more than products where its operands are not two planes."""
+    conv = chain.producer
+    if conv is None or has_norm(chain) or max(conv.kernel) > 1 or not problem.needs_grad:
+        return None
+    is_two_planes = body_dtype(chain, problem) == "float32" and fp32_mode(chain, problem) == "fp32"
+    return None if is_two_planes else "of one tap and without a norm it is as fast in training"
 
 
 def reasons_against_training(chain: Chain, problem: Problem, library_tf32: bool | None, from_result: bool) -> list[str]:

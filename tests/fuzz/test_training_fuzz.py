@@ -1,6 +1,6 @@
 """Random training steps with our own convolutions, by Triton's interpreter in two half-precision planes.
 
-POSTLUDE_FUZZ=300 pytest tests/fuzz/test_training_fuzz.py     some hours; a few seconds for each
+`POSTLUDE_FUZZ=300` draws that many, anew every time, at a few seconds each.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ RULES = {
     TURNED: "a transposed convolution of stride 1 is a convolution with its taps turned round",
     PHASES: "a transposed convolution with strides is a convolution of stride 1 for each remainder of its outputs",
     AFFINE: "where moments are all that is needed, the gradient at the convolution's result is affine in that result: "
-    "it is computed again and never stored",
+    "the norm's sums need no pass over data",
 }
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cases import CHAIN_23, CHAIN_61
+from cases import CHAIN_23, CHAIN_61, Builder, conv
 from cli.problem_texts import GOOD, NOTHING, RESULT, Run, Write
+from plan.test_convolve import card
 from plan.test_lower import CARD, problem
 from postlude.cli import session
 from postlude.cli.chains import explain_site
@@ -150,3 +151,35 @@ def test_a_gpu_plan_is_explained_by_its_launches(capsys: pytest.CaptureFixture[s
     assert "2 launches of our kernels; nothing of the convolution's size is stored" in said
     assert "why: our own convolution" in said
     assert "tiles of the product (2 planes, 64→128 channels): shipped for sm_90, measured on an H200" in said
+
+
+def test_a_plan_of_training_says_what_it_keeps_and_whose_gradients_it_has(capsys: pytest.CaptureFixture[str]) -> None:
+    flat = Builder(2, conv(2, (64, 64), padding=1)).op("relu").chain()
+    strided = Builder(3, conv(3, (32, 64), stride=2)).norm(8).op("silu").chain()
+    norm = Builder(3).norm(8).op("silu").chain()
+    shapes = {
+        CHAIN_61: (16, 64, 32, 32, 32),
+        CHAIN_23: (128, 3, 24, 32, 32),
+        flat: (64, 64, 128, 128),
+        strided: (4, 32, 64, 64, 64),
+        norm: (4, 32, 64, 64, 64),
+    }
+    said = []
+    for chain, shape in shapes.items():
+        given = problem(chain, shape, device="cuda", needs_grad=True, precision="fp32")
+        explain_site(SiteReport("layer", chain, given, lower(chain, given, card(90)), None))
+        said.append(" ".join(capsys.readouterr().out.split()))
+    assert "keeps the convolution's result for its gradients" in said[0]
+    assert "gradient of the input: ours, matrix product of float16 in two planes, scaled" in said[0]
+    assert "gradient of the weight: ours, matrix product over positions of float16 in two planes" in said[0]
+    assert "keeps nothing of the convolution's size for its gradients" in said[1]
+    assert "gradients of input and weight: one kernel of ours" in said[1]
+    assert "keeps nothing but the result for its gradients" in said[2]
+    assert "gradient of the input: PyTorch's gradient of the weight: PyTorch's" in said[3]
+    assert "keeps the input for its gradients" in said[4]
+
+
+def test_explain_of_training_on_a_cpu_says_that_pytorch_trains(run: Run, good: Path) -> None:
+    ran = run("explain", good, "--device", "cpu", "--train")
+    assert ran.code == 0
+    assert "why: gradients are needed, and the fused passes for cpu devices have no backward of their own" in ran.out

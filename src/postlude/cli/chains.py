@@ -32,9 +32,9 @@ def optimize(settings: Settings, path: Path, report: Path | None = None) -> Answ
     return Answer(code, {"file": str(path), **machine_data(settings), **result_data(result)})
 
 
-def explain(settings: Settings, path: Path, repro: str | None = None) -> Answer:
+def explain(settings: Settings, path: Path, repro: str | None = None, train: bool = False) -> Answer:
     opened = open_problem(settings, path)
-    result = fuse(settings, opened.model, opened.inputs)
+    result = fuse(settings, opened.model, opened.inputs, train=train)
     _raise_if_not_captured(result, path)
     for site in result.sites:
         explain_site(site)
@@ -60,6 +60,8 @@ def explain_site(site: SiteReport) -> None:
         for line in plan.describe():
             say(f"  {line}")
         say(f"  {_slabs(plan) if plan.tile is None else _launches(plan)}")
+        for line in plan.describe_training():
+            say(f"  {line}")
         moved, before = megabytes(plan.moved_bytes), megabytes(plan.eager_bytes)
         say(f"  predicted to move {moved} beyond the cache; PyTorch moves {before}")
         for line in plan.tiles:

@@ -85,6 +85,7 @@ def explain(
     repro: Annotated[
         str | None, typer.Option(metavar="SITE", help="Write a small script of this chain, for a bug report.")
     ] = None,
+    train: Annotated[bool, typer.Option("--train", help="In training, which has plans of its own.")] = False,
     device: Device = None,
     precision: Precision = "auto",
     json: Json = None,
@@ -98,7 +99,7 @@ def explain(
     def command(settings: frame.Settings) -> frame.Answer:
         from postlude.cli import chains
 
-        return chains.explain(settings, file, repro)
+        return chains.explain(settings, file, repro, train)
 
     frame.run("explain", frame.Request(device, precision, json, debug), command)
 

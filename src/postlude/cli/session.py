@@ -78,6 +78,7 @@ def site_data(site: SiteReport) -> dict[str, Any]:
     if isinstance(outcome, Plan):
         how |= {
             "passes": outcome.describe(),
+            "training": outcome.describe_training(),
             "slab": outcome.slab,
             "slabs": outcome.slabs,
             "slab_bytes": outcome.slab_bytes,

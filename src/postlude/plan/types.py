@@ -157,6 +157,32 @@ class Plan:
             lines.append(f"pass {number}: " + " → ".join([source, *words, str(item.sink)]))
         return lines
 
+    def describe_training(self) -> list[str]:
+        """What a forward pass keeps, and who computes the convolution's gradients from it; nothing in inference."""
+        if not self.trains:
+            return []
+        lines = [f"keeps {self._kept()} for its gradients"]
+        if self.chain.producer is None:
+            return lines
+        if self.few_gradient is not None:
+            return [*lines, "gradients of input and weight: one kernel of ours"]
+        dx, dw = self.input_gradient, self.weight_gradient
+        weight = None
+        if dw is not None:
+            tiles = f"tiles of {dw.rows} × {dw.columns} × {dw.block_k}"
+            weight = f"matrix product over positions of {dw.arithmetic}; {tiles}"
+        for name, ours in (("input", dx), ("weight", weight)):
+            lines.append(f"gradient of the {name}: " + ("PyTorch's" if ours is None else f"ours, {ours}"))
+        return lines
+
+    def _kept(self) -> str:
+        sink = self.passes[-1].sink
+        if self.from_result:
+            return "nothing but the result"
+        if self.is_lean or (isinstance(sink, Moments) and not sink.stores):
+            return "nothing of the convolution's size"
+        return "the input" if self.chain.producer is None else "the convolution's result"
+
 
 @dataclass(frozen=True)
 class Refusal:

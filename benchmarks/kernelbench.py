@@ -27,21 +27,19 @@ from typing import Any
 
 import torch
 from table import GPU_SOURCES, TRAINING_SOURCES
-from torch import Tensor, nn
+from torch import Tensor
 
 import postlude
 from postlude import problem_file
 from postlude.check import clock, records
 from postlude.check.modes import pytorch_switches
 from postlude.cli.suite import problem_files
+from postlude.cli.variants import Call, training_step
 from postlude.pipeline import Optimized
 from postlude.plan import Plan
 from postlude.problem_file import ProblemFile
 
 WINDOW_S = 0.02
-
-
-Call = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -62,23 +60,10 @@ def prepared(problem: ProblemFile, settings: Settings) -> tuple[dict[str, Call],
     if settings.train:
         with torch.no_grad():
             dy = torch.randn_like(eager(*inputs))
-        calls = {name: step_of(model, dy) for name, model in calls.items()}
+        calls = {name: training_step(model, dy) for name, model in calls.items()}
     for call in calls.values():
         call(*inputs)
     return calls, inputs, found
-
-
-def step_of(model: nn.Module, dy: Tensor) -> Call:
-    def step(*inputs: Any) -> None:
-        leaves = [item.detach().requires_grad_() if is_floating(item) else item for item in inputs]
-        wanted = [*model.parameters(), *filter(is_floating, leaves)]
-        torch.autograd.grad(model(*leaves), wanted, dy, allow_unused=True)
-
-    return step
-
-
-def is_floating(item: Any) -> bool:
-    return isinstance(item, Tensor) and item.is_floating_point()
 
 
 def measure(path: Path, settings: Settings) -> tuple[list[records.Record], str]:

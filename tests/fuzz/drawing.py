@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cases import WORDS, Builder
+from cases import WORDS, Builder, conv
 from postlude.chain import Chain, Convolution, Normalize, Pointwise, Scalar, Slot, Value
 from postlude.check import tensors_for
 from postlude.words import REDUCTIONS
@@ -129,6 +129,21 @@ def convolutions(draw: Any, dims: int) -> Convolution:
         extra.append(draw(st.integers(0, min(reach, max(stride[-1], dilation[-1]) - 1))) if transposed else 0)
     sizes = [tuple(sizes) for sizes in (kernel, stride, padding, dilation, extra)]
     return Convolution(transposed, groups * each, groups * more, *sizes, groups, draw(st.booleans()))
+
+
+@st.composite
+def plain_convolutions(
+    draw: Any, inputs: tuple[int, ...], outputs: tuple[int, ...], most_taps: int
+) -> tuple[Convolution, tuple[int, ...]]:
+    """Of stride 1, which run on products of ours, and the space of an input; of one plane: what lies between planes is
+    a larger pitch."""
+    kernel = draw(st.integers(1, most_taps))
+    channels, padding = (
+        (draw(st.sampled_from(inputs)), draw(st.sampled_from(outputs))),
+        draw(st.integers(0, kernel - 1)),
+    )
+    how = conv(2, channels, kernel, padding=padding, transposed=draw(st.booleans()), bias=draw(st.booleans()))
+    return how, tuple(_large_enough(how, axis, 1) + draw(st.integers(0, 4)) for axis in range(2))
 
 
 def _large_enough(conv: Convolution, axis: int, size: int) -> int:

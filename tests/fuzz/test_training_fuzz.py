@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cases import Builder, conv
+from cases import Builder
+from fuzz.drawing import plain_convolutions
 from postlude import reference
 from postlude.chain import Chain, Value
 from postlude.check import tensors_for
@@ -34,15 +35,10 @@ pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore")]
 @st.composite
 def steps_of_training(draw: st.DrawFn) -> tuple[Chain, tuple[int, ...], str, str]:
     """Channels on both sides of what makes a row of a product two or four positions; sizes that do not divide."""
-    transposed, kernel = draw(st.booleans()), draw(st.integers(1, 5))
-    padding = draw(st.integers(0, kernel - 1))
-    channels = draw(st.sampled_from((1, 3, 8, 20, 40, 66))), draw(st.sampled_from((4, 16, 17, 32, 33)))
-    least = max(1, 2 * padding - kernel + 2) if transposed else max(1, kernel - 2 * padding)
-    space = [draw(st.integers(least, least + 4)) for _ in range(2)]
-    how = conv(2, channels, kernel, padding=padding, transposed=transposed, bias=draw(st.booleans()))
+    how, space = draw(plain_convolutions((1, 3, 8, 20, 40, 66), (4, 16, 17, 32, 33), 5))
     chain = _followed(draw, Builder(2, how), draw(st.sampled_from(KINDS)))
     layout, memory = draw(st.sampled_from(("contiguous", "channels_last"))), draw(st.sampled_from(("default", "lean")))
-    return chain, (draw(st.integers(1, 3)), channels[0], *space), layout, memory
+    return chain, (draw(st.integers(1, 3)), how.in_channels, *space), layout, memory
 
 
 def _followed(draw: st.DrawFn, start: Builder, kind: str) -> Chain:

@@ -155,6 +155,15 @@ def test_gradcheck_over_the_real_kernels(name: str) -> None:
     assert torch.autograd.gradcheck(lambda *ts: run(ts), tensors, fast_mode=True)
 
 
+@pytest.mark.parametrize("name", ["block", "added"])
+@pytest.mark.usefixtures("library_convolution")
+def test_second_derivatives_are_those_of_the_first(name: str) -> None:
+    chain = CHAINS[name]
+    tensors = inputs(chain)
+    run = training(chain, tensors)
+    assert torch.autograd.gradgradcheck(lambda *ts: run(ts), tensors, fast_mode=True)
+
+
 @pytest.mark.parametrize(
     "chain",
     [

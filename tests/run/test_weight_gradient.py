@@ -8,10 +8,10 @@ import os
 import pytest
 import torch
 from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from cases import conv
+from fuzz.drawing import plain_convolutions
 from postlude import reference
 from postlude.chain import Convolution
 from postlude.hardware import Machine
@@ -77,42 +77,25 @@ def error(found: tuple[Tensor, Tensor]) -> float:
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("name", [name for name in CASES if name not in NEIGHBOURS])
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("poisoned_memory")
 def test_is_autograds(name: str, layout: str) -> None:
     assert error(both(name, EXACT, layout)) < 1e-13
 
 
-@pytest.mark.parametrize(
-    ("name", "arithmetic", "most"),
-    [
-        *((name, TWO, 1e-6) for name in ("padded", "transposed", *NEIGHBOURS)),
-        *((name, ONE, 2e-3) for name in ("padded", "neighbours", "neighbours, 4 taps")),
-        *((name, HALF, 2e-3) for name in ("transposed", "neighbours")),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("arithmetic", "most"), [(TWO, 1e-6), (ONE, 2e-3), (HALF, 2e-3)], ids=str)
+@pytest.mark.parametrize("name", ["padded", "transposed", *NEIGHBOURS])
 @pytest.mark.usefixtures("poisoned_memory")
 def test_in_every_arithmetic(name: str, arithmetic: Arithmetic, most: float) -> None:
     assert error(both(name, arithmetic)) < most
 
 
-@st.composite
-def convolutions(draw: st.DrawFn) -> tuple[Convolution, tuple[int, ...]]:
-    """Of one plane: what lies between planes is a larger pitch."""
-    transposed, kernel = draw(st.booleans()), draw(st.integers(1, 4))
-    padding = draw(st.integers(0, kernel - 1))
-    channels = draw(st.sampled_from((1, 3, 20))), draw(st.sampled_from((5, 16, 30, 40)))
-    least = max(1, 2 * padding - kernel + 2) if transposed else max(1, kernel - 2 * padding)
-    space = [draw(st.integers(least, least + 4)) for _ in range(2)]
-    return conv(2, channels, kernel, padding=padding, transposed=transposed), (2, channels[0], *space)
-
-
 @settings(max_examples=EXAMPLES, deadline=None, derandomize=EXAMPLES < 20, phases=[Phase.generate])
-@given(convolutions())
+@given(plain_convolutions((1, 3, 20), (5, 16, 30, 40), 4))
 def test_of_any_convolution(drawn: tuple[Convolution, tuple[int, ...]]) -> None:
     """Rows of one, two and four positions, whatever the sizes and borders do to where they begin."""
-    assert error(both_of(*drawn, ONE)) < 4e-3
+    how, space = drawn
+    assert error(both_of(how, (2, how.in_channels, *space), ONE)) < 4e-3
 
 
 @pytest.mark.parametrize("arithmetic", [EXACT, TWO], ids=str)

@@ -155,8 +155,8 @@ def flusher(device: str) -> Callable[[], object]:
     return lambda: scratch.fill_(0.0)
 
 
-def _training_step(model: Call, output: Tensor) -> Call:
-    weights = _direction(output.shape, output.dtype, output.device)
+def training_step(model: Call, weights: Tensor) -> Call:
+    """Forward, and backward from `weights`, of the result's shape, to every parameter and input."""
     parameters = list(getattr(model, "parameters", tuple)())
 
     def step(*inputs: Any) -> None:
@@ -183,7 +183,7 @@ def _leaves(inputs: Sequence[Any]) -> list[Any]:
 
 def _work(model: Call, work: str, output: Tensor) -> Call:
     if work == STEP:
-        return _training_step(model, output)
+        return training_step(model, _direction(output.shape, output.dtype, output.device))
     if work == WITH_GRAPH:
         return lambda *inputs: model(*_leaves(inputs))
     return model

@@ -41,6 +41,7 @@ class ConvolutionGradients:
             self.weight = WeightGradient(conv, plan.weight_gradient, x, plan.value)
         # Both read the gradient in the same volume.
         self.pack = packing if self.weight is not None else None
+        self.finds_largest = plan.largest_found is not None
 
     def packed(self, dv: Tensor, largest: Tensor | None = None) -> Packed | None:
         """The gradient at the convolution's result as both products read it; None where PyTorch reads it as it is.
@@ -49,8 +50,8 @@ class ConvolutionGradients:
         return None if self.pack is None else self.pack(dv, largest)
 
     def none_found(self, device: torch.device) -> Tensor | None:
-        """For the pass that makes the gradient to find its channels' largest magnitudes."""
-        return None if self.pack is None or not self.pack.arithmetic.scaled else self.pack.none_found(device)
+        """For the pass that makes the gradient, where it finds its channels' largest magnitudes."""
+        return self.pack.none_found(device) if self.pack is not None and self.finds_largest else None
 
     def __call__(
         self,

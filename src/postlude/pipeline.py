@@ -51,7 +51,7 @@ class SiteReport:
 
     @property
     def is_fused(self) -> bool:
-        return isinstance(self.outcome, Plan) and (self.verdict is None or self.verdict.right)
+        return isinstance(self.outcome, Plan)
 
 
 @dataclass(frozen=True)

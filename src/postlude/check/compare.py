@@ -45,6 +45,7 @@ class Answers:
     # What another candidate's answer at the same point was measured by: everything but the result is known then.
     before: Mapping[str, Point] | None = None
     guesses: bool = True  # whether answers that can be guessed from the truth's statistics are tried as well
+    flipped: tuple[Quantities, ...] = ()  # the truth with ambiguous elements at kinks on one side, on the other
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,16 @@ def _point(name: str, answers: Answers, truth: Tensor) -> Point:
         own=_own_deviation(name, answers, truth),
         mode=EXACT if answers.mode is None else deviation(answers.mode[name], truth),
         nulls={null: deviation(values, truth).errors for null, values in nulls.items()},
+        kinks=_at_kinks(name, answers, truth),
     )
+
+
+def _at_kinks(name: str, answers: Answers, truth: Tensor) -> Errors:
+    """What gradients may differ by: some elements on one side of a kink, others on the other."""
+    if not name.startswith(GRADIENT):
+        return Errors(0.0, 0.0)
+    found = [deviation(side[name], truth).errors for side in answers.flipped]
+    return Errors(math.hypot(*(one.rms for one in found), 0.0), sum(one.worst for one in found))
 
 
 def _own_deviation(name: str, answers: Answers, truth: Tensor) -> Deviation:

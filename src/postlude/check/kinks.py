@@ -19,9 +19,11 @@ from torch.overrides import TorchFunctionMode
 
 from postlude.check.budget import ULPS, WORST_FACTOR
 
-# No more than this part of a value is spared. Where more is ambiguous, PyTorch's own gradients differ from the truth at
-# as many elements as a kernel's do, and the budget has that already.
+# No more than this part of a value is spared, or little would be left to compare.
 MOST = 0.125
+LIKELY = 4.0  # times the usual error: what lies further off is on the other side once in 10⁴ elements
+# Of so many likely elements dozens are on the other side, in PyTorch's gradients as in a kernel's: the budget has them.
+MANY = 400
 ROUNDS = 4  # each leaves at most the ambiguous part of a norm's group of what was there
 LARGEST_WEIGHT = 8.0
 RESIDUE = 16  # eps of the cotangents' dtype, beside the gradient's size: what rounding the cotangents leaves
@@ -84,47 +86,58 @@ class Kinks(TorchFunctionMode):
         return result
 
 
-def ambiguous(exact: Meeting, others: Sequence[Meeting]) -> Tensor:
-    """The elements that an honest kernel may see on either side of a bound.
+@dataclass(frozen=True)
+class Near:
+    """The elements of one call that an honest kernel may see on either side of a bound."""
 
-    `others` are PyTorch and the bare mode at the same call: a kernel's error is within the rule's bound on its worst.
-    """
+    possible: Tensor  # by the worst error that the rule allows
+    likely: Tensor  # by the usual one
+
+
+def ambiguous(exact: Meeting, others: Sequence[Meeting]) -> Near:
+    """`others` are PyTorch and the bare mode at the same call: a kernel's error is bounded by theirs, by the rule."""
     value = exact.value.double()
     gap = exact.gap(value)
     finite = torch.isfinite(value)
-    errors = [torch.where(finite, (o.value.double() - value).abs(), 0.0).nan_to_num(0.0, 0.0).max() for o in others]
-    largest = torch.where(finite, value.abs(), 0.0).max().clamp(min=max(map(abs, exact.bounds)))
-    ulp = torch.finfo(others[0].value.dtype).eps * largest
-    reach = WORST_FACTOR * (torch.stack(errors).max() + ULPS * ulp)
+    known = torch.where(finite, value, 0.0)
+    errors = torch.stack([torch.where(finite, o.value.double() - value, 0.0).nan_to_num(0.0, 0.0, 0.0) for o in others])
+    eps = ULPS * torch.finfo(others[0].value.dtype).eps
+    beyond = max(map(abs, exact.bounds))
+    worst = WORST_FACTOR * (errors.abs().max() + eps * known.abs().max().clamp(min=beyond))
+    usual = LIKELY * _rms(errors, 1).max() + eps * _rms(known, 0).clamp(min=beyond)
     # At a bound exactly, on every side: what an earlier operator wrote there, no rounding.
     is_tie = torch.stack([o.gap(o.value) == 0 for o in others]).all(0) & (gap == 0)
     gap = torch.where(is_tie | ~finite, torch.inf, gap)
     most = int(MOST * gap.numel())
-    if int((gap <= reach).sum()) > most:
-        return gap < gap.flatten().kthvalue(most + 1).values
-    return gap <= reach
+    if int((gap <= worst).sum()) > most:
+        worst = torch.minimum(worst, gap.flatten().kthvalue(max(1, most)).values)
+    return Near(gap <= worst, gap <= torch.minimum(usual, worst))
 
 
-def all_ambiguous(exact: Sequence[Meeting], *others: Sequence[Meeting]) -> list[Tensor] | None:
+def _rms(values: Tensor, kept: int) -> Tensor:
+    return values.flatten(kept).square().mean(-1).sqrt()
+
+
+def all_ambiguous(exact: Sequence[Meeting], *others: Sequence[Meeting]) -> list[Near] | None:
     """For each call; None where there is none or the sides did not meet the same calls."""
     seen = [[(meeting.value.shape, meeting.bounds) for meeting in side] for side in (exact, *others)]
     if not exact or any(one != seen[0] for one in seen):
         return None
     found = [ambiguous(one, across) for one, *across in zip(exact, *others, strict=True)]
-    return found if bool(torch.stack([near.any() for near in found]).any()) else None
+    return found if bool(torch.stack([near.possible.any() for near in found]).any()) else None
 
 
 def spared(
-    output: Tensor, meetings: Sequence[Meeting], near: Sequence[Tensor], weights: Tensor
+    output: Tensor, meetings: Sequence[Meeting], near: Sequence[Near], weights: Tensor
 ) -> tuple[Tensor, list[Tensor] | None]:
-    """Cotangents with which no gradient reaches the ambiguous elements, and the elements that it still reaches.
+    """Cotangents with which no gradient reaches the ambiguous elements, and the likely ones that it still reaches.
 
     Between a kink and the output lie elementwise steps and norms, so an element's gradient follows its own cotangent,
     and the norm's sums a little: correcting each by its own slope converges.
     """
     places = [place for place, one in enumerate(meetings) if one.result.requires_grad]
     results = [meetings[place].result for place in places]
-    masks = [near[place].expand_as(meetings[place].result) for place in places]
+    masks = [near[place].possible for place in places]
     if not results:
         return weights, None
 
@@ -140,16 +153,14 @@ def spared(
             exact = _corrected(exact, gradients(exact), slopes, masks)
     weights = exact.to(dtype)
     least = RESIDUE * torch.finfo(dtype).eps
-    left = [
-        mask & (g.abs() > least * g.square().mean().sqrt())
-        for g, mask in zip(gradients(weights.double()), masks, strict=True)
-    ]
-    if not bool(torch.stack([one.any() for one in left]).any()):
+    found = gradients(weights.double())
+    rest: list[Tensor] = [torch.zeros_like(one.likely) for one in near]
+    for place, gradient in zip(places, found, strict=True):
+        rest[place] = near[place].likely & (gradient.abs() > least * _rms(gradient, 0))
+    counts = torch.stack([one.sum() for one in rest]).tolist()
+    if not any(0 < count <= MANY for count in counts):
         return weights, None
-    rest: list[Tensor] = [torch.zeros_like(one) for one in near]
-    for place, one in zip(places, left, strict=True):
-        rest[place] = one
-    return weights, rest
+    return weights, [one if count <= MANY else torch.zeros_like(one) for one, count in zip(rest, counts, strict=True)]
 
 
 def either_side(meetings: Sequence[Meeting], left: Sequence[Tensor]) -> list[Shift]:

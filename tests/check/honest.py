@@ -52,9 +52,7 @@ CHAINS: dict[str, Kinked] = {
     "clamp, no convolution": Kinked(
         Builder(2).op("mul", "channel").op("clamp", low=-0.5, high=1.0).norm(4).chain(), (3, 16, 25, 25)
     ),
-    "layer_norm": Kinked(
-        Builder(2, conv(2, (12, 20), padding=1)).layer_norm().op("relu").chain(), (3, 12, 17, 15)
-    ),
+    "layer_norm": Kinked(Builder(2, conv(2, (12, 20), padding=1)).layer_norm().op("relu").chain(), (3, 12, 17, 15)),
     "largest of channels": Kinked(_volume().op("relu").norm(4).reduce("amax", "channels").chain(), (2, 8, 6, 7, 8)),
     "maximum, abs": Kinked(_volume().op("maximum", 0.25).norm(4).op("abs").chain(), (2, 8, 6, 7, 8)),
 }

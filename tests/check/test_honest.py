@@ -27,9 +27,7 @@ from postlude.check.verify import verify_chain
 ASKED = os.environ.get("POSTLUDE_HONEST")
 RUNS = int(ASKED or 8)
 FIRST = int(time.time()) if ASKED else 0
-ALL = [
-    (name, precision, how) for name in CHAINS for precision, candidates in CANDIDATES.items() for how in candidates
-]
+ALL = [(name, precision, how) for name in CHAINS for precision, candidates in CANDIDATES.items() for how in candidates]
 
 
 def drawn(number: int) -> tuple[str, str, str]:
@@ -41,9 +39,7 @@ def test_an_honest_implementation_is_not_called_wrong(number: int) -> None:
     name, precision, how = drawn(number)
     kinked = CHAINS[name]
     asked = points(kinked, DTYPES[precision], FIRST % 10_000 + number)
-    verdict = verify_chain(
-        CANDIDATES[precision][how], kinked.chain, asked, precision, backward=True, nonfinite=False
-    )
+    verdict = verify_chain(CANDIDATES[precision][how], kinked.chain, asked, precision, backward=True, nonfinite=False)
     assert verdict.outcome != "wrong", (name, precision, how, verdict)
 
 
@@ -216,7 +212,9 @@ def test_operators_with_kinks_are_seen(name: str) -> None:
     assert met.meetings[0].value.shape == met.meetings[0].result.shape
 
 
-@pytest.mark.parametrize("call", [F.silu, F.elu, torch.tanh, lambda x: x.max(), F.gelu, lambda x: x.clamp(max=torch.inf)])
+@pytest.mark.parametrize(
+    "call", [F.silu, F.elu, torch.tanh, lambda x: x.max(), F.gelu, lambda x: x.clamp(max=torch.inf)]
+)
 def test_smooth_ones_are_not(call: Callable[[Tensor], Any]) -> None:
     with kinks.Kinks() as met:
         call(torch.randn(3, 4))

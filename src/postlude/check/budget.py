@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from postlude.check.verdict import Errors, Judged, Outcome
+from postlude.check.verdict import NONE, Errors, Judged, Outcome
 from postlude.check.verdict import Verdict as Verdict
 from postlude.check.verdict import combine as combine
 from postlude.errors import PostludeError
@@ -68,7 +68,7 @@ class Point:
     mode: Deviation  # of the mode itself: operands rounded, the rest in float64
     nulls: Mapping[str, Errors] = field(default_factory=dict)
     floor: float = 0.0  # errors count relative to at least this: for gradients, which may vanish in truth
-    kinks: Errors = Errors(0.0, 0.0)  # what elements within rounding of a kink may add, where they could not be spared
+    kinks: Errors = NONE  # what elements within rounding of a kink may add, where no cotangent spares them
 
 
 def deviation(result: Tensor, truth: Tensor) -> Deviation:

@@ -13,7 +13,7 @@ from torch import Tensor
 from postlude.check.budget import MIN_POINTS, Deviation, Point, budget_of, deviation, judge, scale_of, spreads_of
 from postlude.check.nulls import null_candidates
 from postlude.check.points import draw, generator_for
-from postlude.check.verdict import Errors, Judged, Verdict, conclude
+from postlude.check.verdict import NONE, Errors, Judged, Verdict, conclude
 
 Quantities = dict[str, Tensor]
 Progress = Callable[[str], None] | None
@@ -28,7 +28,7 @@ FAINT = 10.0  # times the usual budget
 # PyTorch sums float32 in float64, and float64 in nothing wider: there its instance_norm, the truth itself, is off by 15
 # to 36 times its scaled error in float32 (24³ and 48³ positions).
 NOTHING_WIDER = 32.0
-EXACT = Deviation(Errors(0.0, 0.0), True)
+EXACT = Deviation(NONE, True)
 
 
 @dataclass(frozen=True)
@@ -139,9 +139,9 @@ def nonfinite_problem(result: Tensor, own: Tensor, truth: Tensor, what: str) -> 
 
 
 def cotangent(like: Tensor, seed: int) -> Tensor:
-    """A random weight for each output, to take gradients with; the same on every device."""
+    """A random weight for each output, to take gradients with; drawn where the output is."""
     dtype = like.dtype if like.is_floating_point() else torch.float32
-    return draw(like.shape, "normal", generator_for(seed + 20_000), dtype).to(like.device)
+    return draw(like.shape, "normal", generator_for(seed + 20_000, like.device), dtype).to(like.device)
 
 
 def poison(like: Tensor) -> None:
@@ -187,7 +187,7 @@ def _point(name: str, answers: Answers, truth: Tensor) -> Point:
 def _at_kinks(name: str, answers: Answers, truth: Tensor) -> Errors:
     """What gradients may differ by: some elements on one side of a kink, others on the other."""
     if not name.startswith(GRADIENT):
-        return Errors(0.0, 0.0)
+        return NONE
     found = [deviation(side[name], truth).errors for side in answers.flipped]
     return Errors(math.hypot(*(one.rms for one in found), 0.0), sum(one.worst for one in found))
 

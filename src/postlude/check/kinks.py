@@ -59,7 +59,7 @@ class Kinks(TorchFunctionMode):
     """Records every call of an operator with kinks; with a shift, moves what it is given."""
 
     def __init__(self, shift: Shift | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.meetings: list[Meeting] = []
         self._shift = shift
         self._calls = 0
@@ -110,7 +110,7 @@ def ambiguous(exact: Meeting, others: Sequence[Meeting]) -> Near:
     gap = torch.where(is_tie | ~finite, torch.inf, gap)
     most = int(MOST * gap.numel())
     if int((gap <= worst).sum()) > most:
-        worst = torch.minimum(worst, gap.flatten().kthvalue(max(1, most)).values)
+        worst = torch.minimum(worst, gap.flatten().sort().values[max(0, most - 1)])
     return Near(gap <= worst, gap <= torch.minimum(usual, worst))
 
 
@@ -154,13 +154,18 @@ def spared(
     weights = exact.to(dtype)
     least = RESIDUE * torch.finfo(dtype).eps
     found = gradients(weights.double())
-    rest: list[Tensor] = [torch.zeros_like(one.likely) for one in near]
+    left: list[Tensor] = [torch.zeros_like(one.likely) for one in near]
     for place, gradient in zip(places, found, strict=True):
-        rest[place] = near[place].likely & (gradient.abs() > least * _rms(gradient, 0))
-    counts = torch.stack([one.sum() for one in rest]).tolist()
+        left[place] = near[place].likely & (gradient.abs() > least * _rms(gradient, 0))
+    return weights, few(left)
+
+
+def few(left: Sequence[Tensor]) -> list[Tensor] | None:
+    """Without the calls at which so many elements are left that the budget has them; None where none are."""
+    counts = torch.stack([one.sum() for one in left]).tolist()
     if not any(0 < count <= MANY for count in counts):
-        return weights, None
-    return weights, [one if count <= MANY else torch.zeros_like(one) for one, count in zip(rest, counts, strict=True)]
+        return None
+    return [one if count <= MANY else torch.zeros_like(one) for one, count in zip(left, counts, strict=True)]
 
 
 def either_side(meetings: Sequence[Meeting], left: Sequence[Tensor]) -> list[Shift]:

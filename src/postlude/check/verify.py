@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from postlude.chain import Chain
+from postlude.check.budget import is_constant
 from postlude.check.compare import (
     GRADIENT,
     LARGE_OFFSET,
@@ -38,7 +39,7 @@ from postlude.reference import evaluate
 Run = Callable[[Chain, Sequence[Tensor]], Tensor]
 NONFINITE = (("NaN", math.nan), ("infinity", math.inf))
 
-NULL_POINTS = 2
+NULL_POINTS = 2  # at which null candidates must be rejected: each costs a convolution in float64
 _T = TypeVar("_T")
 
 
@@ -66,9 +67,7 @@ def verify_chain(
     for seed, given in enumerate(points):
         point = given if isinstance(given, ChainPoint) else ChainPoint(tuple(given))
         mode = resolve(precision, _product_dtype(chain, point.tensors), point.tensors[0].device)
-        # Two points are enough to see that null candidates are rejected; each costs a float64 convolution.
-        plain = sum(one.family != LARGE_OFFSET for one in rounds)
-        with_nulls = point.family != LARGE_OFFSET and plain < NULL_POINTS
+        with_nulls = point.family != LARGE_OFFSET and sum(map(_can_tell, rounds)) < NULL_POINTS
         try:
             answers = _answers(run, chain, point, mode, seed, backward, findings, with_nulls)
             rounds.append(Round(point.family, compare(answers, findings)))
@@ -144,7 +143,12 @@ def _answers(
     flipped = sides.flipped(left, weights) if left is not None else ()
     nulls = chain_nulls(chain, tensors, seed) if with_nulls else None
     single = _single(chain, tensors, weights) if own["output"].dtype == torch.float64 else None
-    return Answers(result, own, truth, bare, repeated, nulls, single, flipped=flipped)
+    return Answers(result, own, truth, bare, repeated, nulls, single, guesses=with_nulls, flipped=flipped)
+
+
+def _can_tell(one: Round) -> bool:
+    output = one.points.get("output")
+    return one.family != LARGE_OFFSET and output is not None and not is_constant(output, output.scale.spread)
 
 
 class _Sides:

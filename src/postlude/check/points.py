@@ -17,8 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from postlude.chain import Chain, Convolution, Normalize, Pointwise, Role, Slot
+from postlude.check.draws import LARGEST_OFFSET, SMALL, normal, uniform
+from postlude.check.draws import Family as Family
+from postlude.check.draws import draw as draw
+from postlude.check.draws import generator_for as generator_for
+from postlude.check.draws import offset_for as offset_for
 
-Family = Literal["uniform", "normal", "hierarchical", "large offset", "heavy-tailed", "sparse", "small"]
 Layout = Literal["contiguous", "channels_last"]
 # The order in which a series of seeds takes its families.
 PLAIN: tuple[Family, ...] = (
@@ -30,11 +34,6 @@ PLAIN: tuple[Family, ...] = (
     "heavy-tailed",
 )
 PARAMETER_SPREAD = 0.5
-LARGEST_OFFSET = 300.0
-TAIL = 100.0
-# A spread whose square is about the eps of a norm, so that a wrong eps shows in every precision.
-SMALL = 3e-3
-DENSITY = 0.1  # of values that are not zero in a sparse tensor
 _NORMS = (nn.GroupNorm, nn.LayerNorm, nn.modules.batchnorm._NormBase)
 _PRODUCERS = (nn.modules.conv._ConvNd, nn.Linear)
 
@@ -45,54 +44,6 @@ class ChainPoint:
 
     tensors: tuple[Tensor, ...]
     family: str = "given"
-
-
-def generator_for(seed: int, device: torch.device | str = "cpu") -> torch.Generator:
-    """Numbers come from the device itself where it has a generator of its own."""
-    kind = torch.device(device)
-    return torch.Generator(kind if kind.type == "cuda" else "cpu").manual_seed(seed)
-
-
-def offset_for(dtype: torch.dtype, largest: float = LARGEST_OFFSET) -> float:
-    """A mean that is large against a spread of 1, as far as the dtype can still hold that spread."""
-    return min(largest, 0.05 / torch.finfo(dtype).eps)
-
-
-def draw(
-    shape: Sequence[int],
-    family: Family,
-    generator: torch.Generator,
-    dtype: torch.dtype,
-    largest: float = LARGEST_OFFSET,
-) -> Tensor:
-    """A tensor of a family; where there are two dimensions or more, the first two are sample and channel."""
-    noise = _normal(shape, generator)
-    if family == "uniform":
-        return _uniform(shape, generator).to(dtype)
-    if family == "normal":
-        return (1.5 * noise + 0.3).to(dtype)
-    if family == "large offset":
-        return (noise + offset_for(dtype, largest)).to(dtype)
-    if family == "heavy-tailed":  # Student's t with three degrees of freedom
-        chi = _normal([3, *shape], generator).square_().mean(0)
-        return (noise / chi.sqrt()).clamp(-TAIL, TAIL).to(dtype)
-    if family == "sparse":
-        return (3 * noise * (_uniform(shape, generator) < DENSITY)).to(dtype)
-    for axis in range(min(2, len(shape) - 1)):
-        own = [size if place == axis else 1 for place, size in enumerate(shape)]
-        noise.mul_(_normal(own, generator).mul(0.5).exp())  # in place: fresh memory is the slow part
-        noise.add_(_normal(own, generator))
-    if len(shape) > 2:
-        noise.add_(_normal([*shape[:2], *[1] * (len(shape) - 2)], generator))
-    return (noise.mul_(SMALL) if family == "small" else noise).to(dtype)
-
-
-def _normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    return torch.randn(list(shape), generator=generator, device=generator.device)
-
-
-def _uniform(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    return torch.rand(list(shape), generator=generator, device=generator.device)
 
 
 def inputs_like(inputs: Any, family: Family, seed: int, largest: float = LARGEST_OFFSET) -> Any:
@@ -262,7 +213,7 @@ def _slot_values(
         elif index in gammas:
             values = _gamma(shape, generator)
         else:
-            values = _normal(shape, generator) + _offset(family, seed, role, dtype)
+            values = normal(shape, generator) + _offset(family, seed, role, dtype)
             if index in variances:
                 values = 0.5 + values.square()
         found.append(values.to(dtype))
@@ -300,13 +251,13 @@ def _state_tensor(
 
 def _gamma(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     """Around ±1, about a third negative, never near 0."""
-    size = 0.5 + _uniform(shape, generator)
-    return torch.where(_uniform(shape, generator) < 0.35, -size, size)
+    size = 0.5 + uniform(shape, generator)
+    return torch.where(uniform(shape, generator) < 0.35, -size, size)
 
 
 def _fan_in_scaled(shape: Sequence[int], transposed: bool, generator: torch.Generator) -> Tensor:
     fan_in = math.prod(shape[2:]) * shape[0 if transposed else 1]
-    return _normal(shape, generator) / math.sqrt(fan_in)
+    return normal(shape, generator) / math.sqrt(fan_in)
 
 
 def _weight_shape(conv: Convolution) -> tuple[int, ...]:

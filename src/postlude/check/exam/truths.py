@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -74,9 +75,10 @@ class Truths:
         Where several results have gradients none is spared, and all such elements are taken on either side.
         """
         exact = in_double(question)
+        answer: Quantities = {}
         try:
             with torch.no_grad(), pytorch_switches(self.mode, self.device), Kinks() as own:
-                self._forward(self.own_side, question)
+                answer = self._forward(self.own_side, question)
             with Kinks() as true:
                 outputs = self._forward(self.exact_side, exact)
             sides, rounded = [own.meetings], FORMATS[self.mode]
@@ -84,9 +86,11 @@ class Truths:
                 with torch.no_grad(), RoundedOperands(rounded), Kinks() as bare:
                     self._forward(self.exact_side, exact)
                 sides.append(bare.meetings)
+            near = all_ambiguous(true.meetings, *sides)
         except UnanswerableError:
             return question
-        near = all_ambiguous(true.meetings, *sides)
+        finally:
+            _erase(answer)  # the candidate has yet to answer, perhaps in this very memory
         if near is None:
             return question
         roots = [place for place, output in enumerate(outputs.values()) if output.requires_grad]
@@ -139,6 +143,12 @@ class Truths:
         except Exception as error:
             what = "the reference in float64" if side is self.exact_side else "the reference"
             raise UnanswerableError(f"{what} raised {first_line(error)}") from error
+
+
+def _erase(answer: Quantities) -> None:
+    for tensor in answer.values():
+        if tensor.is_floating_point() and 0 not in tensor.stride():
+            tensor.detach().fill_(math.nan)
 
 
 def in_double(question: Question) -> Question:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import math
 import os
 import platform
 import re
@@ -88,6 +89,14 @@ def norms_keeping_layout(device_type: str) -> frozenset[str]:
         "layer_norm": F.layer_norm(x, x.shape[-1:]),
     }
     return frozenset(name for name, result in results.items() if not result.is_contiguous())
+
+
+def free_bytes(device: str) -> float:
+    """Memory that can still be had, with what PyTorch's allocator holds unused; without a limit on a CPU."""
+    if not device.startswith("cuda"):
+        return math.inf
+    free, _ = torch.cuda.mem_get_info()
+    return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
 
 def default_device() -> str:

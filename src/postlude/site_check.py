@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,12 +20,14 @@ from torch import Tensor
 
 from postlude import encoded, hardware
 from postlude.chain import Chain
+from postlude.check.budget import MIN_POINTS
+from postlude.check.effort import Budget, affordable_shape, is_affordable
 from postlude.check.points import ChainPoint, tensors_like
 from postlude.check.verdict import Errors, Judged, Verdict
 from postlude.check.verify import verify_chain
 from postlude.files import read_kept, write_kept
 from postlude.plan import Problem, lower, problem_of
-from postlude.plan.problem import Spec, body_shape, memory_format
+from postlude.plan.problem import Spec, memory_format, result_shape
 from postlude.plan.program import takes_the_batch
 from postlude.run.crop import cut_space, of_batch
 from postlude.run.execute import call as call_runner
@@ -33,18 +36,11 @@ from postlude.run.ledger import Call
 
 RANDOM_POINTS = 5
 MOST_SAMPLES = 3  # of the truth at one point
-
-
-@dataclass(frozen=True)
-class Budget:
-    """What one evaluation of the truth may take: float64 operations, and bytes of its largest value."""
-
-    flops: float
-    bytes: float
-
-
-# A GPU of Hopper's kind does some 10^12 float64 operations a second in convolutions, two cores some 10^10.
-BUDGETS = {"cuda": Budget(2e11, 2 << 30), "cpu": Budget(4e9, 256 << 20)}
+LARGE = 1 << 20  # elements of a result: as many tell as much as five points of a small one
+# An H200 does 1 to 5 TFLOP/s in float64 convolutions with their gradients: a second or two. Two cores do 10 GFLOP/s.
+FLOPS = {"cuda": 4e12, "cpu": 2e10}
+ELEMENTS = {"cuda": 1 << 28, "cpu": 1 << 23}  # unless memory is short
+BUFFERS = 16  # of float64, of the largest value's size, that a verdict has at a time
 
 
 class SiteCheck:
@@ -68,41 +64,69 @@ check_site = SiteCheck()
 
 def _judge(call: Call, tensors: Sequence[Tensor] | None) -> Verdict:
     given = _drawn(call) if tensors is None else [tensor.detach() for tensor in tensors]
-    samples, run, notes = _piece(call, given)
-    points: list[ChainPoint | Sequence[Tensor]] = [samples]
-    for seed in range(RANDOM_POINTS):
-        points.append(tensors_like(call.chain, samples, seed))
-        points.append(ChainPoint(tuple(tensors_like(call.chain, samples, seed, "large offset")), "large offset"))
+    budget, is_large = _budget(call.problem), _is_large(call)
+    samples, run, notes = _piece(call, given, budget, _count(is_large))
     device = given[0].device
     random = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
     with random, torch.autocast(device.type, enabled=False), torch.set_grad_enabled(call.plan.trains):
-        wanted = call.needs if call.plan.trains else False
-        verdict = verify_chain(run, call.chain, points, call.problem.precision, backward=wanted)
+        verdict = verify_chain(
+            run,
+            call.chain,
+            _points(call.chain, samples, is_large),
+            call.problem.precision,
+            backward=call.needs if call.plan.trains else False,
+            least=1 if is_large else MIN_POINTS,
+        )
     return replace(verdict, notes=(*verdict.notes, *notes))
+
+
+def _points(chain: Chain, samples: Sequence[Tensor], is_large: bool) -> list[ChainPoint | Sequence[Tensor]]:
+    """What the site received, and drawn points: plain ones, and such with a large offset."""
+    plain, offset = (2, 1) if is_large else (RANDOM_POINTS, RANDOM_POINTS)
+    points: list[ChainPoint | Sequence[Tensor]] = [samples]
+    points += [tensors_like(chain, samples, seed) for seed in range(plain)]
+    for seed in range(offset):
+        points.append(ChainPoint(tuple(tensors_like(chain, samples, seed, "large offset")), "large offset"))
+    return points
+
+
+def _count(is_large: bool) -> int:
+    return 4 if is_large else 1 + 2 * RANDOM_POINTS
+
+
+def _is_large(call: Call) -> bool:
+    """Whether few points tell enough: of a result that is large for each sample."""
+    return math.prod(result_shape(call.chain, call.problem)[1:]) >= LARGE
+
+
+def _budget(problem: Problem) -> Budget:
+    room = hardware.free_bytes(problem.device) / 2 / (8 * BUFFERS)
+    return Budget(FLOPS.get(problem.device, FLOPS["cpu"]), min(room, ELEMENTS.get(problem.device, ELEMENTS["cpu"])))
 
 
 Run = Callable[[Chain, Sequence[Tensor]], Tensor]
 
 
-def _piece(call: Call, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Run, tuple[str, ...]]:
+def _piece(
+    call: Call, tensors: Sequence[Tensor], budget: Budget, points: int
+) -> tuple[list[Tensor], Run, tuple[str, ...]]:
     """Tensors to take the truth for, what the candidate makes of such tensors, and what has to be said about it."""
-    chain, problem, batch = call.chain, call.problem, tensors[0].shape[0]
-    affordable = _affordable(chain, problem)
-    if affordable >= batch:
-        return list(tensors), lambda _, given: call_runner(call.runner, given), ()
-    if affordable >= 1 and not takes_the_batch(chain):
-        count = min(int(affordable), MOST_SAMPLES)
-        return of_batch(chain, tensors, slice(count)), _Embedded(call, tensors, count), ()
-    piece = cut_space(chain, of_batch(chain, tensors, slice(2)), affordable / 2)
-    shape = "×".join(map(str, piece[0].shape))
-    note = f"checked on a piece of {shape}: float64 for one whole sample is more than the budget"
+    chain, problem, (batch, *rest) = call.chain, call.problem, tensors[0].shape
+    counts = [batch, *range(min(batch - 1, MOST_SAMPLES), 0, -1)] if not takes_the_batch(chain) else [batch]
+    for count in counts:
+        if is_affordable(chain, (count, *rest), points, budget, backward=call.plan.trains):
+            if count == batch:
+                return list(tensors), lambda _, given: call_runner(call.runner, given), ()
+            return of_batch(chain, tensors, slice(count)), _Embedded(call, tensors, count), ()
+    shape = affordable_shape(chain, (min(batch, 2), *rest), points, budget, backward=call.plan.trains)
+    note = f"checked on a piece of {'×'.join(map(str, shape))}: float64 for a whole sample is more than the budget"
 
     def run(chain: Chain, given: Sequence[Tensor]) -> Tensor:
         planned = problem_of(given, problem.precision, problem.memory, problem.convolution)
         machine = hardware.machine_for(problem.device)
         return execute(chain, lower(chain, planned, machine, even_if_slower=True), given)
 
-    return piece, run, (note,)
+    return cut_space(chain, of_batch(chain, tensors, slice(shape[0])), shape[2:]), run, (note,)
 
 
 class _Embedded:
@@ -123,24 +147,6 @@ class _Embedded:
             for sample, full in zip(samples, self.tensors)
         ]
         return call_runner(self.call.runner, whole).index_select(0, where)
-
-
-def _affordable(chain: Chain, problem: Problem) -> float:
-    """Samples whose truth is inside of the budget; less than one where a sample is too large."""
-    budget, batch = BUDGETS.get(problem.device, BUDGETS["cpu"]), problem.x.shape[0]
-    flops, size = _flops(chain, problem) / batch, _bytes(chain, problem) / batch
-    return min(budget.flops / max(1.0, flops), budget.bytes / size)
-
-
-def _flops(chain: Chain, problem: Problem) -> float:
-    conv = chain.producer
-    once = 0 if conv is None else conv.flops(problem.x.shape[0], problem.x.shape[2:])
-    return once * (3 if problem.needs_grad else 1)
-
-
-def _bytes(chain: Chain, problem: Problem) -> float:
-    shape = body_shape(chain, problem)
-    return 8.0 * max(problem.x.elements, functools.reduce(lambda a, b: a * b, shape, 1))
 
 
 def _drawn(call: Call) -> list[Tensor]:

@@ -164,7 +164,7 @@ def reduced_size(chain: Chain, tensors: list[Tensor]) -> float:
 def _deviation(result: Tensor, truth: Tensor) -> Deviation:
     """Where the truth is finite; what is not has been compared before."""
     kept_ones = torch.isfinite(truth) & torch.isfinite(result)
-    return deviation(result[kept_ones], truth[kept_ones]) if kept_ones.any() else Deviation(Errors(0.0, 0.0), True)
+    return deviation(result[kept_ones], truth[kept_ones]) if kept_ones.any() else Deviation(Errors(0.0, 0.0), 0.0)
 
 
 # What the search found, kept.

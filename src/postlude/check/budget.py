@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from postlude.check.verdict import Errors, Judged, Outcome
+from postlude.check.verdict import NONE, Errors, Judged, Outcome
 from postlude.check.verdict import Verdict as Verdict
 from postlude.check.verdict import combine as combine
 from postlude.errors import PostludeError
@@ -24,6 +24,7 @@ WORST_FACTOR = 4.0
 ULPS = 4
 MIN_POINTS = 5
 TOLERANCE = 1e-5  # atol and rtol of the strict fp32 rule
+EASILY = 0.5  # of what allclose allows: nearer to the limit, which of two honest results passes is luck
 # Fewer elements than this say little about their own spread: the points of a pool then share one.
 FEW_ELEMENTS = 8
 # A truth that varies by fewer ulp than this cannot tell a right result from a constant.
@@ -40,7 +41,11 @@ class Deviation:
     """Absolute error against the truth; infinite where non-finite values are not the truth's."""
 
     errors: Errors
-    allclose: bool
+    nearness: float  # the largest error by what allclose allows there: up to 1 it passes
+
+    @property
+    def allclose(self) -> bool:
+        return self.nearness <= 1
 
 
 @dataclass(frozen=True)
@@ -68,42 +73,63 @@ class Point:
     mode: Deviation  # of the mode itself: operands rounded, the rest in float64
     nulls: Mapping[str, Errors] = field(default_factory=dict)
     floor: float = 0.0  # errors count relative to at least this: for gradients, which may vanish in truth
+    kinks: Errors = NONE  # what elements within rounding of a kink may add, where no cotangent spares them
 
 
 def deviation(result: Tensor, truth: Tensor) -> Deviation:
     if result.shape != truth.shape:
         raise MismatchError(f"the result has shape {tuple(result.shape)}, it should be {tuple(truth.shape)}")
-    squares, worst, close, count = 0.0, 0.0, True, 0
-    for ours, true in _blocks(result.to(truth.device), truth):
-        finite = torch.isfinite(true)
-        agrees = torch.where(finite, torch.isfinite(ours), (ours == true) | (ours.isnan() & true.isnan()))
-        if not bool(agrees.all()):
-            return Deviation(Errors(math.inf, math.inf), False)
-        error = torch.where(finite, (ours - true).abs(), 0.0)
-        squares += float(error.square().sum())
-        worst = max(worst, float(error.max()))
-        close = close and bool((~finite | (error <= TOLERANCE + TOLERANCE * true.abs())).all())
-        count += int(finite.sum())
-    return Deviation(Errors(math.sqrt(squares / max(count, 1)), worst), close)
+    found = [_compared(ours, true) for ours, true in _blocks(result.to(truth.device), truth)]
+    if not found:
+        return Deviation(Errors(0.0, 0.0), 0.0)
+    # Added up where the tensors are: the one transfer is all that the host waits for.
+    squares, worst, strays, nearness, count = _on_host(torch.stack(found), largest=(1, 3))
+    if strays:
+        return Deviation(Errors(math.inf, math.inf), math.inf)
+    return Deviation(Errors(math.sqrt(squares / max(count, 1)), worst), nearness)
+
+
+def _compared(ours: Tensor, true: Tensor) -> Tensor:
+    """Of one block: squared error, worst error, strays among the non-finite, nearness, finite elements."""
+    finite = torch.isfinite(true)
+    agrees = torch.where(finite, torch.isfinite(ours), (ours == true) | (ours.isnan() & true.isnan()))
+    error = torch.where(finite & agrees, (ours - true).abs(), 0.0)
+    nearness = torch.where(finite, error / (TOLERANCE + TOLERANCE * true.abs()), 0.0)
+    return torch.stack([error.square().sum(), error.max(), (~agrees).sum(), nearness.max(), finite.sum()])
+
+
+def _on_host(parts: Tensor, largest: tuple[int, ...]) -> list[float]:
+    """Columns of a table added up, but for those of which the largest counts."""
+    columns = [column.max() if place in largest else column.sum() for place, column in enumerate(parts.unbind(1))]
+    return [float(one) for one in torch.stack(columns).tolist()]
 
 
 def scale_of(truth: Tensor, dtype: torch.dtype) -> Scale:
     """The scale of a truth whose results come in `dtype`."""
     info = torch.finfo(dtype)
-    count, total, largest, ulp_squares = 0, 0.0, 0.0, 0.0
-    for block in _finite(truth):
-        magnitude = block.abs().clamp(min=info.tiny)
-        ulp = torch.ldexp(torch.full_like(magnitude, info.eps), torch.frexp(magnitude).exponent - 1)
-        count, total = count + block.numel(), total + float(block.sum())
-        largest = max(largest, float(block.abs().max()))
-        ulp_squares += float(ulp.square().sum())
+    blocks = [block for (block,) in _blocks(truth)]
+    if not blocks:
+        return Scale(0, 0.0, 0.0, Errors(0.0, 0.0), info.eps)
+    parts = torch.stack([_measured(block, info) for block in blocks])
+    centre = parts[:, 1].sum() / parts[:, 0].sum().clamp(min=1)
+    squares = [torch.where(torch.isfinite(one), one - centre, 0.0).square().sum() for one in blocks]
+    table = torch.cat([parts, torch.stack(squares)[:, None]], 1)
+    count, total, largest, ulp_squares, variance = _on_host(table, largest=(2,))
     if count == 0:
         return Scale(0, 0.0, 0.0, Errors(0.0, 0.0), info.eps)
-    mean = total / count
-    variance = sum(float((block - mean).square().sum()) for block in _finite(truth)) / count
     worst_ulp = info.eps * 2.0 ** math.floor(math.log2(max(largest, info.tiny)))
     ulps = Errors(math.sqrt(ulp_squares / count), worst_ulp)
-    return Scale(count, mean, math.sqrt(variance), ulps, info.eps)
+    return Scale(int(count), total / count, math.sqrt(variance / count), ulps, info.eps)
+
+
+def _measured(block: Tensor, info: torch.finfo) -> Tensor:
+    """Of one block's finite elements: how many, their sum, the largest, their squared ulps."""
+    finite = torch.isfinite(block)
+    values = torch.where(finite, block, 0.0)
+    magnitude = values.abs().clamp(min=info.tiny)
+    ulp = torch.ldexp(torch.full_like(magnitude, info.eps), torch.frexp(magnitude).exponent - 1)
+    ulp_squares = torch.where(finite, ulp.square(), 0.0).sum()
+    return torch.stack([finite.sum().double(), values.sum(), values.abs().max(), ulp_squares])
 
 
 def pooled(errors: Sequence[Errors], spreads: Sequence[float]) -> Errors:
@@ -119,7 +145,11 @@ def budget_of(points: Sequence[Point], spreads: Sequence[float]) -> Errors:
     own = pooled([point.own.errors for point in points], spreads)
     mode = pooled([point.mode.errors for point in points], spreads)
     ulp = pooled([_ulp(point) for point in points], spreads)
-    return Errors(max(own.rms, mode.rms) + ULPS * ulp.rms, max(own.worst, mode.worst) + ULPS * ulp.worst)
+    kinks = pooled([point.kinks for point in points], spreads)
+    return Errors(
+        max(own.rms, mode.rms) + kinks.rms + ULPS * ulp.rms,
+        max(own.worst, mode.worst) + kinks.worst + ULPS * ulp.worst,
+    )
 
 
 def within(errors: Errors, budget: Errors) -> bool:
@@ -174,9 +204,9 @@ def _outcome(
             if error > factor * allowed:
                 limit = factor * allowed
                 reasons.append(f"{name}: {what} error {error:.2g} of the spread, allowed {limit:.2g}")
-    missed = sum(point.own.allclose and not point.result.allclose for point in points)
+    missed = sum(point.own.nearness <= EASILY and not point.result.allclose for point in points)
     if strict and missed:
-        reasons.append(f"{name}: misses allclose({TOLERANCE:g}) at {missed} points where PyTorch passes it")
+        reasons.append(f"{name}: misses allclose({TOLERANCE:g}) at {missed} points where PyTorch passes it easily")
     if reasons:
         return "wrong", tuple(reasons)
     passing = [null for null, is_rejected in rejected.items() if not is_rejected]
@@ -217,8 +247,3 @@ def _blocks(*tensors: Tensor) -> Iterator[list[Tensor]]:
     flat = [tensor.detach().reshape(-1) for tensor in tensors]
     for start in range(0, flat[0].numel(), BLOCK):
         yield [one[start : start + BLOCK].double() for one in flat]
-
-
-def _finite(tensor: Tensor) -> Iterator[Tensor]:
-    blocks = (block[torch.isfinite(block)] for (block,) in _blocks(tensor))
-    return (block for block in blocks if block.numel())

@@ -13,7 +13,7 @@ from torch import Tensor
 from postlude.check.budget import MIN_POINTS, Deviation, Point, budget_of, deviation, judge, scale_of, spreads_of
 from postlude.check.nulls import null_candidates
 from postlude.check.points import draw, generator_for
-from postlude.check.verdict import Errors, Judged, Verdict, conclude
+from postlude.check.verdict import NONE, Errors, Judged, Verdict, conclude
 
 Quantities = dict[str, Tensor]
 Progress = Callable[[str], None] | None
@@ -28,7 +28,7 @@ FAINT = 10.0  # times the usual budget
 # PyTorch sums float32 in float64, and float64 in nothing wider: there its instance_norm, the truth itself, is off by 15
 # to 36 times its scaled error in float32 (24³ and 48³ positions).
 NOTHING_WIDER = 32.0
-EXACT = Deviation(Errors(0.0, 0.0), True)
+EXACT = Deviation(NONE, 0.0)
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Answers:
     # What another candidate's answer at the same point was measured by: everything but the result is known then.
     before: Mapping[str, Point] | None = None
     guesses: bool = True  # whether answers that can be guessed from the truth's statistics are tried as well
+    flipped: tuple[Quantities, ...] = ()  # the truth with ambiguous elements at kinks on one side, on the other
 
 
 @dataclass(frozen=True)
@@ -86,22 +87,25 @@ def contract_problem(name: str, result: Tensor | None, own: Tensor) -> str | Non
     return None
 
 
-def verdict_of(rounds: Sequence[Round], findings: Sequence[str], precision: str, faint: bool = False) -> Verdict:
+def verdict_of(
+    rounds: Sequence[Round], findings: Sequence[str], precision: str, faint: bool = False, least: int = MIN_POINTS
+) -> Verdict:
     """Plain points must be able to tell; points with a large offset, judged apart, can only find faults.
 
     PyTorch's own error is far larger at a large offset: in one pool it would hide errors at the plain points. The
-    same holds for plain points whose truth varies little; with `faint` these are judged apart as well.
+    same holds for plain points whose truth varies little; with `faint` these are judged apart as well. Fewer points
+    than `least` say nothing.
     """
     rounds = [_with_floors(one) for one in rounds]
     plain = [one for one in rounds if one.family != LARGE_OFFSET]
     offset = [one for one in rounds if one.family == LARGE_OFFSET]
-    extra = _judge_all(offset, False, f" ({LARGE_OFFSET})", OFFSET_SLACK)
+    extra = _judge_all(offset, False, f" ({LARGE_OFFSET})", OFFSET_SLACK, least)
     if faint:
         plain, weak = _without_faint(plain)
         extra += _judge_all(weak, False, " (faint)", OFFSET_SLACK, least=1)
     if not plain:
         return conclude(precision, findings, extra)
-    return conclude(precision, findings, _judge_all(plain, strict=precision == "fp32"), extra)
+    return conclude(precision, findings, _judge_all(plain, strict=precision == "fp32", least=least), extra)
 
 
 def _without_faint(rounds: Sequence[Round]) -> tuple[list[Round], list[Round]]:
@@ -138,9 +142,9 @@ def nonfinite_problem(result: Tensor, own: Tensor, truth: Tensor, what: str) -> 
 
 
 def cotangent(like: Tensor, seed: int) -> Tensor:
-    """A random weight for each output, to take gradients with; the same on every device."""
+    """A random weight for each output, to take gradients with; drawn where the output is."""
     dtype = like.dtype if like.is_floating_point() else torch.float32
-    return draw(like.shape, "normal", generator_for(seed + 20_000), dtype).to(like.device)
+    return draw(like.shape, "normal", generator_for(seed + 20_000, like.device), dtype).to(like.device)
 
 
 def poison(like: Tensor) -> None:
@@ -179,7 +183,16 @@ def _point(name: str, answers: Answers, truth: Tensor) -> Point:
         own=_own_deviation(name, answers, truth),
         mode=EXACT if answers.mode is None else deviation(answers.mode[name], truth),
         nulls={null: deviation(values, truth).errors for null, values in nulls.items()},
+        kinks=_at_kinks(name, answers, truth),
     )
+
+
+def _at_kinks(name: str, answers: Answers, truth: Tensor) -> Errors:
+    """What gradients may differ by: some elements on one side of a kink, others on the other."""
+    if not name.startswith(GRADIENT):
+        return NONE
+    found = [deviation(side[name], truth).errors for side in answers.flipped]
+    return Errors(math.hypot(*(one.rms for one in found), 0.0), sum(one.worst for one in found))
 
 
 def _own_deviation(name: str, answers: Answers, truth: Tensor) -> Deviation:
@@ -189,15 +202,15 @@ def _own_deviation(name: str, answers: Answers, truth: Tensor) -> Deviation:
     own, exact = answers.single
     errors = deviation(own[name], exact[name]).errors
     factor = NOTHING_WIDER * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-    return Deviation(errors.times(factor), True)
+    return Deviation(errors.times(factor), 0.0)
 
 
-_INFINITE = Deviation(Errors(math.inf, math.inf), False)
+_INFINITE = Deviation(Errors(math.inf, math.inf), math.inf)
 
 
 def _larger(a: Deviation, b: Deviation) -> Deviation:
     errors = Errors(max(a.errors.rms, b.errors.rms), max(a.errors.worst, b.errors.worst))
-    return Deviation(errors, a.allclose and b.allclose)
+    return Deviation(errors, max(a.nearness, b.nearness))
 
 
 def _kind(tensor: Tensor) -> Tensor:

@@ -81,3 +81,14 @@ def pytorch_switches(precision: str, device: torch.device) -> Iterator[None]:
     finally:
         for switch, value in zip(switches, before, strict=True):
             switch.fp32_precision = value
+
+
+@contextmanager
+def library_unsearched() -> Iterator[None]:
+    """cuDNN's first choice of algorithm. A search (`benchmark`) takes seconds in float64, for a handful of calls."""
+    before = torch.backends.cudnn.benchmark
+    try:
+        torch.backends.cudnn.benchmark = False
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before

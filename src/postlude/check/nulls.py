@@ -27,7 +27,8 @@ def null_candidates(truth: Tensor) -> dict[str, Tensor]:
 def chain_nulls(chain: Chain, tensors: Sequence[Tensor], seed: int = 0) -> dict[str, dict[str, Tensor]]:
     """Answers that ignore the input, or the norm: mean(β) where a mean follows the norm."""
     tensors = [tensor.double() for tensor in tensors]
-    other = draw(tensors[0].shape, "hierarchical", generator_for(seed + 10_000), torch.float64)
+    generator = generator_for(seed + 10_000, tensors[0].device)
+    other = draw(tensors[0].shape, "hierarchical", generator, torch.float64)
     nulls = {
         "the answer for another input": evaluate(
             chain, [other.to(tensors[0].device), *tensors[1:]], dtype=torch.float64

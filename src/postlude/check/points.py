@@ -1,8 +1,9 @@
 """Test points: random parameters and inputs that leave a wrong result nowhere to hide.
 
 Independent noise averages out of global reductions and default parameters (γ = 1, β = 0) hide what is left
-out, so inputs also come with an offset and a scale per sample and channel, and every parameter is drawn. All
-numbers are drawn on the CPU, so that a seed gives the same point on every device.
+out, so inputs also come with an offset and a scale per sample and channel, and every parameter is drawn. The points
+of a chain are drawn on the device of its tensors: a seed gives the same point every time, and another one on a GPU
+than on a CPU. Those of a module are drawn on the CPU.
 """
 
 from __future__ import annotations
@@ -16,8 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from postlude.chain import Chain, Convolution, Normalize, Pointwise, Role, Slot
+from postlude.check.draws import LARGEST_OFFSET, SMALL, normal, uniform
+from postlude.check.draws import Family as Family
+from postlude.check.draws import draw as draw
+from postlude.check.draws import generator_for as generator_for
+from postlude.check.draws import offset_for as offset_for
 
-Family = Literal["uniform", "normal", "hierarchical", "large offset", "heavy-tailed", "sparse", "small"]
 Layout = Literal["contiguous", "channels_last"]
 # The order in which a series of seeds takes its families.
 PLAIN: tuple[Family, ...] = (
@@ -29,11 +34,6 @@ PLAIN: tuple[Family, ...] = (
     "heavy-tailed",
 )
 PARAMETER_SPREAD = 0.5
-LARGEST_OFFSET = 300.0
-TAIL = 100.0
-# A spread whose square is about the eps of a norm, so that a wrong eps shows in every precision.
-SMALL = 3e-3
-DENSITY = 0.1  # of values that are not zero in a sparse tensor
 _NORMS = (nn.GroupNorm, nn.LayerNorm, nn.modules.batchnorm._NormBase)
 _PRODUCERS = (nn.modules.conv._ConvNd, nn.Linear)
 
@@ -44,44 +44,6 @@ class ChainPoint:
 
     tensors: tuple[Tensor, ...]
     family: str = "given"
-
-
-def generator_for(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def offset_for(dtype: torch.dtype, largest: float = LARGEST_OFFSET) -> float:
-    """A mean that is large against a spread of 1, as far as the dtype can still hold that spread."""
-    return min(largest, 0.05 / torch.finfo(dtype).eps)
-
-
-def draw(
-    shape: Sequence[int],
-    family: Family,
-    generator: torch.Generator,
-    dtype: torch.dtype,
-    largest: float = LARGEST_OFFSET,
-) -> Tensor:
-    """A tensor of a family; where there are two dimensions or more, the first two are sample and channel."""
-    noise = torch.randn(list(shape), generator=generator)
-    if family == "uniform":
-        return torch.rand(list(shape), generator=generator).to(dtype)
-    if family == "normal":
-        return (1.5 * noise + 0.3).to(dtype)
-    if family == "large offset":
-        return (noise + offset_for(dtype, largest)).to(dtype)
-    if family == "heavy-tailed":  # Student's t with three degrees of freedom
-        chi = torch.randn([3, *shape], generator=generator).square_().mean(0)
-        return (noise / chi.sqrt()).clamp(-TAIL, TAIL).to(dtype)
-    if family == "sparse":
-        return (3 * noise * (torch.rand(list(shape), generator=generator) < DENSITY)).to(dtype)
-    for axis in range(min(2, len(shape) - 1)):
-        own = [size if place == axis else 1 for place, size in enumerate(shape)]
-        noise.mul_(torch.randn(own, generator=generator).mul(0.5).exp())  # in place: fresh memory is the slow part
-        noise.add_(torch.randn(own, generator=generator))
-    if len(shape) > 2:
-        noise.add_(torch.randn([*shape[:2], *[1] * (len(shape) - 2)], generator=generator))
-    return (noise.mul_(SMALL) if family == "small" else noise).to(dtype)
 
 
 def inputs_like(inputs: Any, family: Family, seed: int, largest: float = LARGEST_OFFSET) -> Any:
@@ -180,7 +142,7 @@ def tensors_for(
         if slot is not None
     }
     slots = [(rows.get(index, shapes.get(role, (channels,))), dtype) for index, role in enumerate(chain.roles)]
-    values = _slot_values(chain, slots, seed, family)
+    values = _slot_values(chain, slots, seed, family, device)
     large = [role in ("input", "full") and layout == "channels_last" for role in chain.roles]
     return tuple(_place(one, is_large, device) for one, is_large in zip(values, large, strict=True))
 
@@ -190,7 +152,7 @@ def tensors_like(
 ) -> tuple[Tensor, ...]:
     """New values for a chain's tensors, with their shapes, dtypes, devices and strides; varied by seed."""
     slots = [(tensor.shape, tensor.dtype) for tensor in tensors]
-    values = _slot_values(chain, slots, seed, family or PLAIN[seed % len(PLAIN)])
+    values = _slot_values(chain, slots, seed, family or PLAIN[seed % len(PLAIN)], tensors[0].device)
     return tuple(laid_out_like(new, old) for new, old in zip(values, tensors, strict=True))
 
 
@@ -230,9 +192,13 @@ def _slots_of_variance(chain: Chain) -> set[int]:
 
 
 def _slot_values(
-    chain: Chain, slots: Sequence[tuple[Sequence[int], torch.dtype]], seed: int, family: Family
+    chain: Chain,
+    slots: Sequence[tuple[Sequence[int], torch.dtype]],
+    seed: int,
+    family: Family,
+    device: torch.device | str,
 ) -> list[Tensor]:
-    generator = generator_for(seed)
+    generator = generator_for(seed, device)
     has_bias = chain.producer is not None and chain.producer.has_bias
     transposed = chain.producer is not None and chain.producer.transposed
     gammas, variances = {slot.index for slot in slots_of_gamma(chain)}, _slots_of_variance(chain)
@@ -247,7 +213,7 @@ def _slot_values(
         elif index in gammas:
             values = _gamma(shape, generator)
         else:
-            values = torch.randn(list(shape), generator=generator) + _offset(family, seed, role, dtype)
+            values = normal(shape, generator) + _offset(family, seed, role, dtype)
             if index in variances:
                 values = 0.5 + values.square()
         found.append(values.to(dtype))
@@ -285,13 +251,13 @@ def _state_tensor(
 
 def _gamma(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     """Around ±1, about a third negative, never near 0."""
-    size = 0.5 + torch.rand(list(shape), generator=generator)
-    return torch.where(torch.rand(list(shape), generator=generator) < 0.35, -size, size)
+    size = 0.5 + uniform(shape, generator)
+    return torch.where(uniform(shape, generator) < 0.35, -size, size)
 
 
 def _fan_in_scaled(shape: Sequence[int], transposed: bool, generator: torch.Generator) -> Tensor:
     fan_in = math.prod(shape[2:]) * shape[0 if transposed else 1]
-    return torch.randn(list(shape), generator=generator) / math.sqrt(fan_in)
+    return normal(shape, generator) / math.sqrt(fan_in)
 
 
 def _weight_shape(conv: Convolution) -> tuple[int, ...]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from postlude.check.compare import GRADIENT, Quantities, cotangent, first_line, same_bits
+from postlude.check.kinks import Shift
 from postlude.check.points import laid_out_like, map_tensors
 
 SHOWN = 5  # names listed in one finding
@@ -36,6 +37,7 @@ class Question:
     backward: bool = False
     # One weight per tensor of the result, to take gradients with; made from the reference's shapes.
     cotangents: tuple[Tensor | None, ...] = ()
+    shifts: tuple[Shift, ...] = ()  # that put what lies within rounding of a kink on one side, on the other
 
 
 @dataclass(frozen=True)
@@ -72,23 +74,30 @@ class Side:
 
     def ask(self, question: Question, weigh_like: Quantities | None = None) -> Quantities:
         """Outputs, buffers that the module may update and, on request, gradients of inputs and parameters."""
-        self.load(question.state)
-        self.module.train(question.training)
-        torch.manual_seed(question.seed)  # dropout draws the same mask on every side
         with nullcontext() if question.backward else torch.no_grad():
-            inputs = map_tensors(lambda tensor: _leaf(tensor, question.backward), question.inputs)
-            outputs = named_tensors("output", self.module(*inputs))
-            if not outputs:
-                raise TypeError("the module returns no tensor")
+            inputs, outputs = self.forward(question)
             found = {name: tensor.detach() for name, tensor in outputs.items()}
             if question.backward:
-                found.update(self._gradients(outputs, inputs, question.seed, weigh_like or outputs))
+                found.update(self._gradients(outputs, inputs, question, weigh_like or outputs))
         for name, buffer in self.module.named_buffers():
             if name in question.state and buffer.is_floating_point():
                 found[f"buffer {name}"] = buffer.detach().clone()
         return found
 
-    def _gradients(self, outputs: Quantities, inputs: list[Any], seed: int, weigh_like: Quantities) -> Quantities:
+    def forward(self, question: Question) -> tuple[list[Any], Quantities]:
+        """The inputs as they were used, and the outputs with their graph."""
+        self.load(question.state)
+        self.module.train(question.training)
+        torch.manual_seed(question.seed)  # dropout draws the same mask on every side
+        inputs = map_tensors(lambda tensor: _leaf(tensor, question.backward), question.inputs)
+        outputs = named_tensors("output", self.module(*inputs))
+        if not outputs:
+            raise TypeError("the module returns no tensor")
+        return inputs, outputs
+
+    def _gradients(
+        self, outputs: Quantities, inputs: list[Any], question: Question, weigh_like: Quantities
+    ) -> Quantities:
         leaves = named_tensors("input", inputs)
         named = {name: tensor for name, tensor in leaves.items() if tensor.requires_grad}
         named.update((name, p) for name, p in self.module.named_parameters() if p.requires_grad)
@@ -97,7 +106,11 @@ class Side:
             raise RuntimeError("the output has no gradient")
         if not named:
             return {}
-        weights = [cotangent(weigh_like.get(name, root), seed).to(root.dtype) for name, root in roots.items()]
+        given = dict(zip(outputs, question.cotangents, strict=False))
+        weights = [
+            _weight(given.get(name), weigh_like.get(name, root), question.seed).to(root.dtype)
+            for name, root in roots.items()
+        ]
         gradients: Sequence[Any] = torch.autograd.grad(
             list(roots.values()), list(named.values()), weights, allow_unused=True
         )
@@ -117,7 +130,7 @@ class InProcess:
 
     def ask(self, question: Question, *, keep: bool = False) -> Answer:
         live = self._refreshed(question.inputs)
-        asked = Question(question.state, live, question.seed, question.training, question.backward)
+        asked = replace(question, inputs=live)
         try:
             found = self.side.ask(asked)
         except Exception as error:
@@ -186,6 +199,11 @@ def leaves_of(item: Any) -> list[Tensor]:
 def some(names: Sequence[str]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
+
+
+def _weight(given: Tensor | None, like: Tensor, seed: int) -> Tensor:
+    """A candidate's result of another shape is a finding of its own, and gets weights of its own."""
+    return given if given is not None and given.shape == like.shape else cotangent(like, seed)
 
 
 def _leaf(tensor: Tensor, backward: bool) -> Tensor:

@@ -22,6 +22,9 @@ class Errors:
         return {"rms": _number(self.rms), "worst": _number(self.worst)}
 
 
+NONE = Errors(0.0, 0.0)
+
+
 @dataclass(frozen=True)
 class Judged:
     """One quantity (the output, a gradient, a buffer) over one pool of points; errors are relative."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from postlude.chain import Chain
+from postlude.check.budget import MIN_POINTS, is_constant
 from postlude.check.compare import (
     GRADIENT,
     LARGE_OFFSET,
@@ -27,7 +29,8 @@ from postlude.check.compare import (
     same_bits,
     verdict_of,
 )
-from postlude.check.modes import FORMATS, RoundedOperands, pytorch_switches, resolve
+from postlude.check.kinks import Kinks, all_ambiguous, either_side, spared
+from postlude.check.modes import FORMATS, RoundedOperands, library_unsearched, pytorch_switches, resolve
 from postlude.check.nulls import chain_nulls
 from postlude.check.points import ChainPoint
 from postlude.check.verdict import Verdict
@@ -36,6 +39,9 @@ from postlude.reference import evaluate
 Run = Callable[[Chain, Sequence[Tensor]], Tensor]
 Backward = bool | Sequence[bool]
 NONFINITE = (("NaN", math.nan), ("infinity", math.inf))
+
+NULL_POINTS = 2  # at which null candidates must be rejected: each costs a convolution in float64
+_T = TypeVar("_T")
 
 
 class CandidateError(Exception):
@@ -50,21 +56,44 @@ def verify_chain(
     *,
     backward: Backward = False,
     nonfinite: bool = True,
+    least: int = MIN_POINTS,
     progress: Progress = None,
 ) -> Verdict:
-    """Judges `run` on the points given (see `chain_points`), with gradients on request: all of them, or one word for
-    each slot.
+    """Judges `run` on the points given (see `chain_points`), with gradients on request: of all slots, or one word for
+    each. Fewer points than `least` cannot tell.
 
-    Two more points carry a NaN and an infinity in one sample of the first point, and must keep them in place.
+    Two more points carry a NaN and an infinity in one sample of the first point, and must keep them in place. The error
+    of the mode itself is computed only where PyTorch's alone does not excuse the result's: most results need no such
+    excuse, and it takes as much as the truth.
     """
+    points = list(points)
+    settings = (backward, nonfinite, least, progress)
+    verdict = _verified(run, chain, points, precision, *settings, rounded=False)
+    if verdict.right or FORMATS[verdict.precision] is None:
+        return verdict
+    return _verified(run, chain, points, precision, *settings, rounded=True)
+
+
+def _verified(
+    run: Run,
+    chain: Chain,
+    points: Sequence[ChainPoint | Sequence[Tensor]],
+    precision: str,
+    backward: Backward,
+    nonfinite: bool,
+    least: int,
+    progress: Progress,
+    rounded: bool,
+) -> Verdict:
     findings: list[str] = []
     rounds: list[Round] = []
     mode = precision
     for seed, given in enumerate(points):
         point = given if isinstance(given, ChainPoint) else ChainPoint(tuple(given))
         mode = resolve(precision, _product_dtype(chain, point.tensors), point.tensors[0].device)
+        with_nulls = point.family != LARGE_OFFSET and sum(map(_can_tell, rounds)) < NULL_POINTS
         try:
-            answers = _answers(run, chain, point, mode, seed, backward, findings)
+            answers = _answers(run, chain, point, mode, seed, backward, findings, with_nulls, rounded)
             rounds.append(Round(point.family, compare(answers, findings)))
             if seed == 0 and nonfinite:
                 findings += _nonfinite_findings(run, chain, point.tensors, mode)
@@ -74,84 +103,147 @@ def verify_chain(
             progress(f"point {seed + 1} ({point.family})")
         if findings:
             break
-    return verdict_of(rounds, findings, mode)
+    return verdict_of(rounds, findings, mode, least=least)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One forward call: its leaves and its result, which gradients are taken from afterwards."""
+
+    chain: Chain
+    leaves: list[Tensor]
+    output: Tensor
+
+    def quantities(self, weights: Tensor | None) -> Quantities:
+        """The output, what running statistics became, and the gradients of the slots that ask for one."""
+        found: Quantities = {"output": self.output.detach()}
+        if weights is not None:
+            wanted = [slot for slot, leaf in enumerate(self.leaves) if leaf.requires_grad]
+            sources = [self.leaves[slot] for slot in wanted]
+            weights = weights.to(self.output.dtype)
+            gradients: Sequence[Any] = torch.autograd.grad(self.output, sources, weights, allow_unused=True)
+            for slot, gradient in zip(wanted, gradients, strict=True):
+                if gradient is not None:
+                    found[f"{GRADIENT}slot {slot} ({self.chain.roles[slot]})"] = gradient
+        # After the gradients: a backward pass must not move them again.
+        found.update({f"slot {slot} (running)": self.leaves[slot].detach() for slot in self.chain.moved})
+        return found
+
+
+def _call(run: Callable[..., Tensor], chain: Chain, tensors: Sequence[Tensor], backward: Backward) -> Call:
+    with nullcontext() if backward else torch.no_grad():
+        wants = [backward] * len(tensors) if isinstance(backward, bool) else backward
+        leaves = [
+            tensor.detach().clone() if slot in chain.moved else tensor.detach().requires_grad_(want)
+            for slot, (tensor, want) in enumerate(zip(tensors, wants, strict=True))
+        ]
+        return Call(chain, leaves, run(chain, leaves))
 
 
 def _answers(
-    run: Run, chain: Chain, point: ChainPoint, mode: str, seed: int, backward: Backward, findings: list[str]
+    run: Run,
+    chain: Chain,
+    point: ChainPoint,
+    mode: str,
+    seed: int,
+    backward: Backward,
+    findings: list[str],
+    with_nulls: bool,
+    rounded: bool,
 ) -> Answers:
+    """The candidate answers first: memory that it gets must not hold the right answer."""
     tensors = point.tensors
     before = [tensor.clone() for tensor in tensors]
-    result = _candidate(run, chain, tensors, seed, backward)
+    asked = _candidate(lambda: _call(run, chain, tensors, backward))
+    sides = _Sides(chain, before, mode, backward, rounded)
+    weights, left = sides.cotangents(seed) if backward else (None, None)
+    result = _candidate(lambda: asked.quantities(weights))
     if not all(same_bits(old, new) for old, new in zip(before, tensors, strict=True)):
         findings.append("the implementation changed its input tensors")
         tensors = tuple(before)
-    with pytorch_switches(mode, tensors[0].device):
-        own = _quantities(_by_pytorch, chain, tensors, seed, backward)
     repeated = None
     if seed == 0:
-        poison(own["output"])
-        repeated = _candidate(run, chain, tensors, seed, backward)
-    doubles = [tensor.double() for tensor in tensors]
-    weigh = own["output"]
-    truth = _quantities(_in_double, chain, doubles, seed, backward, weigh)
-    rounded = FORMATS[mode]
-    bare = None
-    if rounded is not None:
-        with RoundedOperands(rounded):
-            bare = _quantities(_in_double, chain, doubles, seed, backward, weigh)
-    nulls = chain_nulls(chain, tensors, seed) if point.family != LARGE_OFFSET else None
-    single = _single(chain, tensors, seed, backward) if weigh.dtype == torch.float64 else None
-    return Answers(result, own, truth, bare, repeated, nulls, single)
+        poison(sides.own.output)
+        repeated = _candidate(lambda: _call(run, chain, tensors, backward).quantities(weights))
+    own, truth, bare = sides.quantities(weights)
+    flipped = sides.flipped(left, weights) if left is not None else ()
+    nulls = chain_nulls(chain, tensors, seed) if with_nulls else None
+    single = _single(chain, tensors, weights) if own["output"].dtype == torch.float64 else None
+    return Answers(result, own, truth, bare, repeated, nulls, single, guesses=with_nulls, flipped=flipped)
 
 
-def _single(chain: Chain, tensors: Sequence[Tensor], seed: int, backward: Backward) -> tuple[Quantities, Quantities]:
+def _can_tell(one: Round) -> bool:
+    output = one.points.get("output")
+    return one.family != LARGE_OFFSET and output is not None and not is_constant(output, output.scale.spread)
+
+
+class _Sides:
+    """What the candidate is judged by at one point: PyTorch, float64, and float64 in the bare mode."""
+
+    def __init__(self, chain: Chain, tensors: Sequence[Tensor], mode: str, backward: Backward, rounded: bool) -> None:
+        self.chain, self.mode, self.backward = chain, mode, backward
+        self.device = tensors[0].device
+        self.doubles = [tensor.double() for tensor in tensors]
+        self._met = [Kinks(), Kinks(), Kinks()]
+        with pytorch_switches(mode, self.device), self._watch(0):
+            self.own = _call(_by_pytorch, chain, tensors, backward)
+        with library_unsearched(), self._watch(1):
+            self.truth = _call(_in_double, chain, self.doubles, backward)
+        self.bare = None
+        if rounded and FORMATS[mode] is not None:
+            with self._rounded(), self._watch(2):
+                self.bare = _call(_in_double, chain, self.doubles, backward)
+
+    def cotangents(self, seed: int) -> tuple[Tensor, list[Tensor] | None]:
+        """A weight for each output, and the elements at a kink whose gradient it does not take away."""
+        weights = cotangent(self.own.output, seed)
+        own, exact, bare = (kinks.meetings for kinks in self._met)
+        near = all_ambiguous(exact, own, *([bare] if self.bare is not None else []))
+        return (weights, None) if near is None else spared(self.truth.output, exact, near, weights)
+
+    def quantities(self, weights: Tensor | None) -> tuple[Quantities, Quantities, Quantities | None]:
+        with pytorch_switches(self.mode, self.device):
+            own = self.own.quantities(weights)
+        with library_unsearched():
+            truth = self.truth.quantities(weights)
+        if self.bare is None:
+            return own, truth, None
+        with self._rounded():
+            return own, truth, self.bare.quantities(weights)
+
+    def flipped(self, left: Sequence[Tensor], weights: Tensor | None) -> tuple[Quantities, ...]:
+        """The truth with the elements left at a kink on either side of it."""
+        found = []
+        for shift in either_side(self._met[1].meetings, left):
+            with library_unsearched(), Kinks(shift):
+                found.append(_call(_in_double, self.chain, self.doubles, self.backward))
+        with library_unsearched():
+            return tuple(call.quantities(weights) for call in found)
+
+    def _watch(self, side: int) -> AbstractContextManager[Any]:
+        return self._met[side] if self.backward else nullcontext()
+
+    @contextmanager
+    def _rounded(self) -> Iterator[None]:
+        with library_unsearched(), RoundedOperands(FORMATS[self.mode] or ""):
+            yield
+
+
+def _single(chain: Chain, tensors: Sequence[Tensor], weights: Tensor | None) -> tuple[Quantities, Quantities]:
     """PyTorch in float32 and the truth for the same rounded tensors."""
     singles = [tensor.float() for tensor in tensors]
-    own = _quantities(_by_pytorch, chain, singles, seed, backward)
     doubles = [one.double() for one in singles]
-    return own, _quantities(_in_double, chain, doubles, seed, backward, own["output"])
+    own, exact = (
+        _call(*one, weights is not None) for one in ((_by_pytorch, chain, singles), (_in_double, chain, doubles))
+    )
+    return own.quantities(weights), exact.quantities(weights)
 
 
-def _candidate(run: Run, chain: Chain, tensors: Sequence[Tensor], seed: int, backward: Backward) -> Quantities:
+def _candidate(ask: Callable[[], _T]) -> _T:
     try:
-        return _quantities(run, chain, tensors, seed, backward)
+        return ask()
     except Exception as error:
         raise CandidateError(f"the implementation raised {first_line(error)}") from error
-
-
-def _quantities(
-    run: Callable[..., Tensor],
-    chain: Chain,
-    tensors: Sequence[Tensor],
-    seed: int,
-    backward: Backward,
-    weigh_like: Tensor | None = None,
-) -> Quantities:
-    """The output, what running statistics became, and on request the gradients of every slot.
-
-    Cotangents have the dtype of `weigh_like`.
-    """
-    with nullcontext() if backward else torch.no_grad():
-        leaves = [
-            tensor.detach().clone()
-            if slot in chain.moved
-            else tensor.detach().requires_grad_(backward if isinstance(backward, bool) else backward[slot])
-            for slot, tensor in enumerate(tensors)
-        ]
-        output = run(chain, leaves)
-        found: Quantities = {"output": output.detach()}
-        if backward:
-            weights = cotangent(output if weigh_like is None else weigh_like, seed).to(output.dtype)
-            wanted = [slot for slot, leaf in enumerate(leaves) if leaf.requires_grad]
-            sources = [leaves[slot] for slot in wanted]
-            gradients: Sequence[Any] = torch.autograd.grad(output, sources, weights, allow_unused=True)
-            for slot, gradient in zip(wanted, gradients, strict=True):
-                if gradient is not None:
-                    found[f"{GRADIENT}slot {slot} ({chain.roles[slot]})"] = gradient
-        # After the gradients: a backward pass must not move them again.
-        found.update({f"slot {slot} (running)": leaves[slot].detach() for slot in chain.moved})
-    return found
 
 
 def _in_double(chain: Chain, tensors: Sequence[Tensor]) -> Tensor:
@@ -170,8 +262,8 @@ def _nonfinite_findings(run: Run, chain: Chain, tensors: Sequence[Tensor], mode:
         place = (-1, *(size // 2 for size in x.shape[1:]))
         x[place] = value
         changed = (x, *tensors[1:])
-        result = _candidate(run, chain, changed, 0, False)["output"]
-        with torch.no_grad(), pytorch_switches(mode, x.device):
+        result = _candidate(lambda: _call(run, chain, changed, False).output)  # noqa: B023  called at once
+        with torch.no_grad(), pytorch_switches(mode, x.device), library_unsearched():
             own, truth = evaluate(chain, changed), evaluate(chain, changed, dtype=torch.float64)
         problem = contract_problem("output", result, own) or nonfinite_problem(result, own, truth, what)
         findings += [problem] if problem else []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -17,20 +16,10 @@ def of_batch(chain: Chain, tensors: Sequence[Tensor], samples: slice) -> list[Te
     return [t[samples].clone() if role in _OF_THE_BATCH else t for t, role in zip(tensors, chain.roles)]
 
 
-def cut_space(chain: Chain, tensors: Sequence[Tensor], share: float) -> list[Tensor]:
-    """Copies of a corner of space that holds about `share` of it, and no less than two kernels' reach.
-
-    The last axis is cut last, so that rows and with them the alignment of tiles stay as long as they can.
-    """
-    space = tuple(tensors[0].shape[2:])
-    reach = (1,) * chain.dims if chain.producer is None else chain.producer.kernel
-    least = [min(size, max(4, 2 * need)) for size, need in zip(space, reach)]
-    cut = list(space)
-    for axis in range(chain.dims):
-        left = share * math.prod(space) / math.prod(cut)
-        cut[axis] = max(least[axis], min(cut[axis], int(left * cut[axis])))
-    after = tuple(cut) if chain.producer is None else chain.producer.output_space(tuple(cut))
-    sizes = {"input": tuple(cut), "full": after, "row": (1,) * chain.dims}
+def cut_space(chain: Chain, tensors: Sequence[Tensor], space: tuple[int, ...]) -> list[Tensor]:
+    """Copies of a corner of this size; layouts are kept."""
+    after = space if chain.producer is None else chain.producer.output_space(space)
+    sizes = {"input": space, "full": after, "row": (1,) * chain.dims}
     return [_cut(tensor, role, sizes, after) for tensor, role in zip(tensors, chain.roles)]
 
 

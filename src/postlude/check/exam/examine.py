@@ -118,6 +118,7 @@ class _Sitting:
                 known.single,
                 before=sheet.points,
                 guesses=case.shape == WORKING,
+                flipped=known.flipped,
             )
             points = compare(answers, self.findings)
             sheet.points = sheet.points or points

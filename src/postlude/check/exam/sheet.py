@@ -66,7 +66,8 @@ class Exam:
         key = (case.name, case.seed, case.shape, case.attempt)
         if key in self._sheets:
             return self._sheets[key]
-        made = Sheet(case, self._question(case))
+        question = self._question(case)
+        made = Sheet(case, self.truths.spared(question) if question.backward else question)
         if self._remember and self.shapes[case.shape].elements <= REMEMBERED:
             self._sheets[key] = made
         return made

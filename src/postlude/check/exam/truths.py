@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from postlude.check.compare import Quantities, first_line
+from postlude.check.kinks import Kinks, all_ambiguous, either_side, few, spared
 from postlude.check.modes import FORMATS, RoundedOperands, pytorch_switches, resolve
 from postlude.check.points import inputs_like, map_tensors, random_state
 from postlude.check.sides import Question, Side, UnanswerableError, leaves_of
@@ -29,6 +31,7 @@ class Known:
     mode: Quantities | None
     single: tuple[Quantities, Quantities] | None
     nulls: dict[str, Quantities]
+    flipped: tuple[Quantities, ...] = ()  # the truth with elements at a kink on one side, on the other
 
 
 class Truths:
@@ -56,7 +59,7 @@ class Truths:
             with RoundedOperands(rounded):
                 bare = self.exact(exact, own)
         nulls = self._nulls(exact) if with_nulls else {}
-        return Known(own, truth, bare, self._single(question), nulls)
+        return Known(own, truth, bare, self._single(question), nulls, self._flipped(exact, own))
 
     def own(self, question: Question) -> Quantities:
         with pytorch_switches(self.mode, self.device):
@@ -65,6 +68,53 @@ class Truths:
     def exact(self, question: Question, weigh_like: Quantities | None = None) -> Quantities:
         """The truth for a question in float64."""
         return self._ask(self.exact_side, question, weigh_like)
+
+    def spared(self, question: Question) -> Question:
+        """The question with cotangents that take no gradient to elements within rounding of a kink, as far as they can.
+
+        Where several results have gradients none is spared, and all such elements are taken on either side.
+        """
+        exact = in_double(question)
+        answer: Quantities = {}
+        try:
+            with torch.no_grad(), pytorch_switches(self.mode, self.device), Kinks() as own:
+                answer = self._forward(self.own_side, question)
+            with Kinks() as true:
+                outputs = self._forward(self.exact_side, exact)
+            sides, rounded = [own.meetings], FORMATS[self.mode]
+            if rounded is not None:
+                with torch.no_grad(), RoundedOperands(rounded), Kinks() as bare:
+                    self._forward(self.exact_side, exact)
+                sides.append(bare.meetings)
+            near = all_ambiguous(true.meetings, *sides)
+        except UnanswerableError:
+            return question
+        finally:
+            _erase(answer)  # the candidate has yet to answer, perhaps in this very memory
+        if near is None:
+            return question
+        roots = [place for place, output in enumerate(outputs.values()) if output.requires_grad]
+        weights, left = list(question.cotangents), few([one.likely for one in near])
+        first = weights[roots[0]] if len(roots) == 1 and len(weights) == len(outputs) else None
+        if first is not None:
+            weights[roots[0]], left = spared(list(outputs.values())[roots[0]], true.meetings, near, first)
+        shifts = () if left is None else tuple(either_side(true.meetings, left))
+        return replace(question, cotangents=tuple(weights), shifts=shifts)
+
+    def _flipped(self, exact: Question, own: Quantities) -> tuple[Quantities, ...]:
+        found = []
+        for shift in exact.shifts:
+            with Kinks(shift):
+                found.append(self.exact(exact, own))
+        return tuple(found)
+
+    def _forward(self, side: Side, question: Question) -> Quantities:
+        asked = replace(question, inputs=map_tensors(torch.clone, question.inputs))
+        try:
+            with self._one_at_a_time:
+                return side.forward(asked)[1]
+        except Exception as error:
+            raise UnanswerableError(first_line(error)) from error
 
     def _single(self, question: Question) -> tuple[Quantities, Quantities] | None:
         """In float64 PyTorch is its own truth; its error in float32 says how much error there is to expect."""
@@ -93,6 +143,12 @@ class Truths:
         except Exception as error:
             what = "the reference in float64" if side is self.exact_side else "the reference"
             raise UnanswerableError(f"{what} raised {first_line(error)}") from error
+
+
+def _erase(answer: Quantities) -> None:
+    for tensor in answer.values():
+        if tensor.is_floating_point() and 0 not in tensor.stride():
+            tensor.detach().fill_(math.nan)
 
 
 def in_double(question: Question) -> Question:

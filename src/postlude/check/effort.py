@@ -1,0 +1,69 @@
+"""What a verdict costs: operations in float64, and a shape for which they are affordable."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from postlude.chain import Chain
+
+# Forward convolutions in float64 beside the points themselves: two null candidates at two points, NaN, infinity.
+EXTRA = 6
+GRADIENTS = 2  # a convolution's input and weight, each as much work as the convolution
+LEAST = 8  # positions along an axis, beside twice the kernel
+SAMPLES = 2
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What one verdict may take: operations in float64, and elements of its largest value."""
+
+    flops: float
+    elements: float
+
+
+def convolution_flops(chain: Chain, shape: Sequence[int]) -> float:
+    """Of one forward convolution of an input of this shape; 0 where the chain has none."""
+    conv = chain.producer
+    if conv is None:
+        return 0.0
+    space = tuple(shape[2:]) if conv.transposed else conv.output_space(tuple(shape[2:]))
+    each = conv.in_channels * conv.out_channels // conv.groups * math.prod(conv.kernel)
+    return 2.0 * shape[0] * math.prod(space) * each
+
+
+def verdict_flops(chain: Chain, shape: Sequence[int], points: int, *, backward: bool, rounded: bool = False) -> float:
+    """Of `verify_chain` with so many points; where the mode's own error is asked for, the truth is computed twice."""
+    sides, passes = 2 if rounded else 1, 1 + GRADIENTS if backward else 1
+    return convolution_flops(chain, shape) * (points * sides * passes + EXTRA)
+
+
+def is_affordable(chain: Chain, shape: Sequence[int], points: int, budget: Budget, *, backward: bool) -> bool:
+    flops = verdict_flops(chain, shape, points, backward=backward)
+    return flops <= budget.flops and largest_value(chain, shape) <= budget.elements
+
+
+def largest_value(chain: Chain, shape: Sequence[int]) -> int:
+    """Elements of the input, or of what the convolution makes of it."""
+    conv = chain.producer
+    after = math.prod(conv.output_space(tuple(shape[2:]))) * conv.out_channels if conv else 0
+    return shape[0] * max(after, math.prod(shape[1:]))
+
+
+def affordable_shape(
+    chain: Chain, shape: Sequence[int], points: int, budget: Budget, *, backward: bool
+) -> tuple[int, ...]:
+    """The same shape with fewer samples, then less space, until a verdict on it is affordable."""
+    now = list(shape)
+    kernel = (1,) * chain.dims if chain.producer is None else chain.producer.kernel
+    least = [max(LEAST, 2 * size) for size in kernel]
+    while not is_affordable(chain, now, points, budget, backward=backward):
+        longest = max(range(chain.dims), key=lambda axis: now[2 + axis] / least[axis])
+        if now[0] > SAMPLES:
+            now[0] = max(SAMPLES, now[0] // 2)
+        elif now[2 + longest] > least[longest]:
+            now[2 + longest] = max(least[longest], now[2 + longest] // 2)
+        else:
+            break
+    return tuple(now)

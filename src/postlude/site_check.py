@@ -23,7 +23,7 @@ def check_site(site: Site, crops: Sequence[Sequence[Tensor]]) -> Verdict | None:
 
     Where the site runs a fused backward pass, its gradients are checked as well.
     """
-    machine = hardware.machine_for(crops[0][0].device.type)
+    machine = hardware.machine_for(crops[0][0].device)
     trains = site.last is not None and isinstance(site.last[1], Plan) and site.last[1].trains
 
     def fused(chain: Chain, tensors: Sequence[Tensor]) -> Tensor:

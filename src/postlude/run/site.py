@@ -42,7 +42,7 @@ class Site(nn.Module):
     def _look_up(self, tensors: tuple[Tensor, ...]) -> tuple[Problem, Plan | Refusal, Runner]:
         # Hashing a chain and its problem costs more than a small layer: the key is what a tensor says at once.
         grad = torch.is_grad_enabled()
-        switch = default_fp32_precision() if tensors[0].is_cuda else ""
+        switch = (tensors[0].get_device(), default_fp32_precision()) if tensors[0].is_cuda else ""
         key = (self.is_enabled, switch, *((t.shape, t.stride(), t.dtype, grad and t.requires_grad) for t in tensors))
         known = self._known.get(key)
         if known is None:

@@ -17,7 +17,7 @@ from postlude import hardware
 from postlude.check import tensors_for
 from postlude.graph import backend
 from postlude.plan import Plan, Problem, Refusal, lower, problem_of
-from postlude.run import execute
+from postlude.run import execute, site
 from postlude.tile_table import Question, Row, TileTable, write_table
 
 NEEDED = "the GPU passes need an NVIDIA card of Ampere or later"
@@ -132,6 +132,25 @@ def test_plans_are_made_for_the_gpu_that_runs_them(monkeypatch: pytest.MonkeyPat
     execute.prepared.cache_clear()
 
 
+def test_a_site_looks_up_by_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of one shape on another GPU are another problem."""
+
+    class OnGpu(torch.Tensor):
+        is_cuda, place = True, 0  # type: ignore[assignment]
+
+        def get_device(self) -> int:
+            return self.place
+
+    monkeypatch.setattr(site, "problem_of", lambda tensors, *_: tensors[0].get_device())
+    monkeypatch.setattr(site, "prepared", lambda _, problem: (problem, None))
+    given, here = torch.zeros(2).as_subclass(OnGpu), site.Site("layer", CHAIN_61)
+    found = []
+    for place in (0, 1, 0):
+        given.place = place
+        found.append(here._look_up((given,))[0])
+    assert found == [0, 1, 0]
+
+
 def test_tiles_of_another_gpu_of_the_machine_are_nothing_wrong(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -142,9 +161,7 @@ def test_tiles_of_another_gpu_of_the_machine_are_nothing_wrong(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
     hardware.tuned_tiles.cache_clear()
-    row = Row(
-        Question("last pass", "sm_90", "float32", (0, 64), "contiguous"), (("elements", 512),), tuned="2026-01-02"
-    )
+    row = Row(Question("last pass", layout="contiguous"), (("elements", 512),), tuned="2026-01-02")
     write_table(tmp_path, hardware.tile_key(0), TileTable((row,)))
     assert hardware.tuned_tiles(0).rows == (row,)
     assert hardware.tuned_tiles(1).rows == ()

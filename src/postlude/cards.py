@@ -160,7 +160,7 @@ _FAMILIES = {
     86: _Family(_SMALL, 16),
     89: _Family(_SMALL, 16),
     90: _HOPPER,
-    100: _Family(ByMode(256, 4096, 8192), 32, abilities=Abilities(has_tma=True)),
+    100: _Family(ByMode(256, 4096, 8192), 32, _HOPPER.library, abilities=Abilities(has_tma=True)),  # cuDNN as on Hopper
     120: _Family(_SMALL, 16, abilities=Abilities(has_tma=True)),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,6 +51,17 @@ def _fast_interpreter() -> None:
         interpreter.make_fast()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Errors of ours raise, and what is kept from process to process is not the user's."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("POSTLUDE_STRICT", "1")
+    if "POSTLUDE_CACHE_DIR" not in os.environ:
+        patch.setenv("POSTLUDE_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+    yield
+    patch.undo()
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
@@ -66,6 +78,15 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
             return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
 
         monkeypatch.setattr(torch, name, poisoned)
+
+
+@pytest.fixture
+def fresh_verdicts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing is remembered of earlier checks: a test may have changed what was checked."""
+    from postlude.site_check import check_site
+
+    monkeypatch.setattr(check_site, "known", {})
+    monkeypatch.setenv("POSTLUDE_CACHE_DIR", str(tmp_path / "cache"))
 
 
 @pytest.fixture

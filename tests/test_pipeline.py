@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import io
+import os
 import pickle
 import warnings
 import weakref
 from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import postlude
 from postlude import nn as fused_nn
+from postlude import site_check
 from postlude.check import random_state
 from postlude.plan import Plan, Refusal
 from postlude.run import cpu
+from postlude.run.ledger import Call
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "fresh_verdicts")
 
 
 class Net(nn.Module):
@@ -49,8 +55,11 @@ def net() -> Net:
     return model
 
 
+LARGE = (4, 2, 24, 24, 24)  # enough for the CPU's plans to gain
+
+
 def test_in_place_verified_and_undoable(net: Net) -> None:
-    x = torch.randn(2, 2, 8, 9, 10)
+    x = torch.randn(LARGE)
     parameters, keys = list(net.parameters()), list(net.state_dict())
     plain = copy.deepcopy(net)
     with torch.no_grad():
@@ -152,13 +161,117 @@ def test_a_site_that_is_wrong_is_switched_off_and_said(
 
     monkeypatch.setattr(cpu, "_stored", off_by_a_little)
     plain = copy.deepcopy(net)
-    x = torch.randn(1, 2, 8, 8, 8)
+    x = torch.randn(LARGE)
     with torch.no_grad():
         result = postlude.optimize(net, x)
         assert result.verdict is not None
         assert result.verdict.outcome == "wrong"
-        assert "runs through PyTorch instead" in caplog.text
+        assert "PyTorch runs it; please report it" in caplog.text
+        assert not any(site.is_fused for site in result.sites)
+        assert "verification failed" in str(result.sites[0].outcome)
         torch.testing.assert_close(net(x), plain(x), rtol=0, atol=0)
+    caplog.clear()
+    with torch.no_grad():  # another shape is another plan, and the site is off all the same
+        torch.testing.assert_close(net(x[:3]), plain(x[:3]), rtol=0, atol=0)
+    assert "wrong" not in caplog.text
+
+
+def test_every_plan_is_checked_before_its_first_use(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan for a shape that came later is judged too, and one that is wrong there never answers."""
+    honest = cpu._stored
+
+    def off_for_three(plan: Plan, tensors: Sequence[Tensor]) -> Tensor:
+        return honest(plan, tensors) * (1.001 if len(tensors[0]) == 3 else 1)
+
+    monkeypatch.setattr(cpu, "_stored", off_for_three)
+    plain = copy.deepcopy(net)
+    x = torch.randn(LARGE)
+    with torch.no_grad():
+        assert all(site.is_fused for site in postlude.optimize(net, x).sites)
+        torch.testing.assert_close(net(x[:3]), plain(x[:3]), rtol=0, atol=0)
+        torch.testing.assert_close(net(x), plain(x), rtol=0, atol=0)  # a site that failed once stays off
+
+
+def test_an_equal_plan_is_checked_once(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    judged: list[Call] = []
+    judge = site_check._judge
+    monkeypatch.setattr(site_check, "_judge", lambda call, tensors: judged.append(call) or judge(call, tensors))
+    monkeypatch.setattr(site_check.check_site, "known", {})
+    x = torch.randn(LARGE)
+    with torch.no_grad():
+        postlude.optimize(net, x)
+        assert len(judged) == 2
+        postlude.optimize(copy.deepcopy(net), x)
+        assert len(judged) == 2
+        site_check.check_site.known.clear()  # as in a later process, which finds them on disk
+        result = postlude.optimize(copy.deepcopy(net), x)
+        assert len(judged) == 2
+        assert result.verdict is not None
+        assert result.verdict.right
+        (path, *_) = Path(os.environ["POSTLUDE_CACHE_DIR"]).glob("*.verdict")
+        path.write_bytes(b"spoilt")
+        site_check.check_site.known.clear()
+        postlude.optimize(copy.deepcopy(net), x)
+        assert len(judged) == 3
+
+
+def test_a_kernel_that_cannot_be_built_leaves_the_model_to_pytorch(
+    net: Net, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(plan: Plan, tensors: Sequence[Tensor]) -> Tensor:
+        raise RuntimeError("ptxas fatal: no such register\nand more")
+
+    monkeypatch.setattr("postlude.run.ledger.prepared", broken)
+    plain = copy.deepcopy(net)
+    x = torch.randn(LARGE)
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match="no such register"):  # POSTLUDE_STRICT is set for all tests
+            postlude.optimize(copy.deepcopy(net), x)
+        monkeypatch.delenv("POSTLUDE_STRICT")
+        result = postlude.optimize(net, x)
+        assert "(RuntimeError: ptxas fatal: no such register)" in str(result.sites[0].outcome)
+        assert caplog.text.count("please report it") == 2  # once a site
+        torch.testing.assert_close(net(x), plain(x), rtol=0, atol=0)
+        assert caplog.text.count("please report it") == 2
+
+
+def test_pytorchs_own_convolution_is_kept_digit_for_digit() -> None:
+    model = nn.Sequential(nn.Conv3d(3, 24, 3), nn.GroupNorm(4, 24), nn.ReLU()).eval()
+    plain, x = copy.deepcopy(model), torch.randn(20, 3, 12, 24, 24)
+    seen: list[Tensor] = []
+    with torch.no_grad():
+        (site,) = postlude.optimize(model, x, convolution="pytorch").sites
+        assert site.is_fused
+        assert "PyTorch's own convolution was asked for" in str(site.outcome)
+        plain[0].register_forward_hook(lambda module, given, result: seen.append(result.clone()))
+        expected = plain(x)
+        torch.testing.assert_close(model(x), expected)
+        own = functools.partial(F.conv3d, x, plain[0].weight, plain[0].bias)
+        assert torch.equal(own(), seen[0])
+    with pytest.raises(postlude.PostludeError, match="convolution='cudnn' is unknown; use 'auto' or 'pytorch'"):
+        postlude.optimize(plain, x, convolution="cudnn")
+
+
+def test_progress_is_told_what_is_done(net: Net) -> None:
+    lines: list[str] = []
+    with torch.no_grad():
+        postlude.optimize(net, torch.randn(LARGE), progress=lines.append)
+    assert [line.split(":")[0] for line in lines] == ["checking encoder.0", "checking decoder"]
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_rest_inductor_says_what_it_did(net: Net, verify: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, inputs: graph.forward)
+    plain, x = copy.deepcopy(net), torch.randn(LARGE)
+    with torch.no_grad():
+        result = postlude.optimize(net, x, rest="inductor", verify=verify)
+        assert [site.name for site in result.sites] == ["encoder.0", "decoder"]
+        assert all(site.is_fused for site in result.sites)
+        assert (result.verdict is not None) == verify
+        torch.testing.assert_close(net(x), plain(x))
+        small = postlude.optimize(copy.deepcopy(plain), x[:, :, :4, :4, :4].contiguous(), rest="inductor")
+        assert not small.sites
+        assert any("too small to gain" in item.reason for item in small.declined)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
-"""Files written whole or not at all."""
+"""Files written whole or not at all: what a user asked for, and what is kept from process to process."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from postlude.errors import PostludeError
@@ -30,3 +32,28 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+def read_kept(path: Path) -> bytes | None:
+    """None where there is nothing, or not what was once written."""
+    try:
+        kept = path.read_bytes()
+    except OSError:
+        return None
+    digest, content = kept[:32], kept[32:]
+    return content if content and hashlib.sha256(content).digest() == digest else None
+
+
+def write_kept(path: Path, content: bytes) -> None:
+    """All at once or not at all; a folder that cannot be written only costs the next process its time."""
+    temporary: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.stem, suffix=".tmp", delete=False) as file:
+            temporary = Path(file.name)
+            file.write(hashlib.sha256(content).digest() + content)
+        temporary.replace(path)
+    except OSError:
+        if temporary:
+            with suppress(OSError):
+                temporary.unlink()

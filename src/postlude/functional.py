@@ -6,7 +6,8 @@ from torch import Tensor
 
 from postlude.chain import Chain
 from postlude.errors import PostludeError
-from postlude.run.execute import check_precision, run_chain
+from postlude.run.execute import check_precision
+from postlude.run.site import run_chain
 
 __all__ = ["run"]
 

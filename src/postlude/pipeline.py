@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import logging
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.fx as fx
 from torch import Tensor, nn
 
 from postlude import hardware
@@ -24,14 +24,15 @@ from postlude.graph.match import Declined, Match
 from postlude.plan import Plan, Problem, Refusal
 from postlude.plan.lower import TRAINS
 from postlude.run.execute import check_precision
-from postlude.run.site import Site
+from postlude.run.ledger import Ledger
+from postlude.shown import shown
 from postlude.site_check import check_site
 
 if TYPE_CHECKING:
     from postlude.report import Report
 
-log = logging.getLogger("postlude")
 MEMORIES = ("default", "lean")
+OPTIONS = frozenset({"precision", "rest", "memory", "convolution", "verify"})  # of the torch.compile backend
 NOTHING_CAPTURED = "PyTorch's compiler captured nothing of this call: it is switched off, or gave up on this code"
 # An attribute of what the model is called through: it goes with the model, and copies of the model are without it.
 _RESULT = "postlude_result"
@@ -50,7 +51,7 @@ class SiteReport:
 
     @property
     def is_fused(self) -> bool:
-        return isinstance(self.outcome, Plan) and (self.verdict is None or self.verdict.right)
+        return isinstance(self.outcome, Plan)
 
 
 @dataclass(frozen=True)
@@ -100,16 +101,20 @@ def optimize(
     *,
     precision: str = "auto",
     memory: str = "default",
+    convolution: str = "auto",
     rest: str = "eager",
     only: Only = None,
     verify: bool = True,
+    progress: Callable[[str], None] | None = None,
 ) -> Optimized:
     """Fuses the chains of `model` in place, by the means of `nn.Module.compile`.
 
     Parameters, `state_dict`, hooks and class stay; a copy of the model is a plain model again. `inputs` is one
     call's arguments (a tensor, a tuple, or a dict of keywords): the model runs on them once, and buffers, random
     state and gradients are left as they were. `only` keeps chains by name (`"decoder.*"`) or by a function of
-    name and chain. `verify` checks every site against float64 on a bounded crop of what it received.
+    name and chain. `verify` checks every plan against float64 before its first use, those for later shapes and modes
+    too. `convolution="pytorch"` keeps PyTorch's convolutions, digit for digit, and fuses what follows them.
+    `progress` is told what is being done; by default a terminal shows it.
     """
     args, kwargs = _call_arguments(inputs)
     _check_request(model, precision, memory, args, kwargs)
@@ -119,23 +124,34 @@ def optimize(
         raise PostludeError("the model is already compiled; call postlude.optimize before model.compile().")
     if hooks_of_all_modules():
         raise PostludeError("a hook of all modules is registered, and a model runs as it is while it is; remove it.")
-    backend = Backend(precision, rest, _filter(only), record=verify, memory=memory)
+    ledger = Ledger(check_site if verify else None)
+    backend = Backend(precision, rest, _filter(only), memory, convolution, ledger)
     run = model._compiled_call_impl = _compile(model, backend)
     try:
-        with _left_as_found(model):
+        with _left_as_found(model), shown(progress) as ledger.progress:
             model(*args, **kwargs)
-            sites = [site for captured in backend.captured for site in captured.sites]
-            backend.record = False  # graphs for other shapes and modes hold the same chains
-            reports = tuple(_report(site, verify) for site in sites)
     except BaseException:
         model._compiled_call_impl = None
         raise
+    ledger.progress = None
+    reports = tuple(_reports(backend))
     declined = tuple(item for captured in backend.captured for item in captured.declined)
     verdicts = [report.verdict for report in reports if report.verdict is not None]
     failure = backend.failure or (None if backend.captured else NOTHING_CAPTURED)
     result = Optimized(model, reports, declined, combine(verdicts), failure, backend)
     vars(run)[_RESULT] = result
     return result
+
+
+def postlude_backend(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+    """What `torch.compile(model, backend="postlude", options={...})` calls."""
+    settings = dict(options.get("options") or {})
+    unknown = settings.keys() - OPTIONS
+    if unknown:
+        takes = ", ".join(sorted(OPTIONS))
+        raise PostludeError(f"unknown option {', '.join(sorted(unknown))}; the backend takes {takes}.")
+    ledger = Ledger(check_site if settings.pop("verify", True) else None)
+    return Backend(**settings, ledger=ledger)(graph, inputs)
 
 
 def is_optimized(model: nn.Module) -> bool:
@@ -171,16 +187,11 @@ def _compile(model: nn.Module, backend: Backend) -> Callable[..., Any]:
     return run
 
 
-def _report(site: Site, verify: bool) -> SiteReport:
-    crops, site.recorded = site.recorded, None
-    if site.last is None:
-        raise PostludeError(f"the chain at {site.name} was captured but never ran; report this with `postlude doctor`.")
-    problem, outcome = site.last
-    verdict = check_site(site, crops) if verify and crops else None
-    if verdict is not None and verdict.outcome == "wrong":
-        site.is_enabled = False
-        log.warning("the fused chain at %s is wrong (%s) and runs through PyTorch instead", site.name, verdict)
-    return SiteReport(site.name, site.chain, problem, outcome, verdict)
+def _reports(backend: Backend) -> Iterator[SiteReport]:
+    for site in (site for captured in backend.captured for site in captured.sites):
+        entry = backend.ledger.latest.get((site.name, site.chain))
+        if entry is not None:
+            yield SiteReport(site.name, site.chain, entry.problem, entry.outcome, entry.verdict)
 
 
 def _call_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

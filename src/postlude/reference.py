@@ -75,7 +75,8 @@ POINTWISE: dict[str, Callable[..., Tensor]] = {
     "rdiv": lambda x, y: torch.div(as_tensor(y, x), x),
     "maximum": lambda x, y: torch.maximum(x, as_tensor(y, x)),
     "minimum": lambda x, y: torch.minimum(x, as_tensor(y, x)),
-    "prelu": lambda x, weight: torch.prelu(x, as_tensor(weight, x).reshape(-1)),
+    # PyTorch takes no weight of another dtype than the value's; where there is one, autocast has cast it.
+    "prelu": lambda x, weight: torch.prelu(x, as_tensor(weight, x).reshape(-1).to(x.dtype)),
     "batch_norm": lambda x, *others, eps: _batch_norm(x, [_vector(other) for other in others], eps),
 }
 # The last two arguments are the running statistics to move, or None twice.
@@ -153,7 +154,7 @@ def apply(
         return x if keep_dtype else x.to(getattr(torch, step.dtype))
     if isinstance(step, Reduce):
         return REDUCTIONS[step.op](x, dim=reduced_axes(chain, step), keepdim=step.keepdim)
-    weight, bias = (None if slot is None else tensors[slot.index] for slot in (step.weight, step.bias))
+    weight, bias = (None if slot is None else parameter(tensors[slot.index], x) for slot in (step.weight, step.bias))
     moved = [tensors[slot.index] for slot in step.running] if moves and step.running is not None else [None, None]
     return NORMS[step.op](x, step, weight, bias, *moved)
 
@@ -165,6 +166,12 @@ def fetch(chain: Chain, operand: Operand, values: Sequence[Tensor | None], tenso
         return _present(values[operand.index])
     tensor = tensors[operand.index]
     return per_channel(tensor, chain.dims) if chain.roles[operand.index] == "channel" else tensor
+
+
+def parameter(vector: Tensor, x: Tensor) -> Tensor:
+    """A norm's weight or bias as PyTorch's norm takes it: it may be wider than the value, but not narrower, and where
+    it is, autocast has widened it with the value (as CUDA's does for the group_norm of a half-precision model)."""
+    return vector.to(torch.promote_types(vector.dtype, x.dtype))
 
 
 def per_channel(vector: Tensor, dims: int) -> Tensor:

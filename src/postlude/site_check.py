@@ -1,41 +1,192 @@
-"""Checks one site against float64, on a bounded crop of what it received and on random points of that size."""
+"""Checks what runs at a site against float64: the very plan, kernels and tiles, on the problem that they are for.
+
+The chain runs on its whole batch. The truth is computed for a few samples of it, other ones at every point: float64
+costs far more than the kernels do, and a sample's result must be right whatever the others hold. Only where one whole
+sample is more than the budget allows is the check made on a piece of it, by the plan for that piece.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from postlude import hardware
+from postlude import encoded, hardware
 from postlude.chain import Chain
-from postlude.check.budget import Verdict
 from postlude.check.points import ChainPoint, tensors_like
+from postlude.check.verdict import Errors, Judged, Verdict
 from postlude.check.verify import verify_chain
-from postlude.plan import Plan, lower, problem_of
+from postlude.files import read_kept, write_kept
+from postlude.plan import Problem, lower, problem_of
+from postlude.plan.problem import Spec, body_shape, memory_format
+from postlude.plan.program import takes_the_batch
+from postlude.run.crop import cut_space, of_batch
+from postlude.run.execute import call as call_runner
 from postlude.run.execute import execute
-from postlude.run.site import Site
+from postlude.run.ledger import Call
 
 RANDOM_POINTS = 5
+MOST_SAMPLES = 3  # of the truth at one point
 
 
-def check_site(site: Site, crops: Sequence[Sequence[Tensor]]) -> Verdict | None:
-    """The verdict on the fused way for this site, or None where it runs through PyTorch's operators anyway.
+@dataclass(frozen=True)
+class Budget:
+    """What one evaluation of the truth may take: float64 operations, and bytes of its largest value."""
 
-    Where the site runs a fused backward pass, its gradients are checked as well.
-    """
-    machine = hardware.machine_for(crops[0][0].device)
-    trains = site.last is not None and isinstance(site.last[1], Plan) and site.last[1].trains
+    flops: float
+    bytes: float
 
-    def fused(chain: Chain, tensors: Sequence[Tensor]) -> Tensor:
-        # A crop may be too small for fusing to pay: what is checked is the fused way all the same.
-        plan = lower(chain, problem_of(tensors, site.precision, site.memory), machine, even_if_slower=True)
-        return execute(chain, plan, tensors)
 
-    plan = lower(site.chain, problem_of(crops[0], site.precision), machine, even_if_slower=True)
-    if not isinstance(plan, Plan):
-        return None
-    points: list[ChainPoint | Sequence[Tensor]] = [crops[0]]
+# A GPU of Hopper's kind does some 10^12 float64 operations a second in convolutions, two cores some 10^10.
+BUDGETS = {"cuda": Budget(2e11, 2 << 30), "cpu": Budget(4e9, 256 << 20)}
+
+
+class SiteCheck:
+    """Judges calls, each once: equal ones are remembered, in this process and, where they are right, on disk."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, Verdict] = {}
+
+    def __call__(self, call: Call, tensors: Sequence[Tensor] | None) -> Verdict:
+        key = _key(call)
+        if key not in self.known:
+            kept = _read(key)
+            self.known[key] = _judge(call, tensors) if kept is None else kept
+            if kept is None and self.known[key].outcome != "wrong":
+                _write(key, self.known[key])
+        return self.known[key]
+
+
+check_site = SiteCheck()
+
+
+def _judge(call: Call, tensors: Sequence[Tensor] | None) -> Verdict:
+    given = _drawn(call) if tensors is None else [tensor.detach() for tensor in tensors]
+    samples, run, notes = _piece(call, given)
+    points: list[ChainPoint | Sequence[Tensor]] = [samples]
     for seed in range(RANDOM_POINTS):
-        points.append(tensors_like(site.chain, crops[0], seed))
-        points.append(ChainPoint(tuple(tensors_like(site.chain, crops[0], seed, "large offset")), "large offset"))
-    return verify_chain(fused, site.chain, points, site.precision, backward=trains)
+        points.append(tensors_like(call.chain, samples, seed))
+        points.append(ChainPoint(tuple(tensors_like(call.chain, samples, seed, "large offset")), "large offset"))
+    device = given[0].device
+    random = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+    with random, torch.autocast(device.type, enabled=False), torch.set_grad_enabled(call.plan.trains):
+        wanted = call.needs if call.plan.trains else False
+        verdict = verify_chain(run, call.chain, points, call.problem.precision, backward=wanted)
+    return replace(verdict, notes=(*verdict.notes, *notes))
+
+
+Run = Callable[[Chain, Sequence[Tensor]], Tensor]
+
+
+def _piece(call: Call, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Run, tuple[str, ...]]:
+    """Tensors to take the truth for, what the candidate makes of such tensors, and what has to be said about it."""
+    chain, problem, batch = call.chain, call.problem, tensors[0].shape[0]
+    affordable = _affordable(chain, problem)
+    if affordable >= batch:
+        return list(tensors), lambda _, given: call_runner(call.runner, given), ()
+    if affordable >= 1 and not takes_the_batch(chain):
+        count = min(int(affordable), MOST_SAMPLES)
+        return of_batch(chain, tensors, slice(count)), _Embedded(call, tensors, count), ()
+    piece = cut_space(chain, of_batch(chain, tensors, slice(2)), affordable / 2)
+    shape = "×".join(map(str, piece[0].shape))
+    note = f"checked on a piece of {shape}: float64 for one whole sample is more than the budget"
+
+    def run(chain: Chain, given: Sequence[Tensor]) -> Tensor:
+        planned = problem_of(given, problem.precision, problem.memory, problem.convolution)
+        machine = hardware.machine_for(problem.place)
+        return execute(chain, lower(chain, planned, machine, even_if_slower=True), given)
+
+    return piece, run, (note,)
+
+
+class _Embedded:
+    """The plan on its whole batch, asked about a few samples of it: others each time it is asked anew."""
+
+    def __init__(self, call: Call, tensors: Sequence[Tensor], count: int) -> None:
+        self.call, self.tensors, self.count = call, tensors, count
+        self.seen: dict[int, int] = {}  # by the first tensor's place in memory, so that a repeated question is one
+
+    def __call__(self, _: Chain, samples: Sequence[Tensor]) -> Tensor:
+        turn = self.seen.setdefault(samples[0].data_ptr(), len(self.seen))
+        batch = self.tensors[0].shape[0]
+        step = max(1, (batch - 1) // max(1, self.count - 1))
+        places = [(turn + number * step) % batch for number in range(self.count)]
+        where = torch.tensor(places, device=self.tensors[0].device)
+        whole = [
+            sample if sample.shape == full.shape else full.index_copy(0, where, sample)
+            for sample, full in zip(samples, self.tensors)
+        ]
+        return call_runner(self.call.runner, whole).index_select(0, where)
+
+
+def _affordable(chain: Chain, problem: Problem) -> float:
+    """Samples whose truth is inside of the budget; less than one where a sample is too large."""
+    budget, batch = BUDGETS.get(problem.device, BUDGETS["cpu"]), problem.x.shape[0]
+    flops, size = _flops(chain, problem) / batch, _bytes(chain, problem) / batch
+    return min(budget.flops / max(1.0, flops), budget.bytes / size)
+
+
+def _flops(chain: Chain, problem: Problem) -> float:
+    conv = chain.producer
+    once = 0 if conv is None else conv.flops(problem.x.shape[0], problem.x.shape[2:])
+    return once * (3 if problem.needs_grad else 1)
+
+
+def _bytes(chain: Chain, problem: Problem) -> float:
+    shape = body_shape(chain, problem)
+    return 8.0 * max(problem.x.elements, functools.reduce(lambda a, b: a * b, shape, 1))
+
+
+def _drawn(call: Call) -> list[Tensor]:
+    """Tensors of the problem where there are none yet."""
+
+    def empty(spec: Spec) -> Tensor:
+        dims = call.chain.dims
+        layout = memory_format(spec.layout if len(spec.shape) == dims + 2 else "contiguous", dims)
+        dtype = getattr(torch, spec.dtype)
+        return torch.empty(spec.shape, dtype=dtype, device=call.problem.place, memory_format=layout)
+
+    return list(tensors_like(call.chain, [empty(spec) for spec in call.problem.tensors], seed=RANDOM_POINTS))
+
+
+def _key(call: Call) -> str:
+    """Of all that the answer depends on: of a GPU that is its card, not its number."""
+    problem, card = replace(call.problem, index=0), hardware.machine_for(call.problem.place).card
+    what = (call.chain.dumps(), repr(problem), call.needs, repr(call.plan), str(card), _here())
+    return hashlib.sha256(repr(what).encode()).hexdigest()
+
+
+@functools.cache
+def _here() -> str:
+    """The code and the machine."""
+    digest = hashlib.sha256(json.dumps(hardware.versions()).encode())
+    root = Path(__file__).parent
+    for path in sorted(p for p in root.rglob("*") if p.suffix in (".py", ".cu") and "cli" not in p.parts):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _path(key: str) -> Path | None:
+    folder = hardware.cache_folder()
+    return None if folder is None else folder / f"site-{key}.verdict"
+
+
+def _read(key: str) -> Verdict | None:
+    path = _path(key)
+    kept = None if path is None else read_kept(path)
+    if kept is None:
+        return None
+    found: Verdict = encoded.loads(kept.decode(), {one.__name__: one for one in (Verdict, Judged, Errors)})
+    return found
+
+
+def _write(key: str, verdict: Verdict) -> None:
+    path = _path(key)
+    if path is not None:
+        write_kept(path, encoded.dumps(verdict).encode())

@@ -97,7 +97,7 @@ def test_interrupt_is_quiet(run: Run, good: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_kill_is_an_interrupt(write: Write, tmp_path: Path) -> None:
     began = tmp_path / "began"
     waiting = write(f"import pathlib, time\npathlib.Path({str(began)!r}).touch()\ntime.sleep(60)\n")
-    command = [sys.executable, "-m", "postlude.cli", "explain", str(waiting), "--device", "cpu"]
+    command = [sys.executable, "-m", "postlude", "explain", str(waiting), "--device", "cpu"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         while not began.exists() and process.poll() is None:
             time.sleep(0.05)

@@ -109,7 +109,19 @@ def compiled_launches(
 ) -> list[Compiled]:
     chain, shape, dtype, layout, precision = PLANS[name]
     tensors = [t.to("meta") for t in tensors_for(chain, (1, shape[1], *[3] * chain.dims), dtype, "cpu", layout=layout)]
-    tensors = [_of_shape(t, shape, chain, role, layout) for t, role in zip(tensors, chain.roles)]
+    tensors = [of_shape(t, shape, chain, role, layout) for t, role in zip(tensors, chain.roles)]
+    return launches_of(monkeypatch, chain, tensors, architecture, precision, trains)
+
+
+def launches_of(
+    monkeypatch: pytest.MonkeyPatch,
+    chain: Chain,
+    tensors: list[Tensor],
+    architecture: int,
+    precision: str = "auto",
+    trains: bool = False,
+) -> list[Compiled]:
+    """Those of the chain on tensors without memory."""
     tf32 = precision == "tf32"
     problem = dataclasses.replace(problem_of(tensors, precision), device="cuda", needs_grad=trains, allows_tf32=tf32)
     plan = lower_for_gpu(chain, problem, machine_of(architecture), even_if_slower=True)
@@ -132,7 +144,7 @@ def compiled_launches(
     return found
 
 
-def _of_shape(tensor: Tensor, shape: tuple[int, ...], chain: Chain, role: str, layout: str) -> Tensor:
+def of_shape(tensor: Tensor, shape: tuple[int, ...], chain: Chain, role: str, layout: str) -> Tensor:
     if role == "full":
         space = shape[2:] if chain.producer is None else chain.producer.output_space(shape[2:])
         shape = (shape[0], tensor.shape[1], *space)

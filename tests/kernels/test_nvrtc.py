@@ -18,6 +18,7 @@ from kernels.offline import CARDS
 from machines import H200
 from machines import card as machine_of
 from plan.test_lower import problem
+from postlude import hardware
 from postlude.hardware import has_nvrtc
 from postlude.plan.few_channels import FewChannels, Geometry, shared_bytes
 from postlude.plan.few_channels_gradient import few_channels_gradient_for
@@ -148,10 +149,10 @@ def test_a_write_that_fails_leaves_nothing(compiler: Compiler, monkeypatch: pyte
 def test_the_folder_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("POSTLUDE_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/some/cache")
-    assert nvrtc.cache_folder() == Path("/some/cache/postlude")
+    assert hardware.cache_folder() == Path("/some/cache/postlude")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/some/home")
-    assert nvrtc.cache_folder() == Path("/some/home/.cache/postlude")
+    assert hardware.cache_folder() == Path("/some/home/.cache/postlude")
 
 
 def test_importing_loads_no_library() -> None:

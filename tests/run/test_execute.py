@@ -16,7 +16,7 @@ from postlude import functional, reference
 from postlude.check import tensors_for
 from postlude.plan import Plan
 from postlude.run import execute
-from postlude.run.site import Site
+from postlude.run.site import Site, run_chain
 
 SCALED = Builder(3).norm(2).op("mul", "one").chain()
 
@@ -42,7 +42,7 @@ def test_a_number_on_the_cpu_scales_a_value_on_a_card() -> None:
     expected = reference.evaluate(SCALED, tensors)
     tensors[-1] = tensors[-1].cpu()
     with torch.no_grad():
-        ours = execute.run_chain(SCALED, tensors)
+        ours = run_chain(SCALED, tensors)
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -53,10 +53,10 @@ def test_forward_mode_derivatives_are_not_lost() -> None:
     tensors = tensors_for(case.chain, case.shape, torch.float32, "cpu", 0, "normal", "contiguous")
     site = Site("here", case.chain)
 
-    def launched(_: object) -> NoReturn:
+    def launched(*_: object) -> NoReturn:
         raise AssertionError("the plan ran")
 
-    site._look_up = launched  # type: ignore[assignment, method-assign]
+    site.ledger.enter = launched  # type: ignore[method-assign]
     direction = torch.ones_like(tensors[0])
     rest = tensors[1:]
     _, expected = torch.func.jvp(lambda x: reference.evaluate(case.chain, [x, *rest]), (tensors[0],), (direction,))

@@ -34,6 +34,7 @@ from postlude.check.verdict import Verdict
 from postlude.reference import evaluate
 
 Run = Callable[[Chain, Sequence[Tensor]], Tensor]
+Backward = bool | Sequence[bool]
 NONFINITE = (("NaN", math.nan), ("infinity", math.inf))
 
 
@@ -47,11 +48,12 @@ def verify_chain(
     points: Iterable[ChainPoint | Sequence[Tensor]],
     precision: str = "auto",
     *,
-    backward: bool = False,
+    backward: Backward = False,
     nonfinite: bool = True,
     progress: Progress = None,
 ) -> Verdict:
-    """Judges `run` on the points given (see `chain_points`), with gradients on request.
+    """Judges `run` on the points given (see `chain_points`), with gradients on request: all of them, or one word for
+    each slot.
 
     Two more points carry a NaN and an infinity in one sample of the first point, and must keep them in place.
     """
@@ -76,7 +78,7 @@ def verify_chain(
 
 
 def _answers(
-    run: Run, chain: Chain, point: ChainPoint, mode: str, seed: int, backward: bool, findings: list[str]
+    run: Run, chain: Chain, point: ChainPoint, mode: str, seed: int, backward: Backward, findings: list[str]
 ) -> Answers:
     tensors = point.tensors
     before = [tensor.clone() for tensor in tensors]
@@ -103,7 +105,7 @@ def _answers(
     return Answers(result, own, truth, bare, repeated, nulls, single)
 
 
-def _single(chain: Chain, tensors: Sequence[Tensor], seed: int, backward: bool) -> tuple[Quantities, Quantities]:
+def _single(chain: Chain, tensors: Sequence[Tensor], seed: int, backward: Backward) -> tuple[Quantities, Quantities]:
     """PyTorch in float32 and the truth for the same rounded tensors."""
     singles = [tensor.float() for tensor in tensors]
     own = _quantities(_by_pytorch, chain, singles, seed, backward)
@@ -111,7 +113,7 @@ def _single(chain: Chain, tensors: Sequence[Tensor], seed: int, backward: bool) 
     return own, _quantities(_in_double, chain, doubles, seed, backward, own["output"])
 
 
-def _candidate(run: Run, chain: Chain, tensors: Sequence[Tensor], seed: int, backward: bool) -> Quantities:
+def _candidate(run: Run, chain: Chain, tensors: Sequence[Tensor], seed: int, backward: Backward) -> Quantities:
     try:
         return _quantities(run, chain, tensors, seed, backward)
     except Exception as error:
@@ -123,7 +125,7 @@ def _quantities(
     chain: Chain,
     tensors: Sequence[Tensor],
     seed: int,
-    backward: bool,
+    backward: Backward,
     weigh_like: Tensor | None = None,
 ) -> Quantities:
     """The output, what running statistics became, and on request the gradients of every slot.
@@ -132,14 +134,16 @@ def _quantities(
     """
     with nullcontext() if backward else torch.no_grad():
         leaves = [
-            tensor.detach().clone() if slot in chain.moved else tensor.detach().requires_grad_(backward)
+            tensor.detach().clone()
+            if slot in chain.moved
+            else tensor.detach().requires_grad_(backward if isinstance(backward, bool) else backward[slot])
             for slot, tensor in enumerate(tensors)
         ]
         output = run(chain, leaves)
         found: Quantities = {"output": output.detach()}
         if backward:
             weights = cotangent(output if weigh_like is None else weigh_like, seed).to(output.dtype)
-            wanted = [slot for slot in range(len(leaves)) if slot not in chain.moved]
+            wanted = [slot for slot, leaf in enumerate(leaves) if leaf.requires_grad]
             sources = [leaves[slot] for slot in wanted]
             gradients: Sequence[Any] = torch.autograd.grad(output, sources, weights, allow_unused=True)
             for slot, gradient in zip(wanted, gradients, strict=True):

@@ -45,7 +45,7 @@ def doctor(settings: Settings, clear: bool = False) -> Answer:
 
 
 def _clear() -> Answer:
-    folder = nvrtc.cache_folder()
+    folder = hardware.cache_folder()
     try:
         files, size = nvrtc.clear_cache()
     except OSError as error:

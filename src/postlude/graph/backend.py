@@ -14,11 +14,14 @@ import torch.fx as fx
 from postlude import hardware
 from postlude.errors import PostludeError
 from postlude.graph.capture import capture
+from postlude.graph.expected import questions_of
 from postlude.graph.match import Declined, Match, match
 from postlude.graph.splice import splice, use_operator
 from postlude.graph.tidy import functionalise, restore
+from postlude.plan import Refusal
 from postlude.run import operator as _operator  # noqa: F401  registers torch.ops.postlude.chain
-from postlude.run.execute import check_precision
+from postlude.run.execute import check_convolution, check_precision
+from postlude.run.ledger import Ledger, Question
 from postlude.run.site import Site
 
 log = logging.getLogger("postlude")
@@ -41,13 +44,16 @@ class Backend:
         precision: str = "auto",
         rest: str = "eager",
         wanted: Callable[[str, Match], bool] | None = None,
-        record: bool = False,
         memory: str = "default",
+        convolution: str = "auto",
+        ledger: Ledger | None = None,
     ) -> None:
         if rest not in RESTS:
             raise PostludeError(f"rest={rest!r} is unknown; use one of {', '.join(RESTS)}.")
-        self.precision, self.rest, self.wanted, self.memory = precision, rest, wanted, memory
-        self.record = record  # sites keep crops of what they receive, for verification
+        check_convolution(convolution)
+        self.precision, self.rest, self.wanted = precision, rest, wanted
+        self.memory, self.convolution = memory, convolution
+        self.ledger = Ledger() if ledger is None else ledger
         self.captured: list[Captured] = []
         self.failure: str | None = None
 
@@ -65,12 +71,18 @@ class Backend:
     def _compile(self, traced: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         functionalise(traced)
         found, declined = match(traced)
-        left_out = [item for item in found if not self._is_wanted(item, inputs)]
-        declined += [Declined(item.name, str(item.chain), self._why_left_out(item)) for item in left_out]
-        found = [item for item in found if item not in left_out]
-        sites = [Site(item.name, item.chain, self.precision, self.memory) for item in found]
-        for site in sites:
-            site.recorded = [] if self.record else None
+        reasons = {item: why for item in found if (why := self._why_left_out(item, inputs)) is not None}
+        found = [item for item in found if item not in reasons]
+        sites = [self._site(item) for item in found]
+        expected = questions_of(traced, inputs, found, sites)
+        self.ledger.expect([question for question in expected if question is not None])
+        if self.rest == "inductor":
+            for item, site, question in zip(list(found), list(sites), expected):
+                if (why := self._why_refused(question)) is not None:
+                    reasons[item] = why
+                    found.remove(item)
+                    sites.remove(site)
+        declined += [Declined(item.name, str(item.chain), why) for item, why in reasons.items()]
         splice(traced, found, sites)
         restore(traced)
         self.captured.append(Captured(tuple(sites), tuple(declined)))
@@ -84,27 +96,26 @@ class Backend:
 
         return cast("Callable[..., Any]", compile_fx(traced, list(inputs)))
 
-    def _is_wanted(self, item: Match, inputs: Sequence[Any]) -> bool:
-        trains = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
-        if self.rest == "inductor" and (trains or item.chain.moved):
-            return False
-        return self.wanted is None or self.wanted(item.name, item)
+    def _site(self, item: Match) -> Site:
+        return Site(item.name, item.chain, self.precision, self.memory, self.convolution, self.ledger)
 
-    def _why_left_out(self, item: Match) -> str:
+    def _why_left_out(self, item: Match, inputs: Sequence[Any]) -> str | None:
         if self.wanted is not None and not self.wanted(item.name, item):
             return "left out by only="
+        if self.rest != "inductor":
+            return None
         if item.chain.moved:
             return "rest='inductor' cannot be told of running statistics that a chain moves; they are left to Inductor"
-        return "rest='inductor' fuses chains in inference only; training leaves them to Inductor"
+        if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
+            return "rest='inductor' fuses chains in inference only; training leaves them to Inductor"
+        return None
 
-
-def postlude_backend(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-    """What `torch.compile(model, backend="postlude", options={...})` calls."""
-    settings = dict(options.get("options") or {})
-    unknown = settings.keys() - {"precision", "rest"}
-    if unknown:
-        raise PostludeError(f"unknown option {', '.join(sorted(unknown))}; the backend takes precision and rest.")
-    return Backend(**settings)(graph, inputs)
+    def _why_refused(self, question: Question | None) -> str | None:
+        """Inductor compiles what it is given once: whether a chain is fused is decided before that."""
+        if question is None:
+            return "rest='inductor' has to know its sizes when it compiles"
+        entry = self.ledger.foresee(question)
+        return "; ".join(entry.outcome.reasons) if isinstance(entry.outcome, Refusal) else None
 
 
 @functools.cache

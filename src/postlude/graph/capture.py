@@ -46,6 +46,23 @@ def same_shape(left: Sequence[Any], right: Sequence[Any]) -> bool:
     return len(left) == len(right) and all(statically_known_true(sym_eq(a, b)) for a, b in zip(left, right))
 
 
+def example_of(value: Any) -> torch.Tensor | None:
+    """Like `value`, with the sizes of the call at hand where they are symbols; it holds no numbers."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    sizes = [_hint(size) for size in (*value.shape, *value.stride())]
+    known = [size for size in sizes if size is not None]
+    if len(known) < len(sizes):
+        return None
+    with FakeTensorMode():
+        return torch.empty_strided(known[: value.dim()], known[value.dim() :], dtype=value.dtype, device=value.device)
+
+
+def _hint(size: Any) -> int | None:
+    """Of a symbol, what it stands for in this call; asking `int` for it would add a guard."""
+    return size if isinstance(size, int) else size.node.hint
+
+
 @contextlib.contextmanager
 def hooks_are_watched() -> Iterator[None]:
     """What Dynamo compiles in here is compiled anew when a hook of a module comes or goes; else it would not notice."""

@@ -1,10 +1,11 @@
 """Chain to plan: what will run, for one problem, and why."""
 
 from postlude.plan.lower import lower
-from postlude.plan.problem import PRECISIONS, Problem, Spec, problem_of
+from postlude.plan.problem import CONVOLUTIONS, PRECISIONS, Problem, Spec, problem_of
 from postlude.plan.types import Keep, Moments, Pass, Plan, Refusal, Store
 
 __all__ = [
+    "CONVOLUTIONS",
     "PRECISIONS",
     "Keep",
     "Moments",

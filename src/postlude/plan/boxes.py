@@ -24,7 +24,7 @@ class Boxes:
     arithmetic: Arithmetic
     volume: Volume  # the input's sizes, the taps and the padding; the input itself has no border
     channels: int  # of a position, padded where the input is brought into rows first
-    packs: bool  # the input is contiguous, or has other channels: it is brought into rows first
+    packs: bool  # the input is contiguous, or of other channels or dtype: it is brought into rows first
     block_h: int
     block_j: int
     block_c: int
@@ -68,6 +68,7 @@ def boxes_for(chain: Chain, problem: Problem, arithmetic: Arithmetic, machine: M
     if _width(conv) > 1 and not norm_hides_infinities(chain):
         return None  # products with zeros, which an infinity does not survive
     packs = problem.x.layout != "channels_last" or padded_channels(conv.in_channels) != conv.in_channels
+    packs = packs or problem.x.dtype != arithmetic.operands  # as under autocast
     usual = machine.card.tiles.in_place_of(_width(conv) * _block_c(conv))
     return _in_the_best_tile("product in place", conv, space, arithmetic, machine, packs, usual)
 

@@ -33,6 +33,7 @@ SURELY_MAPPED = 32 * MIB  # glibc's limit: from here on no history of earlier bu
 LARGE_SAMPLE = 8 * MIB  # one sample above this does not stay in cache
 WORTH_A_CALL = 10_000_000  # FLOPs: oneDNN takes 70 µs to set up, PyTorch's own small convolution 10
 FEW_CHANNELS = 4  # of the input: 3 measured 8.7 ms channels-last against 11.3, 8 alike
+_ASKED = "PyTorch's own convolution was asked for: one call over the batch; every step after it in place"
 BUSY = 600  # FLOPs per element of the result from which on the convolution fills the time and slabs gain nothing
 
 
@@ -70,6 +71,10 @@ def _reason_against(chain: Chain, problem: Problem, machine: Machine) -> str | N
 
 def _moments_plan(chain: Chain, problem: Problem, machine: Machine, moments: MomentsOnly) -> Plan:
     conv = chain.producer
+    passes = (Pass(first_source(chain), 1, moments.before, Moments(moments.squares)),)
+    if conv is not None and problem.convolution == "pytorch":
+        batch, layout = problem.x.shape[0], problem.x.layout
+        return _build(chain, problem, machine, passes, batch, "eager", [_ASKED], layout)
     slab = _slab(chain, problem, machine) if conv is not None else problem.x.shape[0]
     reasons = ["only moments are needed: nothing of the convolution's size is kept"]
     inside = problem.x.layout
@@ -80,7 +85,6 @@ def _moments_plan(chain: Chain, problem: Problem, machine: Machine, moments: Mom
     if how == "direct" and inside == "channels_last" and machine.maps_large_buffers:
         how = "buffer"
         reasons.append("the convolution writes into memory that is kept, so no page is mapped anew")
-    passes = (Pass(first_source(chain), 1, moments.before, Moments(moments.squares)),)
     return _build(chain, problem, machine, passes, slab, how, reasons, inside)
 
 
@@ -98,6 +102,8 @@ def _stored_plan(chain: Chain, problem: Problem, machine: Machine) -> Plan:
 
 def _stored_way(chain: Chain, problem: Problem, machine: Machine) -> tuple[int, Convolve, list[str]]:
     batch, size = problem.x.shape[0], body_bytes(chain, problem)
+    if problem.convolution == "pytorch" and chain.producer is not None:
+        return batch, "eager", [_ASKED]
     if _leaves_onednn(chain, problem, machine):
         return batch, "direct", ["PyTorch leaves oneDNN for this batch of one; it is called directly"]
     if size < MAPPED or batch == 1 or not machine.maps_large_buffers or not _is_direct(chain, problem, machine):
@@ -159,7 +165,7 @@ def _leaves_onednn(chain: Chain, problem: Problem, machine: Machine) -> bool:
     if chain.dims != 3 or problem.x.shape[0] != 1 or problem.x.layout != "contiguous":
         return False
     conv = chain.producer
-    if conv is None or conv.groups > 1 or not _is_direct(chain, problem, machine):
+    if problem.convolution == "pytorch" or conv is None or conv.groups > 1 or not _is_direct(chain, problem, machine):
         return False
     if conv.flops(1, problem.x.shape[2:]) < WORTH_A_CALL:
         return False

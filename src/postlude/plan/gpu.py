@@ -246,7 +246,8 @@ def _reasons_to_stay(chain: Chain, problem: Problem, card: Card, own: Own | str)
     size, crossovers = body_bytes(chain, problem), card.crossovers
     if not isinstance(own, str) and not problem.needs_grad:
         return []
-    if isinstance(own, str) and moments_only(chain) is not None and chain.producer is not None:
+    is_asked = problem.convolution == "pytorch"
+    if isinstance(own, str) and not is_asked and moments_only(chain) is not None and chain.producer is not None:
         why = f"only moments are needed, but PyTorch's convolution stores its result all the same ({own})"
         return [f"{why}: nothing is gained"]
     least = crossovers.smallest

@@ -14,6 +14,7 @@ from postlude.plan.program import takes_the_batch
 from postlude.plan.trained import trained_part, why_not_ours
 from postlude.plan.types import Plan, Refusal
 
+_ASKED = "PyTorch's own was asked for"
 # Devices with backward passes of ours; elsewhere a chain in training is PyTorch's.
 TRAINS = frozenset({"cuda"})
 
@@ -30,7 +31,8 @@ def lower(
         return Refusal(reasons)
     if problem.device == "cuda":
         planned = trained_part(chain) if problem.needs_grad else chain
-        why = not_ours or (None if even_if_slower else why_not_ours(planned, problem))
+        asked = _ASKED if problem.convolution == "pytorch" else None
+        why = not_ours or asked or (None if even_if_slower else why_not_ours(planned, problem))
         found = lower_for_gpu(planned, problem, machine, even_if_slower, why)
         if planned is chain or isinstance(found, Refusal):
             return found

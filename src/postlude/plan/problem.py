@@ -16,6 +16,7 @@ from postlude.plan.program import channels_end
 
 Layout = Literal["contiguous", "channels_last", "strided"]
 PRECISIONS = ("auto", "fp32", "tf32")
+CONVOLUTIONS = ("auto", "pytorch")  # who convolves: whoever is faster, or PyTorch in any case
 _TF32_CHANNELS = 16  # with fewer, cuDNN computes contiguous fp32 in fp32 whatever its switch says (seen on an H200)
 LAID_OUT_LIKE_THE_OTHER = ("rsub", "rdiv")  # words whose second operand is written first
 _CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}  # by spatial axes
@@ -44,11 +45,12 @@ class Problem:
     needs_grad: bool
     allows_tf32: bool = False  # PyTorch's switch for fp32 convolutions on a GPU, which "auto" follows
     memory: str = "default"  # or "lean"
+    convolution: str = "auto"  # or "pytorch": its own call, digit for digit
     index: int = 0  # of the device: two GPUs of one machine may be different cards
 
     @property
     def place(self) -> str:
-        return f"{self.device}:{self.index}"
+        return f"cuda:{self.index}" if self.device == "cuda" else self.device
 
     @property
     def x(self) -> Spec:
@@ -59,12 +61,14 @@ def item_size(dtype: str) -> int:
     return int(getattr(torch, dtype).itemsize)
 
 
-def problem_of(tensors: Sequence[Tensor], precision: str = "auto", memory: str = "default") -> Problem:
+def problem_of(
+    tensors: Sequence[Tensor], precision: str = "auto", memory: str = "default", convolution: str = "auto"
+) -> Problem:
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     device = tensors[0].device
     tf32 = device.type == "cuda" and default_fp32_precision() == "tf32"
     specs = tuple(map(spec_of, tensors))
-    return Problem(specs, device.type, precision, needs_grad, tf32, memory, device.index or 0)
+    return Problem(specs, device.type, precision, needs_grad, tf32, memory, convolution, device.index or 0)
 
 
 def spec_of(tensor: Tensor) -> Spec:

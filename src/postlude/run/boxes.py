@@ -27,6 +27,7 @@ class BoxesConvolution(FirstPass):
         conv = plan.chain.producer
         assert conv is not None
         self.boxes = boxes
+        self.operand = getattr(torch, boxes.arithmetic.operands)  # not the weight's: under autocast that is float32
         self.transposed, self.sizes = conv.transposed, (conv.out_channels, conv.in_channels)
         self.pack = InputPacking(plan.input, boxes.rows, boxes.arithmetic, boxes.channels) if boxes.packs else None
         self.weights: dict[tuple[int, ...], Launch] = {}  # by the weight's strides
@@ -54,7 +55,7 @@ class BoxesConvolution(FirstPass):
         boxes, volume = self.boxes, self.boxes.volume
         rows = -(-self.sizes[0] // boxes.block_c) * boxes.block_c
         columns = volume.kernel[0] * volume.kernel[1] * volume.span * boxes.channels
-        packed = torch.empty((rows * boxes.width, columns), dtype=weight.dtype, device=weight.device)
+        packed = torch.empty((rows * boxes.width, columns), dtype=self.operand, device=weight.device)
         launch = self.weights.get(weight.stride())
         if launch is None:
             numbers = (*self.sizes, *weight_strides(weight, self.transposed))

@@ -12,8 +12,8 @@ from torch.autograd import forward_ad
 
 from postlude import hardware, reference
 from postlude.chain import Chain
-from postlude.errors import PrecisionError
-from postlude.plan import PRECISIONS, Moments, Plan, Problem, Refusal, lower, problem_of
+from postlude.errors import PostludeError, PrecisionError
+from postlude.plan import CONVOLUTIONS, PRECISIONS, Moments, Plan, Problem, Refusal, lower
 from postlude.run import cpu, gpu, library
 from postlude.run.moments_training import MomentsTraining
 from postlude.run.training import Training
@@ -81,18 +81,18 @@ def prepared(chain: Chain, problem: Problem) -> tuple[Plan | Refusal, Runner]:
     return outcome, prepare(chain, outcome, problem.device)
 
 
-def run_chain(chain: Chain, tensors: Sequence[Tensor], precision: str = "auto") -> Tensor:
-    if is_transformed():
-        return call_plain(chain, tensors)
-    return call(prepared(chain, problem_of(tensors, precision))[1], tensors)
-
-
 def check_precision(precision: str, device: str) -> None:
     """Raises in one sentence where a precision does not exist or cannot be had on a device."""
     if precision not in PRECISIONS:
         raise PrecisionError(f"precision {precision!r} is unknown; use one of {', '.join(PRECISIONS)}.")
     if precision == "tf32" and device != "cuda":
         raise PrecisionError("precision 'tf32' exists only on NVIDIA GPUs; use 'auto' or 'fp32' on the CPU.")
+
+
+def check_convolution(convolution: str) -> None:
+    if convolution not in CONVOLUTIONS:
+        words = " or ".join(map(repr, CONVOLUTIONS))
+        raise PostludeError(f"convolution={convolution!r} is unknown; use {words}.")
 
 
 def _through_pytorch(chain: Chain, tf32: bool | None, tensors: Sequence[Tensor]) -> Tensor:

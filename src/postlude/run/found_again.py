@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from postlude.run.nvrtc import cache_folder, read_kept, write_kept
+from postlude.files import read_kept, write_kept
+from postlude.hardware import cache_folder
 
 _KNOWN = "3.6."  # Triton's versions whose cache this was written for; others look into it themselves
 
@@ -36,7 +37,7 @@ def compiled(src: Any, target: Any = None, options: Any = None, _env_vars: Any =
     from triton.runtime.cache import get_cache_manager
 
     folder = cache_folder()
-    key = f"{src.hash()} {target} {sorted((options or {}).items())} {_env_vars} {_triton()}"
+    key = f"{src.hash()} {target} {sorted((options or {}).items())} {_triton()}"
     note = folder / f"{src.name[:80]}-{hashlib.sha256(key.encode()).hexdigest()}.note" if folder else None
     if note is not None and (kept := read_kept(note)):
         place = kept.decode()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from postlude.run.collecting import collecting
 from postlude.run.found_again import find_again
 
 # Told a kernel's name and what was compiled when it is launched for the first time: for tools that look on.
@@ -41,6 +42,9 @@ class Launch:
 
     def __call__(self, *tensors: Any) -> None:
         """Runs it on these pointers (tensors, or descriptors of tensors): always of the same dtypes."""
+        if collecting.launches is not None:
+            collecting.launches.append((self, tensors))
+            return
         if not hasattr(self.kernel, "device_caches"):  # Triton's interpreter, which compiles nothing
             self._through_triton(tensors)
             return
@@ -54,11 +58,28 @@ class Launch:
         else:
             compiled(*pointers, *self._after_tensors)
 
+    def compile(self, tensors: tuple[Any, ...]) -> Any:
+        """What these arguments are launched with, compiled for the current device; nothing runs."""
+        find_again(self.kernel, torch.cuda.current_device())
+        return self.kernel.warmup(*tensors, *self.numbers, grid=self.grid, **self.constants, num_warps=self.warps)
+
+    def key(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Equal for launches that are compiled to the same code."""
+        return (self.kernel, tuple(map(_kind, tensors)), self.numbers, tuple(self.constants.items()), self.warps)
+
     def _through_triton(self, tensors: tuple[Any, ...]) -> Any:
         compiled = self.kernel[self.grid](*tensors, *self.numbers, **self.constants, num_warps=self.warps)
         for watch in watchers:
             watch(self.kernel.__name__, compiled)
         return compiled
+
+
+def _kind(argument: Any) -> Any:
+    """What code depends on: a pointer's dtype and alignment, a descriptor's dtype and block, a number itself."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16
+    block = getattr(argument, "block_shape", None)
+    return argument if block is None else (argument.base.dtype, tuple(block))
 
 
 def accumulator(dtype: torch.dtype) -> Any:

@@ -6,7 +6,6 @@ import ctypes
 import functools
 import hashlib
 import re
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -17,15 +16,16 @@ from typing import Any
 import torch
 
 from postlude.errors import PostludeError
-from postlude.hardware import cache_folder as cache_folder
-from postlude.hardware import nvrtc_libraries
+from postlude.files import read_kept, write_kept
+from postlude.hardware import cache_folder, nvrtc_libraries
+from postlude.run.collecting import collecting
 from postlude.tile_table import NAME as TILES
 
 _STATIC_SHARED = 48 << 10  # what a block may have without asking
 _MAX_DYNAMIC_SHARED, _CARVEOUT = 8, 9  # CUfunction_attribute
 _ALWAYS = ("--std=c++17",)
-# The names that are written, a note's by found_again.py.
-_KEPT = re.compile(r"\w+-[0-9a-f]{64}(\.cubin|\.note|\w*\.tmp)")
+# The names that are written, a note's by found_again.py, a verdict's by site_check.py.
+_KEPT = re.compile(r"\w+-[0-9a-f]{64}(\.cubin|\.note|\.verdict|\w*\.tmp)")
 
 
 class CudaError(PostludeError):
@@ -121,31 +121,6 @@ def clear_cache() -> tuple[int, int]:
     return files, size
 
 
-def read_kept(path: Path) -> bytes | None:
-    """None where there is nothing, or not what was once written."""
-    try:
-        kept = path.read_bytes()
-    except OSError:
-        return None
-    digest, cubin = kept[:32], kept[32:]
-    return cubin if cubin and hashlib.sha256(cubin).digest() == digest else None
-
-
-def write_kept(path: Path, cubin: bytes) -> None:
-    """All at once or not at all; a folder that cannot be written only costs the next process its time."""
-    temporary: Path | None = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.stem, suffix=".tmp", delete=False) as file:
-            temporary = Path(file.name)
-            file.write(hashlib.sha256(cubin).digest() + cubin)
-        temporary.replace(path)
-    except OSError:
-        if temporary:
-            with suppress(OSError):
-                temporary.unlink()
-
-
 @functools.cache
 def _driver() -> ctypes.CDLL:
     try:
@@ -207,6 +182,8 @@ class Kernel:
 
     def launch(self, grid: tuple[int, int], threads: int, values: Sequence[int]) -> None:
         """On torch's current stream of the kernel's device."""
+        if collecting.launches is not None:  # it is compiled and loaded by now, which is all that was asked
+            return None
         if torch.cuda.current_device() != self.device:
             with torch.cuda.device(self.device):
                 return self.launch(grid, threads, values)

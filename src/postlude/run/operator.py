@@ -18,8 +18,9 @@ from postlude import reference
 from postlude.chain import Chain
 from postlude.errors import PostludeError
 from postlude.plan import problem_of
-from postlude.run.execute import prepared, run_chain
+from postlude.run.execute import prepared
 from postlude.run.moments_training import MomentsTraining
+from postlude.run.site import run_chain
 from postlude.run.training import Training
 
 

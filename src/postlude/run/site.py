@@ -2,59 +2,62 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from postlude.chain import Chain
 from postlude.hardware import default_fp32_precision
-from postlude.plan import Plan, Problem, Refusal, problem_of
-from postlude.run.crop import crop
-from postlude.run.execute import Runner, call, call_plain, is_transformed, prepare, prepared
-
-_REMEMBERED = 256  # problems per site before the look-up starts anew
+from postlude.plan import problem_of
+from postlude.run.execute import call, call_plain, is_transformed
+from postlude.run.ledger import Ledger, Question
 
 
 class Site(nn.Module):
-    """Runs one chain of a captured graph. Holds no parameters: they arrive as arguments, every call."""
+    """Runs one chain of a captured graph. Holds no parameters: they arrive as arguments, every call. What is known
+    about the chain is in the model's ledger."""
 
-    def __init__(self, name: str, chain: Chain, precision: str = "auto", memory: str = "default") -> None:
+    def __init__(
+        self,
+        name: str,
+        chain: Chain,
+        precision: str = "auto",
+        memory: str = "default",
+        convolution: str = "auto",
+        ledger: Ledger | None = None,
+    ) -> None:
         super().__init__()
-        self.name = name
-        self.chain = chain
-        self.precision = precision
-        self.memory = memory
-        self.is_enabled = True  # False: runs through PyTorch's operators, because verification said so
-        self.last: tuple[Problem, Plan | Refusal] | None = None
-        self.recorded: list[tuple[Tensor, ...]] | None = None  # [] while a crop of the inputs is wanted
-        self._known: dict[Any, tuple[Problem, Plan | Refusal, Runner]] = {}
+        self.name, self.chain = name, chain
+        self.precision, self.memory, self.convolution = precision, memory, convolution
+        self.ledger = Ledger() if ledger is None else ledger
+        self._table = self.ledger.table(name, chain)
 
     def forward(self, *tensors: Tensor) -> Tensor:
         if is_transformed():
             return call_plain(self.chain, tensors)
-        if self.recorded is not None and not self.recorded:
-            self.recorded.append(crop(self.chain, tensors))
-        problem, outcome, runner = self._look_up(tensors)
-        self.__dict__["last"] = (problem, outcome)  # nn.Module's own way of setting takes 5 µs
-        return call(runner, tensors)
-
-    def _look_up(self, tensors: tuple[Tensor, ...]) -> tuple[Problem, Plan | Refusal, Runner]:
         # Hashing a chain and its problem costs more than a small layer: the key is what a tensor says at once.
         grad = torch.is_grad_enabled()
         switch = (tensors[0].get_device(), default_fp32_precision()) if tensors[0].is_cuda else ""
-        key = (self.is_enabled, switch, *((t.shape, t.stride(), t.dtype, grad and t.requires_grad) for t in tensors))
-        known = self._known.get(key)
-        if known is None:
-            problem = problem_of(tensors, self.precision, self.memory)
-            if self.is_enabled:
-                found = prepared(self.chain, problem)
-            else:
-                found = (DISABLED, prepare(self.chain, DISABLED, problem.device))
-            if len(self._known) >= _REMEMBERED:
-                self._known.clear()
-            known = self._known[key] = (problem, *found)
-        return known
+        key = (switch, *((t.shape, t.stride(), t.dtype, grad and t.requires_grad) for t in tensors))
+        entry = self._table.get(key)
+        if entry is None:
+            entry = self.ledger.enter(self.question(tensors), key, tensors)
+        return call(entry.runner, tensors)
+
+    def question(self, tensors: tuple[Tensor, ...]) -> Question:
+        problem = problem_of(tensors, self.precision, self.memory, self.convolution)
+        needs = tuple(problem.needs_grad and tensor.requires_grad for tensor in tensors)
+        return Question(self.name, self.chain, problem, needs)
 
 
-DISABLED = Refusal(("switched off because its verification failed",))
+@functools.lru_cache(maxsize=1024)
+def _site(chain: Chain, precision: str) -> Site:
+    return Site(str(chain), chain, precision)
+
+
+def run_chain(chain: Chain, tensors: Sequence[Tensor], precision: str = "auto") -> Tensor:
+    """A chain on tensors of the caller's own, outside of any model."""
+    result: Tensor = _site(chain, precision)(*tensors)
+    return result

@@ -1,0 +1,48 @@
+"""The problems that a graph's chains are going to meet, read off the graph before it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from postlude.graph.capture import example_of
+from postlude.graph.match import Match
+from postlude.plan import problem_of
+from postlude.run.ledger import Question
+from postlude.run.site import Site
+
+
+def questions_of(
+    graph: fx.GraphModule, inputs: Sequence[Any], matches: Sequence[Match], sites: Sequence[Site]
+) -> list[Question | None]:
+    """One for each site; None where a size is not known before the call."""
+    wants = _wanting_gradients(graph, inputs) if torch.is_grad_enabled() else set()
+    return [_question(item, site, wants) for item, site in zip(matches, sites)]
+
+
+def _question(item: Match, site: Site, wants: set[fx.Node]) -> Question | None:
+    values = [example_of(node.meta.get("val")) for node in item.tensors]
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return None
+    needs = tuple(node in wants for node in item.tensors)
+    problem = problem_of(known, site.precision, site.memory, site.convolution)
+    return Question(site.name, site.chain, dataclasses.replace(problem, needs_grad=any(needs)), needs)
+
+
+def _wanting_gradients(graph: fx.GraphModule, inputs: Sequence[Any]) -> set[fx.Node]:
+    """Nodes whose value has a gradient: inputs that ask for one, and what is computed from them."""
+    found: set[fx.Node] = set()
+    given = iter(inputs)
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            x = next(given, None)
+            if isinstance(x, torch.Tensor) and x.requires_grad:
+                found.add(node)
+        elif node.target is not torch.ops.aten.detach.default and any(n in found for n in node.all_input_nodes):
+            found.add(node)
+    return found

@@ -1,0 +1,173 @@
+"""What is known about the chains of one model: the plan for every problem they met, and whether it is right.
+
+This is the only state behind an optimized model. Sites and graphs hold none: a graph that is captured again, for
+evaluation or another shape, finds here what an earlier one learned.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from postlude.chain import Chain
+from postlude.plan import Plan, Problem, Refusal
+from postlude.run import ahead
+from postlude.run.execute import Runner, prepare, prepared
+
+log = logging.getLogger("postlude")
+_REMEMBERED = 256  # problems per site before the look-up starts anew
+REPORT = "please report it, with what `postlude doctor` prints"
+
+
+class Judgement(Protocol):
+    """What checking says, as far as running depends on it."""
+
+    @property
+    def outcome(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a chain, as a check needs it: on real tensors, by what will run."""
+
+    chain: Chain
+    problem: Problem
+    needs: tuple[bool, ...]  # the slots that want a gradient
+    plan: Plan
+    runner: Runner
+
+
+Check = Callable[[Call, Sequence[Tensor] | None], Judgement]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How a chain runs for one problem."""
+
+    problem: Problem
+    outcome: Plan | Refusal
+    runner: Runner
+    verdict: Any = None  # a Judgement; None where nothing was checked
+
+
+@dataclass(frozen=True)
+class Question:
+    """A problem that a chain is going to meet, so that its kernels can be compiled together with others."""
+
+    name: str
+    chain: Chain
+    problem: Problem
+    needs: tuple[bool, ...]
+
+
+class Ledger:
+    """`check` judges every plan before its first use; without one plans run unchecked."""
+
+    def __init__(self, check: Check | None = None, progress: Callable[[str], None] | None = None) -> None:
+        self.check, self.progress = check, progress
+        self.off: dict[str, str] = {}  # site → why it runs through PyTorch's operators, in every graph
+        self.latest: dict[tuple[str, Chain], Entry] = {}  # the entry made last for each site
+        self._tables: dict[tuple[str, Chain], dict[Any, Entry]] = {}
+        self._lock = threading.RLock()
+
+    def table(self, name: str, chain: Chain) -> dict[Any, Entry]:
+        """The entries of one site by what its tensors look like."""
+        return self._tables.setdefault((name, chain), {})
+
+    def enter(self, question: Question, key: Any, tensors: Sequence[Tensor]) -> Entry:
+        """Plans, compiles and checks a problem that a site meets for the first time."""
+        with self._lock:
+            table = self.table(question.name, question.chain)
+            if key not in table:
+                if len(table) >= _REMEMBERED:
+                    table.clear()
+                table[key] = self.latest[question.name, question.chain] = self._entry(question, tensors)
+            return table[key]
+
+    def foresee(self, question: Question) -> Entry:
+        """The entry of a problem before its tensors are there: it is checked on drawn ones alone."""
+        with self._lock:
+            entry = self.latest[question.name, question.chain] = self._entry(question, None)
+            return entry
+
+    def expect(self, questions: Sequence[Question]) -> None:
+        """Compiles the kernels of several problems at once. What goes wrong here shows when one of them is entered."""
+        jobs: list[ahead.Job] = []
+        for question in questions:
+            if question.problem.device != "cuda" or question.name in self.off:
+                continue
+            try:
+                outcome, runner = prepared(question.chain, question.problem)
+                if isinstance(outcome, Plan):
+                    jobs += ahead.jobs_of(question.chain, runner, question.problem, question.needs)
+            except Exception as error:
+                log.debug("%s: its kernels are not known ahead of time (%s)", question.name, error)
+        if jobs:
+            self._say(f"compiling the kernels of {len(questions)} chains")
+            ahead.compile_all(jobs)
+
+    def switch_off(self, name: str, why: str) -> None:
+        """From now on the site runs through PyTorch's operators, in graphs that are there and in later ones."""
+        self.off[name] = why
+        for (site, _), table in self._tables.items():
+            if site == name:
+                table.clear()
+
+    def _entry(self, question: Question, tensors: Sequence[Tensor] | None) -> Entry:
+        chain, problem = question.chain, question.problem
+        if (why := self.off.get(question.name)) is not None:
+            return self._refused(question, why)
+        try:
+            outcome, runner = prepared(chain, problem)
+            if isinstance(outcome, Refusal):
+                return Entry(problem, outcome, runner)
+            if problem.device == "cuda":
+                jobs = ahead.jobs_of(chain, runner, problem, question.needs)
+                ahead.compile_all(jobs)
+                ahead.load_all(jobs)
+            verdict = self._checked(Call(chain, problem, question.needs, outcome, runner), question.name, tensors)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if ahead.raises_errors():
+                raise
+            return self._failed(question, error)
+        if verdict is not None and verdict.outcome == "wrong":
+            log.warning("the fused chain at %s is wrong (%s): PyTorch runs it; %s", question.name, verdict, REPORT)
+            self.switch_off(question.name, f"switched off because its verification failed: {verdict}")
+            refused = self._refused(question, self.off[question.name])
+            return Entry(problem, refused.outcome, refused.runner, verdict)
+        return Entry(problem, outcome, runner, verdict)
+
+    def _checked(self, call: Call, name: str, tensors: Sequence[Tensor] | None) -> Judgement | None:
+        if self.check is None:
+            return None
+        if call.problem.device == "cuda" and torch.cuda.is_current_stream_capturing():
+            log.warning("%s runs unchecked: a CUDA graph is being captured; call the model once before that", name)
+            return None
+        self._say(f"checking {name}: {call.chain}")
+        return self.check(call, tensors)
+
+    def _failed(self, question: Question, error: Exception) -> Entry:
+        text = str(error).strip().splitlines()
+        why = f"its kernels could not be built ({type(error).__name__}{': ' + text[0] if text else ''})"
+        log.warning("the chain at %s runs through PyTorch: %s; %s", question.name, why, REPORT)
+        self.switch_off(question.name, why)
+        return self._refused(question, why)
+
+    def _refused(self, question: Question, why: str) -> Entry:
+        refusal = Refusal((why,))
+        runner = prepare(question.chain, refusal, question.problem.device)
+        return Entry(question.problem, refusal, runner)
+
+    def _say(self, what: str) -> None:
+        if self.progress is not None:
+            self.progress(what)
+        else:
+            log.info("%s", what)

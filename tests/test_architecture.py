@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import postlude
 
@@ -19,14 +22,16 @@ MAY_IMPORT = {
     "chain": {"encoded", "words"},
     "code_hash": set(),
     "tile_table": {"files"},
-    "hardware": {"code_hash", "tile_table"},
+    "card_tiles": {"tile_table"},
+    "cards": {"card_tiles"},
+    "hardware": {"cards", "code_hash", "tile_table"},
     "files": {"errors"},
     "reference": {"chain"},
     "emit": {"chain", "words"},
     "emit_gradient": {"chain", "emit", "words"},
     "kernels": set(),
-    "export": {"chain", "emit", "errors", "graph", "hardware", "plan", "words"},
-    "plan": {"chain", "emit", "emit_gradient", "hardware", "tile_table"},
+    "export": {"cards", "chain", "emit", "errors", "graph", "hardware", "plan", "words"},
+    "plan": {"card_tiles", "cards", "chain", "emit", "emit_gradient", "hardware", "tile_table"},
     "run": {
         "chain",
         "emit",
@@ -50,6 +55,7 @@ MAY_IMPORT = {
     "problem_file": {"errors", "hardware"},
     "problems": set(),
     "cli": {
+        "cards",
         "chain",
         "check",
         "errors",
@@ -123,6 +129,32 @@ def test_only_hardware_asks_the_machine() -> None:
         if path.name != "hardware.py" and path.parent.name != "export":  # which writes files that ask for themselves
             text = path.read_text()
             assert [q for q in questions if q in text] == [], path.name
+
+
+_CARDS = {"cards.py", "card_tiles.py"}
+# The name of an architecture, or a comparison of one or of a compute capability.
+_ARCHITECTURE = re.compile(r"sm_\d|(architecture|capability) *(==|!=|<|>)")
+
+
+def _architectures(texts: dict[str, str]) -> list[str]:
+    """Lines that decide by an architecture where a card's abilities should be asked; what comments say is their own."""
+    return [
+        f"{name}: {line.strip()}"
+        for name, text in texts.items()
+        for line in text.splitlines()
+        if name not in _CARDS and _ARCHITECTURE.search(line.split("#")[0])
+    ]
+
+
+def test_only_cards_know_architectures() -> None:
+    texts = {str(path.relative_to(ROOT)): path.read_text() for path in ROOT.rglob("*.py")}
+    exported = ["capability == ({major}, {minor})", "capability >= (8, 0)"]  # what exported files ask for themselves
+    assert [line for line in _architectures(texts) if not any(part in line for part in exported)] == []
+
+
+@pytest.mark.parametrize("line", ['if machine.card.architecture != "sm_90":', "if capability >= (9, 0):"])
+def test_a_decision_by_an_architecture_is_seen(line: str) -> None:
+    assert _architectures({"gpu.py": line, "cards.py": line}) == [f"gpu.py: {line}"]
 
 
 def test_files_and_functions_stay_small() -> None:

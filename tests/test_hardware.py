@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,31 +17,42 @@ from postlude import hardware
 from postlude.check import tensors_for
 from postlude.graph import backend
 from postlude.plan import Plan, Problem, Refusal, lower, problem_of
+from postlude.run import execute, site
+from postlude.tile_table import Question, Row, TileTable, write_table
 
 NEEDED = "the GPU passes need an NVIDIA card of Ampere or later"
 
 
 @pytest.fixture(autouse=True)
 def _asked_anew() -> Iterator[None]:
-    hardware.machine_for.cache_clear()
+    hardware._machine.cache_clear()
     yield
-    hardware.machine_for.cache_clear()
+    hardware._machine.cache_clear()
+
+
+def properties(major: int, minor: int, name: str = "a card", count: int = 132, **more: Any) -> SimpleNamespace:
+    return SimpleNamespace(
+        name=name,
+        major=major,
+        minor=minor,
+        multi_processor_count=count,
+        L2_cache_size=50 << 20,
+        shared_memory_per_block=48 << 10,
+        shared_memory_per_block_optin=227 << 10,
+        **more,
+    )
 
 
 def a_card(
     monkeypatch: pytest.MonkeyPatch, major: int, minor: int, hip: str | None = None, triton: bool = True
 ) -> None:
-    properties = SimpleNamespace(
-        major=major,
-        minor=minor,
-        multi_processor_count=132,
-        L2_cache_size=50 << 20,
-        shared_memory_per_block=48 << 10,
-        shared_memory_per_block_optin=227 << 10,
-        gcnArchName=f"{hip}:sramecc+:xnack-",
-    )
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
+    some_cards(monkeypatch, properties(major, minor, gcnArchName=f"{hip}:sramecc+:xnack-"), triton=triton)
     monkeypatch.setattr(torch.version, "hip", hip and "6.4")
+
+
+def some_cards(monkeypatch: pytest.MonkeyPatch, *found: SimpleNamespace, triton: bool = True) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found[index])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(hardware, "norms_keeping_layout", lambda _device: frozenset({"group_norm"}))
     monkeypatch.setattr(hardware, "has_triton", lambda: triton)
 
@@ -79,6 +91,92 @@ def test_a_card_that_cannot_is_declined_with_one_sentence(
 def test_ampere_and_later_are_served(major: int, minor: int, monkeypatch: pytest.MonkeyPatch) -> None:
     a_card(monkeypatch, major, minor)
     assert isinstance(outcome("cuda"), Plan)
+
+
+H200 = properties(9, 0, "NVIDIA H200")
+L4 = properties(8, 9, "NVIDIA L4", 58, clock_rate=2_040_000, memory_clock_rate=6_251_000, memory_bus_width=192)
+
+
+def test_each_gpu_of_a_machine_is_its_own_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    some_cards(monkeypatch, H200, L4)
+    first, second = (hardware.machine_for(torch.device("cuda", index)) for index in (0, 1))
+    assert (first.card.name, first.card.is_measured, first.threads) == ("H200", True, 132)
+    assert (second.card.name, second.card.figures, second.threads) == ("NVIDIA L4", "estimated", 58)
+    assert second.card.rates.bandwidth == pytest.approx(300e9, rel=0.01)
+    assert second.card.rates.peak["16 bits"] == pytest.approx(121e12, rel=0.01)
+    assert hardware.machine_for("cuda:0") is first
+    assert hardware.machine_for("cuda") is first
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert hardware.machine_for("cuda") is second
+
+
+def test_a_driver_that_reports_no_clock_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+    some_cards(monkeypatch, properties(8, 6, "NVIDIA RTX A2000", 26))
+    card = hardware.machine_for("cuda").card
+    assert card.figures == "estimated"
+    assert 0 < card.rates.copy < 1e12
+
+
+def test_plans_are_made_for_the_gpu_that_runs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call on the second card must not get what was planned for the first."""
+    some_cards(monkeypatch, H200, L4)
+    monkeypatch.setitem(execute._PREPARE, "cuda", lambda plan: plan)  # type: ignore[arg-type,return-value]
+    tensors = tensors_for(CHAIN_61, (2, 64, 4, 4, 4), torch.float16)
+    large = problem_of(tensors).tensors
+    large = (dataclasses.replace(large[0], shape=(16, 64, 32, 32, 32)), *large[1:])
+    asked = [Problem(large, "cuda", "auto", False, index=index) for index in (0, 1)]
+    first, second = (execute.prepared(CHAIN_61, one)[0] for one in asked)
+    assert first == lower(CHAIN_61, asked[0], hardware.machine_for("cuda:0"))
+    assert second == lower(CHAIN_61, asked[1], hardware.machine_for("cuda:1"))
+    assert first != second
+    execute.prepared.cache_clear()
+
+
+def test_a_site_looks_up_by_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of one shape on another GPU are another problem."""
+
+    class OnGpu(torch.Tensor):
+        is_cuda, place = True, 0  # type: ignore[assignment]
+
+        def get_device(self) -> int:
+            return self.place
+
+    met: list[int] = []
+
+    def enter(_question: Any, key: Any, tensors: tuple[OnGpu]) -> SimpleNamespace:
+        met.append(tensors[0].place)
+        here._table[key] = SimpleNamespace(runner=lambda _: place)
+        return here._table[key]
+
+    given, here = torch.zeros(2).as_subclass(OnGpu), site.Site("layer", CHAIN_61)
+    monkeypatch.setattr(here.ledger, "enter", enter)
+    monkeypatch.setattr(here, "question", lambda _: None)
+    for place in (0, 1, 0):
+        given.place = place
+        here(given)
+    assert met == [0, 1]
+
+
+def test_tiles_of_another_gpu_of_the_machine_are_nothing_wrong(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    names = ["NVIDIA H200", "NVIDIA L4"]
+    monkeypatch.setenv("POSTLUDE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(hardware, "versions", lambda: {"gpu": names[0], "torch": "2.11", "triton": "3.6"})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: names[index])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
+    hardware.tuned_tiles.cache_clear()
+    row = Row(Question("last pass", layout="contiguous"), (("elements", 512),), tuned="2026-01-02")
+    write_table(tmp_path, hardware.tile_key(0), TileTable((row,)))
+    assert hardware.tuned_tiles(0).rows == (row,)
+    assert hardware.tuned_tiles(1).rows == ()
+    assert not recwarn.list
+    hardware.tuned_tiles.cache_clear()
+    names[0] = "another card, which is gone"  # then the table is nobody's, and that is said
+    assert hardware.tuned_tiles(1).rows == ()
+    assert len(recwarn.list) == 1
+    hardware.tuned_tiles.cache_clear()
 
 
 @pytest.mark.parametrize("device", ["mps", "xpu"])

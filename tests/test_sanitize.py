@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -10,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from machines import SMALL_H200
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parent.parent
@@ -82,7 +83,7 @@ def test_a_part_of_the_list(tool: Any, capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.filterwarnings("ignore")
 def test_results_are_compared_with_float64(tool: Any) -> None:
     """By Triton's interpreter, forward and backward; a mutant that drops a gate is seen."""
-    card = dataclasses.replace(tool.HOPPER, has_nvrtc=False, threads=4)
+    card = SMALL_H200
     (run,) = (run for run in tool.runs() if run.name == "library-fp32")
     tensors = tool.inputs_of(run, "cpu")
     names: set[str] = set()

@@ -153,7 +153,7 @@ def test_damaged_and_foreign_tables_are_passed_over(tmp_path: Path) -> None:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("POSTLUDE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(hardware, "tile_key", lambda: KEY)
+    monkeypatch.setattr(hardware, "tile_key", lambda *_: KEY)
     hardware.tuned_tiles.cache_clear()
     yield tmp_path
     hardware.tuned_tiles.cache_clear()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cases import WORDS, Case
+from machines import SMALL_H200
 from postlude import hardware, reference
 from postlude.chain import Pointwise, Scalar, Slot, Value
 from postlude.check import tensors_for
@@ -23,7 +24,7 @@ POINTS = [
     *(NAN, INF, -INF, 800.0, -800.0, 30.0, -30.0, 1e-3, -1e-3, 1e-30, -1e-30, 20.0),
     *(0.1, -2.0, 2.0, 5.0, -5.0, 0.7, 1.5, -1.5, 2.5, -2.5, 9.0, -9.0),
 ]
-CARD = hardware.Machine("cuda", 4, 50 << 20, True, architecture="sm_90")
+CARD = SMALL_H200
 named = pytest.mark.parametrize("case", WORDS, ids=lambda c: c.name)
 DTYPES = ((torch.float64, 1e-14), (torch.float32, 2e-6))
 ROUGH = {"hardsigmoid": 1e-7, "hardswish": 1e-7}  # PyTorch multiplies by a sixth in fp32, in float64 too

@@ -31,17 +31,17 @@ import torch
 from torch import Tensor
 
 import postlude
-from postlude import hardware, reference
+from postlude import cards, hardware, reference
 from postlude.chain import Chain, Convolution, Normalize, Operand, Pointwise, Reduce, Role, Slot, Step, Value
 from postlude.check import tensors_for
 from postlude.check.modes import pytorch_switches
-from postlude.hardware import Machine
+from postlude.hardware import Machine, machine_on
 from postlude.plan import Plan, lower, problem_of
 from postlude.run import execute, few_channels, few_channels_gradient, launch, nvrtc
 from postlude.words import REDUCTIONS
 
 KERNELS = Path(postlude.__file__).parent / "kernels"
-HOPPER = Machine("cuda", 132, 50 << 20, has_triton=True, architecture="sm_90", shared_bytes=232_448, has_nvrtc=True)
+HOPPER = machine_on(cards.H200)
 GLOBAL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)")
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "tf32": 2e-2, "float16": 2e-2, "bfloat16": 1e-1}
 

@@ -6,13 +6,13 @@ python tools/support_table.py --write  # and puts it where it belongs
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from postlude import cards
 from postlude.chain import Chain, Convolution, Normalize, Operand, Pointwise, Reduce, Role, Scalar, Slot, Step, Value
-from postlude.hardware import TESTED, Machine
+from postlude.hardware import TESTED, Machine, machine_on
 from postlude.plan import Plan, Problem, Refusal, lower
 from postlude.plan.channels import MOST_CHANNELS
 from postlude.plan.problem import Spec
@@ -21,14 +21,12 @@ from postlude.words import NORMS, POINTWISE, REDUCTIONS
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "support.md"
 CHANNELS, SPACE, BATCH = 32, 32, 8
 CPU = Machine("cpu", 2, 32 << 20, has_triton=True, has_onednn=True)
-HOPPER = Machine("cuda", 132, 50 << 20, has_triton=True, architecture="sm_90", shared_bytes=232_448, has_nvrtc=True)
-AMPERE = dataclasses.replace(HOPPER, architecture="sm_80", threads=108, shared_bytes=166_912)
+TURING = cards.estimated("Turing", "sm_75", 72, 65_536, 6 << 20, 1.77e9, 672e9)
+ROCM = cards.estimated("ROCm", "gfx942", 304, 65_536, 4 << 20, 2.1e9, 5.3e12)
 MACHINES = {
     "CPU": CPU,
-    "sm_80": AMPERE,
-    "sm_90": HOPPER,
-    "sm_75": dataclasses.replace(HOPPER, architecture="sm_75"),
-    "ROCm": dataclasses.replace(HOPPER, architecture="gfx942"),
+    **{card.architecture: machine_on(card) for card in (cards.A100, cards.H200, TURING)},
+    "ROCm": machine_on(ROCM),
     "MPS": Machine("mps", 0, 0, has_triton=False),
 }
 DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from postlude.cards import NO_CARD, Card, card_for
 from postlude.code_hash import kernel_hash
 from postlude.tile_table import NO_TILES, Key, TileTable, read_tables
 from postlude.tile_table import Found as FoundTiles
@@ -36,40 +38,54 @@ class Machine:
     maps_large_buffers: bool = True  # the allocator gives large buffers back to the system and gets them anew
     # Norms whose result is channels-last as their input.
     norms_keeping_layout: frozenset[str] = frozenset({"group_norm", "batch_norm"})
-    architecture: str = ""  # "sm_90" on an NVIDIA GPU, "gfx942" on an AMD one, the CPU's instruction set otherwise
-    shared_bytes: int = 0  # shared memory that one block may have, on a GPU
+    card: Card = NO_CARD  # of a GPU; `machine_on` makes the machine of a card
     has_nvrtc: bool = False
     tiles: TileTable = NO_TILES  # that the user has measured on this card
 
-    @property
-    def compute_capability(self) -> int:
-        """90 for "sm_90"; 0 for what is no NVIDIA card."""
-        number = self.architecture.removeprefix("sm_")
-        return int(number) if number != self.architecture and number.isdigit() else 0
+
+def machine_on(card: Card, *, has_triton: bool = True, has_nvrtc: bool = True, **facts: Any) -> Machine:
+    """A machine with this card, which need not be here."""
+    sizes = (card.multiprocessors, card.l2_bytes)
+    return Machine("cuda", *sizes, has_triton=has_triton, has_nvrtc=has_nvrtc, card=card, **facts)
+
+
+def machine_for(device: torch.device | str) -> Machine:
+    """What is known of a device. Each GPU of a machine has its own answer; "cuda" is the current one."""
+    where = torch.device(device)
+    if where.type != "cuda":
+        return _machine(where.type, 0)
+    return _machine("cuda", torch.cuda.current_device() if where.index is None else where.index)
 
 
 @functools.cache
-def machine_for(device_type: str) -> Machine:
+def _machine(device_type: str, index: int) -> Machine:
     if device_type == "cuda":
-        card = torch.cuda.get_device_properties()
-        cores, name = card.multi_processor_count, _architecture(card)
-        keeping = norms_keeping_layout("cuda")
-        return Machine(
-            "cuda",
-            cores,
-            card.L2_cache_size,
-            has_triton(),
-            norms_keeping_layout=keeping,
-            architecture=name,
-            shared_bytes=int(getattr(card, "shared_memory_per_block_optin", card.shared_memory_per_block)),
+        return machine_on(
+            _card(torch.cuda.get_device_properties(index)),
+            has_triton=has_triton(),
             has_nvrtc=has_nvrtc(),
-            tiles=tuned_tiles(),
+            norms_keeping_layout=norms_keeping_layout(f"cuda:{index}"),
+            tiles=tuned_tiles(index),
         )
     if device_type != "cpu":
         return Machine(device_type, 0, 0, has_triton=False)  # nothing of ours runs there, so nothing is asked
     threads, cache = torch.get_num_threads(), last_level_cache_bytes()
     maps, keeping = not malloc_is_tuned(), norms_keeping_layout(device_type)
-    return Machine(device_type, threads, cache, has_triton(), has_onednn(), maps, keeping, cpu_capability())
+    return Machine(device_type, threads, cache, has_triton(), has_onednn(), maps, keeping)
+
+
+def _card(found: Any) -> Card:
+    # Clocks come in kHz, and memory moves two words a cycle. Old drivers report 0.
+    clock, memory = (getattr(found, name, 0) * 1e3 for name in ("clock_rate", "memory_clock_rate"))
+    return card_for(
+        str(getattr(found, "name", "")),
+        _architecture(found),
+        found.multi_processor_count,
+        int(getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)),
+        found.L2_cache_size,
+        clock,
+        2 * memory * getattr(found, "memory_bus_width", 0) / 8,
+    )
 
 
 def _architecture(card: Any) -> str:
@@ -79,9 +95,9 @@ def _architecture(card: Any) -> str:
     return f"sm_{card.major}{card.minor}"
 
 
-def norms_keeping_layout(device_type: str) -> frozenset[str]:
+def norms_keeping_layout(device: str) -> frozenset[str]:
     """Asks PyTorch, whose answer differs by device and version: run each norm on a small channels-last tensor."""
-    x = torch.ones(2, 4, 3, 3, 3, device=device_type).to(memory_format=torch.channels_last_3d)
+    x = torch.ones(2, 4, 3, 3, 3, device=device).to(memory_format=torch.channels_last_3d)
     results = {
         "group_norm": F.group_norm(x, 2),
         "instance_norm": F.instance_norm(x),
@@ -95,8 +111,8 @@ def free_bytes(device: str) -> float:
     """Memory that can still be had, with what PyTorch's allocator holds unused; without a limit on a CPU."""
     if not device.startswith("cuda"):
         return math.inf
-    free, _ = torch.cuda.mem_get_info()
-    return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def default_device() -> str:
@@ -179,29 +195,38 @@ def cache_folder() -> Path | None:
     return None
 
 
-def tile_key() -> Key:
-    """What tiles that are measured here depend on."""
+def tile_key(index: int | None = None) -> Key:
+    """What tiles that are measured on this GPU, or the current one, depend on."""
     found, here = versions(), Path(__file__).parent
     kernels = kernel_hash([here / "kernels", here / "emit.py", here / "emit_gradient.py"])
-    return Key(found.get("gpu", ""), found["torch"], found["triton"], kernels)
+    card = torch.cuda.get_device_name(index) if index is not None and "gpu" in found else found.get("gpu", "")
+    return Key(card, found["torch"], found["triton"], kernels)
 
 
 TILES_ADVICE = "`postlude tune FILE.py` makes new ones, `postlude doctor --clear-cache` deletes the old ones"
 
 
-def found_tiles() -> FoundTiles:
-    """The user's own tiles on disk, and what else lies there."""
+def found_tiles(index: int | None = None) -> FoundTiles:
+    """The user's own tiles on disk for this GPU, or the current one, and what else lies there."""
     folder = cache_folder()
     with suppress(OSError):  # a folder that cannot be read holds nothing for us
         if folder is not None and next(folder.glob("tiles-*.json"), None) is not None:
-            return read_tables(folder, tile_key())
+            found = read_tables(folder, tile_key(index))
+            return dataclasses.replace(found, foreign=found.foreign - _for_other_cards(folder, found))
     return FoundTiles(NO_TILES, (), (), 0)
 
 
+def _for_other_cards(folder: Path, found: FoundTiles) -> int:
+    """Of files that are not for this GPU, those for another one of this machine: nothing is wrong with them."""
+    count = torch.cuda.device_count() if found.foreign and torch.cuda.is_available() else 0
+    keys = {tile_key(index) for index in range(count)} if count > 1 else set()
+    return len({file for key in keys for file in read_tables(folder, key).files} - set(found.files))
+
+
 @functools.cache
-def tuned_tiles() -> TileTable:
-    """The user's own tiles. Asked once a process, and so is the warning about tables that are no good here."""
-    found = found_tiles()
+def tuned_tiles(index: int | None = None) -> TileTable:
+    """The user's own tiles. Asked once a GPU, and so is the warning about tables that are no good here."""
+    found = found_tiles(index)
     if found.problem is not None:
         warnings.warn(f"Tuned tiles in {cache_folder()} are not used: {found.problem}; {TILES_ADVICE}.", stacklevel=2)
     return found.table

@@ -100,7 +100,7 @@ def _is_large(call: Call) -> bool:
 
 
 def _budget(problem: Problem) -> Budget:
-    room = hardware.free_bytes(problem.device) / 2 / (8 * BUFFERS)
+    room = hardware.free_bytes(problem.place) / 2 / (8 * BUFFERS)
     return Budget(FLOPS.get(problem.device, FLOPS["cpu"]), min(room, ELEMENTS.get(problem.device, ELEMENTS["cpu"])))
 
 
@@ -123,7 +123,7 @@ def _piece(
 
     def run(chain: Chain, given: Sequence[Tensor]) -> Tensor:
         planned = problem_of(given, problem.precision, problem.memory, problem.convolution)
-        machine = hardware.machine_for(problem.device)
+        machine = hardware.machine_for(problem.place)
         return execute(chain, lower(chain, planned, machine, even_if_slower=True), given)
 
     return cut_space(chain, of_batch(chain, tensors, slice(shape[0])), shape[2:]), run, (note,)
@@ -156,14 +156,15 @@ def _drawn(call: Call) -> list[Tensor]:
         dims = call.chain.dims
         layout = memory_format(spec.layout if len(spec.shape) == dims + 2 else "contiguous", dims)
         dtype = getattr(torch, spec.dtype)
-        return torch.empty(spec.shape, dtype=dtype, device=call.problem.device, memory_format=layout)
+        return torch.empty(spec.shape, dtype=dtype, device=call.problem.place, memory_format=layout)
 
     return list(tensors_like(call.chain, [empty(spec) for spec in call.problem.tensors], seed=RANDOM_POINTS))
 
 
 def _key(call: Call) -> str:
-    """Of all that the answer depends on."""
-    what = (call.chain.dumps(), repr(call.problem), call.needs, repr(call.plan), _here())
+    """Of all that the answer depends on: of a GPU that is its card, not its number."""
+    problem, card = replace(call.problem, index=0), hardware.machine_for(call.problem.place).card
+    what = (call.chain.dumps(), repr(problem), call.needs, repr(call.plan), str(card), _here())
     return hashlib.sha256(repr(what).encode()).hexdigest()
 
 

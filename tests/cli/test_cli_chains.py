@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from cases import CHAIN_23, CHAIN_61, Builder, conv
 from cli.problem_texts import GOOD, NOTHING, RESULT, Run, Write
 from plan.test_convolve import card
 from plan.test_lower import CARD, problem
+from postlude import hardware
 from postlude.cli import session
-from postlude.cli.chains import explain_site
+from postlude.cli.chains import _show_cards, explain_site
 from postlude.pipeline import SiteReport
 from postlude.plan import lower
 
@@ -151,6 +153,22 @@ def test_a_gpu_plan_is_explained_by_its_launches(capsys: pytest.CaptureFixture[s
     assert "2 launches of our kernels; nothing of the convolution's size is stored" in said
     assert "why: our own convolution" in said
     assert "tiles of the product (2 planes, 64→128 channels): shipped for sm_90, measured on an H200" in said
+
+
+def test_cards_are_named_once_each(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a model on two GPUs both, and on a CPU none."""
+    known = {"cuda:0": card(90), "cuda:1": card(80)}
+    monkeypatch.setattr(hardware, "machine_for", lambda place: known[place])
+    sites = []
+    for device, index in (("cuda", 0), ("cuda", 1), ("cuda", 0), ("cpu", 0)):
+        given = dataclasses.replace(problem(CHAIN_61, (16, 64, 32, 32, 32), device=device), index=index)
+        sites.append(SiteReport("layer", CHAIN_61, given, lower(CHAIN_61, given, CARD), None))
+    _show_cards(sites)
+    said = [line for line in capsys.readouterr().out.splitlines() if line]
+    assert said == [
+        "cuda:0 is planned for as H200: its rates and tiles were measured.",
+        "cuda:1 is planned for as A100: its rates come from published figures, not measured.",
+    ]
 
 
 def test_a_plan_of_training_says_what_it_keeps_and_whose_gradients_it_has(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from cli.problem_texts import Run
-from postlude import hardware
+from postlude import cards, hardware
 from postlude.cli import demo, demo_case, demo_child, doctor
 from postlude.cli.frame import Settings
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+UNKNOWN = cards.estimated("NVIDIA L4", "sm_89", 58, 101_376, 48 << 20, 2.04e9, 300e9)
 
 
 def test_doctor_looks_at_everything(run: Run, tmp_path: Path) -> None:
@@ -49,6 +50,33 @@ def test_doctor_clears_its_cache_and_nothing_else(run: Run, tmp_path: Path, monk
     assert not any(path.exists() for path in ours)
     assert all(path.exists() for path in others)
     assert "nothing to clear" in run("doctor", "--clear-cache", "--device", "cpu").out
+
+
+@pytest.mark.parametrize(
+    ("card", "state", "words"),
+    [
+        (cards.H200, "good", "H200: its rates and tiles were measured"),
+        (cards.A100, "note", "A100: its rates come from published figures, not measured"),
+        (UNKNOWN, "note", "NVIDIA L4: its rates are estimated"),
+    ],
+)
+def test_doctor_names_the_card_and_where_its_figures_come_from(
+    card: cards.Card, state: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "machine_for", lambda _: hardware.machine_on(card))
+    monkeypatch.setattr(hardware, "versions", lambda: {"gpu": f"NVIDIA {card.name}"})
+    _, found = doctor._gpu()
+    assert (found.what, found.state) == ("card", state)
+    assert found.found.startswith(words)
+    assert ("postlude tune" in found.advice) == (state == "note")
+
+
+def test_doctor_finds_an_old_card_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = replace(UNKNOWN, architecture="sm_75")
+    monkeypatch.setattr(hardware, "machine_for", lambda _: hardware.machine_on(old))
+    monkeypatch.setattr(hardware, "versions", lambda: {"gpu": "an old card"})
+    (found,) = doctor._gpu()
+    assert (found.state, "Ampere or newer" in found.advice) == ("bad", True)
 
 
 def test_tiles_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -253,14 +253,14 @@ def test_one_small_chain_is_tuned_end_to_end(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("POSTLUDE_CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "model.py").write_text(TEXT.replace("4, 32, 28, 28, 28", "4, 32, 64, 64, 64"))
     hardware.tuned_tiles.cache_clear()
-    hardware.machine_for.cache_clear()
+    hardware._machine.cache_clear()
     ran = run("tune", str(tmp_path / "model.py"), "--json", str(tmp_path / "out.json"))
     assert ran.code == 0, ran.err
     data = json.loads((tmp_path / "out.json").read_text())
     assert data["questions"]
     assert all("another result" not in reason for one in data["questions"] for reason in one["left_out"])
     hardware.tuned_tiles.cache_clear()
-    hardware.machine_for.cache_clear()
+    hardware._machine.cache_clear()
     kept = [one for one in data["questions"] if one["settings"] is not None]
     assert len(hardware.tuned_tiles().rows) == len(kept)
     assert isinstance(hardware.machine_for("cuda").tiles, TileTable)
@@ -268,4 +268,4 @@ def test_one_small_chain_is_tuned_end_to_end(tmp_path: Path, monkeypatch: pytest
     assert explained.code == 0, explained.err
     assert ("tuned on this card" in explained.out) == bool(kept)
     hardware.tuned_tiles.cache_clear()
-    hardware.machine_for.cache_clear()
+    hardware._machine.cache_clear()

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from cases import BY_NAME
+from machines import SMALL_H200
 from postlude.check import tensors_for
 from postlude.export import rules
 from postlude.export.specialise import Inline, Name, specialise
-from postlude.hardware import Machine
 from postlude.plan import Plan, problem_of
 from postlude.plan.gpu import lower_for_gpu
 from postlude.plan.types import Tile
@@ -25,7 +25,7 @@ from postlude.run.launch import Launch, descriptor
 from postlude.run.programs import HEADER, compose
 
 pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("packed_product")]
-CARD = Machine("cuda", 4, 50 << 20, True, architecture="sm_90")
+CARD = SMALL_H200
 SMALL = {"contiguous": Tile(128, 0, 64, 2), "channels_last": Tile(64, 8, 32, 2)}
 TILES = frozenset({"BM", "BC", "BK", "BLOCK", "BLOCK_C", "STAGES"})
 PASSES = {"61 small": {"before": "relu({0})"}}  # what a composed function does, where that is one call

@@ -15,9 +15,11 @@ import torch
 
 from cases import CHAIN_23
 from kernels.offline import CARDS
+from machines import H200
+from machines import card as machine_of
 from plan.test_lower import problem
 from postlude import hardware
-from postlude.hardware import Machine, has_nvrtc
+from postlude.hardware import has_nvrtc
 from postlude.plan.few_channels import FewChannels, Geometry, shared_bytes
 from postlude.plan.few_channels_gradient import few_channels_gradient_for
 from postlude.run import nvrtc
@@ -33,9 +35,9 @@ USES = {
 
 
 def settings_for(card: int, operand: str, planes: int) -> FewChannels:
-    """Two rows at a time fit the registers of sm_90 only; smaller tiles where blocks have less shared memory."""
+    """Smaller tiles where blocks have less shared memory."""
     small = CARDS[card] < 110_000
-    rows, height = (2 if card == 90 else 1), (6 if small else 10)
+    rows, height = machine_of(card).card.abilities.few_channel_rows, (6 if small else 10)
     return FewChannels(operand, planes, 11, height, rows, blocks=1 if small and planes == 2 else 2)
 
 
@@ -64,12 +66,12 @@ def test_compiles_within_each_cards_limits(card: int, use: str) -> None:
 def test_the_planned_gradients_compile_within_hoppers_limits(use: str) -> None:
     operand, planes, dtype = USES[use]
     shape = Geometry(3, 24, (3, 3, 3), (0, 0, 0), False, dtype)
-    machine = Machine("cuda", 132, 50 << 20, True, architecture="sm_90", has_nvrtc=True, shared_bytes=CARDS[90])
     given = problem(CHAIN_23, (128, 3, 24, 32, 32), device="cuda")
-    plan = few_channels_gradient_for(FewChannels(operand, planes, 11, 10), CHAIN_23, given, machine)
+    plan = few_channels_gradient_for(FewChannels(operand, planes, 11, 10), CHAIN_23, given, H200)
     assert plan is not None
     for settings, wanted in ((plan.weight, (True, False)), (plan.both, (True, True)), (plan.both, (False, True))):
-        options = ("--gpu-architecture=sm_90", "--ptxas-options=-v", *gradient_defines(settings, shape, wanted))
+        target = f"--gpu-architecture={H200.card.architecture}"
+        options = (target, "--ptxas-options=-v", *gradient_defines(settings, shape, wanted))
         _, log = nvrtc.compile_source(source("few_channels_gradient.cu"), options)
         spilled = re.search(r"(\d+) bytes spill stores", log)
         assert spilled is not None, log

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from cases import BY_NAME, CASES, CHAIN_23, CHAIN_61, Builder, Case, conv
-from postlude import reference
+from machines import H200
+from postlude import cards, reference
 from postlude.chain import Chain, Value
 from postlude.check import tensors_for
-from postlude.hardware import Machine
+from postlude.hardware import Machine, machine_on
 from postlude.plan import Keep, Moments, Plan, Problem, Refusal, Spec, Store, lower, problem_of
 from postlude.plan.gemm import Gemm
 from postlude.plan.gpu import tile_for
@@ -20,7 +21,7 @@ from postlude.plan.program import MomentsOnly, moments_only
 from postlude.plan.tiles import pass_warps, short_rows
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-CPU = Machine("cpu", 2, 32 << 20, True, True, True, architecture="AVX2")
+CPU = Machine("cpu", 2, 32 << 20, True, True, True)
 
 
 def problem(chain: Chain, shape: tuple[int, ...], layout: str = "contiguous", **changes: object) -> Problem:
@@ -155,7 +156,7 @@ def test_moments_suffice_only_where_every_step_is_affine() -> None:
     assert moments_only(twice) is None
 
 
-CARD = Machine("cuda", 132, 50 << 20, True, architecture="sm_90", shared_bytes=232_448, has_nvrtc=True)
+CARD = H200
 STRIDED = Builder(3, conv(3, (64, 64), stride=2)).op("relu").norm(8).chain()
 
 
@@ -237,7 +238,7 @@ def test_on_a_gpu_small_values_and_moments_of_the_librarys_convolution_stay_with
 
 @pytest.mark.parametrize("architecture", ["sm_75", ""])
 def test_cards_before_ampere_are_declined(architecture: str) -> None:
-    old = dataclasses.replace(CARD, architecture=architecture)
+    old = machine_on(cards.estimated("an old card", architecture, 72, 65_536, 4 << 20, 1.5e9, 672e9))
     refusal = lower(CHAIN_61, problem(CHAIN_61, (16, 64, 32, 32, 32), device="cuda"), old)
     assert "Ampere or later" in str(refusal)
 

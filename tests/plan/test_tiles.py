@@ -9,8 +9,9 @@ import pytest
 
 from cases import CHAIN_23, CHAIN_61, Builder, conv
 from kernels.offline import CARDS
-from plan.test_convolve import card
+from machines import card, with_shared_bytes
 from plan.test_lower import problem
+from postlude.card_tiles import BY_RULE_80, MEASURED, RULE
 from postlude.chain import Chain
 from postlude.hardware import Machine
 from postlude.plan import Plan, Problem, lower
@@ -20,7 +21,7 @@ from postlude.plan.convolve import gradient_products, product_for, weight_gemm_f
 from postlude.plan.few_channels import FewChannels
 from postlude.plan.gemm import Arithmetic, Gemm
 from postlude.plan.questions import questions_of
-from postlude.plan.tiles import BY_RULE_80, MEASURED, RULE, answer, product_questions
+from postlude.plan.tiles import answer, product_questions
 from postlude.tile_table import SETTINGS, Question, Row
 
 ONE, TWO = Arithmetic("float16", 1, scaled=True), Arithmetic("float16", 2, scaled=True)
@@ -71,7 +72,7 @@ def test_a_tile_that_does_not_fit_is_passed_over() -> None:
     machine = tuned(card(90), question, rows=256, stages=4, warps=8)
     assert product_for(CONV, (32, 32, 32), TWO, machine) == product_for(CONV, (32, 32, 32), TWO, card(90))
     (question,) = product_questions("weight's gradient", CONV, TWO, card(90))
-    machine = dataclasses.replace(tuned(card(90), question, stages=4, warps=8, programs=4), shared_bytes=120_000)
+    machine = with_shared_bytes(tuned(card(90), question, stages=4, warps=8, programs=4), 120_000)
     assert weight_gemm_for(CONV, (32, 32, 32), TWO, machine) == weight_gemm_for(CONV, (32, 32, 32), TWO, card(90))
     machine = tuned(card(90), question, stages=2, warps=4, programs=4)
     made = weight_gemm_for(CONV, (32, 32, 32), TWO, machine)
@@ -126,7 +127,7 @@ def test_products_in_place_take_a_tuned_tile_that_fits() -> None:
     assert isinstance(plan.own, Boxes)
     assert (plan.own.block_h * plan.own.block_j, plan.own.block_k, plan.own.stages) == (64, 32, 4)
     assert "tuned on this card" in plan.tiles[0]
-    small = dataclasses.replace(tuned(card(90), question, columns=256, steps=64, stages=4), shared_bytes=110_000)
+    small = with_shared_bytes(tuned(card(90), question, columns=256, steps=64, stages=4), 110_000)
     plan = lower(chain, given, small)
     assert isinstance(plan, Plan)
     assert plan.own == shipped.own

@@ -7,6 +7,7 @@ import pytest
 from cases import CHAIN_61, Builder, conv
 from plan.test_convolve import card
 from plan.test_lower import problem
+from postlude import cards
 from postlude.chain import Chain
 from postlude.plan import Plan, worth
 from postlude.plan.convolve import gemm_for
@@ -43,10 +44,10 @@ def test_cudnns_products_with_zeros_are_charged_to_it() -> None:
     given = problem(chain, (128, 8, 128, 128), device="cuda", precision="tf32")
     own = gemm_for(chain, given, card(90))
     assert isinstance(own, Gemm)
-    _, theirs = worth._seconds(chain, given, own)
+    _, theirs = worth._seconds(chain, given, cards.H200, own)
     wide = Builder(2, conv(2, (16, 64))).op("relu").chain()
     more = problem(wide, (128, 16, 128, 128), device="cuda", precision="tf32")
-    assert theirs == pytest.approx(worth._seconds(wide, more, own)[1], rel=0.05)
+    assert theirs == pytest.approx(worth._seconds(wide, more, cards.H200, own)[1], rel=0.05)
 
 
 @pytest.mark.parametrize(

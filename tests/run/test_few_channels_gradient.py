@@ -39,7 +39,7 @@ CHAINS: dict[str, tuple[Chain, tuple[int, ...]]] = {
     "sum": (SUM, (3, 2, 4, 5)),
     "longer": (LONGER, (3, 3, 5, 4)),
 }
-HOPPER = dataclasses.replace(CARD, has_nvrtc=True, shared_bytes=232_448)
+HOPPER = dataclasses.replace(CARD, has_nvrtc=True)
 
 
 @pytest.fixture

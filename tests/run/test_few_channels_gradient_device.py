@@ -39,7 +39,7 @@ def ready(chain: Chain, tensors: Sequence[Tensor], precision: str = "auto") -> R
     problem = dataclasses.replace(problem_of(tensors, precision), needs_grad=True)
     plan = lower_for_gpu(chain, problem, hardware.machine_for("cuda"), even_if_slower=True)
     assert isinstance(plan, Plan), plan
-    if hardware.machine_for("cuda").architecture == "sm_90":
+    if hardware.machine_for("cuda").card.abilities.has_few_channel_gradients:
         assert plan.few_gradient is not None
     return prepare(chain, plan, "cuda")
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from cases import BY_NAME, CASES, Builder, Case, conv
+from machines import SMALL_H200
 from postlude import reference
 from postlude.chain import Chain
 from postlude.check import chain_points, tensors_for, verify_chain
 from postlude.emit import emit
-from postlude.hardware import Machine
 from postlude.plan import Plan, problem_of
 from postlude.plan.gemm import Gemm
 from postlude.plan.gpu import lower_for_gpu
@@ -23,7 +23,7 @@ from postlude.run import finish_moments, passes, programs
 from postlude.run.gpu import GpuRun
 
 pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore")]
-CARD = Machine("cuda", 4, 50 << 20, True, architecture="sm_90")  # no NVRTC: Triton's interpreter runs no CUDA C++
+CARD = SMALL_H200
 SMALL = {
     "contiguous": Tile(128, 0, 64, 2),
     "channels_last": Tile(64, 8, 32, 2),

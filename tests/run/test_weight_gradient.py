@@ -12,9 +12,9 @@ from torch import Tensor
 
 from cases import conv
 from fuzz.drawing import plain_convolutions
+from machines import SMALL_H200
 from postlude import reference
 from postlude.chain import Convolution
-from postlude.hardware import Machine
 from postlude.plan.convolve import weight_gemm_for
 from postlude.plan.gemm import Arithmetic
 from postlude.plan.problem import spec_of
@@ -22,7 +22,7 @@ from postlude.run.packing import InputPacking
 from postlude.run.weight_gradient import WeightGradient
 
 pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore")]
-CARD = Machine("cuda", 4, 50 << 20, True, architecture="sm_90")
+CARD = SMALL_H200
 EXACT, TWO, ONE = Arithmetic("float64"), Arithmetic("float16", 2, True), Arithmetic("float16", 1, True)
 HALF = Arithmetic("float16")
 CASES: dict[str, tuple[Convolution, tuple[int, ...]]] = {

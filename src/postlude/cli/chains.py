@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from postlude import hardware
 from postlude.check.verdict import Verdict
 from postlude.cli.frame import COULD_NOT_RUN, DONE, NO, Answer, Settings
 from postlude.cli.output import megabytes, say, show_table
@@ -36,6 +38,7 @@ def explain(settings: Settings, path: Path, repro: str | None = None, train: boo
     opened = open_problem(settings, path)
     result = fuse(settings, opened.model, opened.inputs, train=train)
     _raise_if_not_captured(result, path)
+    _show_cards(result.sites)
     for site in result.sites:
         explain_site(site)
         say()
@@ -45,6 +48,11 @@ def explain(settings: Settings, path: Path, repro: str | None = None, train: boo
     if repro is not None:
         say(f"Wrote {write_repro(result.sites, repro)}.")
     return Answer(DONE, {"file": str(path), **machine_data(settings), **result_data(result)})
+
+
+def _show_cards(sites: Sequence[SiteReport]) -> None:
+    for place in dict.fromkeys(site.problem.place for site in sites if site.problem.device == "cuda"):
+        say(f"{place} is planned for as {hardware.machine_for(place).card}.\n")
 
 
 def explain_site(site: SiteReport) -> None:

@@ -17,7 +17,6 @@ from postlude.pipeline import optimize
 from postlude.run import nvrtc
 
 OLDEST_TORCH = (2, 11)
-OLDEST_GPU = 80
 TUNED_MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": "4294967296",
     "MALLOC_TRIM_THRESHOLD_": "8589934592",
@@ -74,7 +73,7 @@ def _machine(settings: Settings) -> Iterator[Finding]:
     yield Finding("last-level cache", megabytes(hardware.last_level_cache_bytes()), "good")
     yield _threads()
     if settings.device == "cuda":
-        yield _gpu()
+        yield from _gpu()
         yield _tiles()
         return
     tuned = hardware.malloc_is_tuned()
@@ -95,11 +94,14 @@ def _threads() -> Finding:
     return Finding("threads", f"{threads} on {cores} cores", "good")
 
 
-def _gpu() -> Finding:
-    name = hardware.versions()["gpu"]
-    if hardware.machine_for("cuda").compute_capability < OLDEST_GPU:
-        return Finding("gpu", name, "bad", "Postlude needs an NVIDIA card of Ampere or newer; use --device cpu")
-    return Finding("gpu", name, "good")
+def _gpu() -> Iterator[Finding]:
+    name, card = hardware.versions()["gpu"], hardware.machine_for("cuda").card
+    if not card.is_served:
+        yield Finding("gpu", name, "bad", "Postlude needs an NVIDIA card of Ampere or newer; use --device cpu")
+        return
+    yield Finding("gpu", name, "good")
+    advice = "" if card.is_measured else "`postlude tune FILE.py` measures the tiles of your model on this card"
+    yield Finding("card", str(card), "good" if card.is_measured else "note", advice)
 
 
 def _tiles() -> Finding:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from postlude import hardware, problem_file
+from postlude.cards import Card
 from postlude.cli.frame import Settings
 from postlude.cli.output import working
 from postlude.pipeline import Optimized, SiteReport
@@ -54,9 +55,14 @@ def machine_data(settings: Settings) -> dict[str, Any]:
         "device": settings.device,
         "precision": settings.precision,
         "threads": machine.threads,
+        "card": card_data(machine.card) if machine.device == "cuda" else None,
         "malloc": malloc_word(),
         "versions": hardware.versions(),
     }
+
+
+def card_data(card: Card) -> dict[str, str]:
+    return {"name": card.name, "architecture": card.architecture, "figures": card.figures}
 
 
 def malloc_word() -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from postlude import cards
 from postlude.chain import Chain, Normalize, Reduce
 from postlude.errors import PostludeError
 from postlude.export.chain_text import ChainText, chain_text, unwritable
@@ -21,7 +22,7 @@ from postlude.export.original import arguments_of, read
 from postlude.export.product import why_no_product
 from postlude.export.trace import FoundChain, trace
 from postlude.export.training import why_untrained
-from postlude.hardware import Machine
+from postlude.hardware import Machine, machine_on
 from postlude.plan import Plan, Problem, lower
 from postlude.plan.boxes import Boxes
 from postlude.plan.convolve import product_for
@@ -30,16 +31,7 @@ from postlude.plan.problem import spec_of
 from postlude.plan.program import norm_hides_infinities
 
 # What a file is written for where no GPU is at hand to ask.
-HOPPER = Machine(
-    "cuda",
-    132,
-    50 << 20,
-    has_triton=True,
-    norms_keeping_layout=frozenset(),
-    architecture="sm_90",
-    shared_bytes=232_448,
-    has_nvrtc=True,
-)
+HOPPER = machine_on(cards.H200, norms_keeping_layout=frozenset())
 
 # What launchers and kernels call their own values; a model's tensor of such a name gets another one.
 _WORDS = (
@@ -106,7 +98,7 @@ def export(
     forward = ForwardText(traced, launchers, reasons, trained if trained else None).write()
     chains = tuple(written.values())
     top = heading(chains, precision, measured)
-    return Export(assemble(original, chains, forward, values, top, machine.architecture), chains, reasons)
+    return Export(assemble(original, chains, forward, values, top, machine.card.architecture), chains, reasons)
 
 
 def _with_packed_product(plan: Plan, machine: Machine) -> Plan:

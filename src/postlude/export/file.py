@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from postlude.cards import capability_of
 from postlude.export.chain_text import ChainText
 from postlude.export.kernels import Kernel
 from postlude.export.original import Original, model_text
@@ -101,7 +102,7 @@ def fits_text(chains: Sequence[ChainText], architecture: str, training: bool) ->
     if any(chain.cuda for chain in chains):
         checks.append("CUDA_HOME is not None  # torch's way to NVRTC asks for it")
     if any(chain.plan.own is not None for chain in chains):
-        major, minor = divmod(int(architecture.removeprefix("sm_")), 10)
+        major, minor = capability_of(architecture)
         checks.insert(0, f"capability == ({major}, {minor})  # what the tiles were chosen for")
     else:
         checks.insert(0, "capability >= (8, 0)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from postlude.cards import WGMMA_ROWS
 from postlude.chain import Chain, Convolution
 from postlude.hardware import Machine
 from postlude.plan.gemm import SHARED_BESIDE, Arithmetic, Volume, padded_channels, volume_for
@@ -12,19 +13,8 @@ from postlude.plan.problem import Problem, power_of_two
 from postlude.plan.program import norm_hides_infinities
 from postlude.plan.tiles import answers, product_questions
 
-_LEAST_ROWS = 64  # of Hopper's instruction: channels, times neighbouring outputs
 _WASTE = 1.1  # positions computed for one that is wanted, at most
-# By a tile's rows: its columns, steps of the sum, stages and warps. Measured on an H200 in fp16 over the five shapes of
-# docs/gpu.md: the best of 128 settings.
-_TILES = {
-    64: {"columns": 256, "steps": 32, "stages": 4, "warps": 4},
-    128: {"columns": 128, "steps": 64, "stages": 3, "warps": 4},
-}
-# The input's gradient, which has no epilogue to hide: 0.434 ms on chain 61 in bf16, 0.457 in the tile above, 0.465 by
-# the best packed product, whose rows of 34 are computed whole.
-_BACK = {"columns": 256, "steps": 64, "stages": 3, "warps": 8}
 _BACK_ROWS = 128
-_MOST_CHANNELS = 128  # of input and output; above, cuDNN was measured to be faster (485 to 674 TFLOP/s)
 
 
 @dataclass(frozen=True)
@@ -79,7 +69,7 @@ def boxes_for(chain: Chain, problem: Problem, arithmetic: Arithmetic, machine: M
         return None  # products with zeros, which an infinity does not survive
     packs = problem.x.layout != "channels_last" or padded_channels(conv.in_channels) != conv.in_channels
     packs = packs or problem.x.dtype != arithmetic.operands  # as under autocast
-    usual = _TILES[_width(conv) * _block_c(conv)]
+    usual = machine.card.tiles.in_place_of(_width(conv) * _block_c(conv))
     return _in_the_best_tile("product in place", conv, space, arithmetic, machine, packs, usual)
 
 
@@ -92,15 +82,16 @@ def gradient_boxes_for(
     is_flat = not any(volume_for(back, space, 1).padding) and max(back.kernel) > 1
     if not is_flat or not _serves(back, space, arithmetic, machine) or _width(back) * _block_c(back) != _BACK_ROWS:
         return None
-    return _in_the_best_tile("input's gradient in place", back, space, arithmetic, machine, True, _BACK)
+    usual = dict(machine.card.tiles.in_place_back)
+    return _in_the_best_tile("input's gradient in place", back, space, arithmetic, machine, True, usual)
 
 
 def _serves(conv: Convolution, space: tuple[int, ...], arithmetic: Arithmetic, machine: Machine) -> bool:
-    if machine.architecture != "sm_90" or arithmetic.scaled or arithmetic.is_exact:
+    if not machine.card.abilities.reads_boxes_in_place or arithmetic.scaled or arithmetic.is_exact:
         return False
-    if max(conv.in_channels, conv.out_channels) > _MOST_CHANNELS:
+    if max(conv.in_channels, conv.out_channels) > machine.card.crossovers.in_place_channels:
         return False
-    return _width(conv) * _block_c(conv) >= _LEAST_ROWS and space[-1] % _width(conv) == 0
+    return _width(conv) * _block_c(conv) >= WGMMA_ROWS and space[-1] % _width(conv) == 0
 
 
 def _in_the_best_tile(
@@ -119,7 +110,7 @@ def _in_the_best_tile(
         box = _shape_of(tile["columns"], volume)
         sizes = (_block_c(conv), math.gcd(tile["steps"], channels), tile["stages"], tile.get("warps", usual["warps"]))
         boxes = Boxes(arithmetic, volume, channels, packs, *box, *sizes)
-        fits = not machine.shared_bytes or boxes.shared_bytes <= machine.shared_bytes
+        fits = not machine.card.shared_bytes or boxes.shared_bytes <= machine.card.shared_bytes
         computed = math.prod(boxes.tiles) * boxes.block_h * boxes.block_j * boxes.width
         if fits and computed <= _WASTE * math.prod(volume.out):
             return boxes
@@ -140,7 +131,7 @@ def width_for(conv: Convolution, block_c: int) -> int:
     outputs read each weight half as often (64→64 at 64³: 0.238 ms, 0.261 with one; 32→64: 0.217 and 0.148)."""
     if conv.kernel[-1] == 1:
         return 1
-    return 2 if block_c == 64 and conv.in_channels > 32 else max(1, _LEAST_ROWS // block_c)
+    return 2 if block_c == 64 and conv.in_channels > 32 else max(1, WGMMA_ROWS // block_c)
 
 
 def _shape_of(columns: int, volume: Volume) -> tuple[int, int]:

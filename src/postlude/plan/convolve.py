@@ -6,6 +6,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 
+from postlude.card_tiles import WeightTile
+from postlude.cards import WGMMA_ROWS
 from postlude.chain import POINTWISE, Chain, Convolution, Pointwise
 from postlude.hardware import Machine
 from postlude.plan.boxes import Boxes, boxes_for, gradient_boxes_for
@@ -25,16 +27,8 @@ from postlude.plan.phases import has_phases
 from postlude.plan.problem import Problem, body_dtype, fp32_mode, power_in, power_of_two
 from postlude.plan.program import first_barrier, has_norm, norm_hides_infinities, row_norm
 from postlude.plan.tiles import answers, product_questions
-from postlude.plan.worth import TRAINED_CHANNELS, has_moments_apart, slower
+from postlude.plan.worth import has_moments_apart, slower
 
-# Of the weight's gradient, by planes, rows and columns of a tile: turned round or not, steps of the sum, stages, warps,
-# programs for each multiprocessor. On an H200: chain 61 in one plane 0.346 ms (0.412 as below, in two 1.54 and 1.71),
-# 32→32 at 2×128³ 0.665 (0.703).
-_WEIGHT_TILES = {
-    (1, 128, 64): (True, 64, 4, 4, 1),
-    (2, 128, 64): (True, 32, 2, 4, 2),
-    (1, 64, 128): (False, 32, 5, 4, 1),
-}
 _COLUMNS = 128  # of a tile: neighbouring outputs fill up what their channels leave (see `width_for`)
 _WIDEST_TRAINED = 5  # taps along an axis: each reads the gradient again, or two or three of them together
 _SIDE_BY_SIDE = 32  # channels of taps in one packed position, at most: a short step of the product
@@ -68,7 +62,7 @@ def gemm_for(chain: Chain, problem: Problem, machine: Machine, even_if_slower: b
         if problem.needs_grad or not has_moments_apart(gemm):
             gemm = _with_room(chain, gemm, machine)
     brings_gradients = problem.needs_grad and row_norm(chain) is None and _brings_gradients(conv, gemm, machine)
-    reason = None if even_if_slower else slower(chain, problem, gemm, boxes is not None, brings_gradients)
+    reason = None if even_if_slower else slower(chain, problem, machine.card, gemm, boxes is not None, brings_gradients)
     return reason or boxes or gemm
 
 
@@ -79,7 +73,7 @@ def _with_room(chain: Chain, gemm: Gemm, machine: Machine) -> Gemm:
     before = () if norm is None else chain.steps[: norm - 1]
     is_long = any(isinstance(step, Pointwise) and POINTWISE[step.op].long for step in before)
     sums = gemm.rows * gemm.columns // (32 * gemm.warps)
-    if machine.architecture != "sm_90" or not is_long or sums < 128 or gemm.arithmetic.planes == 2:
+    if not machine.card.abilities.has_wgmma or not is_long or sums < 128 or gemm.arithmetic.planes == 2:
         return gemm
     return dataclasses.replace(gemm, rows=gemm.rows // 2)
 
@@ -190,11 +184,11 @@ def gradient_products(
 
 
 def _brings_gradients(conv: Convolution, own: Own, machine: Machine) -> bool:
-    """Before Hopper the weight's gradient does not fit the registers; those of a convolution by phase are PyTorch's."""
-    if machine.architecture != "sm_90" or max(conv.kernel[-2:]) > _WIDEST_TRAINED:
+    """Those of a convolution by phase are PyTorch's."""
+    if not machine.card.abilities.has_weight_gradients or max(conv.kernel[-2:]) > _WIDEST_TRAINED:
         return False
     if isinstance(own, Boxes):
-        return conv.in_channels <= TRAINED_CHANNELS
+        return conv.in_channels <= machine.card.crossovers.trained_channels
     return isinstance(own, FewChannels) or own.phases is None
 
 
@@ -223,7 +217,7 @@ def width_for(conv: Convolution, block_c: int) -> int:
 
 
 def _fits(gemm: Gemm | WeightGemm, machine: Machine) -> bool:
-    return not machine.shared_bytes or gemm.shared_bytes <= machine.shared_bytes  # 0: nobody knows
+    return not machine.card.shared_bytes or gemm.shared_bytes <= machine.card.shared_bytes
 
 
 def _tiles(kind: str, conv: Convolution, arithmetic: Arithmetic, machine: Machine) -> list[dict[str, int]]:
@@ -251,8 +245,9 @@ def weight_gemm_for(
         shared = _shared_taps(volume.kernel[1]) if arithmetic.planes == 1 and columns <= 128 else 1
     if is_exact:
         rows, columns = min(rows, 32), min(columns, 32)
-    tile = (False, 16 if is_exact else 64, *_weight_pipeline(arithmetic, neighbours, rows, columns))
-    turned, block_k, stages, warps, programs = _WEIGHT_TILES.get((arithmetic.planes, rows, columns), tile)
+    measured = machine.card.tiles.weight_of(arithmetic.planes, rows, columns)
+    ruled = WeightTile(False, 16 if is_exact else 64, *_weight_pipeline(arithmetic, neighbours, rows, columns))
+    turned, block_k, stages, warps, programs = measured or ruled
     gemm = WeightGemm(
         *(arithmetic, volume, channels, out_channels, neighbours, shared, rows, columns),
         *(block_k, 1, stages, warps, turned),
@@ -262,7 +257,7 @@ def weight_gemm_for(
         if not is_exact and _fits(tuned, machine):
             gemm, programs = tuned, row.values["programs"]
     tiles = gemm.groups * -(-gemm.result[0] // rows) * -(-gemm.result[1] // columns)
-    return dataclasses.replace(gemm, splits=max(1, programs * machine.threads // tiles))
+    return dataclasses.replace(gemm, splits=max(1, programs * machine.card.multiprocessors // tiles))
 
 
 def _shared_taps(count: int) -> int:
@@ -271,11 +266,10 @@ def _shared_taps(count: int) -> int:
 
 
 def neighbours_for(conv: Convolution, arithmetic: Arithmetic) -> int:
-    """Positions of one row of the weight's product: as many as make the 64 rows that one has on Hopper of 16 or 32
-    output channels."""
+    """Positions of one row of the weight's product: as many as make the rows of wgmma of 16 or 32 output channels."""
     out_channels = padded_channels(conv.out_channels)
     is_short = out_channels in (16, 32) and conv.kernel[-1] > 1 and not arithmetic.is_exact
-    return 64 // out_channels if is_short else 1
+    return WGMMA_ROWS // out_channels if is_short else 1
 
 
 def _weight_pipeline(arithmetic: Arithmetic, neighbours: int, rows: int, columns: int) -> tuple[int, int, int]:

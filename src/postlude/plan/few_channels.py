@@ -106,8 +106,7 @@ def _fitted(settings: FewChannels, chain: Chain, problem: Problem, machine: Mach
     assert conv is not None
     volume = volume_for(conv, problem.x.shape[2:], 1)
     shape = Geometry(conv.in_channels, conv.out_channels, volume.kernel, volume.padding, conv.transposed, "")
-    # Two rows at a time fit the registers on sm_90 only (elsewhere they spill).
-    rows = 2 if machine.architecture == "sm_90" else 1
+    rows = machine.card.abilities.few_channel_rows
     most = answer(machine, few_channels_question("few channels", conv, settings.planes, machine)).values
     for blocks in range(most["blocks"], 0, -1):
         for height in range(most["height"], 0, -2):
@@ -117,9 +116,9 @@ def _fitted(settings: FewChannels, chain: Chain, problem: Problem, machine: Mach
                 height=-(-_even_share(volume.out[1], height) // rows) * rows,
                 rows=rows,
                 blocks=blocks,
-                programs=blocks * machine.threads,
+                programs=blocks * machine.card.multiprocessors,
             )
-            if shared_bytes(tile, shape) <= machine.shared_bytes // blocks - RESERVED:
+            if shared_bytes(tile, shape) <= machine.card.shared_bytes // blocks - RESERVED:
                 return tile
     return "no tile fits the card's shared memory"
 

@@ -77,7 +77,7 @@ def few_channels_gradient_for(
     """Settings where our kernel made the moments; None where it cannot make the gradients, or not fast."""
     conv = chain.producer
     assert conv is not None
-    if machine.architecture != "sm_90" or conv.out_channels > _MOST_CHANNELS:
+    if not machine.card.abilities.has_few_channel_gradients or conv.out_channels > _MOST_CHANNELS:
         return None
     volume = volume_for(conv, problem.x.shape[2:], 1)
     shape = Geometry(conv.in_channels, conv.out_channels, volume.kernel, volume.padding, conv.transposed, "")
@@ -102,10 +102,11 @@ def _fitted(
     kd, kh, _ = shape.kernel
     for height in (height for height in _HEIGHTS if height <= most):
         blocks = 1 if with_input or own.planes == 2 else 2
+        programs = blocks * machine.card.multiprocessors
         tile = FewChannelsGradient(
-            own.operand, own.planes, max(out[0], kd), height, rows=2, blocks=blocks, programs=blocks * machine.threads
+            own.operand, own.planes, max(out[0], kd), height, rows=2, blocks=blocks, programs=programs
         )
-        room = machine.shared_bytes // blocks - RESERVED
+        room = machine.card.shared_bytes // blocks - RESERVED
         if height <= kh or gradient_shared_bytes(tile, shape, with_input) > room:
             continue
         space = tuple(o - 2 * p + k - 1 for o, p, k in zip(out, shape.padding, shape.kernel))

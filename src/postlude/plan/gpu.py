@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from postlude.cards import Card
 from postlude.chain import Cast, Chain, Normalize, values_of
 from postlude.emit import too_many_tensors
 from postlude.hardware import Machine
@@ -36,15 +37,9 @@ from postlude.plan.types import Moments, Pass, Plan, Refusal, Store, Tile, first
 from postlude.plan.worth import has_moments_apart, pytorch_seconds
 
 _MOST_TILES = 16  # of one program: each costs the moments one more unit of rounding, at worst
-SMALLEST = 8 << 20  # bytes of the value: below, three launches cost the host more than they save the card
-# The same in training, unless PyTorch's three convolutions take a millisecond: so long is the host busy with a step
-# (2×128→128×32³ in fp16: 1.0 to 1.2 ms, eager 0.8 to 1.0).
-SMALLEST_TRAINED = 32 << 20
-_STEP_SECONDS = 1e-3
 TRAINING_SLAB = 32 << 20  # bytes of a convolution's result that a backward pass computes again at a time
 LONGEST_ROW = 8192  # elements that a layer_norm may go over
 _FROM_RESULT = ("training keeps the result alone, which tells all that the gradients need",)
-_OLDEST = 80  # Ampere: the kernels are compiled and tested for nothing older
 
 
 def lower_for_gpu(
@@ -59,7 +54,7 @@ def lower_for_gpu(
     if problem.needs_grad:
         reasons += reasons_against_training(chain, problem, library_tf32, from_result)
     if not even_if_slower:
-        reasons += _reasons_to_stay(chain, problem, own)
+        reasons += _reasons_to_stay(chain, problem, machine.card, own)
     if reasons:
         return Refusal(tuple(dict.fromkeys(reasons)), library_tf32)
     passes = _passes(chain, problem, own, from_result)
@@ -218,7 +213,7 @@ def tile_for(chain: Chain, problem: Problem, machine: Machine, layout: Layout) -
         block_c, block, moments_block = 0, min(last["elements"], row), min(moments["elements"], row)
         rows = [short_rows(tile["elements"], channels, positions) for tile in (last, moments)]
         tiles_in_all = batch * channels * -(-positions // moments_block)
-    tiles = min(tiles_in_all // (machine.threads * moments["programs"]), -(-positions // moments_block))
+    tiles = min(tiles_in_all // (machine.card.multiprocessors * moments["programs"]), -(-positions // moments_block))
     return Tile(block, block_c, moments_block, max(1, min(_MOST_TILES, tiles)), *rows)
 
 
@@ -226,9 +221,9 @@ def _reasons_against(chain: Chain, problem: Problem, machine: Machine) -> list[s
     reasons = []
     if not machine.has_triton:
         reasons.append("Triton is not installed, which the GPU passes need")
-    if machine.compute_capability < _OLDEST:
+    if not machine.card.is_served:
         reasons.append(
-            f"the GPU passes need an NVIDIA card of Ampere or later, not {machine.architecture or 'this one'}"
+            f"the GPU passes need an NVIDIA card of Ampere or later, not {machine.card.architecture or 'this one'}"
         )
     last = last_fused_step(chain)
     if last == 0 and moments_only(chain) is None and not takes_channels(chain, problem):
@@ -247,17 +242,17 @@ def _reasons_against_rows(chain: Chain, problem: Problem) -> list[str]:
     return [f"a layer_norm over more than {LONGEST_ROW} elements, which do not fit a tile"]
 
 
-def _reasons_to_stay(chain: Chain, problem: Problem, own: Own | str) -> list[str]:
-    size = body_bytes(chain, problem)
+def _reasons_to_stay(chain: Chain, problem: Problem, card: Card, own: Own | str) -> list[str]:
+    size, crossovers = body_bytes(chain, problem), card.crossovers
     if not isinstance(own, str) and not problem.needs_grad:
         return []
     is_asked = problem.convolution == "pytorch"
     if isinstance(own, str) and not is_asked and moments_only(chain) is not None and chain.producer is not None:
         why = f"only moments are needed, but PyTorch's convolution stores its result all the same ({own})"
         return [f"{why}: nothing is gained"]
-    least = SMALLEST
-    if problem.needs_grad and 3 * pytorch_seconds(chain, problem) < _STEP_SECONDS:
-        least = SMALLEST_TRAINED
+    least = crossovers.smallest
+    if problem.needs_grad and 3 * pytorch_seconds(chain, problem, card) < crossovers.step_seconds:
+        least = crossovers.smallest_trained
     if size < least:
-        return [f"too small to gain: a value of {size / 2**20:.1f} MiB, fusing pays from {least >> 20} on"]
+        return [f"too small to gain: a value of {size / 2**20:.1f} MiB, fusing pays from {least / 2**20:.3g} on"]
     return []

@@ -40,12 +40,17 @@ class Spec:
 @dataclass(frozen=True)
 class Problem:
     tensors: tuple[Spec, ...]  # one per slot of the chain
-    device: str
+    device: str  # torch's device type
     precision: str
     needs_grad: bool
     allows_tf32: bool = False  # PyTorch's switch for fp32 convolutions on a GPU, which "auto" follows
     memory: str = "default"  # or "lean"
     convolution: str = "auto"  # or "pytorch": its own call, digit for digit
+    index: int = 0  # of the device: two GPUs of one machine may be different cards
+
+    @property
+    def place(self) -> str:
+        return f"cuda:{self.index}" if self.device == "cuda" else self.device
 
     @property
     def x(self) -> Spec:
@@ -60,9 +65,10 @@ def problem_of(
     tensors: Sequence[Tensor], precision: str = "auto", memory: str = "default", convolution: str = "auto"
 ) -> Problem:
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    device = tensors[0].device.type
-    tf32 = device == "cuda" and default_fp32_precision() == "tf32"
-    return Problem(tuple(map(spec_of, tensors)), device, precision, needs_grad, tf32, memory, convolution)
+    device = tensors[0].device
+    tf32 = device.type == "cuda" and default_fp32_precision() == "tf32"
+    specs = tuple(map(spec_of, tensors))
+    return Problem(specs, device.type, precision, needs_grad, tf32, memory, convolution, device.index or 0)
 
 
 def spec_of(tensor: Tensor) -> Spec:

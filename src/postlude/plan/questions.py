@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from postlude.card_tiles import IN_CODE
 from postlude.chain import Convolution
 from postlude.hardware import Machine
 from postlude.plan.boxes import Boxes
 from postlude.plan.few_channels import FewChannels
 from postlude.plan.gemm import Gemm, WeightGemm, input_gradient_of
-from postlude.plan.tiles import IN_CODE, answers, few_channels_question, pass_question, product_questions
+from postlude.plan.tiles import answers, few_channels_question, pass_question, product_questions
 from postlude.plan.types import Plan, Store, reads_moments
 from postlude.tile_table import Question, Row
 

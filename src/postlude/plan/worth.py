@@ -1,28 +1,17 @@
-"""Whether our convolution is worth its launches: what was measured on an H200, and estimates for the rest."""
+"""Whether our convolution is worth its launches, by the rates and crossovers of the card at hand."""
 
 from __future__ import annotations
 
 import math
 
+from postlude.cards import Card
 from postlude.chain import Chain
 from postlude.plan.channels import takes_channels
 from postlude.plan.gemm import Gemm
 from postlude.plan.problem import Problem, body_bytes, body_dtype, fp32_mode
 from postlude.plan.program import has_norm, row_norm
 
-TRAINED_CHANNELS = 64  # of an input: above, cuDNN's gradients are faster in 16 bits
-# Below this many operations the packing launches cost more than a better convolution gains, by what PyTorch's takes.
-_WORTH = {"fp32": 1e9, "tf32": 8e9, "16 bits": 20e9}
-_PYTORCH = {"fp32": 16e12, "tf32": 100e12, "16 bits": 250e12}  # its operations a second on an H200, about
-# Bytes of a result whose moments are worth the launches of our convolution where cuDNN's is as fast: 2×128→128×32³,
-# 16 MiB, takes 0.15 to 0.17 ms through cuDNN, and 0.24 to 0.25 of the host's time through ours.
-_WORTH_READING = 32 << 20
 _FEW = 16  # input channels below which cuDNN's tensor cores multiply zeros too; then bytes count, not operations
-_FLAT_TF32, _LAST_TF32 = 2.0, 1.5  # times as many in TF32 in 2-D, and (not measured) channels-last
-# Of our products on an H200: operations a second, bytes a second from the second-level cache and of memory, and the
-# share that is left where a step of the product is as short as that.
-_PRODUCT, _CACHE, _COPY = 500e12, 8e12, 4e12
-_BLOCK_K = {64: 1.0, 32: 0.85, 16: 0.5}
 
 
 def has_moments_apart(gemm: Gemm) -> bool:
@@ -33,40 +22,46 @@ def has_moments_apart(gemm: Gemm) -> bool:
     return gemm.phases is None and gemm.arithmetic.planes == 1 and gemm.columns >= 128 and steps <= 12
 
 
-def pytorch_seconds(chain: Chain, problem: Problem) -> float:
-    """About what PyTorch's convolution takes on a card, by its operations."""
+def pytorch_seconds(chain: Chain, problem: Problem, card: Card) -> float:
+    """About what PyTorch's convolution takes, by its operations."""
     conv = chain.producer
     if conv is None:
         return 0.0
-    return conv.flops(problem.x.shape[0], problem.x.shape[2:]) / _PYTORCH[_mode(chain, problem)]
+    return conv.flops(problem.x.shape[0], problem.x.shape[2:]) / card.rates.library[_mode(chain, problem)]
 
 
 def _mode(chain: Chain, problem: Problem) -> str:
     return fp32_mode(chain, problem) if body_dtype(chain, problem) in ("float32", "float64") else "16 bits"
 
 
-def slower(chain: Chain, problem: Problem, gemm: Gemm, in_place: bool, brings_gradients: bool) -> str | None:
+def slower(
+    chain: Chain, problem: Problem, card: Card, gemm: Gemm, in_place: bool, brings_gradients: bool
+) -> str | None:
     """Why PyTorch's convolution is expected to be the faster one; None where ours is. A training step with gradients of
     ours is: conv2d(64→128) → relu → add at 128×64×128² in TF32 4.6 ms, 10.8 through PyTorch, 8.1 torch.compile."""
+    crossovers = card.crossovers
     conv = chain.producer
     assert conv is not None
     if gemm.arithmetic.is_exact:
         return "float64 is faster through PyTorch"
     mode = _mode(chain, problem)
     is_few = conv.in_channels < _FEW
-    is_small = conv.flops(problem.x.shape[0], problem.x.shape[2:]) < _WORTH[mode]
-    if is_small and not (is_few and body_bytes(chain, problem) >= _WORTH_READING):
+    is_small = conv.flops(problem.x.shape[0], problem.x.shape[2:]) < crossovers.packing[mode]
+    if is_small and not (is_few and body_bytes(chain, problem) >= crossovers.reading):
         return "the convolution is too small for packing its operands to pay"
     # cuDNN converts what is not channels-last, which costs it as much as packing costs us. In training ours is packed
     # once for both gradients (64→64 at 64³, channels-last: a step of 1.11 ms, 1.19 through cuDNN).
     converts = problem.needs_grad or problem.x.layout == "contiguous"
-    few = conv.in_channels <= TRAINED_CHANNELS if converts else conv.in_channels + conv.out_channels <= 64
+    few = conv.in_channels <= crossovers.trained_channels if converts else conv.in_channels + conv.out_channels <= 64
     if mode == "16 bits" and not few and not in_place:
         return "cuDNN is faster from this many channels on"
-    if in_place and conv.in_channels > TRAINED_CHANNELS and body_bytes(chain, problem) < _WORTH_READING:
+    if in_place and conv.in_channels > crossovers.trained_channels and body_bytes(chain, problem) < crossovers.reading:
         return "cuDNN is as fast from this many channels on, and reading so small a result again costs little"
+    # Three products in 16 bits for one in fp32 are no gain where tensor cores are at most as fast as three times that.
+    if card.rates.product / gemm.arithmetic.products <= card.rates.library[mode]:
+        return f"PyTorch's reaches more operations a second in {mode} on this card"
     if not brings_gradients and (gemm.arithmetic.keeps_infinities or row_norm(chain) is not None):
-        ours, theirs = _seconds(chain, problem, gemm)
+        ours, theirs = _seconds(chain, problem, card, gemm)
         after = "" if _is_followed(chain, problem) else " and a pass after it"
         if ours >= theirs:
             return f"about {ours * 1e3:.2g} ms are expected of ours, {theirs * 1e3:.2g} of PyTorch's{after}"
@@ -80,28 +75,31 @@ def _is_followed(chain: Chain, problem: Problem) -> bool:
     return problem.needs_grad or takes_channels(chain, problem)
 
 
-def _seconds(chain: Chain, problem: Problem, gemm: Gemm) -> tuple[float, float]:
-    """About what an H200 takes for a chain without a norm: with our convolution, and with PyTorch's and a pass.
+def _seconds(chain: Chain, problem: Problem, card: Card, gemm: Gemm) -> tuple[float, float]:
+    """About what a chain without a norm takes: with our convolution, and with PyTorch's and a pass.
 
     Before a layer_norm or a reduction over channels, and in training, the same pass follows either and is left out.
     Before a layer_norm PyTorch's convolution is charged with the layout of its result where that has to change: in 3-D
     (but not in fp32) cuDNN computes channels-last, and a row must lie in one piece.
     """
+    rates = card.rates
     conv, x, out = chain.producer, problem.x, body_bytes(chain, problem)
     assert conv is not None
     flops, arithmetic = conv.flops(x.shape[0], x.shape[2:]), gemm.arithmetic
-    rate = _PYTORCH[_mode(chain, problem)]
+    rate = rates.library[_mode(chain, problem)]
     if conv.in_channels < _FEW and arithmetic.planes == 1:
         rate *= conv.in_channels / _FEW
     if arithmetic.planes == 1:
-        rate *= (_FLAT_TF32 if conv.dims == 2 else 1.0) * (_LAST_TF32 if x.layout == "channels_last" else 1.0)
-    theirs = max(flops / rate, (x.bytes + out) / _COPY)
+        rate *= rates.library_flat if conv.dims == 2 else 1.0
+        rate *= rates.library_last if x.layout == "channels_last" else 1.0
+    theirs = max(flops / rate, (x.bytes + out) / rates.copy)
     turns = x.layout == "channels_last" or (conv.dims == 3 and arithmetic.planes == 1)
     if not _is_followed(chain, problem) or (row_norm(chain) is not None and turns):
-        theirs += 2 * out / _COPY
+        theirs += 2 * out / rates.copy
     # An element that reaches shared memory is used for a tile's other side; shorter tiles wait more.
     reuse = gemm.rows * gemm.block_c / (gemm.rows + gemm.block_c) * arithmetic.products / arithmetic.planes
     products = flops * arithmetic.products * gemm.depth / (conv.in_channels * math.prod(conv.kernel))
     packed = gemm.packed_bytes(x.shape[0])
-    product = max(products / min(_PRODUCT, reuse * _CACHE * _BLOCK_K[gemm.block_k]), (packed + out) / _COPY)
-    return product + ((1 + arithmetic.scaled) * x.bytes + packed) / _COPY, theirs
+    rate = min(rates.product, reuse * rates.cache * dict(rates.short_steps)[gemm.block_k])
+    product = max(products / rate, (packed + out) / rates.copy)
+    return product + ((1 + arithmetic.scaled) * x.bytes + packed) / rates.copy, theirs

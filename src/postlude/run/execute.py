@@ -77,7 +77,7 @@ def execute(chain: Chain, outcome: Plan | Refusal, tensors: Sequence[Tensor]) ->
 @functools.lru_cache(maxsize=4096)
 def prepared(chain: Chain, problem: Problem) -> tuple[Plan | Refusal, Runner]:
     """Planned and made ready once per problem."""
-    outcome = lower(chain, problem, hardware.machine_for(problem.device))
+    outcome = lower(chain, problem, hardware.machine_for(problem.place))
     return outcome, prepare(chain, outcome, problem.device)
 
 

@@ -96,7 +96,7 @@ def source(name: str = "few_channels.cu") -> nvrtc.Source:
 
 @functools.cache
 def _kernel(settings: FewChannels, shape: Geometry, device: int) -> nvrtc.Kernel:
-    options = (f"--gpu-architecture={machine_for('cuda').architecture}", *defines(settings, shape))
+    options = (f"--gpu-architecture={machine_for(f'cuda:{device}').card.architecture}", *defines(settings, shape))
     shared = shared_bytes(settings, shape)
     return nvrtc.load(source(), "few_channels_moments", options, device, shared, _ARGUMENTS)
 

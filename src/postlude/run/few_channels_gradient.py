@@ -69,7 +69,8 @@ def gradient_defines(settings: FewChannelsGradient, shape: Geometry, wanted: tup
 
 @functools.cache
 def _kernel(settings: FewChannelsGradient, shape: Geometry, wanted: tuple[bool, bool], device: int) -> nvrtc.Kernel:
-    options = (f"--gpu-architecture={machine_for('cuda').architecture}", *gradient_defines(settings, shape, wanted))
+    architecture = machine_for(f"cuda:{device}").card.architecture
+    options = (f"--gpu-architecture={architecture}", *gradient_defines(settings, shape, wanted))
     shared = gradient_shared_bytes(settings, shape, wanted[1])
     code = source("few_channels_gradient.cu")
     return nvrtc.load(code, "few_channels_gradient", options, device, shared, _ARGUMENTS)

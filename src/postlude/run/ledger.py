@@ -98,19 +98,22 @@ class Ledger:
 
     def expect(self, questions: Sequence[Question]) -> None:
         """Compiles the kernels of several problems at once. What goes wrong here shows when one of them is entered."""
-        jobs: list[ahead.Job] = []
+        jobs: dict[int | None, list[ahead.Job]] = {}  # by GPU
         for question in questions:
             if question.problem.device != "cuda" or question.name in self.off:
                 continue
             try:
                 outcome, runner = prepared(question.chain, question.problem)
                 if isinstance(outcome, Plan):
-                    jobs += ahead.jobs_of(question.chain, runner, question.problem, question.needs)
+                    found = ahead.jobs_of(question.chain, runner, question.problem, question.needs)
+                    jobs.setdefault(question.problem.index, []).extend(found)
             except Exception as error:
                 log.debug("%s: its kernels are not known ahead of time (%s)", question.name, error)
         if jobs:
             self._say(f"compiling the kernels of {len(questions)} chains")
-            ahead.compile_all(jobs)
+        for index, some in jobs.items():
+            with torch.cuda.device(index):
+                ahead.compile_all(some)
 
     def switch_off(self, name: str, why: str) -> None:
         """From now on the site runs through PyTorch's operators, in graphs that are there and in later ones."""
@@ -129,8 +132,9 @@ class Ledger:
                 return Entry(problem, outcome, runner)
             if problem.device == "cuda":
                 jobs = ahead.jobs_of(chain, runner, problem, question.needs)
-                ahead.compile_all(jobs)
-                ahead.load_all(jobs)
+                with torch.cuda.device(problem.index):
+                    ahead.compile_all(jobs)
+                    ahead.load_all(jobs)
             verdict = self._checked(Call(chain, problem, question.needs, outcome, runner), question.name, tensors)
         except torch.OutOfMemoryError:
             raise

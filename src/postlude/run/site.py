@@ -39,7 +39,7 @@ class Site(nn.Module):
             return call_plain(self.chain, tensors)
         # Hashing a chain and its problem costs more than a small layer: the key is what a tensor says at once.
         grad = torch.is_grad_enabled()
-        switch = default_fp32_precision() if tensors[0].is_cuda else ""
+        switch = (tensors[0].get_device(), default_fp32_precision()) if tensors[0].is_cuda else ""
         key = (switch, *((t.shape, t.stride(), t.dtype, grad and t.requires_grad) for t in tensors))
         entry = self._table.get(key)
         if entry is None:

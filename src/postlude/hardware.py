@@ -173,7 +173,8 @@ def cache_folder() -> Path | None:
 def tile_key() -> Key:
     """What tiles that are measured here depend on."""
     found, here = versions(), Path(__file__).parent
-    kernels = kernel_hash([here / "kernels", here / "emit.py", here / "emit_gradient.py"])
+    programs = [here / f"{name}.py" for name in ("expressions", "steps", "reverse", "emit")]
+    kernels = kernel_hash([here / "kernels", *programs])
     return Key(found.get("gpu", ""), found["torch"], found["triton"], kernels)
 
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from importlib import resources
 
 from postlude.chain import Chain, Normalize, Value, values_of
-from postlude.emit import emit, emit_moments
+from postlude.emit import emit
 from postlude.export.layout import fold
 from postlude.export.specialise import Inline, specialise
+from postlude.steps import forward, moments
 
 _INFIX = {"add": Inline("{0} + {1}"), "mul": Inline("{0} * {1}")}
 _FILES = ("pointwise", "pack", "convolve", "normalize", "channels", "moments")
@@ -87,18 +88,18 @@ def program(
     chain: Chain,
     kind: str,
     last: int,
-    pointers: tuple[int, ...],
     names: Mapping[int, str],
     *,
     scalar_channel: bool,
     spread: str = "",
 ) -> Program:
     """Steps 1 to `last` as text; `names` has a word for each slot, `scalar_channel` says that no channel is masked."""
-    text = emit(chain, kind, last, pointers, spread=spread)
+    function = forward(chain, kind, last)
+    text = emit(function, spread=spread)
     if scalar_channel:
         text = text.replace(", mask=m_c, other=0.0", "")
     renamed = {f"t{slot}": word for slot, word in names.items()}
-    renamed |= {f"a{number}": f"p_{names[slot]}" for number, slot in enumerate(pointers)}
+    renamed |= {f"a{number}": f"p_{names[slot]}" for number, slot in enumerate(function.slots)}
     if _is_straight(chain, last):
         renamed |= {f"v{number}": "v" for number in range(last + 1)}
     renamed[kind] = "before_norm" if kind == "before" else "normalize"
@@ -106,14 +107,13 @@ def program(
     return _called(text, renamed, (*arguments, "o_c", "base", "o_x", "m_c", "m_x"))
 
 
-def moments_program(
-    chain: Chain, first: int, last: int, pointers: tuple[int, ...], names: Mapping[int, str], channels: int
-) -> Program:
+def moments_program(chain: Chain, first: int, last: int, names: Mapping[int, str], channels: int) -> Program:
     """Steps `first` to `last` on moments."""
+    function = moments(chain, first, last)
     renamed = {f"t{slot}": word for slot, word in names.items()}
-    renamed |= {f"a{number}": f"p_{names[slot]}" for number, slot in enumerate(pointers)}
+    renamed |= {f"a{number}": f"p_{names[slot]}" for number, slot in enumerate(function.slots)}
     renamed["moments"] = "finish"
-    text = emit_moments(chain, first, last, pointers)
+    text = emit(function)
     norms = [step for step in chain.steps[first - 1 : last] if isinstance(step, Normalize)]
     constants: dict[str, object] = {"C": channels}
     if len(norms) == 1:  # else the norms' groups stay an argument

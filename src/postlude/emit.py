@@ -1,9 +1,11 @@
 """Prints a function of expressions as the text of one Triton function, for the library and for exported files alike.
 
-v0, t3, d2, dt3   a value, the tensor of a slot, and their gradients
-a0 … a5           pointers to the tensors; where one of them has a number per sample and channel, a5 is how many
-                  elements a sample has: with the number of channels, in the text, it tells from `base` which
-                  sample this is, and the kernels need not say it to chains that do not ask
+Its names, besides those that the function takes:
+
+    v0, t3, d2, dt3  a value, the tensor of a slot, and their gradients
+    a0 … a5          pointers to the tensors; where one of them has a number per sample and channel, a5 is how many
+                     elements a sample has: with the number of channels, in the text, it tells from `base` which
+                     sample this is, and the kernels need not say it to chains that do not ask
 """
 
 from __future__ import annotations
@@ -12,20 +14,21 @@ from postlude.chain import Scalar, Slot, Value
 from postlude.expressions import Call, Function, Gradient, Load, Name, Term
 from postlude.steps import COUNT, OPERANDS, L
 
-_POINTERS = [f"a{number}" for number in range(OPERANDS)]
+POINTERS = [f"a{number}" for number in range(OPERANDS)]
 _BINDING = {"+": 1, "-": 1, "*": 2, "/": 2, "//": 2}
 _SIGN = 3  # binds tighter than the operators of two operands
 
 
-def emit(function: Function, channels: int = 0, spread: str = "") -> str:
+def emit(function: Function, channels: int = 0, spread: str = "", masks_channels: bool = True) -> str:
     """`channels` of the value are asked for where a number per sample and channel is loaded. `spread` brings a number
     per channel to the block's shape where `o_c` has one axis: a kernel whose block is a product's accumulator wants it
     so. With a load of two axes the compiler moved the whole block into that load's layout, three times.
+    `masks_channels` is False where every lane has a channel.
     """
-    lines = ["@triton.jit", f"def {function.name}({', '.join([*map(text, function.takes), *_POINTERS])}):"]
+    lines = ["@triton.jit", f"def {function.name}({', '.join([*map(text, function.takes), *POINTERS])}):"]
     for line in function.body:
         value = line.value
-        written = _load(value, function, channels, spread) if isinstance(value, Load) else text(value)
+        written = _load(value, function, channels, spread, masks_channels) if isinstance(value, Load) else text(value)
         lines.append(f"    {', '.join(map(text, line.targets))} = {written}")
     given = function.returns
     returned = f"({', '.join(map(text, given))},)" if isinstance(given, tuple) else text(given)
@@ -58,7 +61,7 @@ def _call(term: Call, binding: int) -> str:
     return f"({written})" if own < binding else written
 
 
-def _load(load: Load, function: Function, channels: int, spread: str) -> str:
+def _load(load: Load, function: Function, channels: int, spread: str, masks_channels: bool) -> str:
     pointer, dtype = f"a{function.slots.index(load.slot.index)}", f"{text(function.takes[0])}.dtype"
     if load.role == "one":
         return f"tl.load({pointer}).to({dtype})"
@@ -70,7 +73,8 @@ def _load(load: Load, function: Function, channels: int, spread: str) -> str:
         where, mask = _row(function, channels)
     else:
         where, mask = "o_c", "m_c"
-    return f"tl.load({pointer} + {where}, mask={mask}, other=0.0){spread}.to({dtype})"
+    masked = f", mask={mask}, other=0.0" if masks_channels or mask != "m_c" else ""
+    return f"tl.load({pointer} + {where}{masked}){spread}.to({dtype})"
 
 
 def _row(function: Function, channels: int) -> tuple[str, str]:
@@ -81,4 +85,4 @@ def _row(function: Function, channels: int) -> tuple[str, str]:
         raise ValueError("a number per sample and channel cannot be found without the number of channels")
     # A tile of rows may hold those of several samples.
     base, mask = ("(base + o_x)", "m_x") if L in function.takes else ("base", "m_c")
-    return f"{base} // {_POINTERS[-1]} * {channels} + o_c", mask
+    return f"{base} // {POINTERS[-1]} * {channels} + o_c", mask

@@ -7,32 +7,20 @@ that it reads are computed here; emit.py prints it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from postlude.chain import Operand, Role, Scalar, Slot, Value
+from postlude.chain import Operand, Role, Slot, Value
+
+
+def _operator(word: str) -> Callable[[Expression, Term], Call]:
+    return lambda left, right: Call(word, (left, right))
 
 
 class Expression:
     """Python's operators make calls of the same name."""
 
-    def __add__(self, other: Term) -> Call:
-        return Call("+", (self, other))
-
-    def __sub__(self, other: Term) -> Call:
-        return Call("-", (self, other))
-
-    def __rsub__(self, other: Operand) -> Call:
-        return Call("-", (other, self))
-
-    def __mul__(self, other: Term) -> Call:
-        return Call("*", (self, other))
-
-    def __truediv__(self, other: Term) -> Call:
-        return Call("/", (self, other))
-
-    def __floordiv__(self, other: Term) -> Call:
-        return Call("//", (self, other))
+    __add__, __sub__, __mul__, __truediv__ = _operator("+"), _operator("-"), _operator("*"), _operator("/")
 
     def __neg__(self) -> Call:
         return Call("-", (self,))
@@ -65,19 +53,18 @@ class Call(Expression):
 
 
 Term = Operand | Expression
-Leaf = Operand | Name | Gradient
 
 
 @dataclass(frozen=True)
 class Assign:
-    targets: tuple[Leaf, ...]
+    targets: tuple[Term, ...]
     value: Term
 
 
 @dataclass(frozen=True)
 class Function:
     name: str
-    takes: tuple[Leaf, ...]  # before the pointers; the first one has the dtype that loads are converted to
+    takes: tuple[Term, ...]  # before the pointers; the first one has the dtype that loads are converted to
     body: tuple[Assign, ...]
     returns: Term | tuple[Term, ...]
     slots: tuple[int, ...]  # in the order of their pointers
@@ -91,19 +78,19 @@ def call(word: str, *operands: Term) -> Call:
     return Call(word, operands)
 
 
-def leaves(term: Term) -> Iterator[Leaf]:
+def leaves(term: Term) -> Iterator[Term]:
     if isinstance(term, Call):
         for operand in term.operands:
             yield from leaves(operand)
-    elif isinstance(term, (Value, Slot, Scalar, Name, Gradient)):
+    elif not isinstance(term, Load):
         yield term
 
 
-def bound(term: Term, meant: Mapping[Name, Term]) -> Term:
-    """A row of a table with its names replaced by what they stand for."""
+def bound(term: Term, meant: Mapping[Term, Term]) -> Term:
+    """With leaves replaced by what they stand for."""
     if isinstance(term, Call):
         return Call(term.word, tuple(bound(operand, meant) for operand in term.operands))
-    return meant.get(term, term) if isinstance(term, Name) else term
+    return meant.get(term, term)
 
 
 def live(body: Iterable[Assign], returns: Iterable[Term]) -> tuple[Assign, ...]:
@@ -115,7 +102,3 @@ def live(body: Iterable[Assign], returns: Iterable[Term]) -> tuple[Assign, ...]:
             read = read.difference(line.targets).union(leaves(line.value))
             kept.append(line)
     return tuple(reversed(kept))
-
-
-def values_read(body: Iterable[Assign]) -> set[int]:
-    return {leaf.index for line in body for leaf in leaves(line.value) if isinstance(leaf, Value)}

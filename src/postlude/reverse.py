@@ -25,38 +25,10 @@ import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from postlude import steps
 from postlude.chain import Cast, Chain, Normalize, Operand, Pointwise, Reduce, Scalar, Slot, Step, Value, values_of
-from postlude.expressions import (
-    Assign,
-    Expression,
-    Function,
-    Gradient,
-    Load,
-    Name,
-    Term,
-    bound,
-    call,
-    live,
-    values_read,
-)
-from postlude.steps import (
-    EPS,
-    M_X,
-    MEAN,
-    PLACE,
-    ROW,
-    RSTD,
-    L,
-    U,
-    X,
-    Y,
-    Z,
-    device_function,
-    meanings,
-    pass_slots,
-    too_many_tensors,
-    values,
-)
+from postlude.expressions import Assign, Expression, Function, Gradient, Load, Name, Term, bound, call, leaves, live
+from postlude.steps import EPS, M_X, MEAN, PLACE, ROW, RSTD, L, U, X, Y, Z, pass_slots
 
 FULL = 2  # gradients of whole tensors that the kernels store beside the value's
 G, V = Name("g"), Name("v")
@@ -65,11 +37,7 @@ _NOTHING = call("nothing", G)
 # The gradient of each operand, from g of the step's value v; the functions are in kernels/triton/derivatives.py.
 # A word of one operand without a row has word_gradient(g, x, settings).
 DERIVATIVES: dict[str, tuple[Expression, ...]] = {
-    "relu": (call("relu_gradient", G, V),),
-    "tanh": (call("tanh_gradient", G, V),),
-    "sigmoid": (call("sigmoid_gradient", G, V),),
-    "sqrt": (call("sqrt_gradient", G, V),),
-    "reciprocal": (call("reciprocal_gradient", G, V),),
+    **{word: (call(f"{word}_gradient", G, V),) for word in ("relu", "tanh", "sigmoid", "sqrt", "reciprocal")},
     "detach": (_NOTHING,),
     "add": (G, G),
     "sub": (G, -G),
@@ -103,34 +71,33 @@ class Wanted:
 @functools.lru_cache(maxsize=1024)
 def wanted(chain: Chain, last: int, needs: frozenset[int]) -> Wanted:
     """Those of steps 1 to `last` whose gradient is needed; γ and β need nothing but dn and dn · x̂."""
-    norm, uses = None if has_rows(chain, last) else norm_step(chain, last), _first_uses(chain, last)
+    norm = None if has_rows(chain, last) else norm_step(chain, last)
     asked = [slot for slot in pass_slots(chain, last) if slot in needs]
     full = tuple(slot for slot in asked if chain.roles[slot] == "full")
-    vectors = [slot for slot in asked if chain.roles[slot] in ("channel", "row", "one") and slot in uses]
-    sums = tuple(slot for slot in vectors if norm is not None and uses[slot] > norm)
-    totals = tuple(slot for slot in asked if chain.roles[slot] == "bias" or (slot in vectors and slot not in sums))
-    return Wanted(sums, totals, full)
+    vectors = {slot for slot in _read_pointwise(chain, last) if chain.roles[slot] in ("channel", "row", "one")}
+    late = vectors - _read_pointwise(chain, last if norm is None else norm)
+    early = vectors - late | {slot for slot in asked if chain.roles[slot] == "bias"}
+    return Wanted(tuple(s for s in asked if s in late), tuple(s for s in asked if s in early), full)
 
 
 def unsupported_gradient(chain: Chain, last: int) -> str | None:
     """Why the gradients of steps 1 to `last` cannot be computed here, or None."""
-    steps = chain.steps[:last]
-    if not steps:
+    fused = chain.steps[:last]
+    if not fused:
         return "no step is fused"
-    if any(isinstance(step, Reduce) for step in steps):
+    if any(isinstance(step, Reduce) for step in fused):
         return "a reduction is among the steps"
-    norms = [step for step in steps if isinstance(step, Normalize)]
+    norms = [step for step in fused if isinstance(step, Normalize)]
     if len(norms) > 1:
         return "more than one norm is among the steps"
     if any(norm.axes > chain.dims for norm in norms):
         return "a layer_norm over whole samples, whose rows hold all channels"
-    read = {value.index for step in steps for value in values_of(step)}
-    unread = set(range(last)) - read
+    unread = set(range(last)) - {value.index for step in fused for value in values_of(step)}
     if unread:
         return f"no fused step reads value {min(unread)}"
     if sum(chain.roles[slot] == "full" for slot in pass_slots(chain, last)) > FULL:
         return f"the steps read more than {FULL} tensors of the value's size"
-    return too_many_tensors(chain, last)
+    return steps.too_many_tensors(chain, last)
 
 
 def sums(chain: Chain, last: int, needs: frozenset[int]) -> Function:
@@ -190,8 +157,7 @@ def reads_no_value(chain: Chain, last: int) -> bool:
 
 
 def norm_step(chain: Chain, last: int) -> int | None:
-    steps = enumerate(chain.steps[:last], 1)
-    return next((number for number, step in steps if isinstance(step, Normalize)), None)
+    return next((number for number, step in enumerate(chain.steps[:last], 1) if isinstance(step, Normalize)), None)
 
 
 def has_rows(chain: Chain, last: int) -> bool:
@@ -202,31 +168,28 @@ def has_rows(chain: Chain, last: int) -> bool:
 def derivatives(step: Pointwise) -> tuple[Expression, ...]:
     """The table's row, or the function that is named after the word's."""
     settings = [Name(name) for name, value in step.settings if not isinstance(value, str)]
-    return DERIVATIVES.get(step.op) or (call(f"{device_function(step)}_gradient", G, X, *settings),)
+    return DERIVATIVES.get(step.op) or (call(f"{steps.device_function(step)}_gradient", G, X, *settings),)
 
 
 def _values_read(chain: Chain, last: int, slots: Iterable[int]) -> set[int]:
     """By the derivatives of steps 1 to `last`, for the first value and these slots; a norm reads its x̂ instead."""
     returns = [Gradient(Value(0)), *(Gradient(Slot(slot)) for slot in slots)]
-    return values_read(live(_backward(chain, 0, last, slots), returns))
+    body = live(_backward(chain, 0, last, slots), returns)
+    return {leaf.index for line in body for leaf in leaves(line.value) if isinstance(leaf, Value)}
 
 
-def _first_uses(chain: Chain, last: int) -> dict[int, int]:
-    """Slot → the first pointwise step that reads it; γ and β have none, as a rule."""
-    uses: dict[int, int] = {}
-    for number, step in enumerate(chain.steps[:last], 1):
-        for operand in step.operands if isinstance(step, Pointwise) else ():
-            if isinstance(operand, Slot):
-                uses.setdefault(operand.index, number)
-    return uses
+def _read_pointwise(chain: Chain, last: int) -> set[int]:
+    """The slots that steps 1 to `last` read, but for a norm's γ and β."""
+    operands = [operand for step in chain.steps[:last] if isinstance(step, Pointwise) for operand in step.operands]
+    return {operand.index for operand in operands if isinstance(operand, Slot)}
 
 
 def _forward(chain: Chain, last: int) -> list[Assign]:
     """The values again, and x̂."""
-    body, norm = list(values(chain, last)), norm_step(chain, last)
+    body, norm = [*steps.forward(chain, "whole", last).body], norm_step(chain, last)
     if norm is not None:
         (operand,) = values_of(chain.steps[norm - 1])
-        body.append(Assign((X_HAT,), (operand - MEAN) * RSTD))
+        body.append(Assign((X_HAT,), call("-", operand, MEAN) * RSTD))
     return body
 
 
@@ -264,7 +227,7 @@ def _passed_back(step: Step, number: int) -> list[tuple[Operand, Term]]:
         a, b = (ROW_A, ROW_B) if step.over == "row" else (A, B)
         return [(step.operand, RSTD * (_scaled(step, g) - a - X_HAT * b))]
     if isinstance(step, Pointwise):
-        meant = {G: g, V: Value(number), **meanings(step)}
+        meant = {G: g, V: Value(number), **steps.meanings(step)}
         return [(operand, bound(term, meant)) for operand, term in zip(step.operands, derivatives(step))]
     if isinstance(step, Cast):
         return [(step.operand, g)]  # blocks stay in the accumulator's dtype
@@ -276,10 +239,8 @@ def _row_means(step: Step, number: int) -> list[Assign]:
     if not isinstance(step, Normalize) or step.over != "row":
         return []
     scaled = _scaled(step, Gradient(Value(number)))
-    return [
-        Assign((ROW_A,), call("row_mean", scaled, M_X, L)),
-        Assign((ROW_B,), call("row_mean", scaled * X_HAT, M_X, L)),
-    ]
+    means = {ROW_A: scaled, ROW_B: scaled * X_HAT}
+    return [Assign((name,), call("row_mean", term, M_X, L)) for name, term in means.items()]
 
 
 def _scaled(step: Normalize, dn: Gradient) -> Expression:

@@ -49,13 +49,9 @@ REDUCTIONS: dict[tuple[str, str], Expression] = {
 @functools.lru_cache(maxsize=1024)
 def pass_slots(chain: Chain, last: int, first: int = 0) -> tuple[int, ...]:
     """The slots that steps up to `last` read, in the order of their pointers; `first` as for `forward`."""
-    return _read_by(chain, last, max(first, 1), _has_bias(chain) and not first)
-
-
-@functools.lru_cache(maxsize=1024)
-def moments_slots(chain: Chain, first: int, last: int) -> tuple[int, ...]:
-    """The slots that steps `first` to `last` read, in the order of their pointers."""
-    return _read_by(chain, last, first, False)
+    read = [operand for step in chain.steps[max(first, 1) - 1 : last] for operand in operands_of(step)]
+    bias = [_BIAS] if _has_bias(chain) and not first else []
+    return tuple(dict.fromkeys(operand.index for operand in [*bias, *read] if isinstance(operand, Slot)))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -73,39 +69,31 @@ def forward(chain: Chain, name: str, last: int, first: int = 0) -> Function:
     """Steps up to `last`; a norm among them takes its mean and rstd in `whole`, or finds them in `rows`.
 
     They begin with the convolution's bias where `first` is 0; else with step `first`, on what the one before it gave.
+    A tensor is loaded before the first step that reads it.
     """
-    given = {"whole": (MEAN, RSTD), "rows": ROW}.get(name, ())
-    takes = (Value(max(first, 1) - 1), *given, *PLACE)
-    return Function(name, takes, values(chain, last, first), Value(last), pass_slots(chain, last, first))
-
-
-def values(chain: Chain, last: int, first: int = 0) -> tuple[Assign, ...]:
-    """Each step's value; a tensor is loaded before the first step that reads it."""
-    body: list[Assign] = []
+    start, body = max(first, 1), []
     loaded: set[Slot] = set()
     if _has_bias(chain) and not first:  # the library's convolution adds it in a pass of its own over the whole result
         body += [_load(chain, _BIAS), Assign((Value(0),), call("+", Value(0), _BIAS))]
-    start = max(first, 1)
     for number, step in enumerate(chain.steps[start - 1 : last], start):
         for operand in operands_of(step):
             if isinstance(operand, Slot) and operand not in loaded:
                 loaded.add(operand)
                 body.append(_load(chain, operand))
         if isinstance(step, Normalize) and step.over == "row":
-            statistics = call("row_statistics", step.operand, M_X, L, Scalar(step.eps))
-            body.append(Assign((MEAN, RSTD), statistics))
+            body.append(Assign((MEAN, RSTD), call("row_statistics", step.operand, M_X, L, Scalar(step.eps))))
         body.append(Assign((Value(number),), _value(step)))
-    return tuple(body)
+    takes = (Value(start - 1), *{"whole": (MEAN, RSTD), "rows": ROW}.get(name, ()), *PLACE)
+    return Function(name, takes, tuple(body), Value(last), pass_slots(chain, last, first))
 
 
 def moments(chain: Chain, first: int, last: int) -> Function:
     """Steps `first` to `last`, the reduction, on moments: the mean of an affine image is the image of the mean."""
-    slots = moments_slots(chain, first, last)
+    slots = pass_slots(chain, last, first)
     body = [_load(chain, Slot(slot)) for slot in slots]
     *before, end = chain.steps[first - 1 : last]
+    body += [line for step in before for line in _moments(step)]
     assert isinstance(end, Reduce)
-    for step in before:
-        body += _moments(step)
     result = REDUCTIONS[end.op, end.over]
     return Function("moments", (MEAN, VAR, COUNT, O_C, M_C, C), live(body, [result]), result, slots)
 
@@ -115,22 +103,22 @@ def device_function(step: Pointwise) -> str:
     return "gelu_tanh" if ("approximate", "tanh") in step.settings else step.op
 
 
-def meanings(step: Pointwise) -> dict[Name, Term]:
+def meanings(step: Pointwise) -> dict[Term, Term]:
     """What a table's row leaves open: the operands x, y, …, and the settings by their names."""
-    settings = {Name(name): Scalar(value) for name, value in step.settings if not isinstance(value, str)}
-    return {**dict(zip(OPERAND_NAMES, step.operands)), **settings}
+    meant: dict[Term, Term] = dict(zip(OPERAND_NAMES, step.operands))
+    return meant | {Name(name): Scalar(value) for name, value in step.settings if not isinstance(value, str)}
 
 
 def _value(step: Step) -> Term:
     if isinstance(step, Cast):
         return step.operand  # blocks stay in the accumulator's dtype: what is stored is rounded once
     if isinstance(step, Normalize):
-        scaled = (step.operand - MEAN) * (RSTD if step.weight is None else RSTD * step.weight)
+        scale = RSTD if step.weight is None else RSTD * step.weight
+        scaled = call("-", step.operand, MEAN) * scale
         return scaled if step.bias is None else scaled + step.bias
     if isinstance(step, Reduce):
         raise ValueError("a reduction is no step of a block")
-    inverse = _exact_inverse(step)
-    if inverse is not None:
+    if (inverse := _exact_inverse(step)) is not None:
         return call("mul", step.operands[0], Scalar(inverse))
     return Call(device_function(step), tuple(meanings(step).values()))
 
@@ -151,27 +139,21 @@ def _moments(step: Step) -> list[Assign]:
         return _affine(step.op, meanings(step))
     if not isinstance(step, Normalize):
         return []
-    per_group = Scalar(1) if step.groups is None else C // Scalar(step.groups)
+    per_group = Scalar(1) if step.groups is None else call("//", C, Scalar(step.groups))
     body = [Assign((MEAN, VAR), call("normalize_moments", MEAN, VAR, O_C, per_group, Scalar(step.eps)))]
     for word, slot in (("mul", step.weight), ("add", step.bias)):
         body += [] if slot is None else _affine(word, {X: MEAN, Y: slot})
     return body
 
 
-def _affine(word: str, meant: dict[Name, Term]) -> list[Assign]:
+def _affine(word: str, meant: dict[Term, Term]) -> list[Assign]:
     mean = Assign((MEAN,), Call(word, tuple({**meant, X: MEAN}.values())))
-    if VARIANCE[word] == X:
-        return [mean]
-    return [mean, Assign((VAR,), bound(VARIANCE[word], {**meant, X: VAR}))]
+    variance = Assign((VAR,), bound(VARIANCE[word], {**meant, X: VAR}))
+    return [mean] if variance.value == VAR else [mean, variance]
 
 
 def _load(chain: Chain, slot: Slot) -> Assign:
     return Assign((slot,), Load(slot, chain.roles[slot.index]))
-
-
-def _read_by(chain: Chain, last: int, first: int, has_bias: bool) -> tuple[int, ...]:
-    read = [operand for step in chain.steps[first - 1 : last] for operand in operands_of(step)]
-    return tuple(dict.fromkeys(slot.index for slot in [_BIAS] * has_bias + read if isinstance(slot, Slot)))
 
 
 def _has_bias(chain: Chain) -> bool:

@@ -10,7 +10,7 @@ from postlude.export.specialise import Inline, Name
 from postlude.plan.gemm import Gemm
 from postlude.plan.problem import power_of_two
 from postlude.plan.types import Moments
-from postlude.steps import moments_slots, pass_slots
+from postlude.steps import pass_slots
 
 _FLOAT = Name("tl.float32")
 _MOMENTS_TILE = 2048  # partial moments of a tile, all channels together
@@ -169,7 +169,7 @@ def finish_moments(draft: Draft, chunks: str) -> int:
     assert isinstance(item.sink, Moments)
     first, channels = item.last + 1, plan.value.shape[1]
     last, reduce = _reduction(plan.chain, first)
-    slots = moments_slots(plan.chain, first, last)
+    slots = pass_slots(plan.chain, last, first)
     made = moments_program(plan.chain, first, last, draft.names, channels)
     block_c = max(16, power_of_two(channels))
     constants = {

@@ -18,7 +18,7 @@ from postlude.run.launch import Launch
 from postlude.run.moments import Moments, finish, laid_out
 from postlude.run.passes import Partials
 from postlude.run.programs import composed
-from postlude.steps import OPERANDS, moments, moments_slots
+from postlude.steps import OPERANDS, moments, pass_slots
 
 _TILE = 2048  # partial moments of a tile: 4096 spill as float64
 WARPS = 8
@@ -38,7 +38,7 @@ class FinishMoments:
         self.chain, self.first, self.squares, self.dtype = chain, first, squares, dtype
         self.last, reduce = _reduction(chain, first)
         batch, channels, self.positions = value.shape[0], value.shape[1], math.prod(value.shape[2:])
-        self.slots = moments_slots(chain, first, self.last)
+        self.slots = pass_slots(chain, self.last, first)
         self.shape = _shape(reduce, chain.dims, batch, channels)
         self.reduce, self.is_last = reduce, value.layout == "channels_last"
         self.launch = None

@@ -33,7 +33,7 @@ GPU_SOURCES = [
         SOURCE / f"kernels/triton/{name}.py"
         for name in ("pack", "unfold", "convolve", "convolve_boxes", "phases", "rows", "channels")
     ),
-    SOURCE / "emit.py",
+    *(SOURCE / f"{name}.py" for name in ("expressions", "steps", "emit")),
     *(SOURCE / f"plan/{name}.py" for name in ("gpu", "convolve", "worth", "gemm", "boxes", "phases", "few_channels")),
     *(SOURCE / f"plan/{name}.py" for name in ("tiles", "channels")),
     *(SOURCE / f"run/{name}.py" for name in ("gpu", "first_pass", "gemm", "boxes", "phases", "few_channels", *_PASSES)),
@@ -41,7 +41,7 @@ GPU_SOURCES = [
 ]
 TRAINING_SOURCES = [
     *GPU_SOURCES,
-    SOURCE / "emit_gradient.py",
+    SOURCE / "reverse.py",
     *(
         SOURCE / f"kernels/triton/{name}.py"
         for name in ("derivatives", "gradient", "pack_gradient", "weight_gradient", "moments_gradient")

@@ -198,7 +198,8 @@ def cache_folder() -> Path | None:
 def tile_key(index: int | None = None) -> Key:
     """What tiles that are measured on this GPU, or the current one, depend on."""
     found, here = versions(), Path(__file__).parent
-    kernels = kernel_hash([here / "kernels", here / "emit.py", here / "emit_gradient.py"])
+    programs = [here / f"{name}.py" for name in ("expressions", "steps", "reverse", "emit")]
+    kernels = kernel_hash([here / "kernels", *programs])
     card = torch.cuda.get_device_name(index) if index is not None and "gpu" in found else found.get("gpu", "")
     return Key(card, found["torch"], found["triton"], kernels)
 

@@ -20,10 +20,10 @@ from fuzz.test_cpu_fuzz import perturbed, reduced_size
 from postlude import reference
 from postlude.check import scale_of
 from postlude.check.compare import nonfinite_problem
-from postlude.emit_gradient import unsupported_gradient
 from postlude.plan import Refusal, problem_of
 from postlude.plan.gpu import lower_for_gpu
 from postlude.plan.program import last_fused_step
+from postlude.reverse import unsupported_gradient
 from run.test_gpu import CARD, fused
 from run.test_gradient import compared
 

@@ -12,12 +12,12 @@ from cases import CHAIN_61, Builder, conv
 from kernels import offline
 from plan.test_convolve import card as machine_of
 from postlude.chain import Chain, Normalize
-from postlude.emit import pass_slots
 from postlude.plan import Plan
 from postlude.plan.gpu import lower_for_gpu
 from postlude.plan.problem import Problem, Spec, memory_format
 from postlude.run.gradient import GradientPasses
 from postlude.run.launch import Launch
+from postlude.steps import pass_slots
 
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.compile, pytest.mark.filterwarnings("ignore")]

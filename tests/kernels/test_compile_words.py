@@ -12,13 +12,13 @@ from cases import WORDS
 from kernels import offline
 from plan.test_convolve import card as machine_of
 from postlude.chain import Chain, Operand, Pointwise, Role, Scalar, Slot, Step, Value
-from postlude.emit import OPERANDS, pass_slots
 from postlude.plan import Plan
 from postlude.plan.gpu import lower_for_gpu
 from postlude.plan.problem import Layout, Problem, Spec, memory_format
 from postlude.run.gradient import GradientPasses
 from postlude.run.launch import Launch
 from postlude.run.passes import FinishPass
+from postlude.steps import OPERANDS, pass_slots
 
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.compile, pytest.mark.filterwarnings("ignore")]

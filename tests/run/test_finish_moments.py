@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from cases import CASES, Builder, Case, conv
-from postlude import emit, reference
+from postlude import emit, reference, steps
 from postlude.chain import Cast, Chain
 from postlude.check import tensors_for
 from postlude.plan.problem import Spec
 from postlude.plan.program import MomentsOnly, moments_only
-from postlude.run import finish_moments
+from postlude.run import finish_moments, programs
 from postlude.run.finish_moments import FinishMoments
 from postlude.run.passes import Partials
 from postlude.run.programs import HEADER, compose
@@ -106,16 +106,16 @@ def test_is_the_chains_result(case: Case, dtype: torch.dtype) -> None:
 
 
 def test_every_word_that_moments_go_through_has_its_text() -> None:
-    assert set(emit.VARIANCE) == {word for word, row in POINTWISE.items() if row.affine}
+    assert set(steps.VARIANCE) == {word for word, row in POINTWISE.items() if row.affine}
     spans = {(op, over) for op, overs in REDUCTIONS.items() for over in overs}
-    assert set(emit.REDUCTIONS) == {(op, over) for op, over in spans if over != "channels"}
+    assert set(steps.REDUCTIONS) == {(op, over) for op, over in spans if over != "channels"}
 
 
 def test_reads_as_one_would_write_it() -> None:
     builder = Builder(2).norm(3)
     builder.steps.append(Cast(builder.value, "float32"))
     chain = builder.op("mul", 0.5).norm(None, affine=False).reduce("sum", "sample").chain()
-    assert emit.emit_moments(chain, 1, 5, emit.moments_slots(chain, 1, 5)) == (
+    assert emit.emit(steps.moments(chain, 1, 5)) == (
         "@triton.jit\n"
         "def moments(mean, var, count, o_c, m_c, C, a0, a1, a2, a3, a4, a5):\n"
         "    t1 = tl.load(a0 + o_c, mask=m_c, other=0.0).to(mean.dtype)\n"
@@ -206,9 +206,7 @@ def test_a_wrong_kernel_is_seen_to_fail(right: str, wrong: str, monkeypatch: pyt
     torch.testing.assert_close(finished(chain, tensors), truth)
     for name in ("finish_moments_kernel", "normalize_moments"):
         monkeypatch.setattr(moments, name, mutant[name])
-    for name in (
-        "moments_program",
-        "compose",
-    ):  # the composed function found what it calls when it was made: make it anew
-        monkeypatch.setattr(finish_moments, name, getattr(finish_moments, name).__wrapped__)
+    # The composed function found what it calls when it was made: make it anew.
+    for module, name in ((finish_moments, "moments_program"), (programs, "compose")):
+        monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)
     assert not torch.allclose(finished(chain, tensors), truth, rtol=1e-3)

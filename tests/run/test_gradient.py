@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from cases import BY_NAME, CASES, Builder, Case, conv
-from postlude import emit, emit_gradient, reference
+from postlude import reference, reverse
 from postlude.chain import Cast, Chain, Normalize, Pointwise, Slot, Value
 from postlude.check import tensors_for
+from postlude.expressions import Gradient
 from postlude.plan import Plan, problem_of
 from postlude.plan.gpu import lower_for_gpu
 from postlude.plan.problem import memory_format
@@ -21,6 +22,7 @@ from postlude.run.batch import CombineBatch
 from postlude.run.gradient import GradientPasses
 from postlude.run.passes import Combine, FinishPass, MomentsPass
 from postlude.run.rows_gradient import RowsGradient
+from postlude.steps import pass_slots
 from run.test_gpu import CARD, SMALL, library_convolution  # noqa: F401, a fixture
 
 pytestmark = [
@@ -85,7 +87,7 @@ def first_value(plan: Plan, tensors: tuple[Tensor, ...]) -> Tensor:
 
 
 def moments_of(plan: Plan, value: Tensor, tensors: tuple[Tensor, ...]) -> Moments:
-    number = emit_gradient.norm_step(plan.chain, last_fused_step(plan.chain))
+    number = reverse.norm_step(plan.chain, last_fused_step(plan.chain))
     norm = None if number is None else plan.chain.steps[number - 1]
     if number is None or not isinstance(norm, Normalize) or norm.over == "row":
         return None
@@ -98,7 +100,7 @@ def moments_of(plan: Plan, value: Tensor, tensors: tuple[Tensor, ...]) -> Moment
 
 
 def everything(chain: Chain) -> frozenset[int]:
-    return frozenset(emit.pass_slots(chain, last_fused_step(chain)))
+    return frozenset(pass_slots(chain, last_fused_step(chain)))
 
 
 def truth(
@@ -225,7 +227,7 @@ def test_what_is_frozen_is_neither_computed_nor_returned() -> None:
         assert all(torch.equal(one, whole[1][slot]) for slot, one in found.items())
         assert passes.gradient.launch.constants["FULL"] == len(needs & {residual})
     chain = BY_NAME["conv per-channel and scalar"].chain
-    assert "return (d0,)" in emit_gradient.emit_gradient(chain, 4, frozenset(), emit.pass_slots(chain, 4))
+    assert reverse.gradient(chain, 4, frozenset()).returns == (Gradient(Value(0)),)
 
 
 def test_a_residual_that_no_gradient_depends_on_is_not_read() -> None:
@@ -275,7 +277,7 @@ def test_the_same_bits_every_time() -> None:
 def test_what_is_not_supported_is_refused_with_its_reason() -> None:
     def reason(builder: Builder) -> str | None:
         chain = builder.chain()
-        return emit_gradient.unsupported_gradient(chain, len(chain.steps))
+        return reverse.unsupported_gradient(chain, len(chain.steps))
 
     many = Builder(2, conv(2, (2, 4))).norm(2)
     for _ in range(4):
@@ -286,5 +288,5 @@ def test_what_is_not_supported_is_refused_with_its_reason() -> None:
     assert "whole samples" in str(reason(Builder(2).layer_norm(3)))
     assert "reduction" in str(reason(Builder(2).norm(2).reduce("mean", "space")))
     assert reason(Builder(2).norm(2).op("add", "full").op("add", "full")) is None
-    assert emit_gradient.unsupported_gradient(BY_NAME["two norms"].chain, 2) is None
-    assert emit_gradient.unsupported_gradient(CASES[0].chain, 0) == "no step is fused"
+    assert reverse.unsupported_gradient(BY_NAME["two norms"].chain, 2) is None
+    assert reverse.unsupported_gradient(CASES[0].chain, 0) == "no step is fused"

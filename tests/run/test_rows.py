@@ -215,7 +215,6 @@ def test_a_wrong_kernel_is_seen_to_fail(name: str, monkeypatch: pytest.MonkeyPat
     for key in ("rows_kernel", "rows_gradient_kernel", "row_statistics", "row_mean"):
         monkeypatch.setattr(module, key, changed[key])
     monkeypatch.setattr("postlude.run.programs.compose", compose.__wrapped__)
-    monkeypatch.setattr(rows_gradient, "compose", compose.__wrapped__)
     from postlude.run import rows
 
     monkeypatch.setattr(rows, "program", rows.program.__wrapped__)

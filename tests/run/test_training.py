@@ -14,10 +14,10 @@ from cases import BY_NAME, Builder, conv
 from postlude import reference
 from postlude.chain import Chain, Value
 from postlude.check import tensors_for
-from postlude.emit_gradient import slots_needed
 from postlude.plan import Plan, lower, problem_of
 from postlude.plan.gemm import Gemm
 from postlude.plan.gpu import lower_for_gpu
+from postlude.reverse import slots_needed
 from postlude.run.convolution_gradients import ConvolutionGradients
 from postlude.run.execute import prepare
 from postlude.run.packing import Packed

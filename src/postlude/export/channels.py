@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping
 
 from postlude.chain import Normalize
-from postlude.emit import pass_slots
 from postlude.export.kernels import Kernel, changed, cut, inlined, library, program
 from postlude.export.parts import Draft
 from postlude.export.passes import combine
 from postlude.export.specialise import Inline, Name
 from postlude.plan.channels import CHANNELS_WARPS, channels_kind, channels_tile
+from postlude.steps import pass_slots
 
 # Masks that are true everywhere: the channels fill their lanes.
 _ALL_CHANNELS = {
@@ -60,7 +60,7 @@ def finish_channels(draft: Draft) -> str:
 def _kernel(draft: Draft, before: int, slots: tuple[int, ...], constants: Mapping[str, object]) -> Kernel:
     """The pass for this case, steps 1 to `before` in it."""
     chain, is_full = draft.plan.chain, constants["BLOCK_C"] == constants["C"]
-    whole = program(chain, "whole", before, slots, draft.names, scalar_channel=is_full, spread="[None, :]")
+    whole = program(chain, "whole", before, draft.names, scalar_channel=is_full, spread="[None, :]")
     given = {
         **constants,
         "WHOLE": whole.inline,

@@ -6,15 +6,17 @@ import ast
 import functools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 
-from postlude.chain import Chain, Normalize, Value, values_of
-from postlude.emit import emit, emit_moments
+from postlude.chain import Chain, Normalize, Scalar, Value, values_of
+from postlude.emit import POINTERS, emit, text
 from postlude.export.layout import fold
 from postlude.export.specialise import Inline, specialise
+from postlude.expressions import Assign, Call, Function, Name, Term, bound, live
+from postlude.steps import C, forward, moments
 
-_INFIX = {"add": Inline("{0} + {1}"), "mul": Inline("{0} * {1}")}
+_INFIX = {"add": "+", "mul": "*"}
 _FILES = ("pointwise", "pack", "convolve", "normalize", "channels", "moments")
 
 
@@ -87,38 +89,31 @@ def program(
     chain: Chain,
     kind: str,
     last: int,
-    pointers: tuple[int, ...],
     names: Mapping[int, str],
     *,
     scalar_channel: bool,
     spread: str = "",
 ) -> Program:
     """Steps 1 to `last` as text; `names` has a word for each slot, `scalar_channel` says that no channel is masked."""
-    text = emit(chain, kind, last, pointers, spread=spread)
-    if scalar_channel:
-        text = text.replace(", mask=m_c, other=0.0", "")
-    renamed = {f"t{slot}": word for slot, word in names.items()}
-    renamed |= {f"a{number}": f"p_{names[slot]}" for number, slot in enumerate(pointers)}
+    function = _written(forward(chain, kind, last))
+    if not function.body:
+        return _expression(function, {})
+    renamed = {kind: "before_norm" if kind == "before" else "normalize"}
     if _is_straight(chain, last):
         renamed |= {f"v{number}": "v" for number in range(last + 1)}
-    renamed[kind] = "before_norm" if kind == "before" else "normalize"
-    arguments = {"before": ("v0",), "whole": ("v0", "mean", "rstd")}[kind]
-    return _called(text, renamed, (*arguments, "o_c", "base", "o_x", "m_c", "m_x"))
+    return _function(function, emit(function, spread=spread, masks_channels=not scalar_channel), names, renamed)
 
 
-def moments_program(
-    chain: Chain, first: int, last: int, pointers: tuple[int, ...], names: Mapping[int, str], channels: int
-) -> Program:
+def moments_program(chain: Chain, first: int, last: int, names: Mapping[int, str], channels: int) -> Program:
     """Steps `first` to `last` on moments."""
-    renamed = {f"t{slot}": word for slot, word in names.items()}
-    renamed |= {f"a{number}": f"p_{names[slot]}" for number, slot in enumerate(pointers)}
-    renamed["moments"] = "finish"
-    text = emit_moments(chain, first, last, pointers)
+    function = _written(moments(chain, first, last))
+    if not function.body:
+        return _expression(function, {C: Scalar(channels)})
     norms = [step for step in chain.steps[first - 1 : last] if isinstance(step, Normalize)]
     constants: dict[str, object] = {"C": channels}
     if len(norms) == 1:  # else the norms' groups stay an argument
         constants["normalize_moments"] = Inline("normalize_moments({0}, {1}, {2})")
-    return _called(text, renamed, ("mean", "var", "count", "o_c", "m_c", "C"), constants)
+    return _function(function, emit(function), names, {"moments": "finish"}, constants)
 
 
 def moments_helpers(chain: Chain, first: int, last: int, channels: int) -> list[Kernel]:
@@ -135,18 +130,42 @@ def moments_helpers(chain: Chain, first: int, last: int, channels: int) -> list[
     return [mean, norm]
 
 
-def _called(
-    text: str, renamed: Mapping[str, str], arguments: tuple[str, ...], constants: Mapping[str, object] | None = None
+def _written(function: Function) -> Function:
+    """As one would write it: sums and products by their signs, nothing that nobody reads, no name for what is returned
+    at once."""
+    assert not isinstance(function.returns, tuple)
+    body = [Assign(line.targets, _with_signs(line.value)) for line in live(function.body, [function.returns])]
+    returns = _with_signs(function.returns)
+    if body and body[-1].targets == (returns,):
+        returns = body.pop().value
+    return replace(function, body=tuple(body), returns=returns)
+
+
+def _with_signs(term: Term) -> Term:
+    if not isinstance(term, Call):
+        return term
+    return Call(_INFIX.get(term.word, term.word), tuple(map(_with_signs, term.operands)))
+
+
+def _expression(function: Function, known: Mapping[Term, Term]) -> Program:
+    assert not isinstance(function.returns, tuple)
+    places: dict[Term, Term] = {leaf: Name(f"{{{number}}}") for number, leaf in enumerate(function.takes)}
+    return Program(None, Inline(text(bound(function.returns, {**places, **known}))))
+
+
+def _function(
+    function: Function,
+    source: str,
+    names: Mapping[int, str],
+    renamed: Mapping[str, str],
+    constants: Mapping[str, object] | None = None,
 ) -> Program:
-    text = re.sub(r"    (\w+) = (.+)\n    return \1\n$", r"    return \2\n", text)
-    made = cut(text, {**(constants or {}), **_INFIX}, renamed)
-    order = [*arguments, *(f"a{number}" for number in range(6))]
+    """Of its own name, its tensors by theirs, with the parameters that it reads."""
+    renamed = {**renamed, **{f"t{slot}": word for slot, word in names.items()}}
+    renamed |= {pointer: f"p_{names[slot]}" for pointer, slot in zip(POINTERS, function.slots)}
+    made = cut(source, constants or {}, renamed)
+    order = [*map(text, function.takes), *POINTERS]
     places = {renamed.get(name, name): f"{{{number}}}" for number, name in enumerate(order)}
-    body = made.text.splitlines()[2:]
-    result = re.fullmatch(r"    return (.+)", body[0]) if len(body) == 1 else None
-    if result is not None:
-        words = "|".join(re.escape(name) for name in made.parameters)
-        return Program(None, Inline(re.sub(rf"\b(?:{words})\b", lambda m: places[m[0]], result[1])))
     return Program(made, Inline(f"{made.name}({', '.join(places[name] for name in made.parameters)})"))
 
 

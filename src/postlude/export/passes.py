@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from postlude.chain import Chain, Convolution, Normalize, Reduce
-from postlude.emit import moments_slots, pass_slots
 from postlude.export.kernels import Kernel, cut, inlined, library, moments_helpers, moments_program, program
 from postlude.export.parts import Draft, times
 from postlude.export.pieces import COMBINE
@@ -11,6 +10,7 @@ from postlude.export.specialise import Inline, Name
 from postlude.plan.gemm import Gemm
 from postlude.plan.problem import power_of_two
 from postlude.plan.types import Moments
+from postlude.steps import pass_slots
 
 _FLOAT = Name("tl.float32")
 _MOMENTS_TILE = 2048  # partial moments of a tile, all channels together
@@ -52,7 +52,7 @@ def moments_pass(draft: Draft) -> None:
     assert isinstance(item.sink, Moments)
     assert tile is not None
     slots = pass_slots(plan.chain, item.last)
-    before = program(plan.chain, "before", item.last, slots, draft.names, scalar_channel=True)
+    before = program(plan.chain, "before", item.last, draft.names, scalar_channel=True)
     channels = plan.value.shape[1]
     constants = {
         "BEFORE": draft.use(before),
@@ -99,7 +99,7 @@ def finish(draft: Draft, keeps: bool) -> str:
     if norm is not None:
         combine(draft, norm, channels, groups)
     slots = pass_slots(plan.chain, last)
-    whole = program(plan.chain, "whole", last, slots, draft.names, scalar_channel=True)
+    whole = program(plan.chain, "whole", last, draft.names, scalar_channel=True)
     constants = {
         "WHOLE": whole.inline,
         "HAS_NORM": norm is not None,
@@ -169,8 +169,8 @@ def finish_moments(draft: Draft, chunks: str) -> int:
     assert isinstance(item.sink, Moments)
     first, channels = item.last + 1, plan.value.shape[1]
     last, reduce = _reduction(plan.chain, first)
-    slots = moments_slots(plan.chain, first, last)
-    made = moments_program(plan.chain, first, last, slots, draft.names, channels)
+    slots = pass_slots(plan.chain, last, first)
+    made = moments_program(plan.chain, first, last, draft.names, channels)
     block_c = max(16, power_of_two(channels))
     constants = {
         "MOMENTS": draft.use(made),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 from postlude.chain import Convolution
-from postlude.emit import pass_slots
 from postlude.export.kernels import Kernel, changed, cut, library, program
 from postlude.export.parts import Draft, plus, times
 from postlude.export.pieces import SCALES
@@ -14,6 +13,7 @@ from postlude.export.weight import pack_weight_text
 from postlude.plan.gemm import Gemm, Volume
 from postlude.plan.problem import power_of_two
 from postlude.plan.types import Moments, Store
+from postlude.steps import pass_slots
 
 # Where files say something else than the library's kernels; each text must be there once.
 #
@@ -222,7 +222,7 @@ def _kernel(draft: Draft, gemm: Gemm, out: int, slots: tuple[int, ...], sinks: d
     is_full = out % gemm.block_c == 0
     before: object = Inline("{0}")  # where nothing reads it
     if (sinks["MOMENTS"], sinks["STORE"]) != ("no", "raw"):
-        steps = program(chain, "before", last, slots, draft.names, scalar_channel=is_full, spread="[None, :]")
+        steps = program(chain, "before", last, draft.names, scalar_channel=is_full, spread="[None, :]")
         before = draft.use(steps)
     constants: dict[str, object] = {
         "BEFORE": before,

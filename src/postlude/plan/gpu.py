@@ -7,7 +7,6 @@ import math
 
 from postlude.cards import Card
 from postlude.chain import Cast, Chain, Normalize, values_of
-from postlude.emit import too_many_tensors
 from postlude.hardware import Machine
 from postlude.plan.boxes import Boxes
 from postlude.plan.channels import takes_channels, why_apart
@@ -35,6 +34,7 @@ from postlude.plan.tiles import answer, pass_question, short_rows
 from postlude.plan.trained import convolution_gradients, is_lean, is_trained_from_its_result, reasons_against_training
 from postlude.plan.types import Moments, Pass, Plan, Refusal, Store, Tile, first_source, reads_moments
 from postlude.plan.worth import has_moments_apart, pytorch_seconds
+from postlude.steps import too_many_tensors
 
 _MOST_TILES = 16  # of one program: each costs the moments one more unit of rounding, at worst
 TRAINING_SLAB = 32 << 20  # bytes of a convolution's result that a backward pass computes again at a time

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 from postlude.chain import Chain, values_of
-from postlude.emit_gradient import keeps_inside, needs_no_more_than_its_result, unsupported_gradient
 from postlude.hardware import Machine
 from postlude.plan.boxes import Boxes
 from postlude.plan.convolve import Own, gradient_products
@@ -14,6 +13,7 @@ from postlude.plan.few_channels_gradient import GradientPlan, few_channels_gradi
 from postlude.plan.gemm import Gemm, WeightGemm
 from postlude.plan.problem import Layout, Problem, body_dtype, fp32_mode, result_layout, value_dtypes
 from postlude.plan.program import has_norm, last_fused_step, moments_only, row_norm
+from postlude.reverse import keeps_inside, needs_no_more_than_its_result, unsupported_gradient
 
 
 def trained_part(chain: Chain) -> Chain:

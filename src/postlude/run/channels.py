@@ -36,7 +36,7 @@ class ChannelsPass:
         self.shape = (batch, *((1,) if end.keepdim else ()), *value.shape[2:])
         self.operands = Operands(chain, before, value, plan.resumes_at)
         constants: dict[str, Any] = {
-            "WHOLE": program(chain, "whole", before, self.operands.slots, channels, plan.resumes_at, _SPREAD),
+            "WHOLE": program(chain, "whole", before, channels, plan.resumes_at, _SPREAD),
             "OP": channels_kind(end),
             "HAS_NORM": any(isinstance(step, Normalize) for step in chain.steps),
             "BLOCK": block,

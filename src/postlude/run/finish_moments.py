@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from postlude.chain import Chain, Reduce
-from postlude.emit import OPERANDS, emit_moments, moments_slots
 from postlude.plan.problem import Spec, power_of_two
 from postlude.plan.program import takes_the_batch
 from postlude.reference import continue_from
 from postlude.run.launch import Launch
 from postlude.run.moments import Moments, finish, laid_out
 from postlude.run.passes import Partials
-from postlude.run.programs import HEADER, compose
+from postlude.run.programs import composed
+from postlude.steps import OPERANDS, moments, pass_slots
 
 _TILE = 2048  # partial moments of a tile: 4096 spill as float64
 WARPS = 8
@@ -38,7 +38,7 @@ class FinishMoments:
         self.chain, self.first, self.squares, self.dtype = chain, first, squares, dtype
         self.last, reduce = _reduction(chain, first)
         batch, channels, self.positions = value.shape[0], value.shape[1], math.prod(value.shape[2:])
-        self.slots = moments_slots(chain, first, self.last)
+        self.slots = pass_slots(chain, self.last, first)
         self.shape = _shape(reduce, chain.dims, batch, channels)
         self.reduce, self.is_last = reduce, value.layout == "channels_last"
         self.launch = None
@@ -87,8 +87,7 @@ def blocks(channels: int) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=1024)
 def moments_program(chain: Chain, first: int, last: int) -> Any:
-    text = emit_moments(chain, first, last, moments_slots(chain, first, last))
-    return compose(HEADER + text)["moments"]
+    return composed(moments(chain, first, last))
 
 
 @functools.lru_cache(maxsize=1024)

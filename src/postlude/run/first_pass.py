@@ -36,8 +36,7 @@ class FirstPass:
         self.format = memory_format(plan.value.layout, plan.chain.dims)
         self.input_format = memory_format(plan.input.layout, plan.chain.dims)
         self.operands = Operands(plan.chain, item.last, plan.value)
-        slots, channels = self.operands.slots, plan.value.shape[1]
-        self.before = program(plan.chain, "before", item.last, slots, channels, spread=spread)
+        self.before = program(plan.chain, "before", item.last, plan.value.shape[1], spread=spread)
 
     def run(
         self, operands: Sequence[Any], unread: Tensor, tensors: Sequence[Tensor]

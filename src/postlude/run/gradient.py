@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from postlude import reverse
 from postlude.chain import Normalize
-from postlude.emit_gradient import Wanted, emit_gradient, emit_sums, slots_read, unsupported_gradient, wanted
 from postlude.plan import Plan
 from postlude.plan.gemm import Arithmetic
 from postlude.plan.problem import Spec, memory_format, power_of_two
@@ -26,7 +26,7 @@ from postlude.run.launch import Launch, accumulator
 from postlude.run.packed_gradient import PackedGradientPass
 from postlude.run.packing import InputPacking
 from postlude.run.passes import Cut, Operands, accumulator_of, adding, last_cut, moments_cut, sizes_of, tile_of
-from postlude.run.programs import HEADER, compose
+from postlude.run.programs import composed
 
 # Elements of a tile at most, a quarter in float64: each needs registers for two values and, in the first pass, sums.
 _MOST, _MOST_SUMMED = 4096, 2048
@@ -43,31 +43,31 @@ class GradientPasses:
 
     def __init__(self, plan: Plan, needs: frozenset[int], packing: InputPacking | None = None) -> None:
         chain, value, last = plan.chain, plan.value, last_fused_step(plan.chain)
-        reason = unsupported_gradient(chain, last)
+        reason = reverse.unsupported_gradient(chain, last)
         if reason is not None:
             raise ValueError(f"no gradient passes: {reason}")
-        self.needs, self.wanted = needs, wanted(chain, last, needs)
+        self.needs, self.wanted = needs, reverse.wanted(chain, last, needs)
         self.format = memory_format(value.layout, chain.dims)
         self.dtype = getattr(torch, plan.result_dtype)
         self.operands = Operands(chain, last, value)
         self.norm = next((step for step in chain.steps[:last] if isinstance(step, Normalize)), None)
-        shown = (chain, last, needs, self.operands.slots, value.shape[1])
-        text = emit_gradient(*shown, plan.from_result)
-        read, tile, per_group = slots_read(text), _tile(plan), 1
+        channels, tile, per_group = value.shape[1], _tile(plan), 1
+        gradient = reverse.gradient(chain, last, needs, plan.from_result)
+        read = gradient.loaded
         self.sums: SumsPass | None = None
         self.combine: CombineSums | CombineBatchSums | None = None
         if self.norm is not None:
-            first = emit_sums(*shown)
-            read |= slots_read(first)
-            per_group = value.shape[1] // (self.norm.groups or value.shape[1])
-            self.sums = SumsPass(value, tile, _composed(first, "sums"), 2 + len(self.wanted.sums), per_group)
+            sums = reverse.sums(chain, last, needs)
+            read |= sums.loaded
+            per_group = channels // (self.norm.groups or channels)
+            self.sums = SumsPass(value, tile, composed(sums, channels), 2 + len(self.wanted.sums), per_group)
             has_weight, chunks = self.norm.weight is not None, self.sums.chunks
             self.combine = (
                 CombineBatchSums(value, chunks, has_weight)
                 if self.norm.over == "batch"
                 else CombineSums(value, chunks, per_group, has_weight)
             )
-        rest = (_composed(text, "gradient"), self.norm, self.wanted, per_group)
+        rest = (composed(gradient, channels), self.norm, self.wanted, per_group)
         self.gradient: LastGradientPass = (
             GradientPass(value, tile, plan.largest_found, *rest)
             if packing is None
@@ -211,7 +211,7 @@ class GradientPass(LastGradientPass):
         largest: Arithmetic | None,
         program: Any,
         norm: Normalize | None,
-        want: Wanted,
+        want: reverse.Wanted,
         per_group: int,
     ) -> None:
         """`largest`: the arithmetic of the products that will want each channel's largest magnitude."""
@@ -237,10 +237,6 @@ def _plane(first: Tensor | None, second: Tensor, number: int) -> Tensor:
     """[N, C, CHUNKS], one of the sums of both passes."""
     before = 0 if first is None else len(first)
     return second[number - before] if first is None or number >= before else first[number]
-
-
-def _composed(text: str, name: str) -> Any:
-    return compose(HEADER + text)[name]
 
 
 def _tile(plan: Plan) -> Tile:

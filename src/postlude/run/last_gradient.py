@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from postlude.chain import Normalize
-from postlude.emit_gradient import FULL, Wanted
 from postlude.plan.problem import Spec
+from postlude.reverse import FULL, Wanted
 from postlude.run.launch import Launch
 from postlude.run.passes import accumulator_of
 

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from postlude.chain import Normalize
-from postlude.emit_gradient import Wanted
 from postlude.plan.problem import Spec, power_in
+from postlude.reverse import Wanted
 from postlude.run.last_gradient import LastGradientPass, what_is_computed
 from postlude.run.launch import Launch, accumulator
 from postlude.run.packing import InputPacking

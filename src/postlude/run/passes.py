@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from postlude.chain import Chain, Normalize
-from postlude.emit import OPERANDS, pass_slots, reads_rows
 from postlude.plan import Plan
 from postlude.plan.problem import Spec, memory_format, power_in, power_of_two
 from postlude.plan.tiles import pass_warps
 from postlude.plan.types import Moments, Tile
 from postlude.run.launch import Launch, accumulator
 from postlude.run.programs import program
+from postlude.steps import OPERANDS, pass_slots, reads_rows
 
 _WARPS = 4
 _LAST_FINISH_WARPS = 8  # channels-last tiles of the last pass are four times as large
@@ -71,7 +71,7 @@ class MomentsPass:
         self.acc = accumulator_of(value)
         self.operands = Operands(plan.chain, item.last, value, first)
         constants: dict[str, Any] = {
-            "BEFORE": program(plan.chain, "before", item.last, self.operands.slots, channels, first),
+            "BEFORE": program(plan.chain, "before", item.last, channels, first),
             "SQUARES": item.sink.squares,
             **cut.constants(value),
             "ACC": accumulator(self.acc),
@@ -130,7 +130,7 @@ class FinishPass:
         self.overwrites = is_ours and not self.turns and value.dtype == plan.result_dtype
         self.operands = Operands(chain, last, value, plan.resumes_at)
         constants: dict[str, Any] = {
-            "WHOLE": program(chain, "whole", last, self.operands.slots, channels, plan.resumes_at),
+            "WHOLE": program(chain, "whole", last, channels, plan.resumes_at),
             "HAS_NORM": has_norm,
             **cut.constants(value),
         }

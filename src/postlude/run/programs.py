@@ -9,17 +9,20 @@ from typing import Any
 
 from postlude.chain import Chain
 from postlude.emit import emit
+from postlude.expressions import Function
+from postlude.steps import forward
 
 HEADER = "import triton\nimport triton.language as tl\n\n\n"
 
 
 @functools.lru_cache(maxsize=1024)
-def program(
-    chain: Chain, name: str, last: int, pointers: tuple[int, ...], channels: int, first: int = 0, spread: str = ""
-) -> Any:
-    """Steps of the chain, as `emit` counts them, as a jit function named `name` for a value of so many channels."""
-    text = HEADER + emit(chain, name, last, pointers, channels, first, spread)
-    return compose(text)[name]
+def program(chain: Chain, name: str, last: int, channels: int, first: int = 0, spread: str = "") -> Any:
+    """Steps of the chain, as `forward` counts them, as a jit function named `name` for a value of so many channels."""
+    return composed(forward(chain, name, last, first), channels, spread)
+
+
+def composed(function: Function, channels: int = 0, spread: str = "") -> Any:
+    return compose(HEADER + emit(function, channels, spread))[function.name]
 
 
 @functools.lru_cache(maxsize=1024)

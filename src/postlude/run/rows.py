@@ -32,7 +32,7 @@ class RowsPass:
         self.overwrites = chain.producer is not None and not keeps_value and value.dtype == plan.result_dtype
         self.operands = Operands(chain, last, value)
         length, in_channel, rows, constants = rows_of(plan)
-        steps = {"STEPS": program(chain, "rows", last, self.operands.slots, value.shape[1])}
+        steps = {"STEPS": program(chain, "rows", last, value.shape[1])}
         one_channel = not constants["SAMPLE"] and in_channel % constants["BLOCK_R"] == 0
         is_full = length == constants["BLOCK_L"] and rows % constants["BLOCK_R"] == 0
         flags = {"ONE_CHANNEL": one_channel, "FULL": is_full}

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from postlude.chain import Normalize
-from postlude.emit_gradient import FULL, emit_gradient, slots_read, unsupported_gradient, wanted
 from postlude.plan import Plan
 from postlude.plan.problem import Spec, power_of_two
 from postlude.plan.program import last_fused_step
+from postlude.reverse import FULL, gradient, unsupported_gradient, wanted
 from postlude.run.gradient import AddChannels
 from postlude.run.launch import Launch, accumulator
 from postlude.run.passes import Operands, accumulator_of
-from postlude.run.programs import HEADER, compose
+from postlude.run.programs import composed
 from postlude.run.rows import rows_of, warps_for
 
 _MOST_TILES = 16  # of one program: so many fewer partial sums are written
@@ -77,15 +77,15 @@ class RowsGradient:
     def _prepared(self, plan: Plan, last: int, needs: frozenset[int], kernel: Any) -> tuple[Launch, int, int]:
         """The launch, its chunks of a sample's channel, and the length of a row."""
         value = plan.value
-        text = emit_gradient(plan.chain, last, needs, self.operands.slots, value.shape[1])
+        function = gradient(plan.chain, last, needs)
         # A residual's gradient does not depend on it, as a rule: then it need not be there at all.
-        self.unread = {slot for slot in self.operands.slots if plan.chain.roles[slot] == "full"} - slots_read(text)
+        self.unread = {slot for slot in self.operands.slots if plan.chain.roles[slot] == "full"} - function.loaded
         length, in_channel, _, cut = rows_of(plan)
         cut["BLOCK_R"] = min(cut["BLOCK_R"], power_of_two(in_channel))
         tiles = min(_MOST_TILES, -(-in_channel // cut["BLOCK_R"]))
         chunks = -(-in_channel // (tiles * cut["BLOCK_R"]))
         constants = {
-            "GRADIENT": compose(HEADER + text)["gradient"],
+            "GRADIENT": composed(function, value.shape[1]),
             "TOTALS": len(self.wanted.totals),
             "FULL": len(self.wanted.full),
             "COLUMNS": 2 if self.rows else 0,

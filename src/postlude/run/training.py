@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from postlude.emit_gradient import reads_no_value, slots_needed
 from postlude.plan import Plan
 from postlude.plan.program import row_norm
+from postlude.reverse import reads_no_value, slots_needed
 from postlude.run.convolution_gradients import ConvolutionGradients
 from postlude.run.differentiable import differentiable
 from postlude.run.gpu import GpuRun, on_device_of

@@ -1,6 +1,6 @@
 """The passes of a chain's gradients: sums over the norm's result, their combination, and all gradients.
 
-Names are as in normalize.py, p_g is the last value's gradient, SUMS and GRADIENT are of emit_gradient.py. Sums are kept
+Names are as in normalize.py, p_g is the last value's gradient, SUMS and GRADIENT are of reverse.py. Sums are kept
 by chunks and added up in order and in float64: those of opposite signs may be far larger than their total.
 """
 

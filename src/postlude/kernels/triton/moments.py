@@ -1,6 +1,6 @@
 """The end of a chain that needs only moments: partial moments in, one number per sample or channel out.
 
-Names as in normalize.py. MOMENTS is one composed function (see emit.py). All arithmetic is in float64: there are few
+Names as in normalize.py. MOMENTS is one composed function (see steps.py). All arithmetic is in float64: there are few
 numbers, and the mean of what a norm gives is a small difference of large ones.
 """
 

@@ -8,7 +8,7 @@ Names: i_ program index, o_ offsets, p_ pointer, m_ mask, b_ block value. A valu
 
 Where a row or a sample begins is one 64-bit number; offsets from there are 32-bit unless a sample needs more (WIDE).
 
-BEFORE and WHOLE are composed functions (see emit.py): the steps before the norm, and all steps with the norm among
+BEFORE and WHOLE are composed functions (see steps.py): the steps before the norm, and all steps with the norm among
 them. Each is one jit function: a tuple of functions would be cached by their names only.
 """
 

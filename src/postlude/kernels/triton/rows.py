@@ -34,7 +34,7 @@ def rows_kernel(
     R,  # rows of a sample's channel
     L,
     ROWS,
-    STEPS: tl.constexpr,  # all steps, as one composed function (see emit.py)
+    STEPS: tl.constexpr,  # all steps, as one composed function (see steps.py)
     SAMPLE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_L: tl.constexpr,
@@ -94,7 +94,7 @@ def rows_gradient_kernel(
     CHUNKS,
     TILES,  # per chunk
     PLANE,  # N·C·CHUNKS
-    GRADIENT: tl.constexpr,  # see emit_gradient.py
+    GRADIENT: tl.constexpr,  # see reverse.py
     TOTALS: tl.constexpr,  # blocks after the first one that are summed
     FULL: tl.constexpr,  # blocks after those that are stored
     COLUMNS: tl.constexpr,  # 2: the blocks after those are summed over rows

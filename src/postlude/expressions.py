@@ -1,0 +1,104 @@
+"""Expressions: what a pass computes on one block, and all that is to be known about it before it is printed.
+
+The leaves are a chain's own operands (`Value`, `Slot`, `Scalar`), gradients of them, and names that the kernel gives.
+A `Function` is a straight line of assignments and what it returns. Liveness, the tensors that it loads and the values
+that it reads are computed here; emit.py prints it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from postlude.chain import Operand, Role, Slot, Value
+
+
+def _operator(word: str) -> Callable[[Expression, Term], Call]:
+    return lambda left, right: Call(word, (left, right))
+
+
+class Expression:
+    """Python's operators make calls of the same name."""
+
+    __add__, __sub__, __mul__, __truediv__ = _operator("+"), _operator("-"), _operator("*"), _operator("/")
+
+    def __neg__(self) -> Call:
+        return Call("-", (self,))
+
+
+@dataclass(frozen=True)
+class Name(Expression):
+    """What the kernel gives, as its mean, or an operand that a table's row leaves open."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Gradient(Expression):
+    of: Value | Slot
+
+
+@dataclass(frozen=True)
+class Load(Expression):
+    """The tensor of a slot, in the shape of the block or one that broadcasts to it."""
+
+    slot: Slot
+    role: Role
+
+
+@dataclass(frozen=True)
+class Call(Expression):
+    word: str  # a device function, or an operator
+    operands: tuple[Term, ...]
+
+
+Term = Operand | Expression
+
+
+@dataclass(frozen=True)
+class Assign:
+    targets: tuple[Term, ...]
+    value: Term
+
+
+@dataclass(frozen=True)
+class Function:
+    name: str
+    takes: tuple[Term, ...]  # before the pointers; the first one has the dtype that loads are converted to
+    body: tuple[Assign, ...]
+    returns: Term | tuple[Term, ...]
+    slots: tuple[int, ...]  # in the order of their pointers
+
+    @property
+    def loaded(self) -> frozenset[int]:
+        return frozenset(line.value.slot.index for line in self.body if isinstance(line.value, Load))
+
+
+def call(word: str, *operands: Term) -> Call:
+    return Call(word, operands)
+
+
+def leaves(term: Term) -> Iterator[Term]:
+    if isinstance(term, Call):
+        for operand in term.operands:
+            yield from leaves(operand)
+    elif not isinstance(term, Load):
+        yield term
+
+
+def bound(term: Term, meant: Mapping[Term, Term]) -> Term:
+    """With leaves replaced by what they stand for."""
+    if isinstance(term, Call):
+        return Call(term.word, tuple(bound(operand, meant) for operand in term.operands))
+    return meant.get(term, term)
+
+
+def live(body: Iterable[Assign], returns: Iterable[Term]) -> tuple[Assign, ...]:
+    """The assignments that lead to what is returned, and no others."""
+    read = {leaf for term in returns for leaf in leaves(term)}
+    kept = []
+    for line in reversed(list(body)):
+        if not read.isdisjoint(line.targets):
+            read = read.difference(line.targets).union(leaves(line.value))
+            kept.append(line)
+    return tuple(reversed(kept))

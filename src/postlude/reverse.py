@@ -1,0 +1,248 @@
+"""The steps of a pass in reverse: the gradients of its first value and of its tensors, as expressions of one block.
+
+Both functions compute the values again from the block v0, and go back from g, the gradient of the last step's value;
+what else they take is as in steps.py:
+
+    sums(v0, g, mean, rstd, …)
+        dn, dn · x̂, then the gradient of each vector of `sums`: blocks to be summed per channel
+    gradient(v0, g, mean, rstd, A, B, …)
+        the gradient at v0, of each vector of `totals` (to be summed), of each tensor of `full`; where the last value is
+        enough for them, the block may be that one
+
+    x̂      (x − mean) · rstd, x being the norm's operand
+    dn     the gradient at the norm's result γ · x̂ + β: its sums over a channel are β's gradient and, times x̂, γ's
+    A, B   means of γ · dn and of γ · dn · x̂ over a group: the norm's operand gets rstd · (γ · dn − A − x̂ · B)
+
+A layer_norm's group is a row of the block, so that one function does all of it:
+
+    gradient(v0, g, o_l, L, …)
+        as above, then dn and dn · x̂, to be summed per place in the row
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from postlude import steps
+from postlude.chain import Cast, Chain, Normalize, Operand, Pointwise, Reduce, Scalar, Slot, Step, Value, values_of
+from postlude.expressions import Assign, Expression, Function, Gradient, Load, Name, Term, bound, call, leaves, live
+from postlude.steps import EPS, M_X, MEAN, PLACE, ROW, RSTD, L, U, X, Y, Z, pass_slots
+
+FULL = 2  # gradients of whole tensors that the kernels store beside the value's
+G, V = Name("g"), Name("v")
+X_HAT, A, B, ROW_A, ROW_B = map(Name, ("x_hat", "A", "B", "row_a", "row_b"))
+_NOTHING = call("nothing", G)
+# The gradient of each operand, from g of the step's value v; the functions are in kernels/triton/derivatives.py.
+# A word of one operand without a row has word_gradient(g, x, settings).
+DERIVATIVES: dict[str, tuple[Expression, ...]] = {
+    **{word: (call(f"{word}_gradient", G, V),) for word in ("relu", "tanh", "sigmoid", "sqrt", "reciprocal")},
+    "detach": (_NOTHING,),
+    "add": (G, G),
+    "sub": (G, -G),
+    "rsub": (-G, G),
+    "mul": (G * Y, G * X),
+    "div": (G / Y, -G * (V / Y)),
+    "rdiv": (-G * (V / X), G / X),
+    "maximum": (call("maximum_gradient", G, X, Y), call("maximum_gradient", G, Y, X)),
+    "minimum": (call("minimum_gradient", G, X, Y), call("minimum_gradient", G, Y, X)),
+    "prelu": (call("prelu_gradient", G, X, Y), call("prelu_weight_gradient", G, X)),
+    # PyTorch has no gradient of running statistics.
+    "batch_norm": (
+        G * call("batch_norm_slope", Z, U, EPS),
+        _NOTHING,
+        _NOTHING,
+        G * call("batch_norm", X, Y, Z, Scalar(1.0), Scalar(0.0), EPS),
+        G,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What each pass gives beside dn, dn · x̂ and the gradient at the first value, as slots of the chain."""
+
+    sums: tuple[int, ...]  # vectors, per channel or per sample and channel, that only steps after the norm read
+    totals: tuple[int, ...]  # the convolution's bias, and the vectors that are not in `sums`
+    full: tuple[int, ...]  # tensors of the value's size
+
+
+@functools.lru_cache(maxsize=1024)
+def wanted(chain: Chain, last: int, needs: frozenset[int]) -> Wanted:
+    """Those of steps 1 to `last` whose gradient is needed; γ and β need nothing but dn and dn · x̂."""
+    norm = None if has_rows(chain, last) else norm_step(chain, last)
+    asked = [slot for slot in pass_slots(chain, last) if slot in needs]
+    full = tuple(slot for slot in asked if chain.roles[slot] == "full")
+    vectors = {slot for slot in _read_pointwise(chain, last) if chain.roles[slot] in ("channel", "row", "one")}
+    late = vectors - _read_pointwise(chain, last if norm is None else norm)
+    early = vectors - late | {slot for slot in asked if chain.roles[slot] == "bias"}
+    return Wanted(tuple(s for s in asked if s in late), tuple(s for s in asked if s in early), full)
+
+
+def unsupported_gradient(chain: Chain, last: int) -> str | None:
+    """Why the gradients of steps 1 to `last` cannot be computed here, or None."""
+    fused = chain.steps[:last]
+    if not fused:
+        return "no step is fused"
+    if any(isinstance(step, Reduce) for step in fused):
+        return "a reduction is among the steps"
+    norms = [step for step in fused if isinstance(step, Normalize)]
+    if len(norms) > 1:
+        return "more than one norm is among the steps"
+    if any(norm.axes > chain.dims for norm in norms):
+        return "a layer_norm over whole samples, whose rows hold all channels"
+    unread = set(range(last)) - {value.index for step in fused for value in values_of(step)}
+    if unread:
+        return f"no fused step reads value {min(unread)}"
+    if sum(chain.roles[slot] == "full" for slot in pass_slots(chain, last)) > FULL:
+        return f"the steps read more than {FULL} tensors of the value's size"
+    return steps.too_many_tensors(chain, last)
+
+
+def sums(chain: Chain, last: int, needs: frozenset[int]) -> Function:
+    """The first pass, of a chain with a norm: from the last step back to the norm's result."""
+    norm, slots = norm_step(chain, last), wanted(chain, last, needs).sums
+    assert norm is not None
+    body = [*_forward(chain, last), *_backward(chain, norm, last, slots)]
+    dn = Gradient(Value(norm))
+    returns = (dn, dn * X_HAT, *(Gradient(Slot(slot)) for slot in slots))
+    takes = (Value(0), G, MEAN, RSTD, *PLACE)
+    return Function("sums", takes, live(body, returns), returns, pass_slots(chain, last))
+
+
+def gradient(chain: Chain, last: int, needs: frozenset[int], from_result: bool = False) -> Function:
+    """The second pass: from the last step back to the first value. `from_result`: the block is the last one's value."""
+    want = wanted(chain, last, needs)
+    slots = want.totals + want.full
+    returns: tuple[Term, ...] = (Gradient(Value(0)), *(Gradient(Slot(slot)) for slot in slots))
+    given: tuple[Name, ...] = (MEAN, RSTD, A, B)
+    if has_rows(chain, last):
+        dn, given = Gradient(Value(norm_step(chain, last) or 0)), ROW
+        returns += (dn, dn * X_HAT)
+    forward = _forward(chain, last)
+    if from_result:
+        loads = [line for line in forward if isinstance(line.value, Load)]
+        forward = [Assign((Value(last),), Value(0)), *loads]
+    body = live([*forward, *_backward(chain, 0, last, slots)], returns)
+    return Function("gradient", (Value(0), G, *given, *PLACE), body, returns, pass_slots(chain, last))
+
+
+def slots_needed(chain: Chain, last: int, from_result: bool = False) -> frozenset[int]:
+    """The slots that a backward pass may read: all but running statistics, and tensors of the value's size that no
+    gradient depends on."""
+    needs = frozenset(range(len(chain.roles)))
+    read = gradient(chain, last, needs, from_result).loaded
+    if norm_step(chain, last) is not None and not has_rows(chain, last):
+        read |= sums(chain, last, needs).loaded
+    return frozenset(s for s, role in enumerate(chain.roles) if role != "running" and (role != "full" or s in read))
+
+
+def keeps_inside(chain: Chain, last: int) -> bool:
+    """Whether PyTorch's own backward pass keeps a value from inside steps 1 to `last`: its derivatives read what ours
+    read. The last step's value does not count: it is there for whoever comes next."""
+    return bool(_values_read(chain, last, ()) - {last})
+
+
+def needs_no_more_than_its_result(chain: Chain, last: int) -> bool:
+    """Whether the gradients of steps 1 to `last` can be told from the last one's value alone, as those of relu and of
+    what is added before it."""
+    plain = all(isinstance(step, Pointwise) for step in chain.steps[:last])
+    return plain and _values_read(chain, last, range(len(chain.roles))) <= {last}
+
+
+def reads_no_value(chain: Chain, last: int) -> bool:
+    """Whether the gradients of steps 1 to `last` depend on none of their values, as those of sums."""
+    return not _values_read(chain, last, range(len(chain.roles)))
+
+
+def norm_step(chain: Chain, last: int) -> int | None:
+    return next((number for number, step in enumerate(chain.steps[:last], 1) if isinstance(step, Normalize)), None)
+
+
+def has_rows(chain: Chain, last: int) -> bool:
+    """True where the norm of steps 1 to `last` goes over rows."""
+    return any(isinstance(step, Normalize) and step.over == "row" for step in chain.steps[:last])
+
+
+def derivatives(step: Pointwise) -> tuple[Expression, ...]:
+    """The table's row, or the function that is named after the word's."""
+    settings = [Name(name) for name, value in step.settings if not isinstance(value, str)]
+    return DERIVATIVES.get(step.op) or (call(f"{steps.device_function(step)}_gradient", G, X, *settings),)
+
+
+def _values_read(chain: Chain, last: int, slots: Iterable[int]) -> set[int]:
+    """By the derivatives of steps 1 to `last`, for the first value and these slots; a norm reads its x̂ instead."""
+    returns = [Gradient(Value(0)), *(Gradient(Slot(slot)) for slot in slots)]
+    body = live(_backward(chain, 0, last, slots), returns)
+    return {leaf.index for line in body for leaf in leaves(line.value) if isinstance(leaf, Value)}
+
+
+def _read_pointwise(chain: Chain, last: int) -> set[int]:
+    """The slots that steps 1 to `last` read, but for a norm's γ and β."""
+    operands = [operand for step in chain.steps[:last] if isinstance(step, Pointwise) for operand in step.operands]
+    return {operand.index for operand in operands if isinstance(operand, Slot)}
+
+
+def _forward(chain: Chain, last: int) -> list[Assign]:
+    """The values again, and x̂."""
+    body, norm = [*steps.forward(chain, "whole", last).body], norm_step(chain, last)
+    if norm is not None:
+        (operand,) = values_of(chain.steps[norm - 1])
+        body.append(Assign((X_HAT,), call("-", operand, MEAN) * RSTD))
+    return body
+
+
+def _backward(chain: Chain, root: int, last: int, slots: Iterable[int]) -> list[Assign]:
+    """The gradients of the values of steps `last` back to `root`, then those of `slots`.
+
+    A value's readers come after it, so that its terms are complete when its own step is reached.
+    """
+    body: list[Assign] = []
+    terms: dict[Operand, Term] = {Value(last): G}
+
+    def add(operand: Operand, term: Term) -> None:
+        terms[operand] = call("+", terms[operand], term) if operand in terms else term
+
+    for number in range(last, root - 1, -1):
+        if Value(number) in terms:
+            body.append(Assign((Gradient(Value(number)),), terms[Value(number)]))
+            if number > root:
+                step = chain.steps[number - 1]
+                body += _row_means(step, number)
+                for operand, term in _passed_back(step, number):
+                    add(operand, term)
+    for slot in map(Slot, slots):
+        if chain.roles[slot.index] == "bias":  # added to the first value
+            add(slot, Gradient(Value(0)))
+        if slot in terms:
+            body.append(Assign((Gradient(slot),), terms[slot]))
+    return body
+
+
+def _passed_back(step: Step, number: int) -> list[tuple[Operand, Term]]:
+    """What a step passes back to each of its operands; a norm's weight and bias get theirs from the sums."""
+    g = Gradient(Value(number))
+    if isinstance(step, Normalize):
+        a, b = (ROW_A, ROW_B) if step.over == "row" else (A, B)
+        return [(step.operand, RSTD * (_scaled(step, g) - a - X_HAT * b))]
+    if isinstance(step, Pointwise):
+        meant = {G: g, V: Value(number), **steps.meanings(step)}
+        return [(operand, bound(term, meant)) for operand, term in zip(step.operands, derivatives(step))]
+    if isinstance(step, Cast):
+        return [(step.operand, g)]  # blocks stay in the accumulator's dtype
+    raise ValueError("a reduction is no step of a block")
+
+
+def _row_means(step: Step, number: int) -> list[Assign]:
+    """A and B of a norm whose group is a row of the block."""
+    if not isinstance(step, Normalize) or step.over != "row":
+        return []
+    scaled = _scaled(step, Gradient(Value(number)))
+    means = {ROW_A: scaled, ROW_B: scaled * X_HAT}
+    return [Assign((name,), call("row_mean", term, M_X, L)) for name, term in means.items()]
+
+
+def _scaled(step: Normalize, dn: Gradient) -> Expression:
+    """γ · dn"""
+    return dn if step.weight is None else call("*", step.weight, dn)

@@ -51,8 +51,11 @@ def lower_for_gpu(
     from_result = is_trained_from_its_result(chain, problem, inside, machine)
     library_tf32 = _library_tf32(chain, problem)
     reasons = _reasons_against(chain, problem, machine) + _reasons_against_rows(chain, problem)
+    dx, dw, few = convolution_gradients(chain, problem, own, machine)
     if problem.needs_grad:
-        reasons += reasons_against_training(chain, problem, library_tf32, from_result)
+        # Where both of a convolution's gradients are ours, no switch of PyTorch's matters.
+        is_all_ours = few is not None or (dx is not None and dw is not None)
+        reasons += reasons_against_training(chain, problem, None if is_all_ours else library_tf32, from_result)
     if not even_if_slower:
         reasons += _reasons_to_stay(chain, problem, machine.card, own)
     if reasons:
@@ -62,7 +65,6 @@ def lower_for_gpu(
     batch = problem.x.shape[0]
     is_again = problem.needs_grad and _is_moments(passes) and not _stores(passes)  # the convolution, for its gradients
     slab = max(1, min(batch, TRAINING_SLAB * batch // size)) if is_again else batch
-    dx, dw, few = convolution_gradients(chain, problem, own, machine)
     plan = Plan(
         chain=chain,
         input=problem.x,

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import postlude
 from autocasting import autocast, autocasted, model_of, with_parameters
 from cases import WORDS, Builder, conv
-import postlude
 from postlude import reference
 from postlude.chain import Chain, Pointwise, Scalar, Slot
 from postlude.check import tensors_for

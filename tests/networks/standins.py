@@ -62,7 +62,7 @@ class _Distribution(importlib.metadata.Distribution):
 class _Finder:
     """Comes last: a package that is installed is imported as it is."""
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:  # noqa: ARG002
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
         if name.partition(".")[0] not in STOOD_IN_FOR:
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,7 @@ pytestmark = [
 ]
 # Of eager's own error, which bfloat16 causes: the fused passes round less often than eager, not more.
 MOST = 1.25
+NEEDS_PYTHON = {"diffusers": (3, 11), "pytorch3dunet": (3, 11)}
 AGAIN = 1e-6  # of a tensor's size: sums in another order, where eager's own error happens to be none
 
 
@@ -43,6 +45,8 @@ def plans_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def built(network: Network) -> nn.Module:
+    if sys.version_info < NEEDS_PYTHON.get(network.package, (3,)):
+        pytest.skip(f"{network.package} is not for this Python")
     if importlib.util.find_spec(network.package) is None:
         if os.environ.get("POSTLUDE_NETWORKS") == "required":
             pytest.fail(f"{network.package} is not installed: `make install` installs it")

@@ -114,19 +114,21 @@ NETWORKS: dict[str, Network] = {
         "monai", _monai("DynUNet", spatial_dims=3, in_channels=1, out_channels=2, **_DYNAMIC), _VOLUME
     ),
     "MONAI HighResNet": Network(
-        "monai", _monai("HighResNet", in_channels=1, out_channels=2, layer_params=_LAYERS, norm_type="INSTANCE"), _VOLUME
+        "monai",
+        _monai("HighResNet", in_channels=1, out_channels=2, layer_params=_LAYERS, norm_type="INSTANCE"),
+        _VOLUME,
     ),
     "MONAI AttentionUnet": Network("monai", _monai("AttentionUnet", **_LEVELS), _VOLUME),
-    "nnU-Net": Network(
-        "dynamic_network_architectures", _nnunet("PlainConvUNet", n_conv_per_stage=1), _VOLUME
-    ),
+    "nnU-Net": Network("dynamic_network_architectures", _nnunet("PlainConvUNet", n_conv_per_stage=1), _VOLUME),
     "nnU-Net, residual": Network(
         "dynamic_network_architectures", _nnunet("ResidualEncoderUNet", n_blocks_per_stage=1), _VOLUME
     ),
     "UNet3D, crg": Network("pytorch3dunet", _unet3d("UNet3D", layer_order="crg"), _VOLUME),
     "UNet3D, gcr": Network("pytorch3dunet", _unet3d("UNet3D", layer_order="gcr"), _VOLUME),
     "ResidualUNet3D": Network("pytorch3dunet", _unet3d("ResidualUNet3D"), _VOLUME),
-    "timm resnet, group_norm": Network("timm", _timm("resnet10t", norm_layer=_four_groups, channels=(8, 16, 24, 32)), (2, 3, 32, 32)),
+    "timm resnet, group_norm": Network(
+        "timm", _timm("resnet10t", norm_layer=_four_groups, channels=(8, 16, 24, 32)), (2, 3, 32, 32)
+    ),
     "timm convnext": Network("timm", _timm("convnext_atto", depths=(1, 1, 1, 1), dims=(8, 16, 24, 32)), (2, 3, 64, 64)),
     "diffusers AutoencoderKL": Network("diffusers", _decoder, (2, 3, 16, 16)),
     "diffusers UNet2DModel": Network("diffusers", _denoiser, (2, 3, 16, 16), {"timestep": 7}),

@@ -112,6 +112,24 @@ def test_cudas_own_rules_are_in_the_chain() -> None:
     ]
 
 
+@pytest.mark.parametrize("chain", [_start().norm(2).chain(), _start().layer_norm(2).chain()], ids=str)
+def test_norms_of_a_half_precision_model_are_widened_with_their_value(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA's autocast computes both in float32, parameters included; without it PyTorch refuses narrower ones."""
+    tensors = _tensors(chain, torch.float16, torch.float16)
+    ours = autocasted(chain, tensors, "cuda", torch.float16)
+    assert isinstance(ours, Chain), ours
+    x, weight, bias, *parameters = tensors
+    value = torch.nn.functional.conv2d(x, weight, bias, padding=1).float()
+    wide = [x, weight, bias, *(p.float() for p in parameters)]
+    expected = reference.apply(chain, chain.steps[0], [value], wide)
+    torch.testing.assert_close(reference.evaluate(ours, tensors), expected, rtol=0, atol=0)
+    monkeypatch.setattr(reference, "parameter", lambda vector, _: vector)  # mutant
+    with pytest.raises(RuntimeError, match="mixed dtype"):
+        reference.evaluate(ours, tensors)
+
+
 @pytest.mark.parametrize(
     ("table", "name", "fault"),
     [

@@ -126,7 +126,7 @@ def assert_evaluates_like_eager(model: nn.Module, twin: nn.Module, network: Netw
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_gives_what_eager_gives(name: str) -> None:
+def test_gives_what_eager_gives(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """Trained first, then evaluated, as people do: the second graph has chains of its own."""
     network = NETWORKS[name]
     model = built(network)
@@ -140,6 +140,7 @@ def test_gives_what_eager_gives(name: str) -> None:
     in_evaluation = [site for captured in result.backend.captured[1:] for site in captured.sites]
     assert any(site.last is not None and isinstance(site.last[1], Plan) for site in in_evaluation)
     assert_equal(model.state_dict(), twin.state_dict())
+    assert [record.getMessage() for record in caplog.records if record.name == "postlude"] == []
 
 
 def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:

@@ -18,7 +18,9 @@ def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[object
     """A chain's dtypes are part of it. A backward pass may be called inside of an autocast region, or the forward pass
     traced there: what PyTorch computes of the chain must not be cast a second time."""
     device = tensor.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):  # "meta" has none
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()
 
 
 def cast_for_convolution(chain: Chain, tensors: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 help:
 	@echo "make install   make .venv with Postlude and its tools (PYTHON=... chooses the Python)"
 	@echo "make demo      show two models before and after, on this machine"
-	@echo "make test      lint, then the five rungs of tests, each with its own total"
+	@echo "make test      lint, then the six rungs of tests, each with its own total"
 	@echo "make lint      ruff and mypy, nothing changed"
 	@echo "make format    let ruff rewrite what it can"
 	@echo "make clean     remove .venv, caches and built files"

@@ -12,7 +12,7 @@ import torch
 
 import interpreter
 
-RUNGS = {"interpret", "compile", "export", "record", "gpu"}
+RUNGS = {"interpret", "compile", "export", "networks", "record", "gpu"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""Run the tests as five rungs, each in a pytest process of its own and inside a time budget.
+"""Run the tests as six rungs, each in a pytest process of its own and inside a time budget.
 
 Rung names as arguments run only those; --list names them.
 """
@@ -36,6 +36,7 @@ RUNGS = (
     Rung("interpret", 540, "kernels under TRITON_INTERPRET=1", "no kernels yet, nothing to run", 2),
     Rung("compile", 180, "kernels compiled ahead of time", "no kernels yet, nothing to compile", 2),
     Rung("export", 90, "exported files run without the package", "no exporter yet, nothing to run", 2),
+    Rung("networks", 240, "networks of other packages under autocast", "no networks yet, nothing to run", 2),
     Rung("record", 30, "the README shows recorded results of this code", "no results yet, nothing to compare"),
 )
 
@@ -59,6 +60,8 @@ def environment(rung: Rung) -> dict[str, str]:
     env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     if rung.name == "interpret":
         env["TRITON_INTERPRET"] = "1"
+    if rung.name == "networks":
+        env["POSTLUDE_NETWORKS"] = "required"  # a package that is missing is a failure here
     if rung.workers > 1:
         env.setdefault("OMP_NUM_THREADS", "1")  # the processes share the cores already
     return env

@@ -98,6 +98,17 @@ for line in open("constraints.txt", encoding="utf-8"):
 PY
 }
 
+# Prints the packages whose networks are tested.
+networks() {
+    "$venv/bin/python" - <<'PY'
+import importlib.metadata as metadata
+from packaging.requirements import Requirement
+for need in map(Requirement, metadata.requires("postlude") or []):
+    if need.marker and need.marker.evaluate({"extra": "networks"}) and not need.marker.evaluate({"extra": ""}):
+        print(f"{need.name}{need.specifier}")
+PY
+}
+
 python=$(find_python)
 if [[ -e $unfinished ]]; then
     say "the last install did not finish: starting over"
@@ -131,6 +142,9 @@ fi
 say "installing Postlude and its development tools"
 write_pins "$torch"
 pip_install -c "$pins" -e '.[dev]'
+say "installing the networks that are tested"
+mapfile -t packages < <(networks)
+pip_install --no-deps "${packages[@]}" # their dependencies would bring another torch's torchvision
 echo "$torch" >"$stamp"
 rm -f "$unfinished"
 say "ready: try make demo"

@@ -82,7 +82,7 @@ def _judge(call: Call, tensors: Sequence[Tensor] | None) -> Verdict:
 
 def _points(chain: Chain, samples: Sequence[Tensor], is_large: bool) -> list[ChainPoint | Sequence[Tensor]]:
     """What the site received, and drawn points: plain ones, and such with a large offset."""
-    plain, offset = (2, 1) if is_large else (RANDOM_POINTS, RANDOM_POINTS)
+    plain, offset = (1, 1) if is_large else (RANDOM_POINTS, RANDOM_POINTS)
     points: list[ChainPoint | Sequence[Tensor]] = [samples]
     points += [tensors_like(chain, samples, seed) for seed in range(plain)]
     for seed in range(offset):
@@ -91,7 +91,7 @@ def _points(chain: Chain, samples: Sequence[Tensor], is_large: bool) -> list[Cha
 
 
 def _count(is_large: bool) -> int:
-    return 4 if is_large else 1 + 2 * RANDOM_POINTS
+    return 3 if is_large else 1 + 2 * RANDOM_POINTS
 
 
 def _is_large(call: Call) -> bool:

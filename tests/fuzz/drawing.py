@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +11,14 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from autocasting import PARAMETERS, autocasted, with_parameters
 from cases import WORDS, Builder, conv
 from postlude.chain import Chain, Convolution, Normalize, Pointwise, Scalar, Slot, Value
 from postlude.check import tensors_for
 from postlude.words import REDUCTIONS
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
+HALVES = ("bfloat16", "float16")
 LAYOUTS = (*("contiguous", "channels_last") * 3, "gaps", "turned", "expanded")
 FAMILIES = ("normal", "hierarchical", "large offset", "heavy-tailed", "uniform")
 # Singular where a value is 0, which no rounding survives: these follow a step away from it.
@@ -31,13 +34,18 @@ class Drawn:
     chain: Chain
     shape: tuple[int, ...]
     dtype: str = "float32"
-    parameters: str | None = None  # dtype of vectors, where it is another
+    parameters: str | None = None  # dtype of vectors, where it is another; under autocast of the weight and bias too
+    given: str | None = None  # dtype of the input, where it is another: under autocast it may be float32
     layout: str = "contiguous"
     family: str = "normal"
     nonfinite: float | None = None  # in the middle of the input
     in_slabs: bool = False
     as_large: bool = False  # takes the ways of values that the allocator maps
     inference_mode: bool = False
+
+    @property
+    def is_autocast(self) -> bool:
+        return self.chain.producer is not None and self.chain.producer.dtype is not None
 
     def __repr__(self) -> str:
         given = {name: value for name, value in vars(self).items() if name not in ("chain", "shape")}
@@ -55,8 +63,10 @@ class Drawn:
         ]
         if self.parameters is not None:
             other = getattr(torch, self.parameters)
-            vectors = ("channel", "running", "last")
-            tensors = [t.to(other) if role in vectors else t for t, role in zip(tensors, self.chain.roles)]
+            roles = PARAMETERS if self.is_autocast else ("channel", "running", "last")
+            tensors = [t.to(other) if role in roles else t for t, role in zip(tensors, self.chain.roles)]
+        if self.given is not None:
+            tensors[0] = tensors[0].to(getattr(torch, self.given))
         if self.nonfinite is not None and tensors[0].numel():
             tensors[0] = tensors[0].clone() if self.layout == "expanded" else tensors[0]
             tensors[0][tuple(size // 2 for size in self.shape)] = self.nonfinite
@@ -91,16 +101,37 @@ def draws(draw: Any, on_card: bool = False) -> Drawn:
     positions = math.prod(conv.output_space(space) if conv is not None else space)
     chain = draw(chains(dims, conv, conv.out_channels if conv is not None else channels, positions > 1, on_card))
     dtype = draw(st.sampled_from(("float32",) if on_card else DTYPES))
-    mixed = dtype in ("float16", "bfloat16") and _mixes(chain) and draw(st.booleans())
-    return Drawn(
+    mixed = dtype in HALVES and _mixes(chain) and draw(st.booleans())
+    layout = draw(st.sampled_from(LAYOUTS[:2] if on_card else LAYOUTS))
+    made = Drawn(
         chain,
         shape,
         dtype,
         "float32" if mixed else None,
-        draw(st.sampled_from(LAYOUTS[:2] if on_card else LAYOUTS)),
+        None,
+        layout,
         draw(st.sampled_from(FAMILIES)),
         draw(st.sampled_from((None, None, None, math.nan, math.inf, -math.inf))),
         *(draw(st.booleans()) for _ in range(3)),
+    )
+    return draw(under_autocast(made)) if dtype in HALVES and draw(st.booleans()) else made
+
+
+@st.composite
+def under_autocast(draw: Any, drawn: Drawn, rules: tuple[str, ...] = ("cpu", "cuda")) -> Drawn:
+    """The same model under autocast to its dtype: float32 parameters, an input that came from a 16-bit or a float32
+    operator, and the casts that autocast makes on that device; as it was where it has no convolution or is not one
+    chain any more."""
+    given = draw(st.sampled_from((None, "float32")))
+    device = draw(st.sampled_from(rules))
+    if drawn.chain.producer is None or drawn.chain.moved or drawn.shape[0] == 0:
+        return drawn
+    plain = dataclasses.replace(drawn, parameters=None, nonfinite=None)
+    tensors = with_parameters(drawn.chain, plain.tensors(0), torch.float32)
+    tensors[0] = tensors[0].to(torch.float32 if given else tensors[0].dtype)
+    chain = autocasted(drawn.chain, tensors, device, getattr(torch, drawn.dtype))
+    return (
+        drawn if isinstance(chain, str) else dataclasses.replace(drawn, chain=chain, parameters="float32", given=given)
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, note, settings
 
 from cases import Case
-from fuzz.drawing import Drawn, draws
+from fuzz.drawing import Drawn, draws, under_autocast
 from fuzz.test_cpu_fuzz import perturbed, reduced_size
 from postlude import reference
 from postlude.check import scale_of
@@ -82,3 +82,44 @@ def agrees(drawn: Drawn) -> None:
 def test_random_chains_are_right(drawn: Drawn) -> None:
     note(repr(drawn))
     agrees(drawn)
+
+
+def agrees_under_autocast(drawn: Drawn) -> None:
+    """In float16, the result no further from float64 than what eager and one rounding of every value make of it."""
+    chain, tensors = drawn.chain, drawn.tensors(0)
+    COUNTS["under autocast"] += drawn.is_autocast
+    with torch.no_grad():
+        plan = lower_for_gpu(chain, problem_of(tensors), CARD, even_if_slower=True)
+        if isinstance(plan, Refusal):
+            COUNTS[f"left to PyTorch ({plan.reasons[0]})"] += 1
+            return
+        ours, theirs = fused(chain, tensors), reference.evaluate(chain, tensors)
+        truth = reference.evaluate(chain, tensors, dtype=torch.float64)
+        moved = perturbed(chain, tensors, torch.float16, 0)
+    assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+    finite = torch.isfinite(truth) & torch.isfinite(theirs) & torch.isfinite(moved)
+    assert bool(torch.isfinite(ours[finite]).all())
+    size = max(scale_of(truth, torch.float16).rms, reduced_size(chain, tensors))
+    errors = [float((t.double() - truth)[finite].abs().max()) if finite.any() else 0.0 for t in (ours, theirs, moved)]
+    assert errors[0] <= 2 * errors[1] + 4 * errors[2] + 2e-3 * size
+    COUNTS["right under autocast"] += 1
+
+
+@settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    derandomize=ASKED is None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+    report_multiple_bugs=False,
+    phases=[Phase.generate, Phase.shrink],
+)
+@given(draws(on_card=True).flatmap(lambda drawn: under_autocast(in_halves(drawn), ("cuda",))))
+def test_random_chains_under_autocast_are_right(drawn: Drawn) -> None:
+    note(repr(drawn))
+    agrees_under_autocast(drawn)
+
+
+def in_halves(drawn: Drawn) -> Drawn:
+    """Numbers that float16 holds: an offset of many spreads would leave nothing of them."""
+    return dataclasses.replace(drawn, dtype="float16", family="normal", nonfinite=None)

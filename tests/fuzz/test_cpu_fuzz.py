@@ -94,6 +94,7 @@ def perturbed(chain: Chain, tensors: list[Tensor], dtype: torch.dtype, seed: int
 
 def agrees(drawn: Drawn) -> None:
     COUNTS["chains"] += 1
+    COUNTS["under autocast"] += drawn.is_autocast
     points = []
     for seed in range(POINTS):
         tensors = drawn.tensors(seed)
@@ -118,7 +119,8 @@ def agrees(drawn: Drawn) -> None:
             assert same_bits(ours, theirs)
             COUNTS[f"left to PyTorch ({outcome.reasons[0]})"] += 1
             return
-        moved = perturbed(drawn.chain, before, ours.dtype, seed)
+        # Under autocast a result may be wider than what it was computed in.
+        moved = perturbed(drawn.chain, before, getattr(torch, drawn.dtype) if drawn.is_autocast else ours.dtype, seed)
         deviations = [_deviation(y, truth) for y in (ours, theirs, moved)]
         if ours.dtype == torch.float64:  # as the truth: only what rounding does to it can be compared
             size = max(1.0, scale_of(truth, ours.dtype).rms, reduced_size(drawn.chain, tensors))

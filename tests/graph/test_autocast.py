@@ -7,18 +7,20 @@ on fake tensors.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import postlude
 from autocasting import autocast, autocasted, model_of, with_parameters
 from cases import WORDS, Builder, conv
 from postlude import reference
 from postlude.chain import Chain, Pointwise, Scalar, Slot
 from postlude.check import tensors_for
+from postlude.graph import tidy
 
 SHAPE = (2, 3, 5, 6)
 
@@ -110,6 +112,24 @@ def test_cudas_own_rules_are_in_the_chain() -> None:
     ]
 
 
+@pytest.mark.parametrize("chain", [_start().norm(2).chain(), _start().layer_norm(2).chain()], ids=str)
+def test_norms_of_a_half_precision_model_are_widened_with_their_value(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA's autocast computes both in float32, parameters included; without it PyTorch refuses narrower ones."""
+    tensors = _tensors(chain, torch.float16, torch.float16)
+    ours = autocasted(chain, tensors, "cuda", torch.float16)
+    assert isinstance(ours, Chain), ours
+    x, weight, bias, *parameters = tensors
+    value = torch.nn.functional.conv2d(x, weight, bias, padding=1).float()
+    wide = [x, weight, bias, *(p.float() for p in parameters)]
+    expected = reference.apply(chain, chain.steps[0], [value], wide)
+    torch.testing.assert_close(reference.evaluate(ours, tensors), expected, rtol=0, atol=0)
+    monkeypatch.setattr(reference, "parameter", lambda vector, _: vector)  # mutant
+    with pytest.raises(RuntimeError, match="mixed dtype"):
+        reference.evaluate(ours, tensors)
+
+
 @pytest.mark.parametrize(
     ("table", "name", "fault"),
     [
@@ -127,3 +147,52 @@ def test_a_fault_is_seen(table: str, name: str, fault: object, monkeypatch: pyte
     monkeypatch.setitem(getattr(reference, table), name, fault)
     with pytest.raises((RuntimeError, AssertionError)):
         torch.testing.assert_close(reference.evaluate(ours, tensors), right)  # type: ignore[arg-type]
+
+
+class _InPlace(nn.Module):
+    """`change` works in place on a norm's result of 16 bits, beside a float32 tensor."""
+
+    def __init__(self, change: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.conv, self.norm, self.change = nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), change
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.change(self.norm(self.conv(x)), x[:, :1, 1:-1, 1:-1].expand(-1, 4, -1, -1))
+
+
+IN_PLACE: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
+    "inside a chain": (lambda h, other: h.add_(other.contiguous()).relu_(), "add(tensor) → to bfloat16 → relu"),
+    "a product inside": (lambda h, other: h.mul_(other.contiguous()).sigmoid(), "mul(tensor) → to bfloat16 → sigmoid"),
+    "on its result": (lambda h, other: h.add_(other.cumsum(1)[:, :, :1]).abs(), "group_norm(2)"),
+    "a power": (lambda h, other: h.pow_(2).mul_(other[:, :1, :1, :1].contiguous()), "pow(2)"),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_what_is_changed_in_place_keeps_its_dtype(name: str) -> None:
+    """`h += residual` gives 16 bits where h has them and the residual is float32, as after CUDA's group_norm."""
+    change, expected = IN_PLACE[name]
+    model, x = _InPlace(change), torch.randn(2, 3, 6, 7) + 0.3
+
+    def step() -> list[Tensor]:
+        model.zero_grad()
+        with autocast("cpu", torch.bfloat16):
+            y = model(x)
+        y.float().square().sum().backward()
+        return [y.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    eager = step()
+    with autocast("cpu", torch.bfloat16):
+        result = postlude.optimize(model, x, verify=False)
+    assert expected in str(result.sites[0].chain)
+    for ours, theirs in zip(step(), eager, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_dtype_that_promotion_changed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: the functional operator on a chain's result, without the cast back."""
+    monkeypatch.setattr(tidy, "_keep_dtype", lambda *_: None)
+    with pytest.raises(AssertionError):
+        test_what_is_changed_in_place_keeps_its_dtype("on its result")

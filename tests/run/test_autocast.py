@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +20,9 @@ from postlude.plan import Plan, problem_of
 from postlude.plan.boxes import Boxes
 from postlude.plan.gemm import Arithmetic, Gemm, volume_for
 from postlude.plan.gpu import lower_for_gpu
+from postlude.run import differentiable
 from postlude.run.boxes import BoxesConvolution
+from postlude.run.execute import prepare
 from postlude.run.gpu import GpuRun
 from run.test_gpu import CARD
 
@@ -110,3 +114,55 @@ def test_a_weight_packed_in_its_own_dtype_is_seen(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(BoxesConvolution, "__init__", faulty)
     with pytest.raises(Exception, match="dtype"):
         GpuRun(plan)(tensors)
+
+
+def gradients(run: Callable[[list[Tensor]], Tensor], tensors: list[Tensor], **how: bool) -> list[Tensor]:
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    y = run(leaves)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype)
+    return [*torch.autograd.grad(y, leaves, dy, **how)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["boxes", "packed, group_norm", "rows"])
+@pytest.mark.parametrize("x", [HALF, torch.float32], ids=str)
+@pytest.mark.usefixtures("poisoned_memory")
+def test_gradients_are_as_right_as_eagers(name: str, x: torch.dtype) -> None:
+    """Each in its tensor's own dtype."""
+    tensors = tensors_of(name, x, "channels_last")
+    plan = planned(name, tensors, trains=True)
+    found = gradients(prepare(plan.chain, plan, "cuda"), tensors)
+    eager = gradients(lambda ts: reference.evaluate(plan.chain, ts), tensors)
+    truth = gradients(lambda ts: reference.evaluate(plan.chain, ts, dtype=torch.float64), tensors)
+    for one, theirs, true, tensor in zip(found, eager, truth, tensors, strict=True):
+        assert one.dtype == tensor.dtype
+        error, own = (float((t.double() - true.double()).norm()) for t in (one, theirs))
+        assert error <= 2 * own + 2e-3 * float(true.double().norm()) + 1e-3
+
+
+def test_a_backward_pass_inside_of_an_autocast_region_is_the_same() -> None:
+    """Also where it is differentiated again, operator by operator."""
+    chain = Builder(2, conv(2, (3, 4))).norm(2).op("silu").chain()
+    tensors = [*tensors_for(chain, (2, 3, 6, 7), torch.float32)]
+    problem = dataclasses.replace(problem_of(tensors), needs_grad=True)
+    plan = lower_for_gpu(chain, problem, CARD, even_if_slower=True, not_ours="not in this test")
+    assert isinstance(plan, Plan), plan
+    run = prepare(chain, plan, "cuda")
+
+    def inside(ts: list[Tensor]) -> Tensor:
+        y = run(ts)
+        stack.enter_context(torch.autocast("cpu", torch.bfloat16))
+        return y
+
+    for again in (False, True):
+        outside = gradients(run, tensors, create_graph=again)
+        with contextlib.ExitStack() as stack:
+            found = gradients(inside, tensors, create_graph=again)
+        for one, other in zip(found, outside, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_a_backward_pass_that_is_cast_again_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: autocast left on."""
+    monkeypatch.setattr(differentiable, "without_autocast", lambda _: contextlib.nullcontext())
+    with pytest.raises(AssertionError):
+        test_a_backward_pass_inside_of_an_autocast_region_is_the_same()

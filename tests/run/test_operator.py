@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cases import BY_NAME
 from postlude import reference
 from postlude.check import tensors_for
 from postlude.nn import FusedChain, Mean
+from postlude.run import operator
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 MODULES = {
@@ -63,3 +67,26 @@ def test_a_fused_chain_compiles_without_a_break_and_gives_the_same(name: str, gr
 def test_a_chain_of_nothing_is_named() -> None:
     with pytest.raises(Exception, match="neither a convolution nor a norm"):
         torch.compile(FusedChain(nn.ReLU()), fullgraph=True, backend="aot_eager")(torch.ones(2, 3, 4, 4))
+
+
+def test_autocast_outside_changes_nothing_of_it() -> None:
+    """The chain's dtypes are part of it: what a tracer is told, the result and the gradients."""
+    case = BY_NAME["conv norm residual relu"]
+    text, tensors = case.chain.dumps(), [t.requires_grad_() for t in tensors_for(case.chain, case.shape, torch.float32)]
+    y = torch.ops.postlude.chain(tensors, text, "auto")
+    expected = [y, *torch.autograd.grad(y, tensors, torch.ones_like(y))]
+    with torch.autocast("cpu", torch.bfloat16):
+        y = torch.ops.postlude.chain(tensors, text, "auto")
+        found = [y, *torch.autograd.grad(y, tensors, torch.ones_like(y))]
+        with FakeTensorMode() as mode:
+            told = torch.ops.postlude.chain([mode.from_tensor(t) for t in tensors], text, "auto")
+    assert told.dtype == y.dtype
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_an_operator_that_autocast_changes_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: autocast left on."""
+    monkeypatch.setattr(operator, "without_autocast", lambda _: contextlib.nullcontext())
+    with pytest.raises(AssertionError):
+        test_autocast_outside_changes_nothing_of_it()

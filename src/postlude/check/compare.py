@@ -142,9 +142,13 @@ def nonfinite_problem(result: Tensor, own: Tensor, truth: Tensor, what: str) -> 
 
 
 def cotangent(like: Tensor, seed: int) -> Tensor:
-    """A random weight for each output, to take gradients with; drawn where the output is."""
+    """A random weight for each output, to take gradients with; drawn where the output is.
+
+    In float16 they are small where many are summed, as a scaled loss would make them: sums above 65504 are infinite.
+    """
     dtype = like.dtype if like.is_floating_point() else torch.float32
-    return draw(like.shape, "normal", generator_for(seed + 20_000, like.device), dtype).to(like.device)
+    weights = draw(like.shape, "normal", generator_for(seed + 20_000, like.device), dtype).to(like.device)
+    return weights * 2.0 ** -round(math.log2(max(1, like[:1, :1].numel())) / 2) if dtype == torch.float16 else weights
 
 
 def poison(like: Tensor) -> None:
@@ -169,7 +173,7 @@ def _point(name: str, answers: Answers, truth: Tensor) -> Point:
         again = answers.repeated[name]
         # A second answer of another shape is as wrong as one with other values.
         second = deviation(again, truth) if again.shape == truth.shape else _INFINITE
-        result = _larger(result, second)
+        result = larger(result, second)
     if answers.before is not None and name in answers.before:
         return replace(answers.before[name], result=result)
     # Every channel may rightly have the same gradient, so only zeros are no answer there.
@@ -208,7 +212,7 @@ def _own_deviation(name: str, answers: Answers, truth: Tensor) -> Deviation:
 _INFINITE = Deviation(Errors(math.inf, math.inf), math.inf)
 
 
-def _larger(a: Deviation, b: Deviation) -> Deviation:
+def larger(a: Deviation, b: Deviation) -> Deviation:
     errors = Errors(max(a.errors.rms, b.errors.rms), max(a.errors.worst, b.errors.worst))
     return Deviation(errors, max(a.nearness, b.nearness))
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from postlude.check.doubles import FastDoubles
 from postlude.errors import PrecisionError
 from postlude.hardware import default_fp32_precision
 from postlude.reference import round_to_format
@@ -84,8 +85,15 @@ def pytorch_switches(precision: str, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
+def in_double(device: torch.device) -> Iterator[None]:
+    """Around what is computed in float64: no search for algorithms, and on a GPU the fast ways."""
+    with library_unsearched(), FastDoubles() if device.type == "cuda" else nullcontext():
+        yield
+
+
+@contextmanager
 def library_unsearched() -> Iterator[None]:
-    """cuDNN's first choice of algorithm. A search (`benchmark`) takes seconds in float64, for a handful of calls."""
+    """cuDNN's first choice of algorithm. A search (`benchmark`) takes seconds, for a handful of calls."""
     before = torch.backends.cudnn.benchmark
     try:
         torch.backends.cudnn.benchmark = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -24,13 +24,14 @@ from postlude.check.compare import (
     contract_problem,
     cotangent,
     first_line,
+    larger,
     nonfinite_problem,
     poison,
     same_bits,
     verdict_of,
 )
 from postlude.check.kinks import Kinks, all_ambiguous, either_side, spared
-from postlude.check.modes import FORMATS, RoundedOperands, library_unsearched, pytorch_switches, resolve
+from postlude.check.modes import FORMATS, RoundedOperands, in_double, library_unsearched, pytorch_switches, resolve
 from postlude.check.nulls import chain_nulls
 from postlude.check.points import ChainPoint
 from postlude.check.verdict import Verdict
@@ -66,44 +67,55 @@ def verify_chain(
     of the mode itself is computed only where PyTorch's alone does not excuse the result's: most results need no such
     excuse, and it takes as much as the truth.
     """
-    points = list(points)
-    settings = (backward, nonfinite, least, progress)
-    verdict = _verified(run, chain, points, precision, *settings, rounded=False)
-    if verdict.right or FORMATS[verdict.precision] is None:
-        return verdict
-    return _verified(run, chain, points, precision, *settings, rounded=True)
+    given = [point if isinstance(point, ChainPoint) else ChainPoint(tuple(point)) for point in points]
+    mode = resolve(precision, _product_dtype(chain, given[0].tensors), given[0].tensors[0].device)
+    findings: list[str] = []
+    asked = (run, chain, given, mode, backward, nonfinite, progress, findings)
+    try:
+        rounds = _rounds(*asked, rounded=False)
+        verdict = verdict_of(rounds, findings, mode, least=least)
+        if verdict.right or findings or FORMATS[mode] is None:
+            return verdict
+        again = _rounds(*asked, rounded=True)
+    except CandidateError as error:
+        return Verdict("wrong", (str(error),), mode)
+    return verdict_of(list(map(_worse, rounds, again)), findings, mode, least=least)
 
 
-def _verified(
+def _worse(first: Round, second: Round) -> Round:
+    """The second round with no better outputs than the first: what a race spoils now and then has been spoilt.
+    Gradients are the second's alone, whose cotangents spare more elements."""
+    points = dict(second.points)
+    for name, point in second.points.items():
+        if not name.startswith(GRADIENT):
+            points[name] = replace(point, result=larger(first.points[name].result, point.result))
+    return Round(second.family, points)
+
+
+def _rounds(
     run: Run,
     chain: Chain,
-    points: Sequence[ChainPoint | Sequence[Tensor]],
-    precision: str,
+    points: Sequence[ChainPoint],
+    mode: str,
     backward: Backward,
     nonfinite: bool,
-    least: int,
     progress: Progress,
+    findings: list[str],
     rounded: bool,
-) -> Verdict:
-    findings: list[str] = []
+) -> list[Round]:
+    """One for each point, up to the first finding."""
     rounds: list[Round] = []
-    mode = precision
-    for seed, given in enumerate(points):
-        point = given if isinstance(given, ChainPoint) else ChainPoint(tuple(given))
-        mode = resolve(precision, _product_dtype(chain, point.tensors), point.tensors[0].device)
+    for seed, point in enumerate(points):
         with_nulls = point.family != LARGE_OFFSET and sum(map(_can_tell, rounds)) < NULL_POINTS
-        try:
-            answers = _answers(run, chain, point, mode, seed, backward, findings, with_nulls, rounded)
-            rounds.append(Round(point.family, compare(answers, findings)))
-            if seed == 0 and nonfinite:
-                findings += _nonfinite_findings(run, chain, point.tensors, mode)
-        except CandidateError as error:
-            return Verdict("wrong", (str(error),), mode)
+        answers = _answers(run, chain, point, mode, seed, backward, findings, with_nulls, rounded)
+        rounds.append(Round(point.family, compare(answers, findings)))
+        if seed == 0 and nonfinite:
+            findings += _nonfinite_findings(run, chain, point.tensors, mode)
         if progress:
             progress(f"point {seed + 1} ({point.family})")
         if findings:
             break
-    return verdict_of(rounds, findings, mode, least=least)
+    return rounds
 
 
 @dataclass(frozen=True)
@@ -185,9 +197,9 @@ class _Sides:
         self.device = tensors[0].device
         self.doubles = [tensor.double() for tensor in tensors]
         self._met = [Kinks(), Kinks(), Kinks()]
-        with pytorch_switches(mode, self.device), self._watch(0):
+        with pytorch_switches(mode, self.device), library_unsearched(), self._watch(0):
             self.own = _call(_by_pytorch, chain, tensors, backward)
-        with library_unsearched(), self._watch(1):
+        with in_double(self.device), self._watch(1):
             self.truth = _call(_in_double, chain, self.doubles, backward)
         self.bare = None
         if rounded and FORMATS[mode] is not None:
@@ -202,9 +214,9 @@ class _Sides:
         return (weights, None) if near is None else spared(self.truth.output, exact, near, weights)
 
     def quantities(self, weights: Tensor | None) -> tuple[Quantities, Quantities, Quantities | None]:
-        with pytorch_switches(self.mode, self.device):
+        with pytorch_switches(self.mode, self.device), library_unsearched():
             own = self.own.quantities(weights)
-        with library_unsearched():
+        with in_double(self.device):
             truth = self.truth.quantities(weights)
         if self.bare is None:
             return own, truth, None
@@ -215,9 +227,9 @@ class _Sides:
         """The truth with the elements left at a kink on either side of it."""
         found = []
         for shift in either_side(self._met[1].meetings, left):
-            with library_unsearched(), Kinks(shift):
+            with in_double(self.device), Kinks(shift):
                 found.append(_call(_in_double, self.chain, self.doubles, self.backward))
-        with library_unsearched():
+        with in_double(self.device):
             return tuple(call.quantities(weights) for call in found)
 
     def _watch(self, side: int) -> AbstractContextManager[Any]:
@@ -225,7 +237,7 @@ class _Sides:
 
     @contextmanager
     def _rounded(self) -> Iterator[None]:
-        with library_unsearched(), RoundedOperands(FORMATS[self.mode] or ""):
+        with in_double(self.device), RoundedOperands(FORMATS[self.mode] or ""):
             yield
 
 
@@ -263,7 +275,7 @@ def _nonfinite_findings(run: Run, chain: Chain, tensors: Sequence[Tensor], mode:
         x[place] = value
         changed = (x, *tensors[1:])
         result = _candidate(lambda: _call(run, chain, changed, False).output)  # noqa: B023  called at once
-        with torch.no_grad(), pytorch_switches(mode, x.device), library_unsearched():
+        with torch.no_grad(), pytorch_switches(mode, x.device), in_double(x.device):
             own, truth = evaluate(chain, changed), evaluate(chain, changed, dtype=torch.float64)
         problem = contract_problem("output", result, own) or nonfinite_problem(result, own, truth, what)
         findings += [problem] if problem else []

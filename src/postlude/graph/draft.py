@@ -80,6 +80,12 @@ class Draft:
         steps = (*self.steps, Cast(value, _name(dtype)))
         return dataclasses.replace(self, steps=steps, dtypes=(*self.dtypes, dtype)), Value(len(steps))
 
+    def _add_rounded(self, node: fx.Node, step: Step, dtype: torch.dtype) -> Draft:
+        """What was in place kept its value's dtype: computed in the wider one of both operands, then rounded."""
+        steps = (*self.steps, step)
+        wide = dataclasses.replace(self, steps=steps, dtypes=(*self.dtypes, dtype))
+        return wide._add(node, Cast(Value(len(steps)), _name(dtype_of(node))))
+
     def _add(self, node: fx.Node, step: Step) -> Draft:
         steps = (*self.steps, step)
         return dataclasses.replace(
@@ -182,6 +188,9 @@ def _pointwise(draft: Draft, node: fx.Node, spelled: spellings.Spelled) -> Draft
         operands.append(read)
     promoting = operands[:1] if row.vectors else operands
     if _promoted(draft, promoting) != dtype_of(node):
+        if "in_place" in node.meta:
+            step = Pointwise(op, tuple(operands), spelled.settings)
+            return draft._add_rounded(node, step, _promoted(draft, promoting))
         draft, operands[0] = draft._cast(draft.values[first], dtype_of(node))
         promoting[0] = operands[0]
         if _promoted(draft, promoting) != dtype_of(node):

@@ -44,9 +44,21 @@ def functionalise(graph: fx.GraphModule) -> None:
 
 def restore(graph: fx.GraphModule) -> None:
     """Puts what did not fuse back in place (eager's memory and saved tensors), except on a chain's result."""
-    for node in graph.graph.nodes:
+    for node in list(graph.graph.nodes):
         if "in_place" in node.meta and node.args[0].op != "call_module":
             node.target = node.meta["in_place"]
+        elif "in_place" in node.meta:
+            _keep_dtype(graph, node)
+
+
+def _keep_dtype(graph: fx.GraphModule, node: fx.Node) -> None:
+    """In place a value keeps its dtype; the functional operator promotes, and autocast may have a rule for it."""
+    users = list(node.users)
+    with graph.graph.inserting_after(node):
+        kept = graph.graph.call_function(aten.to.dtype, (node, node.meta["val"].dtype))
+    kept.meta["val"] = node.meta["val"]
+    for user in users:
+        user.replace_input_with(node, kept)
 
 
 def storage_of(node: Any) -> Any:

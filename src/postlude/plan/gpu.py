@@ -31,7 +31,13 @@ from postlude.plan.problem import (
 from postlude.plan.program import first_barrier, is_all_that_is_read, last_fused_step, moments_only, row_norm
 from postlude.plan.questions import origins
 from postlude.plan.tiles import answer, pass_question, short_rows
-from postlude.plan.trained import convolution_gradients, is_lean, is_trained_from_its_result, reasons_against_training
+from postlude.plan.trained import (
+    are_all_ours,
+    convolution_gradients,
+    is_lean,
+    is_trained_from_its_result,
+    reasons_against_training,
+)
 from postlude.plan.types import Moments, Pass, Plan, Refusal, Store, Tile, first_source, reads_moments
 from postlude.plan.worth import has_moments_apart, pytorch_seconds
 from postlude.steps import too_many_tensors
@@ -50,12 +56,11 @@ def lower_for_gpu(
     inside = _layout_inside(chain, problem, machine, is_own)
     from_result = is_trained_from_its_result(chain, problem, inside, machine)
     library_tf32 = _library_tf32(chain, problem)
+    dx, dw, few = gradients = convolution_gradients(chain, problem, own, machine)
     reasons = _reasons_against(chain, problem, machine) + _reasons_against_rows(chain, problem)
-    dx, dw, few = convolution_gradients(chain, problem, own, machine)
     if problem.needs_grad:
-        # Where both of a convolution's gradients are ours, no switch of PyTorch's matters.
-        is_all_ours = few is not None or (dx is not None and dw is not None)
-        reasons += reasons_against_training(chain, problem, None if is_all_ours else library_tf32, from_result)
+        switch = None if are_all_ours(*gradients) else library_tf32
+        reasons += reasons_against_training(chain, problem, switch, from_result)
     if not even_if_slower:
         reasons += _reasons_to_stay(chain, problem, machine.card, own)
     if reasons:

@@ -74,3 +74,8 @@ def convolution_gradients(
         return None, None, None
     few = few_channels_gradient_for(own, chain, problem, machine) if isinstance(own, FewChannels) else None
     return *gradient_products(chain, problem, own, machine), few
+
+
+def are_all_ours(dx: Gemm | Boxes | None, dw: WeightGemm | None, few: GradientPlan | None) -> bool:
+    """Whether PyTorch computes none of a convolution's gradients, so that its switches do not matter."""
+    return few is not None or (dx is not None and dw is not None)

@@ -37,7 +37,7 @@ def jobs_of(chain: Chain, runner: Any, problem: Problem, needs: Sequence[bool]) 
 
 
 def compile_all(jobs: Iterable[Job]) -> None:
-    """Compiles what is not compiled yet. An error is kept for whoever loads the kernel."""
+    """Compiles and loads what is not compiled yet. An error is left to whoever asks for that kernel again."""
     unique = list({launch.key(tensors): (launch, tensors) for launch, tensors in jobs}.values())
     unique = [job for job in unique if hasattr(job[0].kernel, "device_caches")]  # not those of Triton's interpreter
     if len(unique) < 2:
@@ -45,7 +45,7 @@ def compile_all(jobs: Iterable[Job]) -> None:
     device = torch.cuda.current_device()
     threads = min(_MOST_THREADS, usable_cores(), len(unique))
     with ThreadPoolExecutor(threads, "postlude-compile", torch.cuda.set_device, (device,)) as pool:
-        for future in [pool.submit(launch.compile, tensors) for launch, tensors in unique]:
+        for future in [pool.submit(_built, launch, tensors) for launch, tensors in unique]:
             future.exception()
 
 
@@ -53,7 +53,12 @@ def load_all(jobs: Iterable[Job]) -> None:
     """Loads what is on the list into the current device, and raises where something cannot be compiled or loaded."""
     for launch, tensors in {launch.key(tensors): (launch, tensors) for launch, tensors in jobs}.values():
         if hasattr(launch.kernel, "device_caches"):
-            launch.compile(tensors)._init_handles()
+            _built(launch, tensors)
+
+
+def _built(launch: Launch, tensors: tuple[Any, ...]) -> None:
+    """Compiled and loaded; Triton compiles a launcher in C for each signature as well, which takes half a second."""
+    launch.compile(tensors)._init_handles()
 
 
 def raises_errors() -> bool:

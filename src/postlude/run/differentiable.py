@@ -10,6 +10,7 @@ from torch import Tensor
 
 from postlude import reference
 from postlude.chain import Chain, Pointwise
+from postlude.run.library import without_autocast
 
 # The words whose gradient is told by their value: that gradient, of g and the value.
 FROM_VALUE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -36,7 +37,7 @@ def differentiable(
     # What was not kept is a leaf of its own here.
     tensors = [t if t.requires_grad or not n else t.detach().requires_grad_() for t, n in zip(tensors, needs)]
     wanted = [t for t, is_needed in zip(tensors, needs) if is_needed]
-    with torch.enable_grad():
+    with torch.enable_grad(), without_autocast(dy):
         value = reference.evaluate(chain, tensors)
         found = iter(torch.autograd.grad(value, wanted, dy, create_graph=True, allow_unused=True))
     return [next(found) if is_needed else None for is_needed in needs]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +12,15 @@ from postlude import reference
 from postlude.chain import Chain, Convolution
 
 CONVOLVED = ("input", "weight", "bias")  # roles of the tensors that the convolution takes
+
+
+def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    """A chain's dtypes are part of it. A backward pass may be called inside of an autocast region, or the forward pass
+    traced there: what PyTorch computes of the chain must not be cast a second time."""
+    device = tensor.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):  # "meta" has none
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()
 
 
 def cast_for_convolution(chain: Chain, tensors: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -30,7 +30,7 @@ from postlude.run.differentiable import differentiable
 from postlude.run.few_channels_gradient import FewChannelsGradients
 from postlude.run.finish_moments import FinishMoments
 from postlude.run.gpu import GpuRun, on_device_of
-from postlude.run.library import CONVOLVED, cast_for_convolution, convolve
+from postlude.run.library import CONVOLVED, cast_for_convolution, convolve, without_autocast
 from postlude.run.moments import Moments, finish
 from postlude.run.moments_gradient import CombinedMoments, MomentsGradient, closed_form, table_of
 from postlude.run.passes import Partials, accumulator_of
@@ -176,5 +176,5 @@ class _MomentsFunction(torch.autograd.Function):
         needs = ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():
             return None, *differentiable(training.chain, tensors, dy, needs)
-        with on_device_of(dy):
+        with on_device_of(dy), without_autocast(dy):
             return None, *training.backward(tensors, Moments(mean, variance, ctx.positions), value, dy, needs)

@@ -19,6 +19,7 @@ from postlude.chain import Chain
 from postlude.errors import PostludeError
 from postlude.plan import problem_of
 from postlude.run.execute import prepared
+from postlude.run.library import without_autocast
 from postlude.run.moments_training import MomentsTraining
 from postlude.run.site import run_chain
 from postlude.run.training import Training
@@ -45,7 +46,8 @@ def chain(tensors: list[Tensor], text: str, precision: str) -> Tensor:
 
 @chain.register_fake
 def _(tensors: list[Tensor], text: str, precision: str) -> Tensor:  # noqa: ARG001
-    return reference.evaluate(_parse(text), tensors)
+    with without_autocast(tensors[0]):
+        return reference.evaluate(_parse(text), tensors)
 
 
 @torch.library.custom_op("postlude::chain_gradient", mutates_args=())
@@ -54,7 +56,7 @@ def chain_gradient(dy: Tensor, tensors: list[Tensor], text: str, precision: str,
     given = _parse(text)
     problem = dataclasses.replace(problem_of(tensors, precision), needs_grad=True)
     _, runner = prepared(given, problem)
-    with torch.no_grad():
+    with torch.no_grad(), without_autocast(dy):
         if isinstance(runner, (Training, MomentsTraining)):
             found = [gradient for gradient in runner.gradients_again(tensors, dy, needs) if gradient is not None]
         else:

@@ -15,7 +15,7 @@ from postlude.run.convolution_gradients import ConvolutionGradients
 from postlude.run.differentiable import differentiable
 from postlude.run.gpu import GpuRun, on_device_of
 from postlude.run.gradient import GradientPasses
-from postlude.run.library import cast_for_convolution
+from postlude.run.library import cast_for_convolution, without_autocast
 from postlude.run.rows_gradient import RowsGradient
 
 
@@ -107,7 +107,7 @@ class _ChainFunction(torch.autograd.Function):
         if torch.is_grad_enabled():
             result = value if training.plan.from_result else None
             return None, *differentiable(training.chain, tensors, dy, needs, result)
-        with on_device_of(dy):
+        with on_device_of(dy), without_autocast(dy):
             if training.reads_no_value:
                 value = dy  # anything of its shape
             elif value is None:

@@ -58,9 +58,9 @@ def test_the_list_is_what_is_launched(
 
 
 def _code(launch: Launch, given: tuple[Any, ...]) -> tuple[Any, ...]:
-    kernel, pointers, *rest = launch.key(given)
-    kinds = [kind[0] if isinstance(kind, tuple) and isinstance(kind[0], torch.dtype) else kind for kind in pointers]
-    return kernel.__name__, kinds, *rest
+    kernel, kinds, *rest = launch.key(given)
+    kinds = [kind[0] if isinstance(kind, tuple) and isinstance(kind[0], torch.dtype) else kind for kind in kinds]
+    return kernel.__name__, kinds, launch.numbers, *rest
 
 
 HOPPER_WITHOUT_NVRTC = HOPPER.__class__(**{**vars(HOPPER), "has_nvrtc": False})

@@ -65,7 +65,8 @@ class Launch:
 
     def key(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
         """Equal for launches that are compiled to the same code."""
-        return (self.kernel, tuple(map(_kind, tensors)), self.numbers, tuple(self.constants.items()), self.warps)
+        kinds = tuple(map(_kind, (*tensors, *self.numbers)))
+        return (self.kernel, kinds, tuple(self.constants.items()), self.warps)
 
     def _through_triton(self, tensors: tuple[Any, ...]) -> Any:
         compiled = self.kernel[self.grid](*tensors, *self.numbers, **self.constants, num_warps=self.warps)
@@ -75,11 +76,14 @@ class Launch:
 
 
 def _kind(argument: Any) -> Any:
-    """What code depends on: a pointer's dtype and alignment, a descriptor's dtype and block, a number itself."""
+    """What code depends on: a pointer's dtype and alignment, a descriptor's dtype and block, what Triton makes of a
+    number (whether it is 1, a multiple of 16, or wider than 32 bits)."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16
+    if isinstance(argument, int):
+        return argument == 1, argument % 16 == 0, argument >= 1 << 31
     block = getattr(argument, "block_shape", None)
-    return argument if block is None else (argument.base.dtype, tuple(block))
+    return type(argument) if block is None else (argument.base.dtype, tuple(block))
 
 
 def accumulator(dtype: torch.dtype) -> Any:

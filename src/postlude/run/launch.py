@@ -19,6 +19,18 @@ from postlude.run.found_again import find_again
 watchers: list[Callable[[str, Any], None]] = []
 
 
+class Recording:
+    """Takes down launches in place of running them, while one is active (see record.py)."""
+
+    active: Recording | None = None
+
+    def kernel(self, launch: Launch, tensors: tuple[Any, ...]) -> None:
+        raise NotImplementedError
+
+    def cuda(self, source: str, kernel: str, settings: Any, tensors: tuple[Tensor | None, ...]) -> None:
+        raise NotImplementedError
+
+
 class Launch:
     """One kernel of a plan: its grid, its numbers and its compile-time constants, in the order of its signature."""
 
@@ -41,6 +53,9 @@ class Launch:
 
     def __call__(self, *tensors: Any) -> None:
         """Runs it on these pointers (tensors, or descriptors of tensors): always of the same dtypes."""
+        if Recording.active is not None:
+            Recording.active.kernel(self, tensors)
+            return
         if not hasattr(self.kernel, "device_caches"):  # Triton's interpreter, which compiles nothing
             self._through_triton(tensors)
             return

@@ -1,0 +1,78 @@
+"""The autograd function around a launcher.
+
+In an ordinary file its backward pass is PyTorch's derivative of the calls that the kernels replace, which are made
+again. In a file that trains it is the library's own, from what the forward pass kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from postlude.chain import Chain
+from postlude.export.layout import call, docstring, fold
+from postlude.export.program_text import ProgramText
+from postlude.plan.calls import Program, TorchCall, buffers_in
+from postlude.run.record import record_plain
+
+_RECOMPUTING = '''\
+class {Name}(torch.autograd.Function):
+    """The kernels forward; backward, PyTorch's derivative of the calls they replace."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return {name}(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad
+        with torch.enable_grad():
+            tensors = [t.view_as(t) for t in ctx.saved_tensors]
+            result = {name}_by_pytorch(*tensors)
+        wanted = [t for t, needed in zip(tensors, needs) if needed]
+        twice = torch.is_grad_enabled()  # the gradients are to be differentiated again
+        grads = iter(torch.autograd.grad(result, wanted, grad, create_graph=twice))
+        return tuple(next(grads) if needed else None for needed in needs)
+'''
+
+
+def class_name(function: str) -> str:
+    return "".join(word.capitalize() for word in function.split("_"))
+
+
+def recomputing_class(chain: Chain, name: str, names: Mapping[int, str], tensors: Sequence[Tensor]) -> dict[str, str]:
+    """The chain through PyTorch's functions, and the class whose backward pass differentiates that."""
+    Name = class_name(name)
+    text = _RECOMPUTING.replace("{Name}", Name).replace("{name}", name)
+    return {f"{name}_by_pytorch": plain_function(chain, f"{name}_by_pytorch", names, tensors), Name: fold(text)}
+
+
+def plain_function(chain: Chain, name: str, names: Mapping[int, str], tensors: Sequence[Tensor]) -> str:
+    program = record_plain(chain, tensors)
+    text = ProgramText(program, names)
+    if _is_straight(program):
+        text.words |= {b.number: "value" for item in program.forward for b in getattr(item, "results", ())}
+    *body, last = text.forward_lines()
+    result = text.words[program.result.number]
+    end = last.removeprefix(f"{result} = ")
+    lines = [*body, f"return {end}" if end != last else f"{last}\nreturn {result}"]
+    arguments = [f"{names[slot]}: Tensor" for slot in range(len(chain.roles))]
+    head = call(f"def {name}", arguments, after=" -> Tensor:", indent=0)
+    return fold("\n".join([*head, *docstring(f"{chain}, by PyTorch."), *(f"    {line}" for line in lines)]) + "\n")
+
+
+def _is_straight(program: Program) -> bool:
+    """Where each call reads just the value before it, all can go by one name."""
+    given, previous = {b.number for b in program.given}, -1
+    for item in program.forward:
+        read = {b.number for b in buffers_in(item)} - given
+        if not isinstance(item, TorchCall) or len(item.results) != 1 or (read and read != {previous}):
+            return False
+        previous = item.results[0].number
+    return True
+
+
+def kept_class(chain: Chain, name: str, names: Mapping[int, str], text: ProgramText) -> dict[str, str]:
+    raise NotImplementedError

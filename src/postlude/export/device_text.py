@@ -1,0 +1,73 @@
+"""The library's device functions as text, and one of them cut down to a case."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+
+from postlude.export.layout import fold
+from postlude.export.specialise import specialise
+
+_FILES = (
+    "pointwise",
+    "derivatives",
+    "pack",
+    "unfold",
+    "convolve",
+    "convolve_boxes",
+    "phases",
+    "normalize",
+    "channels",
+    "rows",
+    "moments",
+    "batch",
+    "gradient",
+    "pack_gradient",
+    "weight_gradient",
+    "moments_gradient",
+)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A function of the exported file, its text laid out."""
+
+    name: str
+    text: str
+    parameters: tuple[str, ...]
+
+
+@functools.cache
+def library() -> dict[str, str]:
+    """The text of every function in kernels/triton, by name."""
+    found = {}
+    for file in _FILES:
+        text = (resources.files("postlude.kernels.triton") / f"{file}.py").read_text("utf-8")
+        lines = text.splitlines()
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.FunctionDef):
+                found[node.name] = "\n".join(lines[node.decorator_list[0].lineno - 1 : node.end_lineno]) + "\n"
+    return found
+
+
+def changed(source: str, changes: Mapping[str, str]) -> str:
+    """A kernel's text with pieces of it put differently; each must be there once."""
+    for before, after in changes.items():
+        if source.count(before) != 1:
+            raise ValueError(f"the kernel says {before!r} {source.count(before)} times, not once")
+        source = source.replace(before, after)
+    return source
+
+
+def cut(source: str, constants: Mapping[str, object], names: Mapping[str, str], keep: tuple[str, ...] = ()) -> Kernel:
+    """A function's text for these constants; what the text does not have is left out of them."""
+    words = set(re.findall(r"\w+", source))
+    known = {name: value for name, value in constants.items() if name in words}
+    made = specialise(source, known, names, frozenset(keep) & known.keys())
+    name = re.search(r"def (\w+)", made.text)
+    assert name is not None
+    return Kernel(name[1], fold(made.text), made.parameters)

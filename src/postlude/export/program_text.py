@@ -1,0 +1,167 @@
+"""A program of calls as statements of a function: allocations, launches, calls of PyTorch, in their order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from postlude.export.buffer_names import BACKWARD, KERNELS, remark, words_for
+from postlude.export.device_text import Kernel
+from postlude.export.kernels import CutKernel, cut_kernel
+from postlude.export.layout import call as laid_out
+from postlude.export.layout import comment
+from postlude.export.torch_text import VIEWS, TorchText
+from postlude.plan.calls import Buffer, Call, CudaCall, Descriptor, KernelCall, Program, TorchCall, buffers_in
+
+
+@dataclass
+class ProgramText:
+    """Text of a program's forward and backward pass, and the device functions that they launch."""
+
+    program: Program
+    slots: Mapping[int, str]
+    reserved: tuple[str, ...] = ()
+    functions: dict[str, Kernel] = field(default_factory=dict)
+    launches: int = 0
+
+    def __post_init__(self) -> None:
+        self.words = words_for(self.program, self.slots, self.reserved)
+        self.cuts: dict[int, tuple[CutKernel, str]] = {}
+        self.forward = self._cut(self.program.forward, is_backward=False)
+        self.backward = self._cut(self.program.backward, is_backward=True)
+
+    def forward_lines(self, kept: Sequence[Buffer] = ()) -> list[str]:
+        """Everything up to the result and what is kept for the backward pass."""
+        return self._lines(self.forward, [self.program.result, *kept], self.program.given[0])
+
+    def backward_lines(self, wanted: Sequence[Buffer]) -> list[str]:
+        assert self.program.gradient is not None
+        return self._lines(self.backward, wanted, self.program.gradient)
+
+    def kept(self) -> list[Buffer]:
+        """What the backward pass reads of the forward pass: tensors that were given, and values made on the way."""
+        live = self._live(self.backward, [grad for grad in self.program.gradients if grad is not None])
+        made = {result.number for call in live for result in getattr(call, "results", ())}
+        read = {buffer.number: buffer for call in live for buffer in buffers_in(self._read_by(call))}
+        ends = {grad.number: grad for grad in self.program.gradients if grad is not None}
+        gradient = self.program.gradient
+        found = {**read, **ends}
+        return [b for number, b in found.items() if number not in made and b is not gradient]
+
+    def _cut(self, calls: Iterable[Call], is_backward: bool) -> list[Call]:
+        """Kernels cut to their calls; the calls then have those arguments that are read."""
+        made: list[Call] = []
+        for call in calls:
+            if isinstance(call, KernelCall):
+                name = KERNELS.get(call.kernel, call.kernel)
+                cut = cut_kernel(call, self.words, self.slots, name)
+                cut = self._without_clash(call, cut, BACKWARD.get(call.kernel, name) if is_backward else name)
+                call = replace(call, arguments=cut.arguments, parameters=cut.kernel.parameters)
+                self.cuts[id(call)] = (cut, cut.kernel.name)
+            if not isinstance(call, TorchCall):
+                self.launches += 1
+            made.append(call)
+        return made
+
+    def _without_clash(self, call: KernelCall, cut: CutKernel, other: str) -> CutKernel:
+        """Under another name where the file has another function of that one."""
+        renamed: dict[str, str] = {}
+        for function in cut.functions:
+            taken = self.functions.get(function.name)
+            if taken is not None and taken.text != function.text:
+                words = (other, *(f"{other}_{n}" for n in range(2, 99))) if function is cut.kernel else (
+                    f"{function.name}_{n}" for n in range(2, 99))  # fmt: skip
+                renamed[function.name] = next(w for w in words if w not in self.functions)
+        if renamed:
+            cut = cut.renamed(renamed)
+        self.functions |= {function.name: function for function in cut.functions}
+        return cut
+
+    def _read_by(self, call: Call) -> object:
+        return call.arguments if not isinstance(call, TorchCall) else call
+
+    def _live(self, calls: Sequence[Call], ends: Sequence[Buffer]) -> list[Call]:
+        """Without the calls of PyTorch that nothing comes of."""
+        storages = {buffer.storage for buffer in ends}
+        live: list[Call] = []
+        for call in reversed(calls):
+            if isinstance(call, TorchCall):
+                changed = list(buffers_in(call.arguments[:1])) if call.changes_its_argument else []
+                if not any(buffer.storage in storages for buffer in (*call.results, *changed)):
+                    continue
+            storages |= {buffer.storage for buffer in buffers_in(self._read_by(call))}
+            live.append(call)
+        return live[::-1]
+
+    def _lines(self, calls: Sequence[Call], ends: Sequence[Buffer], first: Buffer) -> list[str]:
+        live = _unbound(self._live(calls, ends), ends)
+        uses = Counter(buffer.number for call in live for buffer in buffers_in(self._read_by(call)))
+        uses.update(buffer.number for buffer in ends)
+        text = TorchText(self.words, first)
+        lines: list[str] = []
+        for call in live:
+            if isinstance(call, TorchCall):
+                name = call.function.rpartition(".")[2]
+                is_view = name in VIEWS and len(call.results) == 1
+                if is_view and uses[call.results[0].number] == 1 and call.results[0] not in ends:
+                    text.words[call.results[0].number] = text.expression(call)
+                    continue
+                lines += self._torch(text, call, uses)
+            else:
+                lines += [line for words in [remark(call)] if words for line in comment(words, 0)]
+                lines += self._launch(text, call)
+        self.words |= {number: word for number, word in text.words.items() if number not in self.words}
+        return lines
+
+    def _torch(self, text: TorchText, call: TorchCall, uses: Mapping[int, int]) -> list[str]:
+        expression = text.expression(call)
+        if call.changes_its_argument:
+            return [expression]
+        words = [text.words[b.number] if uses[b.number] else "_" for b in call.results]
+        return [f"{', '.join(words)} = {expression}"]
+
+    def _launch(self, text: TorchText, call: KernelCall | CudaCall) -> list[str]:
+        if isinstance(call, CudaCall):
+            raise NotImplementedError
+        cut, name = self.cuts[id(call)]
+        lines, arguments = [], []
+        for word, value in zip(cut.kernel.parameters, call.arguments):
+            if isinstance(value, Descriptor):
+                parts = [text.value(value.buffer), *(str(list(part)) for part in (value.shape, value.strides, value.block))]
+                lines += laid_out("TensorDescriptor", parts, before=f"{word} = ", indent=0)
+                arguments.append(word)
+            else:
+                arguments.append(text.value(value))
+        grid = call.grid
+        while len(grid) > 1 and grid[-1] == 1:
+            grid = grid[:-1]
+        warps = [f"num_warps={call.warps}"] if call.warps != 4 else []
+        return [*lines, *laid_out(f"{name}[{text.value(grid)}]", [*arguments, *warps], indent=0)]
+
+
+def _unbound(calls: Sequence[Call], ends: Sequence[Buffer]) -> list[Call]:
+    """An allocation of which only the parts along the first axis are read is taken apart at once."""
+    parts: dict[int, dict[int, Buffer]] = {}
+    others: set[int] = {buffer.number for buffer in ends}
+    for call in calls:
+        if isinstance(call, TorchCall) and call.function == "Tensor.__getitem__" and type(call.arguments[1]) is int:
+            parts.setdefault(call.arguments[0].number, {})[call.arguments[1]] = call.results[0]
+        elif isinstance(call, TorchCall) and call.function == "Tensor.unbind":
+            parts.setdefault(call.arguments[0].number, {}).update(enumerate(call.results))
+        else:
+            others |= {buffer.number for buffer in buffers_in(call)}
+    made: list[Call] = []
+    taken: set[int] = set()
+    for call in calls:
+        result = call.results[0] if isinstance(call, TorchCall) and len(call.results) == 1 else None
+        if isinstance(call, TorchCall) and call.arguments and isinstance(call.arguments[0], Buffer):
+            if call.arguments[0].number in taken:
+                continue
+        if result is not None and isinstance(call, TorchCall) and call.function in ("torch.empty", "torch.zeros"):
+            found = parts.get(result.number, {})
+            if result.number not in others and sorted(found) == list(range(result.shape[0])):
+                taken.add(result.number)
+                call = replace(call, results=tuple(found[place] for place in sorted(found)))
+        made.append(call)
+    return made

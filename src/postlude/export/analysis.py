@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -108,6 +109,7 @@ def is_pure(node: ast.AST) -> bool:
     return True
 
 
+@functools.lru_cache(maxsize=64)
 def stores(function: ast.FunctionDef) -> dict[str, list[tuple[ast.stmt, ast.expr | None]]]:
     """Names that the body assigns: each time the statement, and the value where it is that of the one name."""
     found: dict[str, list[tuple[ast.stmt, ast.expr | None]]] = {}

@@ -56,11 +56,11 @@ def plain_function(chain: Chain, name: str, names: Mapping[int, str], tensors: S
         text.words |= {b.number: "value" for item in program.forward for b in getattr(item, "results", ())}
     *body, last = text.forward_lines()
     result = text.words[program.result.number]
-    end = last.removeprefix(f"{result} = ")
-    lines = [*body, f"return {end}" if end != last else f"{last}\nreturn {result}"]
+    end = last.removeprefix(f"    {result} = ")
+    lines = [*body, *([f"    return {end}"] if end != last else [last, f"    return {result}"])]
     arguments = [f"{names[slot]}: Tensor" for slot in range(len(chain.roles))]
     head = call(f"def {name}", arguments, after=" -> Tensor:", indent=0)
-    return fold("\n".join([*head, *docstring(f"{chain}, by PyTorch."), *(f"    {line}" for line in lines)]) + "\n")
+    return fold("\n".join([*head, *docstring(f"{chain}, by PyTorch."), *lines]) + "\n")
 
 
 def _is_straight(program: Program) -> bool:

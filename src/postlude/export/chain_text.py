@@ -71,7 +71,7 @@ def chain_text(
 def _launcher(chain: Chain, name: str, names: Mapping[int, str], text: ProgramText) -> dict[str, str]:
     arguments = [f"{names[slot]}: Tensor" for slot in range(len(chain.roles))]
     head = call(f"def {name}", arguments, after=" -> Tensor:", indent=0)
-    body = [f"    {line}" for line in text.forward_lines()]
+    body = text.forward_lines()
     end = f"    return {text.words[text.program.result.number]}"
     return {name: "\n".join([*head, *docstring(f"{chain}, by kernels."), *body, end]) + "\n"}
 

@@ -66,8 +66,28 @@ def changed(source: str, changes: Mapping[str, str]) -> str:
 def cut(source: str, constants: Mapping[str, object], names: Mapping[str, str], keep: tuple[str, ...] = ()) -> Kernel:
     """A function's text for these constants; what the text does not have is left out of them."""
     words = set(re.findall(r"\w+", source))
-    known = {name: value for name, value in constants.items() if name in words}
-    made = specialise(source, known, names, frozenset(keep) & known.keys())
+    # With their types: True is 1 as a key, and another text.
+    known = tuple((name, type(value), value) for name, value in constants.items() if name in words)
+    kept = frozenset(name for name, _, _ in known if name in keep)
+    return _cut(source, known, tuple(names.items()), kept)
+
+
+@functools.lru_cache(maxsize=256)
+def _cut(
+    source: str,
+    constants: tuple[tuple[str, type, object], ...],
+    names: tuple[tuple[str, str], ...],
+    keep: frozenset[str],
+) -> Kernel:
+    made = specialise(source, {name: value for name, _, value in constants}, dict(names), keep)
     name = re.search(r"def (\w+)", made.text)
     assert name is not None
-    return Kernel(name[1], fold(made.text), made.parameters)
+    return Kernel(name[1], fold(_without_unread(made.text)), made.parameters)
+
+
+def _without_unread(text: str) -> str:
+    """Names of a tuple that nobody reads become _."""
+    for names in re.findall(r"(?m)^ +(\w+(?:, \w+)+) = ", text):
+        words = [word if len(re.findall(rf"\b{word}\b", text)) > 1 else "_" for word in names.split(", ")]
+        text = text.replace(f"{names} = ", f"{', '.join(words)} = ")
+    return text

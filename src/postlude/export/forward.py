@@ -65,7 +65,6 @@ class ForwardText:
     def _chain(self, chain: FoundChain) -> None:
         """The launcher where everything fits it, else the calls as they were written."""
         last = chain.calls[-1]
-        plain = self.nested(last, set(chain.calls))
         tensors = [self.value(item) if isinstance(item, fx.Node) else _attribute(item) for item in chain.tensors]
         self.lines += _tensors(tensors, set(self.names.values()))
         ends = [user.op for user in last.users] == ["output"] and not self._is_inside_result(last)
@@ -75,11 +74,40 @@ class ForwardText:
         self.lines.append(f"            with torch.cuda.device_of({tensors[0]}):")
         self.lines.append(f"                {'return' if ends else f'{name} ='} {text.function}.apply(*tensors)")
         if ends:
-            self.lines.append(f"        return {plain}")
+            self.lines += self._plain(chain, "        ", "return ")
             self.names[last] = ""
         else:
-            self.lines += ["        else:", f"            {name} = {plain}"]
+            self.lines += ["        else:", *self._plain(chain, " " * 12, f"{name} = ")]
             self.names[last] = name
+
+    def _plain(self, chain: FoundChain, pad: str, start: str) -> list[str]:
+        """The calls of a chain as they were: one expression where that is short and computes nothing twice."""
+        last, calls = chain.calls[-1], set(chain.calls)
+        inner = [node for node in chain.calls if node is not last and not _is_question(node)]
+        line = f"{pad}{start}{self.nested(last, calls)}"
+        if len(line) <= 88 and all(len(node.users) == 1 for node in inner):
+            return [line]
+        kept, lines = dict(self.names), []
+        for node in (node for node in self.traced.graph.nodes if node in calls):
+            text = self.expression(node)
+            if node is last:
+                lines.append(f"{pad}{start}{text}")
+            elif _is_question(node):
+                self.names[node] = text
+            else:
+                self.names[node] = self._inner_name(node)
+                lines.append(f"{pad}{self.names[node]} = {text}")
+        self.names = kept
+        return lines
+
+    def _inner_name(self, node: fx.Node) -> str:
+        """As `_name`, inside of a chain."""
+        for source in node.all_input_nodes:
+            last = max(self.place[user] for user in source.users)
+            if source in self.names and last <= self.place[node] and self.names[source].isidentifier():
+                return self.names[source]
+        taken = set(self.names.values())
+        return next(name for name in ("y", "z", "value", *(f"value{i}" for i in range(2, 999))) if name not in taken)
 
     def _is_inside_result(self, node: fx.Node) -> bool:
         return not any(user.args[0] is node for user in node.users)

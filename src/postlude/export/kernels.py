@@ -65,8 +65,7 @@ def cut_kernel(call: KernelCall, words: Mapping[int, str], slots: Mapping[int, s
             functions += [] if function is None else [function]
         elif isinstance(value, Word):
             constants[word] = Name(value.text)
-    keep = _kept(source, constants, names)
-    kernel = cut(source, constants, names, keep)
+    keep, kernel = _named_sizes(source, constants, names)
     if len(functions) == 1 and (joined := inlined(kernel, functions[0])) is not None:
         functions, kernel = [], joined
     values = {word: constants[word] for word in keep}
@@ -105,14 +104,18 @@ def _one_unit(source: str) -> str:
     return f"{head}    unit = tl.program_id(0)\n" + re.sub(r"(?m)^    (?=    )", "", body)
 
 
-def _kept(source: str, constants: Mapping[str, object], names: Mapping[str, str]) -> tuple[str, ...]:
-    """Numbers that stay under their names: tiles, and sizes that the text reads more than once."""
+def _named_sizes(
+    source: str, constants: Mapping[str, object], names: Mapping[str, str]
+) -> tuple[tuple[str, ...], Kernel]:
+    """The kernel, and its numbers that stay under their names: tiles, and sizes that the text reads several times."""
     numbers = {word: value for word, value in constants.items() if type(value) is int}
-    first = tuple(word for word in numbers if word in _SIZES | _TILES and numbers[word] > 1)
-    text = cut(source, constants, names, first).text
-    body = re.sub(r"#.*", "", text[text.index("):\n") :])
-    uses = {word: len(re.findall(rf"\b{word}\b", body)) for word in first}
-    return tuple(word for word in first if uses[word] > (0 if word in _TILES else 1))
+    named = tuple(word for word in numbers if word in _SIZES | _TILES and numbers[word] > 1)
+    kernel = cut(source, constants, names, named)
+    body = re.sub(r"#.*", "", kernel.text[kernel.text.index("):\n") :])
+    uses = {word: len(re.findall(rf"\b{word}\b", body)) for word in named}
+    keep = tuple(word for word in named if uses[word] > (0 if word in _TILES else 2))
+    others = {word: numbers[word] for word in named if word not in keep}
+    return keep, cut(kernel.text, {**others, **{word: numbers[word] for word in keep}}, {}, keep)
 
 
 def _with_defaults(kernel: Kernel, values: Mapping[str, object]) -> Kernel:

@@ -142,6 +142,10 @@ def model_text(original: Original, forward: Sequence[str], values: Mapping[str, 
     if init is None:
         place = node.body[0].lineno - offset
         lines[place:place] = ["    has_kernels = True", ""]
+    if ast.get_docstring(node) is not None:
+        end = node.body[0].end_lineno
+        assert end is not None
+        lines[end - offset + 1 : end - offset + 1] = [""] if lines[end - offset + 1].strip() else []
     whole = "\n".join(lines) + "\n"
     renamed = whole.replace("class Model(", "class ModelNew(", 1).replace("super(Model, self)", "super()")
     return fold(renamed)

@@ -22,6 +22,7 @@ class ProgramText:
     program: Program
     slots: Mapping[int, str]
     reserved: tuple[str, ...] = ()
+    indent: int = 4
     functions: dict[str, Kernel] = field(default_factory=dict)
     launches: int = 0
 
@@ -109,17 +110,20 @@ class ProgramText:
                     continue
                 lines += self._torch(text, call, uses)
             else:
-                lines += [line for words in [remark(call)] if words for line in comment(words, 0)]
+                lines += [line for words in [remark(call)] if words for line in comment(words, self.indent)]
                 lines += self._launch(text, call)
         self.words |= {number: word for number, word in text.words.items() if number not in self.words}
         return lines
 
     def _torch(self, text: TorchText, call: TorchCall, uses: Mapping[int, int]) -> list[str]:
         expression = text.expression(call)
+        pad = " " * self.indent
         if call.changes_its_argument:
-            return [expression]
+            return [f"{pad}{expression}"]
         words = [text.words[b.number] if uses[b.number] else "_" for b in call.results]
-        return [f"{', '.join(words)} = {expression}"]
+        if words[1:] == ["_"]:  # the values of a pair
+            return [f"{pad}{words[0]} = {expression}.values"]
+        return [f"{pad}{', '.join(words)} = {expression}"]
 
     def _launch(self, text: TorchText, call: KernelCall | CudaCall) -> list[str]:
         if isinstance(call, CudaCall):
@@ -129,7 +133,7 @@ class ProgramText:
         for word, value in zip(cut.kernel.parameters, call.arguments):
             if isinstance(value, Descriptor):
                 parts = [text.value(value.buffer), *(str(list(part)) for part in (value.shape, value.strides, value.block))]
-                lines += laid_out("TensorDescriptor", parts, before=f"{word} = ", indent=0)
+                lines += laid_out("TensorDescriptor", parts, before=f"{word} = ", indent=self.indent)
                 arguments.append(word)
             else:
                 arguments.append(text.value(value))
@@ -137,7 +141,7 @@ class ProgramText:
         while len(grid) > 1 and grid[-1] == 1:
             grid = grid[:-1]
         warps = [f"num_warps={call.warps}"] if call.warps != 4 else []
-        return [*lines, *laid_out(f"{name}[{text.value(grid)}]", [*arguments, *warps], indent=0)]
+        return [*lines, *laid_out(f"{name}[{text.value(grid)}]", [*arguments, *warps], indent=self.indent)]
 
 
 def _unbound(calls: Sequence[Call], ends: Sequence[Buffer]) -> list[Call]:

@@ -161,11 +161,25 @@ def _tests(function: ast.FunctionDef) -> set[ast.expr]:
 
 
 def decide(source: Source, case: Case) -> list[Edit]:
+    """Conditions that are known, all that do not lie inside one another."""
     known = _known(source, case)
+    edits: list[Edit] = []
+    done: set[int] = set()
     for node in ast.walk(source.function):
         if isinstance(node, ast.If) and (value := value_of(node.test, known)) is not UNKNOWN:
-            return _taken(source, node, bool(value))
-    return []
+            assert node.end_lineno is not None
+            lines = set(range(node.lineno, source.block_end(node, node.col_offset) + 1))
+            is_chained = source.segment(node).startswith("elif") or bool(node.orelse and _is_elif(source, node))
+            if done.isdisjoint(lines) and not (is_chained and edits):
+                edits += _taken(source, node, bool(value))
+                done |= lines
+            if is_chained:
+                break
+    return edits
+
+
+def _is_elif(source: Source, node: ast.If) -> bool:
+    return source.segment(node.orelse[0]).startswith("elif")
 
 
 def _taken(source: Source, node: ast.If, truth: bool) -> list[Edit]:
@@ -207,8 +221,17 @@ def leave_out(source: Source, _: Case) -> list[Edit]:
         if isinstance(node, ast.If) and _is_empty(node.orelse):
             body_end = source.block_end(node.body[-1], node.col_offset)
             return [source.cut(body_end + 1, source.block_end(node, node.col_offset))]
-    dead = Liveness(source.function).dead
-    return [source.remove(dead[0])] if dead else []
+    blocks: dict[int, int] = {}  # statements that a block has left
+    edits = []
+    for node in Liveness(source.function).dead:
+        block = source.block_of(node)
+        left = blocks.setdefault(id(block), len(block))
+        if left > 1 or not edits:
+            edits.append(source.remove(node))
+            blocks[id(block)] = left - 1
+            if left == 1:
+                break
+    return edits
 
 
 def _does_nothing(source: Source, node: ast.stmt) -> bool:

@@ -11,6 +11,22 @@ from collections.abc import Mapping
 from postlude.export.device_text import changed
 from postlude.plan.calls import KernelCall
 
+# Without a depth there is no plane to leave out.
+_FLAT = {
+    """        # Taps that meet only the padding in front of or behind the volume are left out.
+        z_last = tl.minimum(s0 + BM * WIDTH - 1, OD * PLANE - 1) // PLANE
+        kd_first = tl.maximum(0, FIRST - z_last)
+        kd_end = tl.minimum(KD, LAST_PLANE + 1 - s0 // PLANE)
+""": "",
+    "tl.range(kd_first * (KH * KB), kd_end * (KH * KB), num_stages=STAGES)": "tl.range(KH * KB, num_stages=STAGES)",
+    "tl.range(kd_first * (KH * KB), kd_end * (KH * KB))": "tl.range(KH * KB)",
+    """            i_zy = i // KB
+            offset = (i_zy // KH) * PLANE + (i_zy % KH) * PITCH
+""": "            offset = i // KB * PITCH\n",
+    "row = row0 + (i // KB // KH) * PLANE + (i // KB % KH) * PITCH  # WIDTH is 1 where KEEPS": (
+        "row = row0 + i // KB * PITCH"
+    ),
+}
 _MASKED = re.compile(r", mask=m_c(?:, other=0(?:\.0)?)?(?=\))")
 
 
@@ -18,7 +34,7 @@ def simplified(call: KernelCall, source: str) -> str:
     known = dict(call.numbers) | dict(call.constants)
     changes: dict[str, str] = {}
     if call.kernel == "pack_input_kernel":
-        changes |= _packed(known)
+        changes |= _packed(call, known)
     elif call.kernel == "pack_weight_kernel":
         changes |= _weight(call, known)
     elif call.kernel == "largest_kernel":
@@ -26,15 +42,26 @@ def simplified(call: KernelCall, source: str) -> str:
     elif call.kernel == "convolve_kernel":
         remark = "  # the same number, seen to be a multiple: stores are as wide as that"
         changes[f"S = OD * OH * OW // ALIGN * ALIGN{remark}"] = "S = OD * OH * OW"
+        if known["KD"] == 1:
+            changes |= _FLAT
         if known["WIDTH"] == 1 and known["SCALED"]:
             changes |= {
                 "        b_v = tl.reshape(acc, [BM * WIDTH, BC])\n": "",
                 "b_v = b_v * tl.load(p_unscale": "b_v = acc * tl.load(p_unscale",
             }
+    elif call.kernel == "pack_phases_kernel" and known["C"] == known["CP"] and call.grid[0] == known["COUT"]:
+        source = source.replace("(o_c < C) & ", "").replace(" & (i_o < COUT)", "")
+    if call.kernel.startswith("pack_") and _fills(known):
+        source = source.replace("tl.load(p_largest + o_c, mask=o_c < C, other=0)", "tl.load(p_largest + o_c)")
     source = changed(source, changes)
     if has_all_channels(call):
         source = _MASKED.sub("", source)
     return source
+
+
+def _fills(known: Mapping[str, int]) -> bool:
+    """Whether a packed position holds channels and nothing else."""
+    return bool(known["C"] * known.get("UNFOLDED", 1) == known["CP"])
 
 
 def has_all_channels(call: KernelCall) -> bool:
@@ -49,7 +76,7 @@ def has_all_channels(call: KernelCall) -> bool:
     return False
 
 
-def _packed(known: Mapping[str, int]) -> dict[str, str]:
+def _packed(call: KernelCall, known: Mapping[str, int]) -> dict[str, str]:
     """Blocks of channels divide the packed ones; the given ones may be fewer."""
     changes = {
         "(o_w < W)[:, None] & (o_c < CP)[None, :]": "(o_w < W)[:, None]",
@@ -60,6 +87,12 @@ def _packed(known: Mapping[str, int]) -> dict[str, str]:
             "m_c[:, None] & m_w[None, :]": "m_w[None, :]",
             "m_w[:, None] & m_c[None, :]": "m_w[:, None]",
         }
+    if not known["PW"]:
+        start = "    if tl.program_id(1) == 0:\n"
+        changes[start] = "    if False:\n"
+    if not any(known[word] for word in ("PD", "PH")) and call.grid[0] == known["N"] * known["SAMPLE_ROWS"]:
+        changes["is_row = (z >= 0) & (z < D) & (y >= 0) & (y < H) & (i_n < N)"] = "is_row = True"
+        changes["m_w = (o_w < W) & is_row"] = "m_w = o_w < W"
     if known["PW"] == known["PAD"]:
         changes |= {
             "        m_zero = (o_pad < PW)[:, None]\n": "",

@@ -70,7 +70,10 @@ class ForwardText:
         ends = [user.op for user in last.users] == ["output"] and not self._is_inside_result(last)
         name = "" if ends else self._name(last, chain.calls[0])
         text = self.chains[chain]
-        self.lines.append(f"        if self.has_kernels and fits(tensors, {text.shapes_name}):")
+        modes = [f"{'' if mode else 'not '}{_attribute(path)}.training" for path, mode in chain.modes]
+        checks = ["self.has_kernels", *modes, f"fits(tensors, {text.shapes_name})"]
+        self.lines.append(f"        if {' and '.join(checks)}:")
+        self.lines += [f"            {_attribute(path)}.add_(1)" for path in chain.counters]
         self.lines.append(f"            with torch.cuda.device_of({tensors[0]}):")
         self.lines.append(f"                {'return' if ends else f'{name} ='} {text.function}.apply(*tensors)")
         if ends:

@@ -41,6 +41,8 @@ class TorchText:
             return self.words[item.number]
         if isinstance(item, torch.dtype | torch.memory_format):
             return str(item)
+        if isinstance(item, torch.device):
+            return f"{self.value(self.first)}.device"
         if isinstance(item, list):
             return f"[{', '.join(map(self.value, item))}]"
         if isinstance(item, tuple):

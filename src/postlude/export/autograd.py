@@ -14,7 +14,7 @@ from postlude.chain import Chain
 from postlude.export.layout import call, docstring, fold
 from postlude.export.program_text import ProgramText
 from postlude.plan.calls import Program, TorchCall, buffers_in
-from postlude.run.record import record_plain
+from postlude.run.record import record_plain, record_rest
 
 _RECOMPUTING = '''\
 class {Name}(torch.autograd.Function):
@@ -51,7 +51,7 @@ def recomputing_class(chain: Chain, name: str, names: Mapping[int, str], tensors
 
 def plain_function(chain: Chain, name: str, names: Mapping[int, str], tensors: Sequence[Tensor]) -> str:
     program = record_plain(chain, tensors)
-    text = ProgramText(program, names)
+    text = ProgramText(program, names, joins=False)
     if _is_straight(program):
         text.words |= {b.number: "value" for item in program.forward for b in getattr(item, "results", ())}
     *body, last = text.forward_lines()
@@ -61,6 +61,20 @@ def plain_function(chain: Chain, name: str, names: Mapping[int, str], tensors: S
     arguments = [f"{names[slot]}: Tensor" for slot in range(len(chain.roles))]
     head = call(f"def {name}", arguments, after=" -> Tensor:", indent=0)
     return fold("\n".join([*head, *docstring(f"{chain}, by PyTorch."), *lines]) + "\n")
+
+
+def rest_lines(
+    chain: Chain, first: int, names: Mapping[int, str], tensors: Sequence[Tensor], value: Tensor, word: str
+) -> list[str]:
+    """Statements for the steps after step `first`, through PyTorch, on the value that goes by `word`."""
+    if first == len(chain.steps):
+        return []
+    program = record_rest(chain, first, value, tensors)
+    text = ProgramText(program, {0: word, **{slot + 1: name for slot, name in names.items()}}, joins=False)
+    if _is_straight(program):
+        text.words |= {b.number: word for item in program.forward for b in getattr(item, "results", ())}
+    lines, result = text.forward_lines(), text.words[program.result.number]
+    return [*lines, *([] if result == word else [f"    {word} = {result}"])]
 
 
 def _is_straight(program: Program) -> bool:

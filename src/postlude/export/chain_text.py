@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from postlude.chain import Chain
-from postlude.export.autograd import class_name, kept_class, recomputing_class
+from postlude.export.autograd import class_name, kept_class, recomputing_class, rest_lines
+from postlude.export.cuda import COMPILE
 from postlude.export.device_text import Kernel
-from postlude.export.layout import call, docstring
+from postlude.export.few_channels import gives_result, result_lines, result_source
+from postlude.export.layout import call, docstring, fold
 from postlude.export.program_text import ProgramText
 from postlude.plan import Plan
 from postlude.plan.calls import Buffer, CudaCall, Descriptor, KernelCall, Program
@@ -32,8 +35,7 @@ class ChainText:
     trains: bool  # its backward pass has kernels of its own
     is_aligned: bool  # a tensor that is given is read through a descriptor: it must begin where those may
     shapes_name: str = "SHAPES"
-    shared_bytes: int = 0
-    cuda: str = ""  # CUDA C++ that the file holds, or nothing
+    sources: Mapping[str, str] = field(default_factory=dict)  # CUDA C++, by the name of its constant
 
     @property
     def function(self) -> str:
@@ -50,30 +52,49 @@ def chain_text(
     else:
         program = record_inference(plan, chain, tensors)
     text = ProgramText(program, names, RESERVED)
+    sources, launches = dict(text.sources), text.launches
     if training:
         functions = kept_class(plan.chain, name, names, text)
+    elif gives_result(plan):
+        sources, launches = {"SOURCE": result_source(plan)}, 2
+        functions = _direct_launcher(chain, plan, name, names, tensors) | recomputing_class(chain, name, names, tensors)
     else:
         functions = _launcher(chain, name, names, text) | recomputing_class(chain, name, names, tensors)
+    kernels = () if gives_result(plan) and not training else tuple(text.functions.values())
     return ChainText(
         name,
         chain,
         plan,
         program.given,
-        tuple(text.functions.values()),
-        functions,
+        kernels,
+        {**({"compiled": COMPILE} if sources else {}), **functions},
         _imports(program),
-        text.launches,
+        launches,
         training,
         _reads_given_by_descriptor(program),
+        sources=sources,
     )
 
 
 def _launcher(chain: Chain, name: str, names: Mapping[int, str], text: ProgramText) -> dict[str, str]:
+    body = text.forward_lines()
+    return _function(chain, name, names, [*body, f"    return {text.words[text.program.result.number]}"])
+
+
+def _direct_launcher(
+    chain: Chain, plan: Plan, name: str, names: Mapping[int, str], tensors: Sequence[Tensor]
+) -> dict[str, str]:
+    """By the kernels that give the result at once; PyTorch's functions do what follows it."""
+    lines = [f"    {line}" for line in result_lines(plan, names)]
+    value = torch.empty(plan.input.shape[0], dtype=tensors[0].dtype, device="meta")
+    rest = rest_lines(chain, plan.passes[-1].last + 2, names, tensors, value, "value")
+    return _function(chain, name, names, [*lines, *rest, "    return value"])
+
+
+def _function(chain: Chain, name: str, names: Mapping[int, str], body: Sequence[str]) -> dict[str, str]:
     arguments = [f"{names[slot]}: Tensor" for slot in range(len(chain.roles))]
     head = call(f"def {name}", arguments, after=" -> Tensor:", indent=0)
-    body = text.forward_lines()
-    end = f"    return {text.words[text.program.result.number]}"
-    return {name: "\n".join([*head, *docstring(f"{chain}, by kernels."), *body, end]) + "\n"}
+    return {name: fold("\n".join([*head, *docstring(f"{chain}, by kernels."), *body]) + "\n")}
 
 
 def _imports(program: Program) -> frozenset[str]:

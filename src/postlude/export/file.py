@@ -39,13 +39,13 @@ def assemble(
         functions.update(chain.functions)
     model = model_text(original, forward, values)
     body = [*kernels.values(), *functions.values(), fits_text(chains, architecture), *original.helpers, model]
-    cuda = list(dict.fromkeys(chain.cuda for chain in chains if chain.cuda))
+    sources = {name: source for chain in chains for name, source in chain.sources.items()}
+    cuda = [f'{name} = r"""\n{source}"""\n' for name, source in sources.items()]
     text = "".join(f"{part.rstrip()}\n\n\n" for part in body).rstrip() + "\n"
     imports = import_text(text + "\n".join(cuda), original.imports, chains)
     shapes = "\n".join(dict.fromkeys(shapes_text(chain) for chain in chains))
     parts = ["# SPDX-License-Identifier: Apache-2.0", heading.rstrip(), "", imports, "", shapes, ""]
-    parts += [*cuda] if cuda else [""]
-    return "\n".join(parts) + f"\n{text}"
+    return "\n".join([*parts, *cuda, ""]) + f"\n{text}"
 
 
 def import_text(body: str, own: Sequence[str], chains: Sequence[ChainText]) -> str:
@@ -101,7 +101,7 @@ def _definitions(chain: ChainText) -> dict[str, str]:
     """What a chain defines in its file, by name."""
     mine = {kernel.name: kernel.text for kernel in chain.kernels} | dict(chain.functions)
     mine[chain.shapes_name] = shapes_text(chain)
-    return mine | ({chain.cuda.split(" ", 1)[0]: chain.cuda} if chain.cuda else {})
+    return mine | dict(chain.sources)
 
 
 def _renamed(chain: ChainText, names: Mapping[str, str]) -> ChainText:
@@ -114,7 +114,7 @@ def _renamed(chain: ChainText, names: Mapping[str, str]) -> ChainText:
         kernels=tuple(Kernel(names.get(k.name, k.name), _outside(k, names), k.parameters) for k in chain.kernels),
         functions={names.get(name, name): words(text) for name, text in chain.functions.items()},
         shapes_name=names.get(chain.shapes_name, chain.shapes_name),
-        cuda=re.sub(r"^SOURCE", names.get("SOURCE", "SOURCE"), chain.cuda),
+        sources={names.get(name, name): source for name, source in chain.sources.items()},
     )
 
 

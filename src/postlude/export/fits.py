@@ -52,7 +52,7 @@ def fits_text(chains: Sequence[ChainText], architecture: str) -> str:
         checks.append("all((t.shape, t.stride(), t.dtype) == e for t, e in zip(tensors, expected))")
     if any(chain.is_aligned for chain in chains):
         checks.append("x.data_ptr() % 16 == 0  # as tensor descriptors ask")
-    if any(chain.cuda for chain in chains):
+    if any(chain.sources for chain in chains):
         checks.append("CUDA_HOME is not None  # torch's way to NVRTC asks for it")
     anded = [f"        {'and ' if number else ''}{check}" for number, check in enumerate(checks)]
     return "\n".join([*lines, "    return (", *anded, "    )", ""])

@@ -7,12 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from postlude.export.buffer_names import BACKWARD, KERNELS, remark, words_for
+from postlude.export.cuda import cuda_text, launch_lines
 from postlude.export.device_text import Kernel
 from postlude.export.kernels import CutKernel, cut_kernel
 from postlude.export.layout import call as laid_out
 from postlude.export.layout import comment
 from postlude.export.torch_text import VIEWS, TorchText
 from postlude.plan.calls import Buffer, Call, CudaCall, Descriptor, KernelCall, Program, TorchCall, buffers_in
+
+_SHORT = 32  # characters of an expression that may be part of another
 
 
 @dataclass
@@ -23,7 +26,9 @@ class ProgramText:
     slots: Mapping[int, str]
     reserved: tuple[str, ...] = ()
     indent: int = 4
+    joins: bool = True  # expressions of PyTorch that are read at once and once are put together
     functions: dict[str, Kernel] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)  # CUDA C++, by the name of its constant
     launches: int = 0
 
     def __post_init__(self) -> None:
@@ -60,6 +65,10 @@ class ProgramText:
                 cut = self._without_clash(call, cut, BACKWARD.get(call.kernel, name) if is_backward else name)
                 call = replace(call, arguments=cut.arguments, parameters=cut.kernel.parameters)
                 self.cuts[id(call)] = (cut, cut.kernel.name)
+            if isinstance(call, CudaCall):
+                source = cuda_text(call)
+                if source not in self.sources.values():
+                    self.sources[f"SOURCE{'_GRADIENT' * is_backward}"] = source
             if not isinstance(call, TorchCall):
                 self.launches += 1
             made.append(call)
@@ -84,13 +93,16 @@ class ProgramText:
 
     def _live(self, calls: Sequence[Call], ends: Sequence[Buffer]) -> list[Call]:
         """Without the calls of PyTorch that nothing comes of."""
-        storages = {buffer.storage for buffer in ends}
+        read = {buffer.number for buffer in ends}
+        storages = {buffer.storage for buffer in (*ends, *self.program.given)}  # a change of what is given is seen
         live: list[Call] = []
         for call in reversed(calls):
             if isinstance(call, TorchCall):
                 changed = list(buffers_in(call.arguments[:1])) if call.changes_its_argument else []
-                if not any(buffer.storage in storages for buffer in (*call.results, *changed)):
+                is_read = any(buffer.number in read for buffer in call.results) and not changed
+                if not is_read and not any(buffer.storage in storages for buffer in changed):
                     continue
+            read |= {buffer.number for buffer in buffers_in(self._read_by(call))}
             storages |= {buffer.storage for buffer in buffers_in(self._read_by(call))}
             live.append(call)
         return live[::-1]
@@ -103,9 +115,7 @@ class ProgramText:
         lines: list[str] = []
         for call in live:
             if isinstance(call, TorchCall):
-                name = call.function.rpartition(".")[2]
-                is_view = name in VIEWS and len(call.results) == 1
-                if is_view and uses[call.results[0].number] == 1 and call.results[0] not in ends:
+                if self._is_inlined(text, call, uses, live, ends):
                     text.words[call.results[0].number] = text.expression(call)
                     continue
                 lines += self._torch(text, call, uses)
@@ -114,6 +124,23 @@ class ProgramText:
                 lines += self._launch(text, call)
         self.words |= {number: word for number, word in text.words.items() if number not in self.words}
         return lines
+
+    def _is_inlined(
+        self, text: TorchText, call: TorchCall, uses: Mapping[int, int], live: Sequence[Call], ends: Sequence[Buffer]
+    ) -> bool:
+        """Whether a value is written where it is read: once, and as a view or as part of a short expression."""
+        if len(call.results) != 1 or call.changes_its_argument:
+            return False
+        result, name = call.results[0], call.function.rpartition(".")[2]
+        if uses[result.number] != 1 or result in ends:
+            return False
+        if name in VIEWS:
+            return True
+        if not self.joins or call.function in ("torch.empty", "torch.zeros", "torch.empty_like"):
+            return False
+        after = live[live.index(call) + 1] if live.index(call) + 1 < len(live) else None
+        is_next = isinstance(after, TorchCall) and not after.changes_its_argument and result in buffers_in(after)
+        return is_next and len(text.expression(call)) <= _SHORT
 
     def _torch(self, text: TorchText, call: TorchCall, uses: Mapping[int, int]) -> list[str]:
         expression = text.expression(call)
@@ -127,7 +154,9 @@ class ProgramText:
 
     def _launch(self, text: TorchText, call: KernelCall | CudaCall) -> list[str]:
         if isinstance(call, CudaCall):
-            raise NotImplementedError
+            words = [text.value(buffer) for buffer in call.arguments if buffer is not None]
+            name = next(word for word, source in self.sources.items() if source == cuda_text(call))
+            return [f"{' ' * self.indent}{line}" for line in launch_lines(call, name, words, text.value(text.first))]
         cut, name = self.cuts[id(call)]
         lines, arguments = [], []
         for word, value in zip(cut.kernel.parameters, call.arguments):

@@ -33,7 +33,7 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.In: lambda a, b: a in b,
     ast.NotIn: lambda a, b: a not in b,
 }
-_RANGES = ("range", "tl.range", "tl.static_range")
+RANGES = ("range", "tl.range", "tl.static_range")
 _EFFECTS = ("store", "atomic", "device_", "static_", "debug_", "inline_asm", "assume")
 _PURE_METHODS = ("to", "load", "sum", "max", "min", "reshape", "view", "trans", "permute", "broadcast_to", "cast")
 _PURE_BUILTINS = ("range", "len", "min", "max", "abs", "int", "float", "bool")
@@ -151,7 +151,7 @@ class Kinds:
         if isinstance(statement, ast.AugAssign):
             return self(statement.value) if type(statement.op) in _ARITHMETIC else ANYTHING
         is_count = isinstance(statement, ast.For) and isinstance(statement.iter, ast.Call)
-        return SCALAR if is_count and ast.unparse(statement.iter.func) in _RANGES else ANYTHING  # type: ignore
+        return SCALAR if is_count and ast.unparse(statement.iter.func) in RANGES else ANYTHING  # type: ignore
 
     def __call__(self, node: ast.expr) -> int:
         if isinstance(node, ast.Constant):

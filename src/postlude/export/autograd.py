@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from postlude.chain import Chain
-from postlude.export.layout import call, docstring, fold
+from postlude.export.layout import WIDTH, call, docstring, fold
 from postlude.export.program_text import ProgramText
 from postlude.plan.calls import Program, TorchCall, buffers_in
 from postlude.run.record import record_plain, record_rest
@@ -22,14 +22,14 @@ class {Name}(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
+        ctx.save_for_backward({kept})
         return {name}(*tensors)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad
         with torch.enable_grad():
-            tensors = [t.view_as(t) for t in ctx.saved_tensors]
+            tensors = [{alias} for t in ctx.saved_tensors]
             result = {name}_by_pytorch(*tensors)
         wanted = [t for t, needed in zip(tensors, needs) if needed]
         twice = torch.is_grad_enabled()  # the gradients are to be differentiated again
@@ -46,6 +46,9 @@ def recomputing_class(chain: Chain, name: str, names: Mapping[int, str], tensors
     """The chain through PyTorch's functions, and the class whose backward pass differentiates that."""
     Name = class_name(name)
     text = _RECOMPUTING.replace("{Name}", Name).replace("{name}", name)
+    moved = chain.moved  # running statistics move on before the backward pass, which does not read them
+    kept = f"*(None if n in {moved} else t for n, t in enumerate(tensors))" if moved else "*tensors"
+    text = text.replace("{kept}", kept).replace("{alias}", "t if t is None else t.view_as(t)" if moved else "t.view_as(t)")
     return {f"{name}_by_pytorch": plain_function(chain, f"{name}_by_pytorch", names, tensors), Name: fold(text)}
 
 
@@ -89,4 +92,41 @@ def _is_straight(program: Program) -> bool:
 
 
 def kept_class(chain: Chain, name: str, names: Mapping[int, str], text: ProgramText) -> dict[str, str]:
-    raise NotImplementedError
+    """The class whose passes are the library's own, with what the second reads of the first kept between them."""
+    program, kept, slots = text.program, text.kept(), [names[slot] for slot in range(len(chain.roles))]
+    assert program.gradient is not None
+    text.indent = 8
+    forward, backward = text.forward_lines(kept), text.backward_lines()
+    words, grad = [text.words[buffer.number] for buffer in kept], text.words[program.gradient.number]
+    grads = [None if grad is None else text.words[grad.number] for grad in program.gradients]
+    guarded = "\n".join(backward)
+    optional = [word for slot, word in enumerate(grads[:2]) if word is not None and f"if needs[{slot}]" in guarded]
+    layout = "" if program.gradient.is_contiguous else f"memory_format=torch.channels_last{'_3d' * (chain.dims == 3)}"
+    lines = [
+        f"class {class_name(name)}(torch.autograd.Function):",
+        *docstring(f"{chain}: kernels both ways, the second from what the first kept."),
+        "",
+        "    @staticmethod",
+        *call("def forward", ["ctx: Any", *(f"{slot}: Tensor" for slot in slots)], after=" -> Tensor:"),
+        *forward,
+        *call("ctx.save_for_backward", words, indent=8),
+        f"        return {text.words[program.result.number]}",
+        "",
+        "    @staticmethod",
+        "    @once_differentiable",
+        f"    def backward(ctx: Any, {grad}: Tensor) -> tuple[Tensor | None, ...]:",
+        *(["        needs = ctx.needs_input_grad"] if "needs[" in guarded else []),
+        *_unpacked(words),
+        f"        {grad} = {grad}.contiguous({layout})",
+        *([f"        {' = '.join(optional)} = None"] if optional else []),
+        *backward,
+        f"        return {', '.join(map(str, grads))}{',' * (len(grads) == 1)}",
+    ]
+    return {class_name(name): fold("\n".join(lines) + "\n")}
+
+
+def _unpacked(words: Sequence[str]) -> list[str]:
+    line = f"        {', '.join(words)}{',' * (len(words) == 1)} = ctx.saved_tensors"
+    if len(line) <= WIDTH or not words:
+        return [line] if words else []
+    return ["        (", *(f"            {word}," for word in words), "        ) = ctx.saved_tensors"]

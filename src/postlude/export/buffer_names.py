@@ -130,7 +130,8 @@ def words_for(program: Program, slots: Mapping[int, str], taken: Iterable[str] =
     for buffer, word in first.values():
         name(buffer, word)
     for call in (*program.forward, *program.backward):
-        for buffer in (*buffers_in(call), *(call.results if isinstance(call, TorchCall) else ())):
+        results = call.results if isinstance(call, TorchCall) else ()
+        for buffer in (*buffers_in(call), *(result for result in results if result is not None)):
             name(buffer, "value" if len(buffer.shape) > 2 else "vector")
     return words
 

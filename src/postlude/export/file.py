@@ -111,6 +111,7 @@ def _renamed(chain: ChainText, names: Mapping[str, str]) -> ChainText:
     return replace(
         chain,
         name=names.get(chain.name, chain.name),
+        called=words(chain.called),
         kernels=tuple(Kernel(names.get(k.name, k.name), _outside(k, names), k.parameters) for k in chain.kernels),
         functions={names.get(name, name): words(text) for name, text in chain.functions.items()},
         shapes_name=names.get(chain.shapes_name, chain.shapes_name),

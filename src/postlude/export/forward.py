@@ -75,7 +75,7 @@ class ForwardText:
         self.lines.append(f"        if {' and '.join(checks)}:")
         self.lines += [f"            {_attribute(path)}.add_(1)" for path in chain.counters]
         self.lines.append(f"            with torch.cuda.device_of({tensors[0]}):")
-        self.lines.append(f"                {'return' if ends else f'{name} ='} {text.function}.apply(*tensors)")
+        self.lines.append(f"                {'return' if ends else f'{name} ='} {text.called}(*tensors)")
         if ends:
             self.lines += self._plain(chain, "        ", "return ")
             self.names[last] = ""

@@ -180,3 +180,9 @@ def inlined(kernel: Kernel, function: Kernel) -> Kernel | None:
     body = call[1][4:] + body
     text = kernel.text[: call.start()] + "\n" + body + "\n" + kernel.text[call.end() :]
     return Kernel(kernel.name, fold(text), kernel.parameters)
+
+
+def written_places(kernel: Kernel) -> set[int]:
+    """Places of the parameters that a kernel's text stores to."""
+    stored = set(re.findall(r"(?:tl\.store|tl\.atomic_\w+|flag_infinity)\(\s*(p_\w+)", kernel.text))
+    return {place for place, word in enumerate(kernel.parameters) if word in stored}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from postlude.export.buffer_names import BACKWARD, KERNELS, remark, words_for
 from postlude.export.cuda import cuda_text, launch_lines
 from postlude.export.device_text import Kernel
-from postlude.export.kernels import CutKernel, cut_kernel
+from postlude.export.kernels import CutKernel, cut_kernel, written_places
 from postlude.export.layout import call as laid_out
 from postlude.export.layout import comment
 from postlude.export.torch_text import VIEWS, TorchText
@@ -41,14 +41,41 @@ class ProgramText:
         """Everything up to the result and what is kept for the backward pass."""
         return self._lines(self.forward, [self.program.result, *kept], self.program.given[0])
 
-    def backward_lines(self, wanted: Sequence[Buffer]) -> list[str]:
+    def backward_lines(self) -> list[str]:
+        """Down to the gradients; what only those of input or weight need is computed where they are wanted."""
         assert self.program.gradient is not None
-        return self._lines(self.backward, wanted, self.program.gradient)
+        found = {slot: grad for slot, grad in enumerate(self.program.gradients) if grad is not None}
+        live = self._live(self.backward, list(found.values()))
+        return self._lines(live, list(found.values()), self.program.gradient, self._guards(live, found))
+
+    def _guards(self, calls: Sequence[Call], found: Mapping[int, Buffer]) -> dict[int, str]:
+        """By a call's identity: the condition on which any gradient depends on it."""
+        needed: dict[int, set[int]] = {}  # by storage, the slots whose gradient is made from it
+        for slot, grad in found.items():
+            needed.setdefault(grad.storage, set()).add(slot)
+        guards = {}
+        for call in reversed(calls):
+            slots = set[int]().union(*(needed.get(buffer.storage, set()) for buffer in self._written(call)))
+            for buffer in buffers_in(self._read_by(call)):
+                needed.setdefault(buffer.storage, set()).update(slots)
+            if slots and slots <= {0, 1}:
+                guards[id(call)] = " or ".join(f"needs[{slot}]" for slot in sorted(slots))
+        return guards
+
+    def _written(self, call: Call) -> list[Buffer]:
+        if isinstance(call, TorchCall):
+            changed = list(buffers_in(call.arguments[:1])) if call.changes_its_argument else []
+            return [*changed, *(buffer for buffer in call.results if buffer is not None)]
+        if isinstance(call, CudaCall):
+            return [buffer for buffer in call.arguments[3:] if buffer is not None]
+        cut, _ = self.cuts[id(call)]
+        places = written_places(cut.kernel)
+        return [a for n, a in enumerate(cut.arguments) if isinstance(a, Buffer) and n in places]
 
     def kept(self) -> list[Buffer]:
         """What the backward pass reads of the forward pass: tensors that were given, and values made on the way."""
         live = self._live(self.backward, [grad for grad in self.program.gradients if grad is not None])
-        made = {result.number for call in live for result in getattr(call, "results", ())}
+        made = {result.number for call in live for result in getattr(call, "results", ()) if result is not None}
         read = {buffer.number: buffer for call in live for buffer in buffers_in(self._read_by(call))}
         ends = {grad.number: grad for grad in self.program.gradients if grad is not None}
         gradient = self.program.gradient
@@ -99,7 +126,7 @@ class ProgramText:
         for call in reversed(calls):
             if isinstance(call, TorchCall):
                 changed = list(buffers_in(call.arguments[:1])) if call.changes_its_argument else []
-                is_read = any(buffer.number in read for buffer in call.results) and not changed
+                is_read = any(b is not None and b.number in read for b in call.results) and not changed
                 if not is_read and not any(buffer.storage in storages for buffer in changed):
                     continue
             read |= {buffer.number for buffer in buffers_in(self._read_by(call))}
@@ -107,31 +134,39 @@ class ProgramText:
             live.append(call)
         return live[::-1]
 
-    def _lines(self, calls: Sequence[Call], ends: Sequence[Buffer], first: Buffer) -> list[str]:
-        live = _unbound(self._live(calls, ends), ends)
+    def _lines(
+        self, calls: Sequence[Call], ends: Sequence[Buffer], first: Buffer, guards: Mapping[int, str] | None = None
+    ) -> list[str]:
+        live = _unbound(self._live(calls, ends), ends, guards := dict(guards or {}))
         uses = Counter(buffer.number for call in live for buffer in buffers_in(self._read_by(call)))
         uses.update(buffer.number for buffer in ends)
         text = TorchText(self.words, first)
         lines: list[str] = []
+        guard, pad = "", self.indent
         for call in live:
+            before, guard = guard, guards.get(id(call), "")
+            if guard and guard != before:
+                lines.append(f"{' ' * pad}if {guard}:")
+            self.indent = pad + 4 if guard else pad
             if isinstance(call, TorchCall):
                 if self._is_inlined(text, call, uses, live, ends):
+                    assert call.results[0] is not None
                     text.words[call.results[0].number] = text.expression(call)
                     continue
                 lines += self._torch(text, call, uses)
             else:
                 lines += [line for words in [remark(call)] if words for line in comment(words, self.indent)]
                 lines += self._launch(text, call)
-        self.words |= {number: word for number, word in text.words.items() if number not in self.words}
+        self.indent = pad
         return lines
 
     def _is_inlined(
         self, text: TorchText, call: TorchCall, uses: Mapping[int, int], live: Sequence[Call], ends: Sequence[Buffer]
     ) -> bool:
         """Whether a value is written where it is read: once, and as a view or as part of a short expression."""
-        if len(call.results) != 1 or call.changes_its_argument:
-            return False
         result, name = call.results[0], call.function.rpartition(".")[2]
+        if len(call.results) != 1 or result is None or call.changes_its_argument:
+            return False
         if uses[result.number] != 1 or result in ends:
             return False
         if name in VIEWS:
@@ -147,7 +182,7 @@ class ProgramText:
         pad = " " * self.indent
         if call.changes_its_argument:
             return [f"{pad}{expression}"]
-        words = [text.words[b.number] if uses[b.number] else "_" for b in call.results]
+        words = [text.words[b.number] if b is not None and uses[b.number] else "_" for b in call.results]
         if words[1:] == ["_"]:  # the values of a pair
             return [f"{pad}{words[0]} = {expression}.values"]
         return [f"{pad}{', '.join(words)} = {expression}"]
@@ -173,15 +208,16 @@ class ProgramText:
         return [*lines, *laid_out(f"{name}[{text.value(grid)}]", [*arguments, *warps], indent=self.indent)]
 
 
-def _unbound(calls: Sequence[Call], ends: Sequence[Buffer]) -> list[Call]:
+def _unbound(calls: Sequence[Call], ends: Sequence[Buffer], guards: dict[int, str]) -> list[Call]:
     """An allocation of which only the parts along the first axis are read is taken apart at once."""
     parts: dict[int, dict[int, Buffer]] = {}
     others: set[int] = {buffer.number for buffer in ends}
     for call in calls:
         if isinstance(call, TorchCall) and call.function == "Tensor.__getitem__" and type(call.arguments[1]) is int:
+            assert call.results[0] is not None
             parts.setdefault(call.arguments[0].number, {})[call.arguments[1]] = call.results[0]
         elif isinstance(call, TorchCall) and call.function == "Tensor.unbind":
-            parts.setdefault(call.arguments[0].number, {}).update(enumerate(call.results))
+            parts.setdefault(call.arguments[0].number, {}).update({n: b for n, b in enumerate(call.results) if b})
         else:
             others |= {buffer.number for buffer in buffers_in(call)}
     made: list[Call] = []
@@ -195,6 +231,8 @@ def _unbound(calls: Sequence[Call], ends: Sequence[Buffer]) -> list[Call]:
             found = parts.get(result.number, {})
             if result.number not in others and sorted(found) == list(range(result.shape[0])):
                 taken.add(result.number)
-                call = replace(call, results=tuple(found[place] for place in sorted(found)))
+                whole, call = call, replace(call, results=tuple(found[place] for place in sorted(found)))
+                if id(whole) in guards:
+                    guards[id(call)] = guards[id(whole)]
         made.append(call)
     return made

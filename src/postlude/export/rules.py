@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from postlude.export.analysis import SCALAR, UNKNOWN, WHOLE, Kinds, Liveness, is_pure, name_of, stores, value_of
+from postlude.export.analysis import RANGES, SCALAR, UNKNOWN, WHOLE, Kinds, Liveness, is_pure, name_of, stores, value_of
 from postlude.export.comments import with_words
 from postlude.export.source import Edit, Source
 
@@ -240,6 +240,8 @@ def _does_nothing(source: Source, node: ast.stmt) -> bool:
         return True
     if isinstance(node, ast.Pass):
         return len(block) > 1
+    if isinstance(node, ast.For) and _never_runs(node):
+        return True
     if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name):
         return [ast.unparse(target) for target in node.targets] == [node.value.id]
     if not isinstance(node, ast.If | ast.For) or node.orelse or not is_pure(node):
@@ -248,6 +250,14 @@ def _does_nothing(source: Source, node: ast.stmt) -> bool:
         return _is_empty(node.body)
     loads = [n for n in ast.walk(source.function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
     return _is_empty(node.body) and ast.unparse(node.target) not in {name.id for name in loads}
+
+
+def _never_runs(node: ast.For) -> bool:
+    """A loop over a range that is known to be empty."""
+    if not isinstance(node.iter, ast.Call) or name_of(node.iter.func) not in RANGES or node.iter.keywords:
+        return False
+    limits = [value_of(argument, {}) for argument in node.iter.args]
+    return all(type(limit) is int for limit in limits) and len(limits) < 3 and not range(*limits)
 
 
 def _is_empty(block: list[ast.stmt]) -> bool:

@@ -50,13 +50,18 @@ def simplified(call: KernelCall, source: str) -> str:
                 "b_v = b_v * tl.load(p_unscale": "b_v = acc * tl.load(p_unscale",
             }
     elif call.kernel == "pack_phases_kernel" and known["C"] == known["CP"] and call.grid[0] == known["COUT"]:
-        source = source.replace("(o_c < C) & ", "").replace(" & (i_o < COUT)", "")
+        source = re.sub(r"\(o_c < C\) & (.+) & \(i_o < COUT\)", _only, source)
     if call.kernel.startswith("pack_") and _fills(known):
         source = source.replace("tl.load(p_largest + o_c, mask=o_c < C, other=0)", "tl.load(p_largest + o_c)")
     source = changed(source, changes)
     if has_all_channels(call):
         source = _MASKED.sub("", source)
     return source
+
+
+def _only(match: re.Match[str]) -> str:
+    """What is left of a conjunction, without brackets where it is one comparison."""
+    return match[1][1:-1] if match[1].count("(") == 1 else match[1]
 
 
 def _fills(known: Mapping[str, int]) -> bool:

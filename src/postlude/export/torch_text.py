@@ -71,6 +71,9 @@ class TorchText:
             raise ValueError(f"{call.function} has no text")
         if name.startswith("conv") and call.function.startswith("torch.conv"):
             return self._convolution(name, arguments)
+        if call.function == "torch.ops.aten.convolution_backward" and arguments[-1] == [True, True, False]:
+            words = [*map(self.value, arguments[:-1]), "[needs[0], needs[1], False]"]
+            return f"{call.function}({', '.join(words)})"
         if call.function.startswith("torch.ops."):
             return self._call(call.function, arguments, keywords)
         if call.function.startswith("Tensor."):

@@ -96,7 +96,7 @@ class TorchCall:
     function: str
     arguments: tuple[Any, ...]  # buffers and literals, nested as they were given
     keywords: tuple[tuple[str, Any], ...]
-    results: tuple[Buffer, ...]
+    results: tuple[Buffer | None, ...]  # None where PyTorch gives none, as for a gradient that was not asked for
 
     @property
     def changes_its_argument(self) -> bool:

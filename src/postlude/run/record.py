@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ class Recorder(TorchFunctionMode, Recording):
         self.buffers: dict[tuple[Any, ...], Buffer] = {}
         self.storages: dict[int, int] = {}
         self.alive: list[Tensor] = []  # so that no two tensors have the same storage
+        self.detached: dict[int, Buffer] = {}  # by identity: the same memory, and another value to autograd
 
     def __enter__(self) -> Recorder:
         assert Recording.active is None
@@ -61,6 +63,8 @@ class Recorder(TorchFunctionMode, Recording):
 
     def buffer(self, tensor: Tensor, kind: Kind = "scratch") -> Buffer:
         """The same for every tensor that is the same part of the same memory."""
+        if id(tensor) in self.detached:
+            return self.detached[id(tensor)]
         storage = tensor.untyped_storage()._cdata
         key = (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         found = self.buffers.get(key)
@@ -81,9 +85,12 @@ class Recorder(TorchFunctionMode, Recording):
         given = [self._plain(item) for item in (tuple(args), kwargs)]
         result = func(*args, **kwargs)
         made = result if isinstance(result, tuple | list) else (result,)
-        tensors = [item for item in made if isinstance(item, Tensor)]
         known = len(self.buffers)
-        results = tuple(map(self.buffer, tensors))
+        if func is Tensor.detach:
+            self.alive.append(result)
+            base = self.buffer(args[0])
+            self.buffers[id(result), "detached"] = self.detached[id(result)] = replace(base, number=known, kind="scratch")
+        results = tuple(self.buffer(item) if isinstance(item, Tensor) else None for item in made)
         call = TorchCall(_name_of(func), given[0], tuple(given[1].items()), results)
         if len(self.buffers) > known or call.changes_its_argument:
             self.calls.append(call)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import keyword
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -16,8 +16,8 @@ from postlude.export.file import assemble, without_clashes
 from postlude.export.forward import ForwardText
 from postlude.export.heading import Measured, heading
 from postlude.export.device_text import library
-from postlude.export.original import arguments_of, read
-from postlude.export.trace import FoundChain, trace
+from postlude.export.original import arguments_of, read, reads_settings
+from postlude.export.trace import FoundChain, trace, without_convolution
 from postlude.hardware import Machine
 from postlude.plan import Plan, Problem, lower
 from postlude.plan.problem import spec_of
@@ -66,17 +66,20 @@ def export(
     even_if_slower: bool = False,
     convolution: str = "auto",
 ) -> Export:
-    """`source` is the text of the problem's file, `model` was built from it with `arguments`."""
-    not_ours = "PyTorch's own was asked for" if convolution == "pytorch" else None
+    """`source` is the text of the problem's file, `model` was built from it with `arguments`.
+
+    `convolution="pytorch"` leaves the model's own calls of convolutions, digit for digit, and fuses what follows."""
     original = read(source)
     values = arguments_of(type(model), *arguments)
     traced = trace(model, inputs, training)
+    if convolution == "pytorch":
+        traced = replace(traced, chains=tuple(map(without_convolution, traced.chains)))
     reasons = dict(traced.declined)
     texts: dict[FoundChain, ChainText] = {}
     for found in traced.chains:
         specs = tuple(spec_of(node.meta["val"]) for node in found.match.tensors)
         chain, problem = found.match.chain, Problem(specs, "cuda", precision, training, allows_tf32)
-        outcome = lower(chain, problem, machine, even_if_slower=even_if_slower, not_ours=not_ours)
+        outcome = lower(chain, problem, machine, even_if_slower=even_if_slower)
         if isinstance(outcome, Plan):
             tensors = [node.meta["val"] for node in found.match.tensors]
             name, names = _function_name(chain), _slot_names(found)
@@ -89,7 +92,8 @@ def export(
     forward = ForwardText(traced, written, reasons).write()
     chains = tuple(written.values())
     top = heading(chains, precision, measured)
-    return Export(assemble(original, chains, forward, values, top, machine.architecture), chains, reasons)
+    settings = reads_settings(original, model)
+    return Export(assemble(original, chains, forward, values, top, machine.architecture, settings), chains, reasons)
 
 
 def _first(reasons: Mapping[str, str]) -> str:

@@ -30,14 +30,15 @@ def assemble(
     values: Mapping[str, Any],
     heading: str,
     architecture: str,
+    reads_settings: bool = False,
 ) -> str:
-    """The chains' plans are for cards of this architecture."""
+    """The chains' plans are for cards of this architecture; `reads_settings` as in original.py."""
     kernels: dict[str, str] = {}
     functions: dict[str, str] = {}
     for chain in chains:
         kernels.update({kernel.name: kernel.text for kernel in chain.kernels})
         functions.update(chain.functions)
-    model = model_text(original, forward, values)
+    model = model_text(original, forward, values, reads_settings)
     body = [*kernels.values(), *functions.values(), fits_text(chains, architecture), *original.helpers, model]
     sources = {name: source for chain in chains for name, source in chain.sources.items()}
     cuda = [f'{name} = r"""\n{source}"""\n' for name, source in sources.items()]

@@ -35,6 +35,8 @@ _INFIX = {
 }
 _IN_PLACE = {operator.iadd: "+=", operator.isub: "-=", operator.imul: "*=", operator.itruediv: "/="}
 
+ORIGINAL = "\0"  # stands for the statements of the original forward
+
 
 class ForwardText:
     """Statements of the forward; `chains` are those that have kernels."""
@@ -86,6 +88,8 @@ class ForwardText:
     def _plain(self, chain: FoundChain, pad: str, start: str) -> list[str]:
         """The calls of a chain as they were: one expression where that is short and computes nothing twice."""
         last, calls = chain.calls[-1], set(chain.calls)
+        if start == "return " and all(node in calls for node in self.traced.graph.nodes if node.op.startswith("call")):
+            return [ORIGINAL]
         inner = [node for node in chain.calls if node is not last and not _is_question(node)]
         line = f"{pad}{start}{self.nested(last, calls)}"
         if len(line) <= 88 and all(len(node.users) == 1 for node in inner):

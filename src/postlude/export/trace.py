@@ -216,6 +216,13 @@ def _with_numbers(item: Match, numbers: Mapping[int, float]) -> Match:
     if not numbers:
         return item
     left = [slot for slot in range(len(item.chain.roles)) if slot not in numbers]
+    steps = _with_slots(item.chain.steps, left, numbers)
+    chain = replace(item.chain, steps=steps, roles=tuple(item.chain.roles[slot] for slot in left))
+    return replace(item, chain=chain, tensors=tuple(item.tensors[slot] for slot in left))
+
+
+def _with_slots(steps: Sequence[Step], left: Sequence[int], numbers: Mapping[int, float]) -> tuple[Step, ...]:
+    """Steps that read the slots `left`, by their places in it, and numbers in place of others."""
 
     def operand(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -224,13 +231,21 @@ def _with_numbers(item: Match, numbers: Mapping[int, float]) -> Match:
             return value
         return Scalar(float(numbers[value.index])) if value.index in numbers else Slot(left.index(value.index))
 
-    steps = []
-    for step in item.chain.steps:
-        changed = {f.name: operand(getattr(step, f.name)) for f in fields(step)}
-        steps.append(replace(step, **changed))
-    roles = tuple(item.chain.roles[slot] for slot in left)
-    chain = replace(item.chain, steps=tuple(steps), roles=roles)
-    return replace(item, chain=chain, tensors=tuple(item.tensors[slot] for slot in left))
+    return tuple(replace(step, **{f.name: operand(getattr(step, f.name)) for f in fields(step)}) for step in steps)
+
+
+def without_convolution(found: FoundChain) -> FoundChain:
+    """The chain that begins with what the convolution gives: its call stays the model's own, bias and all."""
+    match, conv = found.match, found.match.chain.producer
+    if conv is None:
+        return found
+    taken = 3 if conv.has_bias else 2
+    left = [0, *range(taken, len(match.chain.roles))]
+    steps = _with_slots(match.chain.steps, left, {})
+    chain = replace(match.chain, producer=None, steps=steps, roles=tuple(match.chain.roles[slot] for slot in left))
+    tensors = (match.nodes[0], *match.tensors[taken:])
+    item = replace(match, chain=chain, nodes=match.nodes[1:], tensors=tensors)
+    return replace(found, match=item, calls=found.calls[1:], tensors=(found.calls[0], *found.tensors[taken:]))
 
 
 def _modes(calls: Sequence[fx.Node], modules: Mapping[str, nn.Module]) -> tuple[tuple[str, bool], ...]:

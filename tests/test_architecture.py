@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "emit": {"chain", "words"},
     "emit_gradient": {"chain", "emit", "words"},
     "kernels": set(),
-    "export": {"chain", "emit", "errors", "graph", "hardware", "plan", "words"},
+    "export": {"chain", "errors", "graph", "hardware", "plan", "run"},
     "plan": {"chain", "emit", "emit_gradient", "hardware", "tile_table"},
     "run": {"chain", "emit", "emit_gradient", "errors", "hardware", "kernels", "plan", "reference", "tile_table"},
     "graph": {"chain", "errors", "hardware", "run", "words"},

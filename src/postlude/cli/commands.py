@@ -52,7 +52,9 @@ def optimize(
     convolution: Annotated[
         str,
         typer.Option(
-            "--convolution", metavar="auto|pytorch", help="With -o: pytorch keeps the model's own call, digit for digit."
+            "--convolution",
+            metavar="auto|pytorch",
+            help="With -o: pytorch keeps the model's own call, digit for digit.",
         ),
     ] = "auto",
     no_verify: Annotated[bool, typer.Option("--no-verify", help="With -o: write it unchecked, and say so.")] = False,

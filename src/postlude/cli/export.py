@@ -138,9 +138,7 @@ def _timed(settings: Settings, opened: Opened, model: nn.Module | None) -> dict[
         return race({EAGER: opened.model, FILE: model}, Course(inputs, ROUNDS, TIMING_SECONDS), update)
 
 
-def _show(
-    settings: Settings, made: Export, checked: Checked, timings: dict[str, Estimate], read: Figures
-) -> None:
+def _show(settings: Settings, made: Export, checked: Checked, timings: dict[str, Estimate], read: Figures) -> None:
     for chain in made.chains:
         say(f"{chain.name}: {chain.chain}")
     if made.left:

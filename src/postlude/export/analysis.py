@@ -109,6 +109,14 @@ def is_pure(node: ast.AST) -> bool:
     return True
 
 
+def never_runs(node: ast.For) -> bool:
+    """A loop over a range that is known to be empty."""
+    if not isinstance(node.iter, ast.Call) or name_of(node.iter.func) not in RANGES or node.iter.keywords:
+        return False
+    limits = [value_of(argument, {}) for argument in node.iter.args]
+    return all(type(limit) is int for limit in limits) and len(limits) < 3 and not range(*limits)
+
+
 @functools.lru_cache(maxsize=64)
 def stores(function: ast.FunctionDef) -> dict[str, list[tuple[ast.stmt, ast.expr | None]]]:
     """Names that the body assigns: each time the statement, and the value where it is that of the one name."""

@@ -44,12 +44,14 @@ def class_name(function: str) -> str:
 
 def recomputing_class(chain: Chain, name: str, names: Mapping[int, str], tensors: Sequence[Tensor]) -> dict[str, str]:
     """The chain through PyTorch's functions, and the class whose backward pass differentiates that."""
-    Name = class_name(name)
-    text = _RECOMPUTING.replace("{Name}", Name).replace("{name}", name)
+    text = _RECOMPUTING.replace("{Name}", class_name(name)).replace("{name}", name)
     moved = chain.moved  # running statistics move on before the backward pass, which does not read them
     kept = f"*(None if n in {moved} else t for n, t in enumerate(tensors))" if moved else "*tensors"
-    text = text.replace("{kept}", kept).replace("{alias}", "t if t is None else t.view_as(t)" if moved else "t.view_as(t)")
-    return {f"{name}_by_pytorch": plain_function(chain, f"{name}_by_pytorch", names, tensors), Name: fold(text)}
+    text = text.replace("{kept}", kept).replace(
+        "{alias}", "t if t is None else t.view_as(t)" if moved else "t.view_as(t)"
+    )
+    plain = f"{name}_by_pytorch"
+    return {plain: plain_function(chain, plain, names, tensors), class_name(name): fold(text)}
 
 
 def plain_function(chain: Chain, name: str, names: Mapping[int, str], tensors: Sequence[Tensor]) -> str:
@@ -85,9 +87,10 @@ def _is_straight(program: Program) -> bool:
     given, previous = {b.number for b in program.given}, -1
     for item in program.forward:
         read = {b.number for b in buffers_in(item)} - given
-        if not isinstance(item, TorchCall) or len(item.results) != 1 or (read and read != {previous}):
+        made = item.results if isinstance(item, TorchCall) else ()
+        if len(made) != 1 or made[0] is None or (read and read != {previous}):
             return False
-        previous = item.results[0].number
+        previous = made[0].number
     return True
 
 

@@ -12,10 +12,10 @@ from torch import nn
 from postlude.chain import Chain, Normalize, Reduce
 from postlude.errors import PostludeError
 from postlude.export.chain_text import ChainText, chain_text
+from postlude.export.device_text import library
 from postlude.export.file import assemble, without_clashes
 from postlude.export.forward import ForwardText
 from postlude.export.heading import Measured, heading
-from postlude.export.device_text import library
 from postlude.export.original import arguments_of, read, reads_settings
 from postlude.export.trace import FoundChain, trace, without_convolution
 from postlude.hardware import Machine

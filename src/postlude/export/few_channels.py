@@ -15,6 +15,8 @@ from postlude.plan.few_channels import WIDTH, FewChannels, Geometry, layout_of_t
 from postlude.plan.gemm import volume_for
 
 _SLOT = 16  # bytes
+
+
 def gives_result(plan: Plan) -> bool:
     """Whether these kernels do all of a plan up to its reduction."""
     conv, own, steps = plan.chain.producer, plan.own, plan.chain.steps[plan.passes[-1].last :]

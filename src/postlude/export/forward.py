@@ -283,4 +283,3 @@ def _function(target: Any) -> str:
         if getattr(space, name, None) is target:
             return f"{word}.{name}"
     raise PostludeError(f"the forward calls {name or target}, which cannot be written as a call of torch.")
-

@@ -18,9 +18,31 @@ from postlude.plan.calls import Argument, Buffer, Descriptor, KernelCall, Steps,
 _INFIX = {"add": Inline("{0} + {1}"), "mul": Inline("{0} * {1}")}
 # Sizes of space and of tiles that a kernel reads several times keep their names; all other numbers are put in.
 _SIZES = frozenset(
-    "D H W S L OD OH OW PITCH PLANE PLANE_ROWS SAMPLE_ROWS ROWS CHUNKS PARTS TILES TILES_H TILES_W POSITIONS".split()
+    [
+        "D",
+        "H",
+        "W",
+        "S",
+        "L",
+        "OD",
+        "OH",
+        "OW",
+        "PITCH",
+        "PLANE",
+        "PLANE_ROWS",
+        "SAMPLE_ROWS",
+        "ROWS",
+        "CHUNKS",
+        "PARTS",
+        "TILES",
+        "TILES_H",
+        "TILES_W",
+        "POSITIONS",
+    ]
 )
-_TILES = frozenset("BM BC BK BN BH BJ STAGES BLOCK BLOCK_C BLOCK_R BLOCK_L BLOCK_N BLOCK_P".split())
+_TILES = frozenset(
+    ["BM", "BC", "BK", "BN", "BH", "BJ", "STAGES", "BLOCK", "BLOCK_C", "BLOCK_R", "BLOCK_L", "BLOCK_N", "BLOCK_P"]
+)
 _HINT = re.compile(r"(?m)^ +(\w+) = \1 // ALIGN \* ALIGN.*\n")
 
 
@@ -122,8 +144,8 @@ def _with_defaults(kernel: Kernel, values: Mapping[str, object]) -> Kernel:
     """The numbers that go by names stand in the signature, where a launch need not give them."""
     text = kernel.text
     for word, value in values.items():
-        text, count = re.subn(rf"(?m)^(    |def \w+\(.*?){word}(?:: tl\.constexpr)?(?=,|\))", rf"\g<1>{word}: tl.constexpr = {value}",
-                              text, count=1)  # fmt: skip
+        place = rf"(?m)^(    |def \w+\(.*?){word}(?:: tl\.constexpr)?(?=,|\))"
+        text, count = re.subn(place, rf"\g<1>{word}: tl.constexpr = {value}", text, count=1)
         assert count == 1, (word, text)
     return Kernel(kernel.name, fold(text), kernel.parameters)
 
@@ -135,7 +157,7 @@ def _steps(
     renamed = {f"t{slot}": word for slot, word in slots.items()} | dict(pointers)
     text = re.sub(r"    (\w+) = (.+)\n    return \1\n$", r"    return \2\n", steps.text)
     if _is_straight(text):
-        renamed |= {word: "v" for word in re.findall(r"\bv\d+\b", text)}
+        renamed |= dict.fromkeys(re.findall(r"\bv\d+\b", text), "v")
     renamed[steps.name] = {"before": "before_norm", "whole": "normalize", "moments": "finish"}.get(
         steps.name, f"{steps.name}_steps"
     )

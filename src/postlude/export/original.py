@@ -172,7 +172,7 @@ def _known(values: Mapping[str, Any]) -> list[str]:
 
 
 def reads_settings(original: Original, model: nn.Module) -> bool:
-    """Whether a method of the model reads attributes that are neither modules nor tensors: its constructor's numbers."""
+    """Whether a method of the model reads attributes that are neither modules nor tensors: what it was built with."""
     methods = [n for n in original.model.body if isinstance(n, ast.FunctionDef) and n.name != "__init__"]
     nodes = [node for method in methods for node in ast.walk(method) if isinstance(node, ast.Attribute)]
     names = {node.attr for node in nodes if isinstance(node.value, ast.Name) and node.value.id == "self"}
@@ -180,9 +180,7 @@ def reads_settings(original: Original, model: nn.Module) -> bool:
     return any(name not in held and not callable(getattr(model, name, len)) for name in names)
 
 
-def _forward_text(
-    original: Original, old: ast.FunctionDef, body: Sequence[str], reads_settings: bool
-) -> list[str]:
+def _forward_text(original: Original, old: ast.FunctionDef, body: Sequence[str], reads_settings: bool) -> list[str]:
     lines = _text(original.source, old).splitlines()
     first = old.body[0]
     head = _typed(old)

@@ -89,7 +89,7 @@ class ProgramText:
             if isinstance(call, KernelCall):
                 name = KERNELS.get(call.kernel, call.kernel)
                 cut = cut_kernel(call, self.words, self.slots, name)
-                cut = self._without_clash(call, cut, BACKWARD.get(call.kernel, name) if is_backward else name)
+                cut = self._without_clash(cut, BACKWARD.get(call.kernel, name) if is_backward else name)
                 call = replace(call, arguments=cut.arguments, parameters=cut.kernel.parameters)
                 self.cuts[id(call)] = (cut, cut.kernel.name)
             if isinstance(call, CudaCall):
@@ -101,7 +101,7 @@ class ProgramText:
             made.append(call)
         return made
 
-    def _without_clash(self, call: KernelCall, cut: CutKernel, other: str) -> CutKernel:
+    def _without_clash(self, cut: CutKernel, other: str) -> CutKernel:
         """Under another name where the file has another function of that one."""
         renamed: dict[str, str] = {}
         for function in cut.functions:
@@ -196,7 +196,10 @@ class ProgramText:
         lines, arguments = [], []
         for word, value in zip(cut.kernel.parameters, call.arguments):
             if isinstance(value, Descriptor):
-                parts = [text.value(value.buffer), *(str(list(part)) for part in (value.shape, value.strides, value.block))]
+                parts = [
+                    text.value(value.buffer),
+                    *(str(list(part)) for part in (value.shape, value.strides, value.block)),
+                ]
                 lines += laid_out("TensorDescriptor", parts, before=f"{word} = ", indent=self.indent)
                 arguments.append(word)
             else:
@@ -224,9 +227,9 @@ def _unbound(calls: Sequence[Call], ends: Sequence[Buffer], guards: dict[int, st
     taken: set[int] = set()
     for call in calls:
         result = call.results[0] if isinstance(call, TorchCall) and len(call.results) == 1 else None
-        if isinstance(call, TorchCall) and call.arguments and isinstance(call.arguments[0], Buffer):
-            if call.arguments[0].number in taken:
-                continue
+        first = call.arguments[0] if isinstance(call, TorchCall) and call.arguments else None
+        if isinstance(first, Buffer) and first.number in taken:
+            continue
         if result is not None and isinstance(call, TorchCall) and call.function in ("torch.empty", "torch.zeros"):
             found = parts.get(result.number, {})
             if result.number not in others and sorted(found) == list(range(result.shape[0])):

@@ -6,34 +6,25 @@ import ast
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
-from postlude.export.analysis import RANGES, SCALAR, UNKNOWN, WHOLE, Kinds, Liveness, is_pure, name_of, stores, value_of
+from postlude.export.analysis import (
+    SCALAR,
+    UNKNOWN,
+    WHOLE,
+    Kinds,
+    Liveness,
+    is_pure,
+    name_of,
+    never_runs,
+    stores,
+    value_of,
+)
+from postlude.export.case import Case, Inline, Name
 from postlude.export.comments import with_words
 from postlude.export.source import Edit, Source
 
 _ADDRESSED = ("tl.load", "tl.store", "tl.atomic_add", "tl.atomic_max", "tl.atomic_min")
 _JUMPS = (ast.Return, ast.Break, ast.Continue, ast.Raise)
-
-
-@dataclass(frozen=True)
-class Name:
-    """A constant that is put in as it stands: Name("tl.float32")."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Inline:
-    """A function whose calls become this text, {0} their first argument: Inline("relu({0})")."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Case:
-    decided: Mapping[str, object]  # put in place of the names
-    known: Mapping[str, object]  # these and the ones that stay parameters: enough to decide a condition
 
 
 def substitute(source: Source, case: Case) -> Iterator[Edit]:
@@ -222,7 +213,7 @@ def leave_out(source: Source, _: Case) -> list[Edit]:
             body_end = source.block_end(node.body[-1], node.col_offset)
             return [source.cut(body_end + 1, source.block_end(node, node.col_offset))]
     blocks: dict[int, int] = {}  # statements that a block has left
-    edits = []
+    edits: list[Edit] = []
     for node in Liveness(source.function).dead:
         block = source.block_of(node)
         left = blocks.setdefault(id(block), len(block))
@@ -240,7 +231,7 @@ def _does_nothing(source: Source, node: ast.stmt) -> bool:
         return True
     if isinstance(node, ast.Pass):
         return len(block) > 1
-    if isinstance(node, ast.For) and _never_runs(node):
+    if isinstance(node, ast.For) and never_runs(node):
         return True
     if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name):
         return [ast.unparse(target) for target in node.targets] == [node.value.id]
@@ -250,14 +241,6 @@ def _does_nothing(source: Source, node: ast.stmt) -> bool:
         return _is_empty(node.body)
     loads = [n for n in ast.walk(source.function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
     return _is_empty(node.body) and ast.unparse(node.target) not in {name.id for name in loads}
-
-
-def _never_runs(node: ast.For) -> bool:
-    """A loop over a range that is known to be empty."""
-    if not isinstance(node.iter, ast.Call) or name_of(node.iter.func) not in RANGES or node.iter.keywords:
-        return False
-    limits = [value_of(argument, {}) for argument in node.iter.args]
-    return all(type(limit) is int for limit in limits) and len(limits) < 3 and not range(*limits)
 
 
 def _is_empty(block: list[ast.stmt]) -> bool:

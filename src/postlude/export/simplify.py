@@ -109,7 +109,7 @@ def _packed(call: KernelCall, known: Mapping[str, int]) -> dict[str, str]:
 
 def _weight(call: KernelCall, known: Mapping[str, int]) -> dict[str, str]:
     has_all = known["C"] * known["UNFOLDED"] == known["CP"] and call.grid[0] == known["COUT"]
-    changes = {}
+    changes: dict[str, str] = {}
     if known["UNFOLDED"] == 1:
         changes |= {
             "tap = o // CP * UNFOLDED + o % CP % UNFOLDED": "tap = o // CP",

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from postlude.export import comments, rules
 from postlude.export.analysis import Liveness
-from postlude.export.rules import Case, Inline, Name
+from postlude.export.case import Case, Inline, Name
 from postlude.export.source import Edit, Source, apply
 
 __all__ = ["Inline", "Name", "Specialised", "specialise"]

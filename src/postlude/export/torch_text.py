@@ -88,7 +88,9 @@ class TorchText:
         return self._call(f"{word}.{name}", *self._trimmed(getattr(space, name), arguments, keywords))
 
     def _allocation(self, name: str, arguments: list[Any], keywords: dict[str, Any]) -> str:
-        shape = self.value(tuple(arguments[0]) if len(arguments) == 1 and not isinstance(arguments[0], int) else tuple(arguments))
+        shape = self.value(
+            tuple(arguments[0]) if len(arguments) == 1 and not isinstance(arguments[0], int) else tuple(arguments)
+        )
         dtype, form = keywords.get("dtype"), keywords.get("memory_format", torch.contiguous_format)
         first = self.value(self.first)
         word = "" if str(dtype) == f"torch.{self.first.dtype}" else f", dtype={dtype}"
@@ -106,7 +108,9 @@ class TorchText:
                 given.append(f"{word}={values.pop() if len(values) == 1 else tuple(item)}")
         return f"F.{name}({', '.join(given)})"
 
-    def _trimmed(self, function: Any, arguments: list[Any], keywords: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    def _trimmed(
+        self, function: Any, arguments: list[Any], keywords: dict[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
         """Without what is the default anyway."""
         try:
             parameters = inspect.signature(function).parameters

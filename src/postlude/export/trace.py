@@ -23,7 +23,6 @@ from postlude.graph.match import Declined, Match, match
 from postlude.graph.tidy import functionalise
 from postlude.plan.program import without_channels_end
 
-
 # Modules that compute one thing in training and another in evaluation.
 _MODAL = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)
 
@@ -87,7 +86,9 @@ def _write_out_constants(model: nn.Module, graph: fx.Graph) -> None:
         if node.op == "get_attr" and "_tensor_constant" in str(node.target):
             value = getattr(model, str(node.target))
             if value.dim() or value.device.type == "meta":
-                raise PostludeError("the forward makes a tensor of its own, which a straight line of calls cannot hold.")
+                raise PostludeError(
+                    "the forward makes a tensor of its own, which a straight line of calls cannot hold."
+                )
             with graph.inserting_before(node):
                 made = graph.call_function(torch.tensor, (value.item(),))
             node.replace_all_uses_with(made)

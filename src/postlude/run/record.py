@@ -26,8 +26,8 @@ from postlude.plan.calls import (
     Call,
     CudaCall,
     Descriptor,
-    Kind,
     KernelCall,
+    Kind,
     Program,
     Steps,
     TorchCall,
@@ -54,12 +54,12 @@ class Recorder(TorchFunctionMode, Recording):
     def __enter__(self) -> Recorder:
         assert Recording.active is None
         Recording.active = self
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         Recording.active = None
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def buffer(self, tensor: Tensor, kind: Kind = "scratch") -> Buffer:
         """The same for every tensor that is the same part of the same memory."""
@@ -89,7 +89,9 @@ class Recorder(TorchFunctionMode, Recording):
         if func is Tensor.detach:
             self.alive.append(result)
             base = self.buffer(args[0])
-            self.buffers[id(result), "detached"] = self.detached[id(result)] = replace(base, number=known, kind="scratch")
+            self.buffers[id(result), "detached"] = self.detached[id(result)] = replace(
+                base, number=known, kind="scratch"
+            )
         results = tuple(self.buffer(item) if isinstance(item, Tensor) else None for item in made)
         call = TorchCall(_name_of(func), given[0], tuple(given[1].items()), results)
         if len(self.buffers) > known or call.changes_its_argument:
@@ -144,7 +146,7 @@ class Recorder(TorchFunctionMode, Recording):
 def _name_of(function: Any) -> str:
     name = str(getattr(function, "__name__", function))
     if isinstance(function, torch._ops.OpOverloadPacket | torch._ops.OpOverload):
-        return f"torch.ops.{str(function)}"
+        return f"torch.ops.{function!s}"
     for space, word in ((torch, "torch"), (F, "F"), (Tensor, "Tensor"), (torch.autograd, "torch.autograd")):
         if getattr(space, name, None) is function:
             return f"{word}.{name}"
@@ -228,5 +230,3 @@ def record_training(plan: Plan, tensors: Sequence[Tensor], needs: Sequence[bool]
     gradients = tuple(None if grad is None else recorder.buffer(grad, "result") for grad in found)
     end = recorder.buffer(result, "result")
     return Program(slots, forward, end, gradient, tuple(recorder.calls), gradients)
-
-

@@ -123,9 +123,14 @@ def kept_class(chain: Chain, name: str, names: Mapping[int, str], text: ProgramT
         f"        {grad} = {grad}.contiguous({layout})",
         *([f"        {' = '.join(optional)} = None"] if optional else []),
         *backward,
-        f"        return {', '.join(map(str, grads))}{',' * (len(grads) == 1)}",
+        *_returned([str(grad) for grad in grads]),
     ]
     return {class_name(name): fold("\n".join(lines) + "\n")}
+
+
+def _returned(words: Sequence[str]) -> list[str]:
+    line = f"        return {', '.join(words)}{',' * (len(words) == 1)}"
+    return [line] if len(line) <= WIDTH else call("", words, "return ", indent=8)
 
 
 def _unpacked(words: Sequence[str]) -> list[str]:

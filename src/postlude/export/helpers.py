@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from postlude.export.device_text import Kernel, cut, library
 from postlude.export.layout import fold
+from postlude.export.simplify import simplified_helper
 from postlude.export.specialise import Name
 
 
@@ -20,7 +21,7 @@ def with_helpers(functions: Sequence[Kernel], values: Mapping[str, object]) -> l
         calls = [call for text in texts.values() for call in _calls(text, helper)]
         shared = {word: value for place, word in enumerate(parameters)
                   if (value := _shared([call.args[place] for call in calls], values)) is not None}  # fmt: skip
-        made = cut(library()[helper], shared, {})
+        made = cut(simplified_helper(helper, library()[helper], shared), shared, {})
         left = [parameters.index(word) for word in made.parameters]
         for name, text in texts.items():
             texts[name] = _with_fewer(text, helper, left)

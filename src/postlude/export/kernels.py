@@ -156,6 +156,7 @@ def _steps(
     """The steps of a pass: a function of its own where they are more than one expression, and how they are called."""
     renamed = {f"t{slot}": word for slot, word in slots.items()} | dict(pointers)
     text = re.sub(r"    (\w+) = (.+)\n    return \1\n$", r"    return \2\n", steps.text)
+    text = re.sub(r"(, .+?),\)\n", r"\1)\n", text)  # a tuple of several needs no comma at its end
     if _is_straight(text):
         renamed |= dict.fromkeys(re.findall(r"\bv\d+\b", text), "v")
     renamed[steps.name] = {"before": "before_norm", "whole": "normalize", "moments": "finish"}.get(
@@ -165,13 +166,18 @@ def _steps(
     constants: dict[str, object] = {"C": channels} if steps.name == "moments" else {}
     made = cut(text, {**constants, **_INFIX}, renamed)
     places = {renamed.get(name, name): f"{{{number}}}" for number, name in enumerate(order)}
-    body = made.text.splitlines()[2:]
+    body = _body(made.text)
     result = re.fullmatch(r"    return (.+)", body[0]) if len(body) == 1 else None
     if result is not None and not _is_tuple(result[1]):
         parameters = "|".join(re.escape(name) for name in made.parameters)
         inline = re.sub(rf"\b(?:{parameters})\b", lambda m: places[m[0]], result[1]) if parameters else result[1]
         return None, Inline(inline)
     return made, Inline(f"{made.name}({', '.join(places[name] for name in made.parameters)})")
+
+
+def _body(text: str) -> list[str]:
+    """The lines of a function after its signature."""
+    return text.splitlines()[ast.parse(text).body[0].body[0].lineno - 1 :]  # type: ignore[attr-defined]
 
 
 def _is_tuple(expression: str) -> bool:
@@ -197,7 +203,7 @@ def inlined(kernel: Kernel, function: Kernel) -> Kernel | None:
     if call is None or len(calls) > 1 or function.text.count("return ") != 1:
         return None
     words = dict(zip(function.parameters, re.split(r",\s*", call[3])))
-    body = re.sub(r"\b\w+\b", lambda m: words.get(m[0], m[0]), "\n".join(function.text.splitlines()[2:]))
+    body = re.sub(r"\b\w+\b", lambda m: words.get(m[0], m[0]), "\n".join(_body(function.text)))
     body = re.sub(r"(?m)^    return (.+)$", rf"    {call[2]} = \1", body).replace("\n    ", f"\n{call[1]}")
     body = call[1][4:] + body
     text = kernel.text[: call.start()] + "\n" + body + "\n" + kernel.text[call.end() :]

@@ -16,7 +16,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor, nn
 
-from postlude.chain import Reduce, Scalar, Slot, Step
+from postlude.chain import Normalize, Reduce, Scalar, Slot, Step
 from postlude.errors import PostludeError
 from postlude.graph.capture import capture_function
 from postlude.graph.match import Declined, Match, match
@@ -47,20 +47,25 @@ class Traced:
 
 
 def trace(model: nn.Module, inputs: Sequence[Any], training: bool = False) -> Traced:
-    graph = _calls(model)
-    found, declined, origins, placeholders = _chains(model, graph, inputs, training)
-    modules = dict(model.named_modules())
-    reasons = {item.name: f"{item.what.removeprefix('aten.')}: {item.reason}" for item in declined}
-    chains = []
-    for item in found:
-        chain = _as_calls(item, graph, modules, origins, placeholders)
-        if isinstance(chain, str) and (before := _without_pair(item)) is not None:
-            chain = _as_calls(before, graph, modules, origins, placeholders)
-        if isinstance(chain, str):
-            reasons[item.name] = chain
-        else:
-            chains.append(chain)
-    return Traced(graph, modules, tuple(chains), reasons)
+    """Chains that go on over a batch_norm in training may fail as calls where shorter ones do not."""
+    graph, modules = _calls(model), dict(model.named_modules())
+    tries = []
+    for over_batch in (True, False):
+        found, declined, origins, placeholders = _chains(model, graph, inputs, (training, over_batch))
+        reasons = {item.name: f"{item.what.removeprefix('aten.')}: {item.reason}" for item in declined}
+        chains, failed = [], False
+        for item in found:
+            chain = _as_calls(item, graph, modules, origins, placeholders)
+            if isinstance(chain, str) and (before := _without_pair(item)) is not None:
+                chain = _as_calls(before, graph, modules, origins, placeholders)
+            if isinstance(chain, str):
+                reasons[item.name], failed = chain, True
+            else:
+                chains.append(chain)
+        tries.append(Traced(graph, modules, tuple(chains), reasons))
+        if not failed:
+            break
+    return max(tries, key=lambda traced: len(traced.chains))
 
 
 def _calls(model: nn.Module) -> fx.Graph:
@@ -113,7 +118,7 @@ class _Marked(nn.Module):
 
 
 def _chains(
-    model: nn.Module, graph: fx.Graph, inputs: Sequence[Any], training: bool
+    model: nn.Module, graph: fx.Graph, inputs: Sequence[Any], how: tuple[bool, bool]
 ) -> tuple[list[Match], list[Declined], dict[fx.Node, str], dict[fx.Node, str]]:
     """Matches and the rest; for each ATen node its call, and for the graph's inputs what they are."""
     state: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -131,7 +136,7 @@ def _chains(
         first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise PostludeError(f"the forward cannot be traced ({first}).") from error
     functionalise(aten)
-    found, declined = match(aten, functools.partial(_unwritten, training))
+    found, declined = match(aten, functools.partial(_unwritten, *how))
     names = [node.name for node in graph.nodes if node.op == "placeholder"][:count]
     inputs_of = [node for node in aten.graph.nodes if node.op == "placeholder"]
     placeholders = dict(zip(inputs_of, [*names, *(f".{name}" for name in state)]))
@@ -143,8 +148,10 @@ def _chains(
     return found, declined, origins, placeholders
 
 
-def _unwritten(training: bool, step: Step) -> str | None:
+def _unwritten(training: bool, over_batch: bool, step: Step) -> str | None:
     """Why the kernels of a file end before a step, where they do."""
+    if isinstance(step, Normalize) and step.over == "batch" and not over_batch:
+        return "a chain over this batch_norm could not be written as calls"
     if isinstance(step, Reduce) and step.over == "channels" and training:
         return "no kernels are written for the gradients of a reduction over channels"
     return None

@@ -130,11 +130,13 @@ def check_twice(model: torch.nn.Module, case: dict[str, Any]) -> list[str]:
     leaf = case["inputs"][0].detach().clone().requires_grad_()
     (first,) = torch.autograd.grad(model(leaf).square().sum(), leaf, create_graph=True)
     try:
-        (second,) = torch.autograd.grad(first.square().sum(), leaf)
+        first.square().sum().backward()
     except RuntimeError as error:
-        is_clear = case["trains"] and ("once_differentiable" in str(error) or "differentiable" in str(error))
+        is_clear = case["trains"] and "once_differentiable" in str(error)
         return [] if is_clear else [f"a second gradient raises {error}"]
-    error = float((second.double() - case["second"]).abs().max() / case["second"].abs().max())
+    if case["trains"] or leaf.grad is None:
+        return ["a second gradient raises nothing"]
+    error = float((leaf.grad.double() - case["second"]).abs().max() / case["second"].abs().max())
     return [] if error <= 1e-3 else [f"the second gradient: an error of {error:.1e}"]
 
 

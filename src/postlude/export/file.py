@@ -11,6 +11,7 @@ from postlude.export.autograd import class_name
 from postlude.export.chain_text import ChainText
 from postlude.export.device_text import Kernel
 from postlude.export.fits import fits_text, shapes_text
+from postlude.export.layout import fold
 from postlude.export.original import Original, model_text
 
 _WORDS = {
@@ -114,7 +115,7 @@ def _renamed(chain: ChainText, names: Mapping[str, str]) -> ChainText:
         name=names.get(chain.name, chain.name),
         called=words(chain.called),
         kernels=tuple(Kernel(names.get(k.name, k.name), _outside(k, names), k.parameters) for k in chain.kernels),
-        functions={names.get(name, name): words(text) for name, text in chain.functions.items()},
+        functions={names.get(name, name): fold(words(text)) for name, text in chain.functions.items()},
         shapes_name=names.get(chain.shapes_name, chain.shapes_name),
         sources={names.get(name, name): source for name, source in chain.sources.items()},
     )

@@ -190,6 +190,7 @@ def _forward_text(original: Original, old: ast.FunctionDef, body: Sequence[str],
         head += lines[first.lineno - old.lineno : first.end_lineno - old.lineno + 1]
     start = old.body[1] if ast.get_docstring(old) is not None and len(old.body) > 1 else first
     own = textwrap.indent(textwrap.dedent("\n".join(lines[start.lineno - old.lineno :])), " " * 8).splitlines()
+    own = [re.sub(r"  # (?:type: ignore|noqa).*", "", line) for line in own]
     own = [re.sub(r"(?<=\S) *#(?= )", "  #", line, count=1) if line.count("#") == 1 else line for line in own]
     whole = [line for part in body for line in (own if part == ORIGINAL else [part])]
     if ORIGINAL not in body and reads_settings:

@@ -194,9 +194,20 @@ def test_the_direct_convolution_runs_alone(tmp_path: Path) -> None:
         cases.append(case)
         if name == "chain_23":
             mutant = mutant_of_23(tmp_path / "mutant", case, made)
+    cases.append(trained_23(tmp_path))
     first, *gradients = run_alone(tmp_path, [*cases, mutant]).splitlines()  # the right one says nothing
     assert first.startswith("chain_23.py: its kernels: an error")
     assert all(line.startswith("chain_23.py: the gradient of") for line in gradients)  # twice the result goes back
+
+
+def trained_23(folder: Path) -> dict[str, Any]:
+    """Chain 23 with the library's kernels of both passes."""
+    made, model, inputs = export_text(SMALL_23, folder, training=True)
+    case = case_of(folder, "trained_23.py", made, model, inputs, [3, 24, 3, 8], 1e-5)
+    names = {"SOURCE": "few_channels_moments", "SOURCE_GRADIENT": "few_channels_gradient"}
+    sources = made.chains[0].sources
+    libraries = {entry: str(cuda_host.build_text(folder, sources[name], entry)) for name, entry in names.items()}
+    return {**case, "libraries": libraries}
 
 
 def mutant_of_23(folder: Path, case: dict[str, Any], made: Export) -> dict[str, Any]:

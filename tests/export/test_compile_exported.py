@@ -137,9 +137,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_to_convolve_compiles_for_hopper(
-    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_way_to_convolve_compiles_for_hopper(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     offline.use_card(monkeypatch, 90)
     problem = WAYS[way]
     made, _, _ = export_text(problem.text, tmp_path, dtype=problem.dtype, is_last=problem.is_last)

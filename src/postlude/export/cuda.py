@@ -121,8 +121,10 @@ def _value(expression: str, known: Mapping[str, int]) -> int:
 def _decided(text: str, values: Mapping[str, int]) -> str:
     text = re.sub(r"static_assert\(.*?\);\n", "", text, flags=re.DOTALL)
     text = re.sub(r"constexpr int WORDS = .*\n", "", text)
-    text = re.sub(r"\b1 && ", "", text).replace("int exponent = 1 ? exponent_of(warp_max(largest)) : 14;",
-                                                "int exponent = exponent_of(warp_max(largest));")  # fmt: skip
+    text = re.sub(r"(?<=; )1 && ", "", text)  # where planes are scaled
+    text = text.replace(
+        "exponent = 1 ? exponent_of(warp_max(largest)) : 14;", "exponent = exponent_of(warp_max(largest));"
+    )
     for name in ("PD", "PH", "PW"):
         if values[name] == 0:
             text = re.sub(rf" - {name}\b", "", text)
@@ -171,9 +173,10 @@ def _rows(names: list[str]) -> list[list[str]]:
 def _without_unused(text: str) -> str:
     """Functions that nobody calls any more go, with the comments above them."""
     body = r"(?:\s*\{.*\}\n\n?|\n\{\n(?:.*\n)*?\}\n\n?)"
-    pattern = rf"(?:^//.*\n)*^__device__ __forceinline__ [\w ]+ (\w+)\((?:[^{{]|\n)*?\){body}"
+    pattern = rf"(?:^//.*\n)*(?:^template <.*\n)?^__device__ __forceinline__ [\w ]+ (\w+)\((?:[^{{]|\n)*?\){body}"
     while True:
-        unused = [m for m in re.finditer(pattern, text, re.MULTILINE) if len(re.findall(rf"\b{m[1]}\(", text)) == 1]
+        code = re.sub(r"//.*", "", text)
+        unused = [m for m in re.finditer(pattern, text, re.MULTILINE) if len(re.findall(rf"\b{m[1]}\b", code)) == 1]
         if not unused:
             return text
         text = text[: unused[0].start()] + text[unused[0].end() :]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 from postlude import problem_file
 from postlude.export.export_model import HOPPER, Export, export
 from postlude.export.measured import from_records
+from postlude.hardware import Machine
 
 ROOT = Path(__file__).parents[2]
 PROBLEMS = ROOT / "src" / "postlude" / "problems"
@@ -65,6 +66,8 @@ class Problem:
         return HEAD.format(**lines, shape=", ".join(map(str, self.shape)), cin=self.shape[1], cout=self.cout)
 
 
+# For files that are run: gradients of weights then have a few splits, not hundreds.
+SMALL_CARD = replace(HOPPER, threads=2)
 PACKED = ("convolve_kernel", "finish_kernel")
 SMALL_PROBLEMS = [
     Problem(
@@ -230,6 +233,7 @@ def export_text(
     training: bool = False,
     convolution: str = "auto",
     is_last: bool = False,
+    machine: Machine = HOPPER,
 ) -> tuple[Export, nn.Module, list[Any]]:
     """The file of a problem, with the model and the inputs that it was written for."""
     path = folder / "problem.py"
@@ -241,7 +245,7 @@ def export_text(
         form = torch.channels_last if inputs[0].dim() == 4 else torch.channels_last_3d
         model, inputs = model.to(memory_format=form), [item.to(memory_format=form) for item in inputs]
     settings: dict[str, Any] = {"precision": precision, "even_if_slower": even_if_slower, "training": training}
-    settings["convolution"] = convolution
+    settings |= {"convolution": convolution, "machine": machine}
     made = export(text, model, inputs, problem.init_arguments(), **settings)
     return made, model, inputs
 

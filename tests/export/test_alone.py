@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from export.exporting import PROBLEMS, SMALL_PROBLEMS, TWO_BLOCKS, Problem, export_text, ruff
+from export.exporting import PROBLEMS, SMALL_CARD, SMALL_PROBLEMS, TWO_BLOCKS, Problem, export_text, ruff
 from kernels.cuda_host import build as cuda_host
 from postlude.export.export_model import Export
 
@@ -104,6 +104,7 @@ def small_case(
         **settings,  # type: ignore[arg-type]
         training=training,
         convolution=convolution,
+        machine=SMALL_CARD,
     )
     names = {kernel.name for chain in made.chains for kernel in chain.kernels}
     if convolution == "auto":
@@ -131,8 +132,8 @@ def test_every_kind_of_chain_runs_alone(tmp_path: Path) -> None:
     made, model, inputs = export_text(TWO_BLOCKS, tmp_path)
     assert len(made.chains) == 3
     cases.append(case_of(tmp_path, "two_blocks.py", made, model, inputs, [4, 5], 2e-5))
-    for name in ("61", "im2col, a copy apart, and a number as a tensor"):
-        cases.append(small_case(tmp_path, BY_NAME[name], convolution="pytorch"))
+    kept = ("61", "im2col, a copy apart, and a number as a tensor")
+    cases += [small_case(tmp_path, BY_NAME[name], convolution="pytorch") for name in kept]
     assert run_alone(tmp_path, cases) == ""
 
 

@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "reverse": {"chain", "expressions", "steps"},
     "emit": {"chain", "expressions", "steps"},
     "kernels": set(),
-    "export": {"cards", "chain", "emit", "errors", "expressions", "graph", "hardware", "plan", "steps", "words"},
+    "export": {"cards", "chain", "errors", "graph", "hardware", "plan", "run"},
     # Not emit: nothing is decided by text.
     "plan": {"card_tiles", "cards", "chain", "hardware", "reverse", "steps", "tile_table"},
     "run": {

@@ -16,7 +16,6 @@ from cases import CASES, WORDS
 from postlude import reference, reverse, steps, words
 from postlude.chain import Chain, Normalize, Pointwise, Reduce, Scalar, Value
 from postlude.check import tensors_for
-from postlude.export import plain
 from postlude.expressions import Call, Term, leaves
 from postlude.graph import spellings
 from postlude.run import cpu, differentiable, moments
@@ -30,7 +29,6 @@ def test_pointwise_tables_have_equal_keys() -> None:
     assert set(reference.POINTWISE) == vocabulary
     assert set(spellings.POINTWISE) == vocabulary
     assert set(cpu.IN_PLACE) <= vocabulary
-    assert set(plain.POINTWISE) == vocabulary
     assert set(reverse.DERIVATIVES) <= vocabulary
 
 

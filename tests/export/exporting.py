@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 from postlude import problem_file
 from postlude.export.export_model import HOPPER, Export, export
 from postlude.export.measured import from_records
+from postlude.hardware import Machine
 
 ROOT = Path(__file__).parents[2]
 PROBLEMS = ROOT / "src" / "postlude" / "problems"
@@ -57,6 +58,7 @@ class Problem:
     dtype: torch.dtype = torch.float32
     precision: str = "fp32"
     tolerance: float = 2e-5
+    is_last: bool = False  # channels-last, its input and its parameters
 
     @property
     def text(self) -> str:
@@ -64,15 +66,17 @@ class Problem:
         return HEAD.format(**lines, shape=", ".join(map(str, self.shape)), cin=self.shape[1], cout=self.cout)
 
 
-PACKED = ("pack_input_kernel", "convolve_kernel", "finish_kernel")
+# For files that are run: gradients of weights then have a few splits, not hundreds.
+SMALL_CARD = replace(HOPPER, threads=2)
+PACKED = ("convolve_kernel", "finish_kernel")
 SMALL_PROBLEMS = [
     Problem(
         "61",
         "self.conv = nn.ConvTranspose3d(cin, cout, 3, bias=False); self.norm = nn.GroupNorm(8, cout)",
         "return self.norm(torch.relu(self.conv(x)))",
-        (2, 16, 3, 4, 5),
-        128,
-        PACKED,
+        (1, 16, 2, 3, 4),
+        32,
+        ("largest_kernel", "pack_input_kernel", "pack_weight_kernel", *PACKED),
     ),
     Problem(
         "padded block with few channels",
@@ -121,12 +125,12 @@ SMALL_PROBLEMS = [
         ("finish_kernel",),
     ),
     Problem(
-        "a convolution of ours that has no text",
+        "by phase of the strides, no norm after it",
         "self.conv = nn.ConvTranspose2d(cin, cout, 3, stride=2, padding=1, output_padding=1)",
         "return torch.tanh(self.conv(x)) * 2.0",
         (2, 4, 5, 6),
         6,
-        ("finish_kernel",),
+        ("pack_weight_kernel", "phase_sum", "convolve_kernel"),
     ),
     Problem(
         "a value read twice",
@@ -151,7 +155,7 @@ SMALL_PROBLEMS = [
         "y = self.conv(x); return torch.logsumexp(y + torch.tanh(self.norm(y)), dim=1, keepdim=True)",
         (2, 8, 6, 5),
         6,
-        PACKED,
+        ("convolve_kernel", "channels_kernel"),
     ),
     Problem(
         "the smallest of channels, in 16 bits",
@@ -159,7 +163,7 @@ SMALL_PROBLEMS = [
         "return F.silu(self.conv(x)).amin(1) * 2.0",
         (2, 16, 6, 5),
         16,
-        PACKED,
+        ("convolve_kernel", "channels_kernel"),
         dtype=torch.float16,
         tolerance=2e-2,
     ),
@@ -169,7 +173,7 @@ SMALL_PROBLEMS = [
         "x = F.relu(self.norm(x)); return self.head(x.mean(dim=(2, 3)))",
         (2, 6, 5, 7),
         4,
-        ("moments_kernel", "finish_kernel"),
+        ("moments_kernel",),
     ),
     Problem(
         "moments alone",
@@ -177,7 +181,43 @@ SMALL_PROBLEMS = [
         "return self.norm(F.relu(self.conv(x))).mean(dim=(2, 3, 4))",
         (2, 8, 5, 5, 6),
         6,
-        ("pack_input_kernel", "convolve_kernel", "finish_moments_kernel"),
+        ("convolve_kernel", "finish_moments_kernel"),
+    ),
+    Problem(
+        "batch_norm in training",
+        "self.conv = nn.Conv2d(cin, cout, 3); self.bn = nn.BatchNorm2d(cout); "
+        "self.v = nn.Parameter(torch.randn(cout, 1, 1))",
+        "return F.relu(self.bn(self.conv(x)) * self.v)",
+        (2, 16, 5, 5),
+        16,
+        ("convolve_kernel", "combine_kernel", "finish_kernel"),
+    ),
+    Problem(
+        "layer_norm",
+        "self.conv = nn.ConvTranspose2d(cin, cout, 3, stride=2); self.rows = nn.LayerNorm(11)",
+        "return F.gelu(self.rows(self.conv(x)))",
+        (2, 8, 3, 5),
+        8,
+        ("convolve_kernel", "layer_norm_kernel"),
+    ),
+    Problem(
+        "im2col, a copy apart, and a number as a tensor",
+        "self.conv = nn.Conv2d(cin, cout, 3); self.scale = nn.Parameter(torch.randn(cout, 1, 1))",
+        "y = self.conv(x); z = y.clone().detach(); return torch.min(F.relu(y) * self.scale, torch.tensor(0.5)) + z",
+        (1, 3, 5, 6),
+        16,
+        ("unfold_kernel", "convolve_kernel"),
+    ),
+    Problem(
+        "channels-last in 16 bits, read where it lies",
+        "self.conv = nn.Conv2d(cin, cout, 3, padding=1); self.norm = nn.GroupNorm(2, cout)",
+        "return F.relu(self.norm(self.conv(x)))",
+        (1, 64, 16, 16),
+        64,
+        ("convolve_kernel", "finish_kernel"),
+        dtype=torch.float16,
+        tolerance=2e-2,
+        is_last=True,
     ),
 ]
 TWO_BLOCKS = (Path(__file__).parent / "two_blocks.txt").read_text("utf-8")
@@ -191,6 +231,9 @@ def export_text(
     precision: str = "fp32",
     even_if_slower: bool = True,
     training: bool = False,
+    convolution: str = "auto",
+    is_last: bool = False,
+    machine: Machine = HOPPER,
 ) -> tuple[Export, nn.Module, list[Any]]:
     """The file of a problem, with the model and the inputs that it was written for."""
     path = folder / "problem.py"
@@ -198,7 +241,11 @@ def export_text(
     problem = problem_file.load(path)
     model = problem.build().to(dtype)
     inputs = [item.to(dtype) for item in problem.inputs()]
+    if is_last:
+        form = torch.channels_last if inputs[0].dim() == 4 else torch.channels_last_3d
+        model, inputs = model.to(memory_format=form), [item.to(memory_format=form) for item in inputs]
     settings: dict[str, Any] = {"precision": precision, "even_if_slower": even_if_slower, "training": training}
+    settings |= {"convolution": convolution, "machine": machine}
     made = export(text, model, inputs, problem.init_arguments(), **settings)
     return made, model, inputs
 

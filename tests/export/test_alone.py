@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from export.exporting import PROBLEMS, SMALL_PROBLEMS, TWO_BLOCKS, Problem, export_text, ruff
+from export.exporting import PROBLEMS, SMALL_CARD, SMALL_PROBLEMS, TWO_BLOCKS, Problem, export_text, ruff
 from kernels.cuda_host import build as cuda_host
 from postlude.export.export_model import Export
 
@@ -64,11 +65,9 @@ def case_of(
     exact = copy.deepcopy(model).double()
     leaves = [item.double().requires_grad_() for item in inputs]
     result = exact(*leaves)
-    gradients = {}
-    if any(chain.trainer for chain in made.chains):
-        result.square().sum().backward()
-        gradients = {str(number): leaf.grad for number, leaf in enumerate(leaves)}
-        gradients |= {name: parameter.grad for name, parameter in exact.named_parameters()}
+    result.square().sum().backward()
+    gradients = {str(number): leaf.grad for number, leaf in enumerate(leaves)}
+    gradients |= {name: parameter.grad for name, parameter in exact.named_parameters()}
     return {
         "file": file,
         "arguments": arguments,
@@ -79,19 +78,42 @@ def case_of(
         "chains": len(made.chains),
         "libraries": {},
         "gradients": gradients,
+        "after": {name: buffer.clone() for name, buffer in exact.named_buffers()},
+        "is_quick": False,
+        "is_last": False,
+        "trains": any(chain.trains for chain in made.chains),
+        "second": torch.zeros(()),
     }
 
 
-def small_case(folder: Path, problem: Problem, training: bool = False) -> dict[str, Any]:
-    settings = {"dtype": problem.dtype, "precision": problem.precision, "training": training}
-    made, model, inputs = export_text(problem.text, folder, **settings)  # type: ignore[arg-type]
+def with_second(case: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """A case that is also asked for second gradients, for some gradients, and for none."""
+    exact = copy.deepcopy(model).double()
+    leaf = case["inputs"][0].double().requires_grad_()
+    (first,) = torch.autograd.grad(exact(leaf).square().sum(), leaf, create_graph=True)
+    return {**case, "is_quick": True, "second": torch.autograd.grad(first.square().sum(), leaf)[0]}
+
+
+def small_case(
+    folder: Path, problem: Problem, training: bool = False, is_quick: bool = False, convolution: str = "auto"
+) -> dict[str, Any]:
+    settings = {"dtype": problem.dtype, "precision": problem.precision, "is_last": problem.is_last}
+    made, model, inputs = export_text(
+        problem.text,
+        folder,
+        **settings,  # type: ignore[arg-type]
+        training=training,
+        convolution=convolution,
+        machine=SMALL_CARD,
+    )
     names = {kernel.name for chain in made.chains for kernel in chain.kernels}
-    assert set(problem.kernels) <= names
+    if convolution == "auto":
+        assert set(problem.kernels) <= names, names
     assert "Measured   not at this size" in made.text
-    file = re.sub(r"\W+", "_", problem.name) + ".py"
+    file = re.sub(r"\W+", "_", problem.name) + f"{'_trained' * training}_{convolution}.py"
     case = case_of(folder, file, made, model, inputs, [problem.shape[1], problem.cout], problem.tolerance)
     assert ruff(folder / file) == ""
-    return case
+    return {**(with_second(case, model) if is_quick else case), "is_last": problem.is_last}
 
 
 def run_alone(folder: Path, cases: list[dict[str, Any]]) -> str:
@@ -105,22 +127,54 @@ def run_alone(folder: Path, cases: list[dict[str, Any]]) -> str:
 
 
 def test_every_kind_of_chain_runs_alone(tmp_path: Path) -> None:
-    cases = [small_case(tmp_path, problem) for problem in SMALL_PROBLEMS]
+    quick = ("norm alone", "PyTorch's convolution without a norm")
+    cases = [small_case(tmp_path, problem, is_quick=problem.name in quick) for problem in SMALL_PROBLEMS]
     made, model, inputs = export_text(TWO_BLOCKS, tmp_path)
     assert len(made.chains) == 3
     cases.append(case_of(tmp_path, "two_blocks.py", made, model, inputs, [4, 5], 2e-5))
+    kept = ("61", "im2col, a copy apart, and a number as a tensor")
+    cases += [small_case(tmp_path, BY_NAME[name], convolution="pytorch") for name in kept]
     assert run_alone(tmp_path, cases) == ""
 
 
-def test_gradients_start_from_what_the_kernels_stored(tmp_path: Path) -> None:
-    names = ("padded block with few channels", "PyTorch's convolution, residual", "norm alone")
-    cases = [small_case(tmp_path, BY_NAME[name], training=True) for name in names]
+TRAINED = (
+    "PyTorch's convolution, residual",
+    "PyTorch's convolution without a norm",
+    "norm alone",
+    "by phase of the strides, no norm after it",
+    "layer_norm",
+)
+
+
+def test_files_that_train_have_the_librarys_backward_pass(tmp_path: Path) -> None:
+    cases = [
+        small_case(tmp_path, BY_NAME[name], training=True, is_quick=name.endswith("without a norm")) for name in TRAINED
+    ]
+    # Both products of gradients, of which the interpreter takes long: one small problem.
+    problem = replace(BY_NAME["batch_norm in training"], shape=(2, 16, 3, 3))
+    cases.append(small_case(tmp_path, problem, training=True))
+    assert "weight_gradient_kernel" in (tmp_path / cases[-1]["file"]).read_text("utf-8")
+    assert all(case["trains"] for case in cases)
     text = (tmp_path / cases[2]["file"]).read_text("utf-8")
-    before = "value = F.group_norm(value, 3, gamma, beta, 1e-05)"
-    assert text.count(before) == 1
-    (tmp_path / "mutant.py").write_text(text.replace(before, before.replace("3,", "2,")), encoding="utf-8")
-    first, *more = run_alone(tmp_path, [*cases, {**cases[2], "file": "mutant.py"}]).splitlines()
-    assert all(line.startswith("mutant.py: the gradient of") for line in (first, *more))
+    before = "x_hat = (v0 - mean) * rstd"
+    assert text.count(before) == 2
+    (tmp_path / "mutant.py").write_text(text.replace(before, "x_hat = (v0 - mean)"), encoding="utf-8")
+    lines = run_alone(tmp_path, [*cases, {**cases[2], "file": "mutant.py"}]).splitlines()
+    assert [line for line in lines if not line.startswith("mutant.py: the gradient of")] == []
+    assert lines
+
+
+def test_a_wrong_derivative_is_seen(tmp_path: Path) -> None:
+    """Mutants of the backward pass that PyTorch's functions make: other groups, and a gradient that is left out."""
+    right = small_case(tmp_path, BY_NAME["norm alone"])
+    text = (tmp_path / right["file"]).read_text("utf-8")
+    mutants = {"F.group_norm(x, 3,": "F.group_norm(x, 2,", "next(grads) if needed else None": "None"}
+    for number, (before, after) in enumerate(mutants.items()):
+        assert text.count(before) == 1
+        (tmp_path / f"mutant_{number}.py").write_text(text.replace(before, after), encoding="utf-8")
+    lines = run_alone(tmp_path, [{**right, "file": f"mutant_{number}.py"} for number in range(2)]).splitlines()
+    assert {line.split(":")[0] for line in lines} == {"mutant_0.py", "mutant_1.py"}
+    assert all(": the gradient of" in line for line in lines)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ to compile the kernel for the host")
@@ -140,29 +194,26 @@ def test_the_direct_convolution_runs_alone(tmp_path: Path) -> None:
         assert ruff(tmp_path / f"{name}.py") == ""
         cases.append(case)
         if name == "chain_23":
-            mutants = [mutant_of_23(tmp_path / "mutant", case, made), *trained_23(tmp_path, cases)]
-    wrong, *gradients = run_alone(tmp_path, [*cases, *mutants]).splitlines()
-    assert wrong.startswith("chain_23.py: its kernels: an error")
-    assert gradients
-    assert all(line.startswith("mutant.py: the gradient of") for line in gradients)
+            mutant = mutant_of_23(tmp_path / "mutant", case, made)
+    cases.append(trained_23(tmp_path))
+    first, *gradients = run_alone(tmp_path, [*cases, mutant]).splitlines()  # the right one says nothing
+    assert first.startswith("chain_23.py: its kernels: an error")
+    assert all(line.startswith("chain_23.py: the gradient of") for line in gradients)  # twice the result goes back
 
 
-def trained_23(folder: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Chain 23 with its gradients joins the cases; one whose moments are taken for another norm's is given back."""
+def trained_23(folder: Path) -> dict[str, Any]:
+    """Chain 23 with the library's kernels of both passes."""
     made, model, inputs = export_text(SMALL_23, folder, training=True)
-    right = case_of(folder, "trained_23.py", made, model, inputs, [3, 24, 3, 8], 1e-5)
-    right["libraries"] = cases[0]["libraries"]
-    assert ruff(folder / "trained_23.py") == ""
-    cases.append(right)
-    before = "slope = -(rstd**3)"
-    assert made.text.count(before) == 1
-    (folder / "mutant.py").write_text(made.text.replace(before, "slope = -(rstd**2)"), encoding="utf-8")
-    return [{**right, "file": "mutant.py"}]
+    case = case_of(folder, "trained_23.py", made, model, inputs, [3, 24, 3, 8], 1e-5)
+    names = {"SOURCE": "few_channels_moments", "SOURCE_GRADIENT": "few_channels_gradient"}
+    sources = made.chains[0].sources
+    libraries = {entry: str(cuda_host.build_text(folder, sources[name], entry)) for name, entry in names.items()}
+    return {**case, "libraries": libraries}
 
 
 def mutant_of_23(folder: Path, case: dict[str, Any], made: Export) -> dict[str, Any]:
     """Chain 23's last kernel with the first group's moments for all."""
-    source, before = made.chains[0].cuda.split('"""')[1], "first = c / PER_GROUP * PER_GROUP;"
+    source, before = made.chains[0].sources["SOURCE"], "first = c / PER_GROUP * PER_GROUP;"
     assert source.count(before) == 1
     folder.mkdir()
     library = cuda_host.build_text(folder, source.replace(before, "first = 0;"), "finish_kernel")
@@ -170,21 +221,21 @@ def mutant_of_23(folder: Path, case: dict[str, Any], made: Export) -> dict[str, 
 
 
 def host_library(folder: Path, made: Export, entry: str) -> str:
-    return str(cuda_host.build_text(folder, made.chains[0].cuda.split('"""')[1], entry))
+    return str(cuda_host.build_text(folder, made.chains[0].sources["SOURCE"], entry))
 
 
 def test_a_wrong_file_is_seen(tmp_path: Path) -> None:
     """Mutants: γ left out of a kernel, and relu left out of what runs without kernels."""
     right = small_case(tmp_path, BY_NAME["norm alone"])
     text = (tmp_path / right["file"]).read_text("utf-8")
-    mutants = {"(b_x - mean) * (rstd * gamma)": "(b_x - mean) * rstd", "F.relu(self.norm(x))": "self.norm(x)"}
+    mutants = {"(v - mean) * (rstd * gamma)": "(v - mean) * rstd", "F.relu(self.norm(x))": "self.norm(x)"}
     for number, (before, after) in enumerate(mutants.items()):
         assert text.count(before) == 1
         (tmp_path / f"mutant_{number}.py").write_text(text.replace(before, after), encoding="utf-8")
     cases = [{**right, "file": f"mutant_{number}.py"} for number in range(len(mutants))]
-    first, second = run_alone(tmp_path, [right, *cases]).splitlines()
+    first, *others = run_alone(tmp_path, [right, *cases]).splitlines()
     assert first.startswith("mutant_0.py: its kernels: an error")
-    assert second.startswith("mutant_1.py: PyTorch's operators: an error")
+    assert others[-1].startswith("mutant_1.py: PyTorch's operators: an error")
 
 
 def test_an_import_of_postlude_is_seen(tmp_path: Path) -> None:

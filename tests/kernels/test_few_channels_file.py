@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.cuda_host.build import build_text
 from postlude.chain import Normalize, Value
-from postlude.export.direct_result import source
+from postlude.export.few_channels import source
 from postlude.plan.few_channels import FewChannels, Geometry
 
 pytestmark = [

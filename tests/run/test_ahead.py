@@ -18,6 +18,7 @@ from postlude.plan.problem import Problem, spec_of
 from postlude.run import ahead
 from postlude.run.execute import prepare
 from postlude.run.launch import Launch
+from postlude.run.recording import Recording
 
 pytestmark = pytest.mark.interpret
 
@@ -45,7 +46,9 @@ def test_the_list_is_what_is_launched(
     if not isinstance(plan, Plan):
         pytest.skip(str(plan))
     needs = [trains and role != "running" for role in chain.roles]
-    listed = ahead.jobs_of(chain, prepare(chain, plan, "cuda"), problem, needs)
+    taken = Taken()
+    ahead.called(prepare(chain, plan, "cuda"), chain, problem, needs, taken)
+    listed = taken.launches
     made: list[Any] = []
     monkeypatch.setattr(Launch, "__call__", lambda self, *given: made.append((self, given)))
     leaves = [tensor.detach().requires_grad_(need) for tensor, need in zip(tensors, needs)]
@@ -55,6 +58,14 @@ def test_the_list_is_what_is_launched(
             torch.autograd.grad(result, leaves, torch.ones_like(result), allow_unused=True)
     assert [_code(*job) for job in listed] == [_code(*job) for job in made]
     assert listed
+
+
+class Taken(Recording):
+    def __init__(self) -> None:
+        self.launches: list[Any] = []
+
+    def kernel(self, launch: Launch, tensors: tuple[Any, ...]) -> None:
+        self.launches.append((launch, tensors))
 
 
 def _code(launch: Launch, given: tuple[Any, ...]) -> tuple[Any, ...]:

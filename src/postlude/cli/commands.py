@@ -47,8 +47,16 @@ def optimize(
         typer.Option("-o", "--output", metavar="OUT.py", help="Write ModelNew, with its kernels, to this file."),
     ] = None,
     training: Annotated[
-        bool, typer.Option("--training", help="With -o: run the kernels also where gradients are wanted.")
+        bool, typer.Option("--training", help="With -o: kernels for the gradients as well, not PyTorch's derivative.")
     ] = False,
+    convolution: Annotated[
+        str,
+        typer.Option(
+            "--convolution",
+            metavar="auto|pytorch",
+            help="With -o: pytorch keeps the model's own call, digit for digit.",
+        ),
+    ] = "auto",
     no_verify: Annotated[bool, typer.Option("--no-verify", help="With -o: write it unchecked, and say so.")] = False,
     device: Device = None,
     precision: Precision = "auto",
@@ -69,7 +77,9 @@ def optimize(
         if output_file is not None:
             from postlude.cli import export
 
-            return export.export(settings, file, output_file, training=training, verify=not no_verify)
+            return export.export(
+                settings, file, output_file, training=training, verify=not no_verify, convolution=convolution
+            )
         if no_verify or training:
             raise PostludeError("--training and --no-verify are about the file that -o names; add it.")
         from postlude.cli import chains

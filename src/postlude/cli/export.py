@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -12,10 +14,12 @@ from torch import nn
 import postlude
 from postlude import hardware, problem_file
 from postlude.check.clock import Estimate, ratio
+from postlude.check.exam import examine
+from postlude.check.sides import InProcess, UnanswerableError
 from postlude.check.verdict import Verdict
 from postlude.cli.chains import verdict_words
 from postlude.cli.frame import DONE, NO, Answer, Settings
-from postlude.cli.judge import CODES, judged_file, show_verdict
+from postlude.cli.judge import CODES, Options, exam_for, judged_file, show_verdict
 from postlude.cli.output import check_writable, complain, say, show_table, working, write_whole
 from postlude.cli.race import EAGER, Course, estimate_data, race
 from postlude.cli.session import Opened, machine_data, open_problem
@@ -28,62 +32,102 @@ from postlude.report.model import Interval
 from postlude.report.words import comparison
 
 FILE = "the file"
+CONVOLUTIONS = ("auto", "pytorch")
+SECONDS = 6.0  # of the check, after which no point is begun that is not required
+ROUNDS, TIMING_SECONDS = 10, 3.0
 RECORDS = Path(postlude.__file__).parents[2] / "benchmarks" / "results" / "h200.csv"
 
 
-def export(settings: Settings, path: Path, output: Path, *, training: bool, verify: bool) -> Answer:
+def export(
+    settings: Settings, path: Path, output: Path, *, training: bool, verify: bool, convolution: str = "auto"
+) -> Answer:
+    if convolution not in CONVOLUTIONS:
+        raise PostludeError(f"--convolution is {' or '.join(CONVOLUTIONS)}, not {convolution}.")
     check_writable(output)
     if output.resolve() == path.resolve():
         raise PostludeError(f"{output}: this is the problem itself; name another file to write to.")
     opened = open_problem(settings, path)
     try:
-        made = _made(settings, opened, path, training)
+        made = _made(settings, opened, path, training, convolution)
     except PostludeError as error:
         complain(f"{path}: no file was written: {error}")
         return Answer(NO, {"file": str(path), "output": None, "reason": str(error), **machine_data(settings)})
-    model, verdict = _checked(settings, opened, made.text, output.name, training) if verify else (None, None)
+    checked = _checked(settings, opened, made.text, output.name, training) if verify else Checked(None, None)
+    verdict = checked.verdict
     if verdict is not None and not verdict.right:
         show_verdict(verdict)
         say(f"Nothing was written: {output} would not be a drop-in.", "bold")
         data = {"file": str(path), "output": None, "verdict": verdict.as_dict(), **machine_data(settings)}
         return Answer(CODES[verdict.outcome], data)
-    timings = _timed(settings, opened, model)
+    timings = _timed(settings, opened, checked.model)
     write_whole(output, made.text)
     read = figures(made.text)
-    _show(settings, made, verdict, timings, read)
+    _show(settings, made, checked, timings, read)
     say(f"Written to {output}.", "bold")
     return Answer(DONE, _data(settings, path, output, made, verdict, timings, read))
 
 
-def _made(settings: Settings, opened: Opened, path: Path, training: bool) -> Export:
+@dataclass(frozen=True)
+class Checked:
+    """The verdict on a file, and its model where that may run here."""
+
+    model: nn.Module | None
+    verdict: Verdict | None
+    ran_kernels: bool = True  # False where a check whether tensors fit always said no
+
+
+def _made(settings: Settings, opened: Opened, path: Path, training: bool, convolution: str) -> Export:
     machine = hardware.machine_for("cuda") if settings.device == "cuda" else HOPPER
     source = path.read_text(encoding="utf-8-sig")
     with working("Writing the kernels"):
         return export_model(
             source,
-            opened.problem.build("cpu"),
-            [item.cpu() if hasattr(item, "cpu") else item for item in opened.inputs],
+            opened.model,
+            opened.inputs,
             opened.problem.init_arguments(),
             machine=machine,
             precision=settings.precision,
             allows_tf32=hardware.default_fp32_precision() == "tf32",
             measured=from_records(RECORDS),
             training=training,
+            convolution=convolution,
         )
 
 
-def _checked(
-    settings: Settings, opened: Opened, text: str, name: str, training: bool
-) -> tuple[nn.Module | None, Verdict]:
-    """The verdict on the text as a stranger's file would get it, on its gradients too where it is to train."""
+def _checked(settings: Settings, opened: Opened, text: str, name: str, training: bool) -> Checked:
+    """The verdict by the rule of `postlude verify`, on the gradients too where the file is to train.
+
+    On a GPU the file runs in this process, for it is ours, and at the declared shape, for which its kernels are: a
+    process of its own and copies between the two took most of a minute. Without a GPU it is judged as a stranger's."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / name
         file.write_text(text, encoding="utf-8")
-        verdict = judged_file(settings, opened, file, backward=training)
-        if not verdict.right or settings.device != "cuda":
-            return None, verdict
-        made = problem_file.load(file, "ModelNew")  # ours, and found right: it may run here
-        return made.build(settings.device, like=opened.problem), verdict
+        if settings.device != "cuda":
+            return Checked(None, judged_file(settings, opened, file, backward=training))
+        made = problem_file.load(file, "ModelNew")
+        answers = _counting(made.module)
+        model = made.build(settings.device, like=opened.problem)
+        rules = replace(Options(training, seconds=SECONDS).rules(settings), declared_only=True)
+        try:
+            exam = exam_for(opened, rules)
+        except UnanswerableError as error:
+            return Checked(None, Verdict("cannot tell", (str(error),), settings.precision))
+        with working("Checking the file against float64") as update:
+            verdict = examine(exam, InProcess(model), update)
+        return Checked(model if verdict.right else None, verdict, any(answers))
+
+
+def _counting(module: ModuleType) -> list[bool]:
+    """What a file's check whether tensors fit says, from now on."""
+    answers: list[bool] = []
+    fits = module.fits
+
+    def counted(*arguments: Any) -> bool:
+        answers.append(fits(*arguments))
+        return answers[-1]
+
+    module.fits = counted  # type: ignore[attr-defined]
+    return answers
 
 
 def _timed(settings: Settings, opened: Opened, model: nn.Module | None) -> dict[str, Estimate]:
@@ -91,21 +135,19 @@ def _timed(settings: Settings, opened: Opened, model: nn.Module | None) -> dict[
         return {}
     inputs = [opened.inputs, opened.problem.inputs(settings.device, seed=1)]
     with working("Timing", timed=True) as update:
-        return race({EAGER: opened.model, FILE: model}, Course(inputs), update)
+        return race({EAGER: opened.model, FILE: model}, Course(inputs, ROUNDS, TIMING_SECONDS), update)
 
 
-def _show(
-    settings: Settings, made: Export, verdict: Verdict | None, timings: dict[str, Estimate], read: Figures
-) -> None:
+def _show(settings: Settings, made: Export, checked: Checked, timings: dict[str, Estimate], read: Figures) -> None:
     for chain in made.chains:
-        say(f"{chain.name}: {chain.plan.chain}")
+        say(f"{chain.name}: {chain.chain}")
     if made.left:
         say("Left to PyTorch:")
         show_table(["where", "why"], [[name, reason] for name, reason in made.left.items()])
     rows = [
         ["speed, 50 %", _speed(settings, timings)],
         ["readability, 30 %", f"{read} (figures to check, not a mark)"],
-        ["correctness, 20 %", _correctness(settings, verdict)],
+        ["correctness, 20 %", _correctness(settings, checked)],
     ]
     show_table(["of the score", "what can be said here"], rows)
 
@@ -117,11 +159,13 @@ def _speed(settings: Settings, timings: dict[str, Estimate]) -> str:
     return comparison(Interval(gain.median, gain.low, gain.high), "The file", "eager PyTorch")
 
 
-def _correctness(settings: Settings, verdict: Verdict | None) -> str:
-    if verdict is None:
+def _correctness(settings: Settings, checked: Checked) -> str:
+    if checked.verdict is None:
         return "not verified (--no-verify)"
     where = "" if settings.device == "cuda" else "; on a CPU, where it runs PyTorch's operators: the kernels need a GPU"
-    return f"{verdict_words(verdict)}{where}"
+    if not checked.ran_kernels:
+        where = "; but its kernels did not run, for `fits` says no to these tensors on this card"
+    return f"{verdict_words(checked.verdict)}{where}"
 
 
 def _data(
@@ -147,4 +191,4 @@ def _data(
 
 
 def _chains(made: Export) -> Sequence[dict[str, Any]]:
-    return [{"name": c.name, "chain": str(c.plan.chain), "launches": c.launches} for c in made.chains]
+    return [{"name": c.name, "chain": str(c.chain), "launches": c.launches} for c in made.chains]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -32,7 +33,7 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.In: lambda a, b: a in b,
     ast.NotIn: lambda a, b: a not in b,
 }
-_RANGES = ("range", "tl.range", "tl.static_range")
+RANGES = ("range", "tl.range", "tl.static_range")
 _EFFECTS = ("store", "atomic", "device_", "static_", "debug_", "inline_asm", "assume")
 _PURE_METHODS = ("to", "load", "sum", "max", "min", "reshape", "view", "trans", "permute", "broadcast_to", "cast")
 _PURE_BUILTINS = ("range", "len", "min", "max", "abs", "int", "float", "bool")
@@ -108,6 +109,15 @@ def is_pure(node: ast.AST) -> bool:
     return True
 
 
+def never_runs(node: ast.For) -> bool:
+    """A loop over a range that is known to be empty."""
+    if not isinstance(node.iter, ast.Call) or name_of(node.iter.func) not in RANGES or node.iter.keywords:
+        return False
+    limits = [value_of(argument, {}) for argument in node.iter.args]
+    return all(type(limit) is int for limit in limits) and len(limits) < 3 and not range(*limits)
+
+
+@functools.lru_cache(maxsize=64)
 def stores(function: ast.FunctionDef) -> dict[str, list[tuple[ast.stmt, ast.expr | None]]]:
     """Names that the body assigns: each time the statement, and the value where it is that of the one name."""
     found: dict[str, list[tuple[ast.stmt, ast.expr | None]]] = {}
@@ -149,7 +159,7 @@ class Kinds:
         if isinstance(statement, ast.AugAssign):
             return self(statement.value) if type(statement.op) in _ARITHMETIC else ANYTHING
         is_count = isinstance(statement, ast.For) and isinstance(statement.iter, ast.Call)
-        return SCALAR if is_count and ast.unparse(statement.iter.func) in _RANGES else ANYTHING  # type: ignore
+        return SCALAR if is_count and ast.unparse(statement.iter.func) in RANGES else ANYTHING  # type: ignore
 
     def __call__(self, node: ast.expr) -> int:
         if isinstance(node, ast.Constant):

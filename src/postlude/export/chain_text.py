@@ -1,131 +1,126 @@
-"""One chain's plan as text: its kernels, its launcher, and what it takes to be launched."""
+"""One chain as text: its kernels, its launcher, and the autograd function around it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from postlude.chain import Cast, Chain, Value, values_of
-from postlude.export.channels import finish_channels
-from postlude.export.direct import direct
-from postlude.export.direct_gradient import direct_trainer
-from postlude.export.direct_result import direct_result, gives_result
-from postlude.export.kernels import Kernel, with_helpers
-from postlude.export.layout import call, docstring
-from postlude.export.parts import Draft
-from postlude.export.passes import finish, finish_moments, library_convolution, moments_pass
-from postlude.export.plain import renamed_steps
-from postlude.export.product import product
-from postlude.export.training import class_name, trainer_text, why_untrained
+import torch
+from torch import Tensor
+
+from postlude.chain import Chain
+from postlude.export.autograd import class_name, kept_class, recomputing_class, rest_lines
+from postlude.export.cuda import COMPILE
+from postlude.export.device_text import Kernel
+from postlude.export.few_channels import gives_result, result_lines, result_source
+from postlude.export.layout import call, docstring, fold
+from postlude.export.program_text import ProgramText
 from postlude.plan import Plan
-from postlude.plan.few_channels import FewChannels
-from postlude.plan.gemm import Gemm
+from postlude.plan.calls import Buffer, CudaCall, Descriptor, KernelCall, Program
 from postlude.plan.types import Moments
+from postlude.run.record import record_inference, record_training
 
-MOST_CHANNELS = 256  # of a value whose moments one program finishes
+RESERVED = ("ctx", "tensors", "needs", "torch", "triton", "tl", "F", "nn")
 
 
 @dataclass(frozen=True)
 class ChainText:
     name: str  # of its launcher
+    chain: Chain
     plan: Plan
+    given: tuple[Buffer, ...]  # what the kernels were cut for, one per slot
     kernels: tuple[Kernel, ...]
-    helpers: Mapping[str, str]
-    constants: Mapping[str, str]
+    functions: Mapping[str, str]  # the launcher and what stands around it, by name, in order
     imports: frozenset[str]
-    launcher: str
     launches: int
-    shared_bytes: int
-    cuda: str  # CUDA C++ that the file holds, or nothing
-    trainer: str  # the class for gradients, or nothing
+    called: str  # what the model calls: the autograd function, or one around it
+    trains: bool  # its backward pass has kernels of its own
+    is_aligned: bool  # a tensor that is given is read through a descriptor: it must begin where those may
+    shapes_name: str = "SHAPES"
+    sources: Mapping[str, str] = field(default_factory=dict)  # CUDA C++, by the name of its constant
 
 
-def unwritable(plan: Plan, others: Iterable[ChainText]) -> str | None:
-    """Why a plan has no text beside the others of its file, as a remark for readers of it."""
-    chain, dtypes = plan.chain, {plan.input.dtype, plan.value.dtype, plan.result_dtype}
-    if plan.input.layout != "contiguous" or plan.value.layout != "contiguous":
-        return "channels-last kernels are not written to files"
-    if any(isinstance(step, Cast) for step in chain.steps) or len(dtypes) > 1 or "float64" in dtypes:
-        return "it changes dtypes on the way, or is float64"
-    if "row" in chain.roles:
-        return "kernels that read one number per sample and channel are not written to files"
-    if isinstance(plan.passes[-1].sink, Moments) and plan.value.shape[1] > MOST_CHANNELS:
-        return f"it has more than {MOST_CHANNELS} channels"
-    first = next(iter(others), None)
-    if first is not None and (first.plan.chain.dims, first.plan.input.dtype) != (chain.dims, plan.input.dtype):
-        return "the file's kernels are for tensors of another number of axes or another dtype"
-    last = plan.passes[-1].last
-    after = enumerate(chain.steps[last:], last)
-    if any(values_of(step) != (Value(number),) for number, step in after):
-        return "steps after its last kernel read more than one value"
-    return None
-
-
-def chain_text(plan: Plan, name: str, names: Mapping[int, str], training: bool = False) -> ChainText:
-    """`names` has a word for each slot of the chain; `training` adds what gradients need, where it can be had."""
-    draft = Draft(plan, names)
-    last = plan.passes[-1].last
-    trains = training and why_untrained(plan) is None
-    chunks, result = "tiles", "value"
-    is_done = gives_result(plan)
-    if isinstance(plan.own, Gemm):
-        product(draft, plan.own)
-    elif isinstance(plan.own, FewChannels) and is_done:
-        last = direct_result(draft, plan.own)
-    elif isinstance(plan.own, FewChannels):
-        direct(draft, plan.own)
+def chain_text(
+    chain: Chain, plan: Plan, name: str, names: Mapping[int, str], tensors: Sequence[Tensor], training: bool
+) -> ChainText:
+    """`names` has a word for each slot; `training` writes the backward pass that the library runs."""
+    # Chains of which only moments are kept differentiate those by autograd, which is no list of calls.
+    training = training and (plan.few_gradient is not None or not isinstance(plan.passes[-1].sink, Moments))
+    if training:
+        program = record_training(plan, tensors, [tensor.is_floating_point() for tensor in tensors])
     else:
-        library_convolution(draft)
-        if isinstance(plan.passes[0].sink, Moments):
-            moments_pass(draft)
-            chunks = "chunks"
-    if isinstance(plan.passes[-1].sink, Moments) and not is_done:
-        last = finish_moments(draft, chunks)
-    elif not is_done and plan.passes[-1].source != "own convolution":
-        result = finish(draft, trains) if plan.channels_end is None else finish_channels(draft)
-    draft.add(*renamed_steps(plan.chain, last + 1, names, result))
-    trainer = _trainer(draft, name, is_done) if trains else ""
-    end = f"    return {result}{', moments' if trains and is_done else ', value' if trains else ''}"
-    kept = "" if not trains else "its moments" if is_done else "its first value, if kept"
-    lines = [*_head(plan.chain, name, names, kept), *_read(draft.lines), end]
-    kernels = with_helpers(draft.kernels)
+        program = record_inference(plan, chain, tensors)
+    text = ProgramText(program, names, RESERVED)
+    sources, launches = dict(text.sources), text.launches
+    called = f"{class_name(name)}.apply"
+    if training:
+        functions = kept_class(plan.chain, name, names, text)
+        if len(plan.chain.steps) < len(chain.steps):
+            called = name
+            functions |= _continued(chain, plan, name, names, tensors, program.result)
+    elif gives_result(plan):
+        sources, launches = {"SOURCE": result_source(plan)}, 2
+        functions = _direct_launcher(chain, plan, name, names, tensors) | recomputing_class(chain, name, names, tensors)
+    else:
+        functions = _launcher(chain, name, names, text) | recomputing_class(chain, name, names, tensors)
+    kernels = () if gives_result(plan) and not training else tuple(text.functions.values())
     return ChainText(
         name,
+        chain,
         plan,
-        tuple(kernels),
-        draft.helpers,
-        draft.constants,
-        frozenset(draft.imports),
-        "\n".join(lines) + "\n",
-        draft.launches,
-        draft.shared_bytes,
-        draft.cuda,
-        trainer,
+        program.given,
+        kernels,
+        {**({"compiled": COMPILE} if sources else {}), **functions},
+        _imports(program),
+        launches,
+        called,
+        training,
+        _reads_given_by_descriptor(program),
+        sources=sources,
     )
 
 
-def _trainer(draft: Draft, name: str, is_done: bool) -> str:
-    """The class for gradients; what it calls joins the draft."""
-    if not is_done:
-        return trainer_text(draft.plan.chain, name, draft.names)
-    trainer, helpers, samples = direct_trainer(draft.plan, name, class_name(name))
-    draft.helpers |= helpers
-    draft.constant("SAMPLES", samples, "taken at a time by the gradients of input and weight")
-    return trainer
+def _launcher(chain: Chain, name: str, names: Mapping[int, str], text: ProgramText) -> dict[str, str]:
+    body = text.forward_lines()
+    return _function(chain, name, names, [*body, f"    return {text.words[text.program.result.number]}"])
 
 
-def _read(lines: list[str]) -> list[str]:
-    """Without the number of positions where no launch asks for it."""
-    text = "\n".join(lines)
-    return [line for line in lines if not (line.strip().startswith("positions = ") and text.count("positions") == 1)]
+def _direct_launcher(
+    chain: Chain, plan: Plan, name: str, names: Mapping[int, str], tensors: Sequence[Tensor]
+) -> dict[str, str]:
+    """By the kernels that give the result at once; PyTorch's functions do what follows it."""
+    lines = [f"    {line}" for line in result_lines(plan, names)]
+    value = torch.empty(plan.input.shape[0], dtype=tensors[0].dtype, device="meta")
+    rest = rest_lines(chain, plan.passes[-1].last + 2, names, tensors, value, "value")
+    return _function(chain, name, names, [*lines, *rest, "    return value"])
 
 
-def _head(chain: Chain, name: str, names: Mapping[int, str], kept: str) -> list[str]:
-    """`kept`: what it gives besides the result, for gradients."""
+def _continued(
+    chain: Chain, plan: Plan, name: str, names: Mapping[int, str], tensors: Sequence[Tensor], result: Buffer
+) -> dict[str, str]:
+    """The chain with its last steps, which the kernels leave out, by PyTorch and with its gradients."""
+    dtype = getattr(torch, result.dtype)
+    value = torch.empty_strided(result.shape, result.strides, dtype=dtype, device="meta")
+    rest = rest_lines(chain, len(plan.chain.steps), names, tensors, value, "value")
+    given = ", ".join(names[slot] for slot in range(len(chain.roles)))
+    first = f"    value = {class_name(name)}.apply({given})"
+    return _function(chain, name, names, [first, *rest, "    return value"])
+
+
+def _function(chain: Chain, name: str, names: Mapping[int, str], body: Sequence[str]) -> dict[str, str]:
     arguments = [f"{names[slot]}: Tensor" for slot in range(len(chain.roles))]
-    result, words = "Tensor", f"{chain}, of tensors that fit."
-    if kept:
-        result, words = "tuple[Tensor, Tensor]", f"{chain}, of tensors that fit; and {kept}."
-    if "if kept" in kept:
-        arguments.append("keep: bool = False" if chain.producer is not None else "keep: bool = True")
-    return [*call(f"def {name}", arguments, after=f" -> {result}:", indent=0), *docstring(words)]
+    head = call(f"def {name}", arguments, after=" -> Tensor:", indent=0)
+    return {name: fold("\n".join([*head, *docstring(f"{chain}, by kernels."), *body]) + "\n")}
+
+
+def _imports(program: Program) -> frozenset[str]:
+    calls = (*program.forward, *program.backward)
+    found = {"CUDA_HOME"} if any(isinstance(item, CudaCall) for item in calls) else set()
+    arguments = [argument for item in calls if isinstance(item, KernelCall) for argument in item.arguments]
+    return frozenset(found | ({"TensorDescriptor"} if any(isinstance(a, Descriptor) for a in arguments) else set()))
+
+
+def _reads_given_by_descriptor(program: Program) -> bool:
+    storages = {buffer.storage for buffer in program.given}
+    calls = [item for item in (*program.forward, *program.backward) if isinstance(item, KernelCall)]
+    return any(isinstance(a, Descriptor) and a.buffer.storage in storages for item in calls for a in item.arguments)

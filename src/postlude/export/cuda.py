@@ -1,4 +1,4 @@
-"""CUDA C++ cut down to one case: includes put in, conditions of the preprocessor decided, unused functions left out."""
+"""CUDA C++ cut down to one launch: includes put in, conditions of the preprocessor decided, sizes as constants."""
 
 from __future__ import annotations
 
@@ -7,54 +7,73 @@ import textwrap
 from collections.abc import Mapping
 from importlib import resources
 
-from postlude.export.kernels import changed
-from postlude.plan.few_channels import FewChannels, Geometry
+from postlude.plan.calls import CudaCall
 
-# Input and weight come contiguous, so that their strides follow from their sizes, and offsets of samples fit: torch's
-# launcher passes integers of 32 bits alone.
-_CONTIGUOUS = {
-    "    long long stride_n, int stride_c, int stride_d, int stride_h, int stride_w,\n    int d, int h, int w,\n": (
-        "    int d, int h, int w,\n"
-    ),
-    "    int w_stride_o, int w_stride_c, int w_stride_d, int w_stride_h, int w_stride_w,\n": "",
-    "Volume in = {d, h, w, stride_c, stride_d, stride_h, stride_w};": "Volume in = {d, h, w, d * h * w, h * w, w, 1};",
-    "p_x + i_n * stride_n": "p_x + (long long)i_n * CIN * d * h * w",
-    "    Weight weight = {w_stride_o, w_stride_c, w_stride_d, w_stride_h, w_stride_w};\n": "",
-    "p_w, p_bias, weight, c0, fragments": "p_w, p_bias, c0, fragments",
-    "const Weight& w, int c0,\n": "int c0,\n",
-}
+_WIDTH = 116
+_MACROS = (
+    "#define DEVICE __device__ __forceinline__",
+    '#define UNROLL _Pragma("unroll")',
+    '#define ROLLED _Pragma("unroll 1")',
+)
+COMPILE = '''\
+@functools.cache
+def compiled(source: str, name: str, shared_bytes: int, device: int) -> Any:
+    """CUDA C++, compiled once for each card by the NVRTC that torch brings along."""
+    with torch.cuda.device(device):
+        kernel = torch.cuda._compile_kernel(source, name)
+        kernel.set_shared_memory_config(shared_bytes)
+    return kernel
+'''
 
 
-def cuda_text(settings: FewChannels, shape: Geometry, has_bias: bool, shared: int) -> str:
-    """The source of the direct convolution for one case."""
-    values = _values(settings, shape)
-    text = _included("few_channels.cu")
-    text = _preprocessed(text, {**values, "SHARED_BYTES": shared})
-    text = _contiguous(text)
-    text = _with_types(text, shape)
-    if not has_bias:
-        text = _without_bias(text)
-    text = _without_unused(_decided(text, values))
+def cuda_text(call: CudaCall) -> str:
+    """The source of a kernel of kernels/cuda for one launch, which gives it pointers and nothing else."""
+    macros = dict(call.macros)
+    text = _preprocessed(_included(call.source), macros)
+    text = _with_numbers(text, call)
+    text = _without_unused(_decided(text, macros))
     return re.sub(r"\n{3,}", "\n\n", _rewrapped(_compact(text))).strip("\n") + "\n"
 
 
-def _values(settings: FewChannels, shape: Geometry) -> dict[str, int]:
-    return {
-        "CIN": shape.cin,
-        "COUT": shape.cout,
-        "NFRAG": shape.fragments,
-        **dict(zip(("KD", "KH", "KW"), shape.kernel)),
-        **dict(zip(("PD", "PH", "PW"), shape.padding)),
-        "FLIP": 0,
-        "INPUT_BITS": 32 if shape.dtype == "float32" else 16,
-        "BFLOAT": int(settings.operand == "bfloat16"),
-        "PLANES": settings.planes,
-        "TD": settings.depth,
-        "TH": settings.height,
-        "R": settings.rows,
-        "WARPS": settings.warps,
-        "BLOCKS": settings.blocks,
-    }
+def launch_lines(call: CudaCall, source: str, words: list[str], first: str) -> list[str]:
+    """The statements of a launcher: `words` are the tensors that are no null pointers, `first` is one on the card."""
+    block, shared = (call.threads, 1, 1), call.shared_bytes
+    return [
+        f'kernel = compiled({source}, "{call.kernel}", {shared}, {first}.device.index)',
+        f"kernel({(*call.grid, 1)}, {block}, ({', '.join(words)}, 0), {shared})",
+    ]
+
+
+def _with_numbers(text: str, call: CudaCall) -> str:
+    """The integers of the kernel's signature as constants; what it must not know to be 0 stays an argument."""
+    start = text.index(f"{call.kernel}(")
+    open_, close = text.index("(", start), text.index("\n{\n", start)
+    names = re.findall(r"(?:int|long long|u32) (\w+)(?=[,)])", re.sub(r"//.*", "", text[open_:close]))
+    values = dict(zip(names, call.numbers, strict=True))
+    pointers = re.findall(r"(?m)^ +(?:const )?\w+\* __restrict__ p_\w+,.*$", text[open_:close])
+    nulls = [line for line, argument in zip(pointers, call.arguments, strict=True) if argument is None]
+    kept = [line for line in pointers if line not in nulls]
+    body = text[close + 3 :]
+    constants = [("long long" if "stride_n" in name else "int", name, value) for name, value in values.items()]
+    used = [item for item in constants if item[1] != "zero" and re.search(rf"\b{item[1]}\b", body)]
+    lines = _constants(used)
+    for line in nulls:
+        kind, name = re.findall(r"((?:const )?\w+\*) __restrict__ (\w+),", line)[0]
+        lines.append(f"    constexpr {kind} {name} = nullptr;")
+    signature = "(\n" + "\n".join(kept) + "\n    u32 zero)  // 0, which the compiler cannot know"
+    return text[:open_] + signature + "\n{\n" + "\n".join(lines) + "\n" + body
+
+
+def _constants(items: list[tuple[str, str, int]]) -> list[str]:
+    """Constants of one type side by side, as far as a line goes."""
+    lines: list[str] = []
+    for kind, name, value in items:
+        joined = f"{lines[-1][:-1]}, {name} = {value};" if lines else ""
+        if lines and lines[-1].startswith(f"    constexpr {kind} ") and len(joined) <= _WIDTH:
+            lines[-1] = joined
+        else:
+            lines.append(f"    constexpr {kind} {name} = {value};")
+    return lines
 
 
 def _included(name: str) -> str:
@@ -99,100 +118,21 @@ def _value(expression: str, known: Mapping[str, int]) -> int:
     return int(eval(python, {"__builtins__": {}}))
 
 
-def _contiguous(text: str) -> str:
-    text = changed(text, _CONTIGUOUS)
-    text = re.sub(r"struct Weight \{.*?\n\};\n\n", "", text, flags=re.DOTALL)
-    text = re.sub(r"__device__ __forceinline__ int tap_offset\(.*?\n\}\n\n", "", text, flags=re.DOTALL)
-    text = text.replace(" through its strides", "")
-    return changed(
-        text,
-        {
-            "            int at = tap_offset(w, tap / (KH * KW), tap / KW % KH, tap % KW);\n": "",
-            "p_w[(c0 + c) * w.stride_o + i % CIN * w.stride_c + at]": "p_w[((c0 + c) * CIN + i % CIN) * TAPS + tap]",
-            "                int at = tap_offset(w, chunk / (KH * CW), chunk / CW % KH, kw);\n": (
-                "                int tap = chunk / CW * KW + kw;\n"
-            ),
-            "p_w[(c0 + c) * w.stride_o + s % CIN * w.stride_c + at]": "p_w[((c0 + c) * CIN + s % CIN) * TAPS + tap]",
-        },
-    )
-
-
-def _with_types(text: str, shape: Geometry) -> str:
-    """The input's type by its own name, and no conversion where it is float."""
-    text = re.sub(r"typedef (\w+) input_t;\n\n?", "", text)
-    kind = "float" if shape.dtype == "float32" else "u16"
-    text = re.sub(r"\binput_t\b", kind, text)
-    if kind == "float":
-        text = re.sub(r"as_float\((p_\w+\[(?:[^\[\]])+\])\)", r"\1", text)
-        text = re.sub(r"__device__ __forceinline__ float as_float\(.*\n", "", text)
-        text = re.sub(r"__device__ __forceinline__ slot_t make_slot\(const u16.*?\n\}\n", "", text, flags=re.DOTALL)
-    else:
-        text = re.sub(r"__device__ __forceinline__ slot_t make_slot\(const float.*?\n\}\n\n", "", text, flags=re.DOTALL)
-        text = re.sub(r"__device__ __forceinline__ float as_float\(float.*?\n", "", text)
-    return text
-
-
-def _without_bias(text: str) -> str:
-    text = re.sub(r"    const \w+\* __restrict__ p_bias,.*\n", "", text)
-    text = text.replace("real && p_bias != nullptr ? p_bias[c0 + c] : 0.0f", "0.0f").replace("p_w, p_bias, ", "p_w, ")
-    return re.sub(r"const \w+\* p_bias, ", "", text)
-
-
 def _decided(text: str, values: Mapping[str, int]) -> str:
-    text = text.replace("real && p_bias != nullptr ?", "real ?")
     text = re.sub(r"static_assert\(.*?\);\n", "", text, flags=re.DOTALL)
     text = re.sub(r"constexpr int WORDS = .*\n", "", text)
-    text = re.sub(r"\b1 && ", "", text).replace("int exponent = 1 ? exponent_of(warp_max(largest)) : 14;",
-                                                "int exponent = exponent_of(warp_max(largest));")  # fmt: skip
+    text = re.sub(r"(?<=; )1 && ", "", text)  # where planes are scaled
+    text = text.replace(
+        "exponent = 1 ? exponent_of(warp_max(largest)) : 14;", "exponent = exponent_of(warp_max(largest));"
+    )
     for name in ("PD", "PH", "PW"):
         if values[name] == 0:
             text = re.sub(rf" - {name}\b", "", text)
-    if 4 // values["CIN"] == 1:
-        text = _one_position(text)
     used = [name for name in values if re.search(rf"\b{name}\b", re.sub(r"//.*", "", text))]
     lines = [f"constexpr int {', '.join(f'{name} = {values[name]}' for name in row)};" for row in _rows(used)]
-    text = text.replace("CIN * KD * KH * KW", "CIN * TAPS")
     start = text.index("typedef unsigned int u32;")
     head = re.sub(r"//\n// Compile-time: (?:.*\n//)*.*\n", "", text[:start])
-    taps = "constexpr int TAPS = KD * KH * KW;\n"
-    return head + "\n".join([*_MACROS, *lines]) + "\n" + taps + text[start:]
-
-
-_SLOT_OF_MORE = (
-    r"its channels, and, where there are fewer than 3, those of its right neighbours \(XS positions in all\)\.\n"
-    r"// Such a slot serves the XS taps next to one another in x, so the taps of the kernel are TAPS slots, each "
-    r"with its\n// own"
-)
-
-
-def _one_position(text: str) -> str:
-    """With 3 or 4 channels a slot holds one position: what counts positions of a slot goes."""
-    for before, after in (
-        ("constexpr int XS = 4 / CIN;\n", ""),
-        (r"constexpr int CW = .*\n", ""),
-        (r"constexpr int CHUNKS = KD \* KH \* CW;\n", ""),
-        (r" \* XS\b", ""),
-        (r" \+ s / CIN \* in\.stride_w", ""),
-        (r"\(u32\)\(x \+ s / CIN\)", "(u32)x"),
-        (r"            int kw = chunk % CW \+ s / CIN;\n", ""),
-        (r"chunk < CHUNKS && kw < KW && s < CIN", "chunk < TAPS && s < CIN"),
-        (r"                int tap = chunk / CW \* KW \+ kw;\n", ""),
-        (r"s % CIN\) \* TAPS \+ tap", "s) * TAPS + chunk"),
-        (r"offset \+ s % CIN \* in", "offset + s * in"),
-        (r"\bCW\b", "KW"),
-        (r"\bCHUNKS\b", "TAPS"),
-        (_SLOT_OF_MORE, "its channels. The taps of the kernel are TAPS slots, each with its own"),
-    ):
-        text = re.sub(before, after, text)
-    return text
-
-
-_WIDTH = 116
-_MACROS = (
-    "#define DEVICE __device__ __forceinline__",
-    '#define UNROLL _Pragma("unroll")',
-    '#define ROLLED _Pragma("unroll 1")',
-)
+    return head + "\n".join([*_MACROS, *lines]) + "\n" + text[start:]
 
 
 def _compact(text: str) -> str:
@@ -224,8 +164,8 @@ def _signature(text: str) -> str:
 
 def _rows(names: list[str]) -> list[list[str]]:
     """Channels, taps, then tiles, a line each."""
-    groups = (("CIN", "COUT", "NFRAG"), ("KD", "KH", "KW", "PD", "PH", "PW"), ("PLANES", "TD", "TH", "R"),
-              ("WARPS", "BLOCKS"))  # fmt: skip
+    groups = (("CIN", "COUT", "NFRAG"), ("KD", "KH", "KW", "PD", "PH", "PW", "FLIP"), ("PLANES", "TD", "TH", "R"),
+              ("WARPS", "BLOCKS", "SPLITS", "PROMOTE", "WEIGHT", "INPUT"))  # fmt: skip
     rows = [[name for name in group if name in names] for group in groups]
     return [row for row in rows if row]
 
@@ -233,9 +173,10 @@ def _rows(names: list[str]) -> list[list[str]]:
 def _without_unused(text: str) -> str:
     """Functions that nobody calls any more go, with the comments above them."""
     body = r"(?:\s*\{.*\}\n\n?|\n\{\n(?:.*\n)*?\}\n\n?)"
-    pattern = rf"(?:^//.*\n)*^__device__ __forceinline__ [\w ]+ (\w+)\((?:[^{{]|\n)*?\){body}"
+    pattern = rf"(?:^//.*\n)*(?:^template <.*\n)?^__device__ __forceinline__ [\w ]+ (\w+)\((?:[^{{]|\n)*?\){body}"
     while True:
-        unused = [m for m in re.finditer(pattern, text, re.MULTILINE) if len(re.findall(rf"\b{m[1]}\(", text)) == 1]
+        code = re.sub(r"//.*", "", text)
+        unused = [m for m in re.finditer(pattern, text, re.MULTILINE) if len(re.findall(rf"\b{m[1]}\b", code)) == 1]
         if not unused:
             return text
         text = text[: unused[0].start()] + text[unused[0].end() :]

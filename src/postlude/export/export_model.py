@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import keyword
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -13,22 +12,16 @@ from torch import nn
 from postlude import cards
 from postlude.chain import Chain, Normalize, Reduce
 from postlude.errors import PostludeError
-from postlude.export.chain_text import ChainText, chain_text, unwritable
+from postlude.export.chain_text import ChainText, chain_text
+from postlude.export.device_text import library
 from postlude.export.file import assemble, without_clashes
 from postlude.export.forward import ForwardText
 from postlude.export.heading import Measured, heading
-from postlude.export.kernels import library
-from postlude.export.original import arguments_of, read
-from postlude.export.product import why_no_product
-from postlude.export.trace import FoundChain, trace
-from postlude.export.training import why_untrained
+from postlude.export.original import arguments_of, read, reads_settings
+from postlude.export.trace import FoundChain, trace, without_convolution
 from postlude.hardware import Machine, machine_on
 from postlude.plan import Plan, Problem, lower
-from postlude.plan.boxes import Boxes
-from postlude.plan.convolve import product_for
-from postlude.plan.gemm import Gemm
 from postlude.plan.problem import spec_of
-from postlude.plan.program import norm_hides_infinities
 
 # What a file is written for where no GPU is at hand to ask.
 HOPPER = machine_on(cards.H200, norms_keeping_layout=frozenset())
@@ -63,51 +56,36 @@ def export(
     measured: Measured | None = None,
     training: bool = False,
     even_if_slower: bool = False,
+    convolution: str = "auto",
 ) -> Export:
-    """`source` is the text of the problem's file, `model` was built from it with `arguments`."""
+    """`source` is the text of the problem's file, `model` was built from it with `arguments`.
+
+    `convolution="pytorch"` leaves the model's own calls of convolutions, digit for digit, and fuses what follows."""
     original = read(source)
     values = arguments_of(type(model), *arguments)
     traced = trace(model, inputs, training)
+    if convolution == "pytorch":
+        traced = replace(traced, chains=tuple(map(without_convolution, traced.chains)))
     reasons = dict(traced.declined)
     texts: dict[FoundChain, ChainText] = {}
     for found in traced.chains:
         specs = tuple(spec_of(node.meta["val"]) for node in found.match.tensors)
-        problem = Problem(specs, "cuda", precision, False, allows_tf32)
-        outcome = lower(found.match.chain, problem, machine, even_if_slower=even_if_slower)
+        chain, problem = found.match.chain, Problem(specs, "cuda", precision, training, allows_tf32)
+        outcome = lower(chain, problem, machine, even_if_slower=even_if_slower)
         if isinstance(outcome, Plan):
-            outcome = _with_packed_product(outcome, machine)
-        own = outcome.own if isinstance(outcome, Plan) else None
-        not_ours = why_no_product(own, problem.x.shape[1], even_if_slower) if isinstance(own, Gemm) else None
-        if not_ours is not None:
-            outcome = lower(found.match.chain, problem, machine, even_if_slower=even_if_slower, not_ours=not_ours)
-        why = unwritable(outcome, texts.values()) if isinstance(outcome, Plan) else str(outcome)
-        if isinstance(outcome, Plan) and why is None:
-            texts[found] = chain_text(
-                outcome.storing_raw(), _function_name(found.match.chain), _slot_names(found), training
-            )
+            tensors = [node.meta["val"] for node in found.match.tensors]
+            name, names = _function_name(chain), _slot_names(found)
+            texts[found] = chain_text(chain, outcome, name, names, tensors, training)
         else:
-            reasons[found.calls[0].name] = f"{found.match.chain}: {why}"
+            reasons[found.calls[0].name] = f"{chain}: {outcome}"
     if not texts:
         raise PostludeError("there is no chain in this model that kernels could be written for" + _first(reasons))
-    if training and not any(text.trainer for text in texts.values()):
-        why = why_untrained(next(iter(texts.values())).plan)
-        raise PostludeError(f"there is no chain whose kernels could train ({why}); leave out --training.")
     written = dict(zip(texts, without_clashes(list(texts.values()))))
-    launchers = {found: text.name for found, text in written.items()}
-    trained = {found for found, text in written.items() if text.trainer}
-    forward = ForwardText(traced, launchers, reasons, trained if trained else None).write()
+    forward = ForwardText(traced, written, reasons).write()
     chains = tuple(written.values())
     top = heading(chains, precision, measured)
-    return Export(assemble(original, chains, forward, values, top, machine.card.architecture), chains, reasons)
-
-
-def _with_packed_product(plan: Plan, machine: Machine) -> Plan:
-    """Files hold one kind of product at stride 1, whatever the library would take; it has as many launches."""
-    conv, own = plan.chain.producer, plan.own
-    if conv is None or not (isinstance(own, Boxes) or (isinstance(own, Gemm) and own.unfolds)):
-        return plan
-    widens = norm_hides_infinities(plan.chain)
-    return dataclasses.replace(plan, own=product_for(conv, plan.input.shape[2:], own.arithmetic, machine, widens))
+    settings, card = reads_settings(original, model), machine.card
+    return Export(assemble(original, chains, forward, values, top, card.architecture, settings), chains, reasons)
 
 
 def _first(reasons: Mapping[str, str]) -> str:

@@ -6,7 +6,7 @@ import ast
 import inspect
 import operator
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,9 +14,9 @@ import torch.fx as fx
 import torch.nn.functional as F
 
 from postlude.errors import PostludeError
+from postlude.export.chain_text import ChainText
 from postlude.export.layout import call, comment
 from postlude.export.trace import FoundChain, Traced
-from postlude.export.training import class_name
 
 _INFIX = {
     operator.add: "+",
@@ -35,24 +35,17 @@ _INFIX = {
 }
 _IN_PLACE = {operator.iadd: "+=", operator.isub: "-=", operator.imul: "*=", operator.itruediv: "/="}
 
+ORIGINAL = "\0"  # stands for the statements of the original forward
+
 
 class ForwardText:
-    """Statements of the forward; `launchers` names the function of each chain that has kernels.
+    """Statements of the forward; `chains` are those that have kernels."""
 
-    `trained` has those chains whose gradients a class of that name knows; None where no chain's are wanted.
-    """
-
-    def __init__(
-        self,
-        traced: Traced,
-        launchers: Mapping[FoundChain, str],
-        reasons: Mapping[str, str],
-        trained: Collection[FoundChain] | None = None,
-    ) -> None:
-        self.traced, self.launchers, self.reasons, self.trained = traced, launchers, reasons, trained
+    def __init__(self, traced: Traced, chains: Mapping[FoundChain, ChainText], reasons: Mapping[str, str]) -> None:
+        self.traced, self.chains, self.reasons = traced, chains, reasons
         self.names: dict[fx.Node, str] = {}
         self.lines: list[str] = []
-        self.inside = {node: chain for chain in launchers for node in chain.calls}
+        self.inside = {node: chain for chain in chains for node in chain.calls}
         self.place = {node: number for number, node in enumerate(traced.graph.nodes)}
 
     def write(self) -> list[str]:
@@ -74,32 +67,54 @@ class ForwardText:
     def _chain(self, chain: FoundChain) -> None:
         """The launcher where everything fits it, else the calls as they were written."""
         last = chain.calls[-1]
-        plain = self.nested(last, set(chain.calls))
         tensors = [self.value(item) if isinstance(item, fx.Node) else _attribute(item) for item in chain.tensors]
-        channels = chain.match.chain.producer.in_channels if chain.match.chain.producer else _any_channels(chain)
         self.lines += _tensors(tensors, set(self.names.values()))
         ends = [user.op for user in last.users] == ["output"] and not self._is_inside_result(last)
         name = "" if ends else self._name(last, chain.calls[0])
-        untrained = self.trained is not None and chain not in self.trained
-        more = " and not needs_grad(*tensors)" if untrained else ""
-        self.lines.append(f"        if self.has_kernels and fits({channels}, *tensors){more}:")
+        text = self.chains[chain]
+        modes = [f"{'' if mode else 'not '}{_attribute(path)}.training" for path, mode in chain.modes]
+        checks = ["self.has_kernels", *modes, f"fits(tensors, {text.shapes_name})"]
+        self.lines.append(f"        if {' and '.join(checks)}:")
+        self.lines += [f"            {_attribute(path)}.add_(1)" for path in chain.counters]
         self.lines.append(f"            with torch.cuda.device_of({tensors[0]}):")
-        self.lines += self._launched(chain, "return " if ends else f"{name} = ", ends)
+        self.lines.append(f"                {'return' if ends else f'{name} ='} {text.called}(*tensors)")
         if ends:
-            self.lines.append(f"        return {plain}")
+            self.lines += self._plain(chain, "        ", "return ")
             self.names[last] = ""
         else:
-            self.lines += ["        else:", f"            {name} = {plain}"]
+            self.lines += ["        else:", *self._plain(chain, " " * 12, f"{name} = ")]
             self.names[last] = name
 
-    def _launched(self, chain: FoundChain, start: str, ends: bool) -> list[str]:
-        launcher, pad = self.launchers[chain], " " * 16
-        if self.trained is None or chain not in self.trained:
-            return [f"{pad}{start}{launcher}(*tensors)"]
-        trained = [f"{pad}if needs_grad(*tensors):", f"{pad}    {start}{class_name(launcher)}.apply(*tensors)"]
-        if ends:
-            return [*trained, f"{pad}return {launcher}(*tensors)[0]"]
-        return [*trained, f"{pad}else:", f"{pad}    {start}{launcher}(*tensors)[0]"]
+    def _plain(self, chain: FoundChain, pad: str, start: str) -> list[str]:
+        """The calls of a chain as they were: one expression where that is short and computes nothing twice."""
+        last, calls = chain.calls[-1], set(chain.calls)
+        if start == "return " and all(node in calls for node in self.traced.graph.nodes if node.op.startswith("call")):
+            return [ORIGINAL]
+        inner = [node for node in chain.calls if node is not last and not _is_question(node)]
+        line = f"{pad}{start}{self.nested(last, calls)}"
+        if len(line) <= 88 and all(len(node.users) == 1 for node in inner):
+            return [line]
+        kept, lines = dict(self.names), []
+        for node in (node for node in self.traced.graph.nodes if node in calls):
+            text = self.expression(node)
+            if node is last:
+                lines.append(f"{pad}{start}{text}")
+            elif _is_question(node):
+                self.names[node] = text
+            else:
+                self.names[node] = self._inner_name(node)
+                lines.append(f"{pad}{self.names[node]} = {text}")
+        self.names = kept
+        return lines
+
+    def _inner_name(self, node: fx.Node) -> str:
+        """As `_name`, inside of a chain."""
+        for source in node.all_input_nodes:
+            last = max(self.place[user] for user in source.users)
+            if source in self.names and last <= self.place[node] and self.names[source].isidentifier():
+                return self.names[source]
+        taken = set(self.names.values())
+        return next(name for name in ("y", "z", "value", *(f"value{i}" for i in range(2, 999))) if name not in taken)
 
     def _is_inside_result(self, node: fx.Node) -> bool:
         return not any(user.args[0] is node for user in node.users)
@@ -268,8 +283,3 @@ def _function(target: Any) -> str:
         if getattr(space, name, None) is target:
             return f"{word}.{name}"
     raise PostludeError(f"the forward calls {name or target}, which cannot be written as a call of torch.")
-
-
-def _any_channels(chain: FoundChain) -> int:
-    value = chain.match.tensors[0].meta["val"]
-    return int(value.shape[1])

@@ -15,21 +15,22 @@ _LABEL = 10
 
 
 def heading(chains: Sequence[ChainText], precision: str, measured: Measured | None) -> str:
-    title = f"{chains[0].plan.chain}, fused." if len(chains) == 1 else f"{len(chains)} fused chains."
+    title = f"{chains[0].chain}, fused." if len(chains) == 1 else f"{len(chains)} fused chains."
     lines = [*textwrap.wrap(f'"""{title}', WIDTH), ""]
     for chain in chains:
         plan = chain.plan
         shape = "×".join(map(str, plan.input.shape))
         mode = precision if plan.input.dtype == "float32" else "auto"
-        found = None if measured is None else measured(str(plan.chain), shape, plan.input.dtype, mode)
+        found = None if measured is None else measured(str(chain.chain), shape, plan.input.dtype, mode)
         if len(chains) > 1:
-            lines += _row(chain.name, str(plan.chain))
-        lines += _row("Input", f"{shape}, {plan.input.dtype}, contiguous; other shapes run as well")
+            lines += _row(chain.name, str(chain.chain))
+        layout = plan.input.layout.replace("_", "-")
+        lines += _row("Input", f"{shape}, {plan.input.dtype}, {layout}")
         lines += _row("Launches", _launches(chain))
         lines += _row("Arithmetic", _arithmetic(plan))
         lines += _row("Measured", found or "not at this size")
         lines.append("")
-    lines.append("What the kernels do not take (see `fits`) runs through PyTorch's own operators.")
+    lines.append("Tensors of other shapes (see `fits`) go through PyTorch's own operators.")
     if any(chain.kernels for chain in chains):
         lines.append("Names in kernels: p_ pointer, i_ index, o_ offsets, m_ mask, b_ block of values.")
     return "\n".join([*lines, '"""'])
@@ -45,9 +46,6 @@ def _launches(chain: ChainText) -> str:
     words = f"{chain.launches} of our kernels"
     if conv is not None and chain.plan.own is None:
         words += " after PyTorch's convolution"
-    small = [name for name in ("scales", "pack_weight", "group_moments") if name in chain.helpers]
-    if small:
-        words += ", and a few small ones of PyTorch"
     return words
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import symtable
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from postlude.errors import PostludeError
-from postlude.export.forward import literal
+from postlude.export.forward import ORIGINAL, literal
 from postlude.export.layout import call, fold
 
 _TORCH = ("torch", "triton")
@@ -120,7 +122,9 @@ def _text(source: str, node: ast.stmt) -> str:
     return "\n".join(line.rstrip() for line in lines[first - 1 : node.end_lineno]) + "\n"
 
 
-def model_text(original: Original, forward: Sequence[str], values: Mapping[str, Any]) -> str:
+def model_text(
+    original: Original, forward: Sequence[str], values: Mapping[str, Any], reads_settings: bool = False
+) -> str:
     """The class with another name and another forward, which knows whether it was built as the problem's was."""
     node = original.model
     lines = _text(original.source, node).splitlines()
@@ -129,7 +133,7 @@ def model_text(original: Original, forward: Sequence[str], values: Mapping[str, 
     old = methods.get("forward")
     if old is None:
         raise PostludeError("Model has no forward of its own, so none can be written.")
-    parts = [(old, _forward_text(original, old, forward))]
+    parts = [(old, _forward_text(original, old, forward, reads_settings))]
     init = methods.get("__init__")
     if init is not None:
         parts.append((init, _text(original.source, init).rstrip("\n").splitlines() + _known(values)))
@@ -142,6 +146,10 @@ def model_text(original: Original, forward: Sequence[str], values: Mapping[str, 
     if init is None:
         place = node.body[0].lineno - offset
         lines[place:place] = ["    has_kernels = True", ""]
+    if ast.get_docstring(node) is not None:
+        end = node.body[0].end_lineno
+        assert end is not None
+        lines[end - offset + 1 : end - offset + 1] = [""] if lines[end - offset + 1].strip() else []
     whole = "\n".join(lines) + "\n"
     renamed = whole.replace("class Model(", "class ModelNew(", 1).replace("super(Model, self)", "super()")
     return fold(renamed)
@@ -164,14 +172,31 @@ def _known(values: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _forward_text(original: Original, old: ast.FunctionDef, body: Sequence[str]) -> list[str]:
+def reads_settings(original: Original, model: nn.Module) -> bool:
+    """Whether a method of the model reads attributes that are neither modules nor tensors: what it was built with."""
+    methods = [n for n in original.model.body if isinstance(n, ast.FunctionDef) and n.name != "__init__"]
+    nodes = [node for method in methods for node in ast.walk(method) if isinstance(node, ast.Attribute)]
+    names = {node.attr for node in nodes if isinstance(node.value, ast.Name) and node.value.id == "self"}
+    held = {*model._modules, *model._parameters, *model._buffers}
+    return any(name not in held and not callable(getattr(model, name, len)) for name in names)
+
+
+def _forward_text(original: Original, old: ast.FunctionDef, body: Sequence[str], reads_settings: bool) -> list[str]:
     lines = _text(original.source, old).splitlines()
     first = old.body[0]
     head = _typed(old)
     if ast.get_docstring(old) is not None and isinstance(first, ast.Expr):
         assert first.end_lineno is not None
         head += lines[first.lineno - old.lineno : first.end_lineno - old.lineno + 1]
-    return [*head, *body]
+    start = old.body[1] if ast.get_docstring(old) is not None and len(old.body) > 1 else first
+    own = textwrap.indent(textwrap.dedent("\n".join(lines[start.lineno - old.lineno :])), " " * 8).splitlines()
+    own = [re.sub(r"  # (?:type: ignore|noqa).*", "", line) for line in own]
+    own = [re.sub(r"(?<=\S) *#(?= )", "  #", line, count=1) if line.count("#") == 1 else line for line in own]
+    whole = [line for part in body for line in (own if part == ORIGINAL else [part])]
+    if ORIGINAL not in body and reads_settings:
+        # Numbers that the constructor was given stand in the calls below: another model needs its own.
+        whole = ["        if not self.has_kernels:", *(f"    {line}" if line else "" for line in own), *whole]
+    return [*head, *whole]
 
 
 def _typed(old: ast.FunctionDef) -> list[str]:

@@ -6,34 +6,25 @@ import ast
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
-from postlude.export.analysis import SCALAR, UNKNOWN, WHOLE, Kinds, Liveness, is_pure, name_of, stores, value_of
+from postlude.export.analysis import (
+    SCALAR,
+    UNKNOWN,
+    WHOLE,
+    Kinds,
+    Liveness,
+    is_pure,
+    name_of,
+    never_runs,
+    stores,
+    value_of,
+)
+from postlude.export.case import Case, Inline, Name
 from postlude.export.comments import with_words
 from postlude.export.source import Edit, Source
 
 _ADDRESSED = ("tl.load", "tl.store", "tl.atomic_add", "tl.atomic_max", "tl.atomic_min")
 _JUMPS = (ast.Return, ast.Break, ast.Continue, ast.Raise)
-
-
-@dataclass(frozen=True)
-class Name:
-    """A constant that is put in as it stands: Name("tl.float32")."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Inline:
-    """A function whose calls become this text, {0} their first argument: Inline("relu({0})")."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Case:
-    decided: Mapping[str, object]  # put in place of the names
-    known: Mapping[str, object]  # these and the ones that stay parameters: enough to decide a condition
 
 
 def substitute(source: Source, case: Case) -> Iterator[Edit]:
@@ -161,11 +152,25 @@ def _tests(function: ast.FunctionDef) -> set[ast.expr]:
 
 
 def decide(source: Source, case: Case) -> list[Edit]:
+    """Conditions that are known, all that do not lie inside one another."""
     known = _known(source, case)
+    edits: list[Edit] = []
+    done: set[int] = set()
     for node in ast.walk(source.function):
         if isinstance(node, ast.If) and (value := value_of(node.test, known)) is not UNKNOWN:
-            return _taken(source, node, bool(value))
-    return []
+            assert node.end_lineno is not None
+            lines = set(range(node.lineno, source.block_end(node, node.col_offset) + 1))
+            is_chained = source.segment(node).startswith("elif") or bool(node.orelse and _is_elif(source, node))
+            if done.isdisjoint(lines) and not (is_chained and edits):
+                edits += _taken(source, node, bool(value))
+                done |= lines
+            if is_chained:
+                break
+    return edits
+
+
+def _is_elif(source: Source, node: ast.If) -> bool:
+    return source.segment(node.orelse[0]).startswith("elif")
 
 
 def _taken(source: Source, node: ast.If, truth: bool) -> list[Edit]:
@@ -207,8 +212,17 @@ def leave_out(source: Source, _: Case) -> list[Edit]:
         if isinstance(node, ast.If) and _is_empty(node.orelse):
             body_end = source.block_end(node.body[-1], node.col_offset)
             return [source.cut(body_end + 1, source.block_end(node, node.col_offset))]
-    dead = Liveness(source.function).dead
-    return [source.remove(dead[0])] if dead else []
+    blocks: dict[int, int] = {}  # statements that a block has left
+    edits: list[Edit] = []
+    for node in Liveness(source.function).dead:
+        block = source.block_of(node)
+        left = blocks.setdefault(id(block), len(block))
+        if left > 1 or not edits:
+            edits.append(source.remove(node))
+            blocks[id(block)] = left - 1
+            if left == 1:
+                break
+    return edits
 
 
 def _does_nothing(source: Source, node: ast.stmt) -> bool:
@@ -217,6 +231,8 @@ def _does_nothing(source: Source, node: ast.stmt) -> bool:
         return True
     if isinstance(node, ast.Pass):
         return len(block) > 1
+    if isinstance(node, ast.For) and never_runs(node):
+        return True
     if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name):
         return [ast.unparse(target) for target in node.targets] == [node.value.id]
     if not isinstance(node, ast.If | ast.For) or node.orelse or not is_pure(node):

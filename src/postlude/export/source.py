@@ -149,10 +149,20 @@ def is_atom(text: str) -> bool:
 
 def _unwrapped(text: str) -> str:
     inner, whole = _parsed(text[1:-1]), _parsed(text)
-    is_wrapped = text.startswith("(") and inner is not None and whole is not None
+    is_wrapped = text.startswith("(") and inner is not None and whole is not None and _is_balanced(text[1:-1])
     if not is_wrapped or "\n" in text or isinstance(inner, _BARE):
         return text
     return text[1:-1] if ast.dump(inner) == ast.dump(whole) else text  # type: ignore[arg-type]
+
+
+def _is_balanced(text: str) -> bool:
+    """Whether no bracket is closed that the text has not opened: `a)(b` stands inside of one for itself."""
+    depth = 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if depth < 0:
+            return False
+    return depth == 0
 
 
 def _parsed(text: str) -> ast.expr | None:

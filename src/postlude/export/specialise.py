@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from postlude.export import comments, rules
 from postlude.export.analysis import Liveness
-from postlude.export.rules import Case, Inline, Name
+from postlude.export.case import Case, Inline, Name
 from postlude.export.source import Edit, Source, apply
 
 __all__ = ["Inline", "Name", "Specialised", "specialise"]
@@ -46,8 +46,8 @@ def specialise(
     text = _decide_comments(text, case, names or {})
     while (after := _round(Source(text), case)) != text:
         text = after
-    while unread := _unread_parameter(Source(text)):
-        text = apply(text, [unread])
+    while unread := _unread_parameters(Source(text)):
+        text = apply(text, unread)
     text = _rename(_tidy(text), names or {})
     arguments = Source(text).function.args
     left = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
@@ -96,8 +96,10 @@ def _words(constants: Mapping[str, object]) -> dict[str, str]:
     return found
 
 
-def _unread_parameter(source: Source) -> Edit | None:
+def _unread_parameters(source: Source) -> list[Edit]:
+    """All that have lines of their own; else the first."""
     arguments, needed = source.function.args, Liveness(source.function).at_start
+    edits = []
     for number, arg in enumerate(arguments.args):
         if arg.arg in needed:
             continue
@@ -109,11 +111,12 @@ def _unread_parameter(source: Source) -> Edit | None:
         last = source.text.count("\n", 0, end) + 1
         has_own_line = not source.lines[line - 1][: arg.col_offset].strip() and not (after and after[0].lineno == last)
         if has_own_line and last < source.line_end(line):
-            return source.cut(line, last, with_comments=True)
-        if after:
-            return Edit(start, source.span(after[0])[0])
-        return Edit(source.text.rindex(",", 0, start) if before else start, end)
-    return None
+            edits.append(source.cut(line, last, with_comments=True))
+        elif not edits and after:
+            return [Edit(start, source.span(after[0])[0])]
+        elif not edits:
+            return [Edit(source.text.rindex(",", 0, start) if before else start, end)]
+    return edits
 
 
 def _tidy(text: str) -> str:

@@ -9,19 +9,22 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 import torch.fx as fx
 from torch import Tensor, nn
 
-from postlude.chain import Normalize, Reduce, Step
+from postlude.chain import Normalize, Reduce, Scalar, Slot, Step
 from postlude.errors import PostludeError
 from postlude.graph.capture import capture_function
 from postlude.graph.match import Declined, Match, match
 from postlude.graph.tidy import functionalise
 from postlude.plan.program import without_channels_end
+
+# Modules that compute one thing in training and another in evaluation.
+_MODAL = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class FoundChain:
     match: Match
     calls: tuple[fx.Node, ...]
     tensors: tuple[fx.Node | str, ...]  # a dotted path is a parameter or buffer
+    counters: tuple[str, ...] = ()  # buffers that count the batches a batch_norm has seen: its call adds 1
+    modes: tuple[tuple[str, bool], ...] = ()  # modules whose mode decides what they compute, and theirs at the time
 
 
 @dataclass(frozen=True)
@@ -42,20 +47,25 @@ class Traced:
 
 
 def trace(model: nn.Module, inputs: Sequence[Any], training: bool = False) -> Traced:
-    graph = _calls(model)
-    found, declined, origins, placeholders = _chains(model, graph, inputs, training)
-    by_name = {node.name: node for node in graph.nodes}
-    reasons = {item.name: f"{item.what.removeprefix('aten.')}: {item.reason}" for item in declined}
-    chains = []
-    for item in found:
-        chain = _as_calls(item, by_name, origins, placeholders)
-        if isinstance(chain, str) and (before := _without_pair(item)) is not None:
-            chain = _as_calls(before, by_name, origins, placeholders)
-        if isinstance(chain, str):
-            reasons[item.name] = chain
-        else:
-            chains.append(chain)
-    return Traced(graph, dict(model.named_modules()), tuple(chains), reasons)
+    """Chains that go on over a batch_norm in training may fail as calls where shorter ones do not."""
+    graph, modules = _calls(model), dict(model.named_modules())
+    tries = []
+    for over_batch in (True, False):
+        found, declined, origins, placeholders = _chains(model, graph, inputs, (training, over_batch))
+        reasons = {item.name: f"{item.what.removeprefix('aten.')}: {item.reason}" for item in declined}
+        chains, failed = [], False
+        for item in found:
+            chain = _as_calls(item, graph, modules, origins, placeholders)
+            if isinstance(chain, str) and (before := _without_pair(item)) is not None:
+                chain = _as_calls(before, graph, modules, origins, placeholders)
+            if isinstance(chain, str):
+                reasons[item.name], failed = chain, True
+            else:
+                chains.append(chain)
+        tries.append(Traced(graph, modules, tuple(chains), reasons))
+        if not failed:
+            break
+    return max(tries, key=lambda traced: len(traced.chains))
 
 
 def _calls(model: nn.Module) -> fx.Graph:
@@ -68,11 +78,26 @@ def _calls(model: nn.Module) -> fx.Graph:
         raise PostludeError(f"the forward cannot be written as one straight line of calls ({first}).") from error
     finally:
         model.train(was_training)
-    if any("_tensor_constant" in str(node.target) for node in graphs[1].nodes if node.op == "get_attr"):
-        raise PostludeError("the forward makes a tensor of its own, which a straight line of calls cannot hold.")
+    for graph in graphs:
+        _write_out_constants(model, graph)
     if str(graphs[0]) != str(graphs[1]):
         raise PostludeError("the forward differs between training and evaluation outside its modules.")
     return graphs[1]
+
+
+def _write_out_constants(model: nn.Module, graph: fx.Graph) -> None:
+    """Tensors of one number that the forward makes, as the call that makes them again."""
+    for node in list(graph.nodes):
+        if node.op == "get_attr" and "_tensor_constant" in str(node.target):
+            value = getattr(model, str(node.target))
+            if value.dim() or value.device.type == "meta":
+                raise PostludeError(
+                    "the forward makes a tensor of its own, which a straight line of calls cannot hold."
+                )
+            with graph.inserting_before(node):
+                made = graph.call_function(torch.tensor, (value.item(),))
+            node.replace_all_uses_with(made)
+            graph.erase_node(node)
 
 
 class _Marking(fx.Interpreter):
@@ -93,7 +118,7 @@ class _Marked(nn.Module):
 
 
 def _chains(
-    model: nn.Module, graph: fx.Graph, inputs: Sequence[Any], training: bool
+    model: nn.Module, graph: fx.Graph, inputs: Sequence[Any], how: tuple[bool, bool]
 ) -> tuple[list[Match], list[Declined], dict[fx.Node, str], dict[fx.Node, str]]:
     """Matches and the rest; for each ATen node its call, and for the graph's inputs what they are."""
     state: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -111,7 +136,7 @@ def _chains(
         first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise PostludeError(f"the forward cannot be traced ({first}).") from error
     functionalise(aten)
-    found, declined = match(aten, functools.partial(_unwritten, training))
+    found, declined = match(aten, functools.partial(_unwritten, *how))
     names = [node.name for node in graph.nodes if node.op == "placeholder"][:count]
     inputs_of = [node for node in aten.graph.nodes if node.op == "placeholder"]
     placeholders = dict(zip(inputs_of, [*names, *(f".{name}" for name in state)]))
@@ -123,40 +148,117 @@ def _chains(
     return found, declined, origins, placeholders
 
 
-def _unwritten(training: bool, step: Step) -> str | None:
+def _unwritten(training: bool, over_batch: bool, step: Step) -> str | None:
     """Why the kernels of a file end before a step, where they do."""
-    if isinstance(step, Normalize) and step.over != "sample":
-        return "no kernels are written for batch_norm in training and layer_norm"
+    if isinstance(step, Normalize) and step.over == "batch" and not over_batch:
+        return "a chain over this batch_norm could not be written as calls"
     if isinstance(step, Reduce) and step.over == "channels" and training:
         return "no kernels are written for the gradients of a reduction over channels"
     return None
 
 
 def _as_calls(
-    item: Match, by_name: Mapping[str, fx.Node], origins: Mapping[fx.Node, str], placeholders: Mapping[fx.Node, str]
+    item: Match,
+    graph: fx.Graph,
+    modules: Mapping[str, nn.Module],
+    origins: Mapping[fx.Node, str],
+    placeholders: Mapping[fx.Node, str],
 ) -> FoundChain | str:
+    by_name = {node.name: node for node in graph.nodes}
     names = {origins.get(node, "") for node in item.nodes}
     whole = [node for node, name in origins.items() if name in names and node.op == "call_function"]
-    if not names <= by_name.keys() or set(whole) != set(item.nodes):
+    counters = {node: path for node in whole if (path := _counter(node, placeholders)) is not None}
+    if not names <= by_name.keys() or set(whole) - set(counters) != set(item.nodes):
         return "a call of the forward lies only partly in the chain"
-    calls = tuple(node for name, node in by_name.items() if name in names)
+    calls = [node for name, node in by_name.items() if name in names]
     if item.nodes[-1].target is operator.getitem:
         values = _values_of_pair(calls[-1])
         if values is None:
             return "a pair of values and indices is used as such"
-        calls = (*calls, values)
+        calls.append(values)
+    calls = _with_inner(calls, graph, origins)
     if any(user not in calls for call in calls[:-1] for user in call.users):
         return "a value inside the chain is used outside it as well"
-    tensors: list[fx.Node | str] = []
-    for node in item.tensors:
+    numbers, tensors = dict[int, float](), list[fx.Node | str]()
+    for slot, node in enumerate(item.tensors):
         source = placeholders.get(node, origins.get(node, ""))
-        if source.startswith("."):
+        if source in by_name and (number := _number(by_name[source])) is not None:
+            numbers[slot] = number
+        elif source.startswith("."):
             tensors.append(source[1:])
-        elif source in by_name and source not in names:
+        elif source in by_name and by_name[source] not in calls:
             tensors.append(by_name[source])
         else:
             return "a tensor that the chain reads is made on the way"
-    return FoundChain(item, calls, tuple(tensors))
+    return FoundChain(_with_numbers(item, numbers), tuple(calls), tuple(tensors), tuple(counters.values()),
+                      _modes(calls, modules))  # fmt: skip
+
+
+def _counter(node: fx.Node, placeholders: Mapping[fx.Node, str]) -> str | None:
+    """The counter that a batch_norm in training moves on, if a node does just that."""
+    path = placeholders.get(node.args[0], "") if node.args and isinstance(node.args[0], fx.Node) else ""
+    adds = node.target in (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor) and node.args[1:] == (1,)
+    is_copied = node.target is torch.ops.aten.copy_.default
+    return path[1:] if path.endswith("num_batches_tracked") and (adds or is_copied) else None
+
+
+def _with_inner(calls: Sequence[fx.Node], graph: fx.Graph, origins: Mapping[fx.Node, str]) -> list[fx.Node]:
+    """With the calls between them that compute nothing: copies, questions, and numbers as tensors."""
+    computing = {name for node, name in origins.items() if node.op == "call_function"}
+    found = set(calls)
+    for node in reversed(list(graph.nodes)):
+        computes = node.name in computing and _number(node) is None
+        if node.op.startswith("call_") and not computes and node.users and found.issuperset(node.users):
+            found.add(node)
+    return [node for node in graph.nodes if node in found]
+
+
+def _number(node: fx.Node) -> float | None:
+    """What torch.tensor makes a tensor of, where that is one number."""
+    number = node.args[0] if node.target is torch.tensor and node.args else None
+    return number if isinstance(number, int | float) and set(node.kwargs) <= {"device"} else None
+
+
+def _with_numbers(item: Match, numbers: Mapping[int, float]) -> Match:
+    """The chain with numbers in place of tensors of one number that the forward makes."""
+    if not numbers:
+        return item
+    left = [slot for slot in range(len(item.chain.roles)) if slot not in numbers]
+    steps = _with_slots(item.chain.steps, left, numbers)
+    chain = replace(item.chain, steps=steps, roles=tuple(item.chain.roles[slot] for slot in left))
+    return replace(item, chain=chain, tensors=tuple(item.tensors[slot] for slot in left))
+
+
+def _with_slots(steps: Sequence[Step], left: Sequence[int], numbers: Mapping[int, float]) -> tuple[Step, ...]:
+    """Steps that read the slots `left`, by their places in it, and numbers in place of others."""
+
+    def operand(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(operand, value))
+        if not isinstance(value, Slot):
+            return value
+        return Scalar(float(numbers[value.index])) if value.index in numbers else Slot(left.index(value.index))
+
+    return tuple(replace(step, **{f.name: operand(getattr(step, f.name)) for f in fields(step)}) for step in steps)
+
+
+def without_convolution(found: FoundChain) -> FoundChain:
+    """The chain that begins with what the convolution gives: its call stays the model's own, bias and all."""
+    match, conv = found.match, found.match.chain.producer
+    if conv is None:
+        return found
+    taken = 3 if conv.has_bias else 2
+    left = [0, *range(taken, len(match.chain.roles))]
+    steps = _with_slots(match.chain.steps, left, {})
+    chain = replace(match.chain, producer=None, steps=steps, roles=tuple(match.chain.roles[slot] for slot in left))
+    tensors = (match.nodes[0], *match.tensors[taken:])
+    item = replace(match, chain=chain, nodes=match.nodes[1:], tensors=tensors)
+    return replace(found, match=item, calls=found.calls[1:], tensors=(found.calls[0], *found.tensors[taken:]))
+
+
+def _modes(calls: Sequence[fx.Node], modules: Mapping[str, nn.Module]) -> tuple[tuple[str, bool], ...]:
+    found = [str(node.target) for node in calls if node.op == "call_module"]
+    return tuple((path, modules[path].training) for path in found if isinstance(modules[path], _MODAL))
 
 
 def _values_of_pair(pair: fx.Node) -> fx.Node | None:

@@ -7,9 +7,11 @@ loaded.
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,42 +20,68 @@ from torch import Tensor
 from postlude.chain import Chain
 from postlude.hardware import usable_cores
 from postlude.plan.problem import Problem, Spec, memory_format
-from postlude.run.collecting import collected
 from postlude.run.launch import Launch
+from postlude.run.recording import Recording, recorded_by
 
-Job = tuple[Launch, tuple[Any, ...]]  # a launch and its arguments
 _MOST_THREADS = 16
+
+
+@dataclass(frozen=True)
+class Job:
+    """A kernel to be compiled and loaded; equal ones are the same code."""
+
+    key: Any
+    build: Callable[[], object] = field(compare=False)
+
+
+class _Jobs(Recording):
+    def __init__(self, device: int) -> None:
+        self.device = device
+        self.found: list[Job] = []
+
+    def kernel(self, launch: Launch, tensors: tuple[Any, ...]) -> None:
+        if hasattr(launch.kernel, "device_caches"):  # not of Triton's interpreter, which compiles nothing
+            self.found.append(Job(launch.key(tensors), functools.partial(_built, launch, tensors)))
+
+    def cuda(self, source: str, kernel: str, ready: Any, _: Any) -> None:
+        key = (source, kernel, *ready.macros.items())
+        self.found.append(Job(key, functools.partial(ready.load, self.device)))
 
 
 def jobs_of(chain: Chain, runner: Any, problem: Problem, needs: Sequence[bool]) -> list[Job]:
     """Every kernel that a call for this problem launches; `needs` says which slots want a gradient."""
+    jobs = _Jobs(problem.index)
+    called(runner, chain, problem, needs, jobs)
+    return jobs.found
+
+
+def called(runner: Any, chain: Chain, problem: Problem, needs: Sequence[bool], taker: Recording) -> None:
+    """Calls a plan's runner, forward and backward, on tensors without memory; `taker` takes its launches down."""
     leaves = [_empty(spec, chain.dims).requires_grad_(need) for spec, need in zip(problem.tensors, needs)]
-    with collected() as jobs, torch.set_grad_enabled(problem.needs_grad), torch.autocast(problem.device, enabled=False):
+    off = torch.autocast(problem.device, enabled=False)
+    with recorded_by(taker), torch.set_grad_enabled(problem.needs_grad), off:
         result = runner(leaves)
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         if problem.needs_grad and wanted and result.requires_grad:
             torch.autograd.grad(result, wanted, torch.empty_like(result), allow_unused=True)
-    return jobs
 
 
-def compile_all(jobs: Iterable[Job]) -> None:
-    """Compiles and loads what is not compiled yet. An error is left to whoever asks for that kernel again."""
-    unique = list({launch.key(tensors): (launch, tensors) for launch, tensors in jobs}.values())
-    unique = [job for job in unique if hasattr(job[0].kernel, "device_caches")]  # not those of Triton's interpreter
+def build_all(jobs: Iterable[Job]) -> None:
+    """Compiles and loads what is not there yet. An error is left to whoever asks for that kernel again."""
+    unique = list(dict.fromkeys(jobs))
     if len(unique) < 2:
         return
     device = torch.cuda.current_device()
     threads = min(_MOST_THREADS, usable_cores(), len(unique))
     with ThreadPoolExecutor(threads, "postlude-compile", torch.cuda.set_device, (device,)) as pool:
-        for future in [pool.submit(_built, launch, tensors) for launch, tensors in unique]:
+        for future in [pool.submit(job.build) for job in unique]:
             future.exception()
 
 
 def load_all(jobs: Iterable[Job]) -> None:
-    """Loads what is on the list into the current device, and raises where something cannot be compiled or loaded."""
-    for launch, tensors in {launch.key(tensors): (launch, tensors) for launch, tensors in jobs}.values():
-        if hasattr(launch.kernel, "device_caches"):
-            _built(launch, tensors)
+    """Raises where something cannot be compiled or loaded; what is there already takes no time."""
+    for job in dict.fromkeys(jobs):
+        job.build()
 
 
 def _built(launch: Launch, tensors: tuple[Any, ...]) -> None:

@@ -19,6 +19,7 @@ from postlude.plan.gemm import volume_for
 from postlude.run import nvrtc
 from postlude.run.library import cast_for_convolution
 from postlude.run.passes import Partials
+from postlude.run.recording import recording
 
 _ARGUMENTS = 27
 
@@ -49,7 +50,11 @@ class FewChannelsConvolution:
 
 def defines(settings: FewChannels, shape: Geometry) -> tuple[str, ...]:
     """The compiler's options that make this kernel of the source."""
-    return options_of({**common_defines(settings, shape), "SHARED_BYTES": shared_bytes(settings, shape)})
+    return options_of(all_defines(settings, shape))
+
+
+def all_defines(settings: FewChannels, shape: Geometry) -> dict[str, int]:
+    return {**common_defines(settings, shape), "SHARED_BYTES": shared_bytes(settings, shape)}
 
 
 def options_of(values: dict[str, int]) -> tuple[str, ...]:
@@ -120,7 +125,9 @@ class Ready:
         units = batch * tiles
         if units >= 1 << 31:
             raise ValueError(f"an input of {tuple(x.shape)} is too large for this kernel")
-        self.kernel = _kernel(settings, shape, x.device.index or 0)
+        self.macros = all_defines(settings, shape)
+        self.load = functools.partial(_kernel, settings, shape)  # onto a device
+        self.kernel = None if x.is_meta else self.load(x.device.index or 0)
         self.shape, self.counts, self.threads = (2, batch, shape.cout, tiles), (batch, tiles), settings.warps * 32
         w_strides = weight_strides(weight, transposed)
         self.grid = (min(units, settings.programs) if settings.programs else units, shape.channel_blocks)
@@ -130,6 +137,11 @@ class Ready:
         bias = bias if bias is None else bias.contiguous()
         mean, m2 = torch.empty(self.shape, dtype=torch.float32, device=x.device)
         count = torch.empty(self.counts, dtype=torch.float32, device=x.device)
+        if self.kernel is None:
+            assert recording.active is not None
+            tensors = (x, weight, bias, mean, m2, count)
+            recording.active.cuda("few_channels.cu", "few_channels_moments", self, tensors)
+            return mean, m2, count
         pointers = (x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr())
         results = (mean.data_ptr(), m2.data_ptr(), count.data_ptr())
         self.kernel.launch(self.grid, self.threads, (*pointers, *results, *self.sizes))

@@ -19,6 +19,7 @@ from postlude.plan.few_channels_gradient import FewChannelsGradient, GradientPla
 from postlude.plan.gemm import volume_for
 from postlude.run import nvrtc
 from postlude.run.few_channels import common_defines, geometry_of, options_of, source, weight_strides
+from postlude.run.recording import recording
 
 _ARGUMENTS = 36
 
@@ -55,16 +56,19 @@ class FewChannelsGradients:
 
 def gradient_defines(settings: FewChannelsGradient, shape: Geometry, wanted: tuple[bool, bool]) -> tuple[str, ...]:
     """The compiler's options; `wanted`: the weight's gradient, and the input's."""
+    return options_of(all_gradient_defines(settings, shape, wanted))
+
+
+def all_gradient_defines(settings: FewChannelsGradient, shape: Geometry, wanted: tuple[bool, bool]) -> dict[str, int]:
     if settings.warps % settings.splits or shape.channel_blocks > 1:
         raise ValueError(f"{settings} and {shape} are not for this kernel: splits divide warps, 32 channels at most")
-    values = common_defines(settings, shape) | {
+    return common_defines(settings, shape) | {
         "WEIGHT": int(wanted[0]),
         "INPUT": int(wanted[1]),
         "SPLITS": settings.splits,
         "PROMOTE": settings.promote,
         "SHARED_BYTES": gradient_shared_bytes(settings, shape, wanted[1]),
     }
-    return options_of(values)
 
 
 @functools.cache
@@ -95,7 +99,9 @@ class ReadyGradient:
         units = x.shape[0] * deep * per_plane
         if units >= 1 << 31:
             raise ValueError(f"an input of {tuple(x.shape)} is too large for this kernel")
-        self.kernel = _kernel(settings, shape, wanted, x.device.index or 0)
+        self.macros = all_gradient_defines(settings, shape, wanted)
+        self.load = functools.partial(_kernel, settings, shape, wanted)  # onto a device
+        self.kernel = None if x.is_meta else self.load(x.device.index or 0)
         self.wanted, self.threads = wanted, settings.warps * 32
         blocks = min(units, settings.programs) if settings.programs else units
         self.grid = (blocks, 1)
@@ -109,9 +115,20 @@ class ReadyGradient:
     def __call__(self, x: Tensor, weight: Tensor, table: Tensor) -> tuple[Tensor | None, Tensor | None]:
         dx = torch.empty_like(x) if self.wanted[1] else None
         parts = torch.empty(self.parts, dtype=torch.float32, device=x.device) if self.wanted[0] else None
-        results = (0 if parts is None else parts.data_ptr(), 0 if dx is None else dx.data_ptr())
-        pointers = (x.data_ptr(), weight.data_ptr(), table.data_ptr(), *results)
-        self.kernel.launch(self.grid, self.threads, (*pointers, *self.sizes))
+        if self.kernel is None:
+            assert recording.active is not None
+            recording.active.cuda(
+                "few_channels_gradient.cu", "few_channels_gradient", self, (x, weight, table, parts, dx)
+            )
+        else:
+            self._launch(self.kernel, x, weight, table, parts, dx)
         if parts is None:
             return dx, None
         return dx, parts.sum(0, dtype=torch.float64).to(weight.dtype).view(weight.shape)
+
+    def _launch(
+        self, kernel: nvrtc.Kernel, x: Tensor, weight: Tensor, table: Tensor, parts: Tensor | None, dx: Tensor | None
+    ) -> None:
+        results = (0 if parts is None else parts.data_ptr(), 0 if dx is None else dx.data_ptr())
+        pointers = (x.data_ptr(), weight.data_ptr(), table.data_ptr(), *results)
+        kernel.launch(self.grid, self.threads, (*pointers, *self.sizes))

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from postlude.run.collecting import collecting
 from postlude.run.found_again import find_again
+from postlude.run.recording import recording
 
 # Told a kernel's name and what was compiled when it is launched for the first time: for tools that look on.
 watchers: list[Callable[[str, Any], None]] = []
@@ -42,8 +42,8 @@ class Launch:
 
     def __call__(self, *tensors: Any) -> None:
         """Runs it on these pointers (tensors, or descriptors of tensors): always of the same dtypes."""
-        if collecting.launches is not None:
-            collecting.launches.append((self, tensors))
+        if recording.active is not None:
+            recording.active.kernel(self, tensors)
             return
         if not hasattr(self.kernel, "device_caches"):  # Triton's interpreter, which compiles nothing
             self._through_triton(tensors)

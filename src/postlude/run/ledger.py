@@ -113,7 +113,7 @@ class Ledger:
             self._say(f"compiling the kernels of {len(questions)} chains")
         for index, some in jobs.items():
             with torch.cuda.device(index):
-                ahead.compile_all(some)
+                ahead.build_all(some)
 
     def switch_off(self, name: str, why: str) -> None:
         """From now on the site runs through PyTorch's operators, in graphs that are there and in later ones."""
@@ -133,7 +133,7 @@ class Ledger:
             if problem.device == "cuda":
                 jobs = ahead.jobs_of(chain, runner, problem, question.needs)
                 with torch.cuda.device(problem.index):
-                    ahead.compile_all(jobs)
+                    ahead.build_all(jobs)
                     ahead.load_all(jobs)
             verdict = self._checked(Call(chain, problem, question.needs, outcome, runner), question.name, tensors)
         except torch.OutOfMemoryError:

@@ -18,7 +18,6 @@ import torch
 from postlude.errors import PostludeError
 from postlude.files import read_kept, write_kept
 from postlude.hardware import cache_folder, nvrtc_libraries
-from postlude.run.collecting import collecting
 from postlude.tile_table import NAME as TILES
 
 _STATIC_SHARED = 48 << 10  # what a block may have without asking
@@ -182,8 +181,6 @@ class Kernel:
 
     def launch(self, grid: tuple[int, int], threads: int, values: Sequence[int]) -> None:
         """On torch's current stream of the kernel's device."""
-        if collecting.launches is not None:  # it is compiled and loaded by now, which is all that was asked
-            return None
         if torch.cuda.current_device() != self.device:
             with torch.cuda.device(self.device):
                 return self.launch(grid, threads, values)

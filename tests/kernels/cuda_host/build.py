@@ -50,6 +50,8 @@ def build_text(folder: Path, source: str, entry: str) -> Path:
     for name in ("void mma", " pack(_pair)?", "float unpack"):
         source, count = re.subn(rf"(DEVICE|__device__) [\w ]*?{name}\(.*?\n\}}\n", "", source, flags=re.DOTALL)
         assert count == 1, name
+    for name in ("load_matrices", "load_transposed"):
+        source = re.sub(rf"(DEVICE|__device__) [\w ]*?{name}\(.*?\n\}}\n", "", source, count=1, flags=re.DOTALL)
     source = re.sub(r"extern __shared__ uint4 (\w+)\[\];", r"uint4* \1 = ::shared;", source)
     kernel = folder / f"{entry}.cu"
     kernel.write_text(source.replace("__shared__", "static"), encoding="utf-8")

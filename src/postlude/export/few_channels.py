@@ -1,28 +1,20 @@
 """The convolution of few channels, its norm and the mean of everything as two kernels of CUDA C++ in as few lines as
-they take: fp32 in two planes, for a norm and a mean over all but the batch. `direct.py` writes everything else."""
+they take: fp32 in two planes, for a norm and a mean over all but the batch. All else is the library's own source."""
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
 from importlib import resources
 
 from postlude.chain import Convolution, Normalize, Reduce
-from postlude.export.kernels import changed
-from postlude.export.parts import Draft, launcher_sizes, plus
+from postlude.export.device_text import changed
 from postlude.plan import Plan
 from postlude.plan.few_channels import WIDTH, FewChannels, Geometry, layout_of_tile
 from postlude.plan.gemm import volume_for
 
 _SLOT = 16  # bytes
-_COMPILE = '''\
-@functools.cache
-def compiled(name: str, device: int) -> Any:
-    """CUDA C++, compiled once for each card by the NVRTC that torch brings along."""
-    with torch.cuda.device(device):
-        kernel = torch.cuda._compile_kernel(SOURCE, name)
-        kernel.set_shared_memory_config(SHARED_BYTES)
-    return kernel
-'''
 
 
 def gives_result(plan: Plan) -> bool:
@@ -40,23 +32,55 @@ def gives_result(plan: Plan) -> bool:
     return lanes <= _tile_slots(own, _geometry(plan, conv)) * _SLOT
 
 
-def direct_result(draft: Draft, settings: FewChannels) -> int:
-    """Leaves `value`; the number of the reduction's step."""
-    plan, conv = draft.plan, draft.plan.chain.producer
+def result_lines(plan: Plan, names: Mapping[int, str]) -> list[str]:
+    """The launcher's statements; they leave `value`."""
+    conv, norm, settings = plan.chain.producer, plan.chain.steps[plan.passes[-1].last], plan.own
     assert conv is not None
-    last = plan.passes[-1].last
-    norm = plan.chain.steps[last]
     assert isinstance(norm, Normalize)
-    shape = _geometry(plan, conv)
-    _, steps = layout_of_tile(settings, shape, _SLOT)
-    shared = (_tile_slots(settings, shape) + steps * shape.fragments * 32) * _SLOT
-    draft.cuda = f'SOURCE = r"""\n{source(settings, shape, norm)}"""\n\n'
-    draft.helpers["compiled"] = _COMPILE
-    draft.imports |= {"CUDA_HOME"}
-    draft.constant("SHARED_BYTES", shared, "of a block: a tile's input and the weight")
-    draft.shared_bytes = shared
-    _launch(draft, settings, shape, conv, norm)
-    return last + 2
+    assert isinstance(settings, FewChannels)
+    shape, (batch, _, *space) = _geometry(plan, conv), plan.input.shape
+    size = [1] * (3 - len(space)) + space
+    out = (s + 2 * p - k + 1 for s, p, k in zip(size, shape.padding, shape.kernel))
+    tiles = math.prod(settings.tiles(tuple(out)))  # type: ignore[arg-type]
+    blocks = min(batch * tiles, settings.programs or batch * tiles)
+    assert norm.weight is not None
+    assert norm.bias is not None
+    gamma, beta = names[norm.weight.index], names[norm.bias.index]
+    lines = [
+        f"moments = x.new_empty(({batch}, {tiles}, {shape.cout}, 3), dtype=torch.float64)",
+        f"value = x.new_empty(({batch},))",
+    ]
+    if conv.transposed:
+        axes = tuple(range(2, 2 + plan.chain.dims))
+        lines.append(f"weight = weight.transpose(0, 1).flip{axes}.contiguous()  # gathers now")
+    shared, device = shared_bytes(plan), "x.device.index"
+    return [
+        *lines,
+        "# The convolution, of which only the moments of tiles are kept.",
+        f'kernel = compiled(SOURCE, "moments_kernel", {shared}, {device})',
+        f"arguments = (x, weight, moments, {batch}, {', '.join(map(str, size))}, 0)",
+        f"kernel(({blocks}, 1, 1), ({settings.warps * 32}, 1, 1), arguments, {shared})",
+        "# The norm and the mean of everything, from the moments.",
+        f'kernel = compiled(SOURCE, "finish_kernel", {shared}, {device})',
+        f"kernel(({batch}, 1, 1), (32, 1, 1), (moments, bias, {gamma}, {beta}, value, {tiles}))",
+    ]
+
+
+def result_source(plan: Plan) -> str:
+    conv, norm = plan.chain.producer, plan.chain.steps[plan.passes[-1].last]
+    assert conv is not None
+    assert isinstance(plan.own, FewChannels)
+    assert isinstance(norm, Normalize)
+    return source(plan.own, _geometry(plan, conv), norm)
+
+
+def shared_bytes(plan: Plan) -> int:
+    """Of a block: a tile's input and the weight."""
+    assert plan.chain.producer is not None
+    assert isinstance(plan.own, FewChannels)
+    shape = _geometry(plan, plan.chain.producer)
+    _, steps = layout_of_tile(plan.own, shape, _SLOT)
+    return (_tile_slots(plan.own, shape) + steps * shape.fragments * 32) * _SLOT
 
 
 def _geometry(plan: Plan, conv: Convolution) -> Geometry:
@@ -109,24 +133,8 @@ def source(settings: FewChannels, shape: Geometry, norm: Normalize) -> str:
     return text
 
 
-def _launch(draft: Draft, settings: FewChannels, shape: Geometry, conv: Convolution, norm: Normalize) -> None:
-    sizes = launcher_sizes(draft)
-    outs = [plus(size, 2 * p - k + 1) for size, p, k in zip(sizes, shape.padding, shape.kernel)]
-    counts = [f"-(-({size}) // {part})" for size, part in zip(outs, (settings.depth, settings.height, WIDTH))]
-    draft.add(f"tiles = {' * '.join(count for size, count in zip(sizes, counts) if size != '1')}")
-    draft.add(f"moments = torch.empty(batch, tiles, {shape.cout}, 3, dtype=torch.float64, device=x.device)")
-    draft.add("value = torch.empty(batch, dtype=x.dtype, device=x.device)")
-    if conv.transposed:
-        axes = tuple(range(2, 2 + draft.plan.chain.dims))
-        draft.add(f"weight = weight.transpose(0, 1).flip{axes}.contiguous()  # gathers now")
-    draft.add("card = torch.cuda.get_device_properties(x.device)")
-    draft.add(f"blocks = min(batch * tiles, {settings.blocks} * card.multi_processor_count)")
-    draft.add(f"arguments = (x, weight, moments, batch, {', '.join(sizes)}, 0)")
-    draft.add('kernel = compiled("moments_kernel", x.device.index)')
-    draft.add(f"kernel((blocks, 1, 1), ({settings.warps * 32}, 1, 1), arguments, SHARED_BYTES)")
-    assert norm.weight is not None
-    assert norm.bias is not None
-    gamma, beta = draft.names[norm.weight.index], draft.names[norm.bias.index]
-    draft.add('kernel = compiled("finish_kernel", x.device.index)')
-    draft.add(f"kernel((batch, 1, 1), (32, 1, 1), (moments, bias, {gamma}, {beta}, value, tiles))")
-    draft.launches += 2
+def plus(name: str, number: int) -> str:
+    """`name + number` as a person writes it."""
+    if number == 0:
+        return name
+    return f"{name} {'+' if number > 0 else '-'} {abs(number)}"

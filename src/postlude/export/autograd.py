@@ -1,0 +1,140 @@
+"""The autograd function around a launcher.
+
+In an ordinary file its backward pass is PyTorch's derivative of the calls that the kernels replace, which are made
+again. In a file that trains it is the library's own, from what the forward pass kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from postlude.chain import Chain
+from postlude.export.layout import WIDTH, call, docstring, fold
+from postlude.export.program_text import ProgramText
+from postlude.plan.calls import Program, TorchCall, buffers_in
+from postlude.run.record import record_plain, record_rest
+
+_RECOMPUTING = '''\
+class {Name}(torch.autograd.Function):
+    """The kernels forward; backward, PyTorch's derivative of the calls they replace."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward({kept})
+        return {name}(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad
+        with torch.enable_grad():
+            tensors = [{alias} for t in ctx.saved_tensors]
+            result = {name}_by_pytorch(*tensors)
+        wanted = [t for t, needed in zip(tensors, needs) if needed]
+        twice = torch.is_grad_enabled()  # the gradients are to be differentiated again
+        grads = iter(torch.autograd.grad(result, wanted, grad, create_graph=twice))
+        return tuple(next(grads) if needed else None for needed in needs)
+'''
+
+
+def class_name(function: str) -> str:
+    return "".join(word.capitalize() for word in function.split("_"))
+
+
+def recomputing_class(chain: Chain, name: str, names: Mapping[int, str], tensors: Sequence[Tensor]) -> dict[str, str]:
+    """The chain through PyTorch's functions, and the class whose backward pass differentiates that."""
+    text = _RECOMPUTING.replace("{Name}", class_name(name)).replace("{name}", name)
+    moved = chain.moved  # running statistics move on before the backward pass, which does not read them
+    kept = f"*(None if n in {moved} else t for n, t in enumerate(tensors))" if moved else "*tensors"
+    text = text.replace("{kept}", kept).replace(
+        "{alias}", "t if t is None else t.view_as(t)" if moved else "t.view_as(t)"
+    )
+    plain = f"{name}_by_pytorch"
+    return {plain: plain_function(chain, plain, names, tensors), class_name(name): fold(text)}
+
+
+def plain_function(chain: Chain, name: str, names: Mapping[int, str], tensors: Sequence[Tensor]) -> str:
+    program = record_plain(chain, tensors)
+    text = ProgramText(program, names, joins=False)
+    if _is_straight(program):
+        text.words |= {b.number: "value" for item in program.forward for b in getattr(item, "results", ())}
+    *body, last = text.forward_lines()
+    result = text.words[program.result.number]
+    end = last.removeprefix(f"    {result} = ")
+    lines = [*body, *([f"    return {end}"] if end != last else [last, f"    return {result}"])]
+    arguments = [f"{names[slot]}: Tensor" for slot in range(len(chain.roles))]
+    head = call(f"def {name}", arguments, after=" -> Tensor:", indent=0)
+    return fold("\n".join([*head, *docstring(f"{chain}, by PyTorch."), *lines]) + "\n")
+
+
+def rest_lines(
+    chain: Chain, first: int, names: Mapping[int, str], tensors: Sequence[Tensor], value: Tensor, word: str
+) -> list[str]:
+    """Statements for the steps after step `first`, through PyTorch, on the value that goes by `word`."""
+    if first == len(chain.steps):
+        return []
+    program = record_rest(chain, first, value, tensors)
+    text = ProgramText(program, {0: word, **{slot + 1: name for slot, name in names.items()}}, joins=False)
+    if _is_straight(program):
+        text.words |= {b.number: word for item in program.forward for b in getattr(item, "results", ())}
+    lines, result = text.forward_lines(), text.words[program.result.number]
+    return [*lines, *([] if result == word else [f"    {word} = {result}"])]
+
+
+def _is_straight(program: Program) -> bool:
+    """Where each call reads just the value before it, all can go by one name."""
+    given, previous = {b.number for b in program.given}, -1
+    for item in program.forward:
+        read = {b.number for b in buffers_in(item)} - given
+        made = item.results if isinstance(item, TorchCall) else ()
+        if len(made) != 1 or made[0] is None or (read and read != {previous}):
+            return False
+        previous = made[0].number
+    return True
+
+
+def kept_class(chain: Chain, name: str, names: Mapping[int, str], text: ProgramText) -> dict[str, str]:
+    """The class whose passes are the library's own, with what the second reads of the first kept between them."""
+    program, kept, slots = text.program, text.kept(), [names[slot] for slot in range(len(chain.roles))]
+    assert program.gradient is not None
+    text.indent = 8
+    forward, backward = text.forward_lines(kept), text.backward_lines()
+    words, grad = [text.words[buffer.number] for buffer in kept], text.words[program.gradient.number]
+    grads = [None if grad is None else text.words[grad.number] for grad in program.gradients]
+    guarded = "\n".join(backward)
+    optional = [word for slot, word in enumerate(grads[:2]) if word is not None and f"if needs[{slot}]" in guarded]
+    layout = "" if program.gradient.is_contiguous else f"memory_format=torch.channels_last{'_3d' * (chain.dims == 3)}"
+    lines = [
+        f"class {class_name(name)}(torch.autograd.Function):",
+        *docstring(f"{chain}: kernels both ways, the second from what the first kept."),
+        "",
+        "    @staticmethod",
+        *call("def forward", ["ctx: Any", *(f"{slot}: Tensor" for slot in slots)], after=" -> Tensor:"),
+        *forward,
+        *call("ctx.save_for_backward", words, indent=8),
+        f"        return {text.words[program.result.number]}",
+        "",
+        "    @staticmethod",
+        "    @once_differentiable",
+        f"    def backward(ctx: Any, {grad}: Tensor) -> tuple[Tensor | None, ...]:",
+        *(["        needs = ctx.needs_input_grad"] if "needs[" in guarded else []),
+        *_unpacked(words),
+        f"        {grad} = {grad}.contiguous({layout})",
+        *([f"        {' = '.join(optional)} = None"] if optional else []),
+        *backward,
+        *_returned([str(grad) for grad in grads]),
+    ]
+    return {class_name(name): fold("\n".join(lines) + "\n")}
+
+
+def _returned(words: Sequence[str]) -> list[str]:
+    line = f"        return {', '.join(words)}{',' * (len(words) == 1)}"
+    return [line] if len(line) <= WIDTH else call("", words, "return ", indent=8)
+
+
+def _unpacked(words: Sequence[str]) -> list[str]:
+    line = f"        {', '.join(words)}{',' * (len(words) == 1)} = ctx.saved_tensors"
+    if len(line) <= WIDTH or not words:
+        return [line] if words else []
+    return ["        (", *(f"            {word}," for word in words), "        ) = ctx.saved_tensors"]

@@ -1,0 +1,93 @@
+"""The library's device functions as text, and one of them cut down to a case."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+
+from postlude.export.layout import fold
+from postlude.export.specialise import specialise
+
+_FILES = (
+    "pointwise",
+    "derivatives",
+    "pack",
+    "unfold",
+    "convolve",
+    "convolve_boxes",
+    "phases",
+    "normalize",
+    "channels",
+    "rows",
+    "moments",
+    "batch",
+    "gradient",
+    "pack_gradient",
+    "weight_gradient",
+    "moments_gradient",
+)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A function of the exported file, its text laid out."""
+
+    name: str
+    text: str
+    parameters: tuple[str, ...]
+
+
+@functools.cache
+def library() -> dict[str, str]:
+    """The text of every function in kernels/triton, by name."""
+    found = {}
+    for file in _FILES:
+        text = (resources.files("postlude.kernels.triton") / f"{file}.py").read_text("utf-8")
+        lines = text.splitlines()
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.FunctionDef):
+                found[node.name] = "\n".join(lines[node.decorator_list[0].lineno - 1 : node.end_lineno]) + "\n"
+    return found
+
+
+def changed(source: str, changes: Mapping[str, str]) -> str:
+    """A kernel's text with pieces of it put differently; each must be there once."""
+    for before, after in changes.items():
+        if source.count(before) != 1:
+            raise ValueError(f"the kernel says {before!r} {source.count(before)} times, not once")
+        source = source.replace(before, after)
+    return source
+
+
+def cut(source: str, constants: Mapping[str, object], names: Mapping[str, str], keep: tuple[str, ...] = ()) -> Kernel:
+    """A function's text for these constants; what the text does not have is left out of them."""
+    words = set(re.findall(r"\w+", source))
+    # With their types: True is 1 as a key, and another text.
+    known = tuple((name, type(value), value) for name, value in constants.items() if name in words)
+    kept = frozenset(name for name, _, _ in known if name in keep)
+    return _cut(source, known, tuple(names.items()), kept)
+
+
+@functools.lru_cache(maxsize=256)
+def _cut(
+    source: str,
+    constants: tuple[tuple[str, type, object], ...],
+    names: tuple[tuple[str, str], ...],
+    keep: frozenset[str],
+) -> Kernel:
+    made = specialise(source, {name: value for name, _, value in constants}, dict(names), keep)
+    name = re.search(r"def (\w+)", made.text)
+    assert name is not None
+    return Kernel(name[1], fold(_without_unread(made.text)), made.parameters)
+
+
+def _without_unread(text: str) -> str:
+    """Names of a tuple that nobody reads become _."""
+    for names in re.findall(r"(?m)^ +(\w+(?:, \w+)+) = ", text):
+        words = [word if len(re.findall(rf"\b{word}\b", text)) > 1 else "_" for word in names.split(", ")]
+        text = text.replace(f"{names} = ", f"{', '.join(words)} = ")
+    return text

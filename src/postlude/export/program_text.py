@@ -1,0 +1,241 @@
+"""A program of calls as statements of a function: allocations, launches, calls of PyTorch, in their order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from postlude.export.buffer_names import BACKWARD, KERNELS, remark, words_for
+from postlude.export.cuda import cuda_text, launch_lines
+from postlude.export.device_text import Kernel
+from postlude.export.kernels import CutKernel, cut_kernel, written_places
+from postlude.export.layout import call as laid_out
+from postlude.export.layout import comment
+from postlude.export.torch_text import VIEWS, TorchText
+from postlude.plan.calls import Buffer, Call, CudaCall, Descriptor, KernelCall, Program, TorchCall, buffers_in
+
+_SHORT = 32  # characters of an expression that may be part of another
+
+
+@dataclass
+class ProgramText:
+    """Text of a program's forward and backward pass, and the device functions that they launch."""
+
+    program: Program
+    slots: Mapping[int, str]
+    reserved: tuple[str, ...] = ()
+    indent: int = 4
+    joins: bool = True  # expressions of PyTorch that are read at once and once are put together
+    functions: dict[str, Kernel] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)  # CUDA C++, by the name of its constant
+    launches: int = 0
+
+    def __post_init__(self) -> None:
+        self.words = words_for(self.program, self.slots, self.reserved)
+        self.cuts: dict[int, tuple[CutKernel, str]] = {}
+        self.forward = self._cut(self.program.forward, is_backward=False)
+        self.backward = self._cut(self.program.backward, is_backward=True)
+
+    def forward_lines(self, kept: Sequence[Buffer] = ()) -> list[str]:
+        """Everything up to the result and what is kept for the backward pass."""
+        return self._lines(self.forward, [self.program.result, *kept], self.program.given[0])
+
+    def backward_lines(self) -> list[str]:
+        """Down to the gradients; what only those of input or weight need is computed where they are wanted."""
+        assert self.program.gradient is not None
+        found = {slot: grad for slot, grad in enumerate(self.program.gradients) if grad is not None}
+        live = self._live(self.backward, list(found.values()))
+        return self._lines(live, list(found.values()), self.program.gradient, self._guards(live, found))
+
+    def _guards(self, calls: Sequence[Call], found: Mapping[int, Buffer]) -> dict[int, str]:
+        """By a call's identity: the condition on which any gradient depends on it."""
+        needed: dict[int, set[int]] = {}  # by storage, the slots whose gradient is made from it
+        for slot, grad in found.items():
+            needed.setdefault(grad.storage, set()).add(slot)
+        guards = {}
+        for call in reversed(calls):
+            slots = set[int]().union(*(needed.get(buffer.storage, set()) for buffer in self._written(call)))
+            for buffer in buffers_in(self._read_by(call)):
+                needed.setdefault(buffer.storage, set()).update(slots)
+            if slots and slots <= {0, 1}:
+                guards[id(call)] = " or ".join(f"needs[{slot}]" for slot in sorted(slots))
+        return guards
+
+    def _written(self, call: Call) -> list[Buffer]:
+        if isinstance(call, TorchCall):
+            changed = list(buffers_in(call.arguments[:1])) if call.changes_its_argument else []
+            return [*changed, *(buffer for buffer in call.results if buffer is not None)]
+        if isinstance(call, CudaCall):
+            return [buffer for buffer in call.arguments[3:] if buffer is not None]
+        cut, _ = self.cuts[id(call)]
+        places = written_places(cut.kernel)
+        return [a for n, a in enumerate(cut.arguments) if isinstance(a, Buffer) and n in places]
+
+    def kept(self) -> list[Buffer]:
+        """What the backward pass reads of the forward pass: tensors that were given, and values made on the way."""
+        live = self._live(self.backward, [grad for grad in self.program.gradients if grad is not None])
+        made = {result.number for call in live for result in getattr(call, "results", ()) if result is not None}
+        read = {buffer.number: buffer for call in live for buffer in buffers_in(self._read_by(call))}
+        ends = {grad.number: grad for grad in self.program.gradients if grad is not None}
+        gradient = self.program.gradient
+        found = {**read, **ends}
+        return [b for number, b in found.items() if number not in made and b is not gradient]
+
+    def _cut(self, calls: Iterable[Call], is_backward: bool) -> list[Call]:
+        """Kernels cut to their calls; the calls then have those arguments that are read."""
+        made: list[Call] = []
+        for call in calls:
+            if isinstance(call, KernelCall):
+                name = KERNELS.get(call.kernel, call.kernel)
+                cut = cut_kernel(call, self.words, self.slots, name)
+                cut = self._without_clash(cut, BACKWARD.get(call.kernel, name) if is_backward else name)
+                call = replace(call, arguments=cut.arguments, parameters=cut.kernel.parameters)
+                self.cuts[id(call)] = (cut, cut.kernel.name)
+            if isinstance(call, CudaCall):
+                source = cuda_text(call)
+                if source not in self.sources.values():
+                    self.sources[f"SOURCE{'_GRADIENT' * is_backward}"] = source
+            if not isinstance(call, TorchCall):
+                self.launches += 1
+            made.append(call)
+        return made
+
+    def _without_clash(self, cut: CutKernel, other: str) -> CutKernel:
+        """Under another name where the file has another function of that one."""
+        renamed: dict[str, str] = {}
+        for function in cut.functions:
+            taken = self.functions.get(function.name)
+            if taken is not None and taken.text != function.text:
+                words = (other, *(f"{other}_{n}" for n in range(2, 99))) if function is cut.kernel else (
+                    f"{function.name}_{n}" for n in range(2, 99))  # fmt: skip
+                renamed[function.name] = next(w for w in words if w not in self.functions)
+        if renamed:
+            cut = cut.renamed(renamed)
+        self.functions |= {function.name: function for function in cut.functions}
+        return cut
+
+    def _read_by(self, call: Call) -> object:
+        return call.arguments if not isinstance(call, TorchCall) else call
+
+    def _live(self, calls: Sequence[Call], ends: Sequence[Buffer]) -> list[Call]:
+        """Without the calls of PyTorch that nothing comes of."""
+        read = {buffer.number for buffer in ends}
+        storages = {buffer.storage for buffer in (*ends, *self.program.given)}  # a change of what is given is seen
+        live: list[Call] = []
+        for call in reversed(calls):
+            if isinstance(call, TorchCall):
+                changed = list(buffers_in(call.arguments[:1])) if call.changes_its_argument else []
+                is_read = any(b is not None and b.number in read for b in call.results) and not changed
+                if not is_read and not any(buffer.storage in storages for buffer in changed):
+                    continue
+            read |= {buffer.number for buffer in buffers_in(self._read_by(call))}
+            storages |= {buffer.storage for buffer in buffers_in(self._read_by(call))}
+            live.append(call)
+        return live[::-1]
+
+    def _lines(
+        self, calls: Sequence[Call], ends: Sequence[Buffer], first: Buffer, guards: Mapping[int, str] | None = None
+    ) -> list[str]:
+        live = _unbound(self._live(calls, ends), ends, guards := dict(guards or {}))
+        uses = Counter(buffer.number for call in live for buffer in buffers_in(self._read_by(call)))
+        uses.update(buffer.number for buffer in ends)
+        text = TorchText(self.words, first)
+        lines: list[str] = []
+        guard, pad = "", self.indent
+        for call in live:
+            before, guard = guard, guards.get(id(call), "")
+            if guard and guard != before:
+                lines.append(f"{' ' * pad}if {guard}:")
+            self.indent = pad + 4 if guard else pad
+            if isinstance(call, TorchCall):
+                if self._is_inlined(text, call, uses, live, ends):
+                    assert call.results[0] is not None
+                    text.words[call.results[0].number] = text.expression(call)
+                    continue
+                lines += self._torch(text, call, uses)
+            else:
+                lines += [line for words in [remark(call)] if words for line in comment(words, self.indent)]
+                lines += self._launch(text, call)
+        self.indent = pad
+        return lines
+
+    def _is_inlined(
+        self, text: TorchText, call: TorchCall, uses: Mapping[int, int], live: Sequence[Call], ends: Sequence[Buffer]
+    ) -> bool:
+        """Whether a value is written where it is read: once, and as a view or as part of a short expression."""
+        result, name = call.results[0], call.function.rpartition(".")[2]
+        if len(call.results) != 1 or result is None or call.changes_its_argument:
+            return False
+        if uses[result.number] != 1 or result in ends:
+            return False
+        if name in VIEWS:
+            return True
+        if not self.joins or call.function in ("torch.empty", "torch.zeros", "torch.empty_like"):
+            return False
+        after = live[live.index(call) + 1] if live.index(call) + 1 < len(live) else None
+        is_next = isinstance(after, TorchCall) and not after.changes_its_argument and result in buffers_in(after)
+        return is_next and len(text.expression(call)) <= _SHORT
+
+    def _torch(self, text: TorchText, call: TorchCall, uses: Mapping[int, int]) -> list[str]:
+        expression = text.expression(call)
+        pad = " " * self.indent
+        if call.changes_its_argument:
+            return [f"{pad}{expression}"]
+        words = [text.words[b.number] if b is not None and uses[b.number] else "_" for b in call.results]
+        if words[1:] == ["_"]:  # the values of a pair
+            return [f"{pad}{words[0]} = {expression}.values"]
+        return [f"{pad}{', '.join(words)} = {expression}"]
+
+    def _launch(self, text: TorchText, call: KernelCall | CudaCall) -> list[str]:
+        if isinstance(call, CudaCall):
+            words = [text.value(buffer) for buffer in call.arguments if buffer is not None]
+            name = next(word for word, source in self.sources.items() if source == cuda_text(call))
+            return [f"{' ' * self.indent}{line}" for line in launch_lines(call, name, words, text.value(text.first))]
+        cut, name = self.cuts[id(call)]
+        lines, arguments = [], []
+        for word, value in zip(cut.kernel.parameters, call.arguments):
+            if isinstance(value, Descriptor):
+                parts = [
+                    text.value(value.buffer),
+                    *(str(list(part)) for part in (value.shape, value.strides, value.block)),
+                ]
+                lines += laid_out("TensorDescriptor", parts, before=f"{word} = ", indent=self.indent)
+                arguments.append(word)
+            else:
+                arguments.append(text.value(value))
+        grid = call.grid
+        while len(grid) > 1 and grid[-1] == 1:
+            grid = grid[:-1]
+        warps = [f"num_warps={call.warps}"] if call.warps != 4 else []
+        return [*lines, *laid_out(f"{name}[{text.value(grid)}]", [*arguments, *warps], indent=self.indent)]
+
+
+def _unbound(calls: Sequence[Call], ends: Sequence[Buffer], guards: dict[int, str]) -> list[Call]:
+    """An allocation of which only the parts along the first axis are read is taken apart at once."""
+    parts: dict[int, dict[int, Buffer]] = {}
+    others: set[int] = {buffer.number for buffer in ends}
+    for call in calls:
+        if isinstance(call, TorchCall) and call.function == "Tensor.__getitem__" and type(call.arguments[1]) is int:
+            assert call.results[0] is not None
+            parts.setdefault(call.arguments[0].number, {})[call.arguments[1]] = call.results[0]
+        elif isinstance(call, TorchCall) and call.function == "Tensor.unbind":
+            parts.setdefault(call.arguments[0].number, {}).update({n: b for n, b in enumerate(call.results) if b})
+        else:
+            others |= {buffer.number for buffer in buffers_in(call)}
+    made: list[Call] = []
+    taken: set[int] = set()
+    for call in calls:
+        result = call.results[0] if isinstance(call, TorchCall) and len(call.results) == 1 else None
+        first = call.arguments[0] if isinstance(call, TorchCall) and call.arguments else None
+        if isinstance(first, Buffer) and first.number in taken:
+            continue
+        if result is not None and isinstance(call, TorchCall) and call.function in ("torch.empty", "torch.zeros"):
+            found = parts.get(result.number, {})
+            if result.number not in others and sorted(found) == list(range(result.shape[0])):
+                taken.add(result.number)
+                whole, call = call, replace(call, results=tuple(found[place] for place in sorted(found)))
+                if id(whole) in guards:
+                    guards[id(call)] = guards[id(whole)]
+        made.append(call)
+    return made

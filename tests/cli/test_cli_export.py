@@ -62,6 +62,16 @@ def test_says_when_it_did_not_verify(run: Run, write: Write, tmp_path: Path) -> 
     assert "about the file that -o names" in ran.err
 
 
+def test_the_models_own_convolution(run: Run, write: Write, tmp_path: Path) -> None:
+    out = tmp_path / "out.py"
+    ran = run("optimize", write(SMALL), "-o", out, "--convolution", "pytorch", "--device", "cpu")
+    assert ran.code == 0, ran.err
+    assert "        x = self.conv(x)\n        tensors = (x, " in out.read_text("utf-8")
+    ran = run("optimize", write(SMALL), "-o", out, "--convolution", "cudnn", "--device", "cpu")
+    assert ran.code == 2
+    assert "--convolution is auto or pytorch, not cudnn" in ran.err
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

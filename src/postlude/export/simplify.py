@@ -42,7 +42,7 @@ def simplified(call: KernelCall, source: str) -> str:
     elif call.kernel == "convolve_kernel":
         remark = "  # the same number, seen to be a multiple: stores are as wide as that"
         changes[f"S = OD * OH * OW // ALIGN * ALIGN{remark}"] = "S = OD * OH * OW"
-        if known["KD"] == 1:
+        if known["KD"] == known["OD"] == 1:
             changes |= _FLAT
         if known["WIDTH"] == 1 and known["SCALED"]:
             changes |= {
@@ -76,6 +76,8 @@ def has_all_channels(call: KernelCall) -> bool:
         return bool(known["FULL"])
     if call.kernel.startswith("row_"):
         return True
+    if "CP" in known and not _fills(known):
+        return False
     if "BLOCK_C" in known and call.kernel != "finish_moments_kernel":
         return bool(known["C"] % known["BLOCK_C"] == 0)
     return False
@@ -95,7 +97,8 @@ def _packed(call: KernelCall, known: Mapping[str, int]) -> dict[str, str]:
     if not known["PW"]:
         start = "    if tl.program_id(1) == 0:\n"
         changes[start] = "    if False:\n"
-    if not any(known[word] for word in ("PD", "PH")) and call.grid[0] == known["N"] * known["SAMPLE_ROWS"]:
+    rows = known["N"] * known["D"] * known["H"]
+    if not (known["PD"] or known["PH"]) and rows == call.grid[0] == known["N"] * known["SAMPLE_ROWS"]:
         changes["is_row = (z >= 0) & (z < D) & (y >= 0) & (y < H) & (i_n < N)"] = "is_row = True"
         changes["m_w = (o_w < W) & is_row"] = "m_w = o_w < W"
     if known["PW"] == known["PAD"]:

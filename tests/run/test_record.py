@@ -1,0 +1,96 @@
+"""Programs of calls: what a runner does, as plain data."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+from cases import Builder, conv
+from postlude.export.export_model import HOPPER
+from postlude.plan import Plan, Problem, lower
+from postlude.plan.calls import Buffer, CudaCall, KernelCall, Program, TorchCall, buffers_in
+from postlude.plan.problem import spec_of
+from postlude.run import record
+from postlude.run.launch import Recording
+
+pytest.importorskip("triton")
+CHAIN = Builder(3, conv(3, (16, 32), 3, transposed=True)).op("relu").norm(8).chain()
+SHAPES = ((2, 16, 4, 5, 6), (16, 32, 3, 3, 3), (32,), (32,), (32,))
+
+
+def recorded(needs_grad: bool) -> Program:
+    tensors = [torch.empty(shape, device="meta") for shape in SHAPES[: len(CHAIN.roles)]]
+    problem = Problem(tuple(map(spec_of, tensors)), "cuda", "fp32", needs_grad)
+    plan = lower(CHAIN, problem, HOPPER, even_if_slower=True)
+    assert isinstance(plan, Plan)
+    if needs_grad:
+        return record.record_training(plan, tensors, [True] * len(tensors))
+    return record.record_inference(plan, CHAIN, tensors)
+
+
+def kernels(calls: tuple[object, ...]) -> list[str]:
+    return [call.kernel for call in calls if isinstance(call, KernelCall | CudaCall)]
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_a_program_is_plain_data(needs_grad: bool) -> None:
+    program = recorded(needs_grad)
+    assert program == recorded(needs_grad)
+    assert pickle.loads(pickle.dumps(program)) == program
+    assert str(program).count("KernelCall(") == len(kernels(program.forward + program.backward))
+
+
+def test_it_has_the_launches_in_their_order() -> None:
+    program = recorded(False)
+    assert kernels(program.forward) == [
+        "largest_kernel",
+        "pack_input_kernel",
+        "pack_weight_kernel",
+        "convolve_kernel",
+        "combine_moments_kernel",
+        program.forward[-1].kernel,  # type: ignore[union-attr]  # one of two, by the value's size
+    ]
+    assert program.result.shape == (2, 32, 6, 7, 8)
+    assert program.backward == ()
+
+
+def test_every_buffer_is_made_before_it_is_read() -> None:
+    program = recorded(True)
+    assert program.gradient is not None
+    known = {buffer.number for buffer in program.given}
+    for call in program.forward:
+        assert {buffer.number for buffer in buffers_in(call)} <= known
+        known |= {b.number for b in getattr(call, "results", ()) if b is not None}
+    known.add(program.gradient.number)
+    for call in program.backward:
+        assert {buffer.number for buffer in buffers_in(call)} <= known
+        known |= {b.number for b in getattr(call, "results", ()) if b is not None}
+    assert [grad is not None and grad.shape for grad in program.gradients] == [b.shape for b in program.given]
+
+
+def test_what_only_autograd_tells_apart_are_two_buffers() -> None:
+    recorder = record.Recorder()
+    x = torch.empty(3, device="meta")
+    with recorder:
+        y = x.detach()
+        _ = x.view(3), x.contiguous()  # the same tensor, to everyone
+        y.zero_()
+    assert [call.function for call in recorder.calls if isinstance(call, TorchCall)] == [
+        "Tensor.detach",
+        "Tensor.zero_",
+    ]
+    assert recorder.buffer(x) != recorder.buffer(y)
+    assert recorder.buffer(x).storage == recorder.buffer(y).storage
+
+
+def test_nothing_stays_recording_after_an_error() -> None:
+    with pytest.raises(RuntimeError), record.Recorder():
+        torch.empty(2, device="meta") + torch.empty(3, device="meta")
+    assert Recording.active is None
+
+
+def test_layouts_of_buffers() -> None:
+    assert Buffer(0, (2, 1, 3), (3, 7, 1), "float32", "given", 0).is_contiguous
+    assert not Buffer(0, (2, 3), (1, 2), "float32", "given", 0).is_contiguous

@@ -48,11 +48,13 @@ class ChainPoint:
 
 def inputs_like(inputs: Any, family: Family, seed: int, largest: float = LARGEST_OFFSET) -> Any:
     """The same nested inputs with every floating tensor drawn anew; strides, layout and the rest are kept."""
-    generator = generator_for(seed)
+    generators: dict[torch.device, torch.Generator] = {}
 
     def renew(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
+        # Where the tensor is: a large one takes the CPU seconds.
+        generator = generators.setdefault(tensor.device, generator_for(seed, tensor.device))
         return laid_out_like(draw(tensor.shape, family, generator, tensor.dtype, largest), tensor)
 
     return map_tensors(renew, inputs)

@@ -94,7 +94,8 @@ class _Sitting:
                 progress(f"point {number + 1} of {len(cases)} ({case.name})")
             if self.findings or (number + 1 >= REQUIRED and self._hopeless(rounds)):
                 break
-        verdict = verdict_of(rounds, self.findings, self.exam.truths.mode, faint=True)
+        least = self.exam.rules.least
+        verdict = verdict_of(rounds, self.findings, self.exam.truths.mode, faint=True, least=least)
         return replace(verdict, notes=tuple(self._notes(verdict)))
 
     def _hopeless(self, rounds: list[Round]) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from postlude.check.budget import MIN_POINTS
+
 
 @dataclass(frozen=True)
 class Rules:
@@ -14,3 +16,4 @@ class Rules:
     # Where all random numbers come from. One that a candidate can know lets it bring its answers along.
     seed: int = 0
     declared_only: bool = False  # no other shapes and layouts than the declared ones
+    least: int = MIN_POINTS  # points that a verdict takes

@@ -85,6 +85,22 @@ def test_what_only_autograd_tells_apart_are_two_buffers() -> None:
     assert recorder.buffer(x).storage == recorder.buffer(y).storage
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_cudnns_own_operators_are_taken_down(transposed: bool) -> None:
+    x, weight = torch.empty(2, 4, 9, 9, device="meta"), torch.empty(4, 4, 3, 3, device="meta")
+    recorder = record.Recorder()
+    settings = ([2, 2], [1, 1], 1, False, False, True)  # stride, dilation, groups, and cuDNN's switches
+    with recorder:
+        if transposed:
+            result = torch.ops.aten.cudnn_convolution_transpose(x, weight, [1, 1], [1, 1], *settings)
+        else:
+            result = torch.ops.aten.cudnn_convolution(x, weight, [1, 1], *settings)
+    assert result.shape == ((2, 4, 18, 18) if transposed else (2, 4, 5, 5))
+    (call,) = recorder.calls
+    assert isinstance(call, TorchCall)
+    assert call.function == f"torch.ops.aten.cudnn_convolution{'_transpose' * transposed}"
+
+
 def test_nothing_stays_recording_after_an_error() -> None:
     with pytest.raises(RuntimeError), record.Recorder():
         torch.empty(2, device="meta") + torch.empty(3, device="meta")

@@ -18,11 +18,24 @@ _MACROS = (
 COMPILE = '''\
 @functools.cache
 def compiled(source: str, name: str, shared_bytes: int, device: int) -> Any:
-    """CUDA C++, compiled once for each card by the NVRTC that torch brings along."""
+    """CUDA C++, compiled once for each card by the NVRTC that torch brings along. What
+    comes back launches it; torch's own way of launching takes some 40 µs."""
     with torch.cuda.device(device):
         kernel = torch.cuda._compile_kernel(source, name)
         kernel.set_shared_memory_config(shared_bytes)
-    return kernel
+    start = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
+
+    def launch(grid: Any, block: Any, arguments: Any, shared: int = 0) -> None:
+        numbers = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
+        count, values = len(numbers), (ctypes.c_int64 * len(numbers))(*numbers)
+        first = ctypes.addressof(values)
+        places = (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8))
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        code = start(kernel.func, *grid, *block, shared, stream, places, None)
+        if code != 0:
+            raise RuntimeError(f"CUDA refused to launch {name}: error {code}")
+
+    return launch
 '''
 
 

@@ -46,10 +46,7 @@ def result_lines(plan: Plan, names: Mapping[int, str]) -> list[str]:
     assert norm.weight is not None
     assert norm.bias is not None
     gamma, beta = names[norm.weight.index], names[norm.bias.index]
-    lines = [
-        f"moments = x.new_empty(({batch}, {tiles}, {shape.cout}, 3), dtype=torch.float64)",
-        f"value = x.new_empty(({batch},))",
-    ]
+    lines = [f"moments = x.new_empty(({batch}, {tiles}, {shape.cout}, 3), dtype=torch.float64)"]
     if conv.transposed:
         axes = tuple(range(2, 2 + plan.chain.dims))
         lines.append(f"weight = weight.transpose(0, 1).flip{axes}.contiguous()  # gathers now")
@@ -61,6 +58,7 @@ def result_lines(plan: Plan, names: Mapping[int, str]) -> list[str]:
         f"arguments = (x, weight, moments, {batch}, {', '.join(map(str, size))}, 0)",
         f"kernel(({blocks}, 1, 1), ({settings.warps * 32}, 1, 1), arguments, {shared})",
         "# The norm and the mean of everything, from the moments.",
+        f"value = x.new_empty(({batch},))",
         f'kernel = compiled(SOURCE, "finish_kernel", {shared}, {device})',
         f"kernel(({batch}, 1, 1), (32, 1, 1), (moments, bias, {gamma}, {beta}, value, {tiles}))",
     ]

@@ -21,6 +21,7 @@ _WORDS = {
     "tl": "import triton.language as tl",
     "math": "import math",
     "functools": "import functools",
+    "ctypes": "import ctypes",
 }
 
 

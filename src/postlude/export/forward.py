@@ -244,6 +244,8 @@ def _bare(text: str) -> str:
 
 def _tensors(expressions: list[str], taken: set[str]) -> list[str]:
     """`tensors = (…)`; where that is too long, modules go by a name first."""
+    if len(expressions) == 1:
+        return [f"        tensors = ({expressions[0]},)"]
     lines = call("", expressions, "tensors = ", indent=8)
     owners = dict.fromkeys(e.rpartition(".")[0] for e in expressions if e.startswith("self."))
     names = {owner: re.sub(r"\W+", "_", owner.rpartition(".")[2]).strip("_") for owner in owners if owner != "self"}

@@ -28,7 +28,14 @@ from postlude.plan.problem import (
     result_layout,
     value_dtypes,
 )
-from postlude.plan.program import first_barrier, is_all_that_is_read, last_fused_step, moments_only, row_norm
+from postlude.plan.program import (
+    first_barrier,
+    is_all_that_is_read,
+    last_fused_step,
+    moments_only,
+    row_norm,
+    takes_the_batch,
+)
 from postlude.plan.questions import origins
 from postlude.plan.tiles import answer, pass_question, short_rows
 from postlude.plan.trained import (
@@ -44,6 +51,8 @@ from postlude.steps import too_many_tensors
 
 _MOST_TILES = 16  # of one program: each costs the moments one more unit of rounding, at worst
 TRAINING_SLAB = 32 << 20  # bytes of a convolution's result that a backward pass computes again at a time
+# Some 25 small operators take 0.4 ms; eager moves the value five times more than one pass over it does.
+_BATCH_MOMENTS = 512 << 20
 LONGEST_ROW = 8192  # elements that a layer_norm may go over
 _FROM_RESULT = ("training keeps the result alone, which tells all that the gradients need",)
 
@@ -254,6 +263,9 @@ def _reasons_to_stay(chain: Chain, problem: Problem, card: Card, own: Own | str)
     if not isinstance(own, str) and not problem.needs_grad:
         return []
     is_asked = problem.convolution == "pytorch"
+    if moments_only(chain) is not None and takes_the_batch(chain) and isinstance(own, str) and size < _BATCH_MOMENTS:
+        why = "the batch's statistics are combined by PyTorch's small operators"
+        return [f"{why}, which pays from a value of {_BATCH_MOMENTS >> 20} MiB on"]
     if isinstance(own, str) and not is_asked and moments_only(chain) is not None and chain.producer is not None:
         why = f"only moments are needed, but PyTorch's convolution stores its result all the same ({own})"
         return [f"{why}: nothing is gained"]

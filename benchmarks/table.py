@@ -6,6 +6,7 @@ python benchmarks/table.py --check   exit 1 where one of them differs from the r
 
 from __future__ import annotations
 
+import csv
 import statistics
 import sys
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ README, KERNELBENCH = ROOT / "README.md", ROOT / "docs" / "kernelbench.md"
 RESULTS = ROOT / "benchmarks" / "results" / "cpu.csv"
 GPU_RESULTS = ROOT / "benchmarks" / "results" / "h200.csv"
 KERNELBENCH_RESULTS = ROOT / "benchmarks" / "results" / "h200-kernelbench.csv"
+HARNESS_RESULTS = ROOT / "benchmarks" / "results" / "h200-kernelbench-harness.csv"
 SOURCE = Path(postlude.__file__).parent
 # What a time depends on; a result whose hash differs was measured on other code.
 CPU_SOURCES = [
@@ -200,9 +202,46 @@ def _gain(row: Record | None) -> str:
     return f"{row.speedup:.2f} ({row.speedup_low:.2f}–{row.speedup_high:.2f})"
 
 
+HARNESS_HEAD = (
+    "| | problem | TF32 off: reference ms | file ms | × | PyTorch's defaults: reference ms | file ms | × | lines |\n"
+    "|--:|---|--:|--:|--:|--:|--:|--:|--:|"
+)
+
+
+def render_harness() -> str:
+    """Exported files in KernelBench's own harness, in both settings."""
+    with HARNESS_RESULTS.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    found = {(row["problem"], row["setting"]): row for row in rows}
+    lines, gains = [HARNESS_HEAD], {"strict": [], "default": []}  # type: ignore[var-annotated]
+    for name in sorted({row["problem"] for row in rows}, key=lambda name: int(name.split("_")[0])):
+        number, _, words = name.partition("_")
+        cells = [number, words.replace("_", " ")]
+        for setting, each in gains.items():
+            row = found.get((name, setting))
+            if row is None:
+                cells += ["", "no file", ""]
+                continue
+            reference, ours = float(row["reference_ms"]), float(row["file_ms"])
+            each.append(reference / ours)
+            cells += [f"{reference:.3g}", f"{ours:.3g}", f"{each[-1]:.2f}"]
+        lines.append(f"| {' | '.join([*cells, found[name, 'strict']['lines']])} |")
+    means = [f"{statistics.geometric_mean(each):.2f}" for each in gains.values()]
+    lines.append(f"| | geometric mean | | | {means[0]} | | | {means[1]} | |")
+    right = sum(row["right"] == row["trials"] for row in rows)
+    commits = ", ".join(sorted({row["commit"] for row in rows}))
+    first = rows[0]
+    where = f"{first['device']}, torch {first['torch']}, {first['timestamp'][:10]}, at {commits}; KernelBench's means."
+    return "\n".join([*lines, "", f"{right} of {len(rows)} files are right in all five trials. {where}"])
+
+
 TABLES: dict[Path, dict[str, Callable[[], str]]] = {
     README: {"cpu": render, "gpu": render_gpu, "training": render_training},
-    KERNELBENCH: {"kernelbench": render_kernelbench, "kernelbench training": render_kernelbench_training},
+    KERNELBENCH: {
+        "harness": render_harness,
+        "kernelbench": render_kernelbench,
+        "kernelbench training": render_kernelbench_training,
+    },
 }
 
 

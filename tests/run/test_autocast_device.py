@@ -112,7 +112,7 @@ def fused(name: str, trains: bool) -> Callable[[Chain, Sequence[Tensor]], Tensor
         assert isinstance(plan, Plan), plan
         assert plan.trains == problem.needs_grad
         assert trains or not plan.trains
-        if expected is not None and machine.architecture == "sm_90":
+        if expected is not None and machine.card.architecture == "sm_90":
             assert isinstance(plan.own, expected)
         return prepare(chain, plan, "cuda")(tensors)
 

@@ -13,7 +13,7 @@ from postlude.plan import Plan, Problem, lower
 from postlude.plan.calls import Buffer, CudaCall, KernelCall, Program, TorchCall, buffers_in
 from postlude.plan.problem import spec_of
 from postlude.run import record
-from postlude.run.launch import Recording
+from postlude.run.recording import recording
 
 pytest.importorskip("triton")
 CHAIN = Builder(3, conv(3, (16, 32), 3, transposed=True)).op("relu").norm(8).chain()
@@ -104,7 +104,7 @@ def test_cudnns_own_operators_are_taken_down(transposed: bool) -> None:
 def test_nothing_stays_recording_after_an_error() -> None:
     with pytest.raises(RuntimeError), record.Recorder():
         torch.empty(2, device="meta") + torch.empty(3, device="meta")
-    assert Recording.active is None
+    assert recording.active is None
 
 
 def test_layouts_of_buffers() -> None:

@@ -27,7 +27,7 @@ from postlude.check.verdict import Errors, Judged, Verdict
 from postlude.check.verify import verify_chain
 from postlude.files import read_kept, write_kept
 from postlude.plan import Problem, lower, problem_of
-from postlude.plan.problem import Spec, memory_format, result_shape
+from postlude.plan.problem import empty, result_shape
 from postlude.plan.program import takes_the_batch
 from postlude.run.crop import cut_space, of_batch
 from postlude.run.execute import call as call_runner
@@ -151,14 +151,8 @@ class _Embedded:
 
 def _drawn(call: Call) -> list[Tensor]:
     """Tensors of the problem where there are none yet."""
-
-    def empty(spec: Spec) -> Tensor:
-        dims = call.chain.dims
-        layout = memory_format(spec.layout if len(spec.shape) == dims + 2 else "contiguous", dims)
-        dtype = getattr(torch, spec.dtype)
-        return torch.empty(spec.shape, dtype=dtype, device=call.problem.place, memory_format=layout)
-
-    return list(tensors_like(call.chain, [empty(spec) for spec in call.problem.tensors], seed=RANDOM_POINTS))
+    blank = [empty(spec, call.chain.dims, call.problem.place) for spec in call.problem.tensors]
+    return list(tensors_like(call.chain, blank, seed=RANDOM_POINTS))
 
 
 def _key(call: Call) -> str:

@@ -69,7 +69,7 @@ def test_the_models_own_convolution(run: Run, write: Write, tmp_path: Path) -> N
     assert "        x = self.conv(x)\n        tensors = (x, " in out.read_text("utf-8")
     ran = run("optimize", write(SMALL), "-o", out, "--convolution", "cudnn", "--device", "cpu")
     assert ran.code == 2
-    assert "--convolution is auto or pytorch, not cudnn" in ran.err
+    assert "--convolution cudnn is unknown; use auto or pytorch." in ran.err
 
 
 @pytest.mark.parametrize(

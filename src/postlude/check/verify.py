@@ -254,6 +254,8 @@ def _single(chain: Chain, tensors: Sequence[Tensor], weights: Tensor | None) -> 
 def _candidate(ask: Callable[[], _T]) -> _T:
     try:
         return ask()
+    except torch.OutOfMemoryError:  # says nothing about the implementation
+        raise
     except Exception as error:
         raise CandidateError(f"the implementation raised {first_line(error)}") from error
 

@@ -9,7 +9,17 @@ import typer
 
 from postlude import __version__
 from postlude.cli import frame, output
-from postlude.cli.options import BaselinesOption, Debug, Device, File, JobsOption, Json, Precision, ReportPath
+from postlude.cli.options import (
+    BaselinesOption,
+    ConvolutionOption,
+    Debug,
+    Device,
+    File,
+    JobsOption,
+    Json,
+    Precision,
+    ReportPath,
+)
 from postlude.errors import PostludeError
 
 app = typer.Typer(
@@ -49,14 +59,7 @@ def optimize(
     training: Annotated[
         bool, typer.Option("--training", help="With -o: kernels for the gradients as well, not PyTorch's derivative.")
     ] = False,
-    convolution: Annotated[
-        str,
-        typer.Option(
-            "--convolution",
-            metavar="auto|pytorch",
-            help="With -o: pytorch keeps the model's own call, digit for digit.",
-        ),
-    ] = "auto",
+    convolution: ConvolutionOption = "auto",
     no_verify: Annotated[bool, typer.Option("--no-verify", help="With -o: write it unchecked, and say so.")] = False,
     device: Device = None,
     precision: Precision = "auto",
@@ -77,16 +80,14 @@ def optimize(
         if output_file is not None:
             from postlude.cli import export
 
-            return export.export(
-                settings, file, output_file, training=training, verify=not no_verify, convolution=convolution
-            )
+            return export.export(settings, file, output_file, training=training, verify=not no_verify)
         if no_verify or training:
             raise PostludeError("--training and --no-verify are about the file that -o names; add it.")
         from postlude.cli import chains
 
         return chains.optimize(settings, file, report)
 
-    frame.run("optimize", frame.Request(device, precision, json, debug), command)
+    frame.run("optimize", frame.Request(device, precision, json, debug, convolution), command)
 
 
 @app.command(short_help="Show the passes, the traffic saved, and the reasons.")
@@ -96,6 +97,7 @@ def explain(
         str | None, typer.Option(metavar="SITE", help="Write a small script of this chain, for a bug report.")
     ] = None,
     train: Annotated[bool, typer.Option("--train", help="In training, which has plans of its own.")] = False,
+    convolution: ConvolutionOption = "auto",
     device: Device = None,
     precision: Precision = "auto",
     json: Json = None,
@@ -111,7 +113,7 @@ def explain(
 
         return chains.explain(settings, file, repro, train)
 
-    frame.run("explain", frame.Request(device, precision, json, debug), command)
+    frame.run("explain", frame.Request(device, precision, json, debug, convolution), command)
 
 
 @app.command(short_help="Judge a candidate (ModelNew) against the float64 truth.")

@@ -33,7 +33,6 @@ from postlude.report.model import Interval
 from postlude.report.words import comparison
 
 FILE = "the file"
-CONVOLUTIONS = ("auto", "pytorch")
 SECONDS = 6.0  # of the check, after which no point is begun that is not required
 LARGE = 1 << 22  # elements of a result: a few points with so many tell as much as many points of few
 FEW = 3  # points, beside one with a NaN, one with an infinity and one of a large offset
@@ -41,17 +40,13 @@ ROUNDS, TIMING_SECONDS = 10, 1.0
 RECORDS = Path(postlude.__file__).parents[2] / "benchmarks" / "results" / "h200.csv"
 
 
-def export(
-    settings: Settings, path: Path, output: Path, *, training: bool, verify: bool, convolution: str = "auto"
-) -> Answer:
-    if convolution not in CONVOLUTIONS:
-        raise PostludeError(f"--convolution is {' or '.join(CONVOLUTIONS)}, not {convolution}.")
+def export(settings: Settings, path: Path, output: Path, *, training: bool, verify: bool) -> Answer:
     check_writable(output)
     if output.resolve() == path.resolve():
         raise PostludeError(f"{output}: this is the problem itself; name another file to write to.")
     opened = open_problem(settings, path)
     try:
-        made = _made(settings, opened, path, training, convolution)
+        made = _made(settings, opened, path, training)
     except PostludeError as error:
         complain(f"{path}: no file was written: {error}")
         return Answer(NO, {"file": str(path), "output": None, "reason": str(error), **machine_data(settings)})
@@ -79,7 +74,7 @@ class Checked:
     ran_kernels: bool = True  # False where a check whether tensors fit always said no
 
 
-def _made(settings: Settings, opened: Opened, path: Path, training: bool, convolution: str) -> Export:
+def _made(settings: Settings, opened: Opened, path: Path, training: bool) -> Export:
     machine = hardware.machine_for("cuda") if settings.device == "cuda" else HOPPER
     source = path.read_text(encoding="utf-8-sig")
     with working("Writing the kernels"):
@@ -93,7 +88,7 @@ def _made(settings: Settings, opened: Opened, path: Path, training: bool, convol
             allows_tf32=hardware.default_fp32_precision() == "tf32",
             measured=from_records(RECORDS),
             training=training,
-            convolution=convolution,
+            convolution=settings.convolution,
         )
 
 

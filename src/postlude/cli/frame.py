@@ -30,6 +30,7 @@ class Request:
     precision: str = "auto"
     json: Path | None = None
     debug: bool = False
+    convolution: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Settings:
 
     device: str
     precision: str
+    convolution: str = "auto"  # or "pytorch": its own call, digit for digit
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,7 @@ def settled(request: Request) -> Iterator[Settings]:
         raise PostludeError(f"--device {request.device} is unknown; use {' or '.join(DEVICES)}.")
     from postlude import hardware
     from postlude.check.modes import pytorch_switches
+    from postlude.plan import CONVOLUTIONS
     from postlude.run.execute import check_precision
 
     device = request.device or hardware.default_device()
@@ -112,7 +115,8 @@ def settled(request: Request) -> Iterator[Settings]:
 
     with pytorch_switches(request.precision, torch.device(device)):
         check_precision(request.precision, device)
-        yield Settings(device, request.precision)
+        check_word("--convolution", request.convolution, CONVOLUTIONS)
+        yield Settings(device, request.precision, request.convolution)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,14 @@ Device = Annotated[
     str | None, typer.Option(metavar="cpu|cuda", help="Where to run; by default the GPU where there is one.")
 ]
 Precision = Annotated[str, typer.Option(metavar="auto|fp32|tf32", help="auto follows PyTorch's own switches.")]
+ConvolutionOption = Annotated[
+    str,
+    typer.Option(
+        "--convolution",
+        metavar="auto|pytorch",
+        help="pytorch keeps PyTorch's own convolution, digit for digit, and fuses what follows it.",
+    ),
+]
 Json = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write the results to this file as well.")]
 BaselinesOption = Annotated[
     str | None,

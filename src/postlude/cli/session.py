@@ -39,7 +39,8 @@ def open_problem(settings: Settings, path: Path) -> Opened:
 def fuse(settings: Settings, model: nn.Module, inputs: tuple[Any, ...], *, train: bool = False) -> Optimized:
     """`postlude.optimize` in the mode that will run: training has other plans than inference."""
     with working("Finding chains and checking them against float64") as progress, torch.set_grad_enabled(train):
-        return optimize_model(model, inputs, precision=settings.precision, progress=progress)
+        precision, convolution = settings.precision, settings.convolution
+        return optimize_model(model, inputs, precision=precision, convolution=convolution, progress=progress)
 
 
 def fuse_silently(settings: Settings, model: nn.Module, inputs: tuple[Any, ...]) -> Optimized:

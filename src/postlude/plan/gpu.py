@@ -64,16 +64,16 @@ def lower_for_gpu(
     is_own = not isinstance(own, str)
     inside = _layout_inside(chain, problem, machine, is_own)
     from_result = is_trained_from_its_result(chain, problem, inside, machine)
-    library_tf32 = _library_tf32(chain, problem)
+    tf32 = library_tf32(chain, problem)
     dx, dw, few = gradients = convolution_gradients(chain, problem, own, machine)
     reasons = _reasons_against(chain, problem, machine) + _reasons_against_rows(chain, problem)
     if problem.needs_grad:
-        switch = None if are_all_ours(*gradients) else library_tf32
+        switch = None if are_all_ours(*gradients) else tf32
         reasons += reasons_against_training(chain, problem, switch, from_result)
     if not even_if_slower:
         reasons += _reasons_to_stay(chain, problem, machine.card, own)
     if reasons:
-        return Refusal(tuple(dict.fromkeys(reasons)), library_tf32)
+        return Refusal(tuple(dict.fromkeys(reasons)), tf32)
     passes = _passes(chain, problem, own, from_result)
     size, compulsory = body_bytes(chain, problem), compulsory_bytes(chain, problem)
     batch = problem.x.shape[0]
@@ -96,7 +96,7 @@ def lower_for_gpu(
         reasons=(*_reasons_for(chain, problem, passes, own), *(_FROM_RESULT if from_result else ())),
         tile=tile_for(chain, problem, machine, inside),
         own=None if isinstance(own, str) else own,
-        library_tf32=library_tf32,
+        library_tf32=tf32,
         launches=_launches(passes, own),
         trains=problem.needs_grad,
         input_gradient=dx,
@@ -201,7 +201,7 @@ def _reasons_for(chain: Chain, problem: Problem, passes: tuple[Pass, ...], own: 
     return (f"PyTorch's convolution: {own}" if isinstance(own, str) else "our own convolution", *twice, *apart)
 
 
-def _library_tf32(chain: Chain, problem: Problem) -> bool | None:
+def library_tf32(chain: Chain, problem: Problem) -> bool | None:
     """What PyTorch's convolution must be told where the precision asked for is not what its switch says."""
     conv = chain.producer
     is_fp32 = conv is not None and (conv.dtype or problem.x.dtype) == "float32"

@@ -87,6 +87,12 @@ def memory_format(layout: Layout, dims: int) -> torch.memory_format:
     return _CHANNELS_LAST[dims] if layout == "channels_last" else torch.contiguous_format
 
 
+def empty(spec: Spec, dims: int, device: str) -> Tensor:
+    """A tensor of this shape, dtype and layout; what has another number of axes than a value is contiguous."""
+    layout = memory_format(spec.layout if len(spec.shape) == dims + 2 else "contiguous", dims)
+    return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device, memory_format=layout)
+
+
 def body_shape(chain: Chain, problem: Problem) -> tuple[int, ...]:
     """The shape of the chain's first value: what the convolution gives, or the input."""
     x = problem.x.shape

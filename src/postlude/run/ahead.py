@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from postlude.chain import Chain
 from postlude.hardware import usable_cores
-from postlude.plan.problem import Problem, Spec, memory_format
+from postlude.plan.problem import Problem, empty
 from postlude.run.launch import Launch
 from postlude.run.recording import Recording, recorded_by
 
@@ -57,7 +56,7 @@ def jobs_of(chain: Chain, runner: Any, problem: Problem, needs: Sequence[bool]) 
 
 def called(runner: Any, chain: Chain, problem: Problem, needs: Sequence[bool], taker: Recording) -> None:
     """Calls a plan's runner, forward and backward, on tensors without memory; `taker` takes its launches down."""
-    leaves = [_empty(spec, chain.dims).requires_grad_(need) for spec, need in zip(problem.tensors, needs)]
+    leaves = [empty(spec, chain.dims, "meta").requires_grad_(need) for spec, need in zip(problem.tensors, needs)]
     off = torch.autocast(problem.device, enabled=False)
     with recorded_by(taker), torch.set_grad_enabled(problem.needs_grad), off:
         result = runner(leaves)
@@ -92,9 +91,3 @@ def _built(launch: Launch, tensors: tuple[Any, ...]) -> None:
 def raises_errors() -> bool:
     """True where the user wants errors of ours to raise instead of leaving a chain to PyTorch."""
     return os.environ.get("POSTLUDE_STRICT", "") not in ("", "0")
-
-
-def _empty(spec: Spec, dims: int) -> Tensor:
-    has_layout = len(spec.shape) == dims + 2
-    layout = memory_format(spec.layout if has_layout else "contiguous", dims)
-    return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta", memory_format=layout)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from postlude.chain import Chain
 from postlude.plan import Plan, Problem, Refusal
+from postlude.plan.gpu import library_tf32
 from postlude.run import ahead
 from postlude.run.execute import Runner, prepare, prepared
 
@@ -98,7 +99,8 @@ class Ledger:
 
     def expect(self, questions: Sequence[Question]) -> None:
         """Compiles the kernels of several problems at once. What goes wrong here shows when one of them is entered."""
-        jobs: dict[int | None, list[ahead.Job]] = {}  # by GPU
+        jobs: dict[int, list[ahead.Job]] = {}  # by GPU
+        chains = 0
         for question in questions:
             if question.problem.device != "cuda" or question.name in self.off:
                 continue
@@ -107,10 +109,11 @@ class Ledger:
                 if isinstance(outcome, Plan):
                     found = ahead.jobs_of(question.chain, runner, question.problem, question.needs)
                     jobs.setdefault(question.problem.index, []).extend(found)
+                    chains += 1
             except Exception as error:
                 log.debug("%s: its kernels are not known ahead of time (%s)", question.name, error)
         if jobs:
-            self._say(f"compiling the kernels of {len(questions)} chains")
+            self._say(f"compiling the kernels of {chains} chains")
         for index, some in jobs.items():
             with torch.cuda.device(index):
                 ahead.build_all(some)
@@ -136,8 +139,6 @@ class Ledger:
                     ahead.build_all(jobs)
                     ahead.load_all(jobs)
             verdict = self._checked(Call(chain, problem, question.needs, outcome, runner), question.name, tensors)
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:
             if ahead.raises_errors():
                 raise
@@ -156,7 +157,11 @@ class Ledger:
             log.warning("%s runs unchecked: a CUDA graph is being captured; call the model once before that", name)
             return None
         self._say(f"checking {name}: {call.chain}")
-        return self.check(call, tensors)
+        try:
+            return self.check(call, tensors)
+        except torch.OutOfMemoryError:
+            log.warning("%s runs unchecked: float64 needs more memory than is free", name)
+            return None
 
     def _failed(self, question: Question, error: Exception) -> Entry:
         text = str(error).strip().splitlines()
@@ -166,9 +171,11 @@ class Ledger:
         return self._refused(question, why)
 
     def _refused(self, question: Question, why: str) -> Entry:
-        refusal = Refusal((why,))
-        runner = prepare(question.chain, refusal, question.problem.device)
-        return Entry(question.problem, refusal, runner)
+        problem = question.problem
+        # PyTorch still has to convolve in the precision that was asked for.
+        tf32 = library_tf32(question.chain, problem) if problem.device == "cuda" else None
+        refusal = Refusal((why,), tf32)
+        return Entry(problem, refusal, prepare(question.chain, refusal, problem.device))
 
     def _say(self, what: str) -> None:
         if self.progress is not None:

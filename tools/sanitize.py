@@ -37,7 +37,8 @@ from postlude.check import tensors_for
 from postlude.check.modes import pytorch_switches
 from postlude.hardware import Machine, machine_on
 from postlude.plan import Plan, lower, problem_of
-from postlude.run import execute, few_channels, few_channels_gradient, launch, nvrtc
+from postlude.run import execute, launch, nvrtc
+from postlude.run.recording import Recording, recorded_by
 from postlude.words import REDUCTIONS
 
 KERNELS = Path(postlude.__file__).parent / "kernels"
@@ -243,40 +244,26 @@ def watched(names: set[str]) -> Iterator[None]:
         launch.watchers.remove(watch)
 
 
-@contextlib.contextmanager
-def noted(names: list[str]) -> Iterator[None]:
+class Names(Recording):
     """Notes launches instead of making them, for tensors without memory."""
 
-    class Unlaunched:
-        def __init__(self, name: str) -> None:
-            self.name = name
+    def __init__(self) -> None:
+        self.found: list[str] = []
 
-        def launch(self, *_: Any) -> None:
-            names.append(self.name)
+    def kernel(self, launch: launch.Launch, _: Any) -> None:
+        self.found.append(launch.kernel.__name__)
 
-    def call(self: launch.Launch, *_: Any) -> None:
-        names.append(self.kernel.__name__)
-
-    modules = {few_channels: "few_channels_moments", few_channels_gradient: "few_channels_gradient"}
-    before = launch.Launch.__call__, {module: module._kernel for module in modules}
-    launch.Launch.__call__ = call  # type: ignore[method-assign]
-    for module, name in modules.items():
-        module._kernel = lambda *_, name=name: Unlaunched(name)
-    try:
-        yield
-    finally:
-        launch.Launch.__call__ = before[0]  # type: ignore[method-assign]
-        for module, kernel in before[1].items():
-            module._kernel = kernel
+    def cuda(self, _source: str, kernel: str, _ready: Any, _tensors: Any) -> None:
+        self.found.append(kernel)
 
 
 def planned(run: Run, machine: Machine = HOPPER) -> list[str]:
     """The kernels that a run launches, in order."""
     tensors = [torch.empty_like(t, device="meta") for t in inputs_of(run, "cpu")]
-    names: list[str] = []
-    with noted(names):
+    names = Names()
+    with recorded_by(names):
         called(run, plan_of(run, tensors, machine), tensors)
-    return names
+    return names.found
 
 
 def apart(run: Run, ours: Sequence[Tensor], tensors: Sequence[Tensor]) -> float:

@@ -90,6 +90,18 @@ def fresh_verdicts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
+def small_values_fuse(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The CPU's plans gain from 40 KiB on, so that a test need not wait for a megabyte's float64."""
+    from postlude.run.execute import prepared
+
+    for name in ("SMALLEST_STORED", "SMALLEST_REDUCED"):
+        monkeypatch.setattr(f"postlude.plan.cpu.{name}", 40 << 10)
+    prepared.cache_clear()
+    yield
+    prepared.cache_clear()
+
+
+@pytest.fixture
 def packed_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """However few the channels, every tap is a shifted read of the packed input, as in exported files."""
     monkeypatch.setattr("postlude.plan.convolve.unfolded_product_for", lambda *_: None)

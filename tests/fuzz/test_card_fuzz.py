@@ -69,7 +69,7 @@ def agrees(drawn: Drawn) -> None:
         COUNTS["right in their gradients"] += 1
 
 
-@settings(
+DRAWN = settings(
     max_examples=EXAMPLES,
     deadline=None,
     derandomize=ASKED is None,
@@ -78,6 +78,9 @@ def agrees(drawn: Drawn) -> None:
     report_multiple_bugs=False,
     phases=[Phase.generate, Phase.shrink],
 )
+
+
+@DRAWN
 @given(draws(on_card=True))
 def test_random_chains_are_right(drawn: Drawn) -> None:
     note(repr(drawn))
@@ -105,15 +108,7 @@ def agrees_under_autocast(drawn: Drawn) -> None:
     COUNTS["right under autocast"] += 1
 
 
-@settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    derandomize=ASKED is None,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-    report_multiple_bugs=False,
-    phases=[Phase.generate, Phase.shrink],
-)
+@DRAWN
 @given(draws(on_card=True).flatmap(lambda drawn: under_autocast(in_halves(drawn), ("cuda",))))
 def test_random_chains_under_autocast_are_right(drawn: Drawn) -> None:
     note(repr(drawn))

@@ -86,3 +86,16 @@ def test_a_launch_that_is_listed_is_not_made() -> None:
     ahead.jobs_of(chain, runner, _problem(tensors, "fp32", False), [False] * len(tensors))
     with torch.no_grad():  # and is made afterwards
         assert bool(runner(tensors).isfinite().all())
+
+
+def test_cudnns_own_operators_run_without_memory_too() -> None:
+    """A convolution in another precision than PyTorch's switch says is cuDNN's operator, which has no meta kernel."""
+    case = BY_NAME["61 small"]
+    tensors = tensors_for(case.chain, case.shape, torch.float32, "cpu", 0, "normal", "contiguous")
+    problem = Problem(tuple(map(spec_of, tensors)), "cuda", "fp32", False, allows_tf32=True)
+    plan = lower(case.chain, problem, HOPPER_WITHOUT_NVRTC, even_if_slower=True, not_ours="for this test")
+    assert isinstance(plan, Plan)
+    assert plan.library_tf32 is False
+    taken = Taken()
+    ahead.called(prepare(case.chain, plan, "cuda"), case.chain, problem, [False] * len(tensors), taken)
+    assert taken.launches[-1][0].kernel.__name__.endswith("finish_kernel")

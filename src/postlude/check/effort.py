@@ -33,10 +33,10 @@ def convolution_flops(chain: Chain, shape: Sequence[int]) -> float:
     return 2.0 * shape[0] * math.prod(space) * each
 
 
-def verdict_flops(chain: Chain, shape: Sequence[int], points: int, *, backward: bool, rounded: bool = False) -> float:
-    """Of `verify_chain` with so many points; where the mode's own error is asked for, the truth is computed twice."""
-    sides, passes = 2 if rounded else 1, 1 + GRADIENTS if backward else 1
-    return convolution_flops(chain, shape) * (points * sides * passes + EXTRA)
+def verdict_flops(chain: Chain, shape: Sequence[int], points: int, *, backward: bool) -> float:
+    """Of `verify_chain` with so many points, where PyTorch's own error excuses the result's."""
+    passes = 1 + GRADIENTS if backward else 1
+    return convolution_flops(chain, shape) * (points * passes + EXTRA)
 
 
 def is_affordable(chain: Chain, shape: Sequence[int], points: int, budget: Budget, *, backward: bool) -> bool:

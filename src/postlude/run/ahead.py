@@ -20,7 +20,7 @@ from postlude.chain import Chain
 from postlude.hardware import usable_cores
 from postlude.plan.problem import Problem, empty
 from postlude.run.launch import Launch
-from postlude.run.recording import Recording, recorded_by
+from postlude.run.recording import Recording, WithoutMemory, recorded_by
 
 _MOST_THREADS = 16
 
@@ -58,7 +58,7 @@ def called(runner: Any, chain: Chain, problem: Problem, needs: Sequence[bool], t
     """Calls a plan's runner, forward and backward, on tensors without memory; `taker` takes its launches down."""
     leaves = [empty(spec, chain.dims, "meta").requires_grad_(need) for spec, need in zip(problem.tensors, needs)]
     off = torch.autocast(problem.device, enabled=False)
-    with recorded_by(taker), torch.set_grad_enabled(problem.needs_grad), off:
+    with recorded_by(taker), WithoutMemory(), torch.set_grad_enabled(problem.needs_grad), off:
         result = runner(leaves)
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         if problem.needs_grad and wanted and result.requires_grad:

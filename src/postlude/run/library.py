@@ -34,7 +34,7 @@ def cast_for_convolution(chain: Chain, tensors: Sequence[Tensor]) -> Sequence[Te
 
 def convolve(conv: Convolution, x: Tensor, weight: Tensor, bias: Tensor | None, tf32: bool | None) -> Tensor:
     """As PyTorch's switch says where `tf32` is None; else cuDNN is called with it, and the switch is left alone."""
-    if tf32 is None or x.is_meta:  # cuDNN's own operators know no tensors without values
+    if tf32 is None:
         return reference.convolve(conv, x, weight, bias)
     cudnn = torch.backends.cudnn
     settings = (cudnn.benchmark, cudnn.deterministic, tf32)

@@ -37,25 +37,8 @@ from postlude.plan.types import Moments
 from postlude.run.gpu import GpuRun
 from postlude.run.launch import Launch
 from postlude.run.moments_training import MomentsTraining, _MomentsFunction
-from postlude.run.recording import Recording, recording
+from postlude.run.recording import Recording, recording, run_without_memory
 from postlude.run.training import Training, _ChainFunction
-
-
-def _convolved(x: Tensor, weight: Tensor, padding: Any, stride: Any, dilation: Any, groups: int, *_: bool) -> Tensor:
-    return torch.ops.aten.convolution(x, weight, None, stride, padding, dilation, False, [0], groups)  # type: ignore[no-any-return]
-
-
-def _transposed(
-    x: Tensor, weight: Tensor, padding: Any, out: Any, stride: Any, dilation: Any, groups: int, *_: bool
-) -> Tensor:
-    return torch.ops.aten.convolution(x, weight, None, stride, padding, dilation, True, out, groups)  # type: ignore[no-any-return]
-
-
-# Operators that PyTorch cannot run without memory, by those that it can.
-_CUDNN: dict[str, Callable[..., Tensor]] = {
-    "aten.cudnn_convolution": _convolved,
-    "aten.cudnn_convolution_transpose": _transposed,
-}
 
 
 class Recorder(TorchFunctionMode, Recording):
@@ -101,7 +84,7 @@ class Recorder(TorchFunctionMode, Recording):
         if func is Tensor.__iter__:  # unbind, as Python calls it
             return iter(self.__torch_function__(Tensor.unbind, types, args, kwargs))
         given = [self._plain(item) for item in (tuple(args), kwargs)]
-        result = _CUDNN[str(func)](*args) if str(func) in _CUDNN else func(*args, **kwargs)
+        result = run_without_memory(func, args, kwargs)
         made = result if isinstance(result, tuple | list) else (result,)
         known = len(self.buffers)
         if func is Tensor.detach:

@@ -59,9 +59,9 @@ PATHS: dict[str, tuple[Chain, tuple[int, ...], type | None]] = {
     "unfolded": (Builder(2, conv(2, (3, 16))).op("mul", "channel").op("silu").chain(), (3, 3, 31, 30), Gemm),
     "rows": (Builder(2, conv(2, (32, 48), padding=1)).layer_norm().op("silu").chain(), (2, 32, 13, 11), None),
     "over channels": (
-        Builder(2, conv(2, (24, 40))).norm(8).op("hardswish").reduce("logsumexp", "channels").chain(),
+        Builder(2, conv(2, (24, 40))).norm(8).op("mul", 3.0).op("hardswish").reduce("logsumexp", "channels").chain(),
         (3, 24, 31, 29),
-        None,
+        None,  # scaled: the sum over so many normalised channels is nearly constant in bfloat16
     ),
     "library": (
         Builder(3, conv(3, (16, 24), stride=2)).op("softplus", beta=1.0, threshold=20.0).norm(4).chain(),
@@ -134,7 +134,7 @@ def _network(norm: Callable[[int], nn.Module]) -> nn.Sequential:
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for before, after in ((4, 32), (32, 32), (32, 32)):
-        layers += [nn.Conv3d(before, after, 3, padding=1), norm(after), nn.PReLU()]
+        layers += [nn.Conv3d(before, after, 3, padding=1), norm(after), nn.PReLU(after)]
     return nn.Sequential(*layers, nn.ConvTranspose3d(32, 16, 2, stride=2), norm(16), nn.LeakyReLU(0.01)).cuda()
 
 
@@ -172,15 +172,16 @@ def test_a_model_trains_and_then_evaluates(norm: str, dtype: torch.dtype, layout
     exact = _step(plain, x, None, False)
     for inside in (False, True):
         ours, eager = _step(model, x, dtype, inside), _step(plain, x, dtype, inside)
-        _assert_as_near(ours, eager, exact)
+        _assert_as_near(ours, eager, exact, dtype)
     with torch.no_grad():
         true = plain.eval()(x)
         with torch.autocast("cuda", dtype=dtype):
-            _assert_as_near([model.eval()(x)], [plain(x)], [true])
+            _assert_as_near([model.eval()(x)], [plain(x)], [true], dtype)
 
 
-def _assert_as_near(ours: list[Tensor], eager: list[Tensor], exact: list[Tensor]) -> None:
+def _assert_as_near(ours: list[Tensor], eager: list[Tensor], exact: list[Tensor], dtype: torch.dtype) -> None:
+    """Twice eager's own error, and a rounding: a gradient of one element may be near the truth by chance."""
     for one, theirs, true in zip(ours, eager, exact, strict=True):
         assert (one.dtype, one.shape) == (theirs.dtype, theirs.shape)
         error, own = (float((t.double() - true.double()).norm()) for t in (one, theirs))
-        assert error <= 2 * own + 1e-6 * float(true.double().norm())
+        assert error <= 2 * own + torch.finfo(dtype).eps * float(true.double().norm())

@@ -141,14 +141,17 @@ def nonfinite_problem(result: Tensor, own: Tensor, truth: Tensor, what: str) -> 
     return f"with {what} in the input the result {verb} it: {int(wrong.sum())} values differ"
 
 
-def cotangent(like: Tensor, seed: int) -> Tensor:
+def cotangent(like: Tensor, seed: int, narrowest: torch.dtype | None = None) -> Tensor:
     """A random weight for each output, to take gradients with; drawn where the output is.
 
-    In float16 they are small where many are summed, as a scaled loss would make them: sums above 65504 are infinite.
+    Where a gradient on the way is float16 (`narrowest`, else the output's dtype), weights are small if many are
+    summed, as a scaled loss would make them: sums above 65504 are infinite.
     """
     dtype = like.dtype if like.is_floating_point() else torch.float32
     weights = draw(like.shape, "normal", generator_for(seed + 20_000, like.device), dtype).to(like.device)
-    return weights * 2.0 ** -round(math.log2(max(1, like[:1, :1].numel())) / 2) if dtype == torch.float16 else weights
+    if torch.float16 not in (dtype, narrowest):
+        return weights
+    return weights * 2.0 ** -round(math.log2(max(1, math.prod(like.shape[2:]))) / 2)
 
 
 def poison(like: Tensor) -> None:

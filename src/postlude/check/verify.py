@@ -208,7 +208,7 @@ class _Sides:
 
     def cotangents(self, seed: int) -> tuple[Tensor, list[Tensor] | None]:
         """A weight for each output, and the elements at a kink whose gradient it does not take away."""
-        weights = cotangent(self.own.output, seed)
+        weights = cotangent(self.own.output, seed, _product_dtype(self.chain, self.own.leaves))
         own, exact, bare = (kinks.meetings for kinks in self._met)
         near = all_ambiguous(exact, own, *([bare] if self.bare is not None else []))
         return (weights, None) if near is None else spared(self.truth.output, exact, near, weights)

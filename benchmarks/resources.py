@@ -26,7 +26,7 @@ def main(path: Path) -> None:
     for name, card, trains in jobs:
         with pytest.MonkeyPatch.context() as patch:
             offline.use_card(patch, card)
-            for found in compiled_launches(patch, name, card, trains):
+            for found in compiled_launches(name, card, trains):
                 used = offline.resources(found.ptx, card)
                 what = "training step" if trains else "forward"
                 figures = (found.warps, used.registers, used.spilled, found.shared, offline.CARDS[card])

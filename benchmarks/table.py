@@ -23,35 +23,31 @@ GPU_RESULTS = ROOT / "benchmarks" / "results" / "h200.csv"
 KERNELBENCH_RESULTS = ROOT / "benchmarks" / "results" / "h200-kernelbench.csv"
 HARNESS_RESULTS = ROOT / "benchmarks" / "results" / "h200-kernelbench-harness.csv"
 SOURCE = Path(postlude.__file__).parent
+
+
+def _files(folder: str, names: str) -> list[Path]:
+    return [SOURCE / folder / f"{name}.py" for name in names.split()]
+
+
 # What a time depends on; a result whose hash differs was measured on other code.
-CPU_SOURCES = [
-    SOURCE / name for name in ("plan/cpu.py", "run/cpu.py", "run/onednn.py", "run/moments.py", "run/normalize.py")
-]
-_PASSES = ("passes", "finish_moments", "library", "launch", "nvrtc", "programs")
+CPU_SOURCES = [SOURCE / "moments.py", *_files("plan", "cpu"), *_files("run", "cpu onednn normalize")]
 GPU_SOURCES = [
     SOURCE / "kernels" / "cuda",
-    *(SOURCE / f"kernels/triton/{name}.py" for name in ("pointwise", "normalize", "moments")),
-    *(
-        SOURCE / f"kernels/triton/{name}.py"
-        for name in ("pack", "unfold", "convolve", "convolve_boxes", "phases", "rows", "channels")
-    ),
-    *(SOURCE / f"{name}.py" for name in ("expressions", "steps", "emit")),
-    *(SOURCE / f"plan/{name}.py" for name in ("gpu", "convolve", "worth", "gemm", "boxes", "phases", "few_channels")),
-    *(SOURCE / f"plan/{name}.py" for name in ("tiles", "channels")),
-    *(SOURCE / f"run/{name}.py" for name in ("gpu", "first_pass", "gemm", "boxes", "phases", "few_channels", *_PASSES)),
-    *(SOURCE / f"run/{name}.py" for name in ("packing", "unfolding", "rows", "channels")),
+    *_files("kernels/triton", "pointwise tiles normalize moments planes pack unfold rows channels"),
+    *_files("kernels/triton", "epilogue convolve convolve_boxes phases"),
+    *_files(".", "expressions steps emit"),
+    *_files("plan", "gpu convolve worth gemm boxes phases few_channels tiles channels"),
+    *_files("stages", "forward cuts epilogue pack unfold convolve convolve_boxes phases few_channels library"),
+    *_files("stages", "normalize rows channels moments trace program"),
+    *_files("run", "chain_run runner bound launch compose nvrtc"),
 ]
 TRAINING_SOURCES = [
     *GPU_SOURCES,
     SOURCE / "reverse.py",
-    *(
-        SOURCE / f"kernels/triton/{name}.py"
-        for name in ("derivatives", "gradient", "pack_gradient", "weight_gradient", "moments_gradient")
-    ),
-    *(SOURCE / f"run/{name}.py" for name in ("training", "moments_training", "gradient", "packed_gradient")),
-    *(SOURCE / f"run/{name}.py" for name in ("convolution_gradients", "weight_gradient", "few_channels_gradient")),
-    *(SOURCE / name for name in ("run/last_gradient.py", "run/moments_gradient.py", "plan/few_channels_gradient.py")),
-    SOURCE / "plan/trained.py",
+    *_files("kernels/triton", "derivatives gradient pack_gradient weight_gradient moments_gradient batch"),
+    *_files("plan", "few_channels_gradient trained"),
+    *_files("stages", "backward gradient pack_gradient convolution_gradients weight_gradient batch"),
+    *_files("stages", "few_channels_gradient moments_gradient"),
 ]
 HEAD = (
     "| chain | input | layout | eager ms | compile ms | postlude ms "

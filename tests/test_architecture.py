@@ -32,21 +32,23 @@ MAY_IMPORT = {
     "reverse": {"chain", "expressions", "steps"},
     "emit": {"chain", "expressions", "steps"},
     "kernels": set(),
-    "export": {"cards", "chain", "errors", "graph", "hardware", "plan", "run"},
-    # Not emit: nothing is decided by text.
-    "plan": {"card_tiles", "cards", "chain", "hardware", "reverse", "steps", "tile_table"},
+    "export": {"cards", "chain", "errors", "graph", "hardware", "plan", "stages"},
+    # Not emit: nothing is decided by text. `Plan.program` is what the stages make of it.
+    "plan": {"stages", "card_tiles", "cards", "chain", "hardware", "reverse", "steps", "tile_table"},
+    "moments": {"chain", "reference"},
+    # Not hardware: a program is the plan's, whatever machine traces it.
+    "stages": {"chain", "emit", "expressions", "kernels", "moments", "plan", "reference", "reverse", "steps"},
+    # Not emit, reverse or steps: what runs is decided by then.
     "run": {
         "chain",
-        "emit",
         "errors",
-        "expressions",
         "files",
         "hardware",
         "kernels",
+        "moments",
         "plan",
         "reference",
-        "reverse",
-        "steps",
+        "stages",
         "tile_table",
     },
     "graph": {"chain", "errors", "hardware", "plan", "run", "words"},
@@ -111,6 +113,23 @@ def test_imports_follow_the_table() -> None:
     files = {path: _imports(path) for path in ROOT.rglob("*.py")}
     assert {_layer(path) for path in files} == set(MAY_IMPORT)
     assert _violations(files) == []
+
+
+def _missing_from(page: str) -> list[str]:
+    """Layers that a page does not name, and files that it names and nobody has."""
+    layers = [layer for layer in MAY_IMPORT if not layer.startswith("__")]
+    missing = [layer for layer in layers if f"`{layer}.py`" not in page and f"`{layer}/" not in page]
+    return missing + [name for name in re.findall(r"`([\w/]+\.py)`", page) if not _is_there(name)]
+
+
+def _is_there(name: str) -> bool:
+    return (ROOT / name).exists() or (ROOT.parents[1] / name).exists() or bool(list(ROOT.rglob(f"*/{name}")))
+
+
+def test_the_page_about_the_layout_names_every_layer_and_no_file_that_is_gone() -> None:
+    page = (ROOT.parents[1] / "docs" / "layout.md").read_text()
+    assert _missing_from(page) == []
+    assert _missing_from(page.replace("`emit.py`", "`printer.py`")) == ["emit", "printer.py"]
 
 
 def test_a_forbidden_import_is_seen() -> None:

@@ -120,7 +120,6 @@ def test_a_driver_that_reports_no_clock_is_no_obstacle(monkeypatch: pytest.Monke
 def test_plans_are_made_for_the_gpu_that_runs_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call on the second card must not get what was planned for the first."""
     some_cards(monkeypatch, H200, L4)
-    monkeypatch.setitem(execute._PREPARE, "cuda", lambda plan: plan)  # type: ignore[arg-type,return-value]
     tensors = tensors_for(CHAIN_61, (2, 64, 4, 4, 4), torch.float16)
     large = problem_of(tensors).tensors
     large = (dataclasses.replace(large[0], shape=(16, 64, 32, 32, 32)), *large[1:])

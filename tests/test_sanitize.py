@@ -88,7 +88,7 @@ def test_results_are_compared_with_float64(tool: Any) -> None:
     tensors = tool.inputs_of(run, "cpu")
     names: set[str] = set()
     with tool.watched(names):
-        ours = tool.called(run, tool.plan_of(run, tensors, card), tensors)
+        ours = tool.called(run, tool.plan_of(run, tool.problem_for(run, tensors), card), tensors)
     assert names == set(tool.planned(run))
     assert tool.apart(run, ours, tensors) < tool.TOLERANCE["float32"]
     ours[0] = ours[0] * 1.01

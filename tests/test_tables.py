@@ -13,12 +13,12 @@ from torch import Tensor
 
 import postlude
 from cases import CASES, WORDS
-from postlude import reference, reverse, steps, words
+from postlude import moments, reference, reverse, steps, words
 from postlude.chain import Chain, Normalize, Pointwise, Reduce, Scalar, Value
 from postlude.check import tensors_for
 from postlude.expressions import Call, Term, leaves
 from postlude.graph import spellings
-from postlude.run import cpu, differentiable, moments
+from postlude.run import cpu, differentiable
 
 STEPS = [step for case in WORDS for step in case.chain.steps if isinstance(step, Pointwise)]
 DEVICE = Path(postlude.__file__).parent / "kernels" / "triton"

@@ -81,16 +81,16 @@ def test_gradients_at_ties_infinities_and_nan_are_pytorchs(case: Case) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_numerical_differentiation_agrees(case: Case) -> None:
     """Of our own forward by our own backward; every element's derivative at once, for each depends on one."""
-    from postlude.run.gpu import GpuRun
+    from tracing import run_plan
 
     step, points = 1e-6, [0.37 * number - 6.6 for number in range(36)]  # none within a step of a tie
     low, high, middle = (tensors_of(case, torch.float64, [p + shift for p in points]) for shift in (-step, step, 0.0))
-    run = GpuRun(plan_for(case, middle))
+    plan = plan_for(case, middle)
     if case.chain.roles[-1] == "full":
         for tensors in (low, high, middle):
             tensors[1] = torch.linspace(1.0, 2.0, 36, dtype=torch.float64).reshape(case.shape)
     with torch.no_grad():
-        slopes = (run(high) - run(low)) / (2 * step)
+        slopes = (run_plan(plan, high) - run_plan(plan, low)) / (2 * step)
     dv, *_ = gradients(case, middle)
     dy = torch.linspace(0.5, 1.5, 36).double().reshape(case.shape)
     expected = torch.zeros_like(dv) if case.name == "detach" else slopes * dy
@@ -105,12 +105,12 @@ def test_a_real_card_agrees_with_pytorchs_own_kernels_on_it(case: Case) -> None:
 
 
 def values_agree(case: Case, device: str) -> None:
-    from postlude.run.gpu import GpuRun
+    from tracing import run_plan
 
     for dtype, tolerance in DTYPES:
         tensors = [tensor.to(device) for tensor in tensors_of(case, dtype)]
         with torch.no_grad():
-            ours = GpuRun(plan_for(case, tensors))(tensors)
+            ours = run_plan(plan_for(case, tensors), tensors)
             x, *others = (tensor.cpu() for tensor in tensors)  # on a card a sixth in fp32 is in both "hard" words
             truth = reference.evaluate(case.chain, [spread_out(x), *others], dtype=torch.float64)
         theirs = truth.to(device, dtype)
@@ -130,18 +130,26 @@ def gradients_agree(case: Case, device: str) -> None:
             torch.testing.assert_close(found[slot], gradient, rtol=8 * tolerance, atol=8 * tolerance, equal_nan=True)
 
 
-def gradients(case: Case, tensors: list[Tensor]) -> tuple[Tensor, dict[int, Tensor], Tensor, dict[int, Tensor]]:
-    from postlude.run.gradient import GradientPasses
+def gradients(case: Case, tensors: list[Tensor]) -> tuple[Tensor, dict[int, Any], Tensor, dict[int, Tensor]]:
+    from postlude.stages.gradient import gradient_passes
+    from tracing import run_stage
 
+    plan = plan_for(case, tensors)
     slots = [operand.index for operand in case.chain.steps[0].operands if isinstance(operand, Slot)]  # type: ignore[union-attr]
     dy = torch.linspace(0.5, 1.5, tensors[0].numel()).to(tensors[0]).reshape(case.shape)
-    dv, found = GradientPasses(plan_for(case, tensors), frozenset(slots))(tensors[0], None, dy, tensors)
+
+    def stage(dy: Tensor, *tensors: Tensor) -> list[Tensor]:
+        dv, found = gradient_passes(plan, frozenset(slots), tensors[0], None, dy, tensors)
+        return [dv, *(found[slot] for slot in slots)]
+
+    dv, *found = run_stage(stage, dy, *tensors)
+    assert dv is not None
     leaves = [tensor.clone().requires_grad_() for tensor in tensors]
     result = reference.evaluate(case.chain, [spread_out(leaves[0]), *leaves[1:]])
     right: Any = [torch.zeros_like(leaf) for leaf in leaves]
     if result.requires_grad:
         right = torch.autograd.grad(result, leaves, dy, allow_unused=True, materialize_grads=True)
-    return dv, found, right[0], {slot: right[slot] for slot in slots}
+    return dv, dict(zip(slots, found)), right[0], {slot: right[slot] for slot in slots}
 
 
 def spread_out(x: Tensor) -> Tensor:

@@ -36,9 +36,9 @@ from postlude.chain import Chain, Convolution, Normalize, Operand, Pointwise, Re
 from postlude.check import tensors_for
 from postlude.check.modes import pytorch_switches
 from postlude.hardware import Machine, machine_on
-from postlude.plan import Plan, lower, problem_of
-from postlude.run import execute, launch, nvrtc
-from postlude.run.recording import Recording, recorded_by
+from postlude.plan import Plan, Problem, lower, problem_of
+from postlude.plan.calls import TorchCall
+from postlude.run import ahead, execute, launch, nvrtc
 from postlude.words import REDUCTIONS
 
 KERNELS = Path(postlude.__file__).parent / "kernels"
@@ -190,10 +190,13 @@ def all_kernels() -> frozenset[str]:
     return frozenset(names)
 
 
-def plan_of(run: Run, tensors: Sequence[Tensor], machine: Machine) -> Plan:
-    problem = dataclasses.replace(
+def problem_for(run: Run, tensors: Sequence[Tensor]) -> Problem:
+    return dataclasses.replace(
         problem_of(tensors, run.precision), device="cuda", needs_grad=run.trains, allows_tf32=run.precision == "tf32"
     )
+
+
+def plan_of(run: Run, problem: Problem, machine: Machine) -> Plan:
     plan = lower(run.chain, problem, machine, even_if_slower=True)
     if not isinstance(plan, Plan):
         raise SystemExit(f"{run.name} is not planned: {plan}")
@@ -211,11 +214,16 @@ def _with_gradients(
     if not run.trains:
         with torch.no_grad():
             return [function(tensors)]
-    frozen = {*run.frozen, *(slot for slot, role in enumerate(run.chain.roles) if role == "running")}
-    wanted = [t.requires_grad_() for slot, t in enumerate(tensors) if slot not in frozen]
+    wanted = [t.requires_grad_() for t, needed in zip(tensors, needs_of(run)) if needed]
     result = function(tensors)
     dy = torch.linspace(0.5, 1.5, result.numel()).reshape(result.shape).to(result.dtype).to(result.device)
     return [result.detach(), *torch.autograd.grad(result, wanted, dy)]
+
+
+def needs_of(run: Run) -> list[bool]:
+    """Which slots want a gradient."""
+    roles = enumerate(run.chain.roles)
+    return [run.trains and slot not in run.frozen and role != "running" for slot, role in roles]
 
 
 def inputs_of(run: Run, device: str) -> list[Tensor]:
@@ -244,26 +252,12 @@ def watched(names: set[str]) -> Iterator[None]:
         launch.watchers.remove(watch)
 
 
-class Names(Recording):
-    """Notes launches instead of making them, for tensors without memory."""
-
-    def __init__(self) -> None:
-        self.found: list[str] = []
-
-    def kernel(self, launch: launch.Launch, _: Any) -> None:
-        self.found.append(launch.kernel.__name__)
-
-    def cuda(self, _source: str, kernel: str, _ready: Any, _tensors: Any) -> None:
-        self.found.append(kernel)
-
-
 def planned(run: Run, machine: Machine = HOPPER) -> list[str]:
     """The kernels that a run launches, in order."""
-    tensors = [torch.empty_like(t, device="meta") for t in inputs_of(run, "cpu")]
-    names = Names()
-    with recorded_by(names):
-        called(run, plan_of(run, tensors, machine), tensors)
-    return names.found
+    problem = problem_for(run, inputs_of(run, "cpu"))
+    runner = execute.prepare(run.chain, plan_of(run, problem, machine), "cuda")
+    program = ahead.program_of(run.chain, runner, problem, needs_of(run))
+    return [call.kernel for call in (*program.forward, *program.backward) if not isinstance(call, TorchCall)]
 
 
 def apart(run: Run, ours: Sequence[Tensor], tensors: Sequence[Tensor]) -> float:
@@ -279,7 +273,7 @@ def apart(run: Run, ours: Sequence[Tensor], tensors: Sequence[Tensor]) -> float:
 def run_on_card(run: Run, machine: Machine, names: set[str]) -> bool:
     with pytorch_switches(run.precision, torch.device("cuda")), watched(names):
         tensors = inputs_of(run, "cuda")
-        ours = called(run, plan_of(run, tensors, machine), tensors)
+        ours = called(run, plan_of(run, problem_for(run, tensors), machine), tensors)
         torch.cuda.synchronize()
     error = apart(run, ours, tensors)
     limit = TOLERANCE["tf32" if run.precision == "tf32" else run.dtype]

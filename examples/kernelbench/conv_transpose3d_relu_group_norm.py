@@ -46,7 +46,7 @@ def largest_kernel(
     p_x += (tl.program_id(0) // CHUNKS // blocks).to(tl.int64) * S * 64
     largest = tl.zeros([BLOCK, 1], tl.float32)
     for i in range(4):
-        o_s = ((i_chunk * 4 + i) * BLOCK) + tl.arange(0, BLOCK)
+        o_s = (i_chunk * 4 + i) * BLOCK + tl.arange(0, BLOCK)
         o_x = o_s[:, None].to(tl.int64) + o_c[None, :].to(tl.int64) * S
         b_x = tl.load(p_x + o_x, mask=(o_s < S)[:, None], other=0.0)
         largest = tl.maximum(largest, finite_magnitude(b_x))
@@ -101,14 +101,15 @@ def pack_input_kernel(
     # [BLOCK_C, BLOCK]
     o_x = o_c[:, None].to(tl.int64) * (D * H * W) + (row + o_w)[None, :]
     b_x = tl.trans(tl.load(p_x + sample + o_x, mask=m_w[None, :], other=0.0))
-    largest = tl.load(p_largest + o_c).to(tl.float32, bitcast=True)
-    b_x = b_x.to(tl.float32) * scale_for(largest)[None, :]
-    high = b_x.to(tl.float16)
+    scale = scale_for(tl.load(p_largest + o_c).to(tl.float32, bitcast=True))
+    b_s = b_x.to(tl.float32) * scale[None, :]
+    high = b_s.to(tl.float16)
     out = i_row.to(tl.int64) * 34 * 64
     o_out = (2 + o_w)[:, None] * 64 + o_c[None, :]
     m_out = (o_w < W)[:, None]
     tl.store(p_high + out + o_out, high, mask=m_out)
-    tl.store(p_low + out + o_out, rest_of(b_x, high).to(tl.float16), mask=m_out)
+    low = rest_of(b_s, high).to(high.dtype)
+    tl.store(p_low + out + o_out, low, mask=m_out)
     o_pad = tl.arange(0, 2)
     o_zero = o_pad[:, None] * 64 + o_c[None, :]
     zeros = tl.zeros([2, BLOCK_C], tl.float16)
@@ -147,11 +148,12 @@ def pack_weight_kernel(
         tap = ROWS * 3 - 1 - tap
         b_w = tl.load(p_w + i_o * 27 + o_c * 3456 + tap, mask=m, other=0.0)
         powers = scale_for(tl.load(p_largest + o_c).to(tl.float32, bitcast=True))
-        b_w = b_w.to(tl.float32) / powers * scale
-        high = b_w.to(tl.float16)
-        tl.store(p_out + i_o * (2 * K) + o, high, mask=o < K)
-        rest = rest_of(b_w, high)
-        tl.store(p_out + i_o * (2 * K) + K + o, rest, mask=o < K)
+        b_s = b_w.to(tl.float32) / powers * scale
+        high = b_s.to(tl.float16)
+        out = i_o * (2 * K)
+        tl.store(p_out + out + o, high, mask=o < K)
+        low = rest_of(b_s, high).to(high.dtype)
+        tl.store(p_out + out + K + o, low, mask=o < K)
 
 
 @triton.jit
@@ -168,7 +170,7 @@ def convolve_kernel(
     p_unscale,  # [128]
     p_y,  # [N, 128, S], out
     p_mean,  # [N, 128, TILES], out
-    p_m2,  # the same
+    p_m2,  # [N, 128, TILES], out
     p_count,  # [N, TILES], out: a tile's outputs that are none of the padding
     TILES: tl.constexpr = 308,  # per sample
     PLANE: tl.constexpr = 1156,
@@ -238,30 +240,30 @@ def combine_kernel(
     i_group = tl.program_id(0)
     base = i_group.to(tl.int64) * PARTS
     p_count += i_group // 8 * CHUNKS
-    o_part = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, PARTS, BLOCK):
-        o = start + o_part
+        o = start + tl.arange(0, BLOCK)
         m = o < PARTS
         b_count = tl.load(p_count + o % CHUNKS, mask=m, other=0.0)  # [BLOCK]
         total += tl.load(p_mean + base + o, mask=m, other=0.0) * b_count
     mean = tl.sum(total) / 628864.0
     m2 = tl.zeros([BLOCK], tl.float32)
     for start in range(0, PARTS, BLOCK):
-        o = start + o_part
+        o = start + tl.arange(0, BLOCK)
         m = o < PARTS
         b_count = tl.load(p_count + o % CHUNKS, mask=m, other=0.0)
         b_mean = tl.load(p_mean + base + o, mask=m, other=0.0)
         b_m2 = tl.load(p_m2 + base + o, mask=m, other=0.0)
         m2 += tl.where(m, b_m2 + b_count * (b_mean - mean) * (b_mean - mean), 0.0)
+    m2 = tl.sum(m2)
     tl.store(p_group_mean + i_group, mean)
-    tl.store(p_group_rstd + i_group, 1.0 / tl.sqrt(tl.sum(m2) / 628864.0 + 1e-05))
+    tl.store(p_group_rstd + i_group, 1.0 / tl.sqrt(m2 / 628864.0 + 1e-05))
 
 
 @triton.jit
 def finish_kernel(
-    p_x,  # [N·128, 39304]
-    p_y,  # [N·128, 39304], out; may be p_x
+    p_x,  # [N, 128, 39304] in the value's layout
+    p_y,  # as p_x, which it may be, out
     p_mean,  # [N·G]
     p_rstd,  # [N·G]
     p_gamma,
@@ -273,14 +275,15 @@ def finish_kernel(
     base = i_row.to(tl.int64) * 39304
     o_c = i_row % 128
     o_s = i_chunk * BLOCK + tl.arange(0, BLOCK)
-    m_s = o_s < 39304
-    b_x = tl.load(p_x + base + o_s, mask=m_s, other=0.0).to(tl.float32)  # [BLOCK]
-    mean = tl.load(p_mean + i_row // 16)
-    rstd = tl.load(p_rstd + i_row // 16)
+    m_x = o_s < 39304
+    b_x = tl.load(p_x + base + o_s, mask=m_x, other=0.0).to(tl.float32)
+    o_g = i_row // 16
+    mean = tl.load(p_mean + o_g)
+    rstd = tl.load(p_rstd + o_g)
     gamma = tl.load(p_gamma + o_c).to(b_x.dtype)
     beta = tl.load(p_beta + o_c).to(b_x.dtype)
     b_y = (b_x - mean) * (rstd * gamma) + beta
-    tl.store(p_y + base + o_s, b_y, mask=m_s)
+    tl.store(p_y + base + o_s, b_y, mask=m_x)
 
 
 def conv_relu_norm(x: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
@@ -307,7 +310,8 @@ def conv_relu_norm(x: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor) -> Te
     convolve_kernel[(4928,)](
         d_high, d_low, d_w, unscale, value, means, squares, counts, num_warps=8
     )
-    mean, rstd = x.new_empty((2, 128))
+    mean = x.new_empty((128,))
+    rstd = x.new_empty((128,))
     # The moments of tiles to those of groups, by Chan's formula.
     combine_kernel[(128,)](means, squares, counts, mean, rstd, num_warps=8)
     # The norm and all that is left, in one reading and one writing.

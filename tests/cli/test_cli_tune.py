@@ -218,8 +218,8 @@ def test_two_tiles_give_the_same_result() -> None:
     from postlude.check import tensors_for
     from postlude.plan import problem_of
     from postlude.plan.gpu import lower_for_gpu
-    from postlude.run.gpu import GpuRun
     from postlude.tile_table import Row
+    from tracing import run_plan
 
     chain = BY_NAME["61 small"].chain
     tensors = tensors_for(chain, (2, 4, 3, 4, 5), torch.float32)
@@ -237,7 +237,7 @@ def test_two_tiles_give_the_same_result() -> None:
             tried = lower_for_gpu(chain, problem_of(tensors), here, even_if_slower=True)
             assert isinstance(tried, Plan)
             assert (tried == plan) == (not settings)
-            results.append(GpuRun(tried)(tensors))
+            results.append(run_plan(tried, tensors))
     assert difference([results[0]], [results[1]], "float32") is None
     assert difference([results[0].roll(1, 0)], [results[1]], "float32") is not None
 

@@ -117,6 +117,16 @@ SMALL_PROBLEMS = [
         ("moments_kernel", "finish_kernel"),
     ),
     Problem(
+        "chains alike but for a step: the kernels of the two read the same",
+        "self.conv = nn.Conv3d(cin, cout, 3, stride=2, padding=1); self.norm = nn.GroupNorm(2, cout); "
+        "self.gate = nn.Conv3d(cin, cout, 3, stride=2, padding=1); self.norm2 = nn.GroupNorm(2, cout)",
+        "y = F.relu(self.norm(self.conv(x)) * 2.0); "
+        "return torch.cat([y, torch.sigmoid(self.norm2(self.gate(x)) * 2.0)])",
+        (2, 4, 6, 6, 6),
+        8,
+        ("finish_kernel", "finish_kernel_2"),
+    ),
+    Problem(
         "PyTorch's convolution without a norm",
         "self.conv = nn.Conv3d(cin, cout, 3, stride=2); self.v = nn.Parameter(torch.randn(cout, 1, 1, 1))",
         "return F.silu(self.conv(x) * self.v + 0.5)",

@@ -6,14 +6,12 @@ import ast
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-import postlude
+from postlude.export.device_text import library
 from postlude.export.specialise import Inline, Name, specialise
 
-KERNELS = Path(postlude.__file__).parent / "kernels" / "triton"
 # Chain 61 at KernelBench's sizes, as the plans have it.
 CONVOLVE: dict[str, object] = {
     "BEFORE": Inline("relu({0})"),
@@ -56,12 +54,6 @@ BLOCK: dict[str, object] = {
 }
 
 
-def source_of(file: str, name: str) -> str:
-    text = (KERNELS / file).read_text()
-    (node,) = [n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef) and n.name == name]
-    return "\n".join(text.splitlines()[node.decorator_list[0].lineno - 1 : node.end_lineno]) + "\n"
-
-
 def ruff(*arguments: str, text: str) -> str:
     command = [sys.executable, "-m", "ruff", *arguments, "--isolated", "--line-length", "120", "-"]
     done = subprocess.run(command, input=text, capture_output=True, text=True)
@@ -77,74 +69,69 @@ def in_file(text: str) -> str:
     return f"import triton\nimport triton.language as tl\n{imports}\n\n{text}"
 
 
-REAL: dict[str, tuple[str, str, dict[str, object], frozenset[str], int]] = {
-    "61 fp32": ("convolve.py", "convolve_kernel", CONVOLVE, TILES, 75),
-    "61 fp32, tiles decided": ("convolve.py", "convolve_kernel", CONVOLVE, frozenset(), 71),
-    "61 bf16": ("convolve.py", "convolve_kernel", HALF, TILES, 64),
-    "block, channels-last": ("convolve.py", "convolve_kernel", BLOCK, TILES, 72),
-    "largest": ("pack.py", "largest_kernel", LARGEST, frozenset({"BLOCK"}), 22),
+REAL: dict[str, tuple[str, dict[str, object], frozenset[str], int]] = {
+    "61 fp32": ("convolve_kernel", CONVOLVE, TILES, 75),
+    "61 fp32, tiles decided": ("convolve_kernel", CONVOLVE, frozenset(), 71),
+    "61 bf16": ("convolve_kernel", HALF, TILES, 64),
+    "block, channels-last": ("convolve_kernel", BLOCK, TILES, 72),
+    "largest": ("largest_kernel", LARGEST, frozenset({"BLOCK"}), 22),
     "pack input": (
-        "pack.py",
         "pack_input_kernel",
         {"CP": 64, "PLANES": 2, "SCALED": True, "KEEPS": False, "LAST": False, "BLOCK": 32, "BLOCK_C": 64, "PAD": 2},
         frozenset({"BLOCK", "BLOCK_C"}),
         60,
     ),
     "pack weight": (
-        "pack.py",
         "pack_weight_kernel",
         {"ROWS": 9, "KW": 3, "WIDTH": 1, "SPAN": 3, "CP": 64, "BLOCK_O": 128, "PLANES": 2, "SCALED": True}
         | {"KEEPS": False, "FLIP": True, "BLOCK": 1024},
         frozenset({"BLOCK"}),
         60,
     ),
-    "combine": ("normalize.py", "combine_moments_kernel", {"BLOCK": 1024, "ACC": Name("tl.float32")}, frozenset(), 40),
+    "combine": ("combine_moments_kernel", {"BLOCK": 1024, "ACC": Name("tl.float32")}, frozenset(), 40),
     "finish": (
-        "normalize.py",
-        "row_finish_kernel",
-        {"WHOLE": Name("whole"), "HAS_NORM": True, "BLOCK": 2048, "ALIGN": 8, "ACC": Name("tl.float32")},
+        "finish_kernel",
+        {"WHOLE": Name("whole"), "HAS_NORM": True, "BLOCK": 2048, "ALIGN": 8, "ACC": Name("tl.float32")}
+        | {"BLOCK_C": 0, "SHORT": False, "WIDE": False, "CONTIGUOUS_OUT": False},
         frozenset({"BLOCK"}),
         35,
     ),
     "moments": (
-        "normalize.py",
-        "row_moments_kernel",
-        {"BEFORE": Inline("{0}"), "SQUARES": False, "BLOCK": 1024, "ALIGN": 8, "ACC": Name("tl.float32")},
+        "moments_kernel",
+        {"BEFORE": Inline("{0}"), "SQUARES": False, "BLOCK": 1024, "ALIGN": 8, "ACC": Name("tl.float32")}
+        | {"BLOCK_C": 0, "SHORT": False, "WIDE": False},
         frozenset(),
         35,
     ),
     "channels-last moments": (
-        "normalize.py",
-        "last_moments_kernel",
+        "moments_kernel",
         {"BEFORE": Inline("{0}"), "SQUARES": True, "BLOCK": 64, "BLOCK_C": 32}
         | {"SHORT": False, "ALIGN": 1, "WIDE": False, "ACC": Name("tl.float32")},
         frozenset(),
         50,
     ),
     "channels-last finish": (
-        "normalize.py",
-        "last_finish_kernel",
+        "finish_kernel",
         {"WHOLE": Inline("whole({0}, {1}, {2}, {3}, a0)"), "HAS_NORM": True, "BLOCK": 64, "BLOCK_C": 32}
         | {"SHORT": False, "ALIGN": 1, "WIDE": False, "CONTIGUOUS_OUT": True, "ACC": Name("tl.float32")},
         frozenset(),
         40,
     ),
     "finish from moments": (
-        "moments.py",
         "finish_moments_kernel",
         {"C": 24, "MOMENTS": Name("moments"), "SQUARES": True, "OVER_SPACE": False, "BLOCK_C": 32, "BLOCK": 64},
         frozenset(),
         25,
     ),
-    "group mean": ("moments.py", "group_mean", {"PER": 3}, frozenset(), 8),
-    "combine chunks": ("moments.py", "combine_chunks", {"SQUARES": False, "BLOCK_C": 32, "BLOCK": 64}, frozenset(), 20),
+    "group mean": ("group_mean", {"PER": 3}, frozenset(), 8),
+    "combine chunks": ("combine_chunks", {"SQUARES": False, "BLOCK_C": 32, "BLOCK": 64}, frozenset(), 20),
 }
 
 
 @pytest.mark.parametrize("name", REAL)
 def test_real_kernels(name: str) -> None:
-    file, kernel, constants, keep, most = REAL[name]
-    before = source_of(file, kernel)
+    kernel, constants, keep, most = REAL[name]
+    before = library()[kernel]
     made = specialise(before, constants, keep=keep)
     words = set(re.findall(r"\w+", made.text))
     assert words.isdisjoint(constants.keys() - keep), words & (constants.keys() - keep)
@@ -156,7 +143,7 @@ def test_real_kernels(name: str) -> None:
 
 
 def test_61_in_half_precision_is_a_plain_kernel() -> None:
-    made = specialise(source_of("convolve.py", "convolve_kernel"), HALF, {"convolve_kernel": "convolve_relu"}, TILES)
+    made = specialise(library()["convolve_kernel"], HALF, {"convolve_kernel": "convolve_relu"}, TILES)
     assert made.parameters[:6] == ("d_high", "d_w", "p_y", "p_mean", "p_m2", "p_count")
     assert made.parameters[-4:] == ("BM", "BC", "BK", "STAGES")
     assert made.text.count("if ") == 0

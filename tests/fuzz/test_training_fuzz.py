@@ -26,7 +26,7 @@ from postlude.run.execute import prepare
 from run.test_gpu import CARD
 
 ASKED = os.environ.get("POSTLUDE_FUZZ")
-EXAMPLES = int(ASKED or 5)
+EXAMPLES = int(ASKED or 3)
 KINDS = ("plain", "from its result", "norm", "moments", "before a mean")
 pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore")]
 

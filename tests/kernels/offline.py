@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+
+from postlude.plan.calls import Call
+from tracing import compiled, kernel_calls
 
 # Architecture → shared memory that one block may have, in bytes.
 CARDS = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -54,6 +57,24 @@ def use_card(monkeypatch: pytest.MonkeyPatch, architecture: int) -> None:
     from triton.runtime import driver
 
     monkeypatch.setattr(driver, "_active", OfflineDriver(architecture))
+
+
+@dataclass(frozen=True)
+class Compiled:
+    name: str
+    shared: int
+    warps: int
+    ptx: str
+
+
+def compiled_calls(calls: Iterable[Call], architecture: int) -> list[Compiled]:
+    """Every Triton kernel of a program or a stage, compiled for the card that is active: this one."""
+    found = []
+    for call in kernel_calls(calls):
+        launch, made = compiled(call)
+        assert made.metadata.target.arch == architecture
+        found.append(Compiled(call.kernel, made.metadata.shared, launch.warps, made.asm["ptx"]))
+    return found
 
 
 @dataclass(frozen=True)

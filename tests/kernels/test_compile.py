@@ -1,13 +1,11 @@
 """Every Triton launch of real plans compiled ahead of time for the cards we support: it compiles, fits, does not spill.
 
-The plans run on tensors without memory, and every launch compiles instead of running: what is compiled is exactly what
-a GPU would be given.
+What is compiled are the calls of the very programs that a GPU would run.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from torch import Tensor
 
 from cases import CHAIN_61, Builder, conv
 from kernels import offline
+from kernels.offline import Compiled
 from level2 import LEVEL2
 from plan.test_convolve import FEW
 from plan.test_convolve import card as machine_of
@@ -24,10 +23,11 @@ from postlude.plan import Plan, problem_of
 from postlude.plan.gemm import Arithmetic
 from postlude.plan.gpu import lower_for_gpu
 from postlude.plan.problem import Spec
-from postlude.run.gpu import GpuRun
-from postlude.run.launch import Launch
-from postlude.run.packing import largest_launch
-from postlude.run.training import Training
+from postlude.run.ahead import program_of
+from postlude.run.execute import prepare
+from postlude.run.launch import arguments_without_memory
+from postlude.stages.pack import find_largest
+from tracing import kernel_calls, traced_calls
 
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.compile, pytest.mark.filterwarnings("ignore")]
@@ -96,51 +96,25 @@ TRAINED = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Compiled:
-    name: str
-    shared: int
-    warps: int
-    ptx: str
-
-
-def compiled_launches(
-    monkeypatch: pytest.MonkeyPatch, name: str, architecture: int, trains: bool = False
-) -> list[Compiled]:
+def compiled_launches(name: str, architecture: int, trains: bool = False) -> list[Compiled]:
     chain, shape, dtype, layout, precision = PLANS[name]
     tensors = [t.to("meta") for t in tensors_for(chain, (1, shape[1], *[3] * chain.dims), dtype, "cpu", layout=layout)]
     tensors = [of_shape(t, shape, chain, role, layout) for t, role in zip(tensors, chain.roles)]
-    return launches_of(monkeypatch, chain, tensors, architecture, precision, trains)
+    return launches_of(chain, tensors, architecture, precision, trains)
 
 
 def launches_of(
-    monkeypatch: pytest.MonkeyPatch,
-    chain: Chain,
-    tensors: list[Tensor],
-    architecture: int,
-    precision: str = "auto",
-    trains: bool = False,
+    chain: Chain, tensors: list[Tensor], architecture: int, precision: str = "auto", trains: bool = False
 ) -> list[Compiled]:
-    """Those of the chain on tensors without memory."""
+    """Those of the chain's program, for training with every gradient."""
     tf32 = precision == "tf32"
     problem = dataclasses.replace(problem_of(tensors, precision), device="cuda", needs_grad=trains, allows_tf32=tf32)
     plan = lower_for_gpu(chain, problem, machine_of(architecture), even_if_slower=True)
     assert isinstance(plan, Plan), plan
-    found: list[Compiled] = []
-
-    def compile_instead(self: Launch, *pointers: Any) -> None:
-        made = self.kernel.warmup(*pointers, *self.numbers, **self.constants, num_warps=self.warps, grid=self.grid)
-        assert made.metadata.target.arch == architecture
-        found.append(Compiled(self.kernel.__name__, made.metadata.shared, self.warps, made.asm["ptx"]))
-
-    monkeypatch.setattr(Launch, "__call__", compile_instead)
-    if trains:
-        y = Training(plan)([t.requires_grad_() for t in tensors])
-        torch.autograd.grad(y, tensors, torch.empty_like(y))
-        return found
-    with torch.no_grad():
-        GpuRun(plan)(tensors)
-    assert len(found) == plan.launches
+    program = program_of(chain, prepare(chain, plan, "cuda"), problem, [trains] * len(tensors))
+    found = offline.compiled_calls((*program.forward, *program.backward), architecture)
+    assert bool(program.backward) == trains
+    assert trains or len(found) == plan.launches
     return found
 
 
@@ -157,10 +131,10 @@ def of_shape(tensor: Tensor, shape: tuple[int, ...], chain: Chain, role: str, la
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_compiles_within_each_cards_limits(name: str, card: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiles_within_each_cards_limits(name: str, card: int) -> None:
     if card != 90 and name not in EVERYWHERE and not (card == 80 and name in ON_AMPERE):
         pytest.skip("compiled for sm_90 only")
-    for found in compiled_launches(monkeypatch, name, card):
+    for found in compiled_launches(name, card):
         assert found.shared <= offline.CARDS[card], found.name
         used = offline.resources(found.ptx, card)
         assert used.registers * 32 * found.warps <= 65_536, (found.name, used)
@@ -172,7 +146,7 @@ def test_compiles_within_each_cards_limits(name: str, card: int, monkeypatch: py
             "convolve_kernel": 1024,
             "convolve_phases_kernel": 128,
             "convolve_boxes_kernel": 512,
-            "last_moments_kernel": 256,
+            "moments_kernel": 256,
         }.get(found.name, 0)
         assert used.spilled <= min(allowed, MOST_SPILLED.get(name, allowed)), (found.name, used)
 
@@ -180,7 +154,7 @@ def test_compiles_within_each_cards_limits(name: str, card: int, monkeypatch: py
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_training_step_compiles_for_hopper(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     offline.use_card(monkeypatch, 90)
-    launches = compiled_launches(monkeypatch, name, 90, trains=True)
+    launches = compiled_launches(name, 90, trains=True)
     names = [found.name for found in launches]
     is_ours = name != "library"
     assert names.count("weight_gradient_kernel") == is_ours
@@ -195,22 +169,22 @@ def test_a_training_step_compiles_for_hopper(name: str, monkeypatch: pytest.Monk
 
 def test_hopper_uses_its_own_matrix_and_copy_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     offline.use_card(monkeypatch, 90)
-    ptx = {found.name: found.ptx for found in compiled_launches(monkeypatch, "61 bf16", 90)}
+    ptx = {found.name: found.ptx for found in compiled_launches("61 bf16", 90)}
     assert "wgmma.mma_async" in ptx["convolve_kernel"]
     assert "cp.async.bulk.tensor.2d" in ptx["convolve_kernel"]
     # 34³ positions are a multiple of 8, not of 16: whole vectors all the same.
-    assert "ld.global.v4.b32" in ptx["row_finish_kernel"]
+    assert "ld.global.v4.b32" in ptx["finish_kernel"]
     assert "st.global.v4.b32" in ptx["convolve_kernel"]
     assert "max.NaN.f32" in ptx["convolve_kernel"]  # relu keeps NaN
-    assert "max.NaN.f32" not in ptx["row_finish_kernel"]  # what precedes the norm is done
+    assert "max.NaN.f32" not in ptx["finish_kernel"]  # what precedes the norm is done
 
 
 def test_short_rows_are_whole_in_a_tile_and_summed_by_one_warp(monkeypatch: pytest.MonkeyPatch) -> None:
     offline.use_card(monkeypatch, 90)
     for name in ("short rows", "short even rows"):
-        moments, _, finish = compiled_launches(monkeypatch, name, 90)
-        assert (moments.name, moments.warps) == ("last_moments_kernel", 1)
-        assert (finish.name, finish.warps) == ("last_finish_kernel", 4)
+        moments, _, finish = compiled_launches(name, 90)
+        assert (moments.name, moments.warps) == ("moments_kernel", 1)
+        assert (finish.name, finish.warps) == ("finish_kernel", 4)
         # 30² positions are a multiple of 4.
         assert ("ld.global.v4.b32" in moments.ptx) == (name == "short even rows")
         assert ("st.global.v4.b32" in finish.ptx) == (name == "short even rows")
@@ -220,24 +194,35 @@ def test_short_rows_are_whole_in_a_tile_and_summed_by_one_warp(monkeypatch: pyte
 def test_the_largest_of_short_rows(keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     offline.use_card(monkeypatch, 90)
     arithmetic = Arithmetic("float16", 2, scaled=True, keeps_infinities=keeps)
-    launch = largest_launch(Spec((512, 64, 30, 30), "float32", "contiguous"), arithmetic)
+    spec = Spec((512, 64, 30, 30), "float32", "contiguous")
+    calls = traced_calls(lambda x: find_largest(x, spec, arithmetic), torch.empty(spec.shape, device="meta"))
+    (launch,) = kernel_calls(calls)
     assert launch.grid == (512 // 8 * 64 // 4,)
-    x, found = torch.empty(1, device="meta"), torch.empty(1, dtype=torch.int32, device="meta")
-    made = launch.kernel.warmup(x, found, *launch.numbers, **launch.constants, num_warps=launch.warps, grid=launch.grid)
-    assert offline.resources(made.asm["ptx"], 90).spilled == 0
-    assert made.asm["ptx"].count("ld.global.v4.b32") == 8  # of 32 elements for each of 128 threads
+    (made,) = offline.compiled_calls(calls, 90)
+    assert offline.resources(made.ptx, 90).spilled == 0
+    assert made.ptx.count("ld.global.v4.b32") == 8  # of 32 elements for each of 128 threads
+
+
+def test_a_view_is_compiled_for_with_its_alignment() -> None:
+    spec = Spec((2, 5, 7, 7), "float32", "contiguous")
+    arithmetic = Arithmetic("float16", 2, scaled=True)
+    x = torch.empty((3, 5, 7, 7), device="meta")
+    (call,) = kernel_calls(traced_calls(lambda x: find_largest(x[1:], spec, arithmetic), x))
+    given, found = arguments_without_memory(call)
+    assert (given.data_ptr() % 16, found.data_ptr() % 16) == (5 * 7 * 7 * 4 % 16, 0)
+    assert given.data_ptr() % 16
 
 
 def test_neighbours_of_two_phases_are_stored_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     offline.use_card(monkeypatch, 90)
-    ptx = {found.name: found.ptx for found in compiled_launches(monkeypatch, "phases tf32", 90)}
+    ptx = {found.name: found.ptx for found in compiled_launches("phases tf32", 90)}
     assert "wgmma.mma_async" in ptx["convolve_phases_kernel"]
     assert "st.global.v2.b32" in ptx["convolve_phases_kernel"]
 
 
 def test_few_channels_are_unfolded_and_multiplied_on_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     offline.use_card(monkeypatch, 90)
-    launches = compiled_launches(monkeypatch, "few channels tf32", 90)
+    launches = compiled_launches("few channels tf32", 90)
     names = ["largest_kernel", "unfold_input_kernel", "pack_weight_kernel", "convolve_kernel"]
     assert [found.name for found in launches] == names
     ptx = {found.name: found.ptx for found in launches}

@@ -17,7 +17,8 @@ from postlude.chain import Chain
 from postlude.check import tensors_for
 from postlude.plan import convolve
 from postlude.plan.boxes import boxes_for
-from postlude.run.boxes import BoxesConvolution
+from postlude.plan.gemm import Arithmetic
+from postlude.stages import pack
 
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.compile, pytest.mark.filterwarnings("ignore")]
@@ -38,7 +39,7 @@ PLANS: dict[str, tuple[Chain, tuple[int, ...], torch.dtype | None, str]] = {
     "transposed": (CHAIN_61, (2, 64, 32, 32, 32), None, "convolve_kernel"),
     "phases": (UP_NORM, (2, 64, 32, 32, 32), None, "convolve_phases_kernel"),
     "unfolded": (FEW, (16, 3, 128, 128), torch.float32, "unfold_input_kernel"),
-    "library": (STRIDED, SHAPE, None, "last_moments_kernel"),
+    "library": (STRIDED, SHAPE, None, "moments_kernel"),
     "rows": (ROWS, SHAPE, None, "rows_kernel"),
     "over channels": (CHANNELS, SHAPE, None, "channels_kernel"),
 }
@@ -56,7 +57,7 @@ def names_of(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, tra
     ours = autocasted(chain, tensors, "cuda", dtype)
     assert isinstance(ours, Chain), ours
     offline.use_card(monkeypatch, 90)
-    return [found.name for found in launches_of(monkeypatch, ours, tensors, 90, trains=trains)]
+    return [found.name for found in launches_of(ours, tensors, 90, trains=trains)]
 
 
 def _last(tensor: Tensor, shape: tuple[int, ...], chain: Chain) -> Tensor:
@@ -81,13 +82,12 @@ def test_a_training_step_compiles(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_weight_packed_in_its_own_dtype_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutant: the fault that switched five sites of nnU-Net off."""
-    made = BoxesConvolution.__init__
+    honest = pack.packed_weight
 
-    def faulty(self: BoxesConvolution, *args: object) -> None:
-        made(self, *args)  # type: ignore[arg-type]
-        self.operand = torch.float32
+    def faulty(outputs: int, width: int, depth: int, arithmetic: Arithmetic, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return honest(outputs, width, depth, dataclasses.replace(arithmetic, operands="float32"), weight)
 
-    monkeypatch.setattr(BoxesConvolution, "__init__", faulty)
+    monkeypatch.setattr(pack, "packed_weight", faulty)
     with pytest.raises(Exception, match="dtype"):
         names_of(monkeypatch, "boxes", torch.bfloat16)
 

@@ -6,12 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from cases import Builder, conv
 from kernels import offline
-from postlude.chain import Chain, Reduce
+from machines import H200
+from postlude.chain import Chain
+from postlude.plan import Plan, Problem, lower
+from postlude.plan.problem import Spec
 from postlude.plan.program import moments_only
-from postlude.run import finish_moments
+from postlude.run.ahead import program_of
+from postlude.run.execute import prepare
+from postlude.stages.cuts import Partials
+from postlude.stages.moments import finish_moments
+from tracing import compiled as compiled_call
+from tracing import kernel_calls, traced_calls
 
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.compile, pytest.mark.filterwarnings("ignore")]
@@ -29,30 +38,24 @@ CHAINS = {
     .chain(),
 }
 CHANNELS = {"norm mean": 24, "sum over space": 1, "two norms": 255}
+BATCH, CHUNKS = 4, 99
 
 
 def compiled(chain: Chain, channels: int, dtype: torch.dtype) -> Any:
-    from postlude.kernels.triton.moments import finish_moments_kernel
-
     need = moments_only(chain)
     assert need is not None
-    reduce = chain.steps[need.reduce - 1]
-    assert isinstance(reduce, Reduce)
     acc = torch.float64 if dtype == torch.float64 else torch.float32
-    block_c, block = finish_moments.blocks(channels)
-    return finish_moments_kernel.warmup(
-        *(acc, acc, acc, dtype),
-        *[dtype] * 6,
-        99,
-        C=channels,
-        MOMENTS=finish_moments.moments_program(chain, need.before + 1, need.reduce),
-        SQUARES=need.squares,
-        OVER_SPACE=reduce.over == "space",
-        BLOCK_C=block_c,
-        BLOCK=block,
-        num_warps=finish_moments.WARPS,
-        grid=(1,),
-    )
+    value = Spec((BATCH, channels, *[30] * chain.dims), str(dtype).removeprefix("torch."), "contiguous")
+
+    def stage(means: Tensor, squares: Tensor, counts: Tensor, *tensors: Tensor) -> Tensor:
+        partials = Partials(means, squares, counts)
+        return finish_moments(chain, need.before + 1, need.squares, value, dtype, partials, tensors)
+
+    part = torch.empty((BATCH, channels, CHUNKS), dtype=acc, device="meta")
+    tensors = [torch.empty(channels, dtype=dtype, device="meta") for _ in chain.roles]
+    (call,) = kernel_calls(traced_calls(stage, part, part, part[:, 0], *tensors))
+    assert (call.kernel, call.numbers) == ("finish_moments_kernel", (("CHUNKS", CHUNKS),))
+    return compiled_call(call)[1]
 
 
 @pytest.mark.parametrize("name", list(CHAINS))
@@ -73,31 +76,15 @@ def test_numbers_of_the_chain_stay_double(card: int) -> None:
 @pytest.mark.parametrize("card", [90], indirect=True)
 @pytest.mark.parametrize(("channels", "groups"), [(24, 8), (32, 1), (30, 30)])
 def test_the_backward_pass_compiles_within_hoppers_limits(card: int, channels: int, groups: int) -> None:
-    from postlude.kernels.triton import moments_gradient as kernels
-    from postlude.plan.problem import power_of_two
-    from postlude.run.moments_gradient import TILE
-
-    per = power_of_two(channels // groups)
-    acc, dtype, table = torch.float64, torch.bfloat16, torch.float32
-    gradient = kernels.moments_gradient_kernel.warmup(
-        *(acc, acc, dtype, dtype, dtype, table, dtype, dtype, dtype, 128, 19800),
-        C=channels,
-        PER=channels // groups,
-        EPS=1e-5,
-        OVER_SPACE=False,
-        IS_SUM=False,
-        HAS_GAMMA=True,
-        HAS_BETA=True,
-        HAS_BIAS=True,
-        BLOCK_P=per,
-        BLOCK_N=min(128, TILE // per),
-        num_warps=4,
-        grid=(1,),
-    )
-    block_c, block = finish_moments.blocks(channels)
-    combined = kernels.combined_moments_kernel.warmup(
-        *(table, table, table, acc, 128, 99), C=channels, BLOCK_C=block_c, BLOCK=block, num_warps=8, grid=(1,)
-    )
-    for found in (gradient, combined):
-        assert found.metadata.shared <= offline.CARDS[card]
-        assert offline.resources(found.asm["ptx"], card).spilled == 0
+    chain = Builder(3, conv(3, (3, channels))).norm(groups).reduce("mean", "sample").chain()
+    shapes = [(128, 3, 24, 32, 32), (channels, 3, 3, 3, 3), *[(channels,)] * 3]
+    problem = Problem(tuple(Spec(shape, "bfloat16", "contiguous") for shape in shapes), "cuda", "auto", True)
+    plan = lower(chain, problem, H200, even_if_slower=True)
+    assert isinstance(plan, Plan), plan
+    program = program_of(chain, prepare(chain, plan, "cuda"), problem, [True] * len(shapes))
+    (combined,) = (call for call in kernel_calls(program.forward) if call.kernel == "combined_moments_kernel")
+    (gradient,) = kernel_calls(program.backward)
+    assert gradient.kernel == "moments_gradient_kernel"
+    for found in offline.compiled_calls([combined, gradient], card):
+        assert found.shared <= offline.CARDS[card]
+        assert offline.resources(found.ptx, card).spilled == 0

@@ -7,16 +7,20 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.cuda_host.build import HostKernel, build
-from postlude.plan.few_channels import FewChannels, Geometry
-from postlude.run import few_channels
-from postlude.run.few_channels import convolve_moments, defines
+from kernels.cuda_host.build import HostKernels
+from postlude.plan.few_channels import FewChannels
+from postlude.run import launch
+from postlude.stages import few_channels
+from postlude.stages.cuts import Partials
+from postlude.stages.few_channels import convolve_moments
+from tracing import run_stage
 
 pytestmark = [
     pytest.mark.interpret,
@@ -65,23 +69,18 @@ CASES = (
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[FewChannels, Geometry, Mutant], HostKernel]:
-    kernels: dict[object, HostKernel] = {}
-
-    def get(settings: FewChannels, shape: Geometry, mutant: Mutant) -> HostKernel:
-        options = defines(settings, shape)
-        if (options, mutant) not in kernels:
-            kernels[options, mutant] = build(tmp_path_factory.mktemp("cuda") / "kernel", options, mutant)
-        return kernels[options, mutant]
-
-    return get
+def built(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
+    return HostKernels(lambda: tmp_path_factory.mktemp("cuda"))
 
 
 @pytest.fixture
-def on_host(built: Callable[..., HostKernel], monkeypatch: pytest.MonkeyPatch) -> Run:
-    def run(case: Case, x: Tensor, w: Tensor, b: Tensor | None, mutant: Mutant = ("", "")) -> tuple[Tensor, ...]:
-        monkeypatch.setattr(few_channels, "_kernel", lambda settings, shape, _: built(settings, shape, mutant))
-        return convolve_moments(x, w, b, case.padding, case.settings, case.transposed)
+def on_host(built: HostKernels, monkeypatch: pytest.MonkeyPatch) -> Run:
+    def run(case: Case, x: Tensor, w: Tensor, b: Tensor | None, mutant: Mutant = ("", "")) -> Any:
+        def stage(x: Tensor, w: Tensor, b: Tensor | None = None) -> Partials:
+            return convolve_moments(x, w, b, case.padding, case.settings, case.transposed)
+
+        monkeypatch.setattr(launch, "cuda_kernel", lambda call, _: built(call, mutant))
+        return run_stage(stage, x, w, *([] if b is None else [b]))
 
     return run
 
@@ -208,7 +207,7 @@ def test_what_the_kernel_cannot_do_is_refused(wrong: dict[str, object], on_host:
 
 
 def test_the_source_is_part_of_the_package() -> None:
-    source = few_channels.source()
+    source = launch.cuda_source("few_channels.cu")
     assert "few_channels_moments" in source.text
     assert {name for name, _ in source.headers} >= {"operands.cuh", "moments.cuh", "tile.cuh", "products.cuh"}
     assert Path(few_channels.__file__).parent.parent.name == "postlude"

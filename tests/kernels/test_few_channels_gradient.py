@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.cuda_host.build import HostKernel, build
-from postlude.plan.few_channels import Geometry
+from kernels.cuda_host.build import HostKernels
 from postlude.plan.few_channels_gradient import FewChannelsGradient
-from postlude.run import few_channels_gradient
-from postlude.run.few_channels_gradient import ReadyGradient, gradient_defines
+from postlude.run import launch
+from postlude.stages.few_channels_gradient import few_channels_gradient
+from tracing import run_stage
 
 pytestmark = [
     pytest.mark.interpret,
@@ -69,27 +69,20 @@ CASES = (
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., HostKernel]:
-    kernels: dict[object, HostKernel] = {}
-
-    def get(settings: FewChannelsGradient, shape: Geometry, wanted: tuple[bool, bool], mutant: Mutant) -> HostKernel:
-        options = gradient_defines(settings, shape, wanted)
-        if (options, mutant) not in kernels:
-            folder = tmp_path_factory.mktemp("cuda") / "kernel"
-            kernels[options, mutant] = build(folder, options, mutant, entry="few_channels_gradient")
-        return kernels[options, mutant]
-
-    return get
+def built(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
+    return HostKernels(lambda: tmp_path_factory.mktemp("cuda"))
 
 
 @pytest.fixture
-def on_host(built: Callable[..., HostKernel], monkeypatch: pytest.MonkeyPatch) -> Run:
+def on_host(built: HostKernels, monkeypatch: pytest.MonkeyPatch) -> Run:
     def run(case: Case, x: Tensor, w: Tensor, table: Tensor, mutant: Mutant = ("", "")) -> tuple[Tensor | None, ...]:
-        def kernel(settings: FewChannelsGradient, shape: Geometry, wanted: tuple[bool, bool], _: int) -> HostKernel:
-            return built(settings, shape, wanted, mutant)
+        def stage(x: Tensor, w: Tensor, table: Tensor) -> tuple[Tensor | None, Tensor | None]:
+            needs_weight, needs_input = case.wanted
+            settings = (case.padding, case.settings, case.transposed)
+            return few_channels_gradient(x, w, table, *settings, needs_input, needs_weight)
 
-        monkeypatch.setattr(few_channels_gradient, "_kernel", kernel)
-        return ReadyGradient(x, w, case.padding, case.settings, case.transposed, case.wanted)(x, w, table)
+        monkeypatch.setattr(launch, "cuda_kernel", lambda call, _: built(call, mutant))
+        return run_stage(stage, x, w, table)
 
     return run
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from cases import CHAIN_23
+from kernels.cuda_host.build import options_of
 from kernels.offline import CARDS
 from machines import H200
 from machines import card as machine_of
@@ -23,8 +24,9 @@ from postlude.hardware import has_nvrtc
 from postlude.plan.few_channels import FewChannels, Geometry, shared_bytes
 from postlude.plan.few_channels_gradient import few_channels_gradient_for
 from postlude.run import nvrtc
-from postlude.run.few_channels import defines, source
-from postlude.run.few_channels_gradient import gradient_defines
+from postlude.run.launch import cuda_source
+from postlude.stages.few_channels import common_macros
+from postlude.stages.few_channels_gradient import gradient_macros
 
 # What the kernel is for: operand, planes, input.
 USES = {
@@ -48,8 +50,9 @@ def settings_for(card: int, operand: str, planes: int) -> FewChannels:
 def test_compiles_within_each_cards_limits(card: int, use: str) -> None:
     operand, planes, dtype = USES[use]
     settings, shape = settings_for(card, operand, planes), Geometry(3, 24, (3, 3, 3), (0, 0, 0), False, dtype)
-    options = (f"--gpu-architecture=sm_{card}", "--ptxas-options=-v", *defines(settings, shape))
-    cubin, log = nvrtc.compile_source(source(), options)
+    macros = {**common_macros(settings, shape), "SHARED_BYTES": shared_bytes(settings, shape)}
+    options = (f"--gpu-architecture=sm_{card}", "--ptxas-options=-v", *options_of(macros.items()))
+    cubin, log = nvrtc.compile_source(cuda_source("few_channels.cu"), options)
     assert cubin.startswith(b"\x7fELF")
     registers = re.search(r"Used (\d+) registers", log)
     assert registers is not None, log
@@ -69,10 +72,11 @@ def test_the_planned_gradients_compile_within_hoppers_limits(use: str) -> None:
     given = problem(CHAIN_23, (128, 3, 24, 32, 32), device="cuda")
     plan = few_channels_gradient_for(FewChannels(operand, planes, 11, 10), CHAIN_23, given, H200)
     assert plan is not None
-    for settings, wanted in ((plan.weight, (True, False)), (plan.both, (True, True)), (plan.both, (False, True))):
-        target = f"--gpu-architecture={H200.card.architecture}"
-        options = (target, "--ptxas-options=-v", *gradient_defines(settings, shape, wanted))
-        _, log = nvrtc.compile_source(source("few_channels_gradient.cu"), options)
+    # With the gradients of the input and of the weight: those that are wanted.
+    for settings, wanted in ((plan.weight, (False, True)), (plan.both, (True, True)), (plan.both, (True, False))):
+        target, macros = f"--gpu-architecture={H200.card.architecture}", gradient_macros(settings, shape, *wanted)
+        options = (target, "--ptxas-options=-v", *options_of(macros.items()))
+        _, log = nvrtc.compile_source(cuda_source("few_channels_gradient.cu"), options)
         spilled = re.search(r"(\d+) bytes spill stores", log)
         assert spilled is not None, log
         assert int(spilled[1]) <= 320, log  # sums that wait while others are made, once for every plane
@@ -160,7 +164,7 @@ def test_importing_loads_no_library() -> None:
         "import ctypes, torch\n"
         "def refuse(*_): raise AssertionError('a library was loaded')\n"
         "ctypes.CDLL.__init__ = refuse\n"
-        "import postlude.run.nvrtc, postlude.run.few_channels\n"
+        "import postlude.run.launch, postlude.stages.few_channels\n"
         "assert not torch.cuda.is_initialized()\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

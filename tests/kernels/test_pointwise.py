@@ -16,9 +16,9 @@ from cases import Builder
 from postlude import hardware, reference
 from postlude.chain import Chain
 from postlude.plan import Plan, lower, problem_of
-from postlude.run.gpu import GpuRun
-from postlude.run.programs import HEADER, compose
+from postlude.run.compose import HEADER, compose
 from postlude.words import Setting
+from tracing import run_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 CHAINS: dict[str, Chain] = {
@@ -129,4 +129,4 @@ def test_a_real_card_is_as_near(word: str) -> None:
     plan = lower(CHAINS[word], problem_of(tensors), hardware.machine_for("cuda"), even_if_slower=True)
     assert isinstance(plan, Plan), plan
     with torch.no_grad():
-        assert off(word, GpuRun(plan)(tensors).flatten(), more=6.0) == ""
+        assert off(word, run_plan(plan, tensors).flatten(), more=6.0) == ""

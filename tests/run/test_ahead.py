@@ -17,8 +17,8 @@ from postlude.plan import Plan, lower
 from postlude.plan.problem import Problem, spec_of
 from postlude.run import ahead
 from postlude.run.execute import prepare
-from postlude.run.launch import Launch
-from postlude.run.recording import Recording
+from postlude.run.launch import Launch, arguments_without_memory, launch_of
+from tracing import kernel_calls
 
 pytestmark = pytest.mark.interpret
 
@@ -46,9 +46,9 @@ def test_the_list_is_what_is_launched(
     if not isinstance(plan, Plan):
         pytest.skip(str(plan))
     needs = [trains and role != "running" for role in chain.roles]
-    taken = Taken()
-    ahead.called(prepare(chain, plan, "cuda"), chain, problem, needs, taken)
-    listed = taken.launches
+    program = ahead.program_of(chain, prepare(chain, plan, "cuda"), problem, needs)
+    calls = kernel_calls((*program.forward, *program.backward))
+    listed = [(launch_of(call), arguments_without_memory(call)) for call in calls]
     made: list[Any] = []
     monkeypatch.setattr(Launch, "__call__", lambda self, *given: made.append((self, given)))
     leaves = [tensor.detach().requires_grad_(need) for tensor, need in zip(tensors, needs)]
@@ -58,14 +58,6 @@ def test_the_list_is_what_is_launched(
             torch.autograd.grad(result, leaves, torch.ones_like(result), allow_unused=True)
     assert [_code(*job) for job in listed] == [_code(*job) for job in made]
     assert listed
-
-
-class Taken(Recording):
-    def __init__(self) -> None:
-        self.launches: list[Any] = []
-
-    def kernel(self, launch: Launch, tensors: tuple[Any, ...]) -> None:
-        self.launches.append((launch, tensors))
 
 
 def _code(launch: Launch, given: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -83,7 +75,8 @@ def test_a_launch_that_is_listed_is_not_made() -> None:
     plan = lower(chain, _problem(tensors, "fp32", False), HOPPER_WITHOUT_NVRTC, even_if_slower=True)
     assert isinstance(plan, Plan)
     runner = prepare(chain, plan, "cuda")
-    ahead.jobs_of(chain, runner, _problem(tensors, "fp32", False), [False] * len(tensors))
+    program = ahead.program_of(chain, runner, _problem(tensors, "fp32", False), [False] * len(tensors))
+    assert ahead.jobs_of(program, 0) == []  # the interpreter compiles nothing
     with torch.no_grad():  # and is made afterwards
         assert bool(runner(tensors).isfinite().all())
 
@@ -96,6 +89,5 @@ def test_cudnns_own_operators_run_without_memory_too() -> None:
     plan = lower(case.chain, problem, HOPPER_WITHOUT_NVRTC, even_if_slower=True, not_ours="for this test")
     assert isinstance(plan, Plan)
     assert plan.library_tf32 is False
-    taken = Taken()
-    ahead.called(prepare(case.chain, plan, "cuda"), case.chain, problem, [False] * len(tensors), taken)
-    assert taken.launches[-1][0].kernel.__name__.endswith("finish_kernel")
+    program = ahead.program_of(case.chain, prepare(case.chain, plan, "cuda"), problem, [False] * len(tensors))
+    assert kernel_calls(program.forward)[-1].kernel.endswith("finish_kernel")

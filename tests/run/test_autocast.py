@@ -18,13 +18,13 @@ from postlude.chain import Chain
 from postlude.check import tensors_for
 from postlude.plan import Plan, problem_of
 from postlude.plan.boxes import Boxes
-from postlude.plan.gemm import Arithmetic, Gemm, volume_for
+from postlude.plan.gemm import Arithmetic, Gemm, Volume, volume_for
 from postlude.plan.gpu import lower_for_gpu
 from postlude.run import differentiable
-from postlude.run.boxes import BoxesConvolution
 from postlude.run.execute import prepare
-from postlude.run.gpu import GpuRun
+from postlude.stages import convolve_boxes
 from run.test_gpu import CARD
+from tracing import run_plan
 
 pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore")]
 HALF = torch.float16
@@ -96,24 +96,23 @@ def test_is_as_right_as_eager(name: str, x: torch.dtype, layout: str) -> None:
     tensors = tensors_of(name, x, layout)
     plan = planned(name, tensors)
     with torch.no_grad():
-        ours, eager = errors(GpuRun(plan)(tensors), plan.chain, tensors)
+        ours, eager = errors(run_plan(plan, tensors), plan.chain, tensors)
     assert ours <= 2 * eager + 1e-3
 
 
 def test_a_weight_packed_in_its_own_dtype_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutant: what Triton refused on a card, two dtypes in one product."""
-    made = BoxesConvolution.__init__
+    pack = convolve_boxes.pack_weight
 
-    def faulty(self: BoxesConvolution, *args: Any) -> None:
-        made(self, *args)
-        self.operand = torch.float32
+    def faulty(weight: Tensor, volume: Volume, arithmetic: Arithmetic, *rest: Any) -> tuple[Tensor, Tensor]:
+        return pack(weight, volume, dataclasses.replace(arithmetic, operands="float32"), *rest)
 
     tensors = tensors_of("boxes", HALF, "channels_last")
     plan = planned("boxes", tensors)
-    GpuRun(plan)(tensors)
-    monkeypatch.setattr(BoxesConvolution, "__init__", faulty)
+    run_plan(plan, tensors)
+    monkeypatch.setattr(convolve_boxes, "pack_weight", faulty)
     with pytest.raises(Exception, match="dtype"):
-        GpuRun(plan)(tensors)
+        run_plan(plan, tensors)
 
 
 def gradients(run: Callable[[list[Tensor]], Tensor], tensors: list[Tensor], **how: bool) -> list[Tensor]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,14 +15,13 @@ from postlude import reference
 from postlude.chain import Chain
 from postlude.check import chain_points, tensors_for, verify_chain
 from postlude.plan import Plan, lower, problem_of
-from postlude.run import gpu
-from postlude.run.batch import CombineBatch
+from postlude.run.chain_run import Training
 from postlude.run.execute import execute
-from postlude.run.moments_training import MomentsTraining
-from postlude.run.passes import Combine
-from postlude.run.programs import HEADER, compose
+from postlude.stages.batch import combine_batch
+from postlude.stages.normalize import combine_moments
 from run.test_gpu import CARD, fused, library_convolution  # noqa: F401, a fixture
 from run.test_training import gradients, training
+from wrong_kernels import replace_text
 
 pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("poisoned_memory")]
 BLOCK = Builder(2, conv(2, (3, 4), padding=1)).op("silu").batch_norm().op("mul", "channel").chain()
@@ -120,7 +118,7 @@ def test_only_moments_are_needed_before_a_mean_in_training_too() -> None:
     plan = lower(POOLED, dataclasses.replace(problem, device="cuda"), CARD, even_if_slower=True)
     assert isinstance(plan, Plan), plan
     truth = gradients(lambda ts: in_pytorch(POOLED, ts), copies)
-    for ours, true in zip(gradients(MomentsTraining(plan), tensors), truth, strict=True):
+    for ours, true in zip(gradients(Training(plan, plan.chain), tensors), truth, strict=True):
         torch.testing.assert_close(ours, true, rtol=1e-9, atol=1e-9)
     for slot in POOLED.moved:
         torch.testing.assert_close(tensors[slot], copies[slot], rtol=1e-12, atol=1e-12)
@@ -176,30 +174,25 @@ def test_the_honest_kernels_pass_where_the_mutants_fail() -> None:
 
 @pytest.mark.parametrize("name", KERNEL_MUTANTS)
 def test_a_wrong_kernel_is_seen_to_fail(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("postlude.kernels.triton.batch")
-    source = Path(str(module.__file__)).read_text()
     right, wrong = KERNEL_MUTANTS[name]
-    assert right in source
-    changed = compose(HEADER + source.replace(right, wrong))
-    for key in ("combine_batch_kernel", "combine_batch_sums_kernel"):
-        monkeypatch.setattr(module, key, changed[key])
+    shared = name == "means of samples do not differ"
+    replace_text(monkeypatch, "normalize" if shared else "batch", right, wrong)
     assert worst() > 1e-3
 
 
-def _twice(self: CombineBatch, partials: object, tensors: object = None) -> tuple[Tensor, Tensor]:
-    HONEST(self, partials, tensors)  # type: ignore[arg-type]
-    return HONEST(self, partials, tensors)  # type: ignore[arg-type]
+def _twice(*given: Any) -> tuple[Tensor, Tensor]:
+    combine_batch(*given)
+    return combine_batch(*given)
 
 
-HONEST = CombineBatch.__call__
-RUN_MUTANTS: dict[str, tuple[object, str, object]] = {
-    "statistics of each sample": (gpu, "CombineBatch", Combine),
-    "moved twice": (CombineBatch, "__call__", _twice),
-    "never moved": (CombineBatch, "__call__", lambda self, partials, _=None: HONEST(self, partials)),
+RUN_MUTANTS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "statistics of each sample": lambda *given: combine_moments(*given[:3]),
+    "moved twice": _twice,
+    "never moved": lambda *given: combine_batch(*given[:3], None),
 }
 
 
 @pytest.mark.parametrize("name", RUN_MUTANTS)
 def test_a_wrong_combination_is_seen_to_fail(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(*RUN_MUTANTS[name])  # type: ignore[arg-type]
+    monkeypatch.setattr("postlude.stages.forward.combine_batch", RUN_MUTANTS[name])
     assert worst() > 1e-3

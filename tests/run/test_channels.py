@@ -17,8 +17,9 @@ from postlude import reference
 from postlude.chain import Chain, Value
 from postlude.check import chain_points, tensors_for, verify_chain
 from postlude.plan import Plan, lower, problem_of
-from postlude.run import channels, execute
-from postlude.run.programs import HEADER, compose
+from postlude.run import execute
+from postlude.run.compose import HEADER, compose
+from postlude.stages import channels
 from postlude.words import REDUCTIONS
 from run.test_gpu import CARD, fused, library_convolution
 from run.test_training import gradients

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,8 @@ from postlude.plan.boxes import Boxes
 from postlude.plan.convolve import packs_gradient, weight_gemm_for
 from postlude.plan.gemm import Arithmetic, input_gradient_of, volume_for
 from postlude.plan.gpu import lower_for_gpu
-from postlude.run.boxes import BoxesConvolution
-from postlude.run.training import Training
+from postlude.run.chain_run import Training
+from postlude.stages import convolve_boxes
 from run.test_gpu import CARD
 
 pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore")]
@@ -40,7 +41,8 @@ def in_place(chain: Chain, tensors: Sequence[Tensor], packs: bool) -> Training:
     boxes = Boxes(arithmetic, volume, 32, True, 2, 4, 16, 16, 2, 4)
     weight = dataclasses.replace(weight_gemm_for(producer, space, arithmetic, CARD), splits=2)
     assert packs_gradient(boxes, weight)
-    return Training(dataclasses.replace(plan, input_gradient=boxes, weight_gradient=weight, packs_gradient=packs))
+    changed = dataclasses.replace(plan, input_gradient=boxes, weight_gradient=weight, packs_gradient=packs)
+    return Training(changed, chain)
 
 
 def error(name: str, layout: str, packs: bool, dtype: torch.dtype = torch.float64) -> float:
@@ -74,12 +76,11 @@ def test_in_half_precision() -> None:
 
 
 def test_taps_the_wrong_way_round_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = BoxesConvolution.__init__
+    pack = convolve_boxes.pack_weight
 
-    def turned(self: BoxesConvolution, plan: Plan, boxes: Boxes) -> None:
-        real(self, plan, boxes)
-        self.transposed = not self.transposed
-        self.sizes = self.sizes[::-1]
+    def turned(*given: Any) -> tuple[Tensor, Tensor]:
+        *tile, sizes, largest, flip = given
+        return pack(*tile, sizes[::-1], largest, not flip)
 
-    monkeypatch.setattr(BoxesConvolution, "__init__", turned)
+    monkeypatch.setattr(convolve_boxes, "pack_weight", turned)
     assert error("2-D", "contiguous", packs=True) > 1e-2

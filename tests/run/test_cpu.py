@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import BY_NAME, CASES, Builder, Case, conv
-from postlude import hardware, reference
+from postlude import hardware, moments, reference
 from postlude.chain import Chain, Pointwise, Scalar, Value
 from postlude.check import chain_points, tensors_for, verify_chain
 from postlude.plan import Plan, lower, problem_of
 from postlude.plan import cpu as plan_cpu
-from postlude.run import moments, onednn
+from postlude.run import onednn
 from postlude.run.execute import execute
 
 SMALL_CACHE = hardware.Machine("cpu", 2, 16 << 10, False, hardware.has_onednn())  # forces several slabs

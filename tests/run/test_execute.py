@@ -28,7 +28,7 @@ def test_a_number_on_another_device_is_brought_to_the_input(monkeypatch: pytest.
         seen.extend(tensors)
         return tensors[0]
 
-    monkeypatch.setitem(execute._PREPARE, "cuda", lambda plan: runner)
+    monkeypatch.setattr(execute, "Inference", lambda plan, chain: runner)
     plan = object.__new__(Plan)
     object.__setattr__(plan, "chain", SCALED)
     ready = execute.prepare(SCALED, plan, "cuda")

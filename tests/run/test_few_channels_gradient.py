@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -16,14 +17,19 @@ from postlude import reference
 from postlude.chain import Chain
 from postlude.check import tensors_for
 from postlude.kernels.triton import moments_gradient as kernels
+from postlude.moments import Moments
 from postlude.plan import Plan, problem_of
+from postlude.plan.calls import CudaCall
 from postlude.plan.gpu import lower_for_gpu
-from postlude.run import few_channels, few_channels_gradient
-from postlude.run.moments import Moments
-from postlude.run.moments_gradient import CombinedMoments, MomentsGradient, closed_form, table_of
-from postlude.run.moments_training import MomentsTraining
+from postlude.run import launch
+from postlude.run.chain_run import Training
+from postlude.stages.backward import _of_moments
+from postlude.stages.cuts import Partials
+from postlude.stages.moments import combined_by_pytorch
+from postlude.stages.moments_gradient import closed_form, combined_moments, moments_gradient, table_of
 from run.test_gpu import CARD
 from run.test_training import gradients, saved_bytes
+from tracing import kernel_calls, run_stage
 
 pytestmark = [
     pytest.mark.interpret,
@@ -44,16 +50,11 @@ HOPPER = dataclasses.replace(CARD, has_nvrtc=True)
 
 @pytest.fixture
 def host_kernels(tmp_path: object, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    def gradient(settings: object, shape: object, wanted: tuple[bool, bool], _: int) -> HostKernel:
-        options = few_channels_gradient.gradient_defines(settings, shape, wanted)  # type: ignore[arg-type]
-        return build(tmp_path_factory.mktemp("cuda") / "kernel", options, entry="few_channels_gradient")
+    def kernel(call: CudaCall, _: int) -> HostKernel:
+        options = tuple(f"-D{name}={value}" for name, value in call.macros)
+        return build(tmp_path_factory.mktemp("cuda") / "kernel", options, entry=call.kernel)
 
-    def moments(settings: object, shape: object, _: int) -> HostKernel:
-        options = few_channels.defines(settings, shape)  # type: ignore[arg-type]
-        return build(tmp_path_factory.mktemp("cuda") / "kernel", options)
-
-    monkeypatch.setattr(few_channels_gradient, "_kernel", gradient)
-    monkeypatch.setattr(few_channels, "_kernel", moments)
+    monkeypatch.setattr(launch, "cuda_kernel", kernel)
 
 
 def inputs(name: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -61,14 +62,14 @@ def inputs(name: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [t.requires_grad_() for t in tensors_for(chain, shape, dtype, family="hierarchical")]
 
 
-def training(name: str, tensors: Sequence[Tensor]) -> MomentsTraining:
+def training(name: str, tensors: Sequence[Tensor]) -> Training:
     problem = dataclasses.replace(problem_of(tensors), needs_grad=True)
     plan = lower_for_gpu(CHAINS[name][0], problem, HOPPER, even_if_slower=True)
     assert isinstance(plan, Plan), plan
     assert plan.few_gradient is not None
     few = plan.few_gradient
     small = dataclasses.replace(few.both, height=4, warps=2, programs=2)
-    return MomentsTraining(dataclasses.replace(plan, few_gradient=dataclasses.replace(few, both=small)))
+    return Training(dataclasses.replace(plan, few_gradient=dataclasses.replace(few, both=small)), plan.chain)
 
 
 def truth(name: str, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -82,7 +83,8 @@ def truth(name: str, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 def test_gradients_are_autograds(name: str, dtype: torch.dtype, tolerance: float) -> None:
     tensors = inputs(name, dtype)
     run = training(name, tensors)
-    assert (run.direct is not None) == (name != "longer")
+    calls = kernel_calls(run.program(tensors, [True] * len(tensors)).backward)
+    assert any(call.kernel == "moments_gradient_kernel" for call in calls) == (name != "longer")
     for ours, true in zip(gradients(run, tensors), truth(name, tensors), strict=True):
         assert (ours.shape, ours.dtype) == (true.shape, dtype)
         atol = tolerance * float(true.abs().max() + 1)
@@ -121,18 +123,29 @@ def test_the_table_is_autograds(name: str, size: float) -> None:
     """The closed form against the gradient that PyTorch takes through the same moments."""
     plan, tensors, moments = prepared(name)
     assert moments.variance is not None
-    ways = MomentsTraining(dataclasses.replace(plan, few_gradient=None))
     y = reference.evaluate(plan.chain, tensors).detach()
     dy = torch.randn_like(y) * size
     needs = [True] * len(tensors)
-    grads, dmean, dvariance = ways._through_moments(tensors, moments, dy, needs)
+    mean, variance, positions = moments.mean, moments.variance, moments.positions
+
+    def by_autograd(mean: Tensor, variance: Tensor, dy: Tensor, *tensors: Tensor) -> Any:
+        return _of_moments(plan, tensors, Moments(mean, variance, positions), dy, needs)
+
+    def by_ours(mean: Tensor, variance: Tensor, dy: Tensor, *tensors: Tensor) -> Any:
+        return moments_gradient(plan, Moments(mean, variance, positions), dy, tensors, needs)
+
+    given = [tensor.detach() for tensor in (mean, variance, dy, *tensors)]
+    *grads, dmean, dvariance = run_stage(by_autograd, *given)
+    assert dmean is not None
+    assert dvariance is not None
     slope = 2 * dvariance / moments.positions
     shift = dmean / moments.positions - slope * moments.mean
     if plan.chain.producer is not None and plan.chain.producer.has_bias:
         shift = shift + slope * tensors[2].detach()
         grads[2] = dmean.sum(0)
     theirs = table_of(shift, slope, dmean, moments)
-    found, table = MomentsGradient(plan)(tensors, moments, dy, needs)
+    *found, table = run_stage(by_ours, *given)
+    assert table is not None
     torch.testing.assert_close(table, theirs, rtol=1e-5, atol=2.0**15 * 1e-6)  # there dy went through float32
     assert bool((table[..., 2].abs() <= 100).all())
     for ours, true in zip(found[2:], grads[2:], strict=True):
@@ -144,7 +157,13 @@ def test_the_table_is_autograds(name: str, size: float) -> None:
 def test_the_scale_brings_every_gradient_under_its_bound() -> None:
     plan, tensors, moments = prepared("23")
     dy = torch.randn(5, dtype=torch.float64)
-    _, table = MomentsGradient(plan)(tensors, moments, dy, [True] * 5)
+    assert moments.variance is not None
+
+    def stage(mean: Tensor, variance: Tensor, dy: Tensor, *tensors: Tensor) -> Tensor:
+        return moments_gradient(plan, Moments(mean, variance, moments.positions), dy, tensors, [True] * 5)[1]
+
+    (table,) = run_stage(stage, moments.mean, moments.variance, dy, *(tensor.detach() for tensor in tensors))
+    assert table is not None
     chain = dataclasses.replace(plan.chain, steps=())
     x, w, *_ = tensors
     v = torch.nn.functional.conv3d(x, w).detach()
@@ -156,18 +175,18 @@ def test_the_scale_brings_every_gradient_under_its_bound() -> None:
 
 def test_combined_moments_are_chans() -> None:
     plan, _, _ = prepared("23")
-    run = MomentsTraining(dataclasses.replace(plan, few_gradient=None))
-    from postlude.run.passes import Partials
-
     batch, channels = plan.value.shape[:2]
     counts = torch.tensor([3.0, 0.0, 9.0]).expand(batch, -1).contiguous()
     partials = Partials(torch.randn(batch, channels, 3), torch.rand(batch, channels, 3), counts)
     spec = dataclasses.replace(plan.value, shape=(batch, channels, 12))
-    run.finish.positions = 12
     partials.means[..., 1] = partials.squares[..., 1] = 0
-    ours, theirs = CombinedMoments(spec)(partials), run.finish.combined(partials)
-    torch.testing.assert_close(ours.mean, theirs.mean)
-    torch.testing.assert_close(ours.variance, theirs.variance)
+
+    def of(moments: Moments) -> tuple[Tensor, Tensor | None]:
+        return moments.mean, moments.variance
+
+    ours = run_stage(lambda *given: of(combined_moments(spec, Partials(*given))), *partials)
+    theirs = run_stage(lambda *given: of(combined_by_pytorch(spec, True, Partials(*given))), *partials)
+    torch.testing.assert_close(ours, theirs)
 
 
 def test_only_a_norm_and_a_reduction_have_a_closed_form() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,12 @@ from postlude.chain import Cast, Chain
 from postlude.check import tensors_for
 from postlude.plan.problem import Spec
 from postlude.plan.program import MomentsOnly, moments_only
-from postlude.run import finish_moments, programs
-from postlude.run.finish_moments import FinishMoments
-from postlude.run.passes import Partials
-from postlude.run.programs import HEADER, compose
+from postlude.run import launch
+from postlude.run.compose import HEADER, compose
+from postlude.stages.cuts import Partials
+from postlude.stages.moments import finish_moments
 from postlude.words import POINTWISE, REDUCTIONS
+from tracing import kernel_calls, run_stage, traced_calls
 
 pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore")]
 TOLERANCES = {torch.float16: 2e-3, torch.float32: 1e-6, torch.float64: 1e-12}
@@ -83,14 +85,25 @@ def some_sizes(positions: int) -> list[int]:
 def finished(chain: Chain, tensors: tuple[Tensor, ...], acc: torch.dtype = torch.float64) -> Tensor:
     value, need = value_before(chain, tensors)
     parts = Partials(*(p.to(acc) for p in partial_moments(value, some_sizes(value.shape[2]), need.squares)))
-    return finish(chain, value, parts, tensors[0].dtype)(parts, tensors)
+    return finish(chain, value, parts, tensors[0].dtype, tensors)
 
 
-def finish(chain: Chain, value: Tensor, parts: Partials, dtype: torch.dtype) -> FinishMoments:
+def stage_of(chain: Chain, value: Tensor, dtype: torch.dtype) -> Callable[..., Tensor]:
     need = moments_only(chain)
     assert need is not None
     spec = Spec(tuple(value.shape), "float64", "contiguous")
-    return FinishMoments(chain, need.before + 1, need.squares, spec, parts.means.shape[2], dtype)
+    steps = (chain, need.before + 1, need.squares, spec, dtype)
+    return lambda *given: finish_moments(*steps, Partials(*given[:3]), given[3:])
+
+
+def finish(chain: Chain, value: Tensor, parts: Partials, dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensor:
+    (result,) = run_stage(stage_of(chain, value, dtype), *parts, *tensors)
+    assert result is not None
+    return result
+
+
+def is_launched(chain: Chain, value: Tensor, parts: Partials, dtype: torch.dtype, tensors: Sequence[Tensor]) -> bool:
+    return bool(kernel_calls(traced_calls(stage_of(chain, value, dtype), *parts, *tensors)))
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
@@ -132,12 +145,12 @@ def test_reads_as_one_would_write_it() -> None:
 
 
 def test_more_chunks_than_a_tile_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finish_moments, "_TILE", 32)  # tiles of two chunks
+    monkeypatch.setattr("postlude.stages.moments._TILE", 32)  # tiles of two chunks
     case = Case("", Builder(2).norm(2).op("mul", "channel").reduce("mean", "sample").chain(), (3, 6, 9, 8))
     tensors = tensors_for(case.chain, case.shape, torch.float64, family="large offset")
     value, _ = value_before(case.chain, tensors)
     parts = Partials(*partial_moments(value, [0, 0, 5, 1, 0, 30, 7, 29, 0], True))
-    ours = finish(case.chain, value, parts, torch.float64)(parts, tensors)
+    ours = finish(case.chain, value, parts, torch.float64, tensors)
     truth = reference.evaluate(case.chain, tensors)
     torch.testing.assert_close(ours, truth, rtol=1e-10, atol=1e-10)
 
@@ -169,10 +182,10 @@ def test_what_the_launch_has_no_room_for_pytorch_does(channels: int) -> None:
     tensors = tensors_for(chain, (2, channels, 3, 3), torch.float32)
     value, _ = value_before(chain, tensors)
     parts = Partials(*partial_moments(value, [4, 5], True))
-    ready = finish(chain, value, parts, torch.float32)
-    assert (ready.launch is None) == (channels > 256)
+    assert is_launched(chain, value, parts, torch.float32, tensors) == (channels <= 256)
     truth = reference.evaluate(chain, tensors, dtype=torch.float64)
-    torch.testing.assert_close(ready(parts, tensors).double(), truth, rtol=1e-5, atol=1e-6)
+    ours = finish(chain, value, parts, torch.float32, tensors)
+    torch.testing.assert_close(ours.double(), truth, rtol=1e-5, atol=1e-6)
 
 
 def test_more_tensors_than_the_launch_takes_are_left_to_pytorch() -> None:
@@ -181,7 +194,7 @@ def test_more_tensors_than_the_launch_takes_are_left_to_pytorch() -> None:
     tensors = tensors_for(chain, (2, 8, 3, 3), torch.float32)
     value, _ = value_before(chain, tensors)
     parts = Partials(*partial_moments(value, [4, 5], True))
-    assert finish(chain, value, parts, torch.float32).launch is None
+    assert not is_launched(chain, value, parts, torch.float32, tensors)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +212,7 @@ def test_a_wrong_kernel_is_seen_to_fail(right: str, wrong: str, monkeypatch: pyt
     source = Path(moments.__file__).read_text()
     assert source.count(right) == 1
     mutant = compose(HEADER + source.replace(right, wrong))
-    monkeypatch.setattr(finish_moments, "_TILE", 32)
+    monkeypatch.setattr("postlude.stages.moments._TILE", 32)
     chain = Builder(2).norm(4).reduce("mean", "space").chain()
     tensors = tensors_for(chain, (2, 12, 9, 8), torch.float64, family="hierarchical")
     truth = reference.evaluate(chain, tensors)
@@ -207,6 +220,5 @@ def test_a_wrong_kernel_is_seen_to_fail(right: str, wrong: str, monkeypatch: pyt
     for name in ("finish_moments_kernel", "normalize_moments"):
         monkeypatch.setattr(moments, name, mutant[name])
     # The composed function found what it calls when it was made: make it anew.
-    for module, name in ((finish_moments, "moments_program"), (programs, "compose")):
-        monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)
+    monkeypatch.setattr(launch, "compose", compose.__wrapped__)
     assert not torch.allclose(finished(chain, tensors), truth, rtol=1e-3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -12,14 +13,17 @@ from torch import Tensor
 from cases import BY_NAME, CASES, Builder, Case, conv
 from machines import SMALL_H200
 from postlude import reference
-from postlude.chain import Chain
+from postlude.chain import Chain, Normalize
 from postlude.check import chain_points, tensors_for, verify_chain
-from postlude.plan import Plan, problem_of
+from postlude.plan import Plan, Spec, problem_of
 from postlude.plan.gemm import Gemm
 from postlude.plan.gpu import lower_for_gpu
 from postlude.plan.types import Tile
-from postlude.run import finish_moments, first_pass, passes, programs
-from postlude.run.gpu import GpuRun
+from postlude.run import launch
+from postlude.stages import forward
+from postlude.stages.cuts import Partials
+from postlude.stages.normalize import per_group
+from tracing import run_plan
 
 pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore")]
 CARD = SMALL_H200
@@ -39,7 +43,7 @@ def fused(chain: Chain, tensors: list[Tensor], small_tiles: bool = True) -> Tens
             assert plan.tile is not None
             tile = SMALL["channels_last" if plan.tile.block_c else "contiguous"]
             plan = dataclasses.replace(plan, tile=tile)
-        return GpuRun(plan)(tensors)
+        return run_plan(plan, tensors)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
@@ -90,10 +94,8 @@ def test_another_samples_gate_is_seen_to_fail(right: str, monkeypatch: pytest.Mo
         seen.append(right in text)
         return compose(text.replace(right, "0"))
 
-    compose = programs.compose
-    monkeypatch.setattr(programs, "compose", changed)
-    for module, name in ((first_pass, "program"), (passes, "program"), (finish_moments, "moments_program")):
-        monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)
+    compose = launch.compose
+    monkeypatch.setattr(launch, "compose", changed)
     assert gate_error(chain, "contiguous") > 1e-3
     assert any(seen)
 
@@ -127,13 +129,13 @@ def test_a_norm_without_the_second_sum_is_seen_to_fail(monkeypatch: pytest.Monke
     """Mutant: combine chunks by averaging their variances, forgetting that their means differ."""
     case = BY_NAME["norm relu without conv"]
     points = list(chain_points(case.chain, case.shape, torch.float32, "cpu"))
-    honest = passes.Combine.__call__
+    honest = forward.combine_moments
 
-    def forgetful(self: passes.Combine, partials: passes.Partials, _: object) -> tuple[Tensor, Tensor]:
-        mean, _ = honest(self, partials)
-        total = float(partials.counts[0].sum()) * self.per_group
+    def forgetful(step: Normalize, value: Spec, partials: Partials) -> tuple[Tensor, Tensor]:
+        mean, _ = honest(step, value, partials)
+        total = math.prod(value.shape[2:]) * per_group(step, value)
         variance = partials.squares.reshape(len(mean), -1).sum(1) / total
         return mean, torch.rsqrt(variance + 1e-5)
 
-    monkeypatch.setattr(passes.Combine, "__call__", forgetful)
+    monkeypatch.setattr(forward, "combine_moments", forgetful)
     assert not verify_chain(fused, case.chain, points).right

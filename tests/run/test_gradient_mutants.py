@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from cases import BY_NAME, Case
-from postlude.run import programs
-from postlude.run.programs import HEADER, compose
+from postlude.run import launch
+from postlude.run.compose import HEADER, compose
 from run.test_gpu import library_convolution  # noqa: F401, a fixture
 from run.test_gradient import ALL, compared
 
@@ -53,7 +53,7 @@ def test_a_wrong_gradient_is_seen_to_fail(mutant: tuple[str, str, str, Case], mo
         seen.append(right in text)
         return compose((text.replace(right, wrong) if where == "emitted" else text) + f"# {right} → {wrong}\n")
 
-    monkeypatch.setattr(programs, "compose", changed)
+    monkeypatch.setattr(launch, "compose", changed)
     if where != "emitted":
         module = importlib.import_module(f"postlude.kernels.triton.{where}")
         source = Path(str(module.__file__)).read_text()

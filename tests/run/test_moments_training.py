@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from postlude.check import tensors_for
 from postlude.plan import Plan, problem_of
 from postlude.plan.gemm import Gemm
 from postlude.plan.gpu import lower_for_gpu
-from postlude.run.moments_training import MomentsTraining
+from postlude.run.chain_run import Training
+from postlude.stages import backward
 from run.test_gpu import CARD
 from run.test_training import gradients, saved_bytes
 
@@ -36,22 +38,21 @@ def inputs(name: str, dtype: torch.dtype) -> list[Tensor]:
     return [t.requires_grad_() for t in tensors_for(chain, shape, dtype, family="hierarchical")]
 
 
-def training(name: str, tensors: Sequence[Tensor], memory: str = "lean") -> MomentsTraining:
+def training(name: str, tensors: Sequence[Tensor], memory: str = "lean") -> Training:
     problem = dataclasses.replace(problem_of(tensors, memory=memory), needs_grad=True)
     plan = lower_for_gpu(CHAINS[name][0], problem, CARD, even_if_slower=True)
     assert isinstance(plan, Plan), plan
     assert isinstance(plan.own, Gemm)
     assert plan.input_gradient is not None
     assert plan.weight_gradient is not None
-    return MomentsTraining(
-        dataclasses.replace(
-            plan,
-            own=dataclasses.replace(plan.own, rows=32),
-            input_gradient=dataclasses.replace(plan.input_gradient, rows=32),
-            weight_gradient=dataclasses.replace(plan.weight_gradient, splits=2),
-            slab=2 if memory == "lean" else plan.slab,
-        )
+    changed = dataclasses.replace(
+        plan,
+        own=dataclasses.replace(plan.own, rows=32),
+        input_gradient=dataclasses.replace(plan.input_gradient, rows=32),
+        weight_gradient=dataclasses.replace(plan.weight_gradient, splits=2),
+        slab=2 if memory == "lean" else plan.slab,
     )
+    return Training(changed, plan.chain)
 
 
 def assert_gradients(name: str, tensors: Sequence[Tensor], tolerance: float, memory: str = "lean") -> None:
@@ -126,12 +127,12 @@ def test_a_slab_is_bounded() -> None:
 def test_without_the_variance_it_is_seen_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutant: the means' gradient alone, as if the norm's spread were a constant."""
     tensors = inputs("23", torch.float64)
-    honest = MomentsTraining._through_moments
+    honest = backward._of_moments
 
-    def forgetful(self: MomentsTraining, *rest: object) -> tuple[list[Tensor | None], Tensor, Tensor]:
-        grads, dmean, dvariance = honest(self, *rest)  # type: ignore[arg-type]
+    def forgetful(*given: Any) -> tuple[list[Tensor | None], Tensor, Tensor]:
+        grads, dmean, dvariance = honest(*given)
         return grads, dmean, torch.zeros_like(dvariance)
 
-    monkeypatch.setattr(MomentsTraining, "_through_moments", forgetful)
+    monkeypatch.setattr(backward, "_of_moments", forgetful)
     with pytest.raises(AssertionError):
         assert_gradients("23", tensors, 1e-3)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
-
 import pytest
 import torch
 
-from postlude.run.packed_gradient import PackedGradientPass
-from postlude.run.programs import HEADER, compose
-from run.test_training import CHAINS, assert_gradients, gradients, inputs, training
+from run.test_training import CHAINS, assert_gradients, inputs, training
+from tracing import kernel_calls
+from wrong_kernels import replace_text
 
 pytestmark = [
     pytest.mark.interpret,
@@ -20,10 +17,10 @@ pytestmark = [
 # Where the text is, the right text, the wrong text, a chain that tells them apart
 MUTANTS = [
     ("pack_gradient", "(PW + o_w)[:, None] * CP", "o_w[:, None] * CP", "block"),
-    ("pack_gradient", "tl.zeros([PAD, BLOCK_C]", "tl.full([PAD, BLOCK_C], 1.0", "block"),
-    ("pack_gradient", "tl.load(p_b + o_g", "tl.load(p_a + o_g", "transposed"),
+    ("pack", "tl.zeros([PAD, BLOCK_C]", "tl.full([PAD, BLOCK_C], 1.0", "block"),
+    ("pack_gradient", "of_groups(p_a, p_b", "of_groups(p_a, p_a", "transposed"),
     ("pack_gradient", "(z * H + y) * tl.num_programs(1) + ", "", "block"),
-    ("pack_gradient", "blocks[1 + TOTALS].to", "b_g.to", "residual"),
+    ("tiles", "blocks[FIRST].to", "blocks[0].to", "residual"),
     ("weight_gradient", "p_parts += GROUPS * ROWS * COLUMNS", "p_parts += 0", "transposed"),
     ("weight_gradient", "tap = TAPS - 1 - i_tap if FLIP else i_tap", "tap = i_tap", "transposed"),
 ]
@@ -40,19 +37,14 @@ def packs_every_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_is_autograds(name: str, layout: str) -> None:
     tensors = inputs(CHAINS[name], torch.float64, layout)
     run = training(CHAINS[name], tensors)
-    gradients(run, tensors)
-    assert all(isinstance(passes.gradient, PackedGradientPass) for passes in run.gradients.values())
+    calls = kernel_calls(run.program(tensors, [True] * len(tensors)).backward)
+    assert [call.kernel for call in calls].count("packed_gradient_kernel") == 1
     assert_gradients(CHAINS[name], tensors)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m[0]}: {m[2][:40]}")
 def test_a_wrong_one_is_seen_to_fail(mutant: tuple[str, str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     where, right, wrong, name = mutant
-    module = importlib.import_module(f"postlude.kernels.triton.{where}")
-    source = Path(str(module.__file__)).read_text()
-    assert right in source
-    for key, made in compose(HEADER + source.replace(right, wrong)).items():
-        if key.endswith("_kernel") and hasattr(module, key):
-            monkeypatch.setattr(module, key, made)
+    replace_text(monkeypatch, where, right, wrong)
     with pytest.raises(AssertionError):
         assert_gradients(CHAINS[name], inputs(CHAINS[name], torch.float64))

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from postlude.plan.gemm import Arithmetic
 from postlude.plan.problem import spec_of
-from postlude.run.packing import largest_launch
-from postlude.run.programs import HEADER, compose
+from postlude.run.compose import HEADER, compose
+from postlude.stages.pack import find_largest
+from tracing import run_stage
 
 pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore")]
 KEEPING = Arithmetic("float16", 2, scaled=True, keeps_infinities=True)
@@ -23,8 +24,8 @@ SHAPES = [(6, 5, 1, 1), (11, 3, 1, 7), (6, 20, 15, 15), (6, 3, 30, 30), (11, 3, 
 
 def largest(x: Tensor) -> tuple[Tensor, bool]:
     """Of each channel, and whether there was an infinity."""
-    found = torch.zeros(x.shape[1] + 1, dtype=torch.int32)
-    largest_launch(spec_of(x), KEEPING)(x, found)
+    (found,) = run_stage(lambda given: find_largest(given, spec_of(x), KEEPING), x)
+    assert found is not None
     return found[:-1].view(torch.float32), bool(found[-1])
 
 

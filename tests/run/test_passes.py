@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +10,10 @@ import torch
 from cases import Builder, Case
 from postlude import reference
 from postlude.check import tensors_for
-from postlude.run.passes import Cut, last_cut, moments_cut, tile_of
-from postlude.run.programs import HEADER, compose
+from postlude.stages.cuts import Cut, last_cut, moments_cut, tile_of
 from run.test_gpu import fused
 from run.test_gradient import compared, plan_for
+from wrong_kernels import replace_text
 
 pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("poisoned_memory")]
 CHAIN = Builder(2).op("mul", "row").norm(3).op("tanh").op("add", "full").chain()
@@ -66,10 +64,5 @@ def test_these_lengths_run_both_ways() -> None:
     ],
 )
 def test_wrong_places_are_seen_to_fail(right: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("postlude.kernels.triton.normalize")
-    source = Path(str(module.__file__)).read_text()
-    assert right in source
-    for key, made in compose(HEADER + source.replace(right, wrong)).items():
-        if key.endswith("_kernel"):
-            monkeypatch.setattr(module, key, made)
+    replace_text(monkeypatch, "tiles", right, wrong)
     assert error(225, "contiguous") > 1e-3

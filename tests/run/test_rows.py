@@ -18,12 +18,11 @@ from postlude.plan import Plan, Refusal, Store, problem_of
 from postlude.plan.boxes import Boxes
 from postlude.plan.gemm import Gemm
 from postlude.plan.gpu import lower_for_gpu
-from postlude.run import rows_gradient
-from postlude.run.gpu import GpuRun
-from postlude.run.programs import HEADER, compose
+from postlude.run.compose import HEADER, compose
 from run.test_gpu import CARD, fused
 from run.test_phases import FLAT, planned, transposed, with_infinities
 from run.test_training import assert_gradients, gradients, training
+from tracing import run_plan
 
 pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("poisoned_memory")]
 GELU = Builder(2, conv(2, (2, 3), 2, transposed=True, stride=2)).op("add", "one").layer_norm()
@@ -69,7 +68,7 @@ def tile_error(shape: tuple[int, ...]) -> float:
 
 @pytest.mark.parametrize("name", TILED)
 def test_tiles_of_one_channel_and_of_several(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("postlude.run.rows._TILE", 32)
+    monkeypatch.setattr("postlude.stages.rows._TILE", 32)
     assert tile_error(TILED[name]) < 1e-10
     source = Path(str(rows_kernels.__file__)).read_text()
     right = "tl.program_id(0) // (R // BLOCK_R) % C"
@@ -90,8 +89,8 @@ def test_is_right_by_the_rule(name: str) -> None:
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("name", TRAINED)
 def test_gradients_are_autograds(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows_gradient, "_MOST_TILES", 2)
-    monkeypatch.setattr("postlude.run.rows._TILE", 16)  # several rows, tiles and chunks
+    monkeypatch.setattr("postlude.stages.rows._MOST_TILES", 2)
+    monkeypatch.setattr("postlude.stages.rows._TILE", 16)  # several rows, tiles and chunks
     if layout == "channels_last":  # ours is slow by the interpreter, and writes rows whatever it reads
         monkeypatch.setattr("postlude.plan.gpu.own_convolution", lambda *_: "not in this test")
     chain, shape = CHAINS[name]
@@ -148,7 +147,7 @@ def kept_in_rows(chain: Chain, precision: str = "fp32", **arithmetic: bool) -> b
     plan = planned(chain, tensors, precision)
     assert isinstance(plan.own, Gemm)
     own = dataclasses.replace(plan.own, arithmetic=dataclasses.replace(plan.own.arithmetic, **arithmetic))
-    ours = GpuRun(dataclasses.replace(plan, own=own))(tensors)
+    ours = run_plan(dataclasses.replace(plan, own=own), tensors)
     off = (ours.double() - truth)[is_finite].abs()
     return torch.equal(ours.isfinite(), is_finite) and float(off.max()) < (1e-4 if precision == "fp32" else 5e-2)
 
@@ -179,7 +178,7 @@ def test_an_infinity_stays_in_its_rows_in_place() -> None:
     plan = lower_for_gpu(chain, problem_of(tensors), CARD, even_if_slower=True)
     assert isinstance(plan, Plan)
     assert isinstance(plan.own, Boxes)
-    ours, truth = GpuRun(plan)(tensors), reference.evaluate(chain, tensors, dtype=torch.float64)
+    ours, truth = run_plan(plan, tensors), reference.evaluate(chain, tensors, dtype=torch.float64)
     assert torch.equal(ours.isfinite(), truth.isfinite())
     assert float((ours.double() - truth)[truth.isfinite()].abs().max()) < 1e-2
 
@@ -190,7 +189,7 @@ def test_a_bias_that_is_added_twice_is_seen() -> None:
     tensors = tensors_for(chain, (1, 3, 2, 3), torch.float32)
     plan, truth = planned(chain, tensors), reference.evaluate(chain, tensors, dtype=torch.float64)
     done = dataclasses.replace(plan, passes=(dataclasses.replace(plan.passes[0], sink=Store()), plan.passes[1]))
-    right, wrong = (float((GpuRun(one)(tensors) - truth).abs().max()) for one in (plan, done))
+    right, wrong = (float((run_plan(one, tensors) - truth).abs().max()) for one in (plan, done))
     assert right < 1e-4 < 1e-2 < wrong
 
 
@@ -205,7 +204,7 @@ MUTANTS = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_kernel_is_seen_to_fail(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("postlude.run.rows._TILE", 64)
+    monkeypatch.setattr("postlude.stages.rows._TILE", 64)
     assert error() < 1e-9
     module = importlib.import_module("postlude.kernels.triton.rows")
     source = Path(str(module.__file__)).read_text()
@@ -214,10 +213,7 @@ def test_a_wrong_kernel_is_seen_to_fail(name: str, monkeypatch: pytest.MonkeyPat
     changed = compose(HEADER + source.replace(right, wrong))
     for key in ("rows_kernel", "rows_gradient_kernel", "row_statistics", "row_mean"):
         monkeypatch.setattr(module, key, changed[key])
-    monkeypatch.setattr("postlude.run.programs.compose", compose.__wrapped__)
-    from postlude.run import rows
-
-    monkeypatch.setattr(rows, "program", rows.program.__wrapped__)
+    monkeypatch.setattr("postlude.run.launch.compose", compose.__wrapped__)
     assert error() > 1e-4
 
 

@@ -15,14 +15,15 @@ from postlude import reference
 from postlude.chain import Chain, Value
 from postlude.check import tensors_for
 from postlude.plan import Plan, lower, problem_of
+from postlude.plan.calls import Buffer, KernelCall, Program
 from postlude.plan.gemm import Gemm
 from postlude.plan.gpu import lower_for_gpu
 from postlude.reverse import slots_needed
-from postlude.run.convolution_gradients import ConvolutionGradients
+from postlude.run.chain_run import Training
 from postlude.run.execute import prepare
-from postlude.run.packing import Packed
-from postlude.run.training import Training
+from postlude.run.runner import runner_of
 from run.test_gpu import CARD, SMALL
+from tracing import kernel_calls
 
 pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore")]
 BLOCK = Builder(2, conv(2, (3, 4), padding=1)).norm(None).op("leaky_relu", slope=0.1).chain()
@@ -71,7 +72,7 @@ def training(
             input_gradient=dataclasses.replace(plan.input_gradient, rows=32),
             weight_gradient=dataclasses.replace(plan.weight_gradient, splits=2),
         )
-    return Training(dataclasses.replace(plan, tile=tile))
+    return Training(dataclasses.replace(plan, tile=tile), plan.chain)
 
 
 def gradients(run: Callable[[Sequence[Tensor]], Tensor], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -121,22 +122,28 @@ def test_gradients_by_convolutions_of_our_own(name: str, dtype: torch.dtype, tol
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("name", ["block", "no norm"])
-def test_the_pass_that_makes_a_gradient_finds_its_largest(
-    name: str, layout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found: list[tuple[Tensor, Tensor]] = []
-    pack = ConvolutionGradients.packed
-
-    def packed(self: ConvolutionGradients, dv: Tensor, largest: Tensor | None = None) -> Packed | None:
-        assert largest is not None
-        found.append((dv.clone(), largest.clone()))
-        return pack(self, dv, largest)
-
-    monkeypatch.setattr(ConvolutionGradients, "packed", packed)
+def test_the_pass_that_makes_a_gradient_finds_its_largest(name: str, layout: str) -> None:
     tensors = inputs(CHAINS[name], torch.float32, layout)
-    gradients(training(CHAINS[name], tensors, precision="fp32"), tensors)
-    ((dv, largest),) = found
-    assert torch.equal(largest[: dv.shape[1]].view(torch.float32), dv.abs().amax((0, 2, 3)))
+    run = training(CHAINS[name], tensors, precision="fp32")
+    program = run.program(tensors, [True] * len(tensors))
+    calls = kernel_calls(program.backward)
+    (pack,) = [call for call in calls if call.kernel == "pack_input_kernel" and not_given(call, program)]
+    dv, *_, largest = pack.arguments
+    assert isinstance(dv, Buffer)
+    assert isinstance(largest, Buffer)
+    assert program.gradient is not None
+    ends = [dv, largest]
+    passes = runner_of(program.given, program.forward, [program.result, *program.kept], "cpu")
+    y, *kept = passes(*(tensor.detach() for tensor in tensors))
+    assert y is not None
+    stopped = program.backward[: program.backward.index(pack)]
+    found = runner_of([*program.kept, program.gradient], stopped, ends, "cpu")(*kept, torch.randn_like(y))
+    value, most = (tensor for tensor in found if tensor is not None)
+    assert torch.equal(most[: value.shape[1]].view(torch.float32), value.abs().amax((0, 2, 3)))
+
+
+def not_given(call: KernelCall, program: Program) -> bool:
+    return call.arguments[0] not in program.given
 
 
 def test_gradcheck_over_convolutions_of_our_own() -> None:

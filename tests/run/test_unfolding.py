@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,10 +14,10 @@ from postlude.chain import Chain, Convolution
 from postlude.check import tensors_for
 from postlude.plan import Plan
 from postlude.plan.gemm import Gemm
-from postlude.run.gpu import GpuRun
-from postlude.run.programs import HEADER, compose
-from postlude.run.training import Training
+from postlude.run.chain_run import Training
 from run.test_phases import error, planned, same_where_not_finite
+from tracing import run_plan
+from wrong_kernels import replace_text
 
 pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("poisoned_memory")]
 
@@ -108,7 +106,7 @@ def test_gradients_are_autograds(name: str) -> None:
     theirs = [t.detach().double().requires_grad_() for t in tensors]
     truth = reference.evaluate(chain, theirs)
     dy = torch.randn(truth.shape)
-    ours = torch.autograd.grad(Training(plan)(tensors), tensors, dy)
+    ours = torch.autograd.grad(Training(plan, plan.chain)(tensors), tensors, dy)
     for mine, right in zip(ours, torch.autograd.grad(truth, theirs, dy.double())):
         torch.testing.assert_close(mine.double(), right, rtol=1e-4, atol=1e-4 * float(right.abs().max()))
 
@@ -143,7 +141,7 @@ def infinities_are_kept(chain: Chain, tensors: Sequence[Tensor], precision: str 
     assert plan.own.unfolds
     assert plan.own.arithmetic.keeps_infinities
     with torch.no_grad():
-        ours = GpuRun(plan)(tensors)
+        ours = run_plan(plan, tensors)
     off = (ours.double() - truth)[truth.isfinite()].abs().max()
     return same_where_not_finite(ours, truth.float()) and float(off) < (1e-4 if precision == "fp32" else 5e-2)
 
@@ -170,17 +168,8 @@ def test_a_wrong_kernel_is_seen_to_fail(name: str, monkeypatch: pytest.MonkeyPat
     how, shape, _ = CASES[case]
     chain = with_norm(how)
     tensors = drawn(chain, shape, torch.float32)
-    _replaced(file, right, wrong, monkeypatch)
+    replace_text(monkeypatch, file, right, wrong)
     assert error(chain, tensors) > 1e-3
-
-
-def _replaced(file: str, right: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module(f"postlude.kernels.triton.{file}")
-    source = Path(str(module.__file__)).read_text()
-    assert right in source
-    for key, made in compose(HEADER + source.replace(right, wrong)).items():
-        if key.endswith("_kernel"):
-            monkeypatch.setattr(module, key, made)
 
 
 def test_a_number_that_becomes_zero_in_its_plane_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,8 +184,8 @@ def test_a_number_that_becomes_zero_in_its_plane_is_seen(monkeypatch: pytest.Mon
     def is_kept() -> bool:
         plan: Plan = planned(chain, tensors)
         with torch.no_grad():
-            return same_where_not_finite(GpuRun(plan)(tensors), truth)
+            return same_where_not_finite(run_plan(plan, tensors), truth)
 
     assert is_kept()
-    _replaced("unfold", "(not_zero(b_given, b_x) if KEEPS else b_x)", "b_x", monkeypatch)
+    replace_text(monkeypatch, "planes", "(not_zero(given, scaled) if KEEPS else scaled)", "scaled")
     assert not is_kept()

@@ -14,7 +14,7 @@ from postlude.chain import Chain
 from postlude.export.layout import WIDTH, call, docstring, fold
 from postlude.export.program_text import ProgramText
 from postlude.plan.calls import Program, TorchCall, buffers_in
-from postlude.run.record import record_plain, record_rest
+from postlude.stages.program import plain_program, rest_program
 
 _RECOMPUTING = '''\
 class {Name}(torch.autograd.Function):
@@ -55,7 +55,7 @@ def recomputing_class(chain: Chain, name: str, names: Mapping[int, str], tensors
 
 
 def plain_function(chain: Chain, name: str, names: Mapping[int, str], tensors: Sequence[Tensor]) -> str:
-    program = record_plain(chain, tensors)
+    program = plain_program(chain, tensors)
     text = ProgramText(program, names, joins=False)
     if _is_straight(program):
         text.words |= {b.number: "value" for item in program.forward for b in getattr(item, "results", ())}
@@ -74,7 +74,7 @@ def rest_lines(
     """Statements for the steps after step `first`, through PyTorch, on the value that goes by `word`."""
     if first == len(chain.steps):
         return []
-    program = record_rest(chain, first, value, tensors)
+    program = rest_program(chain, first, value, tensors)
     text = ProgramText(program, {0: word, **{slot + 1: name for slot, name in names.items()}}, joins=False)
     if _is_straight(program):
         text.words |= {b.number: word for item in program.forward for b in getattr(item, "results", ())}

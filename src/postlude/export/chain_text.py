@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from postlude.chain import Chain
+from postlude.chain import Chain, Normalize
 from postlude.export.autograd import class_name, kept_class, recomputing_class, rest_lines
 from postlude.export.cuda import COMPILE
 from postlude.export.device_text import Kernel
@@ -16,83 +17,95 @@ from postlude.export.few_channels import gives_result, result_lines, result_sour
 from postlude.export.layout import call, docstring, fold
 from postlude.export.program_text import ProgramText
 from postlude.plan import Plan
-from postlude.plan.calls import Buffer, CudaCall, Descriptor, KernelCall, Program
+from postlude.plan.calls import Buffer, Descriptor, KernelCall, Program
 from postlude.plan.types import Moments
-from postlude.run.record import record_inference, record_training
+from postlude.stages.program import given_by, inference_program, training_program
 
 RESERVED = ("ctx", "tensors", "needs", "torch", "triton", "tl", "F", "nn")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ChainText:
     name: str  # of its launcher
     chain: Chain
     plan: Plan
     given: tuple[Buffer, ...]  # what the kernels were cut for, one per slot
-    kernels: tuple[Kernel, ...]
+    shapes_name: str  # of the constant that says so
+    kernels: tuple[Kernel, ...]  # with those of the chains before it in the file
     functions: Mapping[str, str]  # the launcher and what stands around it, by name, in order
-    imports: frozenset[str]
+    sources: Mapping[str, str]  # CUDA C++, by the name of its constant
     launches: int
     called: str  # what the model calls: the autograd function, or one around it
     trains: bool  # its backward pass has kernels of its own
     is_aligned: bool  # a tensor that is given is read through a descriptor: it must begin where those may
-    shapes_name: str = "SHAPES"
-    sources: Mapping[str, str] = field(default_factory=dict)  # CUDA C++, by the name of its constant
 
 
 def chain_text(
-    chain: Chain, plan: Plan, name: str, names: Mapping[int, str], tensors: Sequence[Tensor], training: bool
+    chain: Chain,
+    plan: Plan,
+    names: Mapping[int, str],
+    tensors: Sequence[Tensor],
+    training: bool,
+    before: Sequence[ChainText] = (),
 ) -> ChainText:
-    """`names` has a word for each slot; `training` writes the backward pass that the library runs."""
+    """`names` has a word for each slot; `training` writes the backward pass that the library runs. What the chains
+    `before` it in the file define under the same name is shared or gets a number."""
+    number = str(len(before) + 1) if before else ""
+    name = _name(chain)
+    name += f"_{number}" if name in {other.name for other in before} else ""
     # Chains of which only moments are kept differentiate those by autograd, which is no list of calls.
     training = training and (plan.few_gradient is not None or not isinstance(plan.passes[-1].sink, Moments))
-    if training:
-        program = record_training(plan, tensors, [tensor.is_floating_point() for tensor in tensors])
-    else:
-        program = record_inference(plan, chain, tensors)
-    text = ProgramText(program, names, RESERVED)
-    sources, launches = dict(text.sources), text.launches
+    kernels = {kernel.name: kernel for other in before for kernel in other.kernels}
     called = f"{class_name(name)}.apply"
     if training:
+        program = training_program(plan, given_by(tensors), tuple(tensor.is_floating_point() for tensor in tensors))
+        text = ProgramText(program, names, RESERVED, functions=kernels)
         functions = kept_class(plan.chain, name, names, text)
         if len(plan.chain.steps) < len(chain.steps):
             called = name
             functions |= _continued(chain, plan, name, names, tensors, program.result)
-    elif gives_result(plan):
-        sources, launches = {"SOURCE": result_source(plan)}, 2
-        functions = _direct_launcher(chain, plan, name, names, tensors) | recomputing_class(chain, name, names, tensors)
+        sources, launches = text.sources, text.launches
     else:
-        functions = _launcher(chain, name, names, text) | recomputing_class(chain, name, names, tensors)
-    kernels = () if gives_result(plan) and not training else tuple(text.functions.values())
+        program = inference_program(plan, chain, given_by(tensors))
+        if gives_result(plan):
+            body, sources, launches = _direct(chain, plan, names, tensors), {"SOURCE": result_source(plan)}, 2
+        else:
+            text = ProgramText(program, names, RESERVED, functions=kernels)
+            body, sources, launches = text.forward_lines(), text.sources, text.launches
+            body.append(f"    return {text.words[program.result.number]}")
+        functions = _function(chain, name, names, body) | recomputing_class(chain, name, names, tensors)
+    functions = {word: fold(re.sub(r"\bSOURCE", f"SOURCE{number}", text)) for word, text in functions.items()}
     return ChainText(
         name,
         chain,
         plan,
         program.given,
-        kernels,
+        next((other.shapes_name for other in before if _same(other.given, program.given)), f"SHAPES{number}"),
+        tuple(kernels.values()),
         {**({"compiled": COMPILE} if sources else {}), **functions},
-        _imports(program),
+        {word.replace("SOURCE", f"SOURCE{number}"): text for word, text in sources.items()},
         launches,
         called,
         training,
         _reads_given_by_descriptor(program),
-        sources=sources,
     )
 
 
-def _launcher(chain: Chain, name: str, names: Mapping[int, str], text: ProgramText) -> dict[str, str]:
-    body = text.forward_lines()
-    return _function(chain, name, names, [*body, f"    return {text.words[text.program.result.number]}"])
+def _name(chain: Chain) -> str:
+    words = ["norm" if isinstance(step, Normalize) else getattr(step, "op", "") for step in chain.steps]
+    return "_".join(word for word in ("conv" if chain.producer is not None else "", *words) if word)
 
 
-def _direct_launcher(
-    chain: Chain, plan: Plan, name: str, names: Mapping[int, str], tensors: Sequence[Tensor]
-) -> dict[str, str]:
+def _same(one: Sequence[Buffer], other: Sequence[Buffer]) -> bool:
+    return [(b.shape, b.strides, b.dtype) for b in one] == [(b.shape, b.strides, b.dtype) for b in other]
+
+
+def _direct(chain: Chain, plan: Plan, names: Mapping[int, str], tensors: Sequence[Tensor]) -> list[str]:
     """By the kernels that give the result at once; PyTorch's functions do what follows it."""
     lines = [f"    {line}" for line in result_lines(plan, names)]
     value = torch.empty(plan.input.shape[0], dtype=tensors[0].dtype, device="meta")
     rest = rest_lines(chain, plan.passes[-1].last + 2, names, tensors, value, "value")
-    return _function(chain, name, names, [*lines, *rest, "    return value"])
+    return [*lines, *rest, "    return value"]
 
 
 def _continued(
@@ -111,13 +124,6 @@ def _function(chain: Chain, name: str, names: Mapping[int, str], body: Sequence[
     arguments = [f"{names[slot]}: Tensor" for slot in range(len(chain.roles))]
     head = call(f"def {name}", arguments, after=" -> Tensor:", indent=0)
     return {name: fold("\n".join([*head, *docstring(f"{chain}, by kernels."), *body]) + "\n")}
-
-
-def _imports(program: Program) -> frozenset[str]:
-    calls = (*program.forward, *program.backward)
-    found = {"CUDA_HOME"} if any(isinstance(item, CudaCall) for item in calls) else set()
-    arguments = [argument for item in calls if isinstance(item, KernelCall) for argument in item.arguments]
-    return frozenset(found | ({"TensorDescriptor"} if any(isinstance(a, Descriptor) for a in arguments) else set()))
 
 
 def _reads_given_by_descriptor(program: Program) -> bool:

@@ -22,6 +22,7 @@ _FALSE_WORDS = ("no", "none", "")  # what a flag of words says where it is off
 
 def decided(comment: str, known: Mapping[str, object]) -> str:
     """A comment's text without the conditions that `known` decides."""
+    comment = comment.replace(" is more than ", " > ")
     for pattern in (_OR, _ELSE):
         comment = pattern.sub(lambda m: _chosen(m, known), comment)
     comment = _CLAUSE.sub(lambda m: _clause(m, known), comment)

@@ -9,12 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 
+from postlude.export.in_place import whole_texts
 from postlude.export.layout import fold
 from postlude.export.specialise import specialise
 
 _FILES = (
     "pointwise",
     "derivatives",
+    "planes",
+    "tiles",
+    "epilogue",
     "pack",
     "unfold",
     "convolve",
@@ -43,15 +47,16 @@ class Kernel:
 
 @functools.cache
 def library() -> dict[str, str]:
-    """The text of every function in kernels/triton, by name."""
+    """The text of every function in kernels/triton, by name, but for those that are put in place of their calls."""
     found = {}
     for file in _FILES:
         text = (resources.files("postlude.kernels.triton") / f"{file}.py").read_text("utf-8")
+        text = re.sub(r"(?m)  # (?:noqa: |fmt: skip).*$", "", text)
         lines = text.splitlines()
         for node in ast.parse(text).body:
             if isinstance(node, ast.FunctionDef):
                 found[node.name] = "\n".join(lines[node.decorator_list[0].lineno - 1 : node.end_lineno]) + "\n"
-    return found
+    return whole_texts(found)
 
 
 def changed(source: str, changes: Mapping[str, str]) -> str:

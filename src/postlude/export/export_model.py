@@ -10,13 +10,14 @@ from typing import Any
 from torch import nn
 
 from postlude import cards
-from postlude.chain import Chain, Normalize, Reduce
+from postlude.chain import Normalize
 from postlude.errors import PostludeError
 from postlude.export.chain_text import ChainText, chain_text
 from postlude.export.device_text import library
-from postlude.export.file import assemble, without_clashes
+from postlude.export.file import assemble
 from postlude.export.forward import ForwardText
-from postlude.export.heading import Measured, heading
+from postlude.export.heading import heading
+from postlude.export.measured import Measured
 from postlude.export.original import arguments_of, read, reads_settings
 from postlude.export.trace import FoundChain, trace, without_convolution
 from postlude.hardware import Machine, machine_on
@@ -68,36 +69,30 @@ def export(
         traced = replace(traced, chains=tuple(map(without_convolution, traced.chains)))
     reasons = dict(traced.declined)
     texts: dict[FoundChain, ChainText] = {}
+    made: dict[object, ChainText] = {}  # chains that are alike share one text
     for found in traced.chains:
         specs = tuple(spec_of(node.meta["val"]) for node in found.match.tensors)
         chain, problem = found.match.chain, Problem(specs, "cuda", precision, training, allows_tf32)
         outcome = lower(chain, problem, machine, even_if_slower=even_if_slower)
-        if isinstance(outcome, Plan):
-            tensors = [node.meta["val"] for node in found.match.tensors]
-            name, names = _function_name(chain), _slot_names(found)
-            texts[found] = chain_text(chain, outcome, name, names, tensors, training)
-        else:
+        if not isinstance(outcome, Plan):
             reasons[found.calls[0].name] = f"{chain}: {outcome}"
+            continue
+        tensors, names = [node.meta["val"] for node in found.match.tensors], _slot_names(found)
+        key = (chain, problem, *names.values(), *(tensor.stride() for tensor in tensors))
+        if key not in made:
+            made[key] = chain_text(chain, outcome, names, tensors, training, tuple(made.values()))
+        texts[found] = made[key]
     if not texts:
         raise PostludeError("there is no chain in this model that kernels could be written for" + _first(reasons))
-    written = dict(zip(texts, without_clashes(list(texts.values()))))
-    forward = ForwardText(traced, written, reasons).write()
-    chains = tuple(written.values())
-    top = heading(chains, precision, measured)
+    chains = tuple(made.values())
+    forward, top = ForwardText(traced, texts, reasons).write(), heading(chains, precision, measured)
     settings, card = reads_settings(original, model), machine.card
-    return Export(assemble(original, chains, forward, values, top, card.architecture, settings), chains, reasons)
+    text = assemble(original, chains, forward, values, top, card.architecture, settings)
+    return Export(text, tuple(texts.values()), reasons)
 
 
 def _first(reasons: Mapping[str, str]) -> str:
     return f" ({next(iter(reasons.values()))})." if reasons else "."
-
-
-def _function_name(chain: Chain) -> str:
-    words = [] if chain.producer is None else ["conv"]
-    for step in chain.steps:
-        is_norm = isinstance(step, Normalize)
-        words.append("norm" if is_norm else step.op if isinstance(step, Reduce) else getattr(step, "op", ""))
-    return "_".join(word for word in words if word)
 
 
 def _slot_names(found: FoundChain) -> dict[int, str]:

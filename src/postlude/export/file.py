@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from postlude.export.autograd import class_name
+from postlude.cards import capability_of
 from postlude.export.chain_text import ChainText
-from postlude.export.device_text import Kernel
-from postlude.export.fits import fits_text, shapes_text
-from postlude.export.layout import fold
+from postlude.export.layout import call
 from postlude.export.original import Original, model_text
+from postlude.plan.calls import Buffer
 
-_WORDS = {
-    "torch": "import torch",
-    "F": "import torch.nn.functional as F",
-    "triton": "import triton",
-    "tl": "import triton.language as tl",
-    "math": "import math",
-    "functools": "import functools",
-    "ctypes": "import ctypes",
+# What a text that has this needs.
+_IMPORTS = {
+    r"torch\.": "import torch",
+    r"F\.": "import torch.nn.functional as F",
+    r"triton\.": "import triton",
+    r"tl\.": "import triton.language as tl",
+    r"math\.": "import math",
+    r"functools\.": "import functools",
+    r"ctypes\.": "import ctypes",
+    r"Tensor\b": "from torch import Tensor",
+    r"nn\b": "from torch import nn",
+    r"Any\b": "from typing import Any",
+    r"TensorDescriptor\(": "from triton.tools.tensor_descriptor import TensorDescriptor",
+    r"CUDA_HOME\b": "from torch.utils.cpp_extension import CUDA_HOME",
+    r"once_differentiable\b": "from torch.autograd.function import once_differentiable",
 }
 
 
@@ -35,94 +40,82 @@ def assemble(
     reads_settings: bool = False,
 ) -> str:
     """The chains' plans are for cards of this architecture; `reads_settings` as in original.py."""
-    kernels: dict[str, str] = {}
-    functions: dict[str, str] = {}
-    for chain in chains:
-        kernels.update({kernel.name: kernel.text for kernel in chain.kernels})
-        functions.update(chain.functions)
-    model = model_text(original, forward, values, reads_settings)
-    body = [*kernels.values(), *functions.values(), fits_text(chains, architecture), *original.helpers, model]
+    functions = {name: text for chain in chains for name, text in chain.functions.items()}
     sources = {name: source for chain in chains for name, source in chain.sources.items()}
+    shapes = {chain.shapes_name: shapes_text(chain) for chain in chains}
+    model = model_text(original, forward, values, reads_settings)
+    kernels = [kernel.text for kernel in chains[-1].kernels]
+    body = [*kernels, *functions.values(), fits_text(chains, architecture), *original.helpers, model]
     cuda = [f'{name} = r"""\n{source}"""\n' for name, source in sources.items()]
     text = "".join(f"{part.rstrip()}\n\n\n" for part in body).rstrip() + "\n"
-    imports = import_text(text + "\n".join(cuda), original.imports, chains)
-    shapes = "\n".join(dict.fromkeys(shapes_text(chain) for chain in chains))
-    parts = ["# SPDX-License-Identifier: Apache-2.0", heading.rstrip(), "", imports, "", shapes, ""]
+    imports = import_text(text + "\n".join(cuda), original.imports)
+    parts = ["# SPDX-License-Identifier: Apache-2.0", heading.rstrip(), "", imports, "", *shapes.values(), ""]
     return "\n".join([*parts, *cuda, ""]) + f"\n{text}"
 
 
-def import_text(body: str, own: Sequence[str], chains: Sequence[ChainText]) -> str:
+def import_text(body: str, own: Sequence[str]) -> str:
     """What the text reads, sorted as formatters sort imports."""
-    lines = set(own)
-    for word, line in _WORDS.items():
-        if re.search(rf"(?<![\w.]){word}\.", body):
-            lines.add(line)
-    names = {line.removeprefix("from torch import ") for line in own if line.startswith("from torch import ")}
-    names |= {name for name in ("Tensor", "nn") if re.search(rf"(?<![\w.]){name}\b", body)}
-    lines = {line for line in lines if not line.startswith("from torch import ")}
+    lines = {*own, *(line for word, line in _IMPORTS.items() if re.search(rf"(?<![\w.]){word}", body))}
+    start = "from torch import "
+    names = sorted({line for line in lines if line.startswith(start)}, key=lambda n: (not n[len(start)].isupper(), n))
+    lines -= set(names)
     if names:
-        lines.add(f"from torch import {', '.join(sorted(names, key=lambda n: (not n[0].isupper(), n)))}")
-    if any("TensorDescriptor" in chain.imports for chain in chains):
-        lines.add("from triton.tools.tensor_descriptor import TensorDescriptor")
-    if any("CUDA_HOME" in chain.imports for chain in chains):
-        lines.add("from torch.utils.cpp_extension import CUDA_HOME")
-    if "@once_differentiable" in body:
-        lines.add("from torch.autograd.function import once_differentiable")
-    if re.search(r"(?<![\w.])Any\b", body):
-        lines.add("from typing import Any")
-    standard = [line for line in lines if line.split()[1].split(".")[0] not in ("torch", "triton")]
-    others = lines - set(standard)
-    groups = [sorted(group, key=_import_order) for group in (standard, others) if group]
+        lines.add(start + ", ".join(line.removeprefix(start) for line in names))
+    standard = {line for line in lines if line.split()[1].split(".")[0] not in ("torch", "triton")}
+    groups = [sorted(group, key=lambda line: (line.startswith("from "), line.split()[1]))
+              for group in (standard, lines - standard) if group]  # fmt: skip
     return "\n\n".join("\n".join(group) for group in groups)
 
 
-def _import_order(line: str) -> tuple[bool, str]:
-    return line.startswith("from "), line.split()[1]
+def _is_plain(chain: ChainText) -> bool:
+    """Whether all tensors are contiguous and of one dtype: then shapes are all there is to say of them."""
+    return len({buffer.dtype for buffer in chain.given}) == 1 and all(buffer.is_contiguous for buffer in chain.given)
 
 
-def without_clashes(chains: Sequence[ChainText]) -> list[ChainText]:
-    """Names that two chains give to different things get a number in the later one."""
-    taken: dict[str, str] = {}
-    result = []
-    for number, chain in enumerate(chains, 1):
-        mine = _definitions(chain)
-        clashing = [name for name, text in mine.items() if taken.get(name, text) != text]
-        # What reads one of those by its name is then another function too.
-        words = {name: set(re.findall(r"\w+", text)) for name, text in mine.items()}
-        while more := [n for n in mine if n not in clashing and n in taken and not words[n].isdisjoint(clashing)]:
-            clashing += more
-        renamed = {name: f"{name}{'_' * (not name[0].isupper())}{number}" for name in clashing}
-        if chain.name in renamed:
-            renamed[class_name(chain.name)] = class_name(renamed[chain.name])
-        chain = _renamed(chain, renamed) if renamed else chain
-        taken |= _definitions(chain)
-        result.append(chain)
-    return result
+def shapes_text(chain: ChainText) -> str:
+    """What the kernels of a chain take, one entry for each tensor."""
+    parts = [str(buffer.shape) if _is_plain(chain) else _entry(buffer) for buffer in chain.given]
+    return "\n".join(call("", parts if len(parts) > 1 else [f"{parts[0]},"], f"{chain.shapes_name} = ", indent=0))
 
 
-def _definitions(chain: ChainText) -> dict[str, str]:
-    """What a chain defines in its file, by name."""
-    mine = {kernel.name: kernel.text for kernel in chain.kernels} | dict(chain.functions)
-    mine[chain.shapes_name] = shapes_text(chain)
-    return mine | dict(chain.sources)
+def _entry(buffer: Buffer) -> str:
+    return f"({buffer.shape}, {buffer.strides}, torch.{buffer.dtype})"
 
 
-def _renamed(chain: ChainText, names: Mapping[str, str]) -> ChainText:
-    def words(text: str) -> str:
-        return re.sub(r"\b[A-Za-z_]\w*\b", lambda m: names.get(m[0], m[0]), text)
-
-    return replace(
-        chain,
-        name=names.get(chain.name, chain.name),
-        called=words(chain.called),
-        kernels=tuple(Kernel(names.get(k.name, k.name), _outside(k, names), k.parameters) for k in chain.kernels),
-        functions={names.get(name, name): fold(words(text)) for name, text in chain.functions.items()},
-        shapes_name=names.get(chain.shapes_name, chain.shapes_name),
-        sources={names.get(name, name): source for name, source in chain.sources.items()},
+_FITS = '''\
+def fits(tensors: tuple[Tensor, ...], expected: tuple[Any, ...]) -> bool:
+    """Whether the kernels take these tensors; PyTorch's operators take all others."""
+    x = tensors[0]
+    if not x.is_cuda or torch.is_autocast_enabled("cuda"):
+        return False
+    capability = torch.cuda.get_device_capability(x.device)
+    return (
+        {checks}
     )
+'''
 
 
-def _outside(kernel: Kernel, names: Mapping[str, str]) -> str:
-    """Functions by their new names; a kernel's own parameters are no names of the file."""
-    kept = {old: new for old, new in names.items() if old not in kernel.parameters}
-    return re.sub(r"\b[A-Za-z_]\w*\b", lambda m: kept.get(m[0], m[0]), kernel.text)
+def fits_text(chains: Sequence[ChainText], architecture: str) -> str:
+    """Exactly the shapes, dtypes and layouts that the kernels were cut for; all else goes through PyTorch."""
+    if all(chain.plan.own is None for chain in chains):
+        checks = ["capability >= (8, 0)"]
+    else:
+        major, minor = capability_of(architecture)
+        checks = [f"capability == ({major}, {minor})  # what the tiles were chosen for"]
+    if all(map(_is_plain, chains)):
+        dtypes = {chain.given[0].dtype for chain in chains}
+        assert len(dtypes) == 1, "chains of several dtypes say so in their entries"
+        checks += [
+            f"all(t.dtype == torch.{dtypes.pop()} and t.device == x.device for t in tensors)",
+            "all(t.shape == e and t.is_contiguous() for t, e in zip(tensors, expected))",
+        ]
+    else:
+        checks += [
+            "all(t.device == x.device for t in tensors)",
+            "all((t.shape, t.stride(), t.dtype) == e for t, e in zip(tensors, expected))",
+        ]
+    if any(chain.is_aligned for chain in chains):
+        checks.append("x.data_ptr() % 16 == 0  # as tensor descriptors ask")
+    if any(chain.sources for chain in chains):
+        checks.append("CUDA_HOME is not None  # torch's way to NVRTC asks for it")
+    return _FITS.replace("{checks}", "\n        and ".join(checks))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from postlude.export.chain_text import ChainText
 from postlude.export.layout import WIDTH
+from postlude.export.measured import Measured
 from postlude.plan import Plan
 from postlude.plan.few_channels import FewChannels
 
-Measured = Callable[[str, str, str, str], str | None]  # chain, shape, dtype and precision to a sentence
 _LABEL = 10
 
 

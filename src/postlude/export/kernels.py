@@ -4,45 +4,26 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from postlude.export.analysis import name_of
 from postlude.export.device_text import Kernel, changed, cut, library
-from postlude.export.helpers import with_helpers
+from postlude.export.helpers import kernel_of, with_helpers
 from postlude.export.layout import fold
+from postlude.export.rules import rewritten
 from postlude.export.simplify import has_all_channels, simplified
-from postlude.export.specialise import Inline, Name
+from postlude.export.source import parse, written
+from postlude.export.specialise import Inline, Name, rename
 from postlude.plan.calls import Argument, Buffer, Descriptor, KernelCall, Steps, Word
 
 _INFIX = {"add": Inline("{0} + {1}"), "mul": Inline("{0} * {1}")}
 # Sizes of space and of tiles that a kernel reads several times keep their names; all other numbers are put in.
-_SIZES = frozenset(
-    [
-        "D",
-        "H",
-        "W",
-        "S",
-        "L",
-        "OD",
-        "OH",
-        "OW",
-        "PITCH",
-        "PLANE",
-        "PLANE_ROWS",
-        "SAMPLE_ROWS",
-        "ROWS",
-        "CHUNKS",
-        "PARTS",
-        "TILES",
-        "TILES_H",
-        "TILES_W",
-        "POSITIONS",
-    ]
-)
-_TILES = frozenset(
-    ["BM", "BC", "BK", "BN", "BH", "BJ", "STAGES", "BLOCK", "BLOCK_C", "BLOCK_R", "BLOCK_L", "BLOCK_N", "BLOCK_P"]
-)
+_SIZE_WORDS = "D H W S L OD OH OW PITCH PLANE PLANE_ROWS SAMPLE_ROWS ROWS CHUNKS PARTS TILES TILES_H TILES_W POSITIONS"
+_TILE_WORDS = "BM BC BK BN BH BJ STAGES BLOCK BLOCK_C BLOCK_R BLOCK_L BLOCK_N BLOCK_P"
+_SIZES, _TILES = frozenset(_SIZE_WORDS.split()), frozenset(_TILE_WORDS.split())
 _HINT = re.compile(r"(?m)^ +(\w+) = \1 // ALIGN \* ALIGN.*\n")
 
 
@@ -57,13 +38,12 @@ class CutKernel:
     def kernel(self) -> Kernel:
         return self.functions[-1]
 
-    def renamed(self, names: Mapping[str, str]) -> CutKernel:
-        """With other names for some of the functions."""
-        pattern = re.compile(r"\b(" + "|".join(names) + r")(?=\()")
-        functions = [
-            Kernel(names.get(f.name, f.name), fold(pattern.sub(lambda m: names[m[1]], f.text)), f.parameters)
-            for f in self.functions
-        ]
+    def renamed(self, name: str, new: str) -> CutKernel:
+        """With another name for one of the functions."""
+        functions = []
+        for f in self.functions:
+            text = fold(re.sub(rf"(?<![\w.]){name}(?=\()", new, f.text))
+            functions.append(Kernel(new if f.name == name else f.name, text, f.parameters))
         return CutKernel(tuple(functions), self.arguments)
 
 
@@ -92,14 +72,17 @@ def cut_kernel(call: KernelCall, words: Mapping[int, str], slots: Mapping[int, s
         functions, kernel = [], joined
     values = {word: constants[word] for word in keep}
     *functions, kernel = with_helpers([*functions, kernel], values)
-    left = set(re.findall(r"\w+", re.sub(r"#.*", "", kernel.text.split("):\n", 1)[1])))
-    unread = [word for word in keep if word not in left]  # but by a helper, which has the number now
-    kernel = cut(kernel.text, {word: values[word] for word in unread}, {}) if unread else kernel
-    keep = tuple(word for word in keep if word not in unread)
-    kernel = _with_defaults(kernel, {word: constants[word] for word in keep})
-    read = [word for word in kernel.parameters if word not in keep]
+    uses = _uses(kernel)
+    unread = {word: values.pop(word) for word in keep if not uses[word]}  # but by a helper, which has the number now
+    kernel = _with_defaults(cut(kernel.text, unread, {}), values)
     places = {names.get(word, word): value for word, value in given.items()}
-    return CutKernel((*functions, kernel), tuple(places[word] for word in read))
+    return CutKernel((*functions, kernel), tuple(places[word] for word in kernel.parameters if word not in values))
+
+
+def _uses(kernel: Kernel) -> Counter[str]:
+    """How often the statements of a kernel read each name."""
+    names = (node for statement in parse(kernel.text).body for node in ast.walk(statement))
+    return Counter(node.id for node in names if isinstance(node, ast.Name))
 
 
 def _prepared(call: KernelCall, given: Mapping[str, Argument]) -> str:
@@ -113,7 +96,6 @@ def _prepared(call: KernelCall, given: Mapping[str, Argument]) -> str:
         if size == 1:
             source = source.replace(f"tl.program_id({axis})", "0")
     source = re.sub(r"(tl\.store\(p_\w+ .*?, \w+)\.to\(tl\.\w+\)", r"\1", source)  # a store converts by itself
-    source = re.sub(r"(?m)^ *# fmt: (?:on|off)\n|  # noqa: .*$", "", source)
     if dict(call.numbers).get("UNITS") == call.grid[0]:
         source = _one_unit(source)
     return _HINT.sub("", source)  # sizes are compile-time constants: the compiler sees what divides them
@@ -133,21 +115,19 @@ def _named_sizes(
     numbers = {word: value for word, value in constants.items() if type(value) is int}
     named = tuple(word for word in numbers if word in _SIZES | _TILES and numbers[word] > 1)
     kernel = cut(source, constants, names, named)
-    body = re.sub(r"#.*", "", kernel.text[kernel.text.index("):\n") :])
-    uses = {word: len(re.findall(rf"\b{word}\b", body)) for word in named}
+    uses = _uses(kernel)
     keep = tuple(word for word in named if uses[word] > (0 if word in _TILES else 2))
-    others = {word: numbers[word] for word in named if word not in keep}
-    return keep, cut(kernel.text, {**others, **{word: numbers[word] for word in keep}}, {}, keep)
+    return keep, cut(kernel.text, {word: numbers[word] for word in named}, {}, keep)
 
 
-def _with_defaults(kernel: Kernel, values: Mapping[str, object]) -> Kernel:
+def _with_defaults(kernel: Kernel, values: Mapping[str, Any]) -> Kernel:
     """The numbers that go by names stand in the signature, where a launch need not give them."""
-    text = kernel.text
-    for word, value in values.items():
-        place = rf"(?m)^(    |def \w+\(.*?){word}(?:: tl\.constexpr)?(?=,|\))"
-        text, count = re.subn(place, rf"\g<1>{word}: tl.constexpr = {value}", text, count=1)
-        assert count == 1, (word, text)
-    return Kernel(kernel.name, fold(text), kernel.parameters)
+    function = parse(kernel.text)
+    found = [arg for arg in function.args.args if arg.arg in values]
+    for arg in found:
+        arg.annotation = ast.parse("tl.constexpr", mode="eval").body
+    function.args.defaults = [ast.Constant(values[arg.arg]) for arg in found]
+    return kernel_of(function)
 
 
 def _steps(
@@ -156,32 +136,19 @@ def _steps(
     """The steps of a pass: a function of its own where they are more than one expression, and how they are called."""
     renamed = {f"t{slot}": word for slot, word in slots.items()} | dict(pointers)
     text = re.sub(r"    (\w+) = (.+)\n    return \1\n$", r"    return \2\n", steps.text)
-    text = re.sub(r"(, .+?),\)\n", r"\1)\n", text)  # a tuple of several needs no comma at its end
     if _is_straight(text):
         renamed |= dict.fromkeys(re.findall(r"\bv\d+\b", text), "v")
     renamed[steps.name] = {"before": "before_norm", "whole": "normalize", "moments": "finish"}.get(
         steps.name, f"{steps.name}_steps"
     )
-    order = [arg.arg for arg in ast.parse(steps.text).body[0].args.args]  # type: ignore[attr-defined]
+    order = [arg.arg for arg in parse(steps.text).args.args]
     constants: dict[str, object] = {"C": channels} if steps.name == "moments" else {}
     made = cut(text, {**constants, **_INFIX}, renamed)
     places = {renamed.get(name, name): f"{{{number}}}" for number, name in enumerate(order)}
-    body = _body(made.text)
-    result = re.fullmatch(r"    return (.+)", body[0]) if len(body) == 1 else None
-    if result is not None and not _is_tuple(result[1]):
-        parameters = "|".join(re.escape(name) for name in made.parameters)
-        inline = re.sub(rf"\b(?:{parameters})\b", lambda m: places[m[0]], result[1]) if parameters else result[1]
-        return None, Inline(inline)
+    first = parse(made.text).body[0]
+    if isinstance(first, ast.Return) and first.value is not None and not isinstance(first.value, ast.Tuple):
+        return None, Inline(re.sub(r"\b[a-z_]\w*\b", lambda m: places.get(m[0], m[0]), written(first.value)))
     return made, Inline(f"{made.name}({', '.join(places[name] for name in made.parameters)})")
-
-
-def _body(text: str) -> list[str]:
-    """The lines of a function after its signature."""
-    return text.splitlines()[ast.parse(text).body[0].body[0].lineno - 1 :]  # type: ignore[attr-defined]
-
-
-def _is_tuple(expression: str) -> bool:
-    return isinstance(ast.parse(expression, mode="eval").body, ast.Tuple)
 
 
 def _is_straight(text: str) -> bool:
@@ -198,16 +165,18 @@ def _is_straight(text: str) -> bool:
 
 def inlined(kernel: Kernel, function: Kernel) -> Kernel | None:
     """The kernel with the statements of a function in place of its one call, `name = function(…)`."""
-    calls = re.findall(rf"\b{function.name}\(", kernel.text)
-    call = re.search(rf"\n( +)(\w+) = {function.name}\(\s*([\w,\s]+?),?\s*\)\n", kernel.text)
-    if call is None or len(calls) > 1 or function.text.count("return ") != 1:
+    outer, inner = parse(kernel.text), parse(function.text)
+    *body, last = inner.body
+    calls = [node for node in ast.walk(outer) if isinstance(node, ast.Call) and name_of(node.func) == function.name]
+    around = [node for node in ast.walk(outer) if isinstance(node, ast.Assign) and node.value in calls]
+    words = [argument.id for call in calls for argument in call.args if isinstance(argument, ast.Name)]
+    if len(calls) != 1 or not around or not isinstance(last, ast.Return) or len(words) < len(calls[0].args):
         return None
-    words = dict(zip(function.parameters, re.split(r",\s*", call[3])))
-    body = re.sub(r"\b\w+\b", lambda m: words.get(m[0], m[0]), "\n".join(_body(function.text)))
-    body = re.sub(r"(?m)^    return (.+)$", rf"    {call[2]} = \1", body).replace("\n    ", f"\n{call[1]}")
-    body = call[1][4:] + body
-    text = kernel.text[: call.start()] + "\n" + body + "\n" + kernel.text[call.end() :]
-    return Kernel(kernel.name, fold(text), kernel.parameters)
+    assert last.value is not None
+    rename(inner, dict(zip(function.parameters, words)))
+    joined = [*body, ast.Assign(around[0].targets, last.value, lineno=0)]
+    outer.body = rewritten(outer.body, lambda node: joined if node is around[0] else [node])
+    return kernel_of(outer)
 
 
 def written_places(kernel: Kernel) -> set[int]:

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import textwrap
 import tokenize
 from collections.abc import Sequence
 
 WIDTH = 88
+_COMMENT = re.compile(r"(?m)^( *)#.*(?:\n\1#.*)*$")
+_DOCSTRING = re.compile(r'(?ms)^( *)"""(.*?)"""$')
 
 
 def call(function: str, arguments: Sequence[str], before: str = "", after: str = "", indent: int = 4) -> list[str]:
     """The lines of one call, or tuple where there is no function: one, or its arguments on one, or each on its own."""
-    pad = " " * indent
-    line = f"{pad}{before}{function}({', '.join(arguments)}){after}"
-    if len(line) <= WIDTH:
-        return [line]
-    head, tail = f"{pad}{before}{function}(", f"{pad}){after}"
-    inner = f"{pad}    {', '.join(arguments)}"
-    if len(inner) <= WIDTH and function:
-        return [head, inner, tail]
-    return [head, *(f"{pad}    {argument}," for argument in arguments), tail]
+    line = f"{' ' * indent}{before}{function}({', '.join(arguments)}){after}"
+    return [line] if len(line) <= WIDTH else _opened(f"{before}{function}(", arguments, f"){after}", indent)
 
 
 def comment(text: str, indent: int = 4) -> list[str]:
@@ -48,138 +44,130 @@ def docstring(text: str, indent: int = 4) -> list[str]:
 
 
 def fold(text: str) -> str:
-    """A function's or a class's text with every logical line brought within the width, as far as it can be."""
-    lines = text.split("\n")
-    for first, last in reversed(_logical_lines(text)):
-        if any(len(line) > WIDTH for line in lines[first : last + 1]):
-            lines[first : last + 1] = _folded(lines[first : last + 1])
-    return "\n".join(lines)
+    """A function's or a class's text with every line brought within the width, as far as it can be."""
+    text = _DOCSTRING.sub(_docstring_within, _COMMENT.sub(_comment_within, text))
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    strings = [t for t in tokens if t.type == tokenize.STRING and t.start[0] < t.end[0]]
+    inside = {row for token in strings for row in range(token.start[0], token.end[0] + 1)}
+    folded = [
+        [line] if len(line) <= WIDTH or row in inside else _folded(line) for row, line in enumerate(text.split("\n"), 1)
+    ]
+    return "\n".join(line for lines in folded for line in lines)
 
 
-def _logical_lines(text: str) -> list[tuple[int, int]]:
-    """Where each begins and ends, comments on their own lines and docstrings among them."""
-    found, start = [], None
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type in (tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER):
-            continue
-        if start is None:
-            start = token.start[0] - 1
-        is_alone = token.type == tokenize.NL and start == token.start[0] - 1
-        if token.type == tokenize.NEWLINE or is_alone:
-            found.append((start, token.start[0] - 1))
-            start = None
-    return _joined_comments(text.split("\n"), found)
+def _is_within(text: str) -> bool:
+    return all(len(line) <= WIDTH for line in text.split("\n"))
 
 
-def _joined_comments(lines: list[str], found: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def _comment_within(match: re.Match[str]) -> str:
     """Comments of several lines are wrapped as one."""
-    joined: list[tuple[int, int]] = []
-    for first, last in found:
-        is_comment = lines[first].lstrip().startswith("#")
-        if is_comment and joined and joined[-1][1] == first - 1 and _is_same_comment(lines, joined[-1][1], first):
-            joined[-1] = (joined[-1][0], last)
-        else:
-            joined.append((first, last))
-    return joined
+    words = " ".join(line.strip().lstrip("#").strip() for line in match[0].split("\n"))
+    return match[0] if _is_within(match[0]) else "\n".join(comment(words, len(match[1])))
 
 
-def _is_same_comment(lines: list[str], before: int, after: int) -> bool:
-    return lines[before].lstrip().startswith("#") and _indent(lines[before]) == _indent(lines[after])
+def _docstring_within(match: re.Match[str]) -> str:
+    text = textwrap.dedent(match[1] + match[2]).lstrip(" ").rstrip()
+    return match[0] if _is_within(match[0]) else "\n".join(docstring(text, len(match[1])))
 
 
-def _indent(line: str) -> int:
-    return len(line) - len(line.lstrip())
-
-
-def _folded(lines: list[str]) -> list[str]:
-    first = lines[0]
-    pad = _indent(first)
-    if first.lstrip().startswith("#"):
-        return comment(" ".join(line.lstrip().lstrip("#").strip() for line in lines), pad)
-    if first.lstrip().startswith('"""'):
-        return docstring(textwrap.dedent("\n".join(lines)).strip().strip('"').rstrip(), pad)
-    if len(lines) > 1:
-        return [part for line in lines for part in _argument(line)]
-    code, remark = _split_comment(first)
-    lines = [code] if len(code) <= WIDTH else _broken(code, pad)
-    if remark.startswith("[") and len(lines) > 1:  # a shape belongs to the end of the line that makes it
+def _folded(line: str) -> list[str]:
+    """A remark that leaves no room goes above; a shape belongs to the end of the line that makes it."""
+    pad = len(line) - len(line.lstrip())
+    code, remark = _split_comment(line)
+    lines = [code] if len(code) <= WIDTH else _broken(code.strip(), pad)
+    if remark.startswith("[") and len(lines) > 1:
         return [*lines[:-1], f"{lines[-1]}  # {remark}"]
     return [*(comment(remark, pad) if remark else []), *lines]
 
 
-def _argument(line: str) -> list[str]:
-    """A line inside brackets, one argument: a remark behind it that is too long goes above it."""
-    code, remark = _split_comment(line)
-    if len(line) <= WIDTH or not remark:
-        return [line]
-    return [*comment(remark, _indent(line)), code]
-
-
 def _split_comment(line: str) -> tuple[str, str]:
-    for token in tokenize.generate_tokens(io.StringIO(line.strip() + "\n").readline):
-        if token.type == tokenize.COMMENT:
-            return line[: _indent(line) + token.start[1]].rstrip(), token.string.lstrip("# ")
-        if token.type == tokenize.NEWLINE:
-            break
+    try:
+        for token in tokenize.generate_tokens(io.StringIO(line.strip() + "\n").readline):
+            if token.type == tokenize.COMMENT:
+                return line[: len(line) - len(line.lstrip()) + token.start[1]].rstrip(), token.string.lstrip("# ")
+    except tokenize.TokenError:  # part of a statement
+        pass
     return line, ""
 
 
-def _broken(code: str, pad: int) -> list[str]:
-    """One statement over several lines: its last call after the bracket, anything else in parentheses."""
-    text = code.strip()
-    if text.startswith("def "):
-        return _broken_signature(text, pad)
+def _broken(text: str, pad: int) -> list[str]:
+    """One statement over several lines: after its last bracket that begins in time, anything else in parentheses."""
+    space = " " * pad
+    is_signature = text.startswith("def ")
     try:
-        statement = ast.parse(text).body[0]
+        statement = ast.parse(f"{text}\n    pass" if is_signature else text).body[0]
     except SyntaxError:  # the head of a block
-        return [code]
+        return [space + text]
     value = getattr(statement, "value", None)
-    if not isinstance(value, ast.expr) or not isinstance(statement, ast.Assign | ast.AugAssign | ast.Expr | ast.Return):
-        return [code]
-    start = len(text.encode()[: value.col_offset].decode())
-    before, expression = text[:start], text[start:]
-    if isinstance(value, ast.Call):
-        parts = [ast.get_source_segment(text, part) or "" for part in (*value.args, *value.keywords)]
-        return call(ast.get_source_segment(text, value.func) or "", parts, before=before, indent=pad)
-    inner = value.value if isinstance(value, ast.Subscript | ast.Attribute) else None
-    if isinstance(inner, ast.Call):  # of which a part is taken: the call is broken
-        parts = [ast.get_source_segment(text, part) or "" for part in (*inner.args, *inner.keywords)]
-        rest = text.encode()[inner.end_col_offset :].decode()
-        return call(ast.get_source_segment(text, inner.func) or "", parts, before, rest, pad)
-    last = value.right if isinstance(value, ast.BinOp) and not isinstance(value.left, ast.BinOp) else None
-    if isinstance(last, ast.Call) and "(" in expression[: last.col_offset - value.col_offset]:
-        # One operator, and a call at the end: formatters break that call.
-        start = len(text.encode()[: last.col_offset].decode())
-        parts = [ast.get_source_segment(text, part) or "" for part in (*last.args, *last.keywords)]
-        return call(ast.get_source_segment(text, last.func) or "", parts, before=text[:start], indent=pad)
-    if before and not expression.startswith("("):
-        return [f"{' ' * pad}{before}(", *_operands(expression, pad + 4), f"{' ' * pad})"]
-    return [code]
+    if is_signature or (isinstance(value, ast.expr) and _operators(value) < 2):
+        for start, end, parts in reversed(_brackets(text)):
+            if " " in text[end + 1 :] and not is_signature and not text[end + 1 :].startswith("["):
+                break
+            if pad + start < WIDTH and parts:
+                return _opened(text[: start + 1], parts, text[end:], pad)
+    if value is None or isinstance(statement, ast.Expr):
+        return [space + text]
+    before, expression = text[: value.col_offset], text[value.col_offset :]
+    return [f"{space}{before}(", *_operands(expression, pad + 4), f"{space})"]
+
+
+def _operators(value: ast.expr) -> int:
+    """How many operators of the weakest kind an expression has."""
+    if isinstance(value, ast.Compare):
+        return len(value.ops)
+    if isinstance(value, ast.BoolOp):
+        return len(value.values) - 1
+    if not isinstance(value, ast.BinOp):
+        return 2 * isinstance(value, ast.IfExp)
+    kind = (ast.Add, ast.Sub) if isinstance(value.op, ast.Add | ast.Sub) else (ast.Mult, ast.Div, ast.FloorDiv, ast.Mod)
+    is_longer = isinstance(value.left, ast.BinOp) and isinstance(value.left.op, kind)
+    return 1 + (_operators(value.left) if is_longer else 0)
+
+
+def parts_of(text: str) -> list[str]:
+    """What commas outside of brackets part."""
+    return _brackets(f"({text})")[0][2]
+
+
+def _brackets(text: str) -> list[tuple[int, int, list[str]]]:
+    """The outermost brackets of a line: where they begin and end, and the parts between their commas."""
+    found, depth, start, cuts = [], 0, 0, list[int]()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        place = token.start[1]
+        if token.type != tokenize.OP:
+            continue
+        if token.string in "([{":
+            start, cuts = (place, [place]) if depth == 0 else (start, cuts)
+            depth += 1
+        elif token.string in ")]}":
+            depth -= 1
+            if depth == 0:
+                ends = [*cuts[1:], place]
+                parts = [text[first + 1 : last].strip() for first, last in zip(cuts, ends)]
+                found.append((start, place, [part for part in parts if part]))
+        elif token.string == "," and depth == 1:
+            cuts.append(place)
+    return found
+
+
+def _opened(head: str, parts: Sequence[str], tail: str, pad: int) -> list[str]:
+    """What stands in brackets on one line, where it is a call's or one part alone; else each part on its own."""
+    is_call = re.search(r"[\w)\]]\($", head) is not None
+    inner = [" " * (pad + 4) + ", ".join(parts)]
+    if len(inner[0]) > WIDTH or not (is_call or len(parts) == 1):
+        comma, room = "," if is_call or len(parts) > 1 else "", WIDTH - pad - 5
+        broken = [_broken(part, pad + 4) if len(part) > room else [" " * (pad + 4) + part] for part in parts]
+        inner = [line for *lines, last in broken for line in (*lines, last + comma)]
+    return [" " * pad + head, *inner, " " * pad + tail]
 
 
 def _operands(expression: str, pad: int) -> list[str]:
     """An expression in parentheses: on one line, or one term of a sum a line."""
-    line = " " * pad + expression
-    node = ast.parse(expression, mode="eval").body
+    raw, node = expression.encode(), ast.parse(expression, mode="eval").body
     terms: list[str] = []
     while isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
-        assert node.left.end_col_offset is not None
-        rest = expression.encode()[node.left.end_col_offset : node.end_col_offset].decode()
-        terms.insert(0, rest.strip())
+        terms.insert(0, raw[node.left.end_col_offset : node.end_col_offset].decode().strip())
         node = node.left
-    if len(line) <= WIDTH or not terms:
-        return [line]
-    first = expression.encode()[: node.end_col_offset].decode()
-    return [" " * pad + part for part in (first, *terms)]
-
-
-def _broken_signature(text: str, pad: int) -> list[str]:
-    function = ast.parse(f"{text}\n    pass").body[0]
-    assert isinstance(function, ast.FunctionDef)
-    parts = ast.unparse(function.args).split(", ")
-    head, tail = text[: text.index("(")], text[text.rindex(")") :]
-    space = " " * pad
-    inner = f"{space}    {', '.join(parts)}"
-    if len(inner) <= WIDTH:
-        return [f"{space}{head}(", inner, f"{space}{tail}"]
-    return [f"{space}{head}(", *(f"{space}    {part}," for part in parts), f"{space}{tail}"]
+    if pad + len(expression) <= WIDTH or not terms:
+        return [" " * pad + expression]
+    return [" " * pad + part for part in (raw[: node.end_col_offset].decode(), *terms)]

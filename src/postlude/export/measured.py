@@ -6,7 +6,7 @@ import csv
 from collections.abc import Callable
 from pathlib import Path
 
-Measured = Callable[[str, str, str, str], str | None]
+Measured = Callable[[str, str, str, str], str | None]  # chain, shape, dtype and precision to a sentence
 
 
 def from_records(path: Path) -> Measured:

@@ -16,7 +16,7 @@ from torch import nn
 
 from postlude.errors import PostludeError
 from postlude.export.forward import ORIGINAL, literal
-from postlude.export.layout import call, fold
+from postlude.export.layout import WIDTH, call, fold, parts_of
 
 _TORCH = ("torch", "triton")
 _FUNCTIONS = ("get_inputs", "get_init_inputs")
@@ -116,60 +116,54 @@ def _import_lines(imports: Sequence[ast.stmt], model: ast.ClassDef, others: Sequ
     return lines
 
 
+def _first_row(node: ast.stmt) -> int:
+    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
+    return min([node.lineno, *(decorator.lineno for decorator in decorators)])
+
+
 def _text(source: str, node: ast.stmt) -> str:
-    lines = source.splitlines()
-    first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
-    return "\n".join(line.rstrip() for line in lines[first - 1 : node.end_lineno]) + "\n"
+    return "\n".join(line.rstrip() for line in source.splitlines()[_first_row(node) - 1 : node.end_lineno]) + "\n"
 
 
 def model_text(
     original: Original, forward: Sequence[str], values: Mapping[str, Any], reads_settings: bool = False
 ) -> str:
     """The class with another name and another forward, which knows whether it was built as the problem's was."""
-    node = original.model
-    lines = _text(original.source, node).splitlines()
-    offset = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+    node, rows = original.model, original.source.splitlines()
     methods = {n.name: n for n in node.body if isinstance(n, ast.FunctionDef)}
-    old = methods.get("forward")
-    if old is None:
+    if "forward" not in methods:
         raise PostludeError("Model has no forward of its own, so none can be written.")
-    parts = [(old, _forward_text(original, old, forward, reads_settings))]
-    init = methods.get("__init__")
-    if init is not None:
-        parts.append((init, _text(original.source, init).rstrip("\n").splitlines() + _known(values)))
-    for method, text in sorted(parts, key=lambda part: -part[0].lineno):
-        first = min([method.lineno, *(d.lineno for d in method.decorator_list)])
-        assert method.end_lineno is not None
-        after = lines[method.end_lineno - offset + 1 :]
-        space = [""] if after and after[0].strip() else []
-        lines[first - offset :] = [*text, *space, *after]
-    if init is None:
-        place = node.body[0].lineno - offset
-        lines[place:place] = ["    has_kernels = True", ""]
-    if ast.get_docstring(node) is not None:
-        end = node.body[0].end_lineno
-        assert end is not None
-        lines[end - offset + 1 : end - offset + 1] = [""] if lines[end - offset + 1].strip() else []
-    whole = "\n".join(lines) + "\n"
-    renamed = whole.replace("class Model(", "class ModelNew(", 1).replace("super(Model, self)", "super()")
-    return fold(renamed)
+    texts: dict[ast.stmt, list[str]] = {n: _text(original.source, n).splitlines() for n in node.body}
+    texts[methods["forward"]] = _forward_text(texts[methods["forward"]], methods["forward"], forward, reads_settings)
+    lines = [line.rstrip() for line in rows[_first_row(node) - 1 : _first_row(node.body[0]) - 1]]
+    if "__init__" in methods:
+        texts[methods["__init__"]] += _known(values)
+    else:
+        lines += ["    has_kernels = True", ""]
+    for statement, after in zip(node.body, [*node.body[1:], None]):
+        assert statement.end_lineno is not None
+        lines += texts[statement]
+        if after is not None:
+            gap = [line.rstrip() for line in rows[statement.end_lineno : _first_row(after) - 1]]
+            is_apart = isinstance(statement, ast.FunctionDef) or _is_docstring(statement)
+            lines += ["", *gap] if is_apart and not (gap and not gap[0]) else gap
+    renamed = "\n".join(lines).replace("class Model(", "class ModelNew(", 1).replace("super(Model, self)", "super()")
+    return fold(renamed + "\n")
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def _known(values: Mapping[str, Any]) -> list[str]:
     """Whether the arguments are those that the kernels were written for."""
-    if not values:
-        return ["        self.has_kernels = True"]
-    if len(values) == 1:
-        ((name, value),) = values.items()
-        return [f"        self.has_kernels = {name} == {literal(value)}"]
-    given = f"({', '.join(values)})"
-    line = f"        self.has_kernels = {given} == {literal(tuple(values.values()))}"
-    if len(line) <= 88:
+    names, wanted = list(values), [literal(value) for value in values.values()]
+    if len(values) < 2:
+        return [f"        self.has_kernels = {f'{names[0]} == {wanted[0]}' if values else True}"]
+    line = f"        self.has_kernels = ({', '.join(names)}) == ({', '.join(wanted)})"
+    if len(line) <= WIDTH:
         return [line]
-    return [
-        *call("", list(values), "arguments = ", indent=8),
-        *call("", [literal(v) for v in values.values()], "self.has_kernels = arguments == ", indent=8),
-    ]
+    return [*call("", names, "arguments = ", indent=8), *call("", wanted, "self.has_kernels = arguments == ", indent=8)]
 
 
 def reads_settings(original: Original, model: nn.Module) -> bool:
@@ -181,16 +175,15 @@ def reads_settings(original: Original, model: nn.Module) -> bool:
     return any(name not in held and not callable(getattr(model, name, len)) for name in names)
 
 
-def _forward_text(original: Original, old: ast.FunctionDef, body: Sequence[str], reads_settings: bool) -> list[str]:
-    lines = _text(original.source, old).splitlines()
-    first = old.body[0]
-    head = _typed(old)
-    if ast.get_docstring(old) is not None and isinstance(first, ast.Expr):
-        assert first.end_lineno is not None
-        head += lines[first.lineno - old.lineno : first.end_lineno - old.lineno + 1]
-    start = old.body[1] if ast.get_docstring(old) is not None and len(old.body) > 1 else first
-    own = textwrap.indent(textwrap.dedent("\n".join(lines[start.lineno - old.lineno :])), " " * 8).splitlines()
-    own = [re.sub(r"  # (?:type: ignore|noqa).*", "", line) for line in own]
+def _forward_text(lines: list[str], old: ast.FunctionDef, body: Sequence[str], reads_settings: bool) -> list[str]:
+    """`body` with the statements that the method has now in their place in it."""
+    start, head = _first_row(old), _typed(old)
+    first, *others = old.body
+    if _is_docstring(first) and others:
+        head += lines[first.lineno - start : (first.end_lineno or first.lineno) - start + 1]
+        first = others[0]
+    own = textwrap.indent(textwrap.dedent("\n".join(lines[first.lineno - start :])), " " * 8).splitlines()
+    own = [re.sub(r" *# (?:type: ignore|noqa).*", "", line) for line in own]
     own = [re.sub(r"(?<=\S) *#(?= )", "  #", line, count=1) if line.count("#") == 1 else line for line in own]
     whole = [line for part in body for line in (own if part == ORIGINAL else [part])]
     if ORIGINAL not in body and reads_settings:
@@ -205,9 +198,10 @@ def _typed(old: ast.FunctionDef) -> list[str]:
     for argument in (*arguments.posonlyargs, *arguments.args[1:], *arguments.kwonlyargs):
         if argument.annotation is None:
             argument.annotation = ast.Name("Tensor", ast.Load())
-    result = "Tensor" if old.returns is None else ast.unparse(old.returns)
-    parts = ast.unparse(arguments).replace(": torch.Tensor", ": Tensor").split(", ")
-    return call("def forward", parts, after=f" -> {result.replace('torch.Tensor', 'Tensor')}:", indent=4)
+    text = ast.unparse(arguments).replace(": torch.Tensor", ": Tensor")
+    parts = [re.sub(r"(?<=\w)=", " = ", part, count=1) if ": " in part else part for part in parts_of(text)]
+    result = "Tensor" if old.returns is None else ast.unparse(old.returns).replace("torch.Tensor", "Tensor")
+    return call("def forward", parts, after=f" -> {result}:", indent=4)
 
 
 def arguments_of(init: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -102,17 +102,14 @@ class ProgramText:
         return made
 
     def _without_clash(self, cut: CutKernel, other: str) -> CutKernel:
-        """Under another name where the file has another function of that one."""
-        renamed: dict[str, str] = {}
-        for function in cut.functions:
-            taken = self.functions.get(function.name)
-            if taken is not None and taken.text != function.text:
-                words = (other, *(f"{other}_{n}" for n in range(2, 99))) if function is cut.kernel else (
-                    f"{function.name}_{n}" for n in range(2, 99))  # fmt: skip
-                renamed[function.name] = next(w for w in words if w not in self.functions)
-        if renamed:
-            cut = cut.renamed(renamed)
-        self.functions |= {function.name: function for function in cut.functions}
+        """Under other names where the file has other functions of those; what is the same is one function."""
+        for place, name in enumerate(function.name for function in cut.functions):
+            word = other if name == cut.kernel.name else name
+            for new in (name, word, *(f"{word}_{n}" for n in range(2, 99))):
+                made = cut if new == name else cut.renamed(name, new)
+                if self.functions.setdefault(new, made.functions[place]) == made.functions[place]:
+                    cut = made
+                    break
         return cut
 
     def _read_by(self, call: Call) -> object:
@@ -137,7 +134,7 @@ class ProgramText:
     def _lines(
         self, calls: Sequence[Call], ends: Sequence[Buffer], first: Buffer, guards: Mapping[int, str] | None = None
     ) -> list[str]:
-        live = _unbound(self._live(calls, ends), ends, guards := dict(guards or {}))
+        live, guards = self._live(calls, ends), guards or {}
         uses = Counter(buffer.number for call in live for buffer in buffers_in(self._read_by(call)))
         uses.update(buffer.number for buffer in ends)
         text = TorchText(self.words, first)
@@ -209,33 +206,3 @@ class ProgramText:
             grid = grid[:-1]
         warps = [f"num_warps={call.warps}"] if call.warps != 4 else []
         return [*lines, *laid_out(f"{name}[{text.value(grid)}]", [*arguments, *warps], indent=self.indent)]
-
-
-def _unbound(calls: Sequence[Call], ends: Sequence[Buffer], guards: dict[int, str]) -> list[Call]:
-    """An allocation of which only the parts along the first axis are read is taken apart at once."""
-    parts: dict[int, dict[int, Buffer]] = {}
-    others: set[int] = {buffer.number for buffer in ends}
-    for call in calls:
-        if isinstance(call, TorchCall) and call.function == "Tensor.__getitem__" and type(call.arguments[1]) is int:
-            assert call.results[0] is not None
-            parts.setdefault(call.arguments[0].number, {})[call.arguments[1]] = call.results[0]
-        elif isinstance(call, TorchCall) and call.function == "Tensor.unbind":
-            parts.setdefault(call.arguments[0].number, {}).update({n: b for n, b in enumerate(call.results) if b})
-        else:
-            others |= {buffer.number for buffer in buffers_in(call)}
-    made: list[Call] = []
-    taken: set[int] = set()
-    for call in calls:
-        result = call.results[0] if isinstance(call, TorchCall) and len(call.results) == 1 else None
-        first = call.arguments[0] if isinstance(call, TorchCall) and call.arguments else None
-        if isinstance(first, Buffer) and first.number in taken:
-            continue
-        if result is not None and isinstance(call, TorchCall) and call.function in ("torch.empty", "torch.zeros"):
-            found = parts.get(result.number, {})
-            if result.number not in others and sorted(found) == list(range(result.shape[0])):
-                taken.add(result.number)
-                whole, call = call, replace(call, results=tuple(found[place] for place in sorted(found)))
-                if id(whole) in guards:
-                    guards[id(call)] = guards[id(whole)]
-        made.append(call)
-    return made

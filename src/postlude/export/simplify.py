@@ -1,14 +1,15 @@
-"""What is always true of a kernel for one call: masks that hide nothing, and arithmetic that changes nothing.
+"""What is always true of a kernel for one call: conditions that hold in every lane, arithmetic that changes nothing.
 
-Each text must be in the kernel once; a change of the kernel that forgets this table is an error, not another file.
+Each of them must be in the kernel's text; a change of the kernel that forgets this table is an error, not another file.
 """
 
 from __future__ import annotations
 
-import re
+import ast
 from collections.abc import Mapping
 
 from postlude.export.device_text import changed
+from postlude.export.source import parse, text_of
 from postlude.plan.calls import KernelCall
 
 # Without a depth there is no plane to leave out.
@@ -27,41 +28,38 @@ _FLAT = {
         "row = row0 + i // KB * PITCH"
     ),
 }
-_MASKED = re.compile(r", mask=m_c(?:, other=0(?:\.0)?)?(?=\))")
 
 
 def simplified(call: KernelCall, source: str) -> str:
     known = dict(call.numbers) | dict(call.constants)
-    changes: dict[str, str] = {}
-    if call.kernel == "pack_input_kernel":
-        changes |= _packed(call, known)
-    elif call.kernel == "pack_weight_kernel":
-        changes |= _weight(call, known)
-    elif call.kernel == "largest_kernel":
-        changes |= _largest(known)
-    elif call.kernel == "convolve_kernel":
-        remark = "  # the same number, seen to be a multiple: stores are as wide as that"
-        changes[f"S = OD * OH * OW // ALIGN * ALIGN{remark}"] = "S = OD * OH * OW"
-        if known["KD"] == known["OD"] == 1:
-            changes |= _FLAT
-        if known["WIDTH"] == 1 and known["SCALED"]:
-            changes |= {
-                "        b_v = tl.reshape(acc, [BM * WIDTH, BC])\n": "",
-                "b_v = b_v * tl.load(p_unscale": "b_v = acc * tl.load(p_unscale",
-            }
-    elif call.kernel == "pack_phases_kernel" and known["C"] == known["CP"] and call.grid[0] == known["COUT"]:
-        source = re.sub(r"\(o_c < C\) & (.+) & \(i_o < COUT\)", _only, source)
-    if call.kernel.startswith("pack_") and _fills(known):
-        source = source.replace("tl.load(p_largest + o_c, mask=o_c < C, other=0)", "tl.load(p_largest + o_c)")
-    source = changed(source, changes)
-    if has_all_channels(call):
-        source = _MASKED.sub("", source)
-    return source
+    function = parse(changed(source, _changes(call.kernel, known)))
+    holding = _holding(call, known)
+    if absent := [condition for condition in holding if condition not in source]:
+        raise ValueError(f"the kernel says no {absent[0]!r}")
+    _Without(holding, {"m_c"} if has_all_channels(call) else set()).visit(function)
+    return text_of(function)
 
 
-def _only(match: re.Match[str]) -> str:
-    """What is left of a conjunction, without brackets where it is one comparison."""
-    return match[1][1:-1] if match[1].count("(") == 1 else match[1]
+class _Without(ast.NodeTransformer):
+    """Conjunctions without the conditions that hold, through any index, and loads and stores without their masks."""
+
+    def __init__(self, holding: set[str], masks: set[str]) -> None:
+        self.holding, self.masks = holding, holding | masks
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.op, ast.BitAnd) and _condition(node.left) in self.holding:
+            return node.right
+        return node.left if isinstance(node.op, ast.BitAnd) and _condition(node.right) in self.holding else node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if any(word.arg == "mask" and _condition(word.value) in self.masks for word in node.keywords):
+            node.keywords = [word for word in node.keywords if word.arg not in ("mask", "other")]
+        return self.generic_visit(node)
+
+
+def _condition(node: ast.expr) -> str:
+    return ast.unparse(node.value if isinstance(node, ast.Subscript) else node)
 
 
 def _fills(known: Mapping[str, int]) -> bool:
@@ -74,67 +72,58 @@ def has_all_channels(call: KernelCall) -> bool:
     known = dict(call.numbers) | dict(call.constants)
     if "FULL" in known and call.kernel.startswith("convolve"):
         return bool(known["FULL"])
-    if call.kernel.startswith("row_"):
-        return True
     if "CP" in known and not _fills(known):
         return False
     if "BLOCK_C" in known and call.kernel != "finish_moments_kernel":
-        return bool(known["C"] % known["BLOCK_C"] == 0)
+        return not known["BLOCK_C"] or bool(known["C"] % known["BLOCK_C"] == 0)  # 0: one channel's row
     return False
 
 
-def _packed(call: KernelCall, known: Mapping[str, int]) -> dict[str, str]:
-    """Blocks of channels divide the packed ones; the given ones may be fewer."""
-    changes = {
-        "(o_w < W)[:, None] & (o_c < CP)[None, :]": "(o_w < W)[:, None]",
-        "(o_pad < PW)[:, None] & (o_c < CP)[None, :]": "(o_pad < PW)[:, None]",
-    }
-    if known["C"] == known["CP"]:
-        changes |= {
-            "m_c[:, None] & m_w[None, :]": "m_w[None, :]",
-            "m_w[:, None] & m_c[None, :]": "m_w[:, None]",
-        }
-    if not known["PW"]:
-        start = "    if tl.program_id(1) == 0:\n"
-        changes[start] = "    if False:\n"
-    rows = known["N"] * known["D"] * known["H"]
-    if not (known["PD"] or known["PH"]) and rows == call.grid[0] == known["N"] * known["SAMPLE_ROWS"]:
-        changes["is_row = (z >= 0) & (z < D) & (y >= 0) & (y < H) & (i_n < N)"] = "is_row = True"
-        changes["m_w = (o_w < W) & is_row"] = "m_w = o_w < W"
-    if known["PW"] == known["PAD"]:
-        changes |= {
-            "        m_zero = (o_pad < PW)[:, None]\n": "",
-            "tl.store(p_high + out + o_zero, zeros, mask=m_zero)": "tl.store(p_high + out + o_zero, zeros)",
-            "tl.store(p_low + out + o_zero, zeros, mask=m_zero)": "tl.store(p_low + out + o_zero, zeros)",
-        }
-    return changes
+def _holding(call: KernelCall, known: Mapping[str, int]) -> set[str]:
+    """Conditions that are true of every lane of every program."""
+    found = set[str]()
+    if call.kernel == "pack_input_kernel":
+        found |= {"o_c < CP"}  # blocks of channels divide the packed ones; the given ones may be fewer
+        found |= {"m_c"} if known["C"] == known["CP"] else set()
+        rows = known["N"] * known["D"] * known["H"]
+        if not (known["PD"] or known["PH"]) and rows == call.grid[0] == known["N"] * known["SAMPLE_ROWS"]:
+            found |= {"is_row"}
+        if known["PW"] == known["PAD"]:
+            found |= {"o_pad < PW", "m_zero"}
+    if call.kernel in ("pack_weight_kernel", "pack_phases_kernel") and _fills(known):
+        found |= {"o_c < C"}
+        found |= {"i_o < COUT"} if call.grid[0] == known["COUT"] else set()
+    if call.kernel == "pack_weight_kernel" and known["WIDTH"] == 1:
+        found |= {"kw >= 0", "kw < KW"}
+    if call.kernel == "largest_kernel" and known["BLOCK_C"] == 1:
+        found |= {"o_c < C"}
+    return found
 
 
-def _weight(call: KernelCall, known: Mapping[str, int]) -> dict[str, str]:
-    has_all = known["C"] * known["UNFOLDED"] == known["CP"] and call.grid[0] == known["COUT"]
+def _changes(kernel: str, known: Mapping[str, int]) -> dict[str, str]:
+    """Other words for parts of a kernel's text."""
     changes: dict[str, str] = {}
-    if known["UNFOLDED"] == 1:
-        changes |= {
-            "tap = o // CP * UNFOLDED + o % CP % UNFOLDED": "tap = o // CP",
-            "((o // (CP * SPAN)) * KW + kw) * UNFOLDED + o % CP % UNFOLDED": "o // (CP * SPAN) * KW + kw",
-        }
-    if has_all:
-        changes["m = (o_c < C) & (o // CP < ROWS * KW) & (i_o < COUT)"] = "m = o // CP < ROWS * KW"
-        if known["WIDTH"] == 1:
-            changes["m = (o_c < C) & (kw >= 0) & (kw < KW) & (o < K) & (i_o < COUT)"] = "m = o < K"
-    if known["WIDTH"] == 1:
+    if kernel == "pack_input_kernel" and not known["PW"]:
+        changes["    if tl.program_id(1) == 0:\n"] = "    if False:\n"
+    if kernel == "pack_weight_kernel" and known["UNFOLDED"] == 1:
+        changes["tap = o // CP * UNFOLDED + o % CP % UNFOLDED"] = "tap = o // CP"
+        changes["((o // (CP * SPAN)) * KW + kw) * UNFOLDED + o % CP % UNFOLDED"] = "o // (CP * SPAN) * KW + kw"
+    if kernel == "pack_phases_kernel":
+        changes["tap = o // CP * 1 + o % CP % 1"] = "tap = o // CP"
+    if kernel == "pack_weight_kernel" and known["WIDTH"] == 1:
         changes["column = (i_o // BLOCK_O) * (WIDTH * BLOCK_O) + i_w * BLOCK_O + i_o % BLOCK_O"] = "column = i_o"
+    if kernel == "largest_kernel" and known["BLOCK_C"] == 1:
+        changes["blocks = tl.cdiv(C, BLOCK_C)"] = "blocks = C"
+    if kernel == "convolve_kernel":
+        changes["S = OD * OH * OW // ALIGN * ALIGN"] = "S = OD * OH * OW"
+        changes["  # the same number, seen to be a multiple: stores are as wide as that"] = ""
+        if known["KD"] == known["OD"] == 1:
+            changes |= _FLAT
+        if known["WIDTH"] == 1:
+            reshape, scaling = "        b_v = tl.reshape(acc, [BM * WIDTH, BC])\n", "b_v = b_v * tl.load(p_unscale"
+            plain = {reshape: "        b_v = acc\n"}
+            changes |= {reshape: "", scaling: scaling.replace("b_v *", "acc *")} if known["SCALED"] else plain
     return changes
-
-
-def _largest(known: Mapping[str, int]) -> dict[str, str]:
-    if known["BLOCK_C"] != 1:
-        return {}
-    return {
-        "blocks = tl.cdiv(C, BLOCK_C)": "blocks = C",
-        "mask=(o_s < S)[:, None] & (o_c < C)[None, :]": "mask=(o_s < S)[:, None]",
-        ", mask=o_c < C, sem": ", sem",
-    }
 
 
 def simplified_helper(name: str, source: str, known: Mapping[str, object]) -> str:

@@ -1,172 +1,194 @@
-"""One function's text with its syntax tree: where nodes lie, and edits of the text by span and by line.
+"""A function's text as a syntax tree that keeps comments and blank lines, and the tree as text again.
 
-Working on the text, not on the tree, keeps comments and the way that lines are broken.
+The text has one line for each statement, however long: `layout.fold` breaks those that are too long. What Python's tree
+does not hold is kept as attributes of its nodes: `remark`, the comment behind a statement or a parameter, and
+`is_grouped`, of an operation that was written in parentheses.
 """
 
 from __future__ import annotations
 
 import ast
+import copy
 import io
+import itertools
+import json
+import math
 import re
 import tokenize
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-_ATOMS = (ast.Name, ast.Constant, ast.Call, ast.Attribute, ast.Subscript, ast.List)
-_TAKES_ANY = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.keyword, ast.List)
-# Parts whose text without parentheses would mean something else.
-_BARE = (ast.Tuple, ast.NamedExpr, ast.GeneratorExp, ast.Yield, ast.Starred)
+from postlude.export.layout import call
 
 
-@dataclass(frozen=True)
-class Edit:
-    start: int
-    end: int
-    text: str = ""
+class Comment(ast.stmt):
+    """A docstring, or a comment on a line of its own; a blank line where the text is empty."""
 
+    _fields = ("text",)
 
-class Source:
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str = "") -> None:
+        super().__init__()
         self.text = text
-        self.lines = text.split("\n")
-        self.starts = [0]
-        for line in self.lines:
-            self.starts.append(self.starts[-1] + len(line) + 1)
-        module = ast.parse(text)
-        if len(module.body) != 1 or not isinstance(module.body[0], ast.FunctionDef):
-            raise ValueError("the text is not that of one function")
-        self.function = module.body[0]
-        self.parents = {child: node for node in ast.walk(module) for child in ast.iter_child_nodes(node)}
-        self.tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
-        self.comments = {t.start[0]: t for t in self.tokens if t.type == tokenize.COMMENT}
-        self._comment_lines = {row for row, t in self.comments.items() if not t.line[: t.start[1]].strip()}
-
-    def offset(self, line: int, column: int) -> int:
-        """`column` as the tree has it, in bytes."""
-        return self.starts[line - 1] + len(self.lines[line - 1].encode()[:column].decode())
-
-    def span(self, node: ast.expr | ast.stmt | ast.arg) -> tuple[int, int]:
-        assert node.end_lineno is not None
-        assert node.end_col_offset is not None
-        return self.offset(node.lineno, node.col_offset), self.offset(node.end_lineno, node.end_col_offset)
-
-    def segment(self, node: ast.expr | ast.stmt | ast.arg) -> str:
-        start, end = self.span(node)
-        return self.text[start:end]
-
-    def operand(self, node: ast.expr) -> str:
-        """An operand of an operator, with the parentheses around it."""
-        parent = self.parents[node]
-        assert isinstance(parent, ast.expr)
-        (low, high), (start, end) = self.span(parent), self.span(node)
-        while (wider := self._around(start, end)) and low <= wider[0] and wider[1] <= high:
-            start, end = wider
-        return self.text[start:end]
-
-    def replace(self, node: ast.expr, text: str) -> Edit:
-        """Also takes out the parentheses that the new text needs no longer."""
-        start, end = self.span(node)
-        parent = self.parents[node]
-        if is_atom(text):
-            while (wider := self._around(start, end)) and self._is_grouping(*wider, text):
-                start, end = wider
-        elif isinstance(parent, _TAKES_ANY) or (isinstance(parent, ast.Call) and node is not parent.func):
-            text = _unwrapped(text)
-        return Edit(start, end, text)
-
-    def _around(self, start: int, end: int) -> tuple[int, int] | None:
-        before = self.text[:start].rstrip()
-        after = len(self.text) - len(self.text[end:].lstrip())
-        return (len(before) - 1, after + 1) if before.endswith("(") and self.text[after] == ")" else None
-
-    def _is_grouping(self, start: int, end: int, text: str) -> bool:
-        is_call = bool(re.match(r"[\w)\]\"']", self.text[start - 1]))
-        return not is_call and not (text[0].isdigit() and self.text[end] == ".")
-
-    def block_of(self, node: ast.stmt) -> list[ast.stmt]:
-        for name in ("body", "orelse", "finalbody"):
-            block = getattr(self.parents[node], name, None)
-            if isinstance(block, list) and node in block:
-                return block
-        raise ValueError(f"line {node.lineno} belongs to no block")
-
-    def line_end(self, line: int) -> int:
-        """The last line of the logical line that goes on in `line`."""
-        return next(t.start[0] for t in self.tokens if t.type == tokenize.NEWLINE and t.start[0] >= line)
-
-    def block_end(self, node: ast.stmt, column: int) -> int:
-        """The last line of a block that ends in `node`, with comments further right than `column`."""
-        assert node.end_lineno is not None
-        end = node.end_lineno
-        for line in range(end + 1, len(self.lines) + 1):
-            text = self.lines[line - 1]
-            if line in self._comment_lines and len(text) - len(text.lstrip()) > column:
-                end = line
-            elif text.strip():
-                break
-        return end
-
-    def cut(self, first: int, last: int, with_comments: bool = False) -> Edit:
-        """Takes lines out; `with_comments` also the comments directly above."""
-        while with_comments and first - 1 in self._comment_lines:
-            first -= 1
-        return Edit(self.starts[first - 1], max(self.starts[first - 1], self.starts[last]))
-
-    def remove(self, node: ast.stmt) -> Edit:
-        """The statement with its comments; `pass` in its place where it is its block's only one."""
-        if self.block_of(node) == [node] and not isinstance(node, ast.Pass):
-            return Edit(self.span(node)[0], self.starts[self.block_end(node, node.col_offset)] - 1, "pass")
-        return self.cut(node.lineno, self.block_end(node, node.col_offset), with_comments=True)
-
-    def dedent(self, first: int, last: int, step: int) -> list[Edit]:
-        """Lines inside a string stay where they are."""
-        inside = {
-            line
-            for node in ast.walk(self.function)
-            if isinstance(node, ast.Constant | ast.JoinedStr) and node.end_lineno is not None
-            for line in range(node.lineno + 1, node.end_lineno + 1)
-        }
-        lines = [
-            line for line in range(first, last + 1) if line not in inside and self.lines[line - 1][:step].isspace()
-        ]
-        return [Edit(self.starts[line - 1], self.starts[line - 1] + step) for line in lines]
 
 
-def apply(text: str, edits: Iterable[Edit]) -> str:
-    """Of edits that overlap, the first; a caller that goes on until there are none comes to the others."""
-    taken: list[Edit] = []
-    for edit in edits:
-        if all(edit.end <= other.start or other.end <= edit.start for other in taken):
-            taken.append(edit)
-    for edit in sorted(taken, key=lambda e: e.start, reverse=True):
-        text = text[: edit.start] + edit.text + text[edit.end :]
-    return text
+def parse(text: str) -> ast.FunctionDef:
+    plain, remarks = _with_marks(text)
+    module = ast.parse(plain)
+    if len(module.body) != 1 or not isinstance(function := module.body[0], ast.FunctionDef):
+        raise ValueError("the text is not that of one function")
+    last = function.lineno - 1
+    for arg, default in parameters(function):
+        end = (default or arg).end_lineno or last
+        found = [remarks[row] for row in range(min(last + 1, end), end + 1) if row in remarks]
+        # A shape is that of all parameters in its line; any other remark stays with the first.
+        vars(arg)["remark"] = " ".join(words for words in found if end > last or words.startswith("["))
+        last = end
+    starts = [0, *itertools.accumulate(len(line) + 1 for line in plain.split("\n"))]
+    for node in ast.walk(function):
+        if isinstance(node, ast.BinOp):
+            assert node.end_lineno is not None
+            assert node.end_col_offset is not None
+            first, last = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
+            vars(node)["is_grouped"] = plain[last : last + 1] == ")" and plain[first - 1] == "(" and not re.match(
+                r"[\w)\]]", plain[first - 2])  # fmt: skip
+        elif isinstance(node, ast.stmt):
+            body = getattr(node, "body", None)
+            rows = range(node.lineno, body[0].lineno if body else (node.end_lineno or node.lineno) + 1)
+            vars(node)["remark"] = " ".join(remarks[row] for row in rows if row in remarks)
+    _Unmarked().visit(function)
+    return function
 
 
-def is_atom(text: str) -> bool:
-    return isinstance(_parsed(text), _ATOMS)
+def _with_marks(text: str) -> tuple[str, dict[int, str]]:
+    """The text with comments and blank lines between its statements as strings, and the other comments by their row."""
+    lines, depth, remarks = text.split("\n"), 0, dict[int, str]()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        row, column = token.start
+        if token.type == tokenize.OP:
+            depth += (token.string in "([{") - (token.string in ")]}")
+        elif token.type == tokenize.COMMENT:
+            words = token.string.removeprefix("#").strip()
+            is_alone = not depth and not lines[row - 1][:column].strip()
+            lines[row - 1] = lines[row - 1][:column] + (repr(f"# {words}") if is_alone else "")
+            if not is_alone:
+                remarks[row] = words
+        elif token.type == tokenize.NL and not depth and not token.line.strip():
+            following = next((line for line in lines[row:] if line.strip()), "")
+            is_inside = following.startswith(" ") and not re.match(r" *(?:else|elif)\b", following)
+            lines[row - 1] = re.sub(r"\S.*", "''", following) if is_inside else ""
+    return "\n".join(lines), remarks
 
 
-def _unwrapped(text: str) -> str:
-    inner, whole = _parsed(text[1:-1]), _parsed(text)
-    is_wrapped = text.startswith("(") and inner is not None and whole is not None and _is_balanced(text[1:-1])
-    if not is_wrapped or "\n" in text or isinstance(inner, _BARE):
-        return text
-    return text[1:-1] if ast.dump(inner) == ast.dump(whole) else text  # type: ignore[arg-type]
+class _Unmarked(ast.NodeTransformer):
+    def visit_Expr(self, node: ast.Expr) -> ast.stmt:
+        if not isinstance(node.value, ast.Constant) or not isinstance(text := node.value.value, str):
+            return node
+        is_docstring = text != "" and not text.startswith("# ")
+        return Comment(f'"""{text}"""' if is_docstring else text)
 
 
-def _is_balanced(text: str) -> bool:
-    """Whether no bracket is closed that the text has not opened: `a)(b` stands inside of one for itself."""
-    depth = 0
-    for letter in text:
-        depth += (letter == "(") - (letter == ")")
-        if depth < 0:
-            return False
-    return depth == 0
+def parameters(function: ast.FunctionDef) -> list[tuple[ast.arg, ast.expr | None]]:
+    """The parameters with their defaults."""
+    arguments = function.args
+    missing = len(arguments.args) - len(arguments.defaults)
+    return list(zip(arguments.args, [*[None] * missing, *arguments.defaults]))
 
 
-def _parsed(text: str) -> ast.expr | None:
-    try:
-        return ast.parse(f"({text}\n)", mode="eval").body
-    except SyntaxError:
-        return None
+def remark_of(node: ast.AST) -> str:
+    return str(vars(node).get("remark", ""))
+
+
+def text_of(function: ast.FunctionDef) -> str:
+    lines = [f"@{written(decorator)}" for decorator in function.decorator_list]
+    words = []
+    for arg, default in parameters(function):
+        sign = " = " if arg.annotation is not None else "="
+        words.append(ast.unparse(arg) + (f"{sign}{written(default)}" if default is not None else ""))
+    if any(remark_of(arg) for arg in function.args.args):
+        remarks = [_remark(arg) for arg in function.args.args]
+        lines += [f"def {function.name}(", *(f"    {w},{remark}" for w, remark in zip(words, remarks)), "):"]
+    else:
+        lines += call(f"def {function.name}", words, after=":", indent=0)
+    return "\n".join([*lines, *_block(function.body, 4)]) + "\n"
+
+
+def _remark(node: ast.AST) -> str:
+    return f"  # {remark_of(node)}" if remark_of(node) else ""
+
+
+def _block(block: Sequence[ast.stmt], indent: int) -> list[str]:
+    """No blank line at its start or end, and no two in a row."""
+    lines: list[str] = []
+    for node in block:
+        is_blank = isinstance(node, Comment) and not node.text
+        if not isinstance(node, ast.Pass) and not (is_blank and (not lines or not lines[-1])):
+            lines += _statement(node, indent)
+    while lines and not lines[-1]:
+        lines.pop()
+    return lines if not is_empty(block) else [*lines, f"{' ' * indent}pass"]
+
+
+def is_empty(block: Sequence[ast.stmt]) -> bool:
+    return all(isinstance(node, Comment | ast.Pass) for node in block)
+
+
+def _statement(node: ast.stmt, indent: int) -> list[str]:
+    pad = " " * indent
+    if isinstance(node, Comment):
+        return [f"{pad}{node.text}" if node.text else ""]
+    if not isinstance(node, ast.If | ast.For | ast.While):
+        return [f"{pad}{written(node)}{_remark(node)}"]
+    bare = copy.copy(node)
+    bare.body, bare.orelse = [ast.Pass()], []
+    lines = [f"{pad}{written(bare).splitlines()[0]}{_remark(node)}", *_block(node.body, indent + 4)]
+    if len(node.orelse) == 1 and isinstance(node.orelse[0], ast.If):
+        first, *others = _statement(node.orelse[0], indent)
+        return [*lines, f"{pad}el{first.strip()}", *others]
+    return [*lines, f"{pad}else:", *_block(node.orelse, indent + 4)] if node.orelse else lines
+
+
+def written(node: ast.AST) -> str:
+    """An expression or a simple statement as formatters of Python have it."""
+    return ast.unparse(_Written().visit(copy.deepcopy(node)))
+
+
+class _Written(ast.NodeTransformer):
+    """Puts names that are whole texts where ast.unparse has another style than formatters."""
+
+    def visit_Constant(self, node: ast.Constant) -> ast.expr:
+        if isinstance(node.value, str):
+            return ast.Name(json.dumps(node.value, ensure_ascii=False))
+        if isinstance(node.value, float) and not math.isfinite(node.value):
+            return ast.Name(f'float("{node.value}")')
+        return node
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
+        for side in ("left", "right"):
+            part = self.visit(getattr(node, side))
+            is_grouped = isinstance(part, ast.BinOp) and vars(part).get("is_grouped", False)
+            setattr(node, side, ast.Name(f"({ast.unparse(part)})") if is_grouped else part)
+        return node
+
+    def visit_Tuple(self, node: ast.Tuple) -> ast.expr:
+        return ast.Name(f"({self._elements(node)})")
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
+        node.value, node.slice = self.visit(node.value), self._bare(node.slice)
+        return node
+
+    def visit_Assign(self, node: ast.Assign) -> ast.stmt:
+        is_parallel = isinstance(node.targets[0], ast.Tuple)
+        node.targets = [self._bare(target) for target in node.targets]
+        node.value = self._bare(node.value) if is_parallel else self.visit(node.value)
+        return node
+
+    def visit_Return(self, node: ast.Return) -> ast.stmt:
+        node.value = None if node.value is None else self._bare(node.value)
+        return node
+
+    def _bare(self, node: ast.expr) -> ast.expr:
+        """A tuple without its parentheses, which versions of Python write in different places."""
+        is_bare = isinstance(node, ast.Tuple) and len(node.elts) > 1
+        return ast.Name(self._elements(node)) if is_bare else self.visit(node)  # type: ignore[arg-type]
+
+    def _elements(self, node: ast.Tuple) -> str:
+        return ", ".join(ast.unparse(self.visit(part)) for part in node.elts) + "," * (len(node.elts) == 1)

@@ -1,7 +1,7 @@
 """A kernel cut down to one case: compile-time flags decided, dead branches out, unread parameters gone.
 
-The text is edited by lines and spans until no rule finds anything more to do, so that comments and the way that lines
-are broken stay, and what is left reads as if it had been written for the one case.
+The rules are applied until none finds anything more to do. Comments stay, and what is left reads as if it had been
+written for the one case.
 """
 
 from __future__ import annotations
@@ -9,17 +9,28 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
-import tokenize
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from postlude.export import comments, rules
-from postlude.export.analysis import Liveness
-from postlude.export.case import Case, Inline, Name
-from postlude.export.source import Edit, Source, apply
+from postlude.export import rules
+from postlude.export.analysis import UNKNOWN, Liveness, stores, value_of
+from postlude.export.comments import decided, with_words
+from postlude.export.source import Comment, parameters, parse, remark_of, text_of, written
 
-__all__ = ["Inline", "Name", "Specialised", "specialise"]
-_RULES = (rules.substitute, rules.fold, rules.decide, rules.leave_out, rules.propagate)
+
+@dataclass(frozen=True)
+class Name:
+    """A constant that is put in as it stands: Name("tl.float32")."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Inline:
+    """A function whose calls become this text, {0} their first argument: Inline("relu({0})")."""
+
+    text: str
 
 
 @dataclass(frozen=True)
@@ -39,108 +50,79 @@ def specialise(
     Constants in `keep` stay parameters, and still decide conditions.
     """
     text = textwrap.dedent(source).strip("\n") + "\n"
-    absent = set(constants) - {*re.findall(r"\w+", text)}
-    if absent:
+    if absent := set(constants) - {*re.findall(r"\w+", text)}:
         raise ValueError(f"the text has no {', '.join(sorted(absent))}")
-    case = Case({k: v for k, v in constants.items() if k not in keep}, constants)
-    text = _decide_comments(text, case, names or {})
-    while (after := _round(Source(text), case)) != text:
-        text = after
-    while unread := _unread_parameters(Source(text)):
-        text = apply(text, unread)
-    text = _rename(_tidy(text), names or {})
-    arguments = Source(text).function.args
-    left = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
-    return Specialised(text, tuple(arg.arg for arg in left))
+    function, names = parse(text), names or {}
+    put_in = {name: value for name, value in constants.items() if name not in keep}
+    _decide_comments(function, put_in, names)
+    words = {name: _expression(value) for name, value in put_in.items() if not isinstance(value, Inline)}
+    inlined = {name: _template(value) for name, value in put_in.items() if isinstance(value, Inline)}
+    rules.substitute(function, words, inlined)
+    before = ""
+    while before != (before := ast.dump(function)):
+        known = _known(function, constants)
+        rules.Folded(function, known).visit(function)
+        rules.decide(function, known)
+        rules.leave_out(function)
+        _say(function, rules.propagated(function))
+    _drop_unread(function)
+    rename(function, names)
+    return Specialised(text_of(function), tuple(arg.arg for arg in function.args.args))
 
 
-def _round(source: Source, case: Case) -> str:
-    for rule in _RULES:
-        edits = list(rule(source, case))
-        if edits:
-            return apply(source.text, edits)
-    return source.text
+def _expression(value: Any) -> ast.expr:
+    return ast.parse(value.text, mode="eval").body if isinstance(value, Name) else ast.Constant(value)
 
 
-def _decide_comments(text: str, case: Case, names: Mapping[str, str]) -> str:
-    source = Source(text)
-    renamed = {old: new for old, new in names.items() if re.search(r"[A-Z_\d]", old)}  # others may be plain English
-    words = {**_words(case.decided), **renamed}
-    edits = []
-    for row, token in source.comments.items():
-        start = source.starts[row - 1] + token.start[1]
-        body = token.string.removeprefix("#").removeprefix(" ")
-        if token.line[: token.start[1]].strip():  # a sentence on lines of its own may go on in the next
-            body = comments.decided(body, case.decided)
-        if body:
-            edits.append(Edit(start, start + len(token.string), f"# {comments.with_words(body, words)}"))
-        else:
-            before = source.text[:start]
-            edits.append(Edit(len(before.rstrip(" ")), start + len(token.string)))
-    first = source.function.body[0]
-    if ast.get_docstring(source.function) is not None and isinstance(first, ast.Expr):
-        edits.append(Edit(*source.span(first), comments.with_words(source.segment(first), words)))
-    return apply(text, edits)
+def _template(value: Inline) -> ast.expr:
+    return ast.parse(re.sub(r"\{(\d+)\}", r"_\1", value.text), mode="eval").body
 
 
-def _words(constants: Mapping[str, object]) -> dict[str, str]:
-    """What reads as well in prose as its name; flags do not."""
-    found = {}
-    for name, value in constants.items():
-        if isinstance(value, Name):
-            found[name] = value.text
-        elif isinstance(value, Inline):
-            found[name] = value.text.partition("(")[0]
+def _known(function: ast.FunctionDef, constants: Mapping[str, object]) -> dict[str, object]:
+    """Constants that the body does not overwrite, and locals with one value."""
+    assigned = stores(function)
+    known = {name: value for name, value in constants.items() if name not in assigned}
+    known = {name: value for name, value in known.items() if not isinstance(value, Name | Inline)}
+    for name, expression in rules.single_values(function).items():
+        if (value := value_of(expression, known)) is not UNKNOWN:
+            known[name] = value
+    return known
+
+
+def _decide_comments(function: ast.FunctionDef, constants: Mapping[str, object], names: Mapping[str, str]) -> None:
+    """Conditions in remarks are decided; a sentence on lines of its own may go on in the next, and keeps its own."""
+    words = {old: new for old, new in names.items() if re.search(r"[A-Z_\d]", old)}  # others may be plain English
+    for name, value in constants.items():  # what reads as well in prose as its name; flags do not
+        if isinstance(value, Name | Inline):
+            words[name] = value.text.partition("(")[0]
         elif type(value) in (int, float) and name.isupper():
-            found[name] = str(value)
-    return found
+            words[name] = str(value)
+    for node in ast.walk(function):
+        if remark := remark_of(node):
+            vars(node)["remark"] = with_words(decided(remark, constants), words)
+        elif isinstance(node, Comment):
+            node.text = with_words(node.text, words)
 
 
-def _unread_parameters(source: Source) -> list[Edit]:
-    """All that have lines of their own; else the first."""
-    arguments, needed = source.function.args, Liveness(source.function).at_start
-    edits = []
-    for number, arg in enumerate(arguments.args):
-        if arg.arg in needed:
-            continue
-        start, end = source.span(arg)
-        default = number - len(arguments.args) + len(arguments.defaults)
-        if default >= 0:
-            end = source.span(arguments.defaults[default])[1]
-        line, (before, after) = arg.lineno, (arguments.args[:number][-1:], arguments.args[number + 1 :][:1])
-        last = source.text.count("\n", 0, end) + 1
-        has_own_line = not source.lines[line - 1][: arg.col_offset].strip() and not (after and after[0].lineno == last)
-        if has_own_line and last < source.line_end(line):
-            edits.append(source.cut(line, last, with_comments=True))
-        elif not edits and after:
-            return [Edit(start, source.span(after[0])[0])]
-        elif not edits:
-            return [Edit(source.text.rindex(",", 0, start) if before else start, end)]
-    return edits
+def _say(function: ast.FunctionDef, values: Mapping[str, ast.expr]) -> None:
+    """What became of names in capitals, in remarks as well."""
+    words = {name: written(value) for name, value in values.items() if name.isupper()}
+    for node in ast.walk(function):
+        if remark := remark_of(node):
+            vars(node)["remark"] = with_words(remark, words)
 
 
-def _tidy(text: str) -> str:
-    """No two blank lines in a row, none at a block's start; a signature without parameters on one line."""
-    text = re.sub(r"^(def \w+)\(\s*\)", r"\1()", text, flags=re.MULTILINE)
-    source = Source(text)
-    inside = {row for t in source.tokens for row in range(t.start[0] + 1, t.end[0] + 1) if t.type != tokenize.NL}
-    edits, previous = [], ""
-    for row, line in enumerate(source.lines[:-1], 1):
-        opens = previous.split("#")[0].rstrip().endswith(":") or not previous.strip()
-        if not line.strip() and opens and row not in inside:
-            edits.append(source.cut(row, row))
-        else:
-            previous = line
-    return apply(text, edits).rstrip("\n") + "\n"
+def _drop_unread(function: ast.FunctionDef) -> None:
+    needed = Liveness(function).at_start
+    left = [(arg, default) for arg, default in parameters(function) if arg.arg in needed]
+    function.args.args = [arg for arg, _ in left]
+    function.args.defaults = [default for _, default in left if default is not None]
 
 
-def _rename(text: str, names: Mapping[str, str]) -> str:
-    source = Source(text)
-    start = source.text.index("def ", source.span(source.function)[0]) + len("def ")
-    edits = [Edit(start, start + len(source.function.name), names.get(source.function.name, source.function.name))]
-    for node in ast.walk(source.function):
-        name = node.id if isinstance(node, ast.Name) else node.arg if isinstance(node, ast.arg) else ""
-        if name in names and isinstance(node, ast.Name | ast.arg):
-            start, _ = source.span(node)
-            edits.append(Edit(start, start + len(name), names[name]))
-    return apply(text, edits)
+def rename(function: ast.FunctionDef, names: Mapping[str, str]) -> None:
+    function.name = names.get(function.name, function.name)
+    for node in ast.walk(function):
+        if isinstance(node, ast.Name):
+            node.id = names.get(node.id, node.id)
+        elif isinstance(node, ast.arg):
+            node.arg = names.get(node.arg, node.arg)

@@ -77,6 +77,8 @@ class TorchText:
         if call.function.startswith("torch.ops."):
             return self._call(call.function, arguments, keywords)
         if call.function.startswith("Tensor."):
+            if name == "contiguous" and keywords.get("memory_format") is torch.contiguous_format:
+                keywords = {}
             kept = self._trimmed(getattr(torch.Tensor, name), arguments, keywords)
             if name in ("view", "reshape", "expand", "permute") and len(kept[0]) == 2 and isinstance(kept[0][1], tuple):
                 kept = ([arguments[0], *kept[0][1]], kept[1])

@@ -16,10 +16,10 @@ import torch
 import torch.fx as fx
 from torch import Tensor, nn
 
-from postlude.chain import Normalize, Reduce, Scalar, Slot, Step
+from postlude.chain import Convolution, Normalize, Reduce, Scalar, Slot, Step
 from postlude.errors import PostludeError
 from postlude.graph.capture import capture_function
-from postlude.graph.match import Declined, Match, match
+from postlude.graph.match import Match, match
 from postlude.graph.tidy import functionalise
 from postlude.plan.program import without_channels_end
 
@@ -41,31 +41,35 @@ class FoundChain:
 @dataclass(frozen=True)
 class Traced:
     graph: fx.Graph
-    modules: Mapping[str, nn.Module]
     chains: tuple[FoundChain, ...]
     declined: Mapping[str, str]  # the name of a call that stays as it is, and why
 
 
 def trace(model: nn.Module, inputs: Sequence[Any], training: bool = False) -> Traced:
     """Chains that go on over a batch_norm in training may fail as calls where shorter ones do not."""
-    graph, modules = _calls(model), dict(model.named_modules())
-    tries = []
+    graph, tries = _calls(model), []
     for over_batch in (True, False):
-        found, declined, origins, placeholders = _chains(model, graph, inputs, (training, over_batch))
+        below = _Below(model, graph, inputs)
+        found, declined = match(below.aten, functools.partial(_unwritten, training, over_batch))
         reasons = {item.name: f"{item.what.removeprefix('aten.')}: {item.reason}" for item in declined}
         chains, failed = [], False
         for item in found:
-            chain = _as_calls(item, graph, modules, origins, placeholders)
+            chain = below.as_calls(item)
             if isinstance(chain, str) and (before := _without_pair(item)) is not None:
-                chain = _as_calls(before, graph, modules, origins, placeholders)
+                chain = below.as_calls(before)
             if isinstance(chain, str):
                 reasons[item.name], failed = chain, True
             else:
                 chains.append(chain)
-        tries.append(Traced(graph, modules, tuple(chains), reasons))
+        tries.append(Traced(graph, tuple(chains), reasons))
         if not failed:
             break
     return max(tries, key=lambda traced: len(traced.chains))
+
+
+def _refusal(words: str, error: Exception) -> PostludeError:
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    return PostludeError(f"the forward cannot be {words} ({first}).")
 
 
 def _calls(model: nn.Module) -> fx.Graph:
@@ -74,8 +78,7 @@ def _calls(model: nn.Module) -> fx.Graph:
     try:
         graphs = [fx.Tracer().trace(model.train(mode)) for mode in (not was_training, was_training)]
     except Exception as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise PostludeError(f"the forward cannot be written as one straight line of calls ({first}).") from error
+        raise _refusal("written as one straight line of calls", error) from error
     finally:
         model.train(was_training)
     for graph in graphs:
@@ -100,54 +103,6 @@ def _write_out_constants(model: nn.Module, graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-class _Marking(fx.Interpreter):
-    """Runs the calls so that each ATen node carries the name of the call it belongs to."""
-
-    def run_node(self, n: fx.Node) -> Any:
-        n.meta["nn_module_stack"] = {"call": (n.name, type(None))}
-        return super().run_node(n)
-
-
-class _Marked(nn.Module):
-    def __init__(self, model: nn.Module, graph: fx.Graph) -> None:
-        super().__init__()
-        self.model, self.graph = model, graph
-
-    def forward(self, *inputs: Any) -> Any:
-        return _Marking(fx.GraphModule(self.model, self.graph)).run(*inputs)
-
-
-def _chains(
-    model: nn.Module, graph: fx.Graph, inputs: Sequence[Any], how: tuple[bool, bool]
-) -> tuple[list[Match], list[Declined], dict[fx.Node, str], dict[fx.Node, str]]:
-    """Matches and the rest; for each ATen node its call, and for the graph's inputs what they are."""
-    state: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    marked = _Marked(model, graph)
-    count = len(inputs)
-
-    def call(*values: Any) -> Any:
-        given = {f"model.{name}": value for name, value in zip(state, values[count:])}
-        return torch.func.functional_call(marked, given, tuple(values[:count]))
-
-    try:
-        with torch.no_grad(), fx.traceback.preserve_node_meta():
-            aten = capture_function(call, [*inputs, *state.values()])
-    except Exception as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise PostludeError(f"the forward cannot be traced ({first}).") from error
-    functionalise(aten)
-    found, declined = match(aten, functools.partial(_unwritten, *how))
-    names = [node.name for node in graph.nodes if node.op == "placeholder"][:count]
-    inputs_of = [node for node in aten.graph.nodes if node.op == "placeholder"]
-    placeholders = dict(zip(inputs_of, [*names, *(f".{name}" for name in state)]))
-    origins = {
-        node: str(next(iter(node.meta["nn_module_stack"].values()))[0])
-        for node in aten.graph.nodes
-        if node.meta.get("nn_module_stack")
-    }
-    return found, declined, origins, placeholders
-
-
 def _unwritten(training: bool, over_batch: bool, step: Step) -> str | None:
     """Why the kernels of a file end before a step, where they do."""
     if isinstance(step, Normalize) and step.over == "batch" and not over_batch:
@@ -157,60 +112,94 @@ def _unwritten(training: bool, over_batch: bool, step: Step) -> str | None:
     return None
 
 
-def _as_calls(
-    item: Match,
-    graph: fx.Graph,
-    modules: Mapping[str, nn.Module],
-    origins: Mapping[fx.Node, str],
-    placeholders: Mapping[fx.Node, str],
-) -> FoundChain | str:
-    by_name = {node.name: node for node in graph.nodes}
-    names = {origins.get(node, "") for node in item.nodes}
-    whole = [node for node, name in origins.items() if name in names and node.op == "call_function"]
-    counters = {node: path for node in whole if (path := _counter(node, placeholders)) is not None}
-    if not names <= by_name.keys() or set(whole) - set(counters) != set(item.nodes):
-        return "a call of the forward lies only partly in the chain"
-    calls = [node for name, node in by_name.items() if name in names]
-    if item.nodes[-1].target is operator.getitem:
-        values = _values_of_pair(calls[-1])
-        if values is None:
-            return "a pair of values and indices is used as such"
-        calls.append(values)
-    calls = _with_inner(calls, graph, origins)
-    if any(user not in calls for call in calls[:-1] for user in call.users):
-        return "a value inside the chain is used outside it as well"
-    numbers, tensors = dict[int, float](), list[fx.Node | str]()
-    for slot, node in enumerate(item.tensors):
-        source = placeholders.get(node, origins.get(node, ""))
-        if source in by_name and (number := _number(by_name[source])) is not None:
-            numbers[slot] = number
-        elif source.startswith("."):
-            tensors.append(source[1:])
-        elif source in by_name and by_name[source] not in calls:
-            tensors.append(by_name[source])
-        else:
-            return "a tensor that the chain reads is made on the way"
-    return FoundChain(_with_numbers(item, numbers), tuple(calls), tuple(tensors), tuple(counters.values()),
-                      _modes(calls, modules))  # fmt: skip
+class _Interpreted(nn.Module):
+    """Runs the calls one by one; each ATen node then carries the name of the call it belongs to."""
+
+    def __init__(self, model: nn.Module, graph: fx.Graph) -> None:
+        super().__init__()
+        self.model, self.graph = model, graph
+        for node in graph.nodes:
+            node.meta["nn_module_stack"] = {"call": (node.name, type(None))}
+
+    def forward(self, *inputs: Any) -> Any:
+        return fx.Interpreter(fx.GraphModule(self.model, self.graph)).run(*inputs)
 
 
-def _counter(node: fx.Node, placeholders: Mapping[fx.Node, str]) -> str | None:
-    """The counter that a batch_norm in training moves on, if a node does just that."""
-    path = placeholders.get(node.args[0], "") if node.args and isinstance(node.args[0], fx.Node) else ""
-    adds = node.target in (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor) and node.args[1:] == (1,)
-    is_copied = node.target is torch.ops.aten.copy_.default
-    return path[1:] if path.endswith("num_batches_tracked") and (adds or is_copied) else None
+class _Below:
+    """The ATen graph below the calls; for each of its nodes the call, and for its inputs what they are."""
 
+    def __init__(self, model: nn.Module, graph: fx.Graph, inputs: Sequence[Any]) -> None:
+        state: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        self.model, interpreted, count = model, _Interpreted(model, graph), len(inputs)
 
-def _with_inner(calls: Sequence[fx.Node], graph: fx.Graph, origins: Mapping[fx.Node, str]) -> list[fx.Node]:
-    """With the calls between them that compute nothing: copies, questions, and numbers as tensors."""
-    computing = {name for node, name in origins.items() if node.op == "call_function"}
-    found = set(calls)
-    for node in reversed(list(graph.nodes)):
-        computes = node.name in computing and _number(node) is None
-        if node.op.startswith("call_") and not computes and node.users and found.issuperset(node.users):
-            found.add(node)
-    return [node for node in graph.nodes if node in found]
+        def call(*values: Any) -> Any:
+            given = {f"model.{name}": value for name, value in zip(state, values[count:])}
+            return torch.func.functional_call(interpreted, given, tuple(values[:count]))
+
+        try:
+            with torch.no_grad(), fx.traceback.preserve_node_meta():
+                self.aten = capture_function(call, [*inputs, *state.values()])
+        except Exception as error:
+            raise _refusal("traced", error) from error
+        functionalise(self.aten)
+        nodes, self.calls = self.aten.graph.nodes, {node.name: node for node in graph.nodes}
+        names = [node.name for node in graph.nodes if node.op == "placeholder"][:count]
+        placeholders = [node for node in nodes if node.op == "placeholder"]
+        self.placeholders = dict(zip(placeholders, [*names, *(f".{name}" for name in state)]))
+        stacks = {node: node.meta["nn_module_stack"] for node in nodes if node.meta.get("nn_module_stack")}
+        self.origins = {node: str(next(iter(stack.values()))[0]) for node, stack in stacks.items()}
+
+    def as_calls(self, item: Match) -> FoundChain | str:
+        """A match as calls of the forward, or why it is none."""
+        names = {self.origins.get(node, "") for node in item.nodes}
+        whole = [node for node, name in self.origins.items() if name in names and node.op == "call_function"]
+        counters = {node: path for node in whole if (path := self._counter(node)) is not None}
+        if not names <= self.calls.keys() or set(whole) - set(counters) != set(item.nodes):
+            return "a call of the forward lies only partly in the chain"
+        calls = [node for name, node in self.calls.items() if name in names]
+        if item.nodes[-1].target is operator.getitem:
+            values = _values_of_pair(calls[-1])
+            if values is None:
+                return "a pair of values and indices is used as such"
+            calls.append(values)
+        calls = self._with_inner(calls)
+        if any(user not in calls for call in calls[:-1] for user in call.users):
+            return "a value inside the chain is used outside it as well"
+        numbers, tensors = dict[int, float](), list[fx.Node | str]()
+        for slot, node in enumerate(item.tensors):
+            source = self.placeholders.get(node, self.origins.get(node, ""))
+            made = self.calls.get(source)
+            if made is not None and (number := _number(made)) is not None:
+                numbers[slot] = number
+            elif source.startswith("."):
+                tensors.append(source[1:])
+            elif made is not None and made not in calls:
+                tensors.append(made)
+            else:
+                return "a tensor that the chain reads is made on the way"
+        left = [slot for slot in range(len(item.chain.roles)) if slot not in numbers]
+        paths = [str(node.target) for node in calls if node.op == "call_module"]
+        modules = [(path, self.model.get_submodule(path)) for path in paths]
+        modes = tuple((path, module.training) for path, module in modules if isinstance(module, _MODAL))
+        item = _with_slots(item, left, numbers, item.chain.producer)
+        return FoundChain(item, tuple(calls), tuple(tensors), tuple(counters.values()), modes)
+
+    def _counter(self, node: fx.Node) -> str | None:
+        """The counter that a batch_norm in training moves on, if a node does just that."""
+        path = self.placeholders.get(node.args[0], "") if node.args and isinstance(node.args[0], fx.Node) else ""
+        adds = node.target in (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor) and node.args[1:] == (1,)
+        is_copied = node.target is torch.ops.aten.copy_.default
+        return path[1:] if path.endswith("num_batches_tracked") and (adds or is_copied) else None
+
+    def _with_inner(self, calls: Sequence[fx.Node]) -> list[fx.Node]:
+        """With the calls between them that compute nothing: copies, questions, and numbers as tensors."""
+        computing = {name for node, name in self.origins.items() if node.op == "call_function"}
+        found = set(calls)
+        for node in reversed(self.calls.values()):
+            computes = node.name in computing and _number(node) is None
+            if node.op.startswith("call_") and not computes and node.users and found.issuperset(node.users):
+                found.add(node)
+        return [node for node in self.calls.values() if node in found]
 
 
 def _number(node: fx.Node) -> float | None:
@@ -219,18 +208,8 @@ def _number(node: fx.Node) -> float | None:
     return number if isinstance(number, int | float) and set(node.kwargs) <= {"device"} else None
 
 
-def _with_numbers(item: Match, numbers: Mapping[int, float]) -> Match:
-    """The chain with numbers in place of tensors of one number that the forward makes."""
-    if not numbers:
-        return item
-    left = [slot for slot in range(len(item.chain.roles)) if slot not in numbers]
-    steps = _with_slots(item.chain.steps, left, numbers)
-    chain = replace(item.chain, steps=steps, roles=tuple(item.chain.roles[slot] for slot in left))
-    return replace(item, chain=chain, tensors=tuple(item.tensors[slot] for slot in left))
-
-
-def _with_slots(steps: Sequence[Step], left: Sequence[int], numbers: Mapping[int, float]) -> tuple[Step, ...]:
-    """Steps that read the slots `left`, by their places in it, and numbers in place of others."""
+def _with_slots(item: Match, left: Sequence[int], numbers: Mapping[int, float], producer: Convolution | None) -> Match:
+    """A match whose chain reads the slots `left`, by their places in it, and numbers in place of others."""
 
     def operand(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -239,26 +218,21 @@ def _with_slots(steps: Sequence[Step], left: Sequence[int], numbers: Mapping[int
             return value
         return Scalar(float(numbers[value.index])) if value.index in numbers else Slot(left.index(value.index))
 
-    return tuple(replace(step, **{f.name: operand(getattr(step, f.name)) for f in fields(step)}) for step in steps)
+    chain = item.chain
+    steps = tuple(replace(s, **{f.name: operand(getattr(s, f.name)) for f in fields(s)}) for s in chain.steps)
+    chain = replace(chain, producer=producer, steps=steps, roles=tuple(chain.roles[slot] for slot in left))
+    return replace(item, chain=chain, tensors=tuple(item.tensors[slot] for slot in left))
 
 
 def without_convolution(found: FoundChain) -> FoundChain:
     """The chain that begins with what the convolution gives: its call stays the model's own, bias and all."""
-    match, conv = found.match, found.match.chain.producer
+    conv = found.match.chain.producer
     if conv is None:
         return found
     taken = 3 if conv.has_bias else 2
-    left = [0, *range(taken, len(match.chain.roles))]
-    steps = _with_slots(match.chain.steps, left, {})
-    chain = replace(match.chain, producer=None, steps=steps, roles=tuple(match.chain.roles[slot] for slot in left))
-    tensors = (match.nodes[0], *match.tensors[taken:])
-    item = replace(match, chain=chain, nodes=match.nodes[1:], tensors=tensors)
+    item = _with_slots(found.match, [0, *range(taken, len(found.tensors))], {}, None)
+    item = replace(item, nodes=item.nodes[1:], tensors=(item.nodes[0], *item.tensors[1:]))
     return replace(found, match=item, calls=found.calls[1:], tensors=(found.calls[0], *found.tensors[taken:]))
-
-
-def _modes(calls: Sequence[fx.Node], modules: Mapping[str, nn.Module]) -> tuple[tuple[str, bool], ...]:
-    found = [str(node.target) for node in calls if node.op == "call_module"]
-    return tuple((path, modules[path].training) for path in found if isinstance(modules[path], _MODAL))
 
 
 def _values_of_pair(pair: fx.Node) -> fx.Node | None:

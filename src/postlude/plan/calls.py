@@ -2,16 +2,18 @@
 
 A call is a kernel of ours with its grid, its arguments in the order of its signature, its numbers, compile-time
 constants and warps; or a named call of PyTorch. Nothing here is a tensor, a module or a compiled function, so that a
-program prints, compares and pickles. How it was obtained is none of its concern: `run/record.py` writes down what the
-runners launch; a planner may build the same data directly.
+program prints, compares and pickles. stages/ makes it of a plan, run/runner.py runs it, export/ prints it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+_ITEM = re.compile(r"\D")  # what is no digit of a dtype's name; bool has none
 Kind = Literal["given", "kept", "result", "scratch"]
 
 
@@ -25,6 +27,11 @@ class Buffer:
     dtype: str
     kind: Kind
     storage: int  # equal for buffers that share memory
+    offset: int = 0  # elements from the beginning of that memory
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * int(_ITEM.sub("", self.dtype) or 8) // 8
 
     @property
     def is_contiguous(self) -> bool:
@@ -66,13 +73,21 @@ Argument = Buffer | Descriptor | int
 
 @dataclass(frozen=True)
 class KernelCall:
-    kernel: str  # its name in kernels/triton
+    stem: str  # of its file in kernels/triton
+    kernel: str
     grid: tuple[int, ...]
     parameters: tuple[str, ...]  # of the arguments below, by the names of the signature
     arguments: tuple[Argument, ...]
     numbers: tuple[tuple[str, float], ...]
     constants: tuple[tuple[str, Any], ...]
     warps: int
+    unread: tuple[int, ...] = ()  # places of arguments that are neither read nor written
+
+    @property
+    def touched(self) -> list[Buffer]:
+        """What is read or written, once for each time."""
+        places = [argument for place, argument in enumerate(self.arguments) if place not in self.unread]
+        return list(buffers_in(places))
 
 
 @dataclass(frozen=True)
@@ -105,6 +120,7 @@ class TorchCall:
 
 
 Call = KernelCall | CudaCall | TorchCall
+ALLOCATIONS = frozenset({"torch.empty", "torch.empty_like", "torch.empty_strided"})
 
 
 @dataclass(frozen=True)
@@ -117,6 +133,27 @@ class Program:
     gradient: Buffer | None = None  # of the result, given to the backward pass
     backward: tuple[Call, ...] = ()
     gradients: tuple[Buffer | None, ...] = ()  # one per slot; None where there is none
+
+    @property
+    def kept(self) -> tuple[Buffer, ...]:
+        """What the backward pass reads of the forward pass and of what that was given, in the order of its reading."""
+        made = [buffer for call in self.forward if isinstance(call, TorchCall) for buffer in call.results]
+        known = {buffer.number for buffer in (*self.given, *made) if buffer is not None}
+        read = [buffer for call in live(self.backward, self.gradients) for buffer in buffers_in(call)]
+        read += [gradient for gradient in self.gradients if gradient is not None]
+        return tuple(dict.fromkeys(buffer for buffer in read if buffer.number in known))
+
+
+def live(calls: Sequence[Call], results: Iterable[Buffer | None]) -> list[Call]:
+    """Without functions of PyTorch whose results nobody reads."""
+    read = {buffer.number for buffer in results if buffer is not None}
+    kept: list[Call] = []
+    for call in reversed(calls):
+        made = {b.number for b in call.results if b is not None} if isinstance(call, TorchCall) else set()
+        if not isinstance(call, TorchCall) or call.changes_its_argument or made & read:
+            kept.append(call)
+            read |= {buffer.number for buffer in buffers_in(call)}
+    return kept[::-1]
 
 
 def buffers_in(value: Any) -> Iterator[Buffer]:
@@ -134,3 +171,28 @@ def buffers_in(value: Any) -> Iterator[Buffer]:
         yield from buffers_in((value.arguments, dict(value.keywords)))
     elif isinstance(value, KernelCall | CudaCall):
         yield from buffers_in(value.arguments)
+
+
+def launches(calls: Iterable[Call]) -> list[KernelCall | CudaCall]:
+    """Of kernels of ours."""
+    return [call for call in calls if isinstance(call, KernelCall | CudaCall)]
+
+
+def traffic(calls: Iterable[Call]) -> int:
+    """Bytes that go to memory and come from it, each buffer of a call once for every time that it is read or written.
+
+    Views and fresh memory cost nothing; neither does a layout that is already there.
+    """
+    return sum(buffer.bytes for call in calls for buffer in _touched(call))
+
+
+def _touched(call: Call) -> list[Buffer]:
+    if isinstance(call, KernelCall):
+        return call.touched
+    if isinstance(call, CudaCall):
+        return list(buffers_in(call.arguments))
+    given, made = list(buffers_in(call)), [buffer for buffer in call.results if buffer is not None]
+    if call.function in ALLOCATIONS or {b.storage for b in made} <= {b.storage for b in given} != set():
+        return made if call.changes_its_argument else []
+    is_there = call.function == "Tensor.contiguous" and made[0].strides == given[0].strides
+    return [] if is_there else [*given, *made]

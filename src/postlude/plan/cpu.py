@@ -16,7 +16,6 @@ from postlude.plan.problem import (
     Problem,
     body_bytes,
     body_spec,
-    compulsory_bytes,
     handed_on_layout,
     result_dtype,
     result_layout,
@@ -126,21 +125,17 @@ def _build(
     layout_inside: Layout,
 ) -> Plan:
     batch, size = problem.x.shape[0], body_bytes(chain, problem)
-    compulsory = compulsory_bytes(chain, problem)
     return Plan(
         chain=chain,
+        problem=problem,
         passes=passes,
         slab=slab,
-        slabs=-(-batch // slab),
-        slab_bytes=size * slab // batch,
         convolve=how,
         norms_in_place=machine.maps_large_buffers and size * slab // batch >= SURELY_MAPPED,
         input=problem.x,
         value=body_spec(chain, problem, layout_inside),
         result_layout=result_layout(chain, problem, machine),
         result_dtype=result_dtype(chain, problem),
-        moved_bytes=compulsory if slab < batch else compulsory + 2 * size * (len(passes) - 1),
-        eager_bytes=compulsory + 2 * size * len(chain.steps),
         reasons=tuple(reasons),
     )
 

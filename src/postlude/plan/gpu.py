@@ -11,7 +11,6 @@ from postlude.hardware import Machine
 from postlude.plan.boxes import Boxes
 from postlude.plan.channels import takes_channels, why_apart
 from postlude.plan.convolve import Own, own_convolution, packs_gradient
-from postlude.plan.few_channels import FewChannels
 from postlude.plan.gemm import Gemm
 from postlude.plan.problem import (
     Layout,
@@ -21,7 +20,6 @@ from postlude.plan.problem import (
     body_layout,
     body_shape,
     body_spec,
-    compulsory_bytes,
     handed_on_layout,
     power_of_two,
     result_dtype,
@@ -45,7 +43,7 @@ from postlude.plan.trained import (
     is_trained_from_its_result,
     reasons_against_training,
 )
-from postlude.plan.types import Moments, Pass, Plan, Refusal, Store, Tile, first_source, reads_moments
+from postlude.plan.types import Moments, Pass, Plan, Refusal, Store, Tile, first_source
 from postlude.plan.worth import has_moments_apart, pytorch_seconds
 from postlude.steps import too_many_tensors
 
@@ -75,29 +73,23 @@ def lower_for_gpu(
     if reasons:
         return Refusal(tuple(dict.fromkeys(reasons)), tf32)
     passes = _passes(chain, problem, own, from_result)
-    size, compulsory = body_bytes(chain, problem), compulsory_bytes(chain, problem)
-    batch = problem.x.shape[0]
+    size, batch = body_bytes(chain, problem), problem.x.shape[0]
     is_again = problem.needs_grad and _is_moments(passes) and not _stores(passes)  # the convolution, for its gradients
     slab = max(1, min(batch, TRAINING_SLAB * batch // size)) if is_again else batch
     plan = Plan(
         chain=chain,
+        problem=problem,
         input=problem.x,
         value=body_spec(chain, problem, inside),
         passes=passes,
         slab=slab,
-        slabs=-(-batch // slab),
-        slab_bytes=0 if is_own and _is_moments(passes) and not _stores(passes) else size,
         convolve="own" if is_own else "eager",
-        norms_in_place=False,
         result_layout=result_layout(chain, problem, machine),
         result_dtype=result_dtype(chain, problem),
-        moved_bytes=_moved_bytes(chain, problem, passes, own, compulsory, size),
-        eager_bytes=compulsory + 2 * size * len(chain.steps),
         reasons=(*_reasons_for(chain, problem, passes, own), *(_FROM_RESULT if from_result else ())),
         tile=tile_for(chain, problem, machine, inside),
         own=None if isinstance(own, str) else own,
         library_tf32=tf32,
-        launches=_launches(passes, own),
         trains=problem.needs_grad,
         input_gradient=dx,
         weight_gradient=dw,
@@ -158,37 +150,6 @@ def _stores(passes: tuple[Pass, ...]) -> bool:
     """Whether moments are taken of a value that is kept for its gradients."""
     sink = passes[-1].sink
     return isinstance(sink, Moments) and sink.stores
-
-
-def _launches(passes: tuple[Pass, ...], own: Own | str) -> int:
-    """Kernels of ours: packing, the convolution or a moments pass, the moments' combination or end, the last pass."""
-    count = 0
-    if not isinstance(own, str):
-        count += _convolution_launches(own)
-    count += any(isinstance(item.sink, Moments) for item in passes) + reads_moments(passes)
-    return count + (passes[-1].source != "own convolution" and isinstance(passes[-1].sink, Store))
-
-
-def _convolution_launches(own: Own) -> int:
-    if isinstance(own, Gemm):
-        return 3 + own.arithmetic.scaled
-    return 2 + own.packs if isinstance(own, Boxes) else 1
-
-
-def _moved_bytes(
-    chain: Chain, problem: Problem, passes: tuple[Pass, ...], own: Own | str, compulsory: int, size: int
-) -> int:
-    """Bytes read and written: the value once for every pass after the one that makes it, and packed operands twice."""
-    if isinstance(own, str):
-        return compulsory + size * (len(passes) if chain.producer is None else len(passes) + 1)
-    if isinstance(own, FewChannels):
-        return compulsory
-    again = size * (len(passes) if len(passes) > 1 else _stores(passes))
-    if isinstance(own, Boxes):
-        packed = math.prod(problem.x.shape) // problem.x.shape[1] * own.channels * 2 if own.packs else 0
-        return compulsory + 2 * packed + again
-    scales = problem.x.bytes if own.arithmetic.scaled else 0
-    return compulsory + scales + 2 * own.packed_bytes(problem.x.shape[0]) + again
 
 
 def _reasons_for(chain: Chain, problem: Problem, passes: tuple[Pass, ...], own: Own | str) -> tuple[str, ...]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from postlude.chain import Chain, Reduce
 from postlude.plan.boxes import Boxes
+from postlude.plan.calls import Program, launches, traffic
 from postlude.plan.few_channels import FewChannels
 from postlude.plan.few_channels_gradient import GradientPlan
 from postlude.plan.gemm import Arithmetic, Gemm, WeightGemm
-from postlude.plan.problem import Layout, Spec
+from postlude.plan.problem import Layout, Problem, Spec, compulsory_bytes
 from postlude.plan.program import channels_end
 
 Source = Literal["own convolution", "library convolution", "load"]
@@ -87,26 +89,24 @@ class Tile:
 
 @dataclass(frozen=True)
 class Plan:
+    """What was decided for one problem; `program` is what follows from it, call by call."""
+
     chain: Chain
+    problem: Problem = field(repr=False)
     input: Spec
     value: Spec  # the chain's first value: what the convolution gives, or the input
     passes: tuple[Pass, ...]
     slab: int  # samples per slab
-    slabs: int
-    slab_bytes: int
     convolve: Convolve
-    norms_in_place: bool  # a norm overwrites its value, which saves a second buffer and costs a pass
     result_layout: Layout
     result_dtype: str
-    moved_bytes: int  # predicted traffic beyond the cache: inputs read, result written
-    eager_bytes: int  # the same for eager, which writes and reads every value
     reasons: tuple[str, ...]  # why this way
+    norms_in_place: bool = False  # a norm overwrites its value, which saves a second buffer and costs a pass
     tile: Tile | None = None  # None on the CPU
     own: Gemm | Boxes | FewChannels | None = None  # our convolution, where `convolve` says so
     library_tf32: bool | None = (
         None  # where PyTorch convolves in fp32 and its switch says otherwise; None: as it is set
     )
-    launches: int = 0  # of kernels of ours, on a GPU
     trains: bool = False  # gradients will be asked for
     input_gradient: Gemm | Boxes | None = None  # our products for the convolution's gradients; None: PyTorch's
     weight_gradient: WeightGemm | None = None
@@ -115,6 +115,49 @@ class Plan:
     is_lean: bool = False  # nothing of the convolution's size is kept for them: it is computed again
     from_result: bool = False  # nor is anything kept but the result, which tells all that the steps' gradients need
     tiles: tuple[str, ...] = field(default=(), compare=False)  # where each tile comes from, in words
+
+    @functools.cached_property
+    def program(self) -> Program:
+        """Buffers and calls, forward and, in training, backward. On the CPU there is none: slabs go through PyTorch's
+        operators, whose way depends on what they find in the value."""
+        from postlude.stages.program import program_of  # which needs all of this module
+
+        return program_of(self)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.tile is not None
+
+    @property
+    def launches(self) -> int:
+        """Of kernels of ours, in the forward pass."""
+        return len(launches(self.program.forward)) if self.on_gpu else 0
+
+    @property
+    def moved_bytes(self) -> int:
+        """Predicted traffic beyond the cache. A slab of a CPU's batch stays in it."""
+        if self.on_gpu:
+            return traffic(self.program.forward)
+        again = 2 * self.value.bytes * (len(self.passes) - 1) if self.slabs == 1 else 0
+        return compulsory_bytes(self.chain, self.problem) + again
+
+    @property
+    def eager_bytes(self) -> int:
+        """The same for eager, which writes and reads every value."""
+        return compulsory_bytes(self.chain, self.problem) + 2 * self.value.bytes * len(self.chain.steps)
+
+    @property
+    def slabs(self) -> int:
+        return -(-self.input.shape[0] // self.slab)
+
+    @property
+    def slab_bytes(self) -> int:
+        """Of the chain's first value that is in memory at a time."""
+        sink = self.passes[-1].sink
+        is_moments = isinstance(sink, Moments) and not sink.stores
+        if self.on_gpu:
+            return 0 if self.own is not None and is_moments else self.value.bytes
+        return self.value.bytes * self.slab // self.input.shape[0]
 
     @property
     def channels_end(self) -> Reduce | None:
@@ -141,7 +184,7 @@ class Plan:
             return self
         first, last = self.passes[0], self.passes[-1]
         raw = (replace(first, sink=Moments(True, stores=True)), replace(last, first=1))
-        return replace(self, passes=raw, launches=self.launches - (len(self.passes) - 2))
+        return replace(self, passes=raw)
 
     def __str__(self) -> str:
         return "; ".join((*self.describe(), *self.reasons))
@@ -161,7 +204,8 @@ class Plan:
         """What a forward pass keeps, and who computes the convolution's gradients from it; nothing in inference."""
         if not self.trains:
             return []
-        lines = [f"keeps {self._kept()} for its gradients"]
+        count = len(launches(self.program.backward))
+        lines = [f"keeps {self._kept()} for its gradients, which take {count} launches of our kernels"]
         if self.chain.producer is None:
             return lines
         if self.few_gradient is not None:

@@ -108,7 +108,7 @@ def site_of(
         judged = None if verdict is None else judgement_of(verdict)
         reasons = (*outcome.reasons, *(() if verdict is None else verdict.reasons))
         return model.Site(name, str(chain), inputs, False, before, before, reasons=reasons, judgement=judged)
-    on_gpu = outcome.tile is not None
+    on_gpu = outcome.on_gpu
     library = on_gpu and outcome.convolve != "own" and chain.producer is not None
     return model.Site(
         name,

@@ -1,15 +1,14 @@
 """Kernels compiled before they are needed: several at a time, and with errors while PyTorch can still take over.
 
-A plan is called once on tensors of the meta device, forward and backward, with its launches listed instead of made.
-What is on the list is compiled by a pool of threads (Triton's passes and ptxas run outside of Python's lock), then
-loaded.
+A plan's program lists every launch. What is on the list is compiled by a pool of threads (Triton's passes and ptxas run
+outside of Python's lock), then loaded.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,9 +17,10 @@ import torch
 
 from postlude.chain import Chain
 from postlude.hardware import usable_cores
+from postlude.plan.calls import CudaCall, KernelCall, Program
 from postlude.plan.problem import Problem, empty
-from postlude.run.launch import Launch
-from postlude.run.recording import Recording, WithoutMemory, recorded_by
+from postlude.run.chain_run import Inference, Training
+from postlude.run.launch import Launch, arguments_without_memory, cuda_kernel, launch_of
 
 _MOST_THREADS = 16
 
@@ -33,36 +33,28 @@ class Job:
     build: Callable[[], object] = field(compare=False)
 
 
-class _Jobs(Recording):
-    def __init__(self, device: int) -> None:
-        self.device = device
-        self.found: list[Job] = []
-
-    def kernel(self, launch: Launch, tensors: tuple[Any, ...]) -> None:
-        if hasattr(launch.kernel, "device_caches"):  # not of Triton's interpreter, which compiles nothing
-            self.found.append(Job(launch.key(tensors), functools.partial(_built, launch, tensors)))
-
-    def cuda(self, source: str, kernel: str, ready: Any, _: Any) -> None:
-        key = (source, kernel, *ready.macros.items())
-        self.found.append(Job(key, functools.partial(ready.load, self.device)))
+def program_of(chain: Chain, runner: Any, problem: Problem, needs: Sequence[bool]) -> Program:
+    """What a runner runs for a problem; `needs` says which slots want a gradient."""
+    runner = runner.args[0] if isinstance(runner, functools.partial) else runner
+    assert isinstance(runner, Inference | Training)
+    return runner.program([empty(spec, chain.dims, "meta") for spec in problem.tensors], needs)
 
 
-def jobs_of(chain: Chain, runner: Any, problem: Problem, needs: Sequence[bool]) -> list[Job]:
-    """Every kernel that a call for this problem launches; `needs` says which slots want a gradient."""
-    jobs = _Jobs(problem.index)
-    called(runner, chain, problem, needs, jobs)
-    return jobs.found
+def jobs_of(program: Program, device: int) -> list[Job]:
+    """Every kernel that a program launches."""
+    return list(_jobs((*program.forward, *program.backward), device))
 
 
-def called(runner: Any, chain: Chain, problem: Problem, needs: Sequence[bool], taker: Recording) -> None:
-    """Calls a plan's runner, forward and backward, on tensors without memory; `taker` takes its launches down."""
-    leaves = [empty(spec, chain.dims, "meta").requires_grad_(need) for spec, need in zip(problem.tensors, needs)]
-    off = torch.autocast(problem.device, enabled=False)
-    with recorded_by(taker), WithoutMemory(), torch.set_grad_enabled(problem.needs_grad), off:
-        result = runner(leaves)
-        wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        if problem.needs_grad and wanted and result.requires_grad:
-            torch.autograd.grad(result, wanted, torch.empty_like(result), allow_unused=True)
+def _jobs(calls: Iterable[Any], device: int) -> Iterator[Job]:
+    for call in calls:
+        if isinstance(call, CudaCall):
+            key = (call.source, call.kernel, call.macros)
+            yield Job(key, functools.partial(cuda_kernel, call, device))
+        elif isinstance(call, KernelCall):
+            launch = launch_of(call)
+            if hasattr(launch.kernel, "device_caches"):  # not of Triton's interpreter, which compiles nothing
+                tensors = arguments_without_memory(call)
+                yield Job(launch.key(tensors), functools.partial(_built, launch, tensors))
 
 
 def build_all(jobs: Iterable[Job]) -> None:

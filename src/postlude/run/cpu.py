@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from postlude.chain import Chain, Normalize, Pointwise, Step, values_of
+from postlude.moments import Moments, channel_moments, finish
 from postlude.plan import Plan
 from postlude.plan.problem import LAID_OUT_LIKE_THE_OTHER, memory_format
 from postlude.plan.types import Moments as MomentsSink
 from postlude.reference import apply, as_tensor, convolve, fetch
-from postlude.run.moments import Moments, channel_moments, finish
 from postlude.run.normalize import normalized
 from postlude.run.onednn import BufferConvolution, DirectConvolution
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from postlude import reference
 from postlude.chain import Chain, Pointwise
-from postlude.run.library import without_autocast
+from postlude.stages.library import without_autocast
 
 # The words whose gradient is told by their value: that gradient, of g and the value.
 FROM_VALUE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

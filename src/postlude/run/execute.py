@@ -13,41 +13,28 @@ from torch.autograd import forward_ad
 from postlude import hardware, reference
 from postlude.chain import Chain
 from postlude.errors import PostludeError, PrecisionError
-from postlude.plan import CONVOLUTIONS, PRECISIONS, Moments, Plan, Problem, Refusal, lower
-from postlude.run import cpu, gpu, library
-from postlude.run.moments_training import MomentsTraining
-from postlude.run.training import Training
+from postlude.plan import CONVOLUTIONS, PRECISIONS, Plan, Problem, Refusal, lower
+from postlude.run import cpu
+from postlude.run.chain_run import Inference, Training
+from postlude.stages.library import convolve_by_pytorch
 
 Runner = Callable[[Sequence[Tensor]], Tensor]
-_PREPARE: dict[str, Callable[[Plan], Runner]] = {
-    "cpu": lambda plan: functools.partial(cpu.execute, plan),
-    "cuda": lambda plan: _training(plan) if plan.trains else gpu.GpuRun(plan),
-}
-
-
-def _training(plan: Plan) -> Runner:
-    return MomentsTraining(plan) if isinstance(plan.passes[-1].sink, Moments) else Training(plan)
 
 
 def prepare(chain: Chain, outcome: Plan | Refusal, device: str) -> Runner:
     """What runs the chain, with all that stays the same from call to call made ready."""
     if isinstance(outcome, Refusal):
         return functools.partial(_through_pytorch, chain, outcome.library_tf32)
-    runner, planned = _PREPARE[device](outcome), len(outcome.chain.steps)
-    if planned < len(chain.steps):
-        runner = functools.partial(_to_the_end, runner, chain, planned)
-    return functools.partial(_with_numbers_brought, runner) if device == "cuda" and "one" in chain.roles else runner
+    if device == "cpu":
+        return functools.partial(cpu.execute, outcome)
+    runner = (Training if outcome.trains else Inference)(outcome, chain)
+    return functools.partial(_with_numbers_brought, runner) if "one" in chain.roles else runner
 
 
 def _with_numbers_brought(runner: Runner, tensors: Sequence[Tensor]) -> Tensor:
     """A tensor of one number may lie on the CPU beside others on a GPU, whose kernels cannot read it there."""
     device = tensors[0].device
     return runner([t if t.device == device else t.to(device, non_blocking=True) for t in tensors])
-
-
-def _to_the_end(runner: Runner, chain: Chain, planned: int, tensors: Sequence[Tensor]) -> Tensor:
-    """The chain with its last steps, which the plan leaves out, by PyTorch's operators and with their gradients."""
-    return reference.continue_from(chain, planned, runner(tensors), tensors, moves=True)
 
 
 def call(runner: Runner, tensors: Sequence[Tensor]) -> Tensor:
@@ -100,5 +87,5 @@ def _through_pytorch(chain: Chain, tf32: bool | None, tensors: Sequence[Tensor])
     if tf32 is None or conv is None:
         return reference.evaluate(chain, tensors, moves=True)
     bias = tensors[2] if conv.has_bias else None
-    value = library.convolve(conv, tensors[0], tensors[1], bias, tf32)
+    value = convolve_by_pytorch(conv, tensors[0], tensors[1], bias, tf32)
     return reference.continue_from(chain, 0, value, tensors, moves=True)

@@ -1,27 +1,35 @@
-"""Launching Triton kernels at little cost to the host.
+"""The kernels of a program as something to call: by Triton's front end, and at less cost to the host.
 
 Triton's front end looks at every argument of every call, which takes tens of microseconds for a kernel of thirty.
-What it looks for stays the same for one plan, but for the alignment of the caller's tensors: a `Launch` keeps what was
-compiled and calls it at once.
+What it looks for stays the same for one program, but for the alignment of the caller's tensors. A `Launch` remembers
+what was compiled; where the caller's tensors are aligned, `bound` is a function of the stream and the pointers alone.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from postlude.hardware import machine_for
+from postlude.plan.calls import CudaCall, Descriptor, KernelCall, Steps, Word
+from postlude.run import nvrtc
+from postlude.run.bound import Bound, bound
+from postlude.run.compose import HEADER, compose
 from postlude.run.found_again import find_again
-from postlude.run.recording import recording
 
 # Told a kernel's name and what was compiled when it is launched for the first time: for tools that look on.
 watchers: list[Callable[[str, Any], None]] = []
 
 
 class Launch:
-    """One kernel of a plan: its grid, its numbers and its compile-time constants, in the order of its signature."""
+    """One kernel of a program: its grid, its numbers and its compile-time constants, in the order of its signature."""
 
     def __init__(
         self,
@@ -31,21 +39,17 @@ class Launch:
         constants: dict[str, Any],
         warps: int = 4,
     ) -> None:
-        names = tuple(kernel.arg_names)[-len(constants) :]
-        if names != tuple(constants):
-            raise ValueError(f"{kernel.__name__} takes {names} last, in this order, not {tuple(constants)}")
         self.kernel, self.grid, self.numbers, self.constants = kernel, grid, numbers, constants
         self.warps = warps
         self._after_tensors = (*numbers, *constants.values())
         self._three = (*grid, 1, 1)[:3]
-        self._compiled: dict[tuple[int, ...], Any] = {}
+        self._is_interpreted = not hasattr(kernel, "device_caches")  # which compiles nothing
+        self._compiled: dict[tuple[int, ...], Any] = {}  # by device and alignment of every pointer
+        self._latest: Any = None
 
     def __call__(self, *tensors: Any) -> None:
         """Runs it on these pointers (tensors, or descriptors of tensors): always of the same dtypes."""
-        if recording.active is not None:
-            recording.active.kernel(self, tensors)
-            return
-        if not hasattr(self.kernel, "device_caches"):  # Triton's interpreter, which compiles nothing
+        if self._is_interpreted:
             self._through_triton(tensors)
             return
         # As numbers, for the driver is asked about every pointer that comes as a tensor.
@@ -54,9 +58,14 @@ class Launch:
         compiled = self._compiled.get(key)
         if compiled is None:
             find_again(self.kernel, key[0])
-            self._compiled[key] = self._through_triton(tensors)[self._three]
+            compiled = self._compiled[key] = self._through_triton(tensors)
         else:
-            compiled(*pointers, *self._after_tensors)
+            compiled[self._three](*pointers, *self._after_tensors)
+        self._latest = compiled
+
+    def bound(self) -> Bound | None:
+        """For pointers as aligned as those of the last call; None where Triton's launcher is not as we know it."""
+        return bound(self._latest, self._three, self._after_tensors)
 
     def compile(self, tensors: tuple[Any, ...]) -> Any:
         """What these arguments are launched with, compiled for the current device; nothing runs."""
@@ -75,6 +84,42 @@ class Launch:
         return compiled
 
 
+def launch_of(call: KernelCall) -> Launch:
+    kernel = getattr(importlib.import_module(f"postlude.kernels.triton.{call.stem}"), call.kernel)
+    constants = {name: _value(constant) for name, constant in call.constants}
+    return Launch(kernel, call.grid, tuple(number for _, number in call.numbers), constants, call.warps)
+
+
+def _value(constant: Any) -> Any:
+    """What a constant of a call stands for."""
+    if isinstance(constant, Steps):
+        return compose(HEADER + constant.text)[constant.name]
+    if not isinstance(constant, Word):
+        return constant
+    import triton.language as tl
+
+    from postlude.kernels.triton import planes
+
+    name = constant.text.removeprefix("tl.")
+    return getattr(planes if name == constant.text else tl, name)
+
+
+def arguments_without_memory(call: KernelCall) -> tuple[Any, ...]:
+    """Tensors, descriptors and numbers like those that the call is launched with, to compile it for."""
+    return tuple(map(_without_memory, call.arguments))
+
+
+def _without_memory(argument: Any) -> Any:
+    if isinstance(argument, int):
+        return argument
+    if isinstance(argument, Descriptor):
+        return DescriptorLike(argument.shape, argument.strides, argument.block)(_without_memory(argument.buffer))
+    shape, strides, dtype = argument.shape, argument.strides, getattr(torch, argument.dtype)
+    whole = argument.offset + sum(size * stride for size, stride in zip(shape, strides))  # or more than that
+    memory = torch.empty(max(1, whole), dtype=dtype, device="meta")
+    return memory.as_strided(shape, strides, argument.offset)  # whose alignment is that of the view
+
+
 def _kind(argument: Any) -> Any:
     """What code depends on: a pointer's dtype and alignment, a descriptor's dtype and block, what Triton makes of a
     number (whether it is 1, a multiple of 16, or wider than 32 bits)."""
@@ -86,16 +131,58 @@ def _kind(argument: Any) -> Any:
     return type(argument) if block is None else (argument.base.dtype, tuple(block))
 
 
-def accumulator(dtype: torch.dtype) -> Any:
-    """Triton's word for the dtype that sums are kept in."""
-    import triton.language as tl
+class DescriptorLike:
+    """Makes tensor descriptors of one shape and block; Triton checks the first one alone."""
 
-    return tl.float64 if dtype == torch.float64 else tl.float32
+    def __init__(self, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]) -> None:
+        self.sizes = [list(shape), list(strides), list(block)]
+        self.template: Any = None
+
+    def __call__(self, base: Tensor) -> Any:
+        if base.data_ptr() % 16:  # only the caller's tensors may begin anywhere
+            base = base.clone()
+        if self.template is None:
+            from triton.tools.tensor_descriptor import TensorDescriptor
+
+            self.template = TensorDescriptor(base, *self.sizes)
+        made = object.__new__(type(self.template))
+        made.__dict__.update(self.template.__dict__)
+        made.base = base
+        return made
 
 
-def descriptor(template: Any, base: Tensor) -> Any:
-    """A tensor descriptor like `template` over another tensor; its checks were made when the template was."""
-    made = object.__new__(type(template))
-    made.__dict__.update(template.__dict__)
-    made.base = base
-    return made
+class CudaLaunch:
+    """A kernel of kernels/cuda, compiled for each device at its first launch there."""
+
+    def __init__(self, call: CudaCall) -> None:
+        self.call = call
+        self.kernels: dict[int, nvrtc.Kernel] = {}
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        device = tensors[0].get_device()  # type: ignore[union-attr]  # the input is always there
+        kernel = self.kernels.get(device)
+        if kernel is None:
+            kernel = self.kernels[device] = cuda_kernel(self.call, device)
+        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        kernel.launch(self.call.grid, self.call.threads, (*pointers, *self.call.numbers))
+
+    def bound(self) -> Bound:
+        return lambda _, *tensors: self(*tensors)
+
+
+def cuda_kernel(call: CudaCall, device: int) -> nvrtc.Kernel:
+    architecture = machine_for(f"cuda:{device}").card.architecture
+    macros = [f"-D{name}={value}" for name, value in call.macros]
+    options = (f"--gpu-architecture={architecture}", *macros)
+    count = len(call.arguments) + len(call.numbers)
+    return _loaded(call.source, call.kernel, options, device, call.shared_bytes, count)
+
+
+@functools.cache
+def _loaded(source: str, kernel: str, options: tuple[str, ...], device: int, shared: int, count: int) -> nvrtc.Kernel:
+    return nvrtc.load(cuda_source(source), kernel, options, device, shared, count)
+
+
+@functools.cache
+def cuda_source(name: str) -> nvrtc.Source:
+    return nvrtc.read_source(Path(str(resources.files("postlude.kernels") / "cuda")), name)

@@ -107,7 +107,8 @@ class Ledger:
             try:
                 outcome, runner = prepared(question.chain, question.problem)
                 if isinstance(outcome, Plan):
-                    found = ahead.jobs_of(question.chain, runner, question.problem, question.needs)
+                    program = ahead.program_of(question.chain, runner, question.problem, question.needs)
+                    found = ahead.jobs_of(program, question.problem.index)
                     jobs.setdefault(question.problem.index, []).extend(found)
                     chains += 1
             except Exception as error:
@@ -134,7 +135,8 @@ class Ledger:
             if isinstance(outcome, Refusal):
                 return Entry(problem, outcome, runner)
             if problem.device == "cuda":
-                jobs = ahead.jobs_of(chain, runner, problem, question.needs)
+                program = ahead.program_of(chain, runner, problem, question.needs)
+                jobs = ahead.jobs_of(program, problem.index)
                 with torch.cuda.device(problem.index):
                     ahead.build_all(jobs)
                     ahead.load_all(jobs)

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from postlude.chain import Normalize
+from postlude.moments import channel_moments, statistics
 from postlude.reference import NORMS
-from postlude.run.moments import channel_moments, statistics
 
 
 def normalized(x: Tensor, step: Normalize, tensors: Sequence[Tensor], overwrite: bool) -> Tensor:

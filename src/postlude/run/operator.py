@@ -18,11 +18,10 @@ from postlude import reference
 from postlude.chain import Chain
 from postlude.errors import PostludeError
 from postlude.plan import problem_of
+from postlude.run.chain_run import Training
 from postlude.run.execute import prepared
-from postlude.run.library import without_autocast
-from postlude.run.moments_training import MomentsTraining
 from postlude.run.site import run_chain
-from postlude.run.training import Training
+from postlude.stages.library import without_autocast
 
 
 @functools.lru_cache(maxsize=1024)
@@ -57,7 +56,7 @@ def chain_gradient(dy: Tensor, tensors: list[Tensor], text: str, precision: str,
     problem = dataclasses.replace(problem_of(tensors, precision), needs_grad=True)
     _, runner = prepared(given, problem)
     with torch.no_grad(), without_autocast(dy):
-        if isinstance(runner, (Training, MomentsTraining)):
+        if isinstance(runner, Training):
             found = [gradient for gradient in runner.gradients_again(tensors, dy, needs) if gradient is not None]
         else:
             found = _plain(given, tensors, dy, needs)

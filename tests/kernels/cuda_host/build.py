@@ -6,10 +6,11 @@ import ctypes
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import postlude.kernels.cuda
+from postlude.plan.calls import CudaCall
 
 HERE = Path(__file__).parent
 KERNELS = Path(postlude.kernels.cuda.__file__).parent
@@ -43,6 +44,25 @@ def build(
         assert text.count(mutant[0]) == 1, mutant[0]
         holders[0].write_text(text.replace(*mutant), "utf-8")
     return HostKernel(_compiled(kernel, entry, ["-DPOSTLUDE_HOST", *defines]))
+
+
+class HostKernels:
+    """Kernels of calls, each built once for its macros and mutant."""
+
+    def __init__(self, new_folder: Callable[[], Path]) -> None:
+        self.new_folder = new_folder
+        self.built: dict[object, HostKernel] = {}
+
+    def __call__(self, call: CudaCall, mutant: tuple[str, str] = ("", "")) -> HostKernel:
+        key = (call.kernel, call.macros, mutant)
+        if key not in self.built:
+            self.built[key] = build(self.new_folder() / "kernel", options_of(call.macros), mutant, call.kernel)
+        return self.built[key]
+
+
+def options_of(macros: Iterable[tuple[str, int]]) -> tuple[str, ...]:
+    """The compiler's."""
+    return tuple(f"-D{name}={value}" for name, value in macros)
 
 
 def build_text(folder: Path, source: str, entry: str) -> Path:

@@ -87,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) few_channels_momen
             u32 valid = 0u;
 #pragma unroll
             for (int r = 0; r < R; r++) valid |= y + r < height ? columns << (4 * r) : 0u;
-            take_in(have, sums, valid, unscales + 2 * t, biases + 2 * t);
+            take_in(have, sums, valid);
         }
         merge_lanes(have);
         if (g == 0) {
@@ -105,7 +105,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) few_channels_momen
             float mean, m2;
             merge_warps(mean, m2, counts, means + c, squares + c);
             long long at = ((long long)(unit / tiles) * COUT + c0 + c) * tiles + unit % tiles;
-            p_mean[at] = mean;
+            // Scales and bias are applied to a tile's moments, once, not to each of its outputs.
+#if SCALED
+            float once = unscales[c], again = unscales[CHANNELS + c];
+            mean = mean * once * again, m2 = m2 * once * again * once * again;
+#endif
+            p_mean[at] = mean + biases[c];
             p_m2[at] = m2;
         }
     }

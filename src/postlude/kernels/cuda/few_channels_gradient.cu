@@ -88,12 +88,7 @@ __device__ __forceinline__ int exponent_of_tile(const input_t* p_x, const Volume
             if (i % 4 < CIN * XS && first + i / 4 * THREADS < positions)
                 largest = larger(largest, finite_magnitude(v[i / 4][i % 4]));
     }
-    largest = warp_max(largest);
-    if (threadIdx.x % 32 == 0) largest_of_warp[threadIdx.x / 32] = largest;
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < WARPS; i++) largest = larger(largest, largest_of_warp[i]);
-    return exponent_of(largest);
+    return exponent_of(block_max(largest, largest_of_warp));
 #else
     return 14;
 #endif

@@ -8,34 +8,26 @@ struct Moments {
     float mean[NFRAG][2], m2[NFRAG][2];
 };
 
-// Adds a group of rows. Bit 4r + i of `valid`: the output of row r at x = 8i + g is one.
-__device__ __forceinline__ void take_in(Moments& have, Sums& sums, u32 valid, const float* unscales,
-                                        const float* biases)
+// Adds a group of rows. Bit 4r + i of `valid`: the output of row r at x = 8i + g is one. The others are multiplied by
+// 0, not left out: what they read of the input, outputs of the same tile read as well.
+__device__ __forceinline__ void take_in(Moments& have, const Sums& sums, u32 valid)
 {
-    float count = (float)__popc(valid);
-    float share = count > 0.0f ? __fdividef(1.0f, count) : 0.0f;
-    float before = have.count;
+    float is[4 * R], count = (float)__popc(valid);
+#pragma unroll
+    for (int k = 0; k < 4 * R; k++) is[k] = valid >> k & 1u ? 1.0f : 0.0f;
+    float share = count > 0.0f ? __fdividef(1.0f, count) : 0.0f, before = have.count;
     have.count += count;
     float weight = have.count > 0.0f ? __fdividef(count, have.count) : 0.0f;
 #pragma unroll
     for (int i = 0; i < 2 * NFRAG; i++) {
         int n = i / 2, c = i % 2;
-        float bias = biases[n * 8 + c];
         float sum = 0.0f, m2 = 0.0f;
 #pragma unroll
-        for (int k = 0; k < 4 * R; k++) {
-            float& v = sums[k / 2][n][k % 2 * 2 + c];
-#if SCALED
-            v = v * unscales[n * 8 + c] * unscales[NFRAG * 8 + n * 8 + c] + bias;
-#else
-            v += bias;
-#endif
-            sum += valid >> k & 1u ? v : 0.0f;
-        }
+        for (int k = 0; k < 4 * R; k++) sum += is[k] * sums[k / 2][n][k % 2 * 2 + c];
         float mean = sum * share;
 #pragma unroll
         for (int k = 0; k < 4 * R; k++) {
-            float off = valid >> k & 1u ? sums[k / 2][n][k % 2 * 2 + c] - mean : 0.0f;
+            float off = is[k] * (sums[k / 2][n][k % 2 * 2 + c] - mean);
             m2 += off * off;
         }
         float apart = mean - have.mean[n][c];

@@ -82,6 +82,17 @@ __device__ __forceinline__ u32 warp_max(u32 value)
     return value;
 }
 
+// The largest of a block's values, from one of each thread; `of_warps` is [WARPS]. Has a barrier.
+__device__ __forceinline__ u32 block_max(u32 value, u32* of_warps)
+{
+    value = warp_max(value);
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = value;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < WARPS; i++) value = larger(value, of_warps[i]);
+    return value;
+}
+
 // The exponent e for which 2^(14 − e) brings `largest` to 2¹⁴…2¹⁵; clamped where it or its inverse would be none
 __device__ __forceinline__ int exponent_of(u32 largest)
 {

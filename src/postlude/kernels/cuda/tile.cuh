@@ -97,12 +97,7 @@ __device__ __forceinline__ void stage(const input_t* p_x, const Volume& in, int 
 {
     u32 largest = load_tile(p_x, in, positions, z0, y0, x0, tile);
 #if SCALED
-    largest = warp_max(largest);
-    if (threadIdx.x % 32 == 0) largest_of_warp[threadIdx.x / 32] = largest;
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < WARPS; i++) largest = larger(largest, largest_of_warp[i]);
-    int exponent = exponent_of(largest);
+    int exponent = exponent_of(block_max(largest, largest_of_warp));
     if (threadIdx.x < CHANNELS) {
         int both = exponent - 14 + undo[threadIdx.x];
         unscales[threadIdx.x] = power_of_two(both / 2);

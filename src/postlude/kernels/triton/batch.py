@@ -7,46 +7,27 @@ they need not know.
 import triton
 import triton.language as tl
 
+from postlude.kernels.triton.normalize import combined_parts
+
 
 @triton.jit
 def combine_batch_kernel(
     p_mean,  # [N, C, CHUNKS]: partial moments
     p_m2,  # [N, C, CHUNKS]
     p_count,  # [N, CHUNKS]
-    p_batch_mean,  # [N, C], out
-    p_batch_rstd,  # [N, C], out
-    p_running_mean,  # [C], in and out where MOVES
-    p_running_var,  # [C], in and out where MOVES
-    N,
-    C,
-    CHUNKS,
+    p_batch_mean, p_batch_rstd,  # [N, C], out
+    p_running_mean, p_running_var,  # [C], in and out where MOVES
+    N, C, CHUNKS,
     count,  # values of a channel
     eps,
-    MOMENTUM: tl.constexpr,
-    MOVES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ACC: tl.constexpr,
-):
+    MOMENTUM: tl.constexpr, MOVES: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
     i_c = tl.program_id(0)
     o_part = tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], ACC)
-    for start in range(0, N * CHUNKS, BLOCK):
-        o = start + o_part
-        m = o < N * CHUNKS
-        o_x = (o // CHUNKS * C + i_c) * CHUNKS + o % CHUNKS
-        b_count = tl.load(p_count + o, mask=m, other=0.0)  # [BLOCK]
-        total += tl.load(p_mean + o_x, mask=m, other=0.0) * b_count
-    mean = tl.sum(total) / count
-    m2 = tl.zeros([BLOCK], ACC)
-    for start in range(0, N * CHUNKS, BLOCK):
-        o = start + o_part
-        m = o < N * CHUNKS
-        o_x = (o // CHUNKS * C + i_c) * CHUNKS + o % CHUNKS
-        b_count = tl.load(p_count + o, mask=m, other=0.0)
-        b_mean = tl.load(p_mean + o_x, mask=m, other=0.0)
-        b_m2 = tl.load(p_m2 + o_x, mask=m, other=0.0)
-        m2 += tl.where(m, b_m2 + b_count * (b_mean - mean) * (b_mean - mean), 0.0)
-    squares = tl.sum(m2)
+    p_mean += i_c * CHUNKS
+    p_m2 += i_c * CHUNKS
+    parts, stride = N * CHUNKS, C * CHUNKS
+    mean, squares = combined_parts(p_mean, p_m2, p_count, parts, CHUNKS, stride, count, True, BLOCK, ACC)
     rstd = 1.0 / tl.sqrt(squares / count + eps)
     for start in range(0, N, BLOCK):
         o = start + o_part
@@ -67,14 +48,10 @@ def combine_batch_sums_kernel(
     p_weight,  # [C], unread without HAS_WEIGHT
     p_a,  # [N, C], out: the mean of γ · dn over the batch
     p_b,  # [N, C], out: the mean of γ · dn · x̂
-    N,
-    C,
-    S,
-    CHUNKS,
+    N, C, S, CHUNKS,
     PLANE,  # N·C·CHUNKS
-    HAS_WEIGHT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     i_c = tl.program_id(0)
     o_part = tl.arange(0, BLOCK)
     # Sums of opposite signs may be far larger than their total: float64, which costs nothing for so few.

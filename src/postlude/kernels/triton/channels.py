@@ -7,8 +7,8 @@ axis: loaded along two, each number was loaded four times. Lanes past the last c
 import triton
 import triton.language as tl
 
-from postlude.kernels.triton.normalize import places
 from postlude.kernels.triton.pointwise import exp
+from postlude.kernels.triton.tiles import of_groups, own_channels, own_rows, own_tile
 
 
 @triton.jit
@@ -30,17 +30,9 @@ def row_logsumexp(b_x):
 def channels_kernel(
     p_x,  # [N, C, S], or [N, S, C] where LAST
     p_y,  # [N, S], out
-    p_mean,  # [N·G]
-    p_rstd,  # [N·G]
-    a0,
-    a1,
-    a2,
-    a3,
-    a4,
-    a5,
-    C,
-    S,
-    CHUNKS,
+    p_mean, p_rstd,  # [N·G]
+    a0, a1, a2, a3, a4, a5,
+    C, S, CHUNKS,
     PER_GROUP,  # channels of a group
     WHOLE: tl.constexpr,
     OP: tl.constexpr,  # "logsumexp", "amax" or "amin"
@@ -49,25 +41,14 @@ def channels_kernel(
     BLOCK_C: tl.constexpr,  # C or more
     LAST: tl.constexpr,
     ALIGN: tl.constexpr,  # a power of two that divides S, or 1 where LAST
-    WIDE: tl.constexpr,
-    ACC: tl.constexpr,
-):
-    i_chunk = tl.program_id(0) % CHUNKS
-    i_n = tl.program_id(0) // CHUNKS
+    WIDE: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
     S = S // ALIGN * ALIGN  # the same number: a hint would not reach the masks
-    base = i_n.to(tl.int64) * S * C
-    o_c = tl.arange(0, BLOCK_C)  # [BLOCK_C]
-    m_c = o_c < C
-    o_s = i_chunk * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    o_x = places(o_s, o_c, C, S, not LAST, WIDE)  # [BLOCK, BLOCK_C]
-    m_x = (o_s < S)[:, None] & m_c[None, :]
-    b_x = tl.load(p_x + base + o_x, mask=m_x, other=0.0).to(ACC)
-    mean = tl.zeros([1, BLOCK_C], ACC)
-    rstd = tl.zeros([1, BLOCK_C], ACC)
-    if HAS_NORM:
-        o_g = (i_n * C + o_c) // PER_GROUP
-        mean = tl.load(p_mean + o_g, mask=m_c, other=0.0)[None, :]
-        rstd = tl.load(p_rstd + o_g, mask=m_c, other=0.0)[None, :]
+    i_chunk, i_n, o_c, m_c, base = own_channels(C, S, CHUNKS, BLOCK_C)
+    o_x, m_x = own_tile(i_chunk * BLOCK, o_c, m_c, C, S, BLOCK, BLOCK_C, not LAST, WIDE)
+    b_x = tl.load(p_x + base + o_x, mask=m_x, other=0.0).to(ACC)  # [BLOCK, BLOCK_C]
+    o_g = own_rows(i_n, o_c, C, BLOCK_C) // PER_GROUP
+    mean, rstd = of_groups(p_mean, p_rstd, o_g, m_c, HAS_NORM, ACC)
     b_x = WHOLE(b_x, mean, rstd, o_c, base, o_x, m_c, m_x, a0, a1, a2, a3, a4, a5)
     if OP == "amin":
         b_x = -b_x
@@ -78,4 +59,5 @@ def channels_kernel(
         b_y = row_largest(b_x)
     else:
         b_y = -row_largest(b_x)
+    o_s = i_chunk * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     tl.store(p_y + i_n.to(tl.int64) * S + o_s, b_y.to(p_y.dtype.element_ty), mask=o_s < S)

@@ -9,6 +9,9 @@ times, at the price of products with zeros.
 import triton
 import triton.language as tl
 
+from postlude.kernels.triton.epilogue import epilogue
+from postlude.kernels.triton.planes import multiply
+
 
 @triton.jit
 def convolve_kernel(
@@ -18,34 +21,21 @@ def convolve_kernel(
     p_unscale,  # [COUT] where SCALED
     p_inf,  # [1] where KEEPS and PLANES is 2: whether there is an infinity in either operand
     p_y,  # [N, COUT, S], or [N, S, COUT] where LAST, out; where STORE
-    p_mean,  # [N, COUT, TILES], out, where MOMENTS
-    p_m2,  # the same
+    p_mean, p_m2,  # [N, COUT, TILES], out, where MOMENTS
     p_count,  # [N, TILES], out, where MOMENTS: a tile's outputs that are none of the padding
-    a0,
-    a1,
-    a2,
-    a3,
-    a4,
-    a5,
+    a0, a1, a2, a3, a4, a5,
     COUT,
     TILES,  # per sample
     UNITS,  # tiles in all, times blocks of channels
     SAMPLE_ROWS,  # rows of a packed sample
-    PITCH,  # positions of a packed row, and of a packed plane
-    PLANE,
+    PITCH, PLANE,  # positions of a packed row, and of a packed plane
     FIRST,  # the first plane of the packed sample that holds input
     LAST_PLANE,  # the last plane that holds input
-    OD,
-    OH,
-    OW,
-    BEFORE: tl.constexpr,
-    KD: tl.constexpr,
-    KH: tl.constexpr,
+    OD, OH, OW,
+    BEFORE: tl.constexpr, KD: tl.constexpr, KH: tl.constexpr,
     SPAN_C: tl.constexpr,  # elements that a row of the product reads for one (z, y) of the taps
     C: tl.constexpr,  # channels of a packed position
-    WIDTH: tl.constexpr,
-    PLANES: tl.constexpr,
-    SCALED: tl.constexpr,
+    WIDTH: tl.constexpr, PLANES: tl.constexpr, SCALED: tl.constexpr,
     KEEPS: tl.constexpr,  # infinities come out as of PyTorch's convolution: no norm follows that hides them
     STORE: tl.constexpr,  # "no", "raw": what the convolution gives, or "done": what BEFORE makes of it
     MOMENTS: tl.constexpr,  # "no", "both", or "sums"
@@ -54,13 +44,9 @@ def convolve_kernel(
     WIDE: tl.constexpr,
     ALIGN: tl.constexpr,  # a power of two that divides OD·OH·OW where DENSE, else PITCH and OW
     FULL: tl.constexpr,  # COUT is a multiple of BC: one mask for all channels of a position
-    BLOCKS_C: tl.constexpr,
-    BM: tl.constexpr,
-    BC: tl.constexpr,
-    BK: tl.constexpr,
-    STAGES: tl.constexpr,
-    ACC: tl.constexpr,
-):
+    BLOCKS_C: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
+    STAGES: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
     KB: tl.constexpr = SPAN_C // BK
     K: tl.constexpr = KD * KH * SPAN_C
     for unit in range(tl.program_id(0), UNITS, tl.num_programs(0)):
@@ -82,17 +68,9 @@ def convolve_kernel(
             column = (offset % WIDTH) * C + (i % KB) * BK
             high = d_high.load([row, column])  # [BM, BK]
             w_high = d_w.load([column0, i * BK])  # [WIDTH·BC, BK]
-            if PLANES == 2:
-                low = d_low.load([row, column])
-                w_low = d_w.load([column0, K + i * BK])
-                # Tensor cores cut off what does not fit while they accumulate: the sum over one block stays short,
-                # small products first, and is added up in ordinary fp32.
-                part = tl.dot(low, w_high.T)
-                part = tl.dot(high, w_low.T, part)
-                part = tl.dot(high, w_high.T, part)
-                acc += part
-            else:
-                acc = tl.dot(high, w_high.T, acc, out_dtype=ACC)
+            low = d_low.load([row, column]) if PLANES == 2 else high
+            w_low = d_w.load([column0, K + i * BK]) if PLANES == 2 else w_high
+            acc = multiply(high, low, w_high.T, w_low.T, acc, PLANES, ACC)
         if KEEPS and PLANES == 2:  # noqa: SIM102 (decided when compiling; the other when running)
             # An infinity times a low plane has any sign, or is NaN: the high planes alone say what becomes of it.
             if tl.load(p_inf) != 0:
@@ -118,29 +96,7 @@ def convolve_kernel(
             y = run % (PLANE // ALIGN) // (PITCH // ALIGN)
             m_s = (run < OD * (PLANE // ALIGN)) & (x < OW // ALIGN) & (y < OH)
             o_s = ((run // (PLANE // ALIGN) * OH + y) * (OW // ALIGN) + x) * ALIGN + o_p % ALIGN
-        base = i_n.to(tl.int64) * COUT * S
-        if LAST:
-            o_x = (o_s[:, None].to(tl.int64) if WIDE else o_s[:, None]) * COUT + o_c[None, :]  # [BM·WIDTH, BC]
-        else:
-            o_x = (o_c[None, :].to(tl.int64) if WIDE else o_c[None, :]) * S + o_s[:, None]
-        m_x = m_s[:, None]
-        if not FULL:
-            m_x = m_x & m_c[None, :]
-        if STORE == "raw":
-            tl.store(p_y + base + o_x, b_v.to(p_y.dtype.element_ty), mask=m_x)
-        b_v = BEFORE(b_v, o_c, base, o_x, m_c, m_x, a0, a1, a2, a3, a4, a5)
-        if MOMENTS != "no":
-            count = tl.sum(m_s.to(ACC))
-            b_sum = tl.sum(tl.where(m_x, b_v, 0.0), axis=0)  # [BC]
-            o_out = (i_n * COUT + o_c) * TILES + i_tile
-            if MOMENTS == "both":
-                b_mean = b_sum / tl.maximum(count, 1.0)
-                b_diff = tl.where(m_x, b_v - b_mean[None, :], 0.0)
-                tl.store(p_mean + o_out, b_mean, mask=m_c)
-                tl.store(p_m2 + o_out, tl.sum(b_diff * b_diff, axis=0), mask=m_c)
-            else:
-                tl.store(p_mean + o_out, b_sum, mask=m_c)
-            if i_b == 0:
-                tl.store(p_count + i_n * TILES + i_tile, count)
-        if STORE == "done":  # after the moments: its layout is another, and both would not fit the registers
-            tl.store(p_y + base + o_x, b_v.to(p_y.dtype.element_ty), mask=m_x)
+        epilogue(
+            b_v, o_c, m_c, o_s, m_s, i_n, i_b, i_tile, p_y, p_mean, p_m2, p_count,
+            a0, a1, a2, a3, a4, a5, COUT, S, TILES, BEFORE, STORE, MOMENTS, LAST, WIDE, FULL, 0, ACC,
+        )  # fmt: skip

@@ -10,51 +10,32 @@ zeros.
 import triton
 import triton.language as tl
 
+from postlude.kernels.triton.epilogue import epilogue
+
 
 @triton.jit
 def convolve_boxes_kernel(
     d_x,  # descriptor [N, D, H, W / WIDTH, WIDTH·C] over the input, boxes [1, 1, BH, BJ, BK]
     d_w,  # descriptor [rows, K] over the packed weight (see pack.py), boxes [WIDTH·BC, BK]
     p_y,  # [N, COUT, S], or [N, S, COUT] where LAST, out; where STORE
-    p_mean,  # [N, COUT, TILES], out, where MOMENTS
-    p_m2,  # the same
+    p_mean, p_m2,  # [N, COUT, TILES], out, where MOMENTS
     p_count,  # [N, TILES], out, where MOMENTS: a tile's outputs
-    a0,
-    a1,
-    a2,
-    a3,
-    a4,
-    a5,
+    a0, a1, a2, a3, a4, a5,
     COUT,
     TILES,  # per sample
-    TILES_H,
-    TILES_J,
-    D,
-    OD,
-    OH,
-    OW,
+    TILES_H, TILES_J, D, OD, OH, OW,
     BEFORE: tl.constexpr,
-    PD: tl.constexpr,  # padding in front of each axis
-    PH: tl.constexpr,
-    PW: tl.constexpr,
-    KD: tl.constexpr,
-    KH: tl.constexpr,
+    PD: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,  # padding in front of each axis
+    KD: tl.constexpr, KH: tl.constexpr,
     SPAN: tl.constexpr,  # positions that WIDTH neighbouring outputs read along x
-    C: tl.constexpr,
-    WIDTH: tl.constexpr,
+    C: tl.constexpr, WIDTH: tl.constexpr,
     STORE: tl.constexpr,  # "no", "raw": what the convolution gives, or "done": what BEFORE makes of it
     MOMENTS: tl.constexpr,  # "no", "both", or "sums"
-    LAST: tl.constexpr,
-    WIDE: tl.constexpr,
+    LAST: tl.constexpr, WIDE: tl.constexpr,
     FULL: tl.constexpr,  # COUT is a multiple of BC: one mask for all channels of a position
-    BLOCKS_C: tl.constexpr,
-    BH: tl.constexpr,
-    BJ: tl.constexpr,
-    BC: tl.constexpr,
-    BK: tl.constexpr,
-    STAGES: tl.constexpr,
-    ACC: tl.constexpr,
-):
+    BLOCKS_C: tl.constexpr, BH: tl.constexpr, BJ: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
+    STAGES: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
     KB: tl.constexpr = C // BK
     STEPS: tl.constexpr = KH * SPAN * KB  # of one plane of taps
     unit = tl.program_id(0)
@@ -80,36 +61,14 @@ def convolve_boxes_kernel(
     b_v = tl.permute(tl.reshape(acc, [WIDTH, BC, BH * BJ]), (2, 0, 1))
     b_v = tl.reshape(b_v, [BH * BJ * WIDTH, BC])
     o_c = i_b * BC + tl.arange(0, BC)
-    m_c = o_c < COUT
     o_p = tl.arange(0, BH * BJ * WIDTH)
     o_x = j0 * WIDTH + o_p % (BJ * WIDTH)
     o_y = y0 + o_p // (BJ * WIDTH)
     m_s = (o_x < OW) & (o_y < OH)
     o_s = (z0 * OH + o_y) * OW + o_x
     S = OD * OH * OW
-    base = i_n.to(tl.int64) * COUT * S
-    if LAST:
-        o_v = (o_s[:, None].to(tl.int64) if WIDE else o_s[:, None]) * COUT + o_c[None, :]  # [BH·BJ·WIDTH, BC]
-    else:
-        o_v = (o_c[None, :].to(tl.int64) if WIDE else o_c[None, :]) * S + o_s[:, None]
-    m_v = m_s[:, None]
-    if not FULL:
-        m_v = m_v & m_c[None, :]
-    if STORE == "raw":
-        tl.store(p_y + base + o_v, b_v.to(p_y.dtype.element_ty), mask=m_v)
-    b_v = BEFORE(b_v, o_c, base, o_v, m_c, m_v, a0, a1, a2, a3, a4, a5)
-    if MOMENTS != "no":
-        count = tl.sum(m_s.to(ACC))
-        b_sum = tl.sum(tl.where(m_v, b_v, 0.0), axis=0)  # [BC]
-        o_out = (i_n * COUT + o_c) * TILES + i_tile
-        if MOMENTS == "both":
-            b_mean = b_sum / count
-            b_diff = tl.where(m_v, b_v - b_mean[None, :], 0.0)
-            tl.store(p_mean + o_out, b_mean, mask=m_c)
-            tl.store(p_m2 + o_out, tl.sum(b_diff * b_diff, axis=0), mask=m_c)
-        else:
-            tl.store(p_mean + o_out, b_sum, mask=m_c)
-        if i_b == 0:
-            tl.store(p_count + i_n * TILES + i_tile, count)
-    if STORE == "done":
-        tl.store(p_y + base + o_v, b_v.to(p_y.dtype.element_ty), mask=m_v)
+    m_c = o_c < COUT
+    epilogue(
+        b_v, o_c, m_c, o_s, m_s, i_n, i_b, i_tile, p_y, p_mean, p_m2, p_count,
+        a0, a1, a2, a3, a4, a5, COUT, S, TILES, BEFORE, STORE, MOMENTS, LAST, WIDE, FULL, 0, ACC,
+    )  # fmt: skip

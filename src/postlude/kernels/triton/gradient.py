@@ -7,8 +7,8 @@ by chunks and added up in order and in float64: those of opposite signs may be f
 import triton
 import triton.language as tl
 
-from postlude.kernels.triton.normalize import places
-from postlude.kernels.triton.pack import finite_magnitude, flag_infinity
+from postlude.kernels.triton.planes import finite_magnitude, flag_infinity
+from postlude.kernels.triton.tiles import beside, of_groups, own_channels, own_rows, own_tile, store_full
 
 
 @triton.jit
@@ -20,98 +20,34 @@ def added(totals, blocks, mask, COUNT: tl.constexpr):
 
 
 @triton.jit
-def row_sums_kernel(
-    p_x,  # [N·C, S]
-    p_g,  # [N·C, S]
-    p_mean,  # [N·G]
-    p_rstd,  # [N·G]
-    p_sums,  # [COUNT, N·C, CHUNKS], out
-    a0,
-    a1,
-    a2,
-    a3,
-    a4,
-    a5,
-    C,
-    S,
-    CHUNKS,
+def sums_kernel(
+    p_x, p_g,  # [N, C, S] in the value's layout
+    p_mean, p_rstd,  # [N·G]
+    p_sums,  # [COUNT, N, C, CHUNKS], out
+    a0, a1, a2, a3, a4, a5,
+    C, S, CHUNKS,
     TILES,  # per chunk
     PER_GROUP,  # channels of a group
     PLANE,  # N·C·CHUNKS
-    SUMS: tl.constexpr,
-    COUNT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ALIGN: tl.constexpr,  # a power of two that divides S: the compiler asks only for 16
-    ACC: tl.constexpr,
-):
-    i_chunk = tl.program_id(0) % CHUNKS
-    i_row = tl.program_id(0) // CHUNKS
+    SUMS: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr,
+    SHORT: tl.constexpr, ALIGN: tl.constexpr,  # as in normalize.py
+    WIDE: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
     S = S // ALIGN * ALIGN  # the same number: a hint would not reach the masks
-    base = i_row.to(tl.int64) * S
-    o_c = i_row % C
-    mean = tl.load(p_mean + i_row // PER_GROUP)
-    rstd = tl.load(p_rstd + i_row // PER_GROUP)
-    totals = (tl.zeros([BLOCK], ACC),) * COUNT
+    i_chunk, i_row, o_c, m_c, base = own_channels(C, S, CHUNKS, BLOCK_C)
+    o_row = own_rows(i_row, o_c, C, BLOCK_C)
+    mean, rstd = of_groups(p_mean, p_rstd, o_row // PER_GROUP, m_c, True, ACC)
+    totals = (tl.zeros([BLOCK] if BLOCK_C == 0 else [BLOCK, BLOCK_C], ACC),) * COUNT
     for i_tile in range(TILES):
-        o_s = (i_chunk * TILES + i_tile) * BLOCK + tl.arange(0, BLOCK)
-        m_s = o_s < S
-        b_x = tl.load(p_x + base + o_s, mask=m_s, other=0.0).to(ACC)  # [BLOCK]
-        b_g = tl.load(p_g + base + o_s, mask=m_s, other=0.0).to(ACC)
-        blocks = SUMS(b_x, b_g, mean, rstd, o_c, base, o_s, o_c < C, m_s, a0, a1, a2, a3, a4, a5)
-        totals = added(totals, blocks, m_s, COUNT)
-    for i in tl.static_range(COUNT):
-        tl.store(p_sums + i * PLANE + i_row * CHUNKS + i_chunk, tl.sum(totals[i]))
-
-
-@triton.jit
-def last_sums_kernel(
-    p_x,  # [N, S, C]
-    p_g,  # [N, S, C]
-    p_mean,  # [N·G]
-    p_rstd,  # [N·G]
-    p_sums,  # [COUNT, N, C, CHUNKS], out
-    a0,
-    a1,
-    a2,
-    a3,
-    a4,
-    a5,
-    C,
-    S,
-    CHUNKS,
-    TILES,
-    PER_GROUP,
-    PLANE,
-    SUMS: tl.constexpr,
-    COUNT: tl.constexpr,
-    BLOCK: tl.constexpr,  # rows of a tile
-    BLOCK_C: tl.constexpr,
-    SHORT: tl.constexpr,  # as in normalize.py, and ALIGN
-    ALIGN: tl.constexpr,
-    WIDE: tl.constexpr,
-    ACC: tl.constexpr,
-):
-    i_chunk = tl.program_id(0) % CHUNKS
-    i_n = tl.program_id(0) // CHUNKS
-    S = S // ALIGN * ALIGN
-    base = i_n.to(tl.int64) * S * C
-    o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)  # [BLOCK_C]
-    m_c = o_c < C
-    o_g = (i_n * C + o_c) // PER_GROUP
-    mean = tl.load(p_mean + o_g, mask=m_c, other=0.0)[None, :]  # [1, BLOCK_C]
-    rstd = tl.load(p_rstd + o_g, mask=m_c, other=0.0)[None, :]
-    totals = (tl.zeros([BLOCK, BLOCK_C], ACC),) * COUNT
-    for i_tile in range(TILES):
-        o_s = (i_chunk * TILES + i_tile) * BLOCK + tl.arange(0, BLOCK)
-        o_x = places(o_s, o_c, C, S, SHORT, WIDE)  # [BLOCK, BLOCK_C]
-        m_x = (o_s < S)[:, None] & m_c[None, :]
+        o_x, m_x = own_tile((i_chunk * TILES + i_tile) * BLOCK, o_c, m_c, C, S, BLOCK, BLOCK_C, SHORT, WIDE)
         b_x = tl.load(p_x + base + o_x, mask=m_x, other=0.0).to(ACC)
         b_g = tl.load(p_g + base + o_x, mask=m_x, other=0.0).to(ACC)
-        blocks = SUMS(b_x, b_g, mean, rstd, o_c[None, :], base, o_x, m_c[None, :], m_x, a0, a1, a2, a3, a4, a5)
+        blocks = SUMS(
+            b_x, b_g, mean, rstd, beside(o_c, BLOCK_C), base, o_x, beside(m_c, BLOCK_C), m_x, a0, a1, a2, a3, a4, a5
+        )
         totals = added(totals, blocks, m_x, COUNT)
-    o_out = (i_n * C + o_c) * CHUNKS + i_chunk
     for i in tl.static_range(COUNT):
-        tl.store(p_sums + i * PLANE + o_out, tl.sum(totals[i], axis=0), mask=m_c)
+        tl.store(p_sums + i * PLANE + o_row * CHUNKS + i_chunk, tl.sum(totals[i], axis=0), mask=m_c)
 
 
 @triton.jit
@@ -120,14 +56,10 @@ def combine_sums_kernel(
     p_weight,  # [C], unread without HAS_WEIGHT
     p_a,  # [N·G], out: the mean of γ · dn over a group
     p_b,  # [N·G], out: the mean of γ · dn · x̂
-    GROUPS,
-    PER_GROUP,
-    S,
-    CHUNKS,
+    GROUPS, PER_GROUP, S, CHUNKS,
     PLANE,  # N·C·CHUNKS
-    HAS_WEIGHT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     i_group = tl.program_id(0)
     base = i_group.to(tl.int64) * PER_GROUP * CHUNKS
     first = i_group % GROUPS * PER_GROUP  # the group's first channel
@@ -154,13 +86,9 @@ def add_channels_kernel(
     p_first,  # [FIRST, N, C, CHUNKS]
     p_second,  # [SECOND, N, C, CHUNKS2]
     p_out,  # [FIRST + SECOND, C], out
-    N,
-    C,
-    CHUNKS,
-    CHUNKS2,
-    FIRST,
+    N, C, CHUNKS, CHUNKS2, FIRST,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     i_out = tl.program_id(0)
     i_c = tl.program_id(1)
     chunks = CHUNKS
@@ -177,144 +105,44 @@ def add_channels_kernel(
 
 
 @triton.jit
-def row_gradient_kernel(
-    p_x,  # [N·C, S]
-    p_g,  # [N·C, S]
-    p_mean,  # [N·G]
-    p_rstd,  # [N·G]
-    p_a,  # [N·G]
-    p_b,  # [N·G]
-    p_dx,  # [N·C, S], out
-    p_sums,  # [TOTALS, N·C, CHUNKS], out
-    p_full0,  # [N·C, S], out where FULL
-    p_full1,  # [N·C, S], out where FULL is 2
+def gradient_kernel(
+    p_x, p_g,  # [N, C, S] in the value's layout
+    p_mean, p_rstd, p_a, p_b,  # [N·G]
+    p_dx,  # as p_x, out
+    p_sums,  # [TOTALS, N, C, CHUNKS], out
+    p_full0,  # as p_x, out where FULL
+    p_full1,  # as p_x, out where FULL is 2
     p_largest,  # [C], as in pack.py, of what is stored in p_dx; where LARGEST
-    a0,
-    a1,
-    a2,
-    a3,
-    a4,
-    a5,
-    C,
-    S,
-    CHUNKS,
-    PER_GROUP,
-    PLANE,
-    GRADIENT: tl.constexpr,
-    HAS_NORM: tl.constexpr,
+    a0, a1, a2, a3, a4, a5,
+    C, S, CHUNKS, PER_GROUP, PLANE,
+    GRADIENT: tl.constexpr, HAS_NORM: tl.constexpr,
     TOTALS: tl.constexpr,  # blocks after the first one that are summed
     FULL: tl.constexpr,  # blocks after those that are stored
     LARGEST: tl.constexpr,  # the channels' largest magnitudes are found as well
     FLAGS: tl.constexpr,  # and an infinity leaves a 1 behind them
-    BLOCK: tl.constexpr,
-    ALIGN: tl.constexpr,
-    ACC: tl.constexpr,
-):
-    i_chunk = tl.program_id(0) % CHUNKS
-    i_row = tl.program_id(0) // CHUNKS
-    S = S // ALIGN * ALIGN
-    base = i_row.to(tl.int64) * S
-    o_c = i_row % C
-    o_s = i_chunk * BLOCK + tl.arange(0, BLOCK)
-    m_s = o_s < S
-    b_x = tl.load(p_x + base + o_s, mask=m_s, other=0.0).to(ACC)  # [BLOCK]
-    b_g = tl.load(p_g + base + o_s, mask=m_s, other=0.0).to(ACC)
-    mean = tl.zeros([], ACC)
-    rstd = mean
-    a = mean
-    b = mean
-    if HAS_NORM:
-        mean = tl.load(p_mean + i_row // PER_GROUP)
-        rstd = tl.load(p_rstd + i_row // PER_GROUP)
-        a = tl.load(p_a + i_row // PER_GROUP)
-        b = tl.load(p_b + i_row // PER_GROUP)
-    blocks = GRADIENT(b_x, b_g, mean, rstd, a, b, o_c, base, o_s, o_c < C, m_s, a0, a1, a2, a3, a4, a5)
-    tl.store(p_dx + base + o_s, blocks[0].to(p_dx.dtype.element_ty), mask=m_s)
-    if LARGEST:
-        b_dx = tl.where(m_s, blocks[0], 0.0)
-        tl.atomic_max(p_largest + o_c, tl.max(finite_magnitude(b_dx)).to(tl.int32, bitcast=True), sem="relaxed")
-        if FLAGS:
-            flag_infinity(p_largest + C, b_dx)
-    for i in tl.static_range(TOTALS):
-        total = tl.sum(tl.where(m_s, blocks[1 + i], 0.0))
-        tl.store(p_sums + i * PLANE + i_row * CHUNKS + i_chunk, total)
-    if FULL > 0:
-        tl.store(p_full0 + base + o_s, blocks[1 + TOTALS].to(p_full0.dtype.element_ty), mask=m_s)
-    if FULL > 1:
-        tl.store(p_full1 + base + o_s, blocks[2 + TOTALS].to(p_full1.dtype.element_ty), mask=m_s)
-
-
-@triton.jit
-def last_gradient_kernel(
-    p_x,  # [N, S, C]
-    p_g,  # [N, S, C]
-    p_mean,  # [N·G]
-    p_rstd,  # [N·G]
-    p_a,  # [N·G]
-    p_b,  # [N·G]
-    p_dx,  # [N, S, C], out
-    p_sums,  # [TOTALS, N, C, CHUNKS], out
-    p_full0,  # [N, S, C], out where FULL
-    p_full1,  # [N, S, C], out where FULL is 2
-    p_largest,  # [C], as in pack.py, of what is stored in p_dx; where LARGEST
-    a0,
-    a1,
-    a2,
-    a3,
-    a4,
-    a5,
-    C,
-    S,
-    CHUNKS,
-    PER_GROUP,
-    PLANE,
-    GRADIENT: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    TOTALS: tl.constexpr,
-    FULL: tl.constexpr,
-    LARGEST: tl.constexpr,
-    FLAGS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    SHORT: tl.constexpr,  # as in normalize.py, and ALIGN
-    ALIGN: tl.constexpr,
-    WIDE: tl.constexpr,
-    ACC: tl.constexpr,
-):
-    i_chunk = tl.program_id(0) % CHUNKS
-    i_n = tl.program_id(0) // CHUNKS
-    S = S // ALIGN * ALIGN
-    base = i_n.to(tl.int64) * S * C
-    o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)  # [BLOCK_C]
-    m_c = o_c < C
-    o_s = i_chunk * BLOCK + tl.arange(0, BLOCK)
-    o_x = places(o_s, o_c, C, S, SHORT, WIDE)  # [BLOCK, BLOCK_C]
-    m_x = (o_s < S)[:, None] & m_c[None, :]
+    BLOCK: tl.constexpr, BLOCK_C: tl.constexpr, SHORT: tl.constexpr, ALIGN: tl.constexpr,
+    WIDE: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    S = S // ALIGN * ALIGN  # the same number: a hint would not reach the masks
+    i_chunk, i_row, o_c, m_c, base = own_channels(C, S, CHUNKS, BLOCK_C)
+    o_x, m_x = own_tile(i_chunk * BLOCK, o_c, m_c, C, S, BLOCK, BLOCK_C, SHORT, WIDE)
     b_x = tl.load(p_x + base + o_x, mask=m_x, other=0.0).to(ACC)
     b_g = tl.load(p_g + base + o_x, mask=m_x, other=0.0).to(ACC)
-    mean = tl.zeros([1, BLOCK_C], ACC)
-    rstd = mean
-    a = mean
-    b = mean
-    if HAS_NORM:
-        o_g = (i_n * C + o_c) // PER_GROUP
-        mean = tl.load(p_mean + o_g, mask=m_c, other=0.0)[None, :]
-        rstd = tl.load(p_rstd + o_g, mask=m_c, other=0.0)[None, :]
-        a = tl.load(p_a + o_g, mask=m_c, other=0.0)[None, :]
-        b = tl.load(p_b + o_g, mask=m_c, other=0.0)[None, :]
-    blocks = GRADIENT(b_x, b_g, mean, rstd, a, b, o_c[None, :], base, o_x, m_c[None, :], m_x, a0, a1, a2, a3, a4, a5)
+    o_g = own_rows(i_row, o_c, C, BLOCK_C) // PER_GROUP
+    mean, rstd = of_groups(p_mean, p_rstd, o_g, m_c, HAS_NORM, ACC)
+    a, b = of_groups(p_a, p_b, o_g, m_c, HAS_NORM, ACC)
+    blocks = GRADIENT(
+        b_x, b_g, mean, rstd, a, b, beside(o_c, BLOCK_C), base, o_x, beside(m_c, BLOCK_C), m_x, a0, a1, a2, a3, a4, a5
+    )
     tl.store(p_dx + base + o_x, blocks[0].to(p_dx.dtype.element_ty), mask=m_x)
     if LARGEST:
         b_dx = tl.where(m_x, blocks[0], 0.0)
-        b_largest = tl.max(finite_magnitude(b_dx), axis=0)  # [BLOCK_C]
+        b_largest = tl.max(finite_magnitude(b_dx), axis=0)
         tl.atomic_max(p_largest + o_c, b_largest.to(tl.int32, bitcast=True), mask=m_c, sem="relaxed")
         if FLAGS:
             flag_infinity(p_largest + C, b_dx)
-    o_out = (i_n * C + o_c) * CHUNKS + i_chunk
+    o_out = own_rows(i_row, o_c, C, BLOCK_C) * CHUNKS + i_chunk
     for i in tl.static_range(TOTALS):
-        total = tl.sum(tl.where(m_x, blocks[1 + i], 0.0), axis=0)  # [BLOCK_C]
+        total = tl.sum(tl.where(m_x, blocks[1 + i], 0.0), axis=0)
         tl.store(p_sums + i * PLANE + o_out, total, mask=m_c)
-    if FULL > 0:
-        tl.store(p_full0 + base + o_x, blocks[1 + TOTALS].to(p_full0.dtype.element_ty), mask=m_x)
-    if FULL > 1:
-        tl.store(p_full1 + base + o_x, blocks[2 + TOTALS].to(p_full1.dtype.element_ty), mask=m_x)
+    store_full(p_full0, p_full1, base + o_x, blocks, m_x, 1 + TOTALS, FULL)

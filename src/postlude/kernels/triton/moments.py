@@ -61,20 +61,14 @@ def finish_moments_kernel(
     p_m2,  # [N, C, CHUNKS], read where SQUARES
     p_count,  # [N, CHUNKS]: positions of a chunk; what a chunk of none holds is not read
     p_out,  # [N, C] where OVER_SPACE, else [N], out
-    a0,
-    a1,
-    a2,
-    a3,
-    a4,
-    a5,
+    a0, a1, a2, a3, a4, a5,
     CHUNKS,
-    C: tl.constexpr,
-    MOMENTS: tl.constexpr,
+    C: tl.constexpr, MOMENTS: tl.constexpr,
     SQUARES: tl.constexpr,  # False: only sums are wanted, which keep an infinity where moments would make it NaN
     OVER_SPACE: tl.constexpr,
     BLOCK_C: tl.constexpr,  # at least C
     BLOCK: tl.constexpr,  # chunks of a tile
-):
+):  # fmt: skip
     i_n = tl.program_id(0).to(tl.int64)
     o_c = tl.arange(0, BLOCK_C)
     m_c = o_c < C

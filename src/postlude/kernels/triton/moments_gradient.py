@@ -20,12 +20,9 @@ def combined_moments_kernel(
     p_m2,
     p_count,  # [N, CHUNKS]
     p_out,  # [2, N, C] float64: means and variances, out
-    N,
-    CHUNKS,
-    C: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    N, CHUNKS,
+    C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     i_n = tl.program_id(0).to(tl.int64)
     o_c = tl.arange(0, BLOCK_C)
     _, mean, var = combine_chunks(p_mean, p_m2, p_count, i_n, o_c, CHUNKS, C, True, BLOCK_C, BLOCK)
@@ -48,8 +45,7 @@ def store_as(pointer, value, mask):
 
 @triton.jit
 def moments_gradient_kernel(
-    p_mean,  # [N, C] float64
-    p_var,  # the same
+    p_mean, p_var,  # [N, C] float64
     p_dy,  # [N, C] where OVER_SPACE, else [N]
     p_gamma,  # [C], read where HAS_GAMMA
     p_bias,  # [C], the convolution's, read where HAS_BIAS
@@ -57,19 +53,14 @@ def moments_gradient_kernel(
     p_dgamma,  # [C], out where HAS_GAMMA
     p_dbeta,  # [C], out where HAS_BETA
     p_dbias,  # [C], out where HAS_BIAS
-    N,
-    POSITIONS,
+    N, POSITIONS,
     C: tl.constexpr,
     PER: tl.constexpr,  # channels of a group
-    EPS: tl.constexpr,
-    OVER_SPACE: tl.constexpr,
-    IS_SUM: tl.constexpr,
-    HAS_GAMMA: tl.constexpr,
-    HAS_BETA: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    EPS: tl.constexpr, OVER_SPACE: tl.constexpr, IS_SUM: tl.constexpr,
+    HAS_GAMMA: tl.constexpr, HAS_BETA: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_P: tl.constexpr,  # at least PER
     BLOCK_N: tl.constexpr,
-):
+):  # fmt: skip
     i_g = tl.program_id(0)
     o_p = tl.arange(0, BLOCK_P)
     o_c = i_g * PER + o_p  # [BLOCK_P]

@@ -3,74 +3,35 @@
 The input becomes rows of channels, one per position of a padded volume. A row of the volume is followed at once by
 the next one's left border, so the padding in front of each axis is all there is: reading past the end of a row meets
 the next row's zeros. The position of an output is the position of its first tap, and tap (z, y, x) lies
-z·PLANE + y·PITCH + x positions further on.
-
-Half-precision planes: a number times a power of two is cut into fp16(number) and, where two planes are kept, fp16 of
-what is left. The power brings the largest magnitude to 2¹⁴…2¹⁵, per channel of the input and per output channel of
-the weight; the weight takes the input's powers back out, so only its own remain to be undone: p_unscale.
-
-Where KEEPS, no norm follows, and an infinity must come out of the product as it would of PyTorch's convolution. In one
-plane it does by itself, but for a number that rounds to zero beside it: `not_zero`. In two planes the product of the
-high ones alone tells what becomes of it, which is computed where `p_largest` says behind its last channel that an
-infinity was met.
+z·PLANE + y·PITCH + x positions further on. What a number becomes is in planes.py.
 """
 
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def finite_magnitude(x):
-    """|x|, and 0 where x is not finite: an infinity must not set the scale of a whole channel."""
-    magnitude = tl.abs(x.to(tl.float32))
-    return tl.where(magnitude < float("inf"), magnitude, 0.0)  # also 0 for NaN
-
-
-@triton.jit
-def scale_for(largest):
-    """The power of two that brings `largest` to 2¹⁴…2¹⁵; 1 for 0. Clamped where the power itself would overflow."""
-    exponent = (largest.to(tl.int32, bitcast=True) >> 23) - 127
-    exponent = tl.where(largest == 0.0, 14, tl.maximum(exponent, -100))
-    return ((127 + 14 - exponent) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def rest_of(x, high):
-    """What the high plane leaves over of x; 0 for an infinity, which would be NaN."""
-    rest = x - high.to(tl.float32)
-    return tl.where(tl.abs(rest) < float("inf"), rest, 0.0)
-
-
-@triton.jit
-def not_zero(x, scaled):
-    """`scaled`, with the smallest number of x's sign where half precision would make it zero and x is not: infinity
-    times zero is NaN. Before the conversion, which then takes two numbers at a time."""
-    tiny = tl.where(x < 0.0, -5.9604644775390625e-08, 5.9604644775390625e-08)  # 2⁻²⁴
-    return tl.where((tl.abs(scaled) < 5.9604644775390625e-08) & (x != 0.0), tiny, scaled)
-
-
-@triton.jit
-def flag_infinity(p_flag, x):
-    """Leaves a 1 where x has an infinity. Ordinarily nothing is written."""
-    if tl.max(tl.abs(x.to(tl.float32))) == float("inf"):
-        tl.atomic_max(p_flag, 1, sem="relaxed")
+from postlude.kernels.triton.planes import (
+    finite_magnitude,
+    flag_infinity,
+    high_plane,
+    scale_for,
+    scale_of,
+    store_planes,
+)
 
 
 @triton.jit
 def largest_kernel(
     p_x,  # [N, C, S], or [N, S, C] where LAST
     p_largest,  # [C], int32 bits of non-negative floats, which order as the floats do; 0 before, and the flag
-    C,
-    S,
+    C, S,
     CHUNKS,  # of a sample's positions; 1 where SHORT
     TILES,  # of a chunk, or samples of a program where SHORT
     LAST: tl.constexpr,
     SHORT: tl.constexpr,  # BLOCK covers a sample's positions
     ALIGN: tl.constexpr,  # a power of two that divides S where the value is contiguous
     FLAGS: tl.constexpr,  # leave a 1 behind the last channel where there is an infinity
-    BLOCK: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    BLOCK: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     S = S // ALIGN * ALIGN  # the same number: a hint would not reach the masks
     blocks = tl.cdiv(C, BLOCK_C)
     i_chunk = tl.program_id(0) % CHUNKS
@@ -93,37 +54,50 @@ def largest_kernel(
 
 
 @triton.jit
+def packed_row(i_row, N, D, H, PD, PH, PLANE_ROWS, SAMPLE_ROWS):
+    """The sample, plane and row of the input that a packed row holds, and whether it holds one."""
+    i_n = i_row // SAMPLE_ROWS
+    z = (i_row % SAMPLE_ROWS) // PLANE_ROWS - PD
+    y = (i_row % SAMPLE_ROWS) % PLANE_ROWS - PH
+    is_row = (z >= 0) & (z < D) & (y >= 0) & (y < H) & (i_n < N)
+    return i_n, z, y, is_row
+
+
+@triton.jit
+def store_border(
+    p_high, p_low, out, o_c, PW,
+    CP: tl.constexpr, PLANES: tl.constexpr, PAD: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """The zeros in front of a packed row, which begins at `out`."""
+    if tl.program_id(1) == 0:
+        o_pad = tl.arange(0, PAD)
+        o_zero = o_pad[:, None] * CP + o_c[None, :]
+        m_zero = (o_pad < PW)[:, None] & (o_c < CP)[None, :]
+        zeros = tl.zeros([PAD, BLOCK_C], p_high.dtype.element_ty)
+        tl.store(p_high + out + o_zero, zeros, mask=m_zero)
+        if PLANES == 2:
+            tl.store(p_low + out + o_zero, zeros, mask=m_zero)
+
+
+@triton.jit
 def pack_input_kernel(
     p_x,  # [N, C, D, H, W], or [N, D, H, W, C] where LAST
     p_high,  # [ROWS, PITCH, CP], out
     p_low,  # the same, out, where PLANES is 2
     p_largest,  # [C] where SCALED
-    N,
-    C,
-    D,
-    H,
-    W,
-    PD,  # padding in front of each axis
-    PH,
-    PW,
+    N, C, D, H, W,
+    PD, PH, PW,  # padding in front of each axis
     PITCH,  # positions of a packed row: PW + W
-    PLANE_ROWS,  # rows of a packed plane and of a packed sample, padding included
-    SAMPLE_ROWS,
+    PLANE_ROWS, SAMPLE_ROWS,  # rows of a packed plane and of a packed sample, padding included
     CP: tl.constexpr,  # channels of a position, padded
-    PLANES: tl.constexpr,
-    SCALED: tl.constexpr,
-    KEEPS: tl.constexpr,
-    LAST: tl.constexpr,
+    PLANES: tl.constexpr, SCALED: tl.constexpr, KEEPS: tl.constexpr, LAST: tl.constexpr,
     BLOCK: tl.constexpr,  # positions of the input
     BLOCK_C: tl.constexpr,
     PAD: tl.constexpr,  # a power of two, PW or more
-):
+):  # fmt: skip
     # One row a program, counted by the input's positions: the compiler then sees that neighbours lie side by side.
     i_row = tl.program_id(0)
-    i_n = i_row // SAMPLE_ROWS
-    z = (i_row % SAMPLE_ROWS) // PLANE_ROWS - PD
-    y = (i_row % SAMPLE_ROWS) % PLANE_ROWS - PH
-    is_row = (z >= 0) & (z < D) & (y >= 0) & (y < H) & (i_n < N)
+    i_n, z, y, is_row = packed_row(i_row, N, D, H, PD, PH, PLANE_ROWS, SAMPLE_ROWS)
     o_w = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     o_c = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
     m_w = (o_w < W) & is_row
@@ -136,26 +110,51 @@ def pack_input_kernel(
     else:
         o_x = o_c[:, None].to(tl.int64) * (D * H * W) + (row + o_w)[None, :]  # [BLOCK_C, BLOCK]
         b_x = tl.trans(tl.load(p_x + sample + o_x, mask=m_c[:, None] & m_w[None, :], other=0.0))
-    if KEEPS:
-        b_given = b_x
+    b_s = b_x
     if SCALED:
-        largest = tl.load(p_largest + o_c, mask=m_c, other=0).to(tl.float32, bitcast=True)
-        b_x = b_x.to(tl.float32) * scale_for(largest)[None, :]
-    high = (not_zero(b_given, b_x) if KEEPS else b_x).to(p_high.dtype.element_ty)
+        scale = scale_of(p_largest, o_c, m_c)
+        b_s = b_x.to(tl.float32) * scale[None, :]
+    high = high_plane(b_x, b_s, KEEPS, p_high.dtype.element_ty)
     out = i_row.to(tl.int64) * PITCH * CP
     o_out = (PW + o_w)[:, None] * CP + o_c[None, :]
     m_out = (o_w < W)[:, None] & (o_c < CP)[None, :]
-    tl.store(p_high + out + o_out, high, mask=m_out)
-    if PLANES == 2:
-        tl.store(p_low + out + o_out, rest_of(b_x, high).to(p_low.dtype.element_ty), mask=m_out)
-    if tl.program_id(1) == 0:
-        o_pad = tl.arange(0, PAD)
-        o_zero = o_pad[:, None] * CP + o_c[None, :]
-        m_zero = (o_pad < PW)[:, None] & (o_c < CP)[None, :]
-        zeros = tl.zeros([PAD, BLOCK_C], p_high.dtype.element_ty)
-        tl.store(p_high + out + o_zero, zeros, mask=m_zero)
-        if PLANES == 2:
-            tl.store(p_low + out + o_zero, zeros, mask=m_zero)
+    store_planes(p_high + out, p_low + out, o_out, high, b_s, m_out, PLANES, False)
+    store_border(p_high, p_low, out, o_c, PW, CP, PLANES, PAD, BLOCK_C)
+
+
+@triton.jit
+def weight_scale(
+    p_w, p_largest, i_o, COUT, C, stride_o, stride_c, stride_tap,
+    TAPS: tl.constexpr, UNFOLDED: tl.constexpr, CP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The scale of an output channel's weights, which take the input's scales back out."""
+    largest = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, TAPS * CP, BLOCK):
+        o = start + tl.arange(0, BLOCK)
+        o_c = o % CP // UNFOLDED
+        tap = o // CP * UNFOLDED + o % CP % UNFOLDED
+        m = (o_c < C) & (o // CP < TAPS) & (i_o < COUT)
+        b_w = tl.load(p_w + i_o * stride_o + o_c * stride_c + tap * stride_tap, mask=m, other=0.0)
+        powers = scale_of(p_largest, o_c, o_c < C)
+        largest = tl.maximum(largest, finite_magnitude(b_w.to(tl.float32) / powers))
+    return scale_for(tl.max(largest))
+
+
+@triton.jit
+def store_weights(
+    p_out, p_largest, column, o, o_c, b_w, scale, C,
+    K: tl.constexpr, PLANES: tl.constexpr, SCALED: tl.constexpr, KEEPS: tl.constexpr,
+):  # fmt: skip
+    """Some of the weights of a column, [columns, PLANES·K]; an infinity among them is flagged."""
+    b_s = b_w
+    if SCALED:
+        powers = scale_of(p_largest, o_c, o_c < C)
+        b_s = b_w.to(tl.float32) / powers * scale
+    high = high_plane(b_w, b_s, KEEPS, p_out.dtype.element_ty)
+    if KEEPS and PLANES == 2:
+        flag_infinity(p_largest + C, b_w)
+    out = column * (PLANES * K)
+    store_planes(p_out + out, p_out + out + K, o, high, b_s, o < K, PLANES, False)
 
 
 @triton.jit
@@ -164,11 +163,7 @@ def pack_weight_kernel(
     p_out,  # [columns, PLANES·K], K = ROWS·SPAN·CP
     p_largest,  # [C] of the input, where SCALED; where KEEPS in two planes one more
     p_unscale,  # [COUT], out, where SCALED
-    COUT,
-    C,
-    stride_o,
-    stride_c,
-    stride_tap,
+    COUT, C, stride_o, stride_c, stride_tap,
     ROWS: tl.constexpr,  # taps but for the last axis
     KW: tl.constexpr,
     WIDTH: tl.constexpr,  # neighbouring outputs of one row of the product
@@ -176,27 +171,16 @@ def pack_weight_kernel(
     UNFOLDED: tl.constexpr,  # taps whose channels lie side by side in a packed position: there WIDTH and KW are 1
     CP: tl.constexpr,
     BLOCK_O: tl.constexpr,  # channels of a block of columns
-    PLANES: tl.constexpr,
-    SCALED: tl.constexpr,
-    KEEPS: tl.constexpr,
-    FLIP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    PLANES: tl.constexpr, SCALED: tl.constexpr, KEEPS: tl.constexpr, FLIP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     i_o = tl.program_id(0)  # up to COUT rounded to BLOCK_O
     i_w = tl.program_id(1)  # which of the neighbouring outputs
     K: tl.constexpr = ROWS * SPAN * CP
     scale = 1.0
     if SCALED:
-        largest = tl.zeros([BLOCK], tl.float32)
-        for start in range(0, ROWS * KW * CP, BLOCK):
-            o = start + tl.arange(0, BLOCK)
-            o_c = o % CP // UNFOLDED
-            tap = o // CP * UNFOLDED + o % CP % UNFOLDED
-            m = (o_c < C) & (o // CP < ROWS * KW) & (i_o < COUT)
-            b_w = tl.load(p_w + i_o * stride_o + o_c * stride_c + tap * stride_tap, mask=m, other=0.0)
-            powers = scale_for(tl.load(p_largest + o_c, mask=o_c < C, other=0).to(tl.float32, bitcast=True))
-            largest = tl.maximum(largest, finite_magnitude(b_w.to(tl.float32) / powers))
-        scale = scale_for(tl.max(largest))
+        scale = weight_scale(
+            p_w, p_largest, i_o, COUT, C, stride_o, stride_c, stride_tap, ROWS * KW, UNFOLDED, CP, BLOCK
+        )
         if i_w == 0:
             tl.store(p_unscale + i_o, 1.0 / scale)
     column = (i_o // BLOCK_O) * (WIDTH * BLOCK_O) + i_w * BLOCK_O + i_o % BLOCK_O
@@ -209,15 +193,4 @@ def pack_weight_kernel(
         if FLIP:
             tap = ROWS * KW * UNFOLDED - 1 - tap
         b_w = tl.load(p_w + i_o * stride_o + o_c * stride_c + tap * stride_tap, mask=m, other=0.0)
-        if KEEPS:
-            b_given = b_w
-        if SCALED:
-            powers = scale_for(tl.load(p_largest + o_c, mask=o_c < C, other=0).to(tl.float32, bitcast=True))
-            b_w = b_w.to(tl.float32) / powers * scale
-        high = (not_zero(b_given, b_w) if KEEPS else b_w).to(p_out.dtype.element_ty)
-        if KEEPS and PLANES == 2:
-            flag_infinity(p_largest + C, b_given)
-        tl.store(p_out + column * (PLANES * K) + o, high, mask=o < K)
-        if PLANES == 2:
-            rest = rest_of(b_w, high)
-            tl.store(p_out + column * (PLANES * K) + K + o, rest.to(p_out.dtype.element_ty), mask=o < K)
+        store_weights(p_out, p_largest, column, o, o_c, b_w, scale, C, K, PLANES, SCALED, KEEPS)

@@ -7,40 +7,26 @@ gradient at the first value is read by matrix products alone, so it is never sto
 import triton
 import triton.language as tl
 
+from postlude.kernels.triton.pack import packed_row, store_border
+from postlude.kernels.triton.tiles import of_groups, store_full
+
 
 @triton.jit
 def packed_gradient_kernel(
-    p_x,  # [N, C, D, H, W], or [N, D, H, W, C] where LAST
-    p_g,  # the same
-    p_mean,  # [N·G]
-    p_rstd,  # [N·G]
-    p_a,  # [N·G]
-    p_b,  # [N·G]
+    p_x, p_g,  # [N, C, D, H, W], or [N, D, H, W, C] where LAST
+    p_mean, p_rstd, p_a, p_b,  # [N·G]
     p_packed,  # [ROWS, PITCH, CP], out
     p_sums,  # [TOTALS, N, C, CHUNKS], out
     p_full0,  # as p_x, out where FULL
     p_full1,  # as p_x, out where FULL is 2
-    a0,
-    a1,
-    a2,
-    a3,
-    a4,
-    a5,
-    N,
-    C,
-    D,
-    H,
-    W,
-    PD,  # padding in front of each axis
-    PH,
-    PW,
+    a0, a1, a2, a3, a4, a5,
+    N, C, D, H, W,
+    PD, PH, PW,  # padding in front of each axis
     PITCH,  # positions of a packed row: PW + W
-    PLANE_ROWS,  # rows of a packed plane and of a packed sample, padding included
-    SAMPLE_ROWS,
+    PLANE_ROWS, SAMPLE_ROWS,  # rows of a packed plane and of a packed sample, padding included
     CHUNKS,  # D · H · blocks of a row
     PER_GROUP,
-    GRADIENT: tl.constexpr,
-    HAS_NORM: tl.constexpr,
+    GRADIENT: tl.constexpr, HAS_NORM: tl.constexpr,
     TOTALS: tl.constexpr,  # blocks after the first one that are summed
     FULL: tl.constexpr,  # blocks after those that are stored
     CP: tl.constexpr,  # channels of a position, padded
@@ -51,13 +37,10 @@ def packed_gradient_kernel(
     WIDE: tl.constexpr,
     ALIGN: tl.constexpr,  # a power of two that divides W: the compiler asks only for 16
     ACC: tl.constexpr,
-):
+):  # fmt: skip
     W = W // ALIGN * ALIGN  # the same number: a hint would not reach the masks
     i_row = tl.program_id(0)
-    i_n = i_row // SAMPLE_ROWS
-    z = (i_row % SAMPLE_ROWS) // PLANE_ROWS - PD
-    y = (i_row % SAMPLE_ROWS) % PLANE_ROWS - PH
-    is_row = (z >= 0) & (z < D) & (y >= 0) & (y < H) & (i_n < N)
+    i_n, z, y, is_row = packed_row(i_row, N, D, H, PD, PH, PLANE_ROWS, SAMPLE_ROWS)
     o_w = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     o_c = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
     m_w = (o_w < W) & is_row
@@ -74,16 +57,8 @@ def packed_gradient_kernel(
         o_x = (i_c.to(tl.int64) if WIDE else i_c) * (D * H * W) + o_s  # [BLOCK_C, BLOCK]
     b_x = tl.load(p_x + base + o_x, mask=m_x, other=0.0).to(ACC)
     b_g = tl.load(p_g + base + o_x, mask=m_x, other=0.0).to(ACC)
-    mean = tl.zeros([1, 1], ACC)
-    rstd = mean
-    a = mean
-    b = mean
-    if HAS_NORM:
-        o_g = (i_n * C + i_c) // PER_GROUP
-        mean = tl.load(p_mean + o_g, mask=m_i, other=0.0)
-        rstd = tl.load(p_rstd + o_g, mask=m_i, other=0.0)
-        a = tl.load(p_a + o_g, mask=m_i, other=0.0)
-        b = tl.load(p_b + o_g, mask=m_i, other=0.0)
+    mean, rstd = of_groups(p_mean, p_rstd, (i_n * C + i_c) // PER_GROUP, m_i, HAS_NORM, ACC)
+    a, b = of_groups(p_a, p_b, (i_n * C + i_c) // PER_GROUP, m_i, HAS_NORM, ACC)
     blocks = GRADIENT(b_x, b_g, mean, rstd, a, b, i_c, base, o_x, m_i, m_x, a0, a1, a2, a3, a4, a5)
     b_dx = tl.where(m_x, blocks[0], 0.0).to(p_packed.dtype.element_ty)
     if not LAST:
@@ -92,17 +67,10 @@ def packed_gradient_kernel(
     o_out = (PW + o_w)[:, None] * CP + o_c[None, :]
     m_out = (o_w < W)[:, None] & (o_c < CP)[None, :]
     tl.store(p_packed + out + o_out, b_dx, mask=m_out)
-    if tl.program_id(1) == 0:
-        o_pad = tl.arange(0, PAD)
-        o_zero = o_pad[:, None] * CP + o_c[None, :]
-        m_zero = (o_pad < PW)[:, None] & (o_c < CP)[None, :]
-        tl.store(p_packed + out + o_zero, tl.zeros([PAD, BLOCK_C], p_packed.dtype.element_ty), mask=m_zero)
+    store_border(p_packed, p_packed, out, o_c, PW, CP, 1, PAD, BLOCK_C)
     o_sum = (i_n * C + o_c) * CHUNKS + (z * H + y) * tl.num_programs(1) + tl.program_id(1)
     for i in tl.static_range(TOTALS):
         total = tl.sum(tl.where(m_x, blocks[1 + i], 0.0), axis=0 if LAST else 1)  # [BLOCK_C]
         tl.store(p_sums + o_sum, total, mask=m_c)
         p_sums += N * C * CHUNKS
-    if FULL > 0:
-        tl.store(p_full0 + base + o_x, blocks[1 + TOTALS].to(p_full0.dtype.element_ty), mask=m_x)
-    if FULL > 1:
-        tl.store(p_full1 + base + o_x, blocks[2 + TOTALS].to(p_full1.dtype.element_ty), mask=m_x)
+    store_full(p_full0, p_full1, base + o_x, blocks, m_x, 1 + TOTALS, FULL)

@@ -7,6 +7,8 @@ tile has BLOCK_R rows. Where a row is a whole sample, its channels lie one after
 import triton
 import triton.language as tl
 
+from postlude.kernels.triton.tiles import store_full
+
 
 @triton.jit
 def row_mean(x, m_x, L):
@@ -24,25 +26,17 @@ def row_statistics(x, m_x, L, eps):
 def rows_kernel(
     p_x,  # [ROWS, L]
     p_y,  # [ROWS, L], out; may be p_x
-    a0,
-    a1,
-    a2,
-    a3,
-    a4,
-    a5,
+    a0, a1, a2, a3, a4, a5,
     C,
     R,  # rows of a sample's channel
-    L,
-    ROWS,
+    L, ROWS,
     STEPS: tl.constexpr,  # all steps, as one composed function (see steps.py)
-    SAMPLE: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_L: tl.constexpr,
+    SAMPLE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr,
     ALIGN: tl.constexpr,  # a power of two that divides L: the compiler asks only for 16
     ONE_CHANNEL: tl.constexpr,  # a tile's rows are all of one channel
     FULL: tl.constexpr,  # every tile is full: L is BLOCK_L, and BLOCK_R divides ROWS
     ACC: tl.constexpr,
-):
+):  # fmt: skip
     L = L // ALIGN * ALIGN  # the same number: a hint would not reach the masks
     first = tl.program_id(0).to(tl.int64) * BLOCK_R
     o_r = tl.arange(0, BLOCK_R)
@@ -75,34 +69,22 @@ def with_sums(totals, blocks, m_x, FIRST: tl.constexpr, COUNT: tl.constexpr, OVE
 
 @triton.jit
 def rows_gradient_kernel(
-    p_x,  # [N·C, R, L]
-    p_g,  # [N·C, R, L]
+    p_x, p_g,  # [N·C, R, L]
     p_dx,  # [N·C, R, L], out
     p_sums,  # [TOTALS, N·C, CHUNKS], out
     p_columns,  # [COLUMNS, N·C·CHUNKS, L], out
     p_full0,  # [N·C, R, L], out where FULL
     p_full1,  # [N·C, R, L], out where FULL is 2
-    a0,
-    a1,
-    a2,
-    a3,
-    a4,
-    a5,
-    C,
-    R,
-    L,
-    CHUNKS,
+    a0, a1, a2, a3, a4, a5,
+    C, R, L, CHUNKS,
     TILES,  # per chunk
     PLANE,  # N·C·CHUNKS
     GRADIENT: tl.constexpr,  # see reverse.py
     TOTALS: tl.constexpr,  # blocks after the first one that are summed
     FULL: tl.constexpr,  # blocks after those that are stored
     COLUMNS: tl.constexpr,  # 2: the blocks after those are summed over rows
-    BLOCK_R: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    ALIGN: tl.constexpr,
-    ACC: tl.constexpr,
-):
+    BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr, ALIGN: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
     L = L // ALIGN * ALIGN
     i_chunk = tl.program_id(0) % CHUNKS
     i_row = tl.program_id(0) // CHUNKS
@@ -121,10 +103,7 @@ def rows_gradient_kernel(
         tl.store(p_dx + base + o_x, blocks[0].to(p_dx.dtype.element_ty), mask=m_x)
         totals = with_sums(totals, blocks, m_x, 1, TOTALS, False)
         columns = with_sums(columns, blocks, m_x, 1 + TOTALS + FULL, COLUMNS, True)
-        if FULL > 0:
-            tl.store(p_full0 + base + o_x, blocks[1 + TOTALS].to(p_full0.dtype.element_ty), mask=m_x)
-        if FULL > 1:
-            tl.store(p_full1 + base + o_x, blocks[2 + TOTALS].to(p_full1.dtype.element_ty), mask=m_x)
+        store_full(p_full0, p_full1, base + o_x, blocks, m_x, 1 + TOTALS, FULL)
     for i in tl.static_range(TOTALS):
         tl.store(p_sums + i * PLANE + tl.program_id(0), totals[i])
     o_column = tl.arange(0, BLOCK_L)

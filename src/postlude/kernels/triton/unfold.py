@@ -9,7 +9,7 @@ taps along x lie side by side, follow one another as in pack.py.
 import triton
 import triton.language as tl
 
-from postlude.kernels.triton.pack import not_zero, rest_of, scale_for
+from postlude.kernels.triton.planes import high_plane, scale_of, store_planes
 
 
 @triton.jit
@@ -19,28 +19,17 @@ def unfold_input_kernel(
     p_low,  # the same, out, where PLANES is 2
     p_largest,  # [C] where SCALED
     ROWS,  # N·SAMPLE_ROWS
-    C,
-    D,
-    H,
-    W,
-    PD,  # padding in front of each axis
-    PH,
-    PW,
+    C, D, H, W,
+    PD, PH, PW,  # padding in front of each axis
     PITCH,  # positions of a packed row
-    PLANE_ROWS,  # rows of a packed plane and of a packed sample
-    SAMPLE_ROWS,
+    PLANE_ROWS, SAMPLE_ROWS,  # rows of a packed plane and of a packed sample
     CP: tl.constexpr,  # columns of a position, a power of two
-    PLANES: tl.constexpr,
-    SCALED: tl.constexpr,
-    KEEPS: tl.constexpr,
-    LAST: tl.constexpr,
-    WIDE: tl.constexpr,
-    TH: tl.constexpr,  # taps along y and x that lie side by side
-    TW: tl.constexpr,
+    PLANES: tl.constexpr, SCALED: tl.constexpr, KEEPS: tl.constexpr, LAST: tl.constexpr, WIDE: tl.constexpr,
+    TH: tl.constexpr, TW: tl.constexpr,  # taps along y and x that lie side by side
     PADS: tl.constexpr,  # along any axis; without, a position's taps lie inside of the input
     EACH: tl.constexpr,  # rows of a program: one short row would mostly wait
     BLOCK: tl.constexpr,  # positions
-):
+):  # fmt: skip
     o_j = tl.arange(0, CP)
     o_c = o_j // (TH * TW)
     t_y = o_j // TW % TH
@@ -54,7 +43,7 @@ def unfold_input_kernel(
     channel = (o_c.to(tl.int64) if WIDE else o_c)[:, None]
     o_x = x * C + channel if LAST else channel * (D * H * W) + x
     if SCALED:
-        scale = scale_for(tl.load(p_largest + o_c, mask=o_c < C, other=0).to(tl.float32, bitcast=True))[:, None]
+        scale = scale_of(p_largest, o_c, o_c < C)[:, None]
     o_out = o_p[:, None] * CP + o_j[None, :]  # [BLOCK, CP]
     m_out = (o_p < PITCH)[:, None]
     for i in tl.static_range(EACH):
@@ -69,13 +58,9 @@ def unfold_input_kernel(
         if LAST:
             row = (row.to(tl.int64) if WIDE else row) * C
         b_x = tl.load(p_x + sample + (row[:, None] + o_x), mask=m_x, other=0.0)
-        if KEEPS:
-            b_given = b_x
+        b_s = b_x
         if SCALED:
-            b_x = b_x.to(tl.float32) * scale
-        high = (not_zero(b_given, b_x) if KEEPS else b_x).to(p_high.dtype.element_ty)
+            b_s = b_x.to(tl.float32) * scale
+        high = high_plane(b_x, b_s, KEEPS, p_high.dtype.element_ty)
         out = i_row.to(tl.int64) * PITCH * CP
-        m_row = m_out & (i_row < ROWS)
-        tl.store(p_high + out + o_out, tl.trans(high), mask=m_row)
-        if PLANES == 2:
-            tl.store(p_low + out + o_out, tl.trans(rest_of(b_x, high).to(p_low.dtype.element_ty)), mask=m_row)
+        store_planes(p_high + out, p_low + out, o_out, high, b_s, m_out & (i_row < ROWS), PLANES, True)

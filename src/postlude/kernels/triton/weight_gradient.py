@@ -13,19 +13,17 @@ taps along x read, so that output (j, o) × input (t, c) belongs to tap t − j.
 import triton
 import triton.language as tl
 
+from postlude.kernels.triton.planes import multiply
+
 
 @triton.jit
 def product(g, g_low, x, x_low, acc, PLANES: tl.constexpr, TURNED: tl.constexpr, ACC: tl.constexpr):
-    """acc + gᵀ · x, or xᵀ · g, promoted to ordinary fp32 where two planes ask for its exactness."""
-    left, left_low, right, right_low = g, g_low, x, x_low
+    """acc + gᵀ · x, or xᵀ · g."""
     if TURNED:
-        left, left_low, right, right_low = x, x_low, g, g_low
-    if PLANES == 2:
-        part = tl.dot(left_low.T, right)
-        part = tl.dot(left.T, right_low, part)
-        part = tl.dot(left.T, right, part)
-        return acc + part
-    return tl.dot(left.T, right, acc, out_dtype=ACC)
+        acc = multiply(x.T, x_low.T, g, g_low, acc, PLANES, ACC)
+    else:
+        acc = multiply(g.T, g_low.T, x, x_low, acc, PLANES, ACC)
+    return acc
 
 
 @triton.jit
@@ -38,8 +36,7 @@ def weight_gradient_kernel(
     ROWS,  # J · output channels, padded
     COLUMNS,  # input channels of J − 1 + KW positions, padded; of one where J is 1
     STEPS,  # of BK rows, for one program
-    PITCH,
-    PLANE,
+    PITCH, PLANE,
     NEXT,  # positions from one of the SHARED tiles to the next
     SHIFT,  # positions by which the gradient lies behind its output's
     C,  # channels of a packed position of the input
@@ -48,15 +45,12 @@ def weight_gradient_kernel(
     PER_ROW: tl.constexpr,  # groups of one y
     FRONT: tl.constexpr,  # rows before the input's first
     SHARED: tl.constexpr,  # tiles of the input for one tile of the gradient
-    J: tl.constexpr,
-    PLANES: tl.constexpr,
+    J: tl.constexpr, PLANES: tl.constexpr,
     TURNED: tl.constexpr,  # columns are the rows of what the tensor cores multiply: the longer side is the better other
     BM: tl.constexpr,  # rows of a tile
     BN: tl.constexpr,  # columns of a tile
-    BK: tl.constexpr,
-    STAGES: tl.constexpr,
-    ACC: tl.constexpr,
-):
+    BK: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
     i_group = tl.program_id(0) % GROUPS
     i_split = tl.program_id(0) // GROUPS
     o0 = tl.program_id(1) * BM
@@ -105,27 +99,15 @@ def weight_gradient_kernel(
 
 @triton.jit
 def add_splits_kernel(
-    p_parts,  # [SPLITS, GROUPS, ROWS, COLUMNS]: a group for every tap, or, where J is more than 1, for every (z, y)
+    p_parts,  # [SPLITS, GROUPS, ROWS, COLUMNS]: one tap a group, or one (z, y) a group where J is more than 1
     p_x_largest,  # [C] where SCALED
     p_g_largest,  # [COUT] where SCALED
     p_out,  # the weight's gradient, [COUT, C, TAPS] through its strides, out
-    SPLITS,
-    GROUPS,
-    ROWS,
-    COLUMNS,
-    C,
-    stride_o,
-    stride_c,
-    stride_tap,
-    TAPS: tl.constexpr,
-    KW: tl.constexpr,
-    J: tl.constexpr,
-    FLIP: tl.constexpr,
-    SCALED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ACC: tl.constexpr,
+    SPLITS, GROUPS, ROWS, COLUMNS, C, stride_o, stride_c, stride_tap,
+    TAPS: tl.constexpr, KW: tl.constexpr, J: tl.constexpr, FLIP: tl.constexpr, SCALED: tl.constexpr,
+    BLOCK: tl.constexpr, ACC: tl.constexpr,
     SCALE: tl.constexpr,  # the function that packing scaled with
-):
+):  # fmt: skip
     i_tap = tl.program_id(0) % TAPS
     i_o = tl.program_id(0) // TAPS
     o_c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -1,0 +1,130 @@
+"""The library's kernels as whole texts: what several of them share is put in place of its calls.
+
+A reader of an exported file wants one kernel from top to bottom. Names of a shared function that it hands back become
+those that the caller gives them, its other names stay, so they must not be in the caller's way.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Mapping
+
+from postlude.export.analysis import Liveness, name_of, reads, stored_names
+from postlude.export.rules import rewritten
+from postlude.export.source import Comment, parse, text_of
+
+# The functions of kernels/triton that are put in place; every other one stays a function of its own.
+SHARED = frozenset(
+    [
+        *("epilogue", "store_full"),
+        *("own_channels", "own_rows", "own_sample", "own_tile", "has_first", "beside", "of_groups"),
+        *("combined_parts", "part_at", "count_at"),
+        *("scale_of", "high_plane", "store_planes", "multiply"),
+        *("packed_row", "store_border", "weight_scale", "store_weights", "phase_step"),
+    ]
+)
+
+
+def whole_texts(functions: Mapping[str, str]) -> dict[str, str]:
+    """The functions that are no shared ones, by name, without a call of a shared one."""
+    trees = {name: parse(text) for name, text in functions.items()}
+    whole = dict[str, ast.FunctionDef]()
+    for name in trees:
+        _make_whole(name, trees, whole)
+    return {name: text_of(tree) for name, tree in whole.items() if name not in SHARED}
+
+
+def _make_whole(name: str, trees: Mapping[str, ast.FunctionDef], whole: dict[str, ast.FunctionDef]) -> None:
+    """Puts the function among the whole ones, after those that it calls."""
+    if name in whole:
+        return
+    function = trees[name]
+    for called in sorted({_called(node) for node in ast.walk(function)} - {""}):
+        _make_whole(called, trees, whole)
+    _Expressions(whole).visit(function)
+    after = Liveness(function).after
+    function.body = rewritten(function.body, lambda node: _statements(node, whole, after.get(node, set())))
+    if left := [node for node in ast.walk(function) if _called(node)]:
+        raise ValueError(f"{_called(left[0])} is not called as a statement")
+    whole[name] = function
+
+
+def _called(node: ast.AST) -> str:
+    """The shared function that is called, if it is one."""
+    name = name_of(node.func) if isinstance(node, ast.Call) else ""
+    return name if name in SHARED else ""
+
+
+def _body(shared: ast.FunctionDef) -> list[ast.stmt]:
+    first = shared.body[0]
+    return shared.body[isinstance(first, Comment) and first.text.startswith('"""') :]
+
+
+def _given(call: ast.Call, shared: ast.FunctionDef) -> dict[str, ast.expr]:
+    return dict(zip((arg.arg for arg in shared.args.args), call.args, strict=True))
+
+
+class _InPlace(ast.NodeTransformer):
+    """Names become other names, or expressions where they are only read."""
+
+    def __init__(self, words: Mapping[str, ast.expr]) -> None:
+        self.words = words
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        word = copy.deepcopy(self.words.get(node.id, node))
+        if isinstance(word, ast.Name):
+            word.ctx = node.ctx
+        elif isinstance(node.ctx, ast.Store):
+            raise ValueError(f"{node.id} is assigned, and {ast.unparse(word)} is no name")
+        return word
+
+
+class _Expressions(ast.NodeTransformer):
+    """Calls of functions that are one expression become it."""
+
+    def __init__(self, functions: Mapping[str, ast.FunctionDef]) -> None:
+        self.functions = functions
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        shared = self.functions.get(_called(node))
+        if shared is None or not isinstance(only := _body(shared)[0], ast.Return):
+            return node
+        return _InPlace(_given(node, shared)).visit(copy.deepcopy(only.value))  # type: ignore
+
+
+def _statements(node: ast.stmt, functions: Mapping[str, ast.FunctionDef], after: set[str]) -> list[ast.stmt]:
+    """What stands for a statement, after which the names `after` are read."""
+    call = node.value if isinstance(node, ast.Assign | ast.Expr) else None
+    if not isinstance(call, ast.Call) or not (name := _called(call)):
+        return [node]
+    body, given = _body(functions[name]), _given(call, functions[name])
+    last, targets = body[-1], _parts(node.targets[0] if isinstance(node, ast.Assign) else None)
+    results = _parts(last.value if isinstance(last, ast.Return) else None)
+    if len(results) != len(targets):
+        raise ValueError(f"{name} gives {len(results)} values for {len(targets)} names")
+    pairs = [(target, result) for target, result in zip(targets, results) if ast.unparse(target) != "_"]
+    words = {r.id: target for target, r in pairs if isinstance(r, ast.Name) and r.id not in given} | given
+    change = _InPlace(words)
+    made = [change.visit(copy.deepcopy(part)) for part in body if part is not last or not results]
+    for target, result in pairs:
+        value = change.visit(copy.deepcopy(result))
+        made += [ast.Assign([target], value, lineno=0)] if ast.unparse(value) != ast.unparse(target) else []
+    _check(functions[name], words, given, after - stored_names(node))
+    return made
+
+
+def _parts(node: ast.expr | None) -> list[ast.expr]:
+    return node.elts if isinstance(node, ast.Tuple) else [] if node is None else [node]
+
+
+def _check(
+    shared: ast.FunctionDef, words: Mapping[str, ast.expr], given: Mapping[str, ast.expr], after: set[str]
+) -> None:
+    """No name that the shared text assigns may be one that the caller, or an argument, reads afterwards."""
+    for statement, later in Liveness(shared).after.items():
+        stored = stored_names(statement)
+        read = after.union(*(reads(given[name]) for name in (later & given.keys()) - stored))
+        if clash := {ast.unparse(words.get(name, ast.Name(name))) for name in stored} & read:
+            raise ValueError(f"{shared.name} assigns {min(clash)}, which its caller reads afterwards")

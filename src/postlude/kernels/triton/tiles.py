@@ -1,0 +1,95 @@
+"""The tile of a program in a value that is in memory: which channels and positions it has, and what it loads of them.
+
+Names: i_ program index, o_ offsets, p_ pointer, m_ mask, b_ block value. A value is seen as rows:
+
+    contiguous      [N·C, S]: a program has one row, its channel is one number and its tile [BLOCK]; BLOCK_C is 0
+    channels-last   [N, S, C]: rows of channels, tiles of BLOCK rows and BLOCK_C channels
+    short rows      [N, C, S] as channels-last (SHORT): BLOCK covers a row, and a tile is BLOCK_C of them
+
+Where a row or a sample begins is one 64-bit number; offsets from there are 32-bit unless a sample needs more (WIDE).
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def places(o_s, o_c, C, S, SHORT: tl.constexpr, WIDE: tl.constexpr):
+    """Offsets in a sample, [BLOCK, BLOCK_C]."""
+    if SHORT:
+        return (o_c[None, :].to(tl.int64) if WIDE else o_c[None, :]) * S + o_s[:, None]
+    return (o_s[:, None].to(tl.int64) if WIDE else o_s[:, None]) * C + o_c[None, :]
+
+
+@triton.jit
+def own_channels(C, S, CHUNKS, BLOCK_C: tl.constexpr):
+    """A program's chunk, its row of [N·C] or its sample, its channels with their mask, and where its offsets begin."""
+    i_chunk = tl.program_id(0) % CHUNKS
+    i_row = tl.program_id(0) // CHUNKS
+    if BLOCK_C == 0:
+        base = i_row.to(tl.int64) * S
+        o_c = i_row % C
+        m_c = True
+    else:
+        base = i_row.to(tl.int64) * S * C
+        o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)  # [BLOCK_C]
+        m_c = o_c < C
+    return i_chunk, i_row, o_c, m_c, base
+
+
+@triton.jit
+def own_rows(i_row, o_c, C, BLOCK_C: tl.constexpr):
+    """The rows of its channels in [N·C]."""
+    return i_row if BLOCK_C == 0 else i_row * C + o_c
+
+
+@triton.jit
+def own_sample(i_row, C, BLOCK_C: tl.constexpr):
+    return i_row // C if BLOCK_C == 0 else i_row
+
+
+@triton.jit
+def has_first(o_c, BLOCK_C: tl.constexpr):
+    """Whether a program has its sample's first channel: what a sample has once is its to store."""
+    return o_c == 0 if BLOCK_C == 0 else tl.program_id(1) == 0
+
+
+@triton.jit
+def own_tile(
+    start, o_c, m_c, C, S, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr, SHORT: tl.constexpr, WIDE: tl.constexpr
+):
+    """Offsets and mask of the tile of positions from `start` on: [BLOCK], or [BLOCK, BLOCK_C]."""
+    o_s = start + tl.arange(0, BLOCK)
+    if BLOCK_C == 0:
+        o_x = o_s
+        m_x = o_s < S
+    else:
+        o_x = places(o_s, o_c, C, S, SHORT, WIDE)  # [BLOCK, BLOCK_C]
+        m_x = (o_s < S)[:, None] & m_c[None, :]
+    return o_x, m_x
+
+
+@triton.jit
+def beside(x, BLOCK_C: tl.constexpr):
+    """A number per channel as a tile's steps take it: one number, or [1, BLOCK_C]."""
+    return x if BLOCK_C == 0 else x[None, :]
+
+
+@triton.jit
+def of_groups(p_first, p_second, o_g, m_g, HAS_NORM: tl.constexpr, ACC: tl.constexpr):
+    """Two numbers of each group, such as its mean and rstd; without a norm two zeros that nobody reads."""
+    first = tl.zeros([], ACC)
+    second = first
+    if HAS_NORM:
+        first = tl.load(p_first + o_g, mask=m_g, other=0.0)
+        second = tl.load(p_second + o_g, mask=m_g, other=0.0)
+    return first, second
+
+
+@triton.jit
+def store_full(p_full0, p_full1, o, blocks, mask, FIRST: tl.constexpr, FULL: tl.constexpr):
+    """FULL blocks from FIRST on, each in its tensor."""
+    if FULL > 0:
+        tl.store(p_full0 + o, blocks[FIRST].to(p_full0.dtype.element_ty), mask=mask)
+    if FULL > 1:
+        tl.store(p_full1 + o, blocks[FIRST + 1].to(p_full1.dtype.element_ty), mask=mask)

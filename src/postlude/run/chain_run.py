@@ -1,0 +1,167 @@
+"""A plan made ready to run on a GPU: its programs, forward and backward, and the autograd function around them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from postlude import reference
+from postlude.chain import Chain
+from postlude.plan import Plan
+from postlude.plan.calls import Buffer, Program
+from postlude.run.differentiable import differentiable
+from postlude.run.runner import Run, runner_of
+from postlude.stages.library import cast_for_convolution, without_autocast
+from postlude.stages.program import Given, given_by, inference_program, training_program
+
+
+class Inference:
+    """The forward pass alone."""
+
+    def __init__(self, plan: Plan, chain: Chain) -> None:
+        self.plan, self.chain = plan, chain
+        self.programs: dict[Given, Program] = {}
+        self.runs: dict[tuple[int, Given], Run] = {}  # by device
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
+        key = (tensors[0].get_device(), given_by(tensors))
+        run = self.runs.get(key)
+        if run is None:
+            program = self.program(tensors)
+            run = self.runs[key] = runner_of(program.given, program.forward, [program.result], place_of(tensors[0]))
+        with on_device_of(tensors[0]):
+            result = run(*tensors)[0]
+        assert result is not None
+        return result
+
+    def program(self, tensors: Sequence[Tensor], needs: Sequence[bool] = ()) -> Program:  # noqa: ARG002  as Training's
+        given = given_by(tensors)
+        if given not in self.programs:
+            self.programs[given] = inference_program(self.plan, self.chain, given)
+        return self.programs[given]
+
+
+class Training:
+    """A plan with its backward pass, as one node of autograd's graph."""
+
+    def __init__(self, plan: Plan, chain: Chain) -> None:
+        self.plan, self.chain = plan, chain
+        self.programs: dict[tuple[Given, tuple[bool, ...]], Program] = {}
+        self.passes: dict[tuple[int, Given, tuple[bool, ...]], _Passes] = {}  # by device
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
+        # Cast outside of the function that keeps tensors, so that they are kept as eager keeps them.
+        result: Tensor = _ChainFunction.apply(self, *cast_for_convolution(self.plan.chain, tensors))  # type: ignore[no-untyped-call]
+        # The chain's last steps, which the plan may leave out, by PyTorch's operators and with their gradients.
+        return reference.continue_from(self.chain, len(self.plan.chain.steps), result, tensors, moves=True)
+
+    def program(self, tensors: Sequence[Tensor], needs: Sequence[bool]) -> Program:
+        return self.program_for(given_by(cast_for_convolution(self.plan.chain, tensors)), tuple(needs))
+
+    def program_for(self, given: Given, needs: tuple[bool, ...]) -> Program:
+        if (given, needs) not in self.programs:
+            self.programs[given, needs] = training_program(self.plan, given, needs)
+        return self.programs[given, needs]
+
+    def passes_for(self, tensors: Sequence[Tensor], needs: tuple[bool, ...]) -> _Passes:
+        key = (tensors[0].get_device(), given_by(tensors), needs)
+        found = self.passes.get(key)
+        if found is None:
+            found = self.passes[key] = _Passes(self.program_for(*key[1:]), place_of(tensors[0]))
+        return found
+
+    def gradients_again(self, tensors: Sequence[Tensor], dy: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+        """From the tensors alone, where nothing could be kept: the forward pass runs again."""
+        tensors = cast_for_convolution(self.plan.chain, tensors)
+        passes = self.passes_for(tensors, tuple(needs))
+        with on_device_of(dy):
+            _, *kept = passes.forward(*_unmoved(self.plan.chain, tensors))
+            return list(passes.backward(*kept, like(passes.program.gradient, dy)))
+
+
+class _Passes:
+    """Both passes of one program; between them goes what the second reads."""
+
+    def __init__(self, program: Program, device: str) -> None:
+        self.program, self.kept, self.device = program, program.kept, device
+        self.forward = runner_of(program.given, program.forward, [program.result, *self.kept], device)
+        self.backward = self._backward_of(program)
+        self._narrower: dict[tuple[bool, ...], Run] = {}
+
+    def backward_for(self, training: Training, given: Given, needs: tuple[bool, ...]) -> Run:
+        """Fewer gradients may be asked for than were needed in the forward pass; they read no more than all do."""
+        if needs == tuple(gradient is not None for gradient in self.program.gradients):
+            return self.backward
+        if needs not in self._narrower:
+            self._narrower[needs] = self._backward_of(training.program_for(given, needs))
+        return self._narrower[needs]
+
+    def _backward_of(self, program: Program) -> Run:
+        assert program.gradient is not None
+        return runner_of([*self.kept, program.gradient], program.backward, program.gradients, self.device)
+
+
+class _ChainFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, training: Training, *tensors: Tensor) -> Tensor:
+        needs = tuple(ctx.needs_input_grad[1:])
+        passes = training.passes_for(tensors, needs)
+        with on_device_of(tensors[0]):
+            result, *kept = passes.forward(*tensors)
+        ctx.training, ctx.passes, ctx.given = training, passes, given_by(tensors)
+        ctx.save_for_backward(*kept)
+        assert result is not None
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        training, passes, needs = ctx.training, ctx.passes, tuple(ctx.needs_input_grad[1:])
+        kept = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return None, *_differentiable(training.plan, passes, ctx.given, kept, dy, needs)
+        run = passes.backward_for(training, ctx.given, needs)
+        with on_device_of(dy), without_autocast(dy):
+            return None, *run(*kept, like(passes.program.gradient, dy))
+
+
+def _differentiable(
+    plan: Plan, passes: _Passes, given: Given, kept: Sequence[Tensor], dy: Tensor, needs: Sequence[bool]
+) -> list[Tensor | None]:
+    by_number = {buffer.number: tensor for buffer, tensor in zip(passes.kept, kept)}
+    # What was not kept has no influence on any gradient: zeros of its shape do as well.
+    tensors = [
+        by_number.get(buffer.number, dy.new_zeros(()).to(dtype).expand(shape))
+        for buffer, (shape, _, dtype) in zip(passes.program.given, given)
+    ]
+    result = by_number.get(passes.program.result.number) if plan.from_result else None
+    return differentiable(plan.chain, tensors, dy, needs, result)
+
+
+def like(buffer: Buffer | None, tensor: Tensor) -> Tensor:
+    """A tensor as the program wants it."""
+    assert buffer is not None
+    dtype = getattr(torch, buffer.dtype)
+    if tensor.dtype == dtype and tensor.stride() == buffer.strides:
+        return tensor
+    return torch.empty_strided(buffer.shape, buffer.strides, dtype=dtype, device=tensor.device).copy_(tensor)
+
+
+def _unmoved(chain: Chain, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """A forward pass that runs again must not move running statistics a second time."""
+    return [tensor.clone() if slot in chain.moved else tensor for slot, tensor in enumerate(tensors)]
+
+
+def place_of(tensor: Tensor) -> str:
+    return str(tensor.device)
+
+
+def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Triton launches on the current device, whatever its pointers say."""
+    device = tensor.device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        return torch.cuda.device(device)
+    return contextlib.nullcontext()

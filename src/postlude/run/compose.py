@@ -1,0 +1,31 @@
+"""Composed Triton functions: emitted text made into jit functions, once per text and process."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import linecache
+from typing import Any
+
+HEADER = "import triton\nimport triton.language as tl\n\n\n"
+
+
+@functools.lru_cache(maxsize=1024)
+def compose(text: str) -> dict[str, Any]:
+    """Runs emitted text with the device functions in reach.
+
+    Triton reads a function's source from its file; this one has none, so linecache holds it, under a name made of
+    the text, where tracebacks and profilers find it as well.
+    """
+    from postlude.kernels.triton import derivatives, moments, pointwise, rows
+
+    name = f"<postlude {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    namespace: dict[str, Any] = {"__name__": "postlude.emitted"}
+    for module in (pointwise, derivatives, moments, rows):
+        words = vars(module).items()
+        namespace.update(
+            (key, value) for key, value in words if not key.startswith("_") and not key.endswith("_kernel")
+        )
+    exec(compile(text, name, "exec"), namespace)
+    return namespace

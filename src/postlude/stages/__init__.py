@@ -1,0 +1,1 @@
+"""What each kernel contributes to a plan's program: one file for each stem of kernels/."""

@@ -1,0 +1,177 @@
+"""The backward pass of a plan on a GPU, from what the forward pass keeps.
+
+It keeps the tensors whose values matter, the convolution's result and the norm's moments. Where the plan is lean, the
+convolution is computed again instead; where the chain's result tells all that the steps' gradients need, that is kept.
+
+Of chains that need only a convolution's moments, the result is a function of each sample's and channel's mean and
+variance, of a few numbers each. At the convolution's result v the gradient is then affine,
+
+    dv = dmean / S + dvariance · 2 (v − mean) / S  =  a + b · v,
+
+so the backward pass turns v into dv and hands that to the convolution's gradients. The bias gets Σ dv = Σ dmean, for
+what is left of v sums to nothing. v is kept; where the plan is lean, it is computed again, a few samples at a time.
+Where the convolution is one of few channels, one kernel of ours does all of that and nothing of v's size is ever there,
+from a table of a and b; where the chain is a norm and a reduction, one small launch makes the table
+(moments_gradient.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from postlude.moments import Moments, finish
+from postlude.plan import Plan
+from postlude.plan.gemm import volume_for
+from postlude.plan.problem import memory_format
+from postlude.plan.program import row_norm
+from postlude.plan.types import Moments as MomentsSink
+from postlude.reverse import reads_no_value
+from postlude.stages.convolution_gradients import convolution_gradients, packing_of_gradient
+from postlude.stages.cuts import accumulator_of
+from postlude.stages.few_channels_gradient import few_channels_gradient
+from postlude.stages.forward import Parts, first_pass
+from postlude.stages.gradient import gradient_passes
+from postlude.stages.library import CONVOLVED, convolve_by_pytorch
+from postlude.stages.moments import combined_by_pytorch
+from postlude.stages.moments_gradient import closed_form, combined_moments, moments_gradient, table_of
+from postlude.stages.pack import Packed, none_found
+from postlude.stages.rows import rows_gradient
+from postlude.stages.trace import derived, laid_out
+
+Found = list[Tensor | None]  # one per slot; None where no gradient is wanted
+
+
+def backward(
+    plan: Plan, tensors: Sequence[Tensor], parts: Parts, moments: Moments | None, dy: Tensor, needs: Sequence[bool]
+) -> Found:
+    """The gradient of every slot that needs one; `parts` and `moments` are the forward pass's."""
+    if moments is not None:
+        return _from_moments(plan, tensors, parts.value, moments, dy, needs)
+    value, chain = _value(plan, tensors, parts, dy), plan.chain
+    wanted = frozenset(slot for slot, is_needed in enumerate(needs) if is_needed)
+    largest = None
+    if row_norm(chain) is not None:
+        dv, found = rows_gradient(plan, wanted, value, dy, tensors)
+    else:
+        if plan.largest_found is not None:
+            largest = none_found(plan.value.shape[1], plan.largest_found, dy.device)
+        packing = packing_of_gradient(plan) if plan.packs_gradient else None
+        dv, found = gradient_passes(plan, wanted, value, parts.moments, dy, tensors, packing, largest)
+    grads = [found.get(slot) for slot in range(len(needs))]
+    if chain.producer is None:
+        grads[0] = dv.to(tensors[0].dtype) if needs[0] else None
+    elif needs[0] or needs[1]:
+        packed = Packed(dv) if plan.packs_gradient else None
+        grads[:2] = convolution_gradients(plan, dv, packed, largest, tensors[0], tensors[1], needs)
+    return grads
+
+
+def combined(plan: Plan, parts: Parts) -> Moments | None:
+    """What the forward pass of a chain that needs only moments keeps: [N, C] of the convolution's result."""
+    sink = plan.passes[-1].sink
+    if not isinstance(sink, MomentsSink):
+        return None
+    assert parts.partials is not None
+    if plan.few_gradient is not None:
+        return combined_moments(plan.value, parts.partials)
+    return combined_by_pytorch(plan.value, sink.squares, parts.partials)
+
+
+def _value(plan: Plan, tensors: Sequence[Tensor], parts: Parts, dy: Tensor) -> Tensor:
+    """What the gradient passes read. Where they read no value, anything of its shape does."""
+    if plan.from_result:
+        return dy if reads_no_value(plan.chain, len(plan.chain.steps)) else parts.result
+    value = first_pass(plan, tensors)[0] if plan.is_lean else parts.value
+    assert value is not None
+    return value
+
+
+def _from_moments(
+    plan: Plan, tensors: Sequence[Tensor], value: Tensor | None, moments: Moments, dy: Tensor, needs: Sequence[bool]
+) -> Found:
+    conv, is_wanted = plan.chain.producer, needs[0] or needs[1]
+    assert conv is not None
+    if plan.few_gradient is not None and closed_form(plan.chain) is not None:
+        grads, table = moments_gradient(plan, moments, dy, tensors, needs)
+        grads[:2] = _by_few_channels(plan, tensors, table, needs) if is_wanted else (None, None)
+        return grads
+    grads, dmean, dvariance = _of_moments(plan, tensors, moments, dy, needs)
+    if conv.has_bias and needs[2]:
+        grads[2] = dmean.sum(0).to(tensors[2].dtype)
+    if is_wanted:
+        slope = 2 * dvariance / moments.positions
+        shift = dmean / moments.positions - slope * moments.mean
+        if conv.has_bias:  # v is computed without it
+            shift = shift + slope * tensors[2].double()
+        if plan.few_gradient is not None:
+            grads[:2] = _by_few_channels(plan, tensors, table_of(shift, slope, dmean, moments), needs)
+        else:
+            grads[:2] = _by_slabs(plan, tensors[0], tensors[1], value, shift, slope, needs)
+    return grads
+
+
+def _by_few_channels(
+    plan: Plan, tensors: Sequence[Tensor], table: Tensor, needs: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    conv, few = plan.chain.producer, plan.few_gradient
+    assert conv is not None
+    assert few is not None
+    padding = volume_for(conv, plan.input.shape[2:], 1).padding
+    settings = few.both if needs[0] else few.weight
+    how = (padding, settings, conv.transposed, needs[0], needs[1])
+    return few_channels_gradient(tensors[0], tensors[1], table, *how)
+
+
+def _of_moments(
+    plan: Plan, tensors: Sequence[Tensor], moments: Moments, dy: Tensor, needs: Sequence[bool]
+) -> tuple[Found, Tensor, Tensor]:
+    """Gradients of the tensors that the steps read, and of the means and variances, [N, C] float64."""
+    assert moments.variance is not None
+    chain, first, dtype = plan.chain, plan.passes[-1].last + 1, getattr(torch, plan.result_dtype)
+    # Running statistics are of no influence, and have moved by then.
+    slots = [slot for slot, role in enumerate(chain.roles) if role not in CONVOLVED and slot not in chain.moved]
+
+    def result(mean: Tensor, variance: Tensor, *read: Tensor) -> Tensor:
+        given = dict(zip(slots, read))
+        every = [given.get(slot, tensor) for slot, tensor in enumerate(tensors)]
+        return finish(chain, Moments(mean, variance, moments.positions), first, dtype, every)
+
+    dmean, dvariance, *found = derived(result, [moments.mean, moments.variance, *(tensors[s] for s in slots)], dy)
+    grads: Found = [None] * len(tensors)
+    for slot, gradient in zip(slots, found):
+        grads[slot] = gradient if needs[slot] else None
+    return grads, dmean, dvariance
+
+
+def _by_slabs(
+    plan: Plan,
+    x: Tensor,
+    weight: Tensor,
+    value: Tensor | None,
+    shift: Tensor,
+    slope: Tensor,
+    needs: Sequence[bool],
+) -> Found:
+    """A few samples at a time where the convolution is computed again, all at once where it was kept."""
+    conv = plan.chain.producer
+    assert conv is not None
+    dx, dw = torch.empty_like(x) if needs[0] else None, None
+    shape, layout = (-1, conv.out_channels, *[1] * plan.chain.dims), memory_format(plan.value.layout, plan.chain.dims)
+    for start in range(0, x.shape[0], plan.slab):
+        part = slice(start, min(start + plan.slab, x.shape[0]))
+        v = convolve_by_pytorch(conv, x[part], weight, None, plan.library_tf32) if value is None else value[part]
+        a, b = (t[part].to(v.dtype).view(shape) for t in (shift, slope))
+        dv = laid_out(torch.addcmul(a, b, v, out=v if value is None else None), layout)
+        samples = part.stop - part.start
+        specs = [dataclasses.replace(s, shape=(samples, *s.shape[1:])) for s in (plan.input, plan.value)]
+        slab = dataclasses.replace(plan, input=specs[0], value=specs[1])
+        found = convolution_gradients(slab, dv, None, None, x[part], weight, needs)
+        if dx is not None and found[0] is not None:
+            dx[part] = found[0]
+        if found[1] is not None:
+            dw = found[1].to(accumulator_of(plan.value)) if dw is None else dw + found[1]
+    return [dx, None if dw is None else dw.to(weight.dtype)]

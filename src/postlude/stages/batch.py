@@ -1,0 +1,67 @@
+"""batch_norm in training: what the passes found per sample and channel, combined over the batch.
+
+Both give one number per sample and channel, as for an instance_norm, the same for every sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from postlude.chain import Normalize
+from postlude.plan.problem import Spec
+from postlude.stages.cuts import Partials, accumulator, accumulator_of, adding, sizes_of
+from postlude.stages.trace import Unread, launch
+
+_MOST = 8192  # numbers that a program adds up at a time: a channel is one program
+
+
+def combine_batch(
+    step: Normalize, value: Spec, partials: Partials, tensors: Sequence[Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    """Partial moments to one mean and one reciprocal deviation per channel; with `tensors`, one per slot of the chain,
+    the running statistics among them move."""
+    batch, channels, positions = sizes_of(value)
+    means = partials.means
+    mean, rstd = (torch.empty(batch * channels, dtype=means.dtype, device=means.device) for _ in "mr")
+    running = [tensors[slot.index] for slot in step.running or ()] if tensors is not None else []
+    moved = [tensor.contiguous() for tensor in running]
+    block, warps = adding(batch * partials.chunks, _MOST)
+    launch(
+        "batch",
+        "combine_batch_kernel",
+        (channels,),
+        [*partials, mean, rstd, *(moved or (Unread(mean), Unread(mean)))],
+        (batch, channels, partials.chunks, float(batch * positions), step.eps),
+        {
+            "MOMENTUM": step.momentum,
+            "MOVES": bool(moved),
+            "BLOCK": block,
+            "ACC": accumulator(accumulator_of(value)),
+        },
+        warps,
+    )
+    for old, new in zip(running, moved):
+        if new is not old:
+            old.copy_(new)
+    return mean, rstd
+
+
+def combine_batch_sums(value: Spec, sums: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The means over the batch of γ · dn and of γ · dn · x̂, per channel."""
+    batch, channels, positions = sizes_of(value)
+    chunks = sums.shape[-1]
+    a, b = (torch.empty(batch * channels, dtype=sums.dtype, device=sums.device) for _ in "ab")
+    block, warps = adding(batch * chunks, _MOST)
+    launch(
+        "batch",
+        "combine_batch_sums_kernel",
+        (channels,),
+        [sums, Unread(sums) if weight is None else weight, a, b],
+        (batch, channels, positions, chunks, batch * channels * chunks),
+        {"HAS_WEIGHT": weight is not None, "BLOCK": block},
+        warps,
+    )
+    return a, b

@@ -1,0 +1,77 @@
+"""From the gradient at a convolution's result to those of its input and weight: by products of ours, or by PyTorch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from postlude.chain import Chain
+from postlude.plan import Pass, Plan, Store
+from postlude.plan.boxes import Boxes
+from postlude.plan.gemm import input_gradient_of
+from postlude.stages.convolve import convolve, input_packing
+from postlude.stages.convolve_boxes import convolve_boxes, rows_packing
+from postlude.stages.pack import Packed, Packing
+from postlude.stages.weight_gradient import gradient_packing, weight_gradient
+
+
+def packing_of_gradient(plan: Plan) -> Packing:
+    """As both products read the gradient, in the same volume."""
+    product = plan.input_gradient
+    assert product is not None
+    back = _back(plan)
+    return rows_packing(back, product) if isinstance(product, Boxes) else input_packing(back, product)
+
+
+def convolution_gradients(
+    plan: Plan,
+    dv: Tensor,
+    packed: Packed | None,
+    largest: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    needs: Sequence[bool],
+) -> list[Tensor | None]:
+    """Those of input and weight; what needs none gets None. `dv` is the gradient at the convolution's result, in its
+    layout, and `largest` its channels' largest magnitudes where they are known; `packed` is it as our products read it,
+    where it comes so."""
+    conv, product, summed = plan.chain.producer, plan.input_gradient, plan.weight_gradient
+    assert conv is not None
+    if packed is None and product is not None and summed is not None:
+        packed = packing_of_gradient(plan)(dv, largest)
+    operand = dv if packed is None else packed.high
+    dx: Tensor | None = None
+    dw: Tensor | None = None
+    if needs[0] and product is not None:
+        back = _back(plan)
+        if isinstance(product, Boxes):
+            dx, _ = convolve_boxes(back, product, (operand, weight), packed)
+        else:
+            dx, _ = convolve(back, product, (operand, weight), packed)
+    if needs[1] and summed is not None:
+        packed = packed or gradient_packing(summed, plan.value)(operand)
+        dw = weight_gradient(conv, summed, x, _back(plan).value, packed, weight)
+    left = [needs[0] and dx is None, needs[1] and dw is None, False]
+    if any(left):
+        sizes = (list(conv.stride), list(conv.padding), list(conv.dilation))
+        more = (conv.transposed, list(conv.output_padding), conv.groups)
+        found = torch.ops.aten.convolution_backward(operand, x, weight, None, *sizes, *more, left)
+        dx, dw = found[0] if left[0] else dx, found[1] if left[1] else dw
+    return [dx, dw]
+
+
+def _back(plan: Plan) -> Plan:
+    """The convolution that takes the result's gradient to the input's, as a plan of its own."""
+    conv = plan.chain.producer
+    assert conv is not None
+    return dataclasses.replace(
+        plan,
+        chain=Chain(plan.chain.dims, input_gradient_of(conv), (), ("input", "weight")),
+        input=plan.value,
+        value=dataclasses.replace(plan.input, dtype=plan.value.dtype),
+        passes=(Pass("own convolution", 1, 0, Store()),),
+        result_dtype=plan.value.dtype,
+    )

@@ -1,0 +1,87 @@
+"""Our convolution as one implicit GEMM over packed operands: of stride 1, or by phase."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from postlude.plan import Plan
+from postlude.plan.gemm import Gemm
+from postlude.plan.problem import memory_format, power_in
+from postlude.stages.cuts import Partials, accumulator, accumulator_of, is_wide
+from postlude.stages.epilogue import Epilogue
+from postlude.stages.pack import Packed, Packing, matrices, pack_weight, planes
+from postlude.stages.phases import launch_phases, pack_phases
+from postlude.stages.trace import Matrix, Pointer, or_unread
+from postlude.stages.unfold import unfold_input
+
+
+def input_packing(plan: Plan, gemm: Gemm) -> Packing:
+    return Packing(plan.input, gemm.volume, gemm.arithmetic, gemm.channels)
+
+
+def convolve(
+    plan: Plan, gemm: Gemm, tensors: Sequence[Tensor], packed: Packed | None = None
+) -> tuple[Tensor | None, Partials | None]:
+    """`packed` is the input, where it was packed before: then it is read instead of the tensor."""
+    conv, volume, arithmetic = plan.chain.producer, gemm.volume, gemm.arithmetic
+    assert conv is not None
+    if packed is None:
+        x = tensors[0].contiguous(memory_format=memory_format(plan.input.layout, plan.chain.dims))
+        packed = unfold_input(x, plan.input, conv, gemm) if gemm.unfolds else input_packing(plan, gemm)(x)
+    sizes = (conv.out_channels, conv.in_channels)
+    if gemm.phases is not None:
+        weight = pack_phases(gemm, gemm.phases, tensors[1], sizes, packed.largest)
+    else:
+        tile, taps = (volume, arithmetic, gemm.channels, gemm.block_c), math.prod(gemm.unfolded)
+        weight = pack_weight(tensors[1], *tile, sizes, packed.largest, conv.transposed, taps)
+    row = volume.width * gemm.channels
+    shape = (
+        plan.input.shape[0] * volume.sample_rows * volume.pitch // volume.width,
+        row + (volume.span - 1) * gemm.channels,
+    )
+    inputs = matrices(packed, shape, row, (gemm.rows, gemm.block_k))
+    depth = weight.matrix.shape[1]
+    columns = Matrix(weight.matrix, tuple(weight.matrix.shape), (depth, 1), (gemm.columns, gemm.block_k))
+    flag = packed.largest[-1:] if arithmetic.keeps_infinities and packed.largest is not None else None
+    product = (*inputs, columns, or_unread(weight.unscale, weight.matrix), or_unread(flag, weight.matrix))
+    if gemm.phases is not None:
+        return launch_phases(plan, gemm, gemm.phases, product, weight.matrix, tensors)
+    return _launch(plan, gemm, product, weight.matrix, tensors)
+
+
+def _launch(
+    plan: Plan, gemm: Gemm, product: Sequence[Pointer], unread: Tensor, tensors: Sequence[Tensor]
+) -> tuple[Tensor | None, Partials | None]:
+    volume, (batch, channels, *_) = gemm.volume, plan.value.shape
+    end, blocks_c, positions = Epilogue(plan, gemm.chunks), -(-channels // gemm.block_c), math.prod(volume.out)
+    units = batch * end.chunks * blocks_c
+    rows, first = volume.sample_rows * volume.pitch // volume.width, volume.padding[0]
+    sizes = (rows, volume.pitch, volume.plane, first, first + volume.space[0] - 1, *volume.out)
+    constants = {
+        "BEFORE": end.before,
+        "KD": volume.kernel[0],
+        "KH": volume.kernel[1],
+        "SPAN_C": volume.span * gemm.channels,
+        "C": gemm.channels,
+        "WIDTH": volume.width,
+        **planes(gemm.arithmetic),
+        "STORE": end.store,
+        "MOMENTS": end.moments,
+        "LAST": plan.value.layout == "channels_last",
+        "DENSE": volume.is_dense,
+        "WIDE": is_wide(plan.value),
+        "ALIGN": power_in(positions, 16) if volume.is_dense else power_in(math.gcd(volume.pitch, volume.out[2]), 4),
+        "FULL": channels % gemm.block_c == 0,
+        "BLOCKS_C": blocks_c,
+        "BM": gemm.rows,
+        "BC": gemm.block_c,
+        "BK": gemm.block_k,
+        "STAGES": gemm.stages,
+        "ACC": accumulator(accumulator_of(plan.value)),
+    }
+    numbers = (channels, end.chunks, units, *sizes)
+    kernel = ("convolve", "convolve_kernel", (units,))
+    return end.launch(*kernel, product, unread, tensors, numbers, constants, gemm.warps)

@@ -1,0 +1,64 @@
+"""What every implicit GEMM of ours that convolves has in common: what it writes, and what follows it in its launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from postlude.plan import Plan
+from postlude.plan.calls import Steps
+from postlude.plan.problem import memory_format
+from postlude.plan.types import Moments, Store
+from postlude.stages.cuts import Partials, accumulator_of, forward_steps, operands
+from postlude.stages.trace import Pointer, Unread, launch, or_unread
+
+
+class Epilogue:
+    """The convolution's result where it is stored, its moments where they are wanted, in `chunks` for each sample."""
+
+    def __init__(self, plan: Plan, chunks: int, spread: str = "[None, :]") -> None:
+        """`spread` as for `emit`: channels are the last axis of most products' blocks."""
+        item = plan.passes[0]
+        self.plan, self.last, self.chunks = plan, item.last, chunks
+        self.moments, self.store = "no", "raw" if item.sink == Store(raw=True) else "done"
+        if isinstance(item.sink, Moments):
+            self.moments = "both" if item.sink.squares else "sums"
+            self.store = "no" if not item.sink.stores else "done" if item.sink.finished else "raw"
+        self.before: Steps = forward_steps(plan.chain, "before", item.last, plan.value.shape[1], spread=spread)
+
+    def launch(
+        self,
+        stem: str,
+        kernel: str,
+        grid: tuple[int, ...],
+        product: Sequence[Pointer],
+        unread: Tensor,
+        tensors: Sequence[Tensor],
+        numbers: tuple[int, ...],
+        constants: dict[str, object],
+        warps: int,
+    ) -> tuple[Tensor | None, Partials | None]:
+        """On the product's operands; `unread` stands where nothing is read or written."""
+        plan, shape, device = self.plan, self.plan.value.shape, unread.device
+        is_result = self.store == "done" and len(plan.passes) == 1
+        value = None
+        if self.store != "no":
+            # Before a norm the convolution's own dtype, as PyTorch would have it; else this is the result.
+            dtype = getattr(torch, plan.result_dtype if is_result else plan.value.dtype)
+            layout = memory_format(plan.value.layout, plan.chain.dims)
+            value = torch.empty(shape, dtype=dtype, device=device, memory_format=layout)
+        partials = None
+        if self.moments != "no":
+            acc = accumulator_of(plan.value)
+            mean = torch.empty((*shape[:2], self.chunks), dtype=acc, device=device)
+            m2 = torch.empty_like(mean) if self.moments == "both" else mean
+            count = torch.empty((shape[0], self.chunks), dtype=acc, device=device)
+            partials = Partials(mean, m2, count)
+        read = operands(plan.chain, self.last, plan.value, tensors, unread)
+        results: list[Pointer] = [or_unread(value, unread), *(partials or [Unread(unread)] * 3)]
+        if self.moments == "sums":
+            results[2] = Unread(unread)
+        launch(stem, kernel, grid, [*product, *results, *read], numbers, constants, warps)
+        return value, partials

@@ -1,0 +1,105 @@
+"""The forward pass of a plan on a GPU: a convolution, PyTorch's or ours, then passes over its result, if any are left.
+
+What a plan decided (`plan/`) is followed here stage by stage. The functions are traced, never run (trace.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from postlude.chain import Normalize
+from postlude.plan import Plan
+from postlude.plan.boxes import Boxes
+from postlude.plan.few_channels import FewChannels
+from postlude.plan.gemm import volume_for
+from postlude.plan.problem import memory_format
+from postlude.plan.program import row_norm
+from postlude.plan.types import Moments, reads_moments
+from postlude.reference import continue_from
+from postlude.stages.batch import combine_batch
+from postlude.stages.channels import channels_pass
+from postlude.stages.convolve import convolve
+from postlude.stages.convolve_boxes import convolve_boxes
+from postlude.stages.cuts import Partials
+from postlude.stages.few_channels import convolve_moments
+from postlude.stages.library import cast_for_convolution, convolve_by_pytorch
+from postlude.stages.moments import finish_moments
+from postlude.stages.normalize import combine_moments, finish_pass, moments_pass
+from postlude.stages.rows import rows_pass
+from postlude.stages.trace import laid_out
+
+
+class Parts(NamedTuple):
+    result: Tensor
+    value: Tensor | None  # that the last pass read
+    moments: tuple[Tensor, Tensor] | None  # the norm's means and reciprocal deviations
+    partials: Partials | None
+
+
+def forward(plan: Plan, tensors: Sequence[Tensor], keeps_value: bool = False) -> Parts:
+    """`keeps_value`: the last pass leaves the convolution's result as it is, for a backward pass to read."""
+    chain, last = plan.chain, plan.passes[-1]
+    value, partials = first_pass(plan, tensors)
+    if isinstance(last.sink, Moments):
+        assert partials is not None
+        spec, dtype = dataclasses.replace(plan.value, layout=plan.result_layout), getattr(torch, plan.result_dtype)
+        result = finish_moments(chain, last.last + 1, last.sink.squares, spec, dtype, partials, tensors)
+        return Parts(result, value, None, partials)
+    assert value is not None
+    result, moments = value, group_moments(plan, partials, tensors)
+    if row_norm(chain) is not None:
+        result = rows_pass(plan, value, tensors, keeps_value)
+    elif last.source != "own convolution":
+        ends = plan.channels_end is not None
+        result = (
+            channels_pass(plan, value, moments, tensors)
+            if ends
+            else finish_pass(plan, value, moments, tensors, keeps_value)
+        )
+    if last.last < len(chain.steps):
+        result = continue_from(chain, last.last, result, tensors, moves=True)
+    return Parts(result, value, moments, partials)
+
+
+def first_pass(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor | None, Partials | None]:
+    """The chain's first value where it is stored, and its moments where they are wanted."""
+    value, partials = _convolved(plan, tensors)
+    if reads_moments(plan.passes):
+        assert value is not None
+        partials = moments_pass(plan, value, tensors)
+    return value, partials
+
+
+def group_moments(
+    plan: Plan, partials: Partials | None, moved: Sequence[Tensor] | None = None
+) -> tuple[Tensor, Tensor] | None:
+    """The norm's; the running statistics among the tensors `moved` move."""
+    last = plan.passes[-1]
+    norm = next((step for step in plan.chain.steps[: last.last] if isinstance(step, Normalize)), None)
+    if norm is None or partials is None or row_norm(plan.chain) is not None or last.source == "own convolution":
+        return None
+    if norm.over == "batch":
+        return combine_batch(norm, plan.value, partials, moved)
+    return combine_moments(norm, plan.value, partials)
+
+
+def _convolved(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor | None, Partials | None]:
+    chain, own = plan.chain, plan.own
+    conv = chain.producer
+    layout = memory_format(plan.value.layout, chain.dims)
+    if conv is None:
+        return tensors[0].contiguous(memory_format=layout), None
+    if own is None:
+        x, weight = cast_for_convolution(chain, tensors[:2])
+        result = convolve_by_pytorch(conv, x, weight, None, plan.library_tf32)  # the program adds the bias
+        return laid_out(result, layout), None
+    if isinstance(own, FewChannels):
+        x, weight, *more = cast_for_convolution(chain, tensors)
+        padding = volume_for(conv, plan.input.shape[2:], 1).padding
+        return None, convolve_moments(x, weight, more[0] if conv.has_bias else None, padding, own, conv.transposed)
+    return convolve_boxes(plan, own, tensors) if isinstance(own, Boxes) else convolve(plan, own, tensors)

@@ -1,0 +1,262 @@
+"""The gradients of a plan's fused steps: sums over the norm's result, then one pass for everything."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from postlude import reverse
+from postlude.chain import Chain, Normalize
+from postlude.expressions import Function
+from postlude.plan import Plan
+from postlude.plan.problem import Spec, memory_format, power_of_two
+from postlude.plan.program import last_fused_step
+from postlude.plan.types import Tile
+from postlude.stages.batch import combine_batch_sums
+from postlude.stages.cuts import (
+    Cut,
+    accumulator,
+    accumulator_of,
+    adding,
+    last_cut,
+    moments_cut,
+    operands,
+    sizes_of,
+    steps_of,
+    tile_of,
+)
+from postlude.stages.normalize import per_group
+from postlude.stages.pack import Packing
+from postlude.stages.pack_gradient import LastPass, packed_gradient
+from postlude.stages.trace import Pointer, Unread, launch, or_unread
+
+# Elements of a tile at most, a quarter in float64: each needs registers for two values and, in the first pass, sums.
+_MOST, _MOST_SUMMED = 4096, 2048
+_ROW_WARPS, _LAST_WARPS = 4, 8  # channels-last tiles are larger, and keep more per element
+Gradients = tuple[Tensor, dict[int, Tensor]]  # at the first value (packed, if so asked for), and by slot
+
+
+def gradient_passes(
+    plan: Plan,
+    needs: frozenset[int],
+    value: Tensor,
+    moments: tuple[Tensor, Tensor] | None,
+    dy: Tensor,
+    tensors: Sequence[Tensor],
+    packing: Packing | None = None,
+    largest: Tensor | None = None,
+) -> Gradients:
+    """From the gradient of the last fused step's value. `needs` are the slots whose gradient is wanted. The input's and
+    the weight's are made by the convolution from the gradient at the first value, which is always computed; without a
+    convolution it is the input's.
+
+    `value` is the convolution's result without its bias, or the input, or the chain's result where the plan says so;
+    `moments` the norm's mean and rstd. With `packing` the gradient at the first value comes packed. `largest`, zeros as
+    pack.py has them, becomes its channels' largest magnitudes.
+    """
+    chain, spec, last = plan.chain, plan.value, last_fused_step(plan.chain)
+    reason = reverse.unsupported_gradient(chain, last)
+    if reason is not None:
+        raise ValueError(f"no gradient passes: {reason}")
+    wanted, layout = reverse.wanted(chain, last, needs), memory_format(spec.layout, chain.dims)
+    norm = next((step for step in chain.steps[:last] if isinstance(step, Normalize)), None)
+    value = value.contiguous(memory_format=layout)
+    dy = dy.to(getattr(torch, plan.result_dtype)).contiguous(memory_format=layout)
+    function = reverse.gradient(chain, last, needs, plan.from_result)
+    before = None if norm is None else reverse.sums(chain, last, needs)
+    loaded = function.loaded | (frozenset() if before is None else before.loaded)
+    read = operands(chain, last, spec, without_unread(chain, tensors, value, loaded), value)
+    means: tuple[Pointer, Pointer] = moments or (Unread(value), Unread(value))
+    group_means = means
+    sums = None
+    if norm is not None and before is not None:
+        sums = _sums_pass(plan, before, 2 + len(wanted.sums), norm, value, dy, means, read)
+        weight = None if norm.weight is None else tensors[norm.weight.index].contiguous()
+        group_means = (combine_batch_sums if norm.over == "batch" else functools.partial(_combine_sums, norm))(
+            spec, sums, weight
+        )
+    last_pass = LastPass(spec, norm, wanted, steps_of(function, spec.shape[1]), per_group(norm, spec))
+    dtypes = [tensors[slot].dtype for slot in wanted.full]
+    given = (value, dy, (*means, *group_means), read, dtypes)
+    if packing is not None:
+        dv, totals, full = packed_gradient(last_pass, packing, *given)
+    else:
+        dv, totals, full = _gradient_pass(plan, last_pass, *given, largest)
+    found = dict(zip(wanted.full, full))
+    found |= _vectors(chain, spec, _places(norm, wanted, needs), sums, totals, tensors)
+    return dv, found
+
+
+def without_unread(chain: Chain, tensors: Sequence[Tensor], value: Tensor, loaded: Collection[int]) -> list[Tensor]:
+    """A residual's gradient does not depend on it, as a rule: then it need not be there at all."""
+    return [
+        value if chain.roles[slot] == "full" and slot not in loaded else tensor for slot, tensor in enumerate(tensors)
+    ]
+
+
+def _places(norm: Normalize | None, wanted: reverse.Wanted, needs: frozenset[int]) -> dict[int, list[int]]:
+    """Slots of vectors that need a gradient, and the sums that make it: the norm's, a step's, or both."""
+    slots: list[int | None] = []
+    if norm is not None:
+        slots += [None if slot is None else slot.index for slot in (norm.bias, norm.weight)] + list(wanted.sums)
+    slots += wanted.totals
+    found: dict[int, list[int]] = {}
+    for place, slot in enumerate(slots):
+        if slot is not None and slot in needs:
+            found.setdefault(slot, []).append(place)
+    return found
+
+
+def _vectors(
+    chain: Chain,
+    value: Spec,
+    places: dict[int, list[int]],
+    sums: Tensor | None,
+    totals: Tensor,
+    tensors: Sequence[Tensor],
+) -> dict[int, Tensor]:
+    per_sample = {slot: rows for slot, rows in places.items() if chain.roles[slot] == "row"}
+    vectors = {slot: rows for slot, rows in places.items() if slot not in per_sample}
+    found = {}
+    if vectors:
+        added = add_channels(value, sums, totals, [tensors[slot].dtype for slot in vectors])
+        for slot, rows in vectors.items():
+            found[slot] = gradient_of_vector([added[row] for row in rows], tensors[slot])
+    before = 0 if sums is None else len(sums)
+    for slot, rows in per_sample.items():
+        planes = [totals[row - before] if sums is None or row >= before else sums[row] for row in rows]
+        total = functools.reduce(torch.add, [plane.sum(-1, dtype=torch.float64) for plane in planes])  # [N, C]
+        found[slot] = total.to(tensors[slot].dtype).view(tensors[slot].shape)
+    return found
+
+
+def gradient_of_vector(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    total = functools.reduce(torch.add, parts)
+    total = total.sum() if like.numel() == 1 else total  # one number for all channels
+    return total.to(like.dtype).view(like.shape)
+
+
+def _sums_pass(
+    plan: Plan,
+    function: Function,
+    count: int,
+    norm: Normalize,
+    value: Tensor,
+    dy: Tensor,
+    means: tuple[Pointer, Pointer],
+    read: list[Pointer],
+) -> Tensor:
+    """Sums per sample, channel and chunk of dn, of dn · x̂ and of the gradients of vectors after the norm."""
+    spec, acc = plan.value, accumulator_of(plan.value)
+    batch, channels, positions = sizes_of(spec)
+    cut = moments_cut(spec, _tile(plan))
+    chunks = cut.chunks(positions)
+    sums = torch.empty((count, batch, channels, chunks), dtype=acc, device=value.device)
+    launch(
+        "gradient",
+        "sums_kernel",
+        cut.grid(spec),
+        [value, dy, *means, sums, *read],
+        (channels, positions, chunks, cut.tiles, per_group(norm, spec), batch * channels * chunks),
+        {"SUMS": steps_of(function, channels), "COUNT": count, **cut.constants(spec), "ACC": accumulator(acc)},
+        _warps(cut, spec),
+    )
+    return sums
+
+
+def _combine_sums(norm: Normalize, value: Spec, sums: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The means over a group of γ · dn and of γ · dn · x̂."""
+    batch, channels, positions = sizes_of(value)
+    each, chunks = per_group(norm, value), sums.shape[-1]
+    groups = channels // each
+    a, b = (torch.empty(batch * groups, dtype=sums.dtype, device=sums.device) for _ in "ab")
+    block, warps = adding(each * chunks, most=1024)
+    launch(
+        "gradient",
+        "combine_sums_kernel",
+        (batch * groups,),
+        [sums, Unread(sums) if weight is None else weight, a, b],
+        (groups, each, positions, chunks, batch * channels * chunks),
+        {"HAS_WEIGHT": weight is not None, "BLOCK": block},
+        warps,
+    )
+    return a, b
+
+
+def _gradient_pass(
+    plan: Plan,
+    last: LastPass,
+    value: Tensor,
+    dy: Tensor,
+    means: tuple[Pointer, ...],
+    read: list[Pointer],
+    dtypes: list[torch.dtype],
+    largest: Tensor | None,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """The gradient at the first value in the value's layout."""
+    spec, arithmetic = plan.value, plan.largest_found
+    batch, channels, positions = sizes_of(spec)
+    cut = last_cut(spec, _tile(plan))
+    chunks = cut.chunks(positions)
+    first = torch.empty_like(value)
+    sums, full, outputs = last.outputs(value, chunks, dtypes)
+    launch(
+        "gradient",
+        "gradient_kernel",
+        cut.grid(spec),
+        [value, dy, *means, first, *outputs, Unread(value) if largest is None else largest, *read],
+        (channels, positions, chunks, last.per_group, batch * channels * chunks),
+        {
+            **last.constants,
+            "LARGEST": arithmetic is not None,
+            "FLAGS": arithmetic is not None and arithmetic.flags_infinities,
+            **cut.constants(spec),
+            "ACC": accumulator(accumulator_of(spec)),
+        },
+        _warps(cut, spec),
+    )
+    return first, sums, full
+
+
+def add_channels(value: Spec, first: Tensor | None, second: Tensor, dtypes: Sequence[torch.dtype]) -> Tensor:
+    """Sums [COUNT, N, C, CHUNKS] of both passes over samples and chunks, in one launch, in a dtype as wide as all."""
+    batch, channels, _ = sizes_of(value)
+    rows, chunks = (0, 1) if first is None else (first.shape[0], first.shape[3])
+    dtype = functools.reduce(torch.promote_types, dtypes)
+    added = torch.empty((rows + second.shape[0], channels), dtype=dtype, device=second.device)
+    block, warps = adding(batch * max(chunks, second.shape[3]))
+    filler = second if first is None else first  # of the same dtype: the kernel chooses between the two
+    launch(
+        "gradient",
+        "add_channels_kernel",
+        tuple(added.shape),
+        [or_unread(first, second), or_unread(second if second.numel() else None, filler), added],
+        (batch, channels, chunks, second.shape[3], rows),
+        {"BLOCK": block},
+        warps,
+    )
+    return added
+
+
+def _tile(plan: Plan) -> Tile:
+    """The plan's, with no more elements than registers last for."""
+    tile, row = tile_of(plan), power_of_two(sizes_of(plan.value)[2])
+    each = 4 if accumulator_of(plan.value) == torch.float64 else 1
+    most, most_summed = _MOST // each, _MOST_SUMMED // each
+    return dataclasses.replace(
+        tile,
+        block=min(tile.block, max(1, most // max(1, tile.block_c))),
+        moments_block=min(tile.moments_block, max(1, most_summed // max(1, tile.block_c))),
+        rows=min(tile.rows, most // row),
+        moments_rows=min(tile.moments_rows, most_summed // row),
+    )
+
+
+def _warps(cut: Cut, value: Spec) -> int:
+    if cut.is_short:  # a row's sums cost each warp five shuffles
+        return cut.warps(value, _ROW_WARPS, 8 if accumulator_of(value) == torch.float64 else 16)
+    return cut.warps(value, _LAST_WARPS if cut.block_c else _ROW_WARPS)

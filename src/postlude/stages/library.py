@@ -1,0 +1,47 @@
+"""PyTorch's convolution on a GPU: what autocast does before it, and a precision of our choosing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from postlude import reference
+from postlude.chain import Chain, Convolution
+
+CONVOLVED = ("input", "weight", "bias")  # roles of the tensors that the convolution takes
+
+
+def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    """A chain's dtypes are part of it. A backward pass may be called inside of an autocast region, or the forward pass
+    traced there: what PyTorch computes of the chain must not be cast a second time."""
+    device = tensor.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):  # "meta" has none
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()
+
+
+def cast_for_convolution(chain: Chain, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The tensors with the convolution's own in its dtype, where autocast gave it one."""
+    conv = chain.producer
+    if conv is None or conv.dtype is None:
+        return tensors
+    dtype = getattr(torch, conv.dtype)
+    return [t.to(dtype) if role in CONVOLVED else t for t, role in zip(tensors, chain.roles)]
+
+
+def convolve_by_pytorch(conv: Convolution, x: Tensor, weight: Tensor, bias: Tensor | None, tf32: bool | None) -> Tensor:
+    """As PyTorch's switch says where `tf32` is None; else cuDNN is called with it, and the switch is left alone."""
+    if tf32 is None:
+        return reference.convolve(conv, x, weight, bias)
+    cudnn = torch.backends.cudnn
+    settings = (cudnn.benchmark, cudnn.deterministic, tf32)
+    sizes = (conv.stride, conv.dilation, conv.groups, *settings)
+    result: Tensor
+    if conv.transposed:
+        result = torch.ops.aten.cudnn_convolution_transpose(x, weight, conv.padding, conv.output_padding, *sizes)
+    else:
+        result = torch.ops.aten.cudnn_convolution(x, weight, conv.padding, *sizes)
+    return result if bias is None else result + reference.per_channel(bias, conv.dims)

@@ -1,0 +1,89 @@
+"""The end of a chain that needs only moments: one launch from partial moments to the reduction's result."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from postlude.chain import Chain, Reduce
+from postlude.moments import Moments, finish, laid_out
+from postlude.plan.problem import Spec, power_of_two
+from postlude.plan.program import takes_the_batch
+from postlude.reference import continue_from
+from postlude.stages.cuts import Partials, steps_of
+from postlude.stages.trace import Pointer, Unread, launch
+from postlude.steps import OPERANDS, moments, pass_slots
+
+_TILE = 2048  # partial moments of a tile: 4096 spill as float64
+WARPS = 8
+
+
+def finish_moments(
+    chain: Chain,
+    first: int,
+    squares: bool,
+    value: Spec,
+    dtype: torch.dtype,
+    partials: Partials,
+    tensors: Sequence[Tensor],
+) -> Tensor:
+    """Steps `first` to the end, from the partial moments of `value`, in the layout that PyTorch would have there: one
+    small launch, then what follows the reduction.
+
+    Where that launch cannot (too many channels or tensors, or a norm over the batch, of which each of its programs sees
+    one sample), PyTorch's operators do it.
+    """
+    from postlude.kernels.triton.moments import MOST_CHANNELS
+
+    steps = enumerate(chain.steps[first - 1 :], first)
+    last, reduce = next((number, step) for number, step in steps if isinstance(step, Reduce))
+    (batch, channels), is_last = value.shape[:2], value.layout == "channels_last"
+    slots = pass_slots(chain, last, first)
+    if channels > MOST_CHANNELS or len(slots) > OPERANDS or takes_the_batch(chain):
+        whole = combined_by_pytorch(value, squares, partials)
+        return finish(chain, whole, first, dtype, tensors, is_last, moves=True)
+    kept = (batch, channels) if reduce.over == "space" else (batch,)
+    shape = kept + (1,) * (chain.dims + 2 - len(kept)) if reduce.keepdim else kept
+    result = torch.empty(shape, dtype=dtype, device=partials.means.device)
+    read: list[Pointer] = [tensors[index].contiguous() for index in slots]
+    read += [Unread(partials.means)] * (OPERANDS - len(slots))
+    block_c, block = blocks(channels)
+    launch(
+        "moments",
+        "finish_moments_kernel",
+        (batch,),
+        [*partials, result, *read],
+        (partials.chunks,),
+        {
+            "C": channels,
+            "MOMENTS": steps_of(moments(chain, first, last)),
+            "SQUARES": squares,
+            "OVER_SPACE": reduce.over == "space",
+            "BLOCK_C": block_c,
+            "BLOCK": block,
+        },
+        WARPS,
+    )
+    result = laid_out(result, reduce, is_last)
+    return result if last == len(chain.steps) else continue_from(chain, last, result, tensors)
+
+
+def combined_by_pytorch(value: Spec, squares: bool, partials: Partials) -> Moments:
+    """[N, C] moments in float64 from the chunks', by Chan's formula."""
+    positions, counts = math.prod(value.shape[2:]), partials.counts.double()[:, None]
+    # What is written for a chunk of no positions is anything.
+    means, deviations = (part.double().where(counts > 0, 0.0) for part in partials[:2])
+    if not squares:
+        return Moments(means.sum(2) / positions, None, positions)
+    mean = (means * counts).sum(2) / positions
+    total = deviations.sum(2) + ((means - mean[..., None]).square() * counts).sum(2)
+    return Moments(mean, total / positions, positions)
+
+
+def blocks(channels: int) -> tuple[int, int]:
+    """The kernel's BLOCK_C and BLOCK."""
+    block_c = max(16, power_of_two(channels))
+    return block_c, _TILE // block_c

@@ -1,0 +1,126 @@
+"""Passes over a value that is in memory: its moments, their combination, and all steps in one reading and writing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from postlude.chain import Normalize
+from postlude.plan import Plan
+from postlude.plan.problem import Spec
+from postlude.plan.types import Moments
+from postlude.stages.cuts import (
+    Partials,
+    accumulator,
+    accumulator_of,
+    adding,
+    forward_steps,
+    last_cut,
+    moments_cut,
+    operands,
+    sizes_of,
+    tile_of,
+)
+from postlude.stages.trace import Unread, launch
+
+_WARPS = 4
+_LAST_FINISH_WARPS = 8  # channels-last tiles of the last pass are four times as large
+# Elements of short rows for each thread of the moments pass: no fewer warps than one can share a row, for each costs
+# the sums over it five shuffles. Float64 has no registers for so many.
+_SUMMED = {torch.float32: 32, torch.float64: 8}
+
+
+def moments_pass(plan: Plan, value: Tensor, tensors: Sequence[Tensor]) -> Partials:
+    spec, cut, first, acc = (
+        plan.value,
+        moments_cut(plan.value, tile_of(plan)),
+        plan.resumes_at,
+        accumulator_of(plan.value),
+    )
+    item = next(one for one in plan.passes if isinstance(one.sink, Moments))
+    assert isinstance(item.sink, Moments)
+    batch, channels, positions = sizes_of(spec)
+    chunks = cut.chunks(positions)
+    means = torch.empty((batch, channels, chunks), dtype=acc, device=value.device)
+    squares = torch.empty_like(means)
+    counts = torch.empty((batch, chunks), dtype=acc, device=value.device)
+    launch(
+        "normalize",
+        "moments_kernel",
+        cut.grid(spec),
+        [value, means, squares, counts, *operands(plan.chain, item.last, spec, tensors, value, first)],
+        (channels, positions, chunks, cut.tiles),
+        {
+            "BEFORE": forward_steps(plan.chain, "before", item.last, channels, first),
+            "SQUARES": item.sink.squares,
+            **cut.constants(spec),
+            "ACC": accumulator(acc),
+        },
+        cut.warps(spec, _WARPS, _SUMMED[acc] if cut.is_short else 8),
+    )
+    return Partials(means, squares, counts)
+
+
+def per_group(step: Normalize | None, value: Spec) -> int:
+    """Channels of a group, as the passes count them; a batch_norm comes as one number per sample and channel."""
+    return 1 if step is None or step.over == "batch" else value.shape[1] // (step.groups or value.shape[1])
+
+
+def combine_moments(step: Normalize, value: Spec, partials: Partials) -> tuple[Tensor, Tensor]:
+    """Partial moments to one mean and one reciprocal deviation per sample and group."""
+    batch, channels, positions = sizes_of(value)
+    groups, each = step.groups or channels, per_group(step, value)
+    mean, rstd = (torch.empty(batch * groups, dtype=partials.means.dtype, device=partials.means.device) for _ in "mr")
+    block, warps = adding(each * partials.chunks)
+    launch(
+        "normalize",
+        "combine_moments_kernel",
+        (batch * groups,),
+        [*partials, mean, rstd],
+        (groups, each * partials.chunks, partials.chunks, float(each * positions), step.eps),
+        {"BLOCK": block, "ACC": accumulator(accumulator_of(value))},
+        warps,
+    )
+    return mean, rstd
+
+
+def finish_pass(
+    plan: Plan,
+    value: Tensor,
+    moments: tuple[Tensor, Tensor] | None,
+    tensors: Sequence[Tensor],
+    keeps_value: bool = False,
+) -> Tensor:
+    """All steps that are left of those that are fused, in one reading and one writing of the value."""
+    chain, spec, last = plan.chain, plan.value, plan.passes[-1].last
+    cut, is_last = last_cut(spec, tile_of(plan)), bool(tile_of(plan).block_c)
+    _, channels, positions = sizes_of(spec)
+    norm = next((step for step in chain.steps[:last] if isinstance(step, Normalize)), None)
+    # A channels-last value may have to become a contiguous result, as PyTorch's norm would have left it.
+    turns = is_last and last == len(chain.steps) and plan.result_layout == "contiguous"
+    dtype = getattr(torch, plan.result_dtype)
+    if chain.producer is not None and not keeps_value and not turns and spec.dtype == plan.result_dtype:
+        result = value
+    elif turns:
+        result = torch.empty(value.shape, dtype=dtype, device=value.device)
+    else:
+        result = torch.empty_like(value, dtype=dtype)
+    mean, rstd = moments or (Unread(value), Unread(value))
+    launch(
+        "normalize",
+        "finish_kernel",
+        cut.grid(spec),
+        [value, result, mean, rstd, *operands(chain, last, spec, tensors, value, plan.resumes_at)],
+        (channels, positions, cut.chunks(positions), per_group(norm, spec)),
+        {
+            "WHOLE": forward_steps(chain, "whole", last, channels, plan.resumes_at),
+            "HAS_NORM": norm is not None,
+            **cut.constants(spec),
+            "CONTIGUOUS_OUT": turns,
+            "ACC": accumulator(accumulator_of(spec)),
+        },
+        cut.warps(spec, _LAST_FINISH_WARPS if is_last else _WARPS),
+    )
+    return result

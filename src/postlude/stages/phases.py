@@ -1,0 +1,81 @@
+"""Our transposed convolution with strides: one implicit GEMM for each phase of the output, in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from postlude.plan import Plan
+from postlude.plan.gemm import Gemm
+from postlude.plan.phases import Phases
+from postlude.stages.cuts import Partials, accumulator, accumulator_of, is_wide
+from postlude.stages.epilogue import Epilogue
+from postlude.stages.pack import PackedWeight, packed_weight, planes, weight_strides
+from postlude.stages.trace import Pointer, launch, or_unread
+
+_WEIGHT_BLOCK = 1024  # elements of a packed weight at a time
+
+
+def pack_phases(
+    gemm: Gemm, phases: Phases, weight: Tensor, sizes: tuple[int, int], largest: Tensor | None
+) -> PackedWeight:
+    """As `pack_weight` does."""
+    outputs = -(-sizes[0] // gemm.block_c) * gemm.block_c
+    made = packed_weight(outputs, gemm.volume.width, gemm.depth, gemm.arithmetic, weight)
+    launch(
+        "phases",
+        "pack_phases_kernel",
+        (outputs,),
+        [weight, made.matrix, or_unread(largest, weight), or_unread(made.unscale, weight)],
+        (*sizes, *weight_strides(weight, True)),
+        {
+            **_axes("K", [axis.kernel for axis in phases.axes]),
+            **_axes("S", [axis.stride for axis in phases.axes]),
+            "CP": gemm.channels,
+            **planes(gemm.arithmetic),
+            "BLOCK": _WEIGHT_BLOCK,
+        },
+    )
+    return made
+
+
+def launch_phases(
+    plan: Plan,
+    gemm: Gemm,
+    phases: Phases,
+    product: Sequence[Pointer],
+    unread: Tensor,
+    tensors: Sequence[Tensor],
+) -> tuple[Tensor | None, Partials | None]:
+    volume, (batch, channels, *_), is_last = gemm.volume, plan.value.shape, plan.value.layout == "channels_last"
+    end = Epilogue(plan, gemm.chunks, "[None, :]" if is_last else "[:, None]")
+    blocks_c = -(-channels // gemm.block_c)
+    out = [axis.out for axis in phases.axes]
+    constants = {
+        "BEFORE": end.before,
+        **_axes("K", [axis.kernel for axis in phases.axes]),
+        **_axes("S", [axis.stride for axis in phases.axes]),
+        **_axes("P", [axis.padding for axis in phases.axes]),
+        **_axes("F", phases.front),
+        "C": gemm.channels,
+        **planes(gemm.arithmetic),
+        "STORE": end.store,
+        "MOMENTS": end.moments,
+        "LAST": is_last,
+        "WIDE": is_wide(plan.value),
+        "FULL": channels % gemm.block_c == 0,
+        "BLOCKS_C": blocks_c,
+        "BM": gemm.rows,
+        "BC": gemm.block_c,
+        "BK": gemm.block_k,
+        "STAGES": gemm.stages,
+        "ACC": accumulator(accumulator_of(plan.value)),
+    }
+    numbers = (channels, gemm.tiles, volume.sample_rows * volume.pitch, volume.pitch, volume.plane, *out)
+    kernel = ("phases", "convolve_phases_kernel", (batch * gemm.chunks * blocks_c,))
+    return end.launch(*kernel, product, unread, tensors, numbers, constants, gemm.warps)
+
+
+def _axes(letter: str, sizes: Iterable[int]) -> dict[str, int]:
+    return {letter + axis: size for axis, size in zip("DHW", sizes)}

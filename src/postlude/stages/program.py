@@ -1,0 +1,83 @@
+"""A plan's program: its stages traced, forward and, where gradients are wanted, backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from postlude import reference
+from postlude.chain import Chain
+from postlude.plan import Plan
+from postlude.plan.calls import Program
+from postlude.plan.problem import empty
+from postlude.stages.backward import backward, combined
+from postlude.stages.forward import forward
+from postlude.stages.library import cast_for_convolution
+from postlude.stages.trace import Tracer, empty_strided
+
+Given = tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]  # shape, strides and dtype of each slot
+
+
+def given_by(tensors: Sequence[Tensor]) -> Given:
+    return tuple((tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in tensors)
+
+
+def inference_program(plan: Plan, chain: Chain, given: Given) -> Program:
+    """The forward pass of `chain`, whose first steps the plan has: the others are PyTorch's."""
+
+    def whole(tensors: Sequence[Tensor]) -> Tensor:
+        result = forward(plan, tensors).result
+        return reference.continue_from(chain, len(plan.chain.steps), result, tensors, moves=True)
+
+    return traced(whole, _without_memory(given))
+
+
+def training_program(plan: Plan, given: Given, needs: tuple[bool, ...]) -> Program:
+    """The forward pass and the backward pass from what it keeps, for the slots that need a gradient."""
+    tensors, tracer = _without_memory(given), Tracer()
+    slots = tuple(tracer.buffer(tensor, "given") for tensor in tensors)
+    with torch.no_grad(), tracer:
+        parts = forward(plan, tensors, keeps_value=not plan.is_lean and not plan.from_result)
+        moments = combined(plan, parts)
+    calls, tracer.calls = tuple(tracer.calls), []
+    dy = torch.empty_like(parts.result)
+    gradient = tracer.buffer(dy, "given")
+    with torch.no_grad(), tracer:
+        found = backward(plan, tensors, parts, moments, dy, needs)
+    gradients = tuple(None if grad is None else tracer.buffer(grad, "result") for grad in found)
+    end = tracer.buffer(parts.result, "result")
+    return Program(slots, calls, end, gradient, tuple(tracer.calls), gradients)
+
+
+def program_of(plan: Plan) -> Program:
+    """For the problem that it was made for; in training for every gradient that the chain has."""
+    tensors = [empty(spec, plan.chain.dims, "meta") for spec in plan.problem.tensors[: len(plan.chain.roles)]]
+    if not plan.trains:
+        return inference_program(plan, plan.chain, given_by(tensors))
+    needs = tuple(slot not in plan.chain.moved for slot in range(len(tensors)))
+    return training_program(plan, given_by(cast_for_convolution(plan.chain, tensors)), needs)
+
+
+def plain_program(chain: Chain, tensors: Sequence[Tensor]) -> Program:
+    """The chain through PyTorch's own functions."""
+    return traced(lambda given: reference.evaluate(chain, given), tensors)
+
+
+def rest_program(chain: Chain, first: int, value: Tensor, tensors: Sequence[Tensor]) -> Program:
+    """The steps after step `first`, whose result is the first buffer that is given."""
+    return traced(lambda given: reference.continue_from(chain, first, given[0], given[1:]), [value, *tensors])
+
+
+def traced(function: Callable[[Sequence[Tensor]], Tensor], tensors: Sequence[Tensor]) -> Program:
+    given = [empty_strided(tensor) for tensor in tensors]
+    tracer = Tracer()
+    slots = tuple(tracer.buffer(tensor, "given") for tensor in given)
+    with torch.no_grad(), tracer:
+        result = function(given)
+    return Program(slots, tuple(tracer.calls), tracer.buffer(result, "result"))
+
+
+def _without_memory(given: Given) -> list[Tensor]:
+    return [torch.empty_strided(shape, strides, dtype=dtype, device="meta") for shape, strides, dtype in given]

@@ -1,0 +1,137 @@
+"""layer_norm: all fused steps in one reading and one writing of a value, rows of its last axes in tiles; and all their
+gradients in one pass, but for what is summed over rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from postlude import reverse
+from postlude.chain import Normalize
+from postlude.plan import Plan
+from postlude.plan.problem import Spec, memory_format, power_in, power_of_two
+from postlude.plan.program import last_fused_step
+from postlude.stages.cuts import accumulator, accumulator_of, forward_steps, operands, steps_of
+from postlude.stages.gradient import Gradients, add_channels, gradient_of_vector, without_unread
+from postlude.stages.trace import Unread, launch
+
+_TILE = 2048  # elements: rows are put together up to this
+_ELEMENTS = 32  # of a tile for each thread, at most
+_MOST_TILES = 16  # of one program of the gradients: so many fewer partial sums are written
+
+
+def rows_pass(plan: Plan, value: Tensor, tensors: Sequence[Tensor], keeps_value: bool = False) -> Tensor:
+    chain, spec, last = plan.chain, plan.value, plan.passes[-1].last
+    overwrites = chain.producer is not None and not keeps_value and spec.dtype == plan.result_dtype
+    result = value if overwrites else torch.empty_like(value, dtype=getattr(torch, plan.result_dtype))
+    length, in_channel, rows, cut = rows_of(plan)
+    one_channel = not cut["SAMPLE"] and in_channel % cut["BLOCK_R"] == 0
+    is_full = length == cut["BLOCK_L"] and rows % cut["BLOCK_R"] == 0
+    launch(
+        "rows",
+        "rows_kernel",
+        (-(-rows // cut["BLOCK_R"]),),
+        [value, result, *operands(chain, last, spec, tensors, value)],
+        (spec.shape[1], in_channel, length, rows),
+        {
+            "STEPS": forward_steps(chain, "rows", last, spec.shape[1]),
+            **cut,
+            "ONE_CHANNEL": one_channel,
+            "FULL": is_full,
+            "ACC": accumulator(accumulator_of(spec)),
+        },
+        _warps(cut),
+    )
+    # Only a step after the norm that takes another tensor's layout makes it anything else than rows.
+    layout = plan.result_layout if last == len(chain.steps) else spec.layout
+    return result.contiguous(memory_format=memory_format(layout, chain.dims))
+
+
+def rows_gradient(plan: Plan, needs: frozenset[int], value: Tensor, dy: Tensor, tensors: Sequence[Tensor]) -> Gradients:
+    """The gradient at the first value, and each slot's in its dtype."""
+    chain, spec, last = plan.chain, plan.value, last_fused_step(plan.chain)
+    norm = next(step for step in chain.steps if isinstance(step, Normalize))
+    # In the order in which the kernel gives their sums.
+    slots = [None if slot is None else slot.index for slot in (norm.bias, norm.weight)]
+    rows = {slot: place for place, slot in enumerate(slots) if slot is not None and slot in needs}
+    wanted, function, acc = (
+        reverse.wanted(chain, last, needs),
+        reverse.gradient(chain, last, needs),
+        accumulator_of(spec),
+    )
+    value, dy = value.contiguous(), dy.to(getattr(torch, plan.result_dtype)).contiguous()
+    read = without_unread(chain, tensors, value, function.loaded)
+    length, in_channel, _, cut = rows_of(plan)
+    cut["BLOCK_R"] = min(cut["BLOCK_R"], power_of_two(in_channel))
+    tiles = min(_MOST_TILES, -(-in_channel // cut["BLOCK_R"]))
+    chunks = -(-in_channel // (tiles * cut["BLOCK_R"]))
+    batch, channels = spec.shape[:2]
+    programs, count = batch * channels * chunks, 2 if rows else 0
+    first = torch.empty_like(value)
+    sums = torch.empty((len(wanted.totals), batch, channels, chunks), dtype=acc, device=value.device)
+    columns = torch.empty((count, programs, length, 1), dtype=acc, device=value.device)
+    full = [torch.empty_like(value, dtype=tensors[slot].dtype) for slot in wanted.full]
+    partial = [part if part.numel() else Unread(value) for part in (sums, columns)]
+    unread = [Unread(value)] * (reverse.FULL - len(full))
+    launch(
+        "rows",
+        "rows_gradient_kernel",
+        (programs,),
+        [value, dy, first, *partial, *full, *unread, *operands(chain, last, spec, read, value)],
+        (channels, in_channel, length, chunks, tiles, programs),
+        {
+            "GRADIENT": steps_of(function, channels),
+            "TOTALS": len(wanted.totals),
+            "FULL": len(wanted.full),
+            "COLUMNS": count,
+            **{name: cut[name] for name in ("BLOCK_R", "BLOCK_L", "ALIGN")},
+            "ACC": accumulator(acc),
+        },
+        2 * _warps(cut),
+    )
+    totals = {slot: place for place, slot in enumerate(wanted.totals)}
+    return first, dict(zip(wanted.full, full)) | _vectors(plan, totals, sums, rows, columns, tensors)
+
+
+def _vectors(
+    plan: Plan, totals: dict[int, int], sums: Tensor, rows: dict[int, int], columns: Tensor, tensors: Sequence[Tensor]
+) -> dict[int, Tensor]:
+    """Gradients of the steps' vectors from `sums`, [TOTALS, N, C, CHUNKS], and of the norm's γ and β from `columns`,
+    [2, PROGRAMS, LENGTH, 1]: slots by their places in these."""
+    found = {}
+    for slot in [slot for slot in totals if plan.chain.roles[slot] == "row"]:
+        total = sums[totals.pop(slot)].sum(-1, dtype=torch.float64)  # [N, C]
+        found[slot] = total.to(tensors[slot].dtype).view(tensors[slot].shape)
+    whole = Spec(tuple(columns.shape[1:]), plan.value.dtype, "contiguous")
+    for part_spec, parts, places in ((plan.value, sums, totals), (whole, columns, rows)):
+        if places:
+            added = add_channels(part_spec, None, parts, [tensors[slot].dtype for slot in places])
+            for slot, place in places.items():
+                found[slot] = gradient_of_vector([added[place]], tensors[slot])
+    return found
+
+
+def rows_of(plan: Plan) -> tuple[int, int, int, dict[str, Any]]:
+    """Elements of a row, rows of a sample's channel, rows in all, and the constants that say how they are cut."""
+    shape = plan.value.shape
+    norm = next(step for step in plan.chain.steps if isinstance(step, Normalize))
+    length = math.prod(shape[-norm.axes :])
+    is_sample = norm.axes == len(shape) - 1
+    in_channel = 1 if is_sample else math.prod(shape[2:]) // length
+    block = power_of_two(length)
+    constants = {
+        "SAMPLE": is_sample,
+        "BLOCK_R": max(1, _TILE // block),
+        "BLOCK_L": block,
+        "ALIGN": power_in(length, 16),
+    }
+    return length, in_channel, math.prod(shape) // length, constants
+
+
+def _warps(constants: dict[str, Any]) -> int:
+    elements: int = constants["BLOCK_R"] * constants["BLOCK_L"]
+    return max(4, elements // (32 * _ELEMENTS))

@@ -1,0 +1,48 @@
+"""An input of few channels as a matrix whose rows hold the channels of several taps, side by side: im2col by parts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from postlude.chain import Convolution
+from postlude.plan.gemm import Gemm, volume_for
+from postlude.plan.problem import Spec, power_of_two
+from postlude.stages.cuts import is_wide
+from postlude.stages.pack import Packed, find_largest, planes
+from postlude.stages.trace import launch, or_unread
+
+# Positions of a tile, and elements of a program in both planes. A warp then has the same few columns of all its
+# positions: 40 registers instead of 165, 0.30 ms instead of 0.46 for 128×8×256² in one plane (128 and 8192).
+_BLOCK, _ELEMENTS = 32, 4096
+
+
+def unfold_input(x: Tensor, spec: Spec, conv: Convolution, gemm: Gemm) -> Packed:
+    volume, whole, arithmetic = gemm.volume, volume_for(conv, spec.shape[2:], 1), gemm.arithmetic
+    rows = spec.shape[0] * volume.sample_rows
+    largest = find_largest(x, spec, arithmetic) if arithmetic.scaled else None
+    shape, dtype = (rows, volume.pitch, gemm.channels), getattr(torch, arithmetic.operands)
+    high = torch.empty(shape, dtype=dtype, device=x.device)
+    low = torch.empty_like(high) if arithmetic.planes == 2 else None
+    block = min(_BLOCK, max(16, power_of_two(volume.pitch)))
+    each = max(1, _ELEMENTS // (block * gemm.channels * arithmetic.planes))
+    sizes = (*whole.space, *whole.padding, volume.pitch, volume.padded[1], volume.sample_rows)
+    launch(
+        "unfold",
+        "unfold_input_kernel",
+        (-(-rows // each) * -(-volume.pitch // block),),
+        [x, high, or_unread(low, high), or_unread(largest, high)],
+        (rows, spec.shape[1], *sizes),
+        {
+            "CP": gemm.channels,
+            **planes(arithmetic),
+            "LAST": spec.layout == "channels_last",
+            "WIDE": is_wide(spec),
+            "TH": gemm.unfolded[0],
+            "TW": gemm.unfolded[1],
+            "PADS": any(whole.padding),
+            "EACH": each,
+            "BLOCK": block,
+        },
+    )
+    return Packed(high, low, largest)

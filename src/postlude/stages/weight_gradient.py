@@ -1,0 +1,89 @@
+"""The weight's gradient of a convolution of ours: both operands packed, one split-K product over positions, its parts
+added."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from postlude.chain import Convolution
+from postlude.plan.calls import Word
+from postlude.plan.gemm import WeightGemm
+from postlude.plan.problem import Spec, power_of_two
+from postlude.stages.cuts import accumulator
+from postlude.stages.pack import Packed, Packing, matrices, weight_strides
+from postlude.stages.trace import launch, or_unread
+
+_BLOCK = 128  # input channels that one program adds up
+
+
+def gradient_packing(gemm: WeightGemm, gradient: Spec) -> Packing:
+    """The gradient at the convolution's result as the product reads it."""
+    return Packing(gradient, gemm.gradient_volume, gemm.arithmetic, gemm.out_channels)
+
+
+def weight_gradient(
+    conv: Convolution, gemm: WeightGemm, x: Tensor, spec: Spec, gradient: Packed, weight: Tensor
+) -> Tensor:
+    """The gradient of `weight`, of its dtype and strides; `spec` is the input's."""
+    packing = Packing(spec, gemm.volume, gemm.arithmetic, gemm.channels, gemm.front * gemm.neighbours * gemm.channels)
+    packed = packing(x)
+    acc = torch.float64 if gemm.arithmetic.operands == "float64" else torch.float32
+    parts = torch.empty((gemm.splits, gemm.groups * gemm.shared, *gemm.result), dtype=acc, device=x.device)
+    _product(gemm, spec, packed, gradient, parts)
+    result = torch.empty_like(weight)
+    taps = gemm.volume.kernel[0] * gemm.volume.kernel[1] * gemm.volume.kernel[2]
+    block = min(_BLOCK, power_of_two(conv.in_channels))
+    launch(
+        "weight_gradient",
+        "add_splits_kernel",
+        (taps * conv.out_channels, -(-conv.in_channels // block)),
+        [parts, or_unread(packed.largest, parts), or_unread(gradient.largest, parts), result],
+        (*parts.shape, conv.in_channels, *weight_strides(weight, conv.transposed)),
+        {
+            "TAPS": taps,
+            "KW": gemm.volume.kernel[2],
+            "J": gemm.neighbours,
+            "FLIP": conv.transposed,
+            "SCALED": gemm.arithmetic.scaled,
+            "BLOCK": block,
+            "ACC": accumulator(acc),
+            "SCALE": Word("scale_for"),
+        },
+    )
+    return result
+
+
+def _product(gemm: WeightGemm, x: Spec, packed: Packed, gradient: Packed, parts: Tensor) -> None:
+    volume, (rows, columns) = gemm.volume, gemm.result
+    positions = x.shape[0] * volume.sample_rows * volume.pitch // gemm.neighbours
+    each, wide = gemm.neighbours * gemm.channels, gemm.neighbours * gemm.out_channels
+    # A row's positions, wherever among its neighbours it begins.
+    shape = (positions + gemm.front, each + columns - gemm.channels)
+    inputs = matrices(packed, shape, each, (gemm.block_k, gemm.columns))
+    slopes = matrices(gradient, (positions, wide), wide, (gemm.block_k, gemm.rows))
+    steps = -(-positions // (gemm.block_k * gemm.splits))
+    following = 1 if gemm.neighbours == 1 else volume.pitch
+    launch(
+        "weight_gradient",
+        "weight_gradient_kernel",
+        (gemm.groups * gemm.splits, -(-rows // gemm.rows), -(-columns // gemm.columns)),
+        [*inputs, *slopes, parts],
+        (rows, columns, steps, volume.pitch, volume.plane, following, gemm.shift, gemm.channels),
+        {
+            "GROUPS": gemm.groups,
+            "PER_PLANE": gemm.groups // volume.kernel[0],
+            "PER_ROW": gemm.groups_of_a_row,
+            "FRONT": gemm.front,
+            "SHARED": gemm.shared,
+            "J": gemm.neighbours,
+            "PLANES": gemm.arithmetic.planes,
+            "TURNED": gemm.turned,
+            "BM": gemm.rows,
+            "BN": gemm.columns,
+            "BK": gemm.block_k,
+            "STAGES": gemm.stages,
+            "ACC": accumulator(parts.dtype),
+        },
+        gemm.warps,
+    )

@@ -8,12 +8,12 @@ program prints, compares and pickles. stages/ makes it of a plan, run/runner.py 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-_ITEM = re.compile(r"\D")  # what is no digit of a dtype's name; bool has none
+from postlude.plan.problem import item_size
+
 Kind = Literal["given", "kept", "result", "scratch"]
 
 
@@ -31,7 +31,7 @@ class Buffer:
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * int(_ITEM.sub("", self.dtype) or 8) // 8
+        return math.prod(self.shape) * item_size(self.dtype)
 
     @property
     def is_contiguous(self) -> bool:

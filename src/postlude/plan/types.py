@@ -120,9 +120,9 @@ class Plan:
     def program(self) -> Program:
         """Buffers and calls, forward and, in training, backward. On the CPU there is none: slabs go through PyTorch's
         operators, whose way depends on what they find in the value."""
-        from postlude.stages.program import program_of  # which needs all of this module
+        from postlude.stages.program import planned_program  # which needs all of this module
 
-        return program_of(self)
+        return planned_program(self)
 
     @property
     def on_gpu(self) -> bool:

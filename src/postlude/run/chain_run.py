@@ -71,7 +71,7 @@ class Training:
         key = (tensors[0].get_device(), given_by(tensors), needs)
         found = self.passes.get(key)
         if found is None:
-            found = self.passes[key] = _Passes(self.program_for(*key[1:]), place_of(tensors[0]))
+            found = self.passes[key] = _Passes(self, *key[1:], place_of(tensors[0]))
         return found
 
     def gradients_again(self, tensors: Sequence[Tensor], dy: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
@@ -86,18 +86,20 @@ class Training:
 class _Passes:
     """Both passes of one program; between them goes what the second reads."""
 
-    def __init__(self, program: Program, device: str) -> None:
-        self.program, self.kept, self.device = program, program.kept, device
+    def __init__(self, training: Training, given: Given, needs: tuple[bool, ...], device: str) -> None:
+        self.training, self.given, self.needs, self.device = training, given, needs, device
+        program = self.program = training.program_for(given, needs)
+        self.kept = program.kept
         self.forward = runner_of(program.given, program.forward, [program.result, *self.kept], device)
         self.backward = self._backward_of(program)
         self._narrower: dict[tuple[bool, ...], Run] = {}
 
-    def backward_for(self, training: Training, given: Given, needs: tuple[bool, ...]) -> Run:
+    def backward_for(self, needs: tuple[bool, ...]) -> Run:
         """Fewer gradients may be asked for than were needed in the forward pass; they read no more than all do."""
-        if needs == tuple(gradient is not None for gradient in self.program.gradients):
+        if needs == self.needs:
             return self.backward
         if needs not in self._narrower:
-            self._narrower[needs] = self._backward_of(training.program_for(given, needs))
+            self._narrower[needs] = self._backward_of(self.training.program_for(self.given, needs))
         return self._narrower[needs]
 
     def _backward_of(self, program: Program) -> Run:
@@ -112,30 +114,28 @@ class _ChainFunction(torch.autograd.Function):
         passes = training.passes_for(tensors, needs)
         with on_device_of(tensors[0]):
             result, *kept = passes.forward(*tensors)
-        ctx.training, ctx.passes, ctx.given = training, passes, given_by(tensors)
+        ctx.passes = passes
         ctx.save_for_backward(*kept)
         assert result is not None
         return result
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        training, passes, needs = ctx.training, ctx.passes, tuple(ctx.needs_input_grad[1:])
-        kept = ctx.saved_tensors
+        passes, needs, kept = ctx.passes, tuple(ctx.needs_input_grad[1:]), ctx.saved_tensors
         if torch.is_grad_enabled():
-            return None, *_differentiable(training.plan, passes, ctx.given, kept, dy, needs)
-        run = passes.backward_for(training, ctx.given, needs)
+            return None, *_differentiable(passes, kept, dy, needs)
+        run = passes.backward_for(needs)
         with on_device_of(dy), without_autocast(dy):
             return None, *run(*kept, like(passes.program.gradient, dy))
 
 
-def _differentiable(
-    plan: Plan, passes: _Passes, given: Given, kept: Sequence[Tensor], dy: Tensor, needs: Sequence[bool]
-) -> list[Tensor | None]:
+def _differentiable(passes: _Passes, kept: Sequence[Tensor], dy: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+    plan = passes.training.plan
     by_number = {buffer.number: tensor for buffer, tensor in zip(passes.kept, kept)}
     # What was not kept has no influence on any gradient: zeros of its shape do as well.
     tensors = [
         by_number.get(buffer.number, dy.new_zeros(()).to(dtype).expand(shape))
-        for buffer, (shape, _, dtype) in zip(passes.program.given, given)
+        for buffer, (shape, _, dtype) in zip(passes.program.given, passes.given)
     ]
     result = by_number.get(passes.program.result.number) if plan.from_result else None
     return differentiable(plan.chain, tensors, dy, needs, result)

@@ -24,6 +24,7 @@ from postlude.run.bound import Bound, bound
 from postlude.run.compose import HEADER, compose
 from postlude.run.found_again import find_again
 
+ALIGNED = 16  # bytes: Triton compiles pointers that are for wider loads, and a descriptor begins nowhere else
 # Told a kernel's name and what was compiled when it is launched for the first time: for tools that look on.
 watchers: list[Callable[[str, Any], None]] = []
 
@@ -54,7 +55,7 @@ class Launch:
             return
         # As numbers, for the driver is asked about every pointer that comes as a tensor.
         pointers = [tensor.data_ptr() if isinstance(tensor, Tensor) else tensor for tensor in tensors]
-        key = (torch.cuda.current_device(), *[p % 16 for p in pointers if isinstance(p, int)])
+        key = (torch.cuda.current_device(), *[p % ALIGNED for p in pointers if isinstance(p, int)])
         compiled = self._compiled.get(key)
         if compiled is None:
             find_again(self.kernel, key[0])
@@ -124,7 +125,7 @@ def _kind(argument: Any) -> Any:
     """What code depends on: a pointer's dtype and alignment, a descriptor's dtype and block, what Triton makes of a
     number (whether it is 1, a multiple of 16, or wider than 32 bits)."""
     if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16
+        return argument.dtype, argument.data_ptr() % ALIGNED
     if isinstance(argument, int):
         return argument == 1, argument % 16 == 0, argument >= 1 << 31
     block = getattr(argument, "block_shape", None)
@@ -139,7 +140,7 @@ class DescriptorLike:
         self.template: Any = None
 
     def __call__(self, base: Tensor) -> Any:
-        if base.data_ptr() % 16:  # only the caller's tensors may begin anywhere
+        if base.data_ptr() % ALIGNED:  # only the caller's tensors may begin anywhere
             base = base.clone()
         if self.template is None:
             from triton.tools.tensor_descriptor import TensorDescriptor

@@ -19,11 +19,10 @@ from torch import Tensor
 from postlude.plan.calls import ALLOCATIONS, Buffer, Call, CudaCall, Descriptor, KernelCall, TorchCall, buffers_in, live
 from postlude.plan.problem import item_size
 from postlude.run.bound import Bound, is_watched
-from postlude.run.launch import CudaLaunch, DescriptorLike, Launch, launch_of
+from postlude.run.launch import ALIGNED, CudaLaunch, DescriptorLike, Launch, launch_of
 
 Run = Callable[..., tuple[Tensor | None, ...]]
 _POOLED = 64 << 10  # bytes of a buffer that shares an allocation, at most
-ALIGNED = 16  # bytes: Triton compiles pointers that are for wider loads
 _ROUND = 256  # bytes to which places in a shared allocation are rounded
 
 

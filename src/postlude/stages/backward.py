@@ -40,7 +40,7 @@ from postlude.stages.moments import combined_by_pytorch
 from postlude.stages.moments_gradient import closed_form, combined_moments, moments_gradient, table_of
 from postlude.stages.pack import Packed, none_found
 from postlude.stages.rows import rows_gradient
-from postlude.stages.trace import derived, laid_out
+from postlude.stages.trace import derived, settle_layout
 
 Found = list[Tensor | None]  # one per slot; None where no gradient is wanted
 
@@ -165,7 +165,7 @@ def _by_slabs(
         part = slice(start, min(start + plan.slab, x.shape[0]))
         v = convolve_by_pytorch(conv, x[part], weight, None, plan.library_tf32) if value is None else value[part]
         a, b = (t[part].to(v.dtype).view(shape) for t in (shift, slope))
-        dv = laid_out(torch.addcmul(a, b, v, out=v if value is None else None), layout)
+        dv = settle_layout(torch.addcmul(a, b, v, out=v if value is None else None), layout)
         samples = part.stop - part.start
         specs = [dataclasses.replace(s, shape=(samples, *s.shape[1:])) for s in (plan.input, plan.value)]
         slab = dataclasses.replace(plan, input=specs[0], value=specs[1])

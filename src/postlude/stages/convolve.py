@@ -10,8 +10,8 @@ from torch import Tensor
 from postlude.plan import Plan
 from postlude.plan.gemm import Gemm
 from postlude.plan.problem import memory_format, power_in
-from postlude.stages.cuts import Partials, accumulator, accumulator_of, is_wide
-from postlude.stages.epilogue import Epilogue
+from postlude.stages.cuts import Partials, is_wide
+from postlude.stages.epilogue import Epilogue, product_tile
 from postlude.stages.pack import Packed, Packing, matrices, pack_weight, planes
 from postlude.stages.phases import launch_phases, pack_phases
 from postlude.stages.trace import Matrix, Pointer, or_unread
@@ -55,9 +55,8 @@ def convolve(
 def _launch(
     plan: Plan, gemm: Gemm, product: Sequence[Pointer], unread: Tensor, tensors: Sequence[Tensor]
 ) -> tuple[Tensor | None, Partials | None]:
-    volume, (batch, channels, *_) = gemm.volume, plan.value.shape
-    end, blocks_c, positions = Epilogue(plan, gemm.chunks), -(-channels // gemm.block_c), math.prod(volume.out)
-    units = batch * end.chunks * blocks_c
+    volume, positions = gemm.volume, math.prod(gemm.volume.out)
+    end = Epilogue(plan, gemm.chunks, gemm.block_c)
     rows, first = volume.sample_rows * volume.pitch // volume.width, volume.padding[0]
     sizes = (rows, volume.pitch, volume.plane, first, first + volume.space[0] - 1, *volume.out)
     constants = {
@@ -68,20 +67,13 @@ def _launch(
         "C": gemm.channels,
         "WIDTH": volume.width,
         **planes(gemm.arithmetic),
-        "STORE": end.store,
-        "MOMENTS": end.moments,
-        "LAST": plan.value.layout == "channels_last",
+        **end.written,
         "DENSE": volume.is_dense,
         "WIDE": is_wide(plan.value),
         "ALIGN": power_in(positions, 16) if volume.is_dense else power_in(math.gcd(volume.pitch, volume.out[2]), 4),
-        "FULL": channels % gemm.block_c == 0,
-        "BLOCKS_C": blocks_c,
-        "BM": gemm.rows,
-        "BC": gemm.block_c,
-        "BK": gemm.block_k,
-        "STAGES": gemm.stages,
-        "ACC": accumulator(accumulator_of(plan.value)),
+        **end.channels,
+        **product_tile(gemm, plan.value),
     }
-    numbers = (channels, end.chunks, units, *sizes)
-    kernel = ("convolve", "convolve_kernel", (units,))
+    numbers = (plan.value.shape[1], end.chunks, end.programs, *sizes)
+    kernel = ("convolve", "convolve_kernel", (end.programs,))
     return end.launch(*kernel, product, unread, tensors, numbers, constants, gemm.warps)

@@ -25,7 +25,7 @@ def convolve_boxes(
     plan: Plan, boxes: Boxes, tensors: Sequence[Tensor], packed: Packed | None = None
 ) -> tuple[Tensor | None, Partials | None]:
     """`packed` is the input, where it was brought into rows before: then it is read instead of the tensor."""
-    conv, volume, (batch, channels, *_) = plan.chain.producer, boxes.volume, plan.value.shape
+    conv, volume = plan.chain.producer, boxes.volume
     assert conv is not None
     if packed is not None:
         x = packed.high
@@ -34,7 +34,7 @@ def convolve_boxes(
         x = rows_packing(plan, boxes)(x).high if boxes.packs else x
     tile, sizes = (volume, boxes.arithmetic, boxes.channels, boxes.block_c), (conv.out_channels, conv.in_channels)
     weight = pack_weight(tensors[1], *tile, sizes, None, conv.transposed).matrix
-    end, blocks_c = Epilogue(plan, math.prod(boxes.tiles)), -(-channels // boxes.block_c)
+    end = Epilogue(plan, math.prod(boxes.tiles), boxes.block_c)
     constants = {
         "BEFORE": end.before,
         **dict(zip(("PD", "PH", "PW"), volume.padding)),
@@ -43,12 +43,9 @@ def convolve_boxes(
         "SPAN": volume.span,
         "C": boxes.channels,
         "WIDTH": boxes.width,
-        "STORE": end.store,
-        "MOMENTS": end.moments,
-        "LAST": plan.value.layout == "channels_last",
+        **end.written,
         "WIDE": is_wide(plan.value),
-        "FULL": channels % boxes.block_c == 0,
-        "BLOCKS_C": blocks_c,
+        **end.channels,
         "BH": boxes.block_h,
         "BJ": boxes.block_j,
         "BC": boxes.block_c,
@@ -56,8 +53,8 @@ def convolve_boxes(
         "STAGES": boxes.stages,
         "ACC": accumulator(accumulator_of(plan.value)),
     }
-    numbers = (channels, end.chunks, *boxes.tiles[1:], volume.space[0], *volume.out)
-    kernel = ("convolve_boxes", "convolve_boxes_kernel", (batch * end.chunks * blocks_c,))
+    numbers = (plan.value.shape[1], end.chunks, *boxes.tiles[1:], volume.space[0], *volume.out)
+    kernel = ("convolve_boxes", "convolve_boxes_kernel", (end.programs,))
     product = _matrices(boxes, plan.input.shape[0], x, weight)
     return end.launch(*kernel, product, weight, tensors, numbers, constants, boxes.warps)
 

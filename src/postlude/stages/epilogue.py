@@ -9,23 +9,30 @@ from torch import Tensor
 
 from postlude.plan import Plan
 from postlude.plan.calls import Steps
-from postlude.plan.problem import memory_format
+from postlude.plan.gemm import Gemm
+from postlude.plan.problem import Spec, memory_format
 from postlude.plan.types import Moments, Store
-from postlude.stages.cuts import Partials, accumulator_of, forward_steps, operands
+from postlude.stages.cuts import Partials, accumulator, accumulator_of, forward_steps, operands
 from postlude.stages.trace import Pointer, Unread, launch, or_unread
 
 
 class Epilogue:
     """The convolution's result where it is stored, its moments where they are wanted, in `chunks` for each sample."""
 
-    def __init__(self, plan: Plan, chunks: int, spread: str = "[None, :]") -> None:
-        """`spread` as for `emit`: channels are the last axis of most products' blocks."""
-        item = plan.passes[0]
+    def __init__(self, plan: Plan, chunks: int, block_c: int, spread: str = "[None, :]") -> None:
+        """`block_c` output channels of a tile. `spread` as for `emit`: channels are the last axis of most products'
+        blocks."""
+        item, (batch, channels, *_) = plan.passes[0], plan.value.shape
+        blocks_c = -(-channels // block_c)
+        self.programs = batch * chunks * blocks_c
+        self.channels = {"FULL": channels % block_c == 0, "BLOCKS_C": blocks_c}
         self.plan, self.last, self.chunks = plan, item.last, chunks
         self.moments, self.store = "no", "raw" if item.sink == Store(raw=True) else "done"
         if isinstance(item.sink, Moments):
             self.moments = "both" if item.sink.squares else "sums"
             self.store = "no" if not item.sink.stores else "done" if item.sink.finished else "raw"
+        is_last = plan.value.layout == "channels_last"
+        self.written = {"STORE": self.store, "MOMENTS": self.moments, "LAST": is_last}
         self.before: Steps = forward_steps(plan.chain, "before", item.last, plan.value.shape[1], spread=spread)
 
     def launch(
@@ -62,3 +69,14 @@ class Epilogue:
             results[2] = Unread(unread)
         launch(stem, kernel, grid, [*product, *results, *read], numbers, constants, warps)
         return value, partials
+
+
+def product_tile(gemm: Gemm, value: Spec) -> dict[str, object]:
+    """The constants with which every product over packed operands ends."""
+    return {
+        "BM": gemm.rows,
+        "BC": gemm.block_c,
+        "BK": gemm.block_k,
+        "STAGES": gemm.stages,
+        "ACC": accumulator(accumulator_of(value)),
+    }

@@ -31,7 +31,7 @@ from postlude.stages.library import cast_for_convolution, convolve_by_pytorch
 from postlude.stages.moments import finish_moments
 from postlude.stages.normalize import combine_moments, finish_pass, moments_pass
 from postlude.stages.rows import rows_pass
-from postlude.stages.trace import laid_out
+from postlude.stages.trace import settle_layout
 
 
 class Parts(NamedTuple):
@@ -97,7 +97,7 @@ def _convolved(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor | None, Pa
     if own is None:
         x, weight = cast_for_convolution(chain, tensors[:2])
         result = convolve_by_pytorch(conv, x, weight, None, plan.library_tf32)  # the program adds the bias
-        return laid_out(result, layout), None
+        return settle_layout(result, layout), None
     if isinstance(own, FewChannels):
         x, weight, *more = cast_for_convolution(chain, tensors)
         padding = volume_for(conv, plan.input.shape[2:], 1).padding

@@ -79,13 +79,13 @@ def gradient_passes(
         group_means = (combine_batch_sums if norm.over == "batch" else functools.partial(_combine_sums, norm))(
             spec, sums, weight
         )
-    last_pass = LastPass(spec, norm, wanted, steps_of(function, spec.shape[1]), per_group(norm, spec))
-    dtypes = [tensors[slot].dtype for slot in wanted.full]
-    given = (value, dy, (*means, *group_means), read, dtypes)
+    steps, dtypes = steps_of(function, spec.shape[1]), [tensors[slot].dtype for slot in wanted.full]
+    each, all_means = per_group(norm, spec), (*means, *group_means)
+    last_pass = LastPass(spec, norm, wanted, steps, each, value, dy, all_means, read, dtypes)
     if packing is not None:
-        dv, totals, full = packed_gradient(last_pass, packing, *given)
+        dv, totals, full = packed_gradient(last_pass, packing)
     else:
-        dv, totals, full = _gradient_pass(plan, last_pass, *given, largest)
+        dv, totals, full = _gradient_pass(plan, last_pass, largest)
     found = dict(zip(wanted.full, full))
     found |= _vectors(chain, spec, _places(norm, wanted, needs), sums, totals, tensors)
     return dv, found
@@ -187,28 +187,19 @@ def _combine_sums(norm: Normalize, value: Spec, sums: Tensor, weight: Tensor | N
     return a, b
 
 
-def _gradient_pass(
-    plan: Plan,
-    last: LastPass,
-    value: Tensor,
-    dy: Tensor,
-    means: tuple[Pointer, ...],
-    read: list[Pointer],
-    dtypes: list[torch.dtype],
-    largest: Tensor | None,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+def _gradient_pass(plan: Plan, last: LastPass, largest: Tensor | None) -> tuple[Tensor, Tensor, list[Tensor]]:
     """The gradient at the first value in the value's layout."""
     spec, arithmetic = plan.value, plan.largest_found
     batch, channels, positions = sizes_of(spec)
     cut = last_cut(spec, _tile(plan))
     chunks = cut.chunks(positions)
-    first = torch.empty_like(value)
-    sums, full, outputs = last.outputs(value, chunks, dtypes)
+    first = torch.empty_like(last.value)
+    sums, full, arguments = last.arguments(first, chunks)
     launch(
         "gradient",
         "gradient_kernel",
         cut.grid(spec),
-        [value, dy, *means, first, *outputs, Unread(value) if largest is None else largest, *read],
+        [*arguments, or_unread(largest, last.value), *last.read],
         (channels, positions, chunks, last.per_group, batch * channels * chunks),
         {
             **last.constants,

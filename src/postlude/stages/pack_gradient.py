@@ -21,11 +21,16 @@ from postlude.stages.trace import Pointer, Unread, launch
 class LastPass:
     """All steps backwards in one reading of the value and of dy: what every form of that pass takes and gives."""
 
-    value: Spec
+    spec: Spec  # the value's
     norm: Normalize | None
     wanted: Wanted
     steps: Steps
     per_group: int
+    value: Tensor
+    dy: Tensor
+    means: tuple[Pointer, ...]  # the norm's mean and rstd, and what `combine_sums` gives
+    read: list[Pointer]  # the steps' tensors
+    dtypes: list[torch.dtype]  # of gradients of the value's size
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -36,35 +41,27 @@ class LastPass:
             "FULL": len(self.wanted.full),
         }
 
-    def outputs(
-        self, value: Tensor, chunks: int, dtypes: list[torch.dtype]
-    ) -> tuple[Tensor, list[Tensor], list[Pointer]]:
-        """Sums per channel and chunk, gradients of the value's size in `dtypes`, and both as arguments."""
-        shape = (len(self.wanted.totals), *self.value.shape[:2], chunks)
-        sums = torch.empty(shape, dtype=accumulator_of(self.value), device=value.device)
-        full = [torch.empty_like(value, dtype=dtype) for dtype in dtypes]
-        unread = Unread(value)
-        return sums, full, [sums if sums.numel() else unread, *full, *[unread] * (FULL - len(full))]
+    def arguments(self, first: Tensor, chunks: int) -> tuple[Tensor, list[Tensor], list[Pointer]]:
+        """Sums per channel and chunk, gradients of the value's size, and the arguments up to those; `first` is to be
+        the gradient at the first value."""
+        shape = (len(self.wanted.totals), *self.spec.shape[:2], chunks)
+        sums = torch.empty(shape, dtype=accumulator_of(self.spec), device=self.value.device)
+        full = [torch.empty_like(self.value, dtype=dtype) for dtype in self.dtypes]
+        unread = Unread(self.value)
+        outputs = [sums if sums.numel() else unread, *full, *[unread] * (FULL - len(full))]
+        return sums, full, [self.value, self.dy, *self.means, first, *outputs]
 
 
-def packed_gradient(
-    last: LastPass,
-    packing: Packing,
-    value: Tensor,
-    dy: Tensor,
-    means: tuple[Pointer, ...],
-    read: list[Pointer],
-    dtypes: list[torch.dtype],
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+def packed_gradient(last: LastPass, packing: Packing) -> tuple[Tensor, Tensor, list[Tensor]]:
     """The gradient at the first value as a packed matrix of one plane."""
-    spec, chunks = last.value, packing.rows * packing.grid[1]
-    first = packing.empty(value.device)
-    sums, full, outputs = last.outputs(value, chunks, dtypes)
+    spec, chunks = last.spec, packing.rows * packing.grid[1]
+    first = packing.empty(last.value.device)
+    sums, full, arguments = last.arguments(first, chunks)
     launch(
         "pack_gradient",
         "packed_gradient_kernel",
         packing.grid,
-        [value, dy, *means, first, *outputs, *read],
+        [*arguments, *last.read],
         (*packing.numbers, chunks, last.per_group),
         {
             **last.constants,

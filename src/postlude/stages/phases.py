@@ -9,8 +9,8 @@ from torch import Tensor
 from postlude.plan import Plan
 from postlude.plan.gemm import Gemm
 from postlude.plan.phases import Phases
-from postlude.stages.cuts import Partials, accumulator, accumulator_of, is_wide
-from postlude.stages.epilogue import Epilogue
+from postlude.stages.cuts import Partials, is_wide
+from postlude.stages.epilogue import Epilogue, product_tile
 from postlude.stages.pack import PackedWeight, packed_weight, planes, weight_strides
 from postlude.stages.trace import Pointer, launch, or_unread
 
@@ -48,9 +48,8 @@ def launch_phases(
     unread: Tensor,
     tensors: Sequence[Tensor],
 ) -> tuple[Tensor | None, Partials | None]:
-    volume, (batch, channels, *_), is_last = gemm.volume, plan.value.shape, plan.value.layout == "channels_last"
-    end = Epilogue(plan, gemm.chunks, "[None, :]" if is_last else "[:, None]")
-    blocks_c = -(-channels // gemm.block_c)
+    volume, is_last = gemm.volume, plan.value.layout == "channels_last"
+    end = Epilogue(plan, gemm.chunks, gemm.block_c, "[None, :]" if is_last else "[:, None]")
     out = [axis.out for axis in phases.axes]
     constants = {
         "BEFORE": end.before,
@@ -60,20 +59,13 @@ def launch_phases(
         **_axes("F", phases.front),
         "C": gemm.channels,
         **planes(gemm.arithmetic),
-        "STORE": end.store,
-        "MOMENTS": end.moments,
-        "LAST": is_last,
+        **end.written,
         "WIDE": is_wide(plan.value),
-        "FULL": channels % gemm.block_c == 0,
-        "BLOCKS_C": blocks_c,
-        "BM": gemm.rows,
-        "BC": gemm.block_c,
-        "BK": gemm.block_k,
-        "STAGES": gemm.stages,
-        "ACC": accumulator(accumulator_of(plan.value)),
+        **end.channels,
+        **product_tile(gemm, plan.value),
     }
-    numbers = (channels, gemm.tiles, volume.sample_rows * volume.pitch, volume.pitch, volume.plane, *out)
-    kernel = ("phases", "convolve_phases_kernel", (batch * gemm.chunks * blocks_c,))
+    numbers = (plan.value.shape[1], gemm.tiles, volume.sample_rows * volume.pitch, volume.pitch, volume.plane, *out)
+    kernel = ("phases", "convolve_phases_kernel", (end.programs,))
     return end.launch(*kernel, product, unread, tensors, numbers, constants, gemm.warps)
 
 

@@ -51,7 +51,7 @@ def training_program(plan: Plan, given: Given, needs: tuple[bool, ...]) -> Progr
     return Program(slots, calls, end, gradient, tuple(tracer.calls), gradients)
 
 
-def program_of(plan: Plan) -> Program:
+def planned_program(plan: Plan) -> Program:
     """For the problem that it was made for; in training for every gradient that the chain has."""
     tensors = [empty(spec, plan.chain.dims, "meta") for spec in plan.problem.tensors[: len(plan.chain.roles)]]
     if not plan.trains:

@@ -91,7 +91,7 @@ def launch_cuda(
     tracer.calls.append(CudaCall(source, kernel, items, grid, threads, macros["SHARED_BYTES"], arguments, numbers))
 
 
-def laid_out(tensor: Tensor, layout: torch.memory_format) -> Tensor:
+def settle_layout(tensor: Tensor, layout: torch.memory_format) -> Tensor:
     """`tensor.contiguous(memory_format=layout)`, taken down even where it seems to do nothing: which layout a library's
     convolution gives is known only when it runs."""
     tracer = _tracer()

@@ -6,7 +6,8 @@ import textwrap
 
 import pytest
 
-from postlude.export.specialise import Inline, Name, Specialised, specialise
+from postlude.export.specialise import Inline, Specialised, specialise
+from postlude.plan.calls import Word
 
 
 def cut(source: str, **constants: object) -> str:
@@ -62,7 +63,7 @@ def test_expressions(expression: str, expected: str) -> None:
         "ONE": 1,
         "ZERO": 0,
         "NEGATIVE": -2,
-        "DTYPE": Name("tl.float32"),
+        "DTYPE": Word("tl.float32"),
         "BEFORE": Inline("relu({0})"),
     }
     text = cut(f"def f({parameters}):\n    return {expression}\n", **constants)

@@ -10,7 +10,8 @@ import sys
 import pytest
 
 from postlude.export.device_text import library
-from postlude.export.specialise import Inline, Name, specialise
+from postlude.export.specialise import Inline, specialise
+from postlude.plan.calls import Word
 
 # Chain 61 at KernelBench's sizes, as the plans have it.
 CONVOLVE: dict[str, object] = {
@@ -35,7 +36,7 @@ CONVOLVE: dict[str, object] = {
     "BC": 128,
     "BK": 64,
     "STAGES": 3,
-    "ACC": Name("tl.float32"),
+    "ACC": Word("tl.float32"),
 }
 TILES = frozenset({"BM", "BC", "BK", "STAGES"})
 LARGEST: dict[str, object] = {"LAST": False, "SHORT": False, "ALIGN": 1, "FLAGS": False, "BLOCK": 4096, "BLOCK_C": 1}
@@ -88,17 +89,17 @@ REAL: dict[str, tuple[str, dict[str, object], frozenset[str], int]] = {
         frozenset({"BLOCK"}),
         60,
     ),
-    "combine": ("combine_moments_kernel", {"BLOCK": 1024, "ACC": Name("tl.float32")}, frozenset(), 40),
+    "combine": ("combine_moments_kernel", {"BLOCK": 1024, "ACC": Word("tl.float32")}, frozenset(), 40),
     "finish": (
         "finish_kernel",
-        {"WHOLE": Name("whole"), "HAS_NORM": True, "BLOCK": 2048, "ALIGN": 8, "ACC": Name("tl.float32")}
+        {"WHOLE": Word("whole"), "HAS_NORM": True, "BLOCK": 2048, "ALIGN": 8, "ACC": Word("tl.float32")}
         | {"BLOCK_C": 0, "SHORT": False, "WIDE": False, "CONTIGUOUS_OUT": False},
         frozenset({"BLOCK"}),
         35,
     ),
     "moments": (
         "moments_kernel",
-        {"BEFORE": Inline("{0}"), "SQUARES": False, "BLOCK": 1024, "ALIGN": 8, "ACC": Name("tl.float32")}
+        {"BEFORE": Inline("{0}"), "SQUARES": False, "BLOCK": 1024, "ALIGN": 8, "ACC": Word("tl.float32")}
         | {"BLOCK_C": 0, "SHORT": False, "WIDE": False},
         frozenset(),
         35,
@@ -106,20 +107,20 @@ REAL: dict[str, tuple[str, dict[str, object], frozenset[str], int]] = {
     "channels-last moments": (
         "moments_kernel",
         {"BEFORE": Inline("{0}"), "SQUARES": True, "BLOCK": 64, "BLOCK_C": 32}
-        | {"SHORT": False, "ALIGN": 1, "WIDE": False, "ACC": Name("tl.float32")},
+        | {"SHORT": False, "ALIGN": 1, "WIDE": False, "ACC": Word("tl.float32")},
         frozenset(),
         50,
     ),
     "channels-last finish": (
         "finish_kernel",
         {"WHOLE": Inline("whole({0}, {1}, {2}, {3}, a0)"), "HAS_NORM": True, "BLOCK": 64, "BLOCK_C": 32}
-        | {"SHORT": False, "ALIGN": 1, "WIDE": False, "CONTIGUOUS_OUT": True, "ACC": Name("tl.float32")},
+        | {"SHORT": False, "ALIGN": 1, "WIDE": False, "CONTIGUOUS_OUT": True, "ACC": Word("tl.float32")},
         frozenset(),
         40,
     ),
     "finish from moments": (
         "finish_moments_kernel",
-        {"C": 24, "MOMENTS": Name("moments"), "SQUARES": True, "OVER_SPACE": False, "BLOCK_C": 32, "BLOCK": 64},
+        {"C": 24, "MOMENTS": Word("moments"), "SQUARES": True, "OVER_SPACE": False, "BLOCK_C": 32, "BLOCK": 64},
         frozenset(),
         25,
     ),

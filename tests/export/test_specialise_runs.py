@@ -17,8 +17,9 @@ from machines import SMALL_H200
 from postlude.check import tensors_for
 from postlude.export import rules
 from postlude.export.device_text import library
-from postlude.export.specialise import Inline, Name, specialise
+from postlude.export.specialise import Inline, specialise
 from postlude.plan import Plan, problem_of
+from postlude.plan.calls import Word
 from postlude.plan.gpu import lower_for_gpu
 from postlude.plan.types import Tile
 from postlude.run.compose import HEADER, compose
@@ -97,9 +98,9 @@ def _run_specialised(launch: Launch, pointers: Sequence[Any], calls: dict[str, s
 def _constant(value: Any, calls: dict[str, str]) -> object:
     if hasattr(value, "fn"):
         name = value.fn.__name__
-        return Inline(calls[name]) if name in calls else Name(name)
+        return Inline(calls[name]) if name in calls else Word(name)
     return (
-        value if isinstance(value, int | float | str) else Name(f"tl.{'float64' if '64' in str(value) else 'float32'}")
+        value if isinstance(value, int | float | str) else Word(f"tl.{'float64' if '64' in str(value) else 'float32'}")
     )
 
 

@@ -10,7 +10,7 @@ from postlude.export.device_text import Kernel, cut, library
 from postlude.export.layout import fold
 from postlude.export.simplify import simplified_helper
 from postlude.export.source import parse, text_of
-from postlude.export.specialise import Name
+from postlude.plan.calls import Word
 
 
 def kernel_of(function: ast.FunctionDef) -> Kernel:
@@ -60,5 +60,5 @@ def _shared(arguments: Sequence[ast.expr], values: Mapping[str, object]) -> obje
     if isinstance(argument, ast.Name):
         return values.get(argument.id)
     if isinstance(argument, ast.Attribute) and ast.unparse(argument.value) == "tl":
-        return Name(ast.unparse(argument))
+        return Word(ast.unparse(argument))
     return argument.value if isinstance(argument, ast.Constant) and isinstance(argument.value, int | str) else None

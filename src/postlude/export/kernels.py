@@ -16,8 +16,8 @@ from postlude.export.layout import fold
 from postlude.export.rules import rewritten
 from postlude.export.simplify import has_all_channels, simplified
 from postlude.export.source import parse, written
-from postlude.export.specialise import Inline, Name, rename
-from postlude.plan.calls import Argument, Buffer, Descriptor, KernelCall, Steps, Word
+from postlude.export.specialise import Inline, rename
+from postlude.plan.calls import Argument, Buffer, Descriptor, KernelCall, Steps
 
 _INFIX = {"add": Inline("{0} + {1}"), "mul": Inline("{0} * {1}")}
 # Sizes of space and of tiles that a kernel reads several times keep their names; all other numbers are put in.
@@ -65,8 +65,6 @@ def cut_kernel(call: KernelCall, words: Mapping[int, str], slots: Mapping[int, s
             text = value.text.replace(", mask=m_c, other=0.0", "") if has_all_channels(call) else value.text
             function, constants[word] = _steps(replace(value, text=text), pointers, slots, constants.get("C", 0))
             functions += [] if function is None else [function]
-        elif isinstance(value, Word):
-            constants[word] = Name(value.text)
     keep, kernel = _named_sizes(source, constants, names)
     if len(functions) == 1 and (joined := inlined(kernel, functions[0])) is not None:
         functions, kernel = [], joined

@@ -17,13 +17,7 @@ from postlude.export import rules
 from postlude.export.analysis import UNKNOWN, Liveness, stores, value_of
 from postlude.export.comments import decided, with_words
 from postlude.export.source import Comment, parameters, parse, remark_of, text_of, written
-
-
-@dataclass(frozen=True)
-class Name:
-    """A constant that is put in as it stands: Name("tl.float32")."""
-
-    text: str
+from postlude.plan.calls import Word
 
 
 @dataclass(frozen=True)
@@ -45,7 +39,7 @@ def specialise(
     names: Mapping[str, str] | None = None,
     keep: frozenset[str] = frozenset(),
 ) -> Specialised:
-    """One function's text with `constants` decided and identifiers renamed by `names`.
+    """One function's text with `constants` decided and identifiers renamed by `names`; a `Word` is put in as it stands.
 
     Constants in `keep` stay parameters, and still decide conditions.
     """
@@ -71,7 +65,7 @@ def specialise(
 
 
 def _expression(value: Any) -> ast.expr:
-    return ast.parse(value.text, mode="eval").body if isinstance(value, Name) else ast.Constant(value)
+    return ast.parse(value.text, mode="eval").body if isinstance(value, Word) else ast.Constant(value)
 
 
 def _template(value: Inline) -> ast.expr:
@@ -82,7 +76,7 @@ def _known(function: ast.FunctionDef, constants: Mapping[str, object]) -> dict[s
     """Constants that the body does not overwrite, and locals with one value."""
     assigned = stores(function)
     known = {name: value for name, value in constants.items() if name not in assigned}
-    known = {name: value for name, value in known.items() if not isinstance(value, Name | Inline)}
+    known = {name: value for name, value in known.items() if not isinstance(value, Word | Inline)}
     for name, expression in rules.single_values(function).items():
         if (value := value_of(expression, known)) is not UNKNOWN:
             known[name] = value
@@ -93,7 +87,7 @@ def _decide_comments(function: ast.FunctionDef, constants: Mapping[str, object],
     """Conditions in remarks are decided; a sentence on lines of its own may go on in the next, and keeps its own."""
     words = {old: new for old, new in names.items() if re.search(r"[A-Z_\d]", old)}  # others may be plain English
     for name, value in constants.items():  # what reads as well in prose as its name; flags do not
-        if isinstance(value, Name | Inline):
+        if isinstance(value, Word | Inline):
             words[name] = value.text.partition("(")[0]
         elif type(value) in (int, float) and name.isupper():
             words[name] = str(value)

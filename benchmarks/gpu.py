@@ -148,9 +148,8 @@ def peak_mib(call: Callable[..., Tensor], tensors: Sequence[Tensor]) -> float:
 
 
 def launches_of(call: Callable[..., Tensor]) -> int | None:
-    if isinstance(call, Site) and call.last is not None and isinstance(call.last[1], Plan):
-        return call.last[1].launches
-    return None
+    entry = call.ledger.latest.get((call.name, call.chain)) if isinstance(call, Site) else None
+    return entry.outcome.launches if entry is not None and isinstance(entry.outcome, Plan) else None
 
 
 def busy_clock(call: Callable[..., Tensor], tensors: Sequence[Tensor]) -> int | None:

@@ -90,6 +90,14 @@ def fresh_verdicts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
+def refused_chains_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chains that stay PyTorch's are put into the graph as well, so that a CPU tests what is rewired in training."""
+    from postlude.graph.backend import Backend
+
+    monkeypatch.setattr(Backend, "_is_refused", lambda *_: False)
+
+
+@pytest.fixture
 def small_values_fuse(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The CPU's plans gain from 40 KiB on, so that a test need not wait for a megabyte's float64."""
     from postlude.run.execute import prepared

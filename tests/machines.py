@@ -19,7 +19,7 @@ def card(number: int) -> Machine:
     """One of each architecture that the kernels are compiled for; sm_86 has no card that we know by name."""
     known = _BY_NUMBER.get(number)
     if known is None:
-        known = cards.estimated("RTX A6000", f"sm_{number}", 84, CARDS[number], 6 << 20, 1.8e9, 768e9)
+        known = cards.estimated("RTX A6000", f"sm_{number}", (84, CARDS[number], 6 << 20), 1.8e9, 768e9)
     return machine_on(known)
 
 

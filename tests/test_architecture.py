@@ -41,6 +41,7 @@ MAY_IMPORT = {
     # Not emit, reverse or steps: what runs is decided by then.
     "run": {
         "chain",
+        "encoded",
         "errors",
         "files",
         "hardware",
@@ -51,13 +52,13 @@ MAY_IMPORT = {
         "stages",
         "tile_table",
     },
-    "graph": {"chain", "errors", "hardware", "plan", "run", "words"},
+    "graph": {"chain", "code_hash", "errors", "hardware", "plan", "run", "words"},
     "check": {"chain", "code_hash", "errors", "files", "hardware", "reference"},
     "shown": set(),
     "functional": {"chain", "errors", "run"},
     "nn": {"errors", "graph", "run"},
     "report": {"chain", "check", "errors", "files", "hardware", "plan"},
-    "site_check": {"chain", "check", "encoded", "files", "hardware", "plan", "run"},
+    "site_check": {"chain", "check", "code_hash", "encoded", "files", "hardware", "plan", "run"},
     "pipeline": {"chain", "check", "errors", "graph", "hardware", "plan", "report", "run", "shown", "site_check"},
     "problem_file": {"errors", "hardware"},
     "problems": set(),

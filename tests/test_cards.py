@@ -21,7 +21,7 @@ MODES = ("fp32", "tf32", "16 bits")
 
 def as_driver_says(name: str, card: Card, multiprocessors: int | None = None) -> Card:
     count = card.multiprocessors if multiprocessors is None else multiprocessors
-    return card_for(name, card.architecture, count, card.shared_bytes, card.l2_bytes, 0.0, 0.0)
+    return card_for(name, card.architecture, (count, card.shared_bytes, card.l2_bytes), 0.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_others_are_estimated_and_say_so(name: str, card: Card, multiprocessors:
 
 
 def test_cards_of_one_name_may_have_other_memory() -> None:
-    given = (A100.architecture, A100.multiprocessors, A100.shared_bytes, A100.l2_bytes, 1.41e9)
+    given = (A100.architecture, (A100.multiprocessors, A100.shared_bytes, A100.l2_bytes), 1.41e9)
     found = card_for("NVIDIA A100-PCIE-40GB", *given, 1.555e12)
     assert found.rates.bandwidth == 1.555e12
     assert found.rates.copy < A100.rates.copy
@@ -71,7 +71,7 @@ def test_cards_of_one_name_may_have_other_memory() -> None:
 
 def from_properties(card: Card, name: str, clock: float) -> ByMode:
     sizes = (card.multiprocessors, card.shared_bytes, card.l2_bytes)
-    return estimated(name, card.architecture, *sizes, clock, card.rates.bandwidth).rates.peak
+    return estimated(name, card.architecture, sizes, clock, card.rates.bandwidth).rates.peak
 
 
 def test_properties_tell_the_published_peaks() -> None:

@@ -269,7 +269,7 @@ def test_progress_is_told_what_is_done(net: Net) -> None:
 @pytest.mark.usefixtures("small_values_fuse")
 @pytest.mark.parametrize("verify", [True, False])
 def test_rest_inductor_says_what_it_did(net: Net, verify: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, inputs: graph.forward)
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, inputs, **_: graph.forward)
     plain, x = copy.deepcopy(net), torch.randn(LARGE)
     with torch.no_grad():
         result = postlude.optimize(net, x, rest="inductor", verify=verify)
@@ -278,8 +278,8 @@ def test_rest_inductor_says_what_it_did(net: Net, verify: bool, monkeypatch: pyt
         assert (result.verdict is not None) == verify
         torch.testing.assert_close(net(x), plain(x))
         small = postlude.optimize(copy.deepcopy(plain), x[:, :, :4, :4, :4].contiguous(), rest="inductor")
-        assert not small.sites
-        assert any("too small to gain" in item.reason for item in small.declined)
+        assert not any(site.is_fused for site in small.sites)
+        assert all("too small to gain" in str(site.outcome) for site in small.sites)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_rest_inductor_says_what_it_did(net: Net, verify: bool, monkeypatch: pyt
         ({"precision": "half"}, "precision 'half' is unknown; use one of auto, fp32, tf32."),
         ({"memory": "thin"}, "memory='thin' is unknown"),
         ({"memory": "lean"}, "memory='lean' is about fused training"),
-        ({"rest": "xla"}, "rest='xla' is unknown; use one of eager, inductor."),
+        ({"rest": "xla"}, "rest='xla' is unknown; use one of auto, eager, inductor."),
     ],
 )
 def test_bad_requests_get_one_sentence_and_change_nothing(net: Net, arguments: dict[str, str], sentence: str) -> None:
@@ -417,15 +417,22 @@ def test_hooks_of_all_modules_see_the_models_own_modules() -> None:
     assert seen == ["Conv2d", "GroupNorm", "ReLU", "Sequential"]
 
 
-def test_an_optimized_model_can_still_be_traced_by_others() -> None:
-    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU()).eval()
-    x = torch.randn(2, 2, 6, 6)
-    postlude.optimize(model, x, verify=False)
+@pytest.mark.usefixtures("small_values_fuse")
+def test_an_optimized_model_is_the_plain_one_for_other_tools(net: Net) -> None:
+    x = torch.randn(LARGE)
     with warnings.catch_warnings(), torch.no_grad():
+        assert any(site.is_fused for site in postlude.optimize(net, x, verify=False).sites)
         warnings.simplefilter("ignore")  # torch.jit is deprecated
-        traced = torch.jit.trace(model, x, check_trace=False)
-        torch.testing.assert_close(traced(x), model(x))
-        torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), model(x))
+        traced = torch.jit.trace(net, x, check_trace=False)
+        exported = torch.export.export(net, (x,))
+        symbolic = torch.fx.symbolic_trace(net)
+        graphs: list[torch.fx.GraphModule] = []
+        torch.compile(net, backend=lambda graph, _: (graphs.append(graph), graph.forward)[1])(x)
+        for found in (traced(x), exported.module()(x), symbolic(x)):
+            torch.testing.assert_close(found, net(x))
+    assert "aten::group_norm" in str(traced.inlined_graph)
+    for graph in (exported.graph_module, symbolic, *graphs):
+        assert "postlude" not in graph.print_readable(print_output=False)
 
 
 def test_a_model_that_nobody_needs_is_freed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from postlude.plan import Plan
 from postlude.plan.calls import Call, KernelCall, Program
+from postlude.plan.types import Moments
 from postlude.run.chain_run import Inference
 from postlude.run.launch import Launch, arguments_without_memory, launch_of
 from postlude.run.runner import runner_of
@@ -20,6 +22,15 @@ from postlude.stages.trace import Tracer, empty_strided
 def run_plan(plan: Plan, tensors: Sequence[Tensor]) -> Tensor:
     """The forward pass of a plan's own chain."""
     return Inference(plan, plan.chain)(tensors)
+
+
+def storing_raw(plan: Plan) -> Plan:
+    """The same plan, with the convolution's result as it is in memory between the passes."""
+    if not plan.resumes_at:
+        return plan
+    first, last = plan.passes[0], plan.passes[-1]
+    passes = (replace(first, sink=Moments(True, stores=True)), replace(last, first=1))
+    return replace(plan, passes=passes)
 
 
 def run_stage(stage: Callable[..., Any], *tensors: Tensor) -> tuple[Tensor | None, ...]:

@@ -180,12 +180,12 @@ def runs() -> list[Run]:
 
 @functools.cache
 def all_kernels() -> frozenset[str]:
-    """Every kernel that there is, by the sources alone, but for those that exported files alone hold."""
+    """Every kernel that there is, by the sources alone."""
     names: set[str] = set()
     for file in (KERNELS / "triton").glob("*.py"):
         functions = [node for node in ast.parse(file.read_text("utf-8")).body if isinstance(node, ast.FunctionDef)]
         names |= {node.name for node in functions if node.name.endswith("_kernel")}
-    for file in (path for path in (KERNELS / "cuda").glob("*.cu") if not path.stem.endswith("_file")):
+    for file in (KERNELS / "cuda").glob("*.cu"):
         names |= set(GLOBAL.findall(file.read_text("utf-8")))
     return frozenset(names)
 
@@ -205,7 +205,7 @@ def plan_of(run: Run, problem: Problem, machine: Machine) -> Plan:
 
 def called(run: Run, plan: Plan, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The result, and the gradients where it trains."""
-    return _with_gradients(run, execute.prepare(run.chain, plan, "cuda"), tensors)
+    return _with_gradients(run, execute.prepare(run.chain, plan), tensors)
 
 
 def _with_gradients(
@@ -255,7 +255,7 @@ def watched(names: set[str]) -> Iterator[None]:
 def planned(run: Run, machine: Machine = HOPPER) -> list[str]:
     """The kernels that a run launches, in order."""
     problem = problem_for(run, inputs_of(run, "cpu"))
-    runner = execute.prepare(run.chain, plan_of(run, problem, machine), "cuda")
+    runner = execute.prepare(run.chain, plan_of(run, problem, machine))
     program = ahead.program_of(run.chain, runner, problem, needs_of(run))
     return [call.kernel for call in (*program.forward, *program.backward) if not isinstance(call, TorchCall)]
 

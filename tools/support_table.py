@@ -21,8 +21,8 @@ from postlude.words import NORMS, POINTWISE, REDUCTIONS
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "support.md"
 CHANNELS, SPACE, BATCH = 32, 32, 8
 CPU = Machine("cpu", 2, 32 << 20, has_triton=True, has_onednn=True)
-TURING = cards.estimated("Turing", "sm_75", 72, 65_536, 6 << 20, 1.77e9, 672e9)
-ROCM = cards.estimated("ROCm", "gfx942", 304, 65_536, 4 << 20, 2.1e9, 5.3e12)
+TURING = cards.estimated("Turing", "sm_75", (72, 65_536, 6 << 20), 1.77e9, 672e9)
+ROCM = cards.estimated("ROCm", "gfx942", (304, 65_536, 4 << 20), 2.1e9, 5.3e12)
 MACHINES = {
     "CPU": CPU,
     **{card.architecture: machine_on(card) for card in (cards.A100, cards.H200, TURING)},

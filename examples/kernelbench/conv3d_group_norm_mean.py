@@ -21,163 +21,263 @@ from torch.utils.cpp_extension import CUDA_HOME
 SHAPES = ((128, 3, 24, 32, 32), (24, 3, 3, 3, 3), (24,), (24,), (24,))
 
 SOURCE = r"""
-// A block walks over tiles of TD×TH×32 outputs and keeps only their moments. It stages a tile's input in shared
-// memory, a slot for each position: its channels, as four numbers of fp16, and as fp16 what that left over. Powers
-// of two bring the largest of a tile, and of a channel's weights, just below 2¹⁵: then the two are as precise as fp32.
-// A product takes 4 taps, K = 4 taps × 4 numbers, in such an order that lane (g, t) = (lane / 4, lane % 4) reads
-// for row g the whole slot of tap t at once.
+// Direct convolution of 1 to 4 input channels on tensor cores that stores nothing of the convolution's size: it
+// gives the moments of (convolution + bias) per sample, channel and tile. A block walks over tiles of
+// BLOCK_D×BLOCK_H×32 outputs. It stages a tile's input in shared memory, a slot for each position: its channels, as
+// 4 numbers of 16 bits, and, where there are 1 or 2, those of its right neighbours (TAPS_PER_SLOT positions in
+// all). A slot serves a chunk of as many neighbouring taps. A product m16n8k16 takes 4 chunks, K = 4 × 4 numbers,
+// in such an order that lane (g, t) = (lane / 4, lane % 4) reads for row g the whole slot of chunk t at once. fp32
+// input is scaled by powers of two, per tile and per channel of the weight; in two planes, fp16 and what that
+// leaves over, a slot is as precise as fp32.
+
 #define UNROLL _Pragma("unroll")
-constexpr int CIN = 3, COUT = 24, NFRAG = 3, PER_GROUP = 3;  // NFRAG fragments of 8 channels; groups of the norm
-constexpr int KD = 3, KH = 3, KW = 3, TAPS = 27, STEPS = 7;  // a step takes 4 taps
-constexpr int TD = 11, TH = 10, R = 2, WARPS = 8, THREADS = 256, BLOCKS = 2;  // a warp computes R rows at a time
-constexpr int IN_H = 12, COLUMNS = 34, PITCH = 36, PLANE = 436;  // of a tile's input: no bank conflicts at this pitch
+constexpr int C_IN = 3, C_OUT = 24, NFRAG = 3, KD = 3, KH = 3, KW = 3;
+constexpr int BLOCK_D = 11, BLOCK_H = 10, ROWS_PER_WARP = 2, WARPS = 8, BLOCKS_PER_SM = 2;
+constexpr int D = 24, H = 32, W = 32, X_N = 73728, X_C = 24576, X_D = 1024, X_H = 32, X_W = 1;
+constexpr int W_O = 81, W_C = 27, W_D = 9, W_H = 3, W_W = 1;
+constexpr int TILES_D = 2, TILES_H = 3, TILES_W = 1, TILE_SLOTS = 5668;
+
+typedef unsigned int u32;
+typedef unsigned short u16;
 
 // d += a·b, with a [16, 16] and b [16, 8] as fragments
-__device__ void mma(float (&d)[4], uint4 a, unsigned b0, unsigned b1) {
+__device__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-__device__ unsigned pack(float low, float high) {
-    unsigned pair;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+__device__ u32 pack_pair(float first, float second) {
+    u32 pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
     return pair;
 }
 
-__device__ float unpack(unsigned pair) {
-    float low;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(low) : "h"((unsigned short)pair));
-    return low;
+__device__ float unpack(u16 bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
 }
 
-// x, y: the numbers times 2^power as fp16; z, w: what that left over of them
-__device__ uint4 slot_of(float4 v, int power) {
-    float scale = ldexpf(1.0f, power), a = v.x * scale, b = v.y * scale, c = v.z * scale, d = v.w * scale;
-    unsigned ab = pack(a, b), cd = pack(c, d);
-    return {ab, cd, pack(a - unpack(ab), b - unpack(ab >> 16)), pack(c - unpack(cd), d - unpack(cd >> 16))};
+// Of the largest of a warp's magnitudes, at least −112: then 2^(14 − it), which brings it just below 2¹⁵, is a number
+__device__ int warp_exponent(float magnitude) {
+    return max((int)(__reduce_max_sync(~0u, __float_as_uint(magnitude)) >> 23) - 127, -112);
 }
 
-// The power of two, at most 126, that brings the largest of a warp's magnitudes just below 2¹⁵
-__device__ int power_for(float largest) {
-    int exponent = __reduce_max_sync(~0u, __float_as_uint(largest)) >> 23;
-    return 141 - max(exponent, 15);
+__device__ float power_of_two(int exponent) { return __uint_as_float((u32)(127 + exponent) << 23); }
+
+// x, y: four numbers times `scale`, of 16 bits; z, w: what that leaves over of them, or 0
+__device__ uint4 make_slot(const float (&v)[4], float scale) {
+    float a = v[0] * scale, b = v[1] * scale, c = v[2] * scale, d = v[3] * scale;
+    uint4 slot;
+    slot.x = pack_pair(a, b), slot.y = pack_pair(c, d);
+    slot.z = pack_pair(a - unpack(slot.x), b - unpack(slot.x >> 16));
+    slot.w = pack_pair(c - unpack(slot.y), d - unpack(slot.y >> 16));
+    return slot;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) moments_kernel(
-    const float* __restrict__ p_x,  // [N, CIN, d, h, w]
-    const float* __restrict__ p_w,  // [COUT, CIN, KD, KH, KW]
-    double3* __restrict__ p_moments,  // [N, tiles, COUT], out: count, sum and sum of squares
-    int samples, int d, int h, int w, unsigned zero) {  // zero is 0, which the compiler cannot know
-    extern __shared__ uint4 tile[];
-    uint4* fragments = tile + (TD + KD - 1) * PLANE;  // [STEPS, NFRAG, lane], of the weight
-    __shared__ int offsets[THREADS], weight_powers[COUT], powers[WARPS];
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    int tap = min((int)threadIdx.x, TAPS - 1);  // past the last, any: its weights are 0
-    offsets[threadIdx.x] = tap / (KH * KW) * PLANE + tap / KW % KH * PITCH + tap % KW;
-    for (int c = warp; c < COUT; c += WARPS) {
+constexpr int THREADS = WARPS * 32, LANES = WARPS * 8;  // lanes that hold moments of the same channels
+constexpr int BLOCK_C = NFRAG * 8;  // output channels of this block, padded
+constexpr int TAPS = KD * KH * KW, TILES = TILES_D * TILES_H * TILES_W;
+constexpr int OD = D - KD + 1, OH = H - KH + 1, OW = W - KW + 1;
+constexpr int TAPS_PER_SLOT = 4 / C_IN;
+constexpr int TAP_CHUNKS_W = (KW + TAPS_PER_SLOT - 1) / TAPS_PER_SLOT;  // chunks of one (kd, kh)
+constexpr int TAP_CHUNKS = KD * KH * TAP_CHUNKS_W, K_STEPS = (TAP_CHUNKS + 3) / 4;
+constexpr int FRAGMENT_SLOTS = K_STEPS * NFRAG * 32;
+constexpr int IN_H = BLOCK_H + KH - 1, IN_W = 32 + (TAP_CHUNKS_W - 1) * TAPS_PER_SLOT;  // rows, slots of a row
+// The 4 chunks of a product may lie in two neighbouring rows. Reads are free of bank conflicts where those are half
+// of the banks apart, also from the last row of one kd to the first of the next: HALF_BANKS slots are 64 bytes.
+constexpr int HALF_BANKS = 64 / sizeof(uint4);
+constexpr int ROW_PITCH = (IN_W + HALF_BANKS - 1) / (2 * HALF_BANKS) * (2 * HALF_BANKS) + HALF_BANKS;
+constexpr int SLICE_PITCH = IN_H * ROW_PITCH + (BLOCK_H % 2 == 0 ? HALF_BANKS : 0);
+
+__device__ int place_of(u32 i) { return i / IN_W / IN_H * SLICE_PITCH + i / IN_W % IN_H * ROW_PITCH + i % IN_W; }
+
+// The channels of position i of a tile that begins at z0, y0, x0, and of its right neighbours; 0 outside the input
+__device__ void fetch(const float* p_x, u32 i, int z0, int y0, int x0, float (&v)[4]) {
+    int z = z0 + (int)(i / IN_W / IN_H), y = y0 + (int)(i / IN_W % IN_H), x = x0 + (int)(i % IN_W);
+    bool inside = (u32)z < (u32)D && (u32)y < (u32)H;
+    const float* from = p_x + (z * X_D + y * X_H + x * X_W);
+    UNROLL for (int s = 0; s < 4; s++) {
+        bool is_there = s < C_IN * TAPS_PER_SLOT && inside && (u32)(x + s / C_IN) < (u32)W;
+        v[s] = is_there ? from[s % C_IN * X_C + s / C_IN * X_W] : 0.0f;
+    }
+}
+
+__device__ int weight_offset(int o, int c, int tap) {
+    return o * W_O + c * W_C + tap / (KH * KW) * W_D + tap / KW % KH * W_H + tap % KW * W_W;
+}
+
+// The weight of the channels from c0 on as fragments [K_STEPS, NFRAG, lane], and the exponents it is scaled by
+__device__ void prepare(const float* p_w, int c0, uint4* fragments, int* exponents) {
+    for (int c = threadIdx.x / 32; c < BLOCK_C; c += WARPS) {
         float largest = 0.0f;
-        for (int i = lane; i < CIN * TAPS; i += 32) largest = fmaxf(largest, fabsf(p_w[c * CIN * TAPS + i]));
-        weight_powers[c] = power_for(largest);
+        for (int i = threadIdx.x % 32; i < C_IN * TAPS && c0 + c < C_OUT; i += 32)
+            largest = fmaxf(largest, fabsf(p_w[weight_offset(c0 + c, i / TAPS, i % TAPS)]));
+        exponents[c] = warp_exponent(largest);
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < STEPS * NFRAG * 32; i += THREADS) {
-        int c = i / 32 % NFRAG * 8 + i % 32 / 4, k = i / (32 * NFRAG) * 4 + i % 4;
-        const float* from = p_w + c * CIN * TAPS + k;
-        float4 v = k < TAPS ? float4{from[0], from[TAPS], from[2 * TAPS], 0.0f} : float4{};
-        fragments[i] = slot_of(v, weight_powers[c]);
+    for (int i = threadIdx.x; i < FRAGMENT_SLOTS; i += THREADS) {
+        int c = i / 32 % NFRAG * 8 + i % 32 / 4, chunk = i / (32 * NFRAG) * 4 + i % 4;
+        float v[4];
+        UNROLL for (int s = 0; s < 4; s++) {
+            int kw = chunk % TAP_CHUNKS_W * TAPS_PER_SLOT + s / C_IN;
+            bool is_there = chunk < TAP_CHUNKS && kw < KW && s < C_IN * TAPS_PER_SLOT && c0 + c < C_OUT;
+            v[s] = is_there ? p_w[weight_offset(c0 + c, s % C_IN, chunk / TAP_CHUNKS_W * KW + kw)] : 0.0f;
+        }
+        fragments[i] = make_slot(v, power_of_two(14 - exponents[c]));
     }
-    int volume = d * h * w, out_d = d - 2, out_h = h - 2, out_w = w - 2;
-    int wide = (out_w + 31) / 32, tall = (out_h + TH - 1) / TH, tiles = (out_d + TD - 1) / TD * tall * wide;
-    for (int unit = blockIdx.x; unit < samples * tiles; unit += gridDim.x) {
-        int rest = unit % tiles, z0 = rest / (tall * wide) * TD, y0 = rest / wide % tall * TH, x0 = rest % wide * 32;
-        int depth = min(TD, out_d - z0), height = min(TH, out_h - y0), width = min(32, out_w - x0);
-        int positions = (depth + KD - 1) * IN_H * COLUMNS;
-        const float* sample = p_x + (long long)(unit / tiles) * CIN * volume;
-        float largest = 0.0f;  // of the tile's input, staged here as it comes and below as slots in the same place
-        _Pragma("unroll 4") for (int i = threadIdx.x; i < positions; i += THREADS) {  // loads in flight together
-            int z = i / COLUMNS / IN_H, y = i / COLUMNS % IN_H, x = i % COLUMNS;
-            const float* from = sample + ((z0 + z) * h + y0 + y) * w + x0 + x;
-            bool inside = z0 + z < d && y0 + y < h && x0 + x < w;
-            float4 v = inside ? float4{from[0], from[volume], from[2 * volume], 0.0f} : float4{};
-            largest = fmaxf(fmaxf(fmaxf(largest, fabsf(v.x)), fmaxf(fabsf(v.y), fabsf(v.z))), fabsf(v.w));
-            *(float4*)&tile[z * PLANE + y * PITCH + x] = v;
+}
+
+// ROWS_PER_WARP rows of 32 outputs, as fragments: row m / 2, x = 16·(m % 2) + g and the same + 8
+typedef float Sums[2 * ROWS_PER_WARP][NFRAG][4];
+
+__device__ void multiply(const uint4* at, const int* offsets, const uint4* weights, u32 zero, Sums& sums) {
+    _Pragma("unroll 1") for (int j = 0; j < K_STEPS; j++) {  // all at once needs more registers than there are
+        const uint4* from = at + offsets[j * 4];
+        uint4 b[NFRAG];
+        UNROLL for (int n = 0; n < NFRAG; n++) b[n] = weights[(j * NFRAG + n) * 32];
+        UNROLL for (int m = 0; m < 2 * ROWS_PER_WARP; m++) {
+            uint4 top = from[m / 2 * ROW_PITCH + m % 2 * 16], bottom = from[m / 2 * ROW_PITCH + m % 2 * 16 + 8];
+            // Copied once, here; if it knew that `zero` is 0, the compiler would copy them for every product
+            u32 high[4] = {top.x ^ zero, bottom.x ^ zero, top.y ^ zero, bottom.y ^ zero};
+            u32 low[4] = {top.z ^ zero, bottom.z ^ zero, top.w ^ zero, bottom.w ^ zero};
+            // Tensor cores cut off what does not fit a sum: it stays short, small products first
+            float part[NFRAG][4] = {};
+            UNROLL for (int n = 0; n < NFRAG; n++) mma(part[n], low, b[n].x, b[n].y);
+            UNROLL for (int n = 0; n < NFRAG; n++) mma(part[n], high, b[n].z, b[n].w);
+            UNROLL for (int n = 0; n < NFRAG; n++) mma(part[n], high, b[n].x, b[n].y);
+            UNROLL for (int i = 0; i < NFRAG * 4; i++) sums[m][i / 4][i % 4] += part[i / 4][i % 4];
         }
-        powers[warp] = power_for(largest);
-        __syncthreads();
-        int power = __reduce_min_sync(~0u, powers[lane % WARPS]);
-        for (int i = threadIdx.x; i < positions; i += THREADS) {  // what this thread has stored itself
-            uint4& slot = tile[i / COLUMNS / IN_H * PLANE + i / COLUMNS % IN_H * PITCH + i % COLUMNS];
-            slot = slot_of(*(float4*)&slot, power);
+    }
+}
+
+// Stages a tile. Exponents are [WARPS + 1]: the last is what it is scaled by. Ends in a barrier.
+__device__ void stage(const float* p_x, int positions, int z0, int y0, int x0, uint4* tile, int* exponents) {
+    int first = threadIdx.x;
+    asm volatile("" : "+r"(first));  // or places of a tile would be computed once, and wait in registers
+    float largest = 0.0f;
+    _Pragma("unroll 4") for (int i = first; i < positions; i += THREADS) {  // loads in flight together
+        float v[4];
+        fetch(p_x, i, z0, y0, x0, v);
+        largest = fmaxf(fmaxf(largest, fmaxf(fabsf(v[0]), fabsf(v[1]))), fmaxf(fabsf(v[2]), fabsf(v[3])));
+        *(float4*)&tile[place_of(i)] = {v[0], v[1], v[2], v[3]};
+    }
+    exponents[threadIdx.x / 32] = warp_exponent(largest);
+    __syncthreads();
+    int exponent = __reduce_max_sync(~0u, exponents[threadIdx.x % WARPS]);
+    exponents[WARPS] = exponent;
+    _Pragma("unroll 4") for (int i = first; i < positions; i += THREADS) {
+        float4 raw = *(float4*)&tile[place_of(i)];  // which this thread has stored itself
+        float v[4] = {raw.x, raw.y, raw.z, raw.w};
+        tile[place_of(i)] = make_slot(v, power_of_two(14 - exponent));
+    }
+    __syncthreads();
+}
+
+// Of one lane's outputs of 2·NFRAG channels: 8·(c / 2) + 2t + c % 2. m2 is the squared distance from the mean.
+struct Moments { float count, mean[2 * NFRAG], m2[2 * NFRAG]; };
+
+// Adds sums, of which `rows` rows and, from this lane's first column on, `columns` are outputs: Chan's formula
+__device__ void take_in(Moments& have, const Sums& sums, int rows, int columns) {
+    float count = min(rows, ROWS_PER_WARP) * max(0, min(4, (columns + 7) / 8));
+    float share = __fdividef(1.0f, fmaxf(count, 1.0f)), weight = __fdividef(count, fmaxf(have.count + count, 1.0f));
+    UNROLL for (int c = 0; c < 2 * NFRAG; c++) {
+        float sum = 0.0f, squares = 0.0f;
+        UNROLL for (int k = 0; k < 4 * ROWS_PER_WARP; k++)
+            if (k / 4 < rows && k % 4 * 8 < columns) sum += sums[k / 2][c / 2][k % 2 * 2 + c % 2];
+        UNROLL for (int k = 0; k < 4 * ROWS_PER_WARP; k++) {
+            float off = sums[k / 2][c / 2][k % 2 * 2 + c % 2] - sum * share;
+            if (k / 4 < rows && k % 4 * 8 < columns) squares += off * off;
+        }
+        float apart = sum * share - have.mean[c];
+        have.mean[c] += apart * weight;
+        have.m2[c] += squares + apart * apart * (have.count * weight);
+    }
+    have.count += count;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) few_channels_moments(
+    const float* __restrict__ p_x,  // [N, C_IN, D, H, W] through its strides
+    const float* __restrict__ p_w,  // [C_OUT, C_IN, KD, KH, KW] through its strides
+    const float* __restrict__ p_bias,  // [C_OUT]
+    float* __restrict__ p_mean,  // [N, C_OUT, TILES], out
+    float* __restrict__ p_m2, float* __restrict__ p_count,  // squared distances from it; [N, TILES], both out
+    int units, u32 zero)  // tiles of all samples; 0, which the compiler cannot know
+{
+    extern __shared__ uint4 shared[];
+    uint4* tile = (uint4*)shared;  // [BLOCK_D + KD - 1, IN_H, IN_W] with SLICE_PITCH and ROW_PITCH
+    uint4* fragments = tile + TILE_SLOTS;  // [K_STEPS, NFRAG, lane]
+    __shared__ int offsets[THREADS], weight_exponents[BLOCK_C], exponents[WARPS + 1];
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    int c0 = blockIdx.y * BLOCK_C;
+    int chunk = min((int)threadIdx.x, TAP_CHUNKS - 1);  // past the last, any: its weights are 0
+    offsets[threadIdx.x] = chunk / (KH * TAP_CHUNKS_W) * SLICE_PITCH + chunk / TAP_CHUNKS_W % KH * ROW_PITCH +
+                           chunk % TAP_CHUNKS_W * TAPS_PER_SLOT;
+    prepare(p_w, c0, fragments, weight_exponents);
+    for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
+        int i_n = unit / TILES, i_tile = unit % TILES;
+        int z0 = i_tile / (TILES_H * TILES_W) * BLOCK_D, y0 = i_tile / TILES_W % TILES_H * BLOCK_H;
+        int x0 = i_tile % TILES_W * 32;
+        int depth = min(BLOCK_D, OD - z0), height = min(BLOCK_H, OH - y0), width = min(32, OW - x0);
+        const float* p_sample = p_x + (long long)i_n * X_N;
+        stage(p_sample, (depth + KD - 1) * IN_H * IN_W, z0, y0, x0, tile, exponents);
+        Moments have = {};
+        int groups = (height + ROWS_PER_WARP - 1) / ROWS_PER_WARP;
+        _Pragma("unroll 1") for (int i = warp; i < depth * groups; i += WARPS) {
+            int z = i / groups, y = i % groups * ROWS_PER_WARP;
+            Sums sums = {};
+            multiply(tile + z * SLICE_PITCH + y * ROW_PITCH + g, offsets + t, fragments + lane, zero, sums);
+            take_in(have, sums, height - y, width - g);
         }
         __syncthreads();
-        float count = 0.0f, mean[2 * NFRAG] = {}, m2[2 * NFRAG] = {};  // of channels 8·(c / 2) + 2t + c % 2
-        int groups = (height + R - 1) / R;
-        for (int i = warp; i < depth * groups; i += WARPS) {  // R rows at a time
-            int z = i / groups, y = i % groups * R;
-            float sums[2 * R][NFRAG][4] = {};  // of row m / 2, columns 16·(m % 2) + g and that + 8
-            _Pragma("unroll 1") for (int j = 0; j < STEPS; j++) {  // all at once needs more registers than there are
-                const uint4* from = tile + z * PLANE + y * PITCH + g + offsets[j * 4 + t];
-                uint4 b[NFRAG];
-                UNROLL for (int n = 0; n < NFRAG; n++) b[n] = fragments[(j * NFRAG + n) * 32 + lane];
-                UNROLL for (int m = 0; m < 2 * R; m++) {
-                    uint4 top = from[m / 2 * PITCH + m % 2 * 16], bottom = from[m / 2 * PITCH + m % 2 * 16 + 8];
-                    // Copied once here; if it knew that zero is 0, the compiler would copy them for each product
-                    uint4 high = {top.x ^ zero, bottom.x ^ zero, top.y ^ zero, bottom.y ^ zero};
-                    uint4 low = {top.z ^ zero, bottom.z ^ zero, top.w ^ zero, bottom.w ^ zero};
-                    // Tensor cores cut off what does not fit a sum: it stays short, small products first
-                    float part[NFRAG][4] = {};
-                    UNROLL for (int n = 0; n < NFRAG; n++) mma(part[n], low, b[n].x, b[n].y);
-                    UNROLL for (int n = 0; n < NFRAG; n++) mma(part[n], high, b[n].z, b[n].w);
-                    UNROLL for (int n = 0; n < NFRAG; n++) mma(part[n], high, b[n].x, b[n].y);
-                    UNROLL for (int k = 0; k < NFRAG * 4; k++) sums[m][k / 4][k % 4] += part[k / 4][k % 4];
-                }
+        float3 *parts = (float3*)shared, *mine = parts + (warp * 8 + g) * BLOCK_C + 2 * t;  // [LANES, BLOCK_C]
+        UNROLL for (int c = 0; c < 2 * NFRAG; c++) mine[c / 2 * 8 + c % 2] = {have.count, have.mean[c], have.m2[c]};
+        __syncthreads();
+        int c = threadIdx.x;
+        if (c < BLOCK_C && c0 + c < C_OUT) {
+            float3 all = parts[c];  // count, mean and m2 of the lanes in their order: the same bits every run
+            _Pragma("unroll 8") for (int i = 1; i < LANES; i++) {
+                float3 more = parts[i * BLOCK_C + c];
+                float apart = more.y - all.y, weight = __fdividef(more.x, fmaxf(all.x + more.x, 1.0f));
+                all = {all.x + more.x, all.y + apart * weight, all.z + more.z + apart * apart * (all.x * weight)};
             }
-            float is[4 * R], more = 0.0f;  // 1 where row y + k / 4 and column k % 4 · 8 + g is an output, else 0
-            UNROLL for (int k = 0; k < 4 * R; k++) is[k] = y + k / 4 < height && k % 4 * 8 + g < width, more += is[k];
-            float share = __fdividef(1.0f, fmaxf(more, 1.0f)), weight = __fdividef(more, fmaxf(count + more, 1.0f));
-            UNROLL for (int c = 0; c < 2 * NFRAG; c++) {
-                float v[4 * R], sum = 0.0f, squares = 0.0f;
-                UNROLL for (int k = 0; k < 4 * R; k++) v[k] = sums[k / 2][c / 2][k % 2 * 2 + c % 2];
-                UNROLL for (int k = 0; k < 4 * R; k++) sum += is[k] * v[k];
-                UNROLL for (int k = 0; k < 4 * R; k++) v[k] = is[k] * (v[k] - sum * share), squares += v[k] * v[k];
-                float apart = sum * share - mean[c];  // Chan's formula, exact however large the mean is
-                mean[c] += apart * weight;
-                m2[c] += squares + apart * apart * (count * weight);
-            }
-            count += more;
-        }
-        __syncthreads();
-        // The lanes' moments, put together by a thread for each channel
-        float3 *parts = (float3*)tile, *mine = parts + (warp * 8 + g) * COUT + 2 * t;  // [WARPS * 8, COUT]
-        UNROLL for (int c = 0; c < 2 * NFRAG; c++) mine[c / 2 * 8 + c % 2] = {count, mean[c], m2[c]};
-        __syncthreads();
-        if (threadIdx.x < COUT) {
-            double count = 0.0, sum = 0.0, squares = 0.0;
-            for (float3* p = parts + threadIdx.x; p < parts + WARPS * 8 * COUT; p += COUT)
-                count += p->x, sum += p->x * (double)p->y, squares += p->z + p->x * (double)p->y * p->y;
-            power += weight_powers[threadIdx.x];
-            p_moments[unit * COUT + threadIdx.x] = {count, ldexp(sum, -power), ldexp(squares, -2 * power)};
+            // Scales and bias are applied to a tile's moments, once, not to each of its outputs
+            int power = exponents[WARPS] + weight_exponents[c] - 28;
+            all.y = ldexpf(all.y, power), all.z = ldexpf(all.z, 2 * power);
+            all.y += p_bias[c0 + c];
+            long long at = ((long long)i_n * C_OUT + c0 + c) * TILES + i_tile;
+            p_mean[at] = all.y, p_m2[at] = all.z;
+            if (c0 + c == 0) p_count[unit] = all.x;
         }
         __syncthreads();
     }
 }
 
-// A sample's result from the moments of its tiles, a lane for each channel; in double, for differences cost digits
-extern "C" __global__ void finish_kernel(const double3* p_moments, const float* p_bias, const float* p_gamma,
-                                         const float* p_beta, float* p_out, int tiles) {
-    int c = min((int)threadIdx.x, COUT - 1), first = c / PER_GROUP * PER_GROUP;
+// A sample's result from the moments of its tiles: a norm over groups of channels, then the mean of everything. A
+// lane for each channel; in double, for the mean of what a norm gives is a small difference of large numbers.
+
+constexpr int C_PER_GROUP = 3;
+constexpr double EPS = 1e-05;
+extern "C" __global__ void few_channels_finish(
+    const float* p_mean, const float* p_m2, const float* p_count,  // as few_channels_moments gives them
+    const float* p_gamma, const float* p_beta, float* p_out)  // [C_OUT], [C_OUT]; [N], out
+{
+    int c = min((int)threadIdx.x, C_OUT - 1), first = c / C_PER_GROUP * C_PER_GROUP;
+    p_mean += (blockIdx.x * C_OUT + c) * TILES, p_m2 += (blockIdx.x * C_OUT + c) * TILES;
+    p_count += blockIdx.x * TILES;
     double count = 0.0, mean = 0.0, variance = 0.0, center = 0.0, spread = 0.0;  // the last two of the group
-    for (const double3* tile = p_moments + blockIdx.x * tiles * COUT + c; tiles > 0; tiles--, tile += COUT)
-        count += tile->x, mean += tile->y, variance += tile->z;
-    mean /= count, variance = variance / count - mean * mean, mean += p_bias[c];
-    UNROLL for (int i = 0; i < PER_GROUP; i++) center += __shfl_sync(~0u, mean, first + i) / PER_GROUP;
+    for (int i = 0; i < TILES; i++) count += p_count[i], mean += p_count[i] * (double)p_mean[i];
+    mean /= count;
+    for (int i = 0; i < TILES; i++) variance += p_m2[i] + p_count[i] * (p_mean[i] - mean) * (p_mean[i] - mean);
+    variance /= count;
+    UNROLL for (int i = 0; i < C_PER_GROUP; i++) center += __shfl_sync(~0u, mean, first + i) / C_PER_GROUP;
     variance += (mean - center) * (mean - center);
-    UNROLL for (int i = 0; i < PER_GROUP; i++) spread += __shfl_sync(~0u, variance, first + i) / PER_GROUP;
-    double scale = p_gamma[c] / sqrt(fmax(spread, 0.0) + 1e-05);
-    double result = threadIdx.x < COUT ? (mean - center) * scale + p_beta[c] : 0.0;
+    UNROLL for (int i = 0; i < C_PER_GROUP; i++) spread += __shfl_sync(~0u, variance, first + i) / C_PER_GROUP;
+    double result = (mean - center) * p_gamma[c] / sqrt(spread + EPS) + p_beta[c];
+    if (threadIdx.x >= C_OUT) result = 0.0;
     UNROLL for (int apart = 16; apart > 0; apart /= 2) result += __shfl_xor_sync(~0u, result, apart);
-    if (threadIdx.x == 0) p_out[blockIdx.x] = result / COUT;
+    if (threadIdx.x == 0) p_out[blockIdx.x] = result / C_OUT;
 }
 """
 
@@ -188,7 +288,7 @@ def compiled(source: str, name: str, shared_bytes: int, device: int) -> Any:
     comes back launches it; torch's own way of launching takes some 40 µs."""
     with torch.cuda.device(device):
         kernel = torch.cuda._compile_kernel(source, name)
-        kernel.set_shared_memory_config(shared_bytes)
+        kernel.set_shared_memory_config(max(shared_bytes, 48 << 10))  # beside its own
     start = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
 
     def launch(grid: Any, block: Any, arguments: Any, shared: int = 0) -> None:
@@ -208,16 +308,22 @@ def conv_norm_mean(
     x: Tensor, weight: Tensor, bias: Tensor, gamma: Tensor, beta: Tensor
 ) -> Tensor:
     """conv3d(3→24, k3) → group_norm(8) → mean over all but batch, by kernels."""
-    moments = x.new_empty((128, 6, 24, 3), dtype=torch.float64)
+    means = x.new_empty((128, 24, 6))
+    squares = x.new_empty((128, 24, 6))
+    counts = x.new_empty((128, 6))
     # The convolution, of which only the moments of tiles are kept.
-    kernel = compiled(SOURCE, "moments_kernel", 101440, x.device.index)
-    arguments = (x, weight, moments, 128, 24, 32, 32, 0)
-    kernel((264, 1, 1), (256, 1, 1), arguments, 101440)
+    kernel = compiled(SOURCE, "few_channels_moments", 101440, x.device.index)
+    kernel(
+        (264, 1, 1),
+        (256, 1, 1),
+        (x, weight, bias, means, squares, counts, 768, 0),
+        101440,
+    )
+    result = x.new_empty((128,))
     # The norm and the mean of everything, from the moments.
-    value = x.new_empty((128,))
-    kernel = compiled(SOURCE, "finish_kernel", 101440, x.device.index)
-    kernel((128, 1, 1), (32, 1, 1), (moments, bias, gamma, beta, value, 6))
-    return value
+    kernel = compiled(SOURCE, "few_channels_finish", 0, x.device.index)
+    kernel((128, 1, 1), (32, 1, 1), (means, squares, counts, gamma, beta, result))
+    return result
 
 
 def conv_norm_mean_by_pytorch(

@@ -38,15 +38,15 @@ def largest_kernel(
     p_largest,
     S: tl.constexpr = 32768,
     CHUNKS: tl.constexpr = 2,  # of a sample's positions
-    BLOCK: tl.constexpr = 4096,
+    BLOCK_S: tl.constexpr = 4096,
 ):
     blocks = 64
     i_chunk = tl.program_id(0) % CHUNKS
     o_c = tl.program_id(0) // CHUNKS % blocks + tl.arange(0, 1)
     p_x += (tl.program_id(0) // CHUNKS // blocks).to(tl.int64) * S * 64
-    largest = tl.zeros([BLOCK, 1], tl.float32)
+    largest = tl.zeros([BLOCK_S, 1], tl.float32)
     for i in range(4):
-        o_s = (i_chunk * 4 + i) * BLOCK + tl.arange(0, BLOCK)
+        o_s = (i_chunk * 4 + i) * BLOCK_S + tl.arange(0, BLOCK_S)
         o_x = o_s[:, None].to(tl.int64) + o_c[None, :].to(tl.int64) * S
         b_x = tl.load(p_x + o_x, mask=(o_s < S)[:, None], other=0.0)
         largest = tl.maximum(largest, finite_magnitude(b_x))
@@ -76,14 +76,14 @@ def rest_of(x, high):
 @triton.jit
 def pack_input_kernel(
     p_x,  # [16, 64, D, H, W]
-    p_high,  # [ROWS, 34, 64], out
+    p_high,  # [PACKED_ROWS, 34, 64], out
     p_low,  # the same, out
     p_largest,  # [64]
     D: tl.constexpr = 32,
     H: tl.constexpr = 32,
     W: tl.constexpr = 32,
     SAMPLE_ROWS: tl.constexpr = 1156,
-    BLOCK: tl.constexpr = 32,  # positions of the input
+    BLOCK_W: tl.constexpr = 32,  # positions of the input
     BLOCK_C: tl.constexpr = 64,
 ):
     # One row a program, counted by the input's positions: the compiler then sees that
@@ -93,12 +93,12 @@ def pack_input_kernel(
     z = (i_row % SAMPLE_ROWS) // 34 - 2
     y = (i_row % SAMPLE_ROWS) % 34 - 2
     is_row = (z >= 0) & (z < D) & (y >= 0) & (y < H) & (i_n < 16)
-    o_w = tl.arange(0, BLOCK)
+    o_w = tl.arange(0, BLOCK_W)
     o_c = tl.arange(0, BLOCK_C)
     m_w = (o_w < W) & is_row
     sample = i_n.to(tl.int64) * 64 * D * H * W
     row = (z * H + y) * W
-    # [BLOCK_C, BLOCK]
+    # [BLOCK_C, BLOCK_W]
     o_x = o_c[:, None].to(tl.int64) * (D * H * W) + (row + o_w)[None, :]
     b_x = tl.trans(tl.load(p_x + sample + o_x, mask=m_w[None, :], other=0.0))
     scale = scale_for(tl.load(p_largest + o_c).to(tl.float32, bitcast=True))
@@ -120,32 +120,32 @@ def pack_input_kernel(
 @triton.jit
 def pack_weight_kernel(
     p_w,  # [128, 64, taps] through its strides
-    p_out,  # [columns, 2·K], K = ROWS·3·64
+    p_out,  # [columns, 2·K], K = TAP_ROWS·3·64
     p_largest,  # [64] of the input in two planes one more
     p_unscale,  # [128], out
-    ROWS: tl.constexpr = 9,  # taps but for the last axis
-    BLOCK: tl.constexpr = 1024,
+    TAP_ROWS: tl.constexpr = 9,  # taps but for the last axis
+    BLOCK_K: tl.constexpr = 1024,
 ):
     i_o = tl.program_id(0)  # up to 128 rounded to 128
-    K: tl.constexpr = ROWS * 3 * 64
-    largest = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, ROWS * 3 * 64, BLOCK):
-        o = start + tl.arange(0, BLOCK)
+    K: tl.constexpr = TAP_ROWS * 3 * 64
+    largest = tl.zeros([BLOCK_K], tl.float32)
+    for start in range(0, TAP_ROWS * 3 * 64, BLOCK_K):
+        o = start + tl.arange(0, BLOCK_K)
         o_c = o % 64
         tap = o // 64
-        m = o // 64 < ROWS * 3
+        m = o // 64 < TAP_ROWS * 3
         b_w = tl.load(p_w + i_o * 27 + o_c * 3456 + tap, mask=m, other=0.0)
         powers = scale_for(tl.load(p_largest + o_c).to(tl.float32, bitcast=True))
         largest = tl.maximum(largest, finite_magnitude(b_w.to(tl.float32) / powers))
     scale = scale_for(tl.max(largest))
     tl.store(p_unscale + i_o, 1.0 / scale)
-    for start in range(0, K, BLOCK):
-        o = start + tl.arange(0, BLOCK)
+    for start in range(0, K, BLOCK_K):
+        o = start + tl.arange(0, BLOCK_K)
         o_c = o % 64
         kw = (o // 64) % 3
         tap = o // 192 * 3 + kw
         m = o < K
-        tap = ROWS * 3 - 1 - tap
+        tap = TAP_ROWS * 3 - 1 - tap
         b_w = tl.load(p_w + i_o * 27 + o_c * 3456 + tap, mask=m, other=0.0)
         powers = scale_for(tl.load(p_largest + o_c).to(tl.float32, bitcast=True))
         b_s = b_w.to(tl.float32) / powers * scale
@@ -164,8 +164,8 @@ def relu(x):
 
 @triton.jit
 def convolve_kernel(
-    d_high,  # descriptor [rows, columns] over the packed input
-    d_low,  # the low plane
+    d_x,  # descriptor [rows, columns] over the packed input
+    d_x_low,  # the low plane
     d_w,  # descriptor [columns, 2·K]
     p_unscale,  # [128]
     p_y,  # [N, 128, S], out
@@ -173,42 +173,44 @@ def convolve_kernel(
     p_m2,  # [N, 128, TILES], out
     p_count,  # [N, TILES], out: a tile's outputs that are none of the padding
     TILES: tl.constexpr = 308,  # per sample
-    PLANE: tl.constexpr = 1156,
-    BM: tl.constexpr = 128,
-    BC: tl.constexpr = 128,
-    BK: tl.constexpr = 64,
+    SLICE_PITCH: tl.constexpr = 1156,
+    BLOCK_M: tl.constexpr = 128,
+    BLOCK_C: tl.constexpr = 128,
+    BLOCK_K: tl.constexpr = 64,
     STAGES: tl.constexpr = 3,
 ):
-    KB: tl.constexpr = 192 // BK
+    BLOCKS_K: tl.constexpr = 192 // BLOCK_K
     K: tl.constexpr = 1728
     unit = tl.program_id(0)
     i_tile = unit % TILES
     i_n = unit // TILES
-    s0 = i_tile * BM
-    row0 = i_n * 39304 + i_tile * BM
+    s0 = i_tile * BLOCK_M
+    row0 = i_n * 39304 + i_tile * BLOCK_M
     # Taps that meet only the padding in front of or behind the volume are left out.
-    z_last = tl.minimum(s0 + BM - 1, 34 * PLANE - 1) // PLANE
+    z_last = tl.minimum(s0 + BLOCK_M - 1, 34 * SLICE_PITCH - 1) // SLICE_PITCH
     kd_first = tl.maximum(0, 2 - z_last)
-    kd_end = tl.minimum(3, 34 - s0 // PLANE)
-    acc = tl.zeros([BM, BC], tl.float32)
-    for i in tl.range(kd_first * (3 * KB), kd_end * (3 * KB), num_stages=STAGES):
-        i_zy = i // KB
-        offset = (i_zy // 3) * PLANE + (i_zy % 3) * 34
+    kd_end = tl.minimum(3, 34 - s0 // SLICE_PITCH)
+    acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    for i in tl.range(
+        kd_first * (3 * BLOCKS_K), kd_end * (3 * BLOCKS_K), num_stages=STAGES
+    ):
+        i_zy = i // BLOCKS_K
+        offset = (i_zy // 3) * SLICE_PITCH + (i_zy % 3) * 34
         row = row0 + offset
-        column = (i % KB) * BK
-        high = d_high.load([row, column])  # [BM, BK]
-        w_high = d_w.load([0, i * BK])  # [BC, BK]
-        low = d_low.load([row, column])
-        w_low = d_w.load([0, K + i * BK])
+        column = (i % BLOCKS_K) * BLOCK_K
+        high = d_x.load([row, column])  # [BLOCK_M, BLOCK_K]
+        w_high = d_w.load([0, i * BLOCK_K])  # [BLOCK_C, BLOCK_K]
+        low = d_x_low.load([row, column])
+        w_low = d_w.load([0, K + i * BLOCK_K])
         # Tensor cores cut off what does not fit while they accumulate: the sum over one
         # block stays short, small products first, and is added up in ordinary fp32.
         part = tl.dot(low, w_high.T)
         part = tl.dot(high, w_low.T, part)
         part = tl.dot(high, w_high.T, part)
         acc += part
-    o_c = tl.arange(0, BC)
+    o_c = tl.arange(0, BLOCK_C)
     b_v = acc * tl.load(p_unscale + o_c)[None, :]
-    o_p = s0 + tl.arange(0, BM)
+    o_p = s0 + tl.arange(0, BLOCK_M)
     S = 39304
     m_s = o_p < S
     base = i_n.to(tl.int64) * 128 * S
@@ -216,7 +218,7 @@ def convolve_kernel(
     m_x = m_s[:, None]
     b_v = relu(b_v)
     count = tl.sum(m_s.to(tl.float32))
-    b_sum = tl.sum(tl.where(m_x, b_v, 0.0), axis=0)  # [BC]
+    b_sum = tl.sum(tl.where(m_x, b_v, 0.0), axis=0)  # [BLOCK_C]
     o_out = (i_n * 128 + o_c) * TILES + i_tile
     b_mean = b_sum / tl.maximum(count, 1.0)
     b_diff = tl.where(m_x, b_v - b_mean[None, :], 0.0)
@@ -235,21 +237,21 @@ def combine_kernel(
     p_group_rstd,  # [N·G], out
     PARTS: tl.constexpr = 4928,
     CHUNKS: tl.constexpr = 308,
-    BLOCK: tl.constexpr = 4096,
+    BLOCK_PARTS: tl.constexpr = 4096,
 ):
     i_group = tl.program_id(0)
     base = i_group.to(tl.int64) * PARTS
     p_count += i_group // 8 * CHUNKS
-    total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, PARTS, BLOCK):
-        o = start + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK_PARTS], tl.float32)
+    for start in range(0, PARTS, BLOCK_PARTS):
+        o = start + tl.arange(0, BLOCK_PARTS)
         m = o < PARTS
-        b_count = tl.load(p_count + o % CHUNKS, mask=m, other=0.0)  # [BLOCK]
+        b_count = tl.load(p_count + o % CHUNKS, mask=m, other=0.0)  # [BLOCK_PARTS]
         total += tl.load(p_mean + base + o, mask=m, other=0.0) * b_count
     mean = tl.sum(total) / 628864.0
-    m2 = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, PARTS, BLOCK):
-        o = start + tl.arange(0, BLOCK)
+    m2 = tl.zeros([BLOCK_PARTS], tl.float32)
+    for start in range(0, PARTS, BLOCK_PARTS):
+        o = start + tl.arange(0, BLOCK_PARTS)
         m = o < PARTS
         b_count = tl.load(p_count + o % CHUNKS, mask=m, other=0.0)
         b_mean = tl.load(p_mean + base + o, mask=m, other=0.0)
@@ -268,13 +270,13 @@ def finish_kernel(
     p_rstd,  # [N·G]
     p_gamma,
     p_beta,
-    BLOCK: tl.constexpr = 1024,
+    BLOCK_S: tl.constexpr = 1024,
 ):
     i_chunk = tl.program_id(0) % 39
     i_row = tl.program_id(0) // 39
     base = i_row.to(tl.int64) * 39304
     o_c = i_row % 128
-    o_s = i_chunk * BLOCK + tl.arange(0, BLOCK)
+    o_s = i_chunk * BLOCK_S + tl.arange(0, BLOCK_S)
     m_x = o_s < 39304
     b_x = tl.load(p_x + base + o_s, mask=m_x, other=0.0).to(tl.float32)
     o_g = i_row // 16
@@ -304,11 +306,11 @@ def conv_relu_norm(x: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor) -> Te
     squares = torch.empty_like(means)
     counts = x.new_empty((16, 308))
     # Implicit GEMM: every tap is a shifted read of the packed input.
-    d_high = TensorDescriptor(high, [628864, 192], [64, 1], [128, 64])
-    d_low = TensorDescriptor(low, [628864, 192], [64, 1], [128, 64])
+    d_x = TensorDescriptor(high, [628864, 192], [64, 1], [128, 64])
+    d_x_low = TensorDescriptor(low, [628864, 192], [64, 1], [128, 64])
     d_w = TensorDescriptor(packed_weight, [128, 3456], [3456, 1], [128, 64])
     convolve_kernel[(4928,)](
-        d_high, d_low, d_w, unscale, value, means, squares, counts, num_warps=8
+        d_x, d_x_low, d_w, unscale, value, means, squares, counts, num_warps=8
     )
     mean = x.new_empty((128,))
     rstd = x.new_empty((128,))

@@ -7,6 +7,7 @@ from what NVIDIA publishes, or from the properties that the driver reports, and 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -181,19 +182,20 @@ def _family(architecture: str) -> _Family:
     return _FAMILIES[max((known for known in _FAMILIES if known <= number), default=_OLDEST)]
 
 
+Sizes = tuple[int, int, int]  # multiprocessors, bytes of shared memory of a block and of the second-level cache
+
+
 def estimated(
     name: str,
     architecture: str,
-    multiprocessors: int,
-    shared_bytes: int,
-    l2_bytes: int,
+    sizes: Sizes,
     clock: float,
     bandwidth: float,
     peak: ByMode | None = None,
     figures: Figures = "estimated",
 ) -> Card:
     """A card that nobody measured. `clock` is in Hz, `bandwidth` in bytes a second; without `peak` the clock tells."""
-    family = _family(architecture)
+    family, multiprocessors = _family(architecture), sizes[0]
     if peak is None:
         tensor = multiprocessors * clock * (0.5 if "GeForce" in name else 1.0)
         peak = family.per_clock.times(ByMode(multiprocessors * clock, tensor, tensor))
@@ -207,7 +209,6 @@ def estimated(
         cache=multiprocessors * clock * family.l2_per_clock,
         copy=_COPY * bandwidth,
     )
-    sizes = (multiprocessors, shared_bytes, l2_bytes)
     return Card(name, architecture, *sizes, rates, _crossovers(rates), family.abilities, family.tiles, figures)
 
 
@@ -220,17 +221,7 @@ def _crossovers(rates: Rates) -> Crossovers:
     return Crossovers(_H200_CROSSOVERS.packing.times(ratios), *(int(size * rates.cache / then.cache) for size in sizes))
 
 
-def _published(
-    name: str,
-    architecture: str,
-    sizes: tuple[int, int, int],
-    clock: float,
-    bandwidth: float,
-    peak: ByMode,
-) -> Card:
-    return estimated(name, architecture, *sizes, clock, bandwidth, peak, "published")
-
-
+_published = functools.partial(estimated, figures="published")
 H200 = Card(
     "H200",
     "sm_90",
@@ -243,7 +234,7 @@ H200 = Card(
     card_tiles.HOPPER,
     "measured",
 )
-# Multiprocessors, shared memory of a block, second-level cache; boost clock; memory; dense peaks.
+# Sizes, boost clock, memory, dense peaks.
 H100 = _published("H100", "sm_90", (132, 232_448, 50 << 20), 1.83e9, 3.35e12, ByMode(66.9e12, 494.7e12, 989.4e12))
 A100 = _published("A100", "sm_80", (108, 166_912, 40 << 20), 1.41e9, 2.039e12, ByMode(19.5e12, 156e12, 312e12))
 L40S = _published("L40S", "sm_89", (142, 101_376, 96 << 20), 2.52e9, 0.864e12, ByMode(91.6e12, 183e12, 362e12))
@@ -255,27 +246,19 @@ RTX_5090 = _published(
     "RTX 5090", "sm_120", (170, 101_376, 96 << 20), 2.41e9, 1.792e12, ByMode(104.8e12, 104.8e12, 209.5e12)
 )
 KNOWN = (H200, H100, A100, L40S, B200, RTX_4090, RTX_5090)
-NO_CARD = estimated("no card", "", 1, 0, 0, 1e9, 1e12)  # of a machine without one: nothing of it is read
+NO_CARD = estimated("no card", "", (1, 0, 0), 1e9, 1e12)  # of a machine without one: nothing of it is read
 
 
-def card_for(
-    name: str,
-    architecture: str,
-    multiprocessors: int,
-    shared_bytes: int,
-    l2_bytes: int,
-    clock: float,
-    bandwidth: float,
-) -> Card:
+def card_for(name: str, architecture: str, sizes: Sizes, clock: float, bandwidth: float) -> Card:
     """The card that a driver calls `name`. One that is cut down, as a part of a MIG device or a laptop's, has fewer
     multiprocessors than its namesake and is estimated. A `clock` or `bandwidth` of 0 is not known."""
+    multiprocessors, shared_bytes, l2_bytes = sizes
     for known in KNOWN:
         is_named = re.search(rf"\b{known.name}\b", name) is not None
         if is_named and (known.architecture, known.multiprocessors) == (architecture, multiprocessors):
             card = dataclasses.replace(known, shared_bytes=shared_bytes, l2_bytes=l2_bytes)
             return card if known.is_measured or not bandwidth else _with_bandwidth(card, bandwidth)
-    sizes = (multiprocessors, shared_bytes, l2_bytes)
-    return estimated(name, architecture, *sizes, clock or _CLOCK, bandwidth or multiprocessors * _BANDWIDTH)
+    return estimated(name, architecture, sizes, clock or _CLOCK, bandwidth or multiprocessors * _BANDWIDTH)
 
 
 _CLOCK, _BANDWIDTH = 1.5e9, 10e9  # where a driver says neither; the second of each multiprocessor

@@ -171,6 +171,12 @@ class Chain:
         if problem is not None:
             raise ValueError(f"not a chain: {problem}")
 
+    @property
+    def convolution(self) -> Convolution:
+        """The producer, of a chain that is known to have one."""
+        assert self.producer is not None
+        return self.producer
+
     @functools.cached_property
     def last_uses(self) -> dict[int, int]:
         """Value index → number of the last step that reads it (the result counts as read after the end)."""
@@ -188,7 +194,7 @@ class Chain:
 
     @staticmethod
     def loads(text: str) -> Chain:
-        chain = encoded.loads(text, _CLASSES)
+        chain = encoded.loads(text, CLASSES)
         if not isinstance(chain, Chain):
             raise TypeError("the text does not describe a chain")
         return chain
@@ -219,11 +225,6 @@ def operands_of(step: Step) -> tuple[Operand, ...]:
 
 def values_of(step: Step) -> tuple[Value, ...]:
     return tuple(operand for operand in operands_of(step) if isinstance(operand, Value))
-
-
-def is_barrier(step: Step) -> bool:
-    """True where a step needs more than one element at a time, so that a pass ends before it."""
-    return isinstance(step, (Normalize, Reduce))
 
 
 def _mistakes(chain: Chain) -> Any:
@@ -316,4 +317,4 @@ def _operand(operand: Operand, roles: tuple[Role, ...]) -> str:
     return f"value {operand.index}"
 
 
-_CLASSES = {cls.__name__: cls for cls in (Value, Slot, Scalar, Convolution, Pointwise, Normalize, Reduce, Cast, Chain)}
+CLASSES = {cls.__name__: cls for cls in (Value, Slot, Scalar, Convolution, Pointwise, Normalize, Reduce, Cast, Chain)}

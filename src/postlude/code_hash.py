@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import re
 from collections.abc import Sequence
@@ -25,6 +26,15 @@ def kernel_hash(paths: Path | Sequence[Path]) -> str:
             name = file.name if file == root else file.relative_to(root).as_posix()
             digest.update(f"{name}\n{_code(file)}\n".encode())
     return digest.hexdigest()[:12]
+
+
+@functools.cache
+def source_digest() -> str:
+    """Of every byte of this package that can change what runs, for what is kept from one process to another."""
+    digest = hashlib.sha256()
+    for path in sorted(p for p in Path(__file__).parent.rglob("*") if p.suffix in _CODE and "cli" not in p.parts):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _code(file: Path) -> str:

@@ -77,15 +77,10 @@ def _machine(device_type: str, index: int) -> Machine:
 def _card(found: Any) -> Card:
     # Clocks come in kHz, and memory moves two words a cycle. Old drivers report 0.
     clock, memory = (getattr(found, name, 0) * 1e3 for name in ("clock_rate", "memory_clock_rate"))
-    return card_for(
-        str(getattr(found, "name", "")),
-        _architecture(found),
-        found.multi_processor_count,
-        int(getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)),
-        found.L2_cache_size,
-        clock,
-        2 * memory * getattr(found, "memory_bus_width", 0) / 8,
-    )
+    shared = int(getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block))
+    sizes = (found.multi_processor_count, shared, found.L2_cache_size)
+    bandwidth = 2 * memory * getattr(found, "memory_bus_width", 0) / 8
+    return card_for(str(getattr(found, "name", "")), _architecture(found), sizes, clock, bandwidth)
 
 
 def _architecture(card: Any) -> str:
@@ -121,6 +116,11 @@ def default_device() -> str:
 
 def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+def can_compile() -> bool:
+    """True where Triton can build what it needs besides a GPU's code: it asks for the compiler by these names."""
+    return has_triton() and any(shutil.which(name) for name in (os.environ.get("CC", ""), "gcc", "clang", "cl") if name)
 
 
 def nvrtc_libraries() -> list[str]:

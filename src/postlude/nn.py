@@ -12,7 +12,6 @@ from postlude.errors import PostludeError
 from postlude.graph.capture import capture_function, hooks_of_all_modules
 from postlude.graph.match import Match, match
 from postlude.graph.tidy import functionalise
-from postlude.run import operator as _operator  # noqa: F401  registers torch.ops.postlude.chain
 from postlude.run.execute import check_precision, is_transformed
 from postlude.run.site import Site
 
@@ -85,24 +84,21 @@ class FusedChain(nn.Sequential):
         self._read[key] = self._read_chain(example)
 
     def _as_operator(self, x: Tensor, device: str, autocast: torch.dtype | None) -> Tensor:
-        """For compilers that trace through this module: one registered operator, no break in their graph.
-
-        An operator that moves running statistics would have to say which: such a chain is its modules there.
-        """
+        """For compilers that trace through this module: one registered operator, no break in their graph."""
         modes = tuple(module.training for module in self.modules())  # read here, so that the compiler looks at them
-        text, names, moves = self._text(x.dtype, x.dim(), device, autocast, modes)
-        if moves:
-            return super().forward(x)  # type: ignore[no-any-return, no-untyped-call]
+        text, names, moved, counters = self._text(x.dtype, x.dim(), device, autocast, modes)
         held = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        for name in counters:
+            held[name].add_(1)
         tensors = [x if name is None else held[name] for name in names]
-        result: Tensor = torch.ops.postlude.chain(tensors, text, self.precision)
+        result: Tensor = torch.ops.postlude.chain(tensors, [held[name] for name in moved], text, self.precision)
         return result
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _text(
         self, dtype: torch.dtype, dims: int, device: str, autocast: torch.dtype | None, modes: tuple[bool, ...]
-    ) -> tuple[str, tuple[str | None, ...], bool]:
-        """The chain, its tensors' names and whether it moves any of them.
+    ) -> tuple[str, tuple[str | None, ...], tuple[str, ...], tuple[str, ...]]:
+        """The chain, the names of its tensors, of those that it moves and of counters of calls.
 
         Read off an example that is made here: a compiler's has no values.
         """
@@ -112,8 +108,10 @@ class FusedChain(nn.Sequential):
             example = torch.zeros((2, self._channels(), *[_EXAMPLE] * (dims - 2)), dtype=dtype, device=device)
             with torch.autocast(device, dtype=autocast, enabled=autocast is not None):
                 self._remember(key, example)
-        site, names, _ = self._read[key]
-        return site.chain.dumps(), names, bool(site.chain.moved)
+        site, names, counters = self._read[key]
+        moved = [names[slot] for slot in site.chain.moved]
+        still = tuple(name for slot, name in enumerate(names) if slot not in site.chain.moved)
+        return site.chain.dumps(), still, tuple(name for name in moved if name is not None), tuple(counters)
 
     def _tensor(self, name: str) -> Tensor:
         """A parameter or buffer, as it is now."""

@@ -20,6 +20,7 @@ from postlude.check.budget import Verdict, combine
 from postlude.errors import PostludeError
 from postlude.graph.backend import Backend
 from postlude.graph.capture import hooks_are_watched, hooks_of_all_modules, is_traced
+from postlude.graph.layout import Conversion
 from postlude.graph.match import Declined, Match
 from postlude.plan import Plan, Problem, Refusal
 from postlude.plan.lower import TRAINS
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from postlude.report import Report
 
 MEMORIES = ("default", "lean")
-OPTIONS = frozenset({"precision", "rest", "memory", "convolution", "verify"})  # of the torch.compile backend
+OPTIONS = frozenset({"precision", "rest", "memory", "convolution", "layout", "verify"})  # of the torch.compile backend
 NOTHING_CAPTURED = "PyTorch's compiler captured nothing of this call: it is switched off, or gave up on this code"
 # An attribute of what the model is called through: it goes with the model, and copies of the model are without it.
 _RESULT = "postlude_result"
@@ -64,6 +65,11 @@ class Optimized:
     verdict: Verdict | None  # on the fused ways; None where there is none, or verify=False
     failure: str | None  # why the model could not be captured, if it could not
     backend: Backend = field(repr=False)
+
+    @property
+    def conversions(self) -> tuple[Conversion, ...]:
+        """Where values become channels-last, and contiguous again."""
+        return tuple(item for captured in self.backend.captured for item in captured.conversions)
 
     def undo(self) -> nn.Module:
         """Makes the model run as it did before; a model optimized again since then is left alone."""
@@ -102,7 +108,9 @@ def optimize(
     precision: str = "auto",
     memory: str = "default",
     convolution: str = "auto",
-    rest: str = "eager",
+    rest: str = "auto",
+    layout: str = "auto",
+    mode: str | None = None,
     only: Only = None,
     verify: bool = True,
     progress: Callable[[str], None] | None = None,
@@ -114,18 +122,15 @@ def optimize(
     state and gradients are left as they were. `only` keeps chains by name (`"decoder.*"`) or by a function of
     name and chain. `verify` checks every plan against float64 before its first use, those for later shapes and modes
     too. `convolution="pytorch"` keeps PyTorch's convolutions, digit for digit, and fuses what follows them.
-    `progress` is told what is being done; by default a terminal shows it.
+    `rest` is who runs what is not fused: "inductor", as torch.compile does, with a `mode` of its, or "eager", for a
+    quick start; "auto" takes Inductor on a GPU. Values may then be channels-last between convolutions that are faster
+    so; `layout="keep"` leaves them as they are. `progress` is told what is being done; by default a terminal shows it.
     """
     args, kwargs = _call_arguments(inputs)
     _check_request(model, precision, memory, args, kwargs)
-    if (earlier := _result_of(model)) is not None:
-        earlier.undo()
-    if model._compiled_call_impl is not None:
-        raise PostludeError("the model is already compiled; call postlude.optimize before model.compile().")
-    if hooks_of_all_modules():
-        raise PostludeError("a hook of all modules is registered, and a model runs as it is while it is; remove it.")
     ledger = Ledger(check_site if verify else None)
-    backend = Backend(precision, rest, _filter(only), memory, convolution, ledger)
+    inductor = _inductor_settings(mode, {})
+    backend = Backend(precision, rest, _filter(only), memory, convolution, ledger, inductor, layout)
     run = model._compiled_call_impl = _compile(model, backend)
     try:
         with _left_as_found(model), shown(progress) as ledger.progress:
@@ -134,24 +139,41 @@ def optimize(
         model._compiled_call_impl = None
         raise
     ledger.progress = None
+    result = vars(run)[_RESULT] = _optimized(model, backend)
+    return result
+
+
+def _optimized(model: nn.Module, backend: Backend) -> Optimized:
     reports = tuple(_reports(backend))
     declined = tuple(item for captured in backend.captured for item in captured.declined)
     verdicts = [report.verdict for report in reports if report.verdict is not None]
     failure = backend.failure or (None if backend.captured else NOTHING_CAPTURED)
-    result = Optimized(model, reports, declined, combine(verdicts), failure, backend)
-    vars(run)[_RESULT] = result
-    return result
+    return Optimized(model, reports, declined, combine(verdicts), failure, backend)
 
 
 def postlude_backend(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
     """What `torch.compile(model, backend="postlude", options={...})` calls."""
-    settings = dict(options.get("options") or {})
-    unknown = settings.keys() - OPTIONS
+    given = dict(options.get("options") or {})
+    settings = {name: value for name, value in given.items() if name in OPTIONS}
+    inductor = _inductor_settings(options.get("mode"), {name: given[name] for name in given.keys() - OPTIONS})
+    ledger = Ledger(check_site if settings.pop("verify", True) else None)
+    return Backend(**settings, ledger=ledger, inductor=inductor)(graph, inputs)
+
+
+def _inductor_settings(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
+    """A mode of torch.compile and single options of Inductor's, which are none of ours."""
+    if mode in (None, "default") and not options:
+        return {}
+    import torch._inductor as inductor
+
+    modes = ("default", *inductor.list_mode_options())
+    if mode is not None and mode not in modes:
+        raise PostludeError(f"mode={mode!r} is unknown; use one of {', '.join(modes)}.")
+    unknown = options.keys() - set(inductor.list_options())
     if unknown:
         takes = ", ".join(sorted(OPTIONS))
-        raise PostludeError(f"unknown option {', '.join(sorted(unknown))}; the backend takes {takes}.")
-    ledger = Ledger(check_site if settings.pop("verify", True) else None)
-    return Backend(**settings, ledger=ledger)(graph, inputs)
+        raise PostludeError(f"unknown option {', '.join(sorted(unknown))}; the backend takes {takes}, and Inductor's.")
+    return {**(inductor.list_mode_options(mode) if mode not in (None, "default") else {}), **options}
 
 
 def is_optimized(model: nn.Module) -> bool:
@@ -212,6 +234,12 @@ def _check_request(
     if memory == "lean" and device not in TRAINS:
         raise PostludeError(f"memory='lean' is about fused training, which there is not on {device} yet; leave it out.")
     check_precision(precision, device)
+    if (earlier := _result_of(model)) is not None:
+        earlier.undo()
+    if model._compiled_call_impl is not None:
+        raise PostludeError("the model is already compiled; call postlude.optimize before model.compile().")
+    if hooks_of_all_modules():
+        raise PostludeError("a hook of all modules is registered, and a model runs as it is while it is; remove it.")
 
 
 def _filter(only: Only) -> Callable[[str, Match], bool] | None:

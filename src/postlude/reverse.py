@@ -30,7 +30,7 @@ from postlude.chain import Cast, Chain, Normalize, Operand, Pointwise, Reduce, S
 from postlude.expressions import Assign, Expression, Function, Gradient, Load, Name, Term, bound, call, leaves, live
 from postlude.steps import EPS, M_X, MEAN, PLACE, ROW, RSTD, L, U, X, Y, Z, pass_slots
 
-FULL = 2  # gradients of whole tensors that the kernels store beside the value's
+MOST_FULL = 2  # gradients of whole tensors that the kernels store beside the value's
 G, V = Name("g"), Name("v")
 X_HAT, A, B, ROW_A, ROW_B = map(Name, ("x_hat", "A", "B", "row_a", "row_b"))
 _NOTHING = call("nothing", G)
@@ -95,8 +95,8 @@ def unsupported_gradient(chain: Chain, last: int) -> str | None:
     unread = set(range(last)) - {value.index for step in fused for value in values_of(step)}
     if unread:
         return f"no fused step reads value {min(unread)}"
-    if sum(chain.roles[slot] == "full" for slot in pass_slots(chain, last)) > FULL:
-        return f"the steps read more than {FULL} tensors of the value's size"
+    if sum(chain.roles[slot] == "full" for slot in pass_slots(chain, last)) > MOST_FULL:
+        return f"the steps read more than {MOST_FULL} tensors of the value's size"
     return steps.too_many_tensors(chain, last)
 
 

@@ -7,7 +7,6 @@ sample is more than the budget allows is the check made on a piece of it, by the
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import math
@@ -25,6 +24,7 @@ from postlude.check.effort import Budget, affordable_shape, is_affordable
 from postlude.check.points import ChainPoint, tensors_like
 from postlude.check.verdict import Errors, Judged, Verdict
 from postlude.check.verify import verify_chain
+from postlude.code_hash import source_digest
 from postlude.files import read_kept, write_kept
 from postlude.plan import Problem, lower, problem_of
 from postlude.plan.problem import empty, result_shape
@@ -158,18 +158,16 @@ def _drawn(call: Call) -> list[Tensor]:
 def _key(call: Call) -> str:
     """Of all that the answer depends on: of a GPU that is its card, not its number."""
     problem, card = replace(call.problem, index=0), hardware.machine_for(call.problem.place).card
-    what = (call.chain.dumps(), repr(problem), call.needs, repr(call.plan), str(card), _here())
+    what = (
+        call.chain.dumps(),
+        repr(problem),
+        call.needs,
+        repr(call.plan),
+        str(card),
+        source_digest(),
+        json.dumps(hardware.versions()),
+    )
     return hashlib.sha256(repr(what).encode()).hexdigest()
-
-
-@functools.cache
-def _here() -> str:
-    """The code and the machine."""
-    digest = hashlib.sha256(json.dumps(hardware.versions()).encode())
-    root = Path(__file__).parent
-    for path in sorted(p for p in root.rglob("*") if p.suffix in (".py", ".cu") and "cli" not in p.parts):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def _path(key: str) -> Path | None:

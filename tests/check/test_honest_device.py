@@ -58,7 +58,7 @@ def plan_for(name: str, precision: str) -> Runner:
         chain, dataclasses.replace(problem, needs_grad=True), hardware.machine_for("cuda"), even_if_slower=True
     )
     assert isinstance(plan, Plan), plan
-    return prepare(chain, plan, "cuda")
+    return prepare(chain, plan)
 
 
 def verdict_on(run: Runner, name: str, precision: str, seed: int) -> Verdict:

@@ -15,7 +15,7 @@ from postlude.cli import demo, demo_case, demo_child, doctor
 from postlude.cli.frame import Settings
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-UNKNOWN = cards.estimated("NVIDIA L4", "sm_89", 58, 101_376, 48 << 20, 2.04e9, 300e9)
+UNKNOWN = cards.estimated("NVIDIA L4", "sm_89", (58, 101_376, 48 << 20), 2.04e9, 300e9)
 
 
 def test_doctor_looks_at_everything(run: Run, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ TWO_AXES = Problem(
     8,
     (),
 ).text
-RESULT = ("moments_kernel", "finish_kernel")
+KERNELS = ("few_channels_moments", "few_channels_finish")
 
 
 def case_of(
@@ -180,17 +180,17 @@ def test_a_wrong_derivative_is_seen(tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ to compile the kernel for the host")
 def test_the_direct_convolution_runs_alone(tmp_path: Path) -> None:
     cases = []
-    for name, text, arguments, entries in (
-        ("chain_23", SMALL_23, [3, 24, 3, 8], RESULT),
-        ("four_channels_padded", FOUR_CHANNELS, [4, 16], RESULT),
-        ("two_axes_transposed", TWO_AXES, [3, 8], RESULT),
-        ("one_channel_transposed", TRANSPOSED, [1, 8], ("few_channels_moments",)),
+    for name, text, arguments in (
+        ("chain_23", SMALL_23, [3, 24, 3, 8]),
+        ("four_channels_padded", FOUR_CHANNELS, [4, 16]),
+        ("two_axes_transposed", TWO_AXES, [3, 8]),
+        ("one_channel_transposed", TRANSPOSED, [1, 8]),
     ):
         folder = tmp_path / name
         folder.mkdir()
         made, model, inputs = export_text(text, folder)
         case = case_of(tmp_path, f"{name}.py", made, model, inputs, arguments, 1e-5)
-        case["libraries"] = {entry: host_library(folder, made, entry) for entry in entries}
+        case["libraries"] = {entry: host_library(folder, made, entry) for entry in KERNELS}
         assert ruff(tmp_path / f"{name}.py") == ""
         cases.append(case)
         if name == "chain_23":
@@ -205,23 +205,22 @@ def trained_23(folder: Path) -> dict[str, Any]:
     """Chain 23 with the library's kernels of both passes."""
     made, model, inputs = export_text(SMALL_23, folder, training=True)
     case = case_of(folder, "trained_23.py", made, model, inputs, [3, 24, 3, 8], 1e-5)
-    names = {"SOURCE": "few_channels_moments", "SOURCE_GRADIENT": "few_channels_gradient"}
-    sources = made.chains[0].sources
-    libraries = {entry: str(cuda_host.build_text(folder, sources[name], entry)) for name, entry in names.items()}
-    return {**case, "libraries": libraries}
+    libraries = {entry: host_library(folder, made, entry) for entry in KERNELS}
+    back = host_library(folder, made, "few_channels_gradient", "SOURCE_GRADIENT")
+    return {**case, "libraries": {**libraries, "few_channels_gradient": back}}
 
 
 def mutant_of_23(folder: Path, case: dict[str, Any], made: Export) -> dict[str, Any]:
     """Chain 23's last kernel with the first group's moments for all."""
-    source, before = made.chains[0].sources["SOURCE"], "first = c / PER_GROUP * PER_GROUP;"
+    source, before = made.chains[0].sources["SOURCE"], "first = c / C_PER_GROUP * C_PER_GROUP;"
     assert source.count(before) == 1
     folder.mkdir()
-    library = cuda_host.build_text(folder, source.replace(before, "first = 0;"), "finish_kernel")
-    return {**case, "libraries": {**case["libraries"], "finish_kernel": str(library)}}
+    library = cuda_host.build_text(folder, source.replace(before, "first = 0;"), "few_channels_finish")
+    return {**case, "libraries": {**case["libraries"], "few_channels_finish": str(library)}}
 
 
-def host_library(folder: Path, made: Export, entry: str) -> str:
-    return str(cuda_host.build_text(folder, made.chains[0].sources["SOURCE"], entry))
+def host_library(folder: Path, made: Export, entry: str, source: str = "SOURCE") -> str:
+    return str(cuda_host.build_text(folder, made.chains[0].sources[source], entry))
 
 
 def test_a_wrong_file_is_seen(tmp_path: Path) -> None:

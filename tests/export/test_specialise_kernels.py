@@ -15,41 +15,48 @@ from postlude.plan.calls import Word
 
 # Chain 61 at KernelBench's sizes, as the plans have it.
 CONVOLVE: dict[str, object] = {
-    "BEFORE": Inline("relu({0})"),
+    "STEPS_FN": Inline("relu({0})"),
     "KD": 3,
     "KH": 3,
-    "SPAN_C": 192,
-    "C": 64,
-    "WIDTH": 1,
+    "K_PER_TAP_ROW": 192,
+    "C_PACKED": 64,
+    "NEIGHBOURS": 1,
     "PLANES": 2,
-    "SCALED": True,
-    "KEEPS": False,
+    "IS_SCALED": True,
+    "KEEPS_INF": False,
     "STORE": "raw",
     "MOMENTS": "both",
-    "LAST": False,
-    "DENSE": True,
-    "WIDE": False,
+    "IS_CHANNELS_LAST": False,
+    "IS_DENSE": True,
+    "USES_INT64": False,
     "ALIGN": 8,
-    "FULL": True,
+    "IS_EVEN_C": True,
     "BLOCKS_C": 1,
-    "BM": 128,
-    "BC": 128,
-    "BK": 64,
+    "BLOCK_M": 128,
+    "BLOCK_C": 128,
+    "BLOCK_K": 64,
     "STAGES": 3,
     "ACC": Word("tl.float32"),
 }
-TILES = frozenset({"BM", "BC", "BK", "STAGES"})
-LARGEST: dict[str, object] = {"LAST": False, "SHORT": False, "ALIGN": 1, "FLAGS": False, "BLOCK": 4096, "BLOCK_C": 1}
-HALF: dict[str, object] = {**CONVOLVE, "PLANES": 1, "SCALED": False}
+TILES = frozenset({"BLOCK_M", "BLOCK_C", "BLOCK_K", "STAGES"})
+LARGEST: dict[str, object] = {
+    "IS_CHANNELS_LAST": False,
+    "HAS_SHORT_ROWS": False,
+    "ALIGN": 1,
+    "FLAGS_INF": False,
+    "BLOCK_S": 4096,
+    "BLOCK_C": 1,
+}
+HALF: dict[str, object] = {**CONVOLVE, "PLANES": 1, "IS_SCALED": False}
 BLOCK: dict[str, object] = {
     **HALF,
-    "BEFORE": Inline("{0}"),
-    "SPAN_C": 6 * 32,
-    "C": 32,
-    "WIDTH": 4,
-    "LAST": True,
-    "WIDE": True,
-    "DENSE": False,
+    "STEPS_FN": Inline("{0}"),
+    "K_PER_TAP_ROW": 6 * 32,
+    "C_PACKED": 32,
+    "NEIGHBOURS": 4,
+    "IS_CHANNELS_LAST": True,
+    "USES_INT64": True,
+    "IS_DENSE": False,
     "ALIGN": 1,
     "BLOCKS_C": 2,
 }
@@ -75,57 +82,88 @@ REAL: dict[str, tuple[str, dict[str, object], frozenset[str], int]] = {
     "61 fp32, tiles decided": ("convolve_kernel", CONVOLVE, frozenset(), 71),
     "61 bf16": ("convolve_kernel", HALF, TILES, 64),
     "block, channels-last": ("convolve_kernel", BLOCK, TILES, 72),
-    "largest": ("largest_kernel", LARGEST, frozenset({"BLOCK"}), 22),
+    "largest": ("largest_kernel", LARGEST, frozenset({"BLOCK_S"}), 22),
     "pack input": (
         "pack_input_kernel",
-        {"CP": 64, "PLANES": 2, "SCALED": True, "KEEPS": False, "LAST": False, "BLOCK": 32, "BLOCK_C": 64, "PAD": 2},
-        frozenset({"BLOCK", "BLOCK_C"}),
+        {
+            "C_PACKED": 64,
+            "PLANES": 2,
+            "IS_SCALED": True,
+            "KEEPS_INF": False,
+            "IS_CHANNELS_LAST": False,
+            "BLOCK_W": 32,
+            "BLOCK_C": 64,
+            "BLOCK_PAD": 2,
+        },
+        frozenset({"BLOCK_W", "BLOCK_C"}),
         60,
     ),
     "pack weight": (
         "pack_weight_kernel",
-        {"ROWS": 9, "KW": 3, "WIDTH": 1, "SPAN": 3, "CP": 64, "BLOCK_O": 128, "PLANES": 2, "SCALED": True}
-        | {"KEEPS": False, "FLIP": True, "BLOCK": 1024},
-        frozenset({"BLOCK"}),
+        {
+            "TAP_ROWS": 9,
+            "KW": 3,
+            "NEIGHBOURS": 1,
+            "SPAN": 3,
+            "C_PACKED": 64,
+            "BLOCK_C": 128,
+            "PLANES": 2,
+            "IS_SCALED": True,
+        }
+        | {"KEEPS_INF": False, "IS_FLIPPED": True, "BLOCK_K": 1024},
+        frozenset({"BLOCK_K"}),
         60,
     ),
-    "combine": ("combine_moments_kernel", {"BLOCK": 1024, "ACC": Word("tl.float32")}, frozenset(), 40),
+    "combine": ("combine_moments_kernel", {"BLOCK_PARTS": 1024, "ACC": Word("tl.float32")}, frozenset(), 40),
     "finish": (
         "finish_kernel",
-        {"WHOLE": Word("whole"), "HAS_NORM": True, "BLOCK": 2048, "ALIGN": 8, "ACC": Word("tl.float32")}
-        | {"BLOCK_C": 0, "SHORT": False, "WIDE": False, "CONTIGUOUS_OUT": False},
-        frozenset({"BLOCK"}),
+        {"NORM_STEPS_FN": Word("whole"), "HAS_NORM": True, "BLOCK_S": 2048, "ALIGN": 8, "ACC": Word("tl.float32")}
+        | {"BLOCK_C": 0, "HAS_SHORT_ROWS": False, "USES_INT64": False, "IS_OUT_CONTIGUOUS": False},
+        frozenset({"BLOCK_S"}),
         35,
     ),
     "moments": (
         "moments_kernel",
-        {"BEFORE": Inline("{0}"), "SQUARES": False, "BLOCK": 1024, "ALIGN": 8, "ACC": Word("tl.float32")}
-        | {"BLOCK_C": 0, "SHORT": False, "WIDE": False},
+        {"STEPS_FN": Inline("{0}"), "HAS_M2": False, "BLOCK_S": 1024, "ALIGN": 8, "ACC": Word("tl.float32")}
+        | {"BLOCK_C": 0, "HAS_SHORT_ROWS": False, "USES_INT64": False},
         frozenset(),
         35,
     ),
     "channels-last moments": (
         "moments_kernel",
-        {"BEFORE": Inline("{0}"), "SQUARES": True, "BLOCK": 64, "BLOCK_C": 32}
-        | {"SHORT": False, "ALIGN": 1, "WIDE": False, "ACC": Word("tl.float32")},
+        {"STEPS_FN": Inline("{0}"), "HAS_M2": True, "BLOCK_S": 64, "BLOCK_C": 32}
+        | {"HAS_SHORT_ROWS": False, "ALIGN": 1, "USES_INT64": False, "ACC": Word("tl.float32")},
         frozenset(),
         50,
     ),
     "channels-last finish": (
         "finish_kernel",
-        {"WHOLE": Inline("whole({0}, {1}, {2}, {3}, a0)"), "HAS_NORM": True, "BLOCK": 64, "BLOCK_C": 32}
-        | {"SHORT": False, "ALIGN": 1, "WIDE": False, "CONTIGUOUS_OUT": True, "ACC": Word("tl.float32")},
+        {"NORM_STEPS_FN": Inline("whole({0}, {1}, {2}, {3}, a0)"), "HAS_NORM": True, "BLOCK_S": 64, "BLOCK_C": 32}
+        | {
+            "HAS_SHORT_ROWS": False,
+            "ALIGN": 1,
+            "USES_INT64": False,
+            "IS_OUT_CONTIGUOUS": True,
+            "ACC": Word("tl.float32"),
+        },
         frozenset(),
         40,
     ),
     "finish from moments": (
         "finish_moments_kernel",
-        {"C": 24, "MOMENTS": Word("moments"), "SQUARES": True, "OVER_SPACE": False, "BLOCK_C": 32, "BLOCK": 64},
+        {
+            "C": 24,
+            "MOMENTS_FN": Word("moments"),
+            "HAS_M2": True,
+            "IS_OVER_SPACE": False,
+            "BLOCK_C": 32,
+            "BLOCK_PARTS": 64,
+        },
         frozenset(),
         25,
     ),
-    "group mean": ("group_mean", {"PER": 3}, frozenset(), 8),
-    "combine chunks": ("combine_chunks", {"SQUARES": False, "BLOCK_C": 32, "BLOCK": 64}, frozenset(), 20),
+    "group mean": ("group_mean", {"C_PER_GROUP": 3}, frozenset(), 8),
+    "combine chunks": ("combine_chunks", {"HAS_M2": False, "BLOCK_C": 32, "BLOCK_PARTS": 64}, frozenset(), 20),
 }
 
 
@@ -145,13 +183,13 @@ def test_real_kernels(name: str) -> None:
 
 def test_61_in_half_precision_is_a_plain_kernel() -> None:
     made = specialise(library()["convolve_kernel"], HALF, {"convolve_kernel": "convolve_relu"}, TILES)
-    assert made.parameters[:6] == ("d_high", "d_w", "p_y", "p_mean", "p_m2", "p_count")
-    assert made.parameters[-4:] == ("BM", "BC", "BK", "STAGES")
+    assert made.parameters[:6] == ("d_x", "d_w", "p_y", "p_mean", "p_m2", "p_count")
+    assert made.parameters[-4:] == ("BLOCK_M", "BLOCK_C", "BLOCK_K", "STAGES")
     assert made.text.count("if ") == 0
     lines = [line.strip() for line in made.text.splitlines()]
     assert lines[1] == "def convolve_relu("
-    assert "d_high,  # descriptor [rows, columns] over the packed input" in lines
-    assert "p_y,  # [N, COUT, S], out" in lines
-    assert "w_high = d_w.load([0, i * BK])  # [BC, BK]" in lines
+    assert "d_x,  # descriptor [rows, columns] over the packed input" in lines
+    assert "p_y,  # [N, C_OUT, S], out" in lines
+    assert "w_high = d_w.load([0, i * BLOCK_K])  # [BLOCK_C, BLOCK_K]" in lines
     assert "row = row0 + offset" in lines
     assert "b_v = relu(b_v)" in lines

@@ -71,7 +71,7 @@ def test_gradients_are_float64s(drawn: tuple[Chain, tuple[int, ...], str, str]) 
     assert isinstance(plan, Plan)
     assert isinstance(plan.own, Gemm)
     assert plan.weight_gradient is not None
-    result = prepare(chain, plan, "cuda")(tensors)
+    result = prepare(chain, plan)(tensors)
     dy = torch.randn(result.shape, generator=torch.Generator().manual_seed(1))
     ours = (result, *torch.autograd.grad(result, tensors, dy))
     exact, pytorch = (_through_pytorch(chain, tensors, dy, dtype) for dtype in (torch.float64, torch.float32))

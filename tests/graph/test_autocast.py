@@ -169,7 +169,7 @@ IN_PLACE: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
 
 
 @pytest.mark.parametrize("name", IN_PLACE)
-@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.usefixtures("fresh_dynamo", "refused_chains_too")
 def test_what_is_changed_in_place_keeps_its_dtype(name: str) -> None:
     """`h += residual` gives 16 bits where h has them and the residual is float32, as after CUDA's group_norm."""
     change, expected = IN_PLACE[name]
@@ -190,7 +190,7 @@ def test_what_is_changed_in_place_keeps_its_dtype(name: str) -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.usefixtures("fresh_dynamo", "refused_chains_too")
 def test_a_dtype_that_promotion_changed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutant: the functional operator on a chain's result, without the cast back."""
     monkeypatch.setattr(tidy, "_keep_dtype", lambda *_: None)

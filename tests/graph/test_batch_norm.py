@@ -11,11 +11,10 @@ from torch import Tensor, nn
 import postlude
 from postlude import PostludeError
 from postlude import nn as fused_modules
-from postlude.chain import Chain
 from postlude.graph.backend import Backend
 from postlude.nn import FusedChain
 
-pytestmark = [pytest.mark.usefixtures("fresh_dynamo"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.usefixtures("fresh_dynamo", "refused_chains_too"), pytest.mark.filterwarnings("ignore")]
 
 
 class Net(nn.Module):
@@ -90,27 +89,19 @@ def test_one_value_per_channel_is_pytorchs_error() -> None:
         FusedChain(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))(torch.randn(1, 3, 3, 3))
 
 
-def test_inductor_is_not_handed_a_chain_that_moves_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, _: graph.forward)
-    eager, backend = Net(), Backend(rest="inductor")
+def test_statistics_move_as_declared_where_the_operator_runs() -> None:
+    """Under Inductor's tracing they are results of the operator, which the graph copies back."""
+    eager = Net()
     model, x = copy.deepcopy(eager), torch.randn(2, 3, 5, 5)
-    model.compile(backend=backend)
-    with torch.no_grad():
-        torch.testing.assert_close(model(x), eager(x), rtol=0, atol=0)
-    assert backend.captured[0].sites == ()
-    assert any("running statistics" in item.reason for item in backend.captured[0].declined)
-    assert_same_state(model, eager)
-
-
-def test_the_operator_says_that_it_cannot_move_statistics() -> None:
+    model.compile(backend=Backend(rest="inductor"))
+    for _ in range(2):
+        torch.testing.assert_close(model(x), eager(x))
+    assert_same_state(model, eager, 1e-6)
     fused = FusedChain(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
-    fused(torch.randn(2, 3, 5, 5))
-    ((site, names, _),) = fused._read.values()
-    chain: Chain = site.chain
-    tensors = [torch.randn(2, 3, 5, 5) if name is None else fused._tensor(name).detach() for name in names]
-    with pytest.raises(PostludeError, match=r"call postlude\.functional\.run"):
-        torch.ops.postlude.chain(tensors, chain.dumps(), "auto")
-    assert postlude.functional.run(chain, *tensors).shape == (2, 4, 3, 3)
+    plain, compiled = copy.deepcopy(fused), torch.compile(fused, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), plain(x))
+    assert_same_state(fused, plain, 1e-6)
 
 
 def steps_of_a_fused_chain() -> None:

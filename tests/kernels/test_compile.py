@@ -111,7 +111,7 @@ def launches_of(
     problem = dataclasses.replace(problem_of(tensors, precision), device="cuda", needs_grad=trains, allows_tf32=tf32)
     plan = lower_for_gpu(chain, problem, machine_of(architecture), even_if_slower=True)
     assert isinstance(plan, Plan), plan
-    program = program_of(chain, prepare(chain, plan, "cuda"), problem, [trains] * len(tensors))
+    program = program_of(chain, prepare(chain, plan), problem, [trains] * len(tensors))
     found = offline.compiled_calls((*program.forward, *program.backward), architecture)
     assert bool(program.backward) == trains
     assert trains or len(found) == plan.launches

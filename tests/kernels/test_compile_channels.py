@@ -32,7 +32,7 @@ def compiled(chain: Chain, shape: tuple[int, ...], layout: str, dtype: str, card
     plan = lower(chain, given, machine_of(card), even_if_slower=True, not_ours="not in this test")
     assert isinstance(plan, Plan), plan
     assert plan.value.layout == layout
-    program = program_of(chain, prepare(chain, plan, "cuda"), given, [False] * len(given.tensors))
+    program = program_of(chain, prepare(chain, plan), given, [False] * len(given.tensors))
     (call,) = (one for one in kernel_calls(program.forward) if one.kernel == "channels_kernel")
     (found,) = offline.compiled_calls([call], card)
     return found, call
@@ -54,7 +54,7 @@ def test_rows_are_read_in_vectors_and_each_channels_numbers_once(monkeypatch: py
     offline.use_card(monkeypatch, 90)
     found, call = compiled(*OVER_CHANNELS["92"], "contiguous", "float32", 90)
     constants = dict(call.constants)
-    assert (constants["BLOCK"], constants["BLOCK_C"], call.warps) == (64, 64, 4)
+    assert (constants["BLOCK_S"], constants["BLOCK_C"], call.warps) == (64, 64, 4)
     ptx = found.ptx
     assert ptx.count("ld.global.v4.b32") == 8  # 126² positions are a multiple of 4: 32 elements for each of 128 threads
     assert ptx.count("ld.global.b32") == 5 * 8  # bias, mean, rstd, weight and bias of 8 channels

@@ -81,7 +81,7 @@ def test_the_backward_pass_compiles_within_hoppers_limits(card: int, channels: i
     problem = Problem(tuple(Spec(shape, "bfloat16", "contiguous") for shape in shapes), "cuda", "auto", True)
     plan = lower(chain, problem, H200, even_if_slower=True)
     assert isinstance(plan, Plan), plan
-    program = program_of(chain, prepare(chain, plan, "cuda"), problem, [True] * len(shapes))
+    program = program_of(chain, prepare(chain, plan), problem, [True] * len(shapes))
     (combined,) = (call for call in kernel_calls(program.forward) if call.kernel == "combined_moments_kernel")
     (gradient,) = kernel_calls(program.backward)
     assert gradient.kernel == "moments_gradient_kernel"

@@ -51,7 +51,7 @@ def launches(name: str, dtype: str, architecture: int) -> list[Compiled]:
     plan = lower_for_gpu(chain, problem, machine_of(architecture), even_if_slower=True, not_ours=not_ours)
     assert isinstance(plan, Plan), plan
     needs = [slot not in chain.moved for slot in range(len(specs))]
-    program = program_of(chain, prepare(chain, plan, "cuda"), problem, needs)
+    program = program_of(chain, prepare(chain, plan), problem, needs)
     assert [gradient is not None for gradient in program.gradients] == needs
     return offline.compiled_calls((*program.forward, *program.backward), architecture)
 

@@ -101,7 +101,7 @@ def convolution(case: Case, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
 
 
 def expected(case: Case, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Tile by tile: [N, COUT, TILES] means and squares, [TILES] counts."""
+    """Tile by tile: [N, C_OUT, TILES] means and squares, [TILES] counts."""
     parts = [
         tile.flatten(2)
         for plane in y.split(case.settings.depth, 2)
@@ -175,9 +175,9 @@ def test_same_bits_however_many_programs(on_host: Run) -> None:
 
 
 MUTANTS = {
-    "the low plane dropped": ("mma(part[n], low.a0, low.a1, low.a2, low.a3, b[n].x, b[n].y);", ";"),
-    "no halo in y": ("chunk / CW % KH * PITCH + chunk % CW * XS;", "chunk % CW * XS;"),
-    "warps not merged": ("merge_warps(mean, m2, counts, means + c, squares + c);", "mean = means[c], m2 = squares[c];"),
+    "the low plane dropped": ("mma(part[n], low, b[n].x, b[n].y);", ";"),
+    "no halo in y": ("chunk / TAP_CHUNKS_W % KH * ROW_PITCH +", "0 +"),
+    "lanes' means not merged": ("all.y + apart * weight, ", "all.y, "),
 }
 
 
@@ -209,5 +209,5 @@ def test_what_the_kernel_cannot_do_is_refused(wrong: dict[str, object], on_host:
 def test_the_source_is_part_of_the_package() -> None:
     source = launch.cuda_source("few_channels.cu")
     assert "few_channels_moments" in source.text
-    assert {name for name, _ in source.headers} >= {"operands.cuh", "moments.cuh", "tile.cuh", "products.cuh"}
+    assert {name for name, _ in source.headers} >= {"operands.cuh", "geometry.cuh", "tile.cuh", "products.cuh"}
     assert Path(few_channels.__file__).parent.parent.name == "postlude"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,12 +23,14 @@ from machines import card as machine_of
 from plan.test_lower import problem
 from postlude import hardware
 from postlude.hardware import has_nvrtc
-from postlude.plan.few_channels import FewChannels, Geometry, shared_bytes
+from postlude.plan.calls import CudaCall
+from postlude.plan.few_channels import STATIC, FewChannels, Geometry, shared_bytes
 from postlude.plan.few_channels_gradient import few_channels_gradient_for
 from postlude.run import nvrtc
 from postlude.run.launch import cuda_source
-from postlude.stages.few_channels import common_macros
-from postlude.stages.few_channels_gradient import gradient_macros
+from postlude.stages.few_channels import convolve_moments
+from postlude.stages.few_channels_gradient import few_channels_gradient
+from tracing import traced_calls
 
 # What the kernel is for: operand, planes, input.
 USES = {
@@ -50,9 +54,10 @@ def settings_for(card: int, operand: str, planes: int) -> FewChannels:
 def test_compiles_within_each_cards_limits(card: int, use: str) -> None:
     operand, planes, dtype = USES[use]
     settings, shape = settings_for(card, operand, planes), Geometry(3, 24, (3, 3, 3), (0, 0, 0), False, dtype)
-    macros = {**common_macros(settings, shape), "SHARED_BYTES": shared_bytes(settings, shape)}
-    options = (f"--gpu-architecture=sm_{card}", "--ptxas-options=-v", *options_of(macros.items()))
-    cubin, log = nvrtc.compile_source(cuda_source("few_channels.cu"), options)
+    given = [torch.empty(size, dtype=getattr(torch, dtype)) for size in ((2, 3, 24, 32, 32), (24, 3, 3, 3, 3), (24,))]
+    (call,) = cuda_calls(lambda *tensors: convolve_moments(*tensors, (0, 0, 0), settings), *given)
+    options = (f"--gpu-architecture=sm_{card}", "--ptxas-options=-v", *options_of(call.macros))
+    cubin, log = nvrtc.compile_source(cuda_source(call.source), options)
     assert cubin.startswith(b"\x7fELF")
     registers = re.search(r"Used (\d+) registers", log)
     assert registers is not None, log
@@ -60,7 +65,14 @@ def test_compiles_within_each_cards_limits(card: int, use: str) -> None:
     assert spilled, log
     assert sum(spilled) == 0, f"{registers[0]}: {log}"
     assert int(registers[1]) * settings.warps * 32 * settings.blocks <= 65_536, registers[0]
-    assert shared_bytes(settings, shape) <= CARDS[card], registers[0]
+    static = re.search(r"(\d+) bytes smem", log)
+    assert static is not None, log
+    assert call.shared_bytes == shared_bytes(settings, shape) <= CARDS[card] - int(static[1]), registers[0]
+    assert int(static[1]) <= STATIC
+
+
+def cuda_calls(stage: Callable[..., object], *tensors: torch.Tensor) -> list[CudaCall]:
+    return [call for call in traced_calls(stage, *tensors) if isinstance(call, CudaCall)]
 
 
 @pytest.mark.compile
@@ -68,15 +80,18 @@ def test_compiles_within_each_cards_limits(card: int, use: str) -> None:
 @pytest.mark.parametrize("use", USES)
 def test_the_planned_gradients_compile_within_hoppers_limits(use: str) -> None:
     operand, planes, dtype = USES[use]
-    shape = Geometry(3, 24, (3, 3, 3), (0, 0, 0), False, dtype)
     given = problem(CHAIN_23, (128, 3, 24, 32, 32), device="cuda")
     plan = few_channels_gradient_for(FewChannels(operand, planes, 11, 10), CHAIN_23, given, H200)
     assert plan is not None
+    x, w = (torch.empty(size, dtype=getattr(torch, dtype), device="meta") for size in (given.x.shape, (24, 3, 3, 3, 3)))
+    table = torch.empty((128, 24, 4), device="meta")
     # With the gradients of the input and of the weight: those that are wanted.
     for settings, wanted in ((plan.weight, (False, True)), (plan.both, (True, True)), (plan.both, (True, False))):
-        target, macros = f"--gpu-architecture={H200.card.architecture}", gradient_macros(settings, shape, *wanted)
-        options = (target, "--ptxas-options=-v", *options_of(macros.items()))
-        _, log = nvrtc.compile_source(cuda_source("few_channels_gradient.cu"), options)
+        how = functools.partial(few_channels_gradient, padding=(0, 0, 0), settings=settings, transposed=False)
+        (call,) = cuda_calls(functools.partial(how, needs_input=wanted[0], needs_weight=wanted[1]), x, w, table)
+        target = f"--gpu-architecture={H200.card.architecture}"
+        options = (target, "--ptxas-options=-v", *options_of(call.macros))
+        _, log = nvrtc.compile_source(cuda_source(call.source), options)
         spilled = re.search(r"(\d+) bytes spill stores", log)
         assert spilled is not None, log
         assert int(spilled[1]) <= 320, log  # sums that wait while others are made, once for every plane

@@ -27,7 +27,7 @@ from postlude.plan import Plan, cpu
 
 pytestmark = [
     pytest.mark.networks,
-    pytest.mark.usefixtures("fresh_dynamo", "plans_of_any_size"),
+    pytest.mark.usefixtures("fresh_dynamo", "plans_of_any_size", "refused_chains_too"),
     # diffusers asks for torch's version while it runs.
     pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),
 ]

@@ -238,7 +238,7 @@ def test_on_a_gpu_small_values_and_moments_of_the_librarys_convolution_stay_with
 
 @pytest.mark.parametrize("architecture", ["sm_75", ""])
 def test_cards_before_ampere_are_declined(architecture: str) -> None:
-    old = machine_on(cards.estimated("an old card", architecture, 72, 65_536, 4 << 20, 1.5e9, 672e9))
+    old = machine_on(cards.estimated("an old card", architecture, (72, 65_536, 4 << 20), 1.5e9, 672e9))
     refusal = lower(CHAIN_61, problem(CHAIN_61, (16, 64, 32, 32, 32), device="cuda"), old)
     assert "Ampere or later" in str(refusal)
 

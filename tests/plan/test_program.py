@@ -13,6 +13,7 @@ from postlude.chain import Cast, Chain, Value
 from postlude.plan import Moments, Plan
 from postlude.plan.gpu import lower_for_gpu
 from postlude.plan.program import first_barrier, is_all_that_is_read
+from tracing import storing_raw
 
 
 def start() -> Builder:
@@ -60,11 +61,11 @@ def test_the_last_pass_goes_on_with_the_norm(name: str) -> None:
 @pytest.mark.parametrize("name", CHAINS)
 def test_storing_raw_begins_with_the_convolutions_result(name: str) -> None:
     plan = planned(CHAINS[name][0])
-    raw = plan.storing_raw()
+    raw = storing_raw(plan)
     assert raw.resumes_at == 0
     assert raw.passes[0].sink == Moments(squares=True, stores=True)
     assert raw.passes[1] == dataclasses.replace(plan.passes[1], first=1)
-    assert raw.storing_raw() == raw
+    assert storing_raw(raw) == raw
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
@@ -77,7 +78,7 @@ def test_training_never_resumes(case: Case) -> None:
 def test_neither_does_pytorchs_convolution() -> None:
     chain = Builder(2, conv(2, (16, 32), stride=2)).op("silu").norm(4).chain()
     plan = planned(chain)
-    assert (plan.own, plan.resumes_at, plan.storing_raw()) == (None, 0, plan)
+    assert (plan.own, plan.resumes_at, storing_raw(plan)) == (None, 0, plan)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from postlude.plan.convolve import gemm_for
 from postlude.plan.gemm import Gemm
 from postlude.plan.gpu import lower_for_gpu
 from postlude.plan.types import Moments, Store
+from tracing import storing_raw
 
 FEW = Builder(2, conv(2, (3, 16))).op("relu").norm(4).chain()
 MANY = Builder(2, conv(2, (16, 16), 1)).op("relu").norm(4).chain()
@@ -90,7 +91,7 @@ def test_short_wide_products_leave_the_moments_to_a_pass(chain: Chain) -> None:
     assert middle.sink == Moments(True)
     assert middle.first == last.first == plan.resumes_at
     assert plan.launches == 7  # largest, pack, pack, convolve, moments, combine, normalise
-    raw = plan.storing_raw()
+    raw = storing_raw(plan)
     assert [item.first for item in raw.passes] == [1, 1]
     assert raw.launches == 6
 

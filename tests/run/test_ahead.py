@@ -46,14 +46,14 @@ def test_the_list_is_what_is_launched(
     if not isinstance(plan, Plan):
         pytest.skip(str(plan))
     needs = [trains and role != "running" for role in chain.roles]
-    program = ahead.program_of(chain, prepare(chain, plan, "cuda"), problem, needs)
+    program = ahead.program_of(chain, prepare(chain, plan), problem, needs)
     calls = kernel_calls((*program.forward, *program.backward))
     listed = [(launch_of(call), arguments_without_memory(call)) for call in calls]
     made: list[Any] = []
     monkeypatch.setattr(Launch, "__call__", lambda self, *given: made.append((self, given)))
     leaves = [tensor.detach().requires_grad_(need) for tensor, need in zip(tensors, needs)]
     with torch.set_grad_enabled(trains):
-        result = prepare(chain, plan, "cuda")(leaves)
+        result = prepare(chain, plan)(leaves)
         if trains:
             torch.autograd.grad(result, leaves, torch.ones_like(result), allow_unused=True)
     assert [_code(*job) for job in listed] == [_code(*job) for job in made]
@@ -74,7 +74,7 @@ def test_a_launch_that_is_listed_is_not_made() -> None:
     tensors = tensors_for(chain, shape, torch.float32, "cpu", 0, "normal", "contiguous")
     plan = lower(chain, _problem(tensors, "fp32", False), HOPPER_WITHOUT_NVRTC, even_if_slower=True)
     assert isinstance(plan, Plan)
-    runner = prepare(chain, plan, "cuda")
+    runner = prepare(chain, plan)
     program = ahead.program_of(chain, runner, _problem(tensors, "fp32", False), [False] * len(tensors))
     assert ahead.jobs_of(program, 0) == []  # the interpreter compiles nothing
     with torch.no_grad():  # and is made afterwards
@@ -89,5 +89,5 @@ def test_cudnns_own_operators_run_without_memory_too() -> None:
     plan = lower(case.chain, problem, HOPPER_WITHOUT_NVRTC, even_if_slower=True, not_ours="for this test")
     assert isinstance(plan, Plan)
     assert plan.library_tf32 is False
-    program = ahead.program_of(case.chain, prepare(case.chain, plan, "cuda"), problem, [False] * len(tensors))
+    program = ahead.program_of(case.chain, prepare(case.chain, plan), problem, [False] * len(tensors))
     assert kernel_calls(program.forward)[-1].kernel.endswith("finish_kernel")

@@ -129,7 +129,7 @@ def test_gradients_are_as_right_as_eagers(name: str, x: torch.dtype) -> None:
     """Each in its tensor's own dtype."""
     tensors = tensors_of(name, x, "channels_last")
     plan = planned(name, tensors, trains=True)
-    found = gradients(prepare(plan.chain, plan, "cuda"), tensors)
+    found = gradients(prepare(plan.chain, plan), tensors)
     eager = gradients(lambda ts: reference.evaluate(plan.chain, ts), tensors)
     truth = gradients(lambda ts: reference.evaluate(plan.chain, ts, dtype=torch.float64), tensors)
     for one, theirs, true, tensor in zip(found, eager, truth, tensors, strict=True):
@@ -145,7 +145,7 @@ def test_a_backward_pass_inside_of_an_autocast_region_is_the_same() -> None:
     problem = dataclasses.replace(problem_of(tensors), needs_grad=True)
     plan = lower_for_gpu(chain, problem, CARD, even_if_slower=True, not_ours="not in this test")
     assert isinstance(plan, Plan), plan
-    run = prepare(chain, plan, "cuda")
+    run = prepare(chain, plan)
 
     def inside(ts: list[Tensor]) -> Tensor:
         y = run(ts)

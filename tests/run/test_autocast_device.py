@@ -114,7 +114,7 @@ def fused(name: str, trains: bool) -> Callable[[Chain, Sequence[Tensor]], Tensor
         assert trains or not plan.trains
         if expected is not None and machine.card.architecture == "sm_90":
             assert isinstance(plan.own, expected)
-        return prepare(chain, plan, "cuda")(tensors)
+        return prepare(chain, plan)(tensors)
 
     return run
 

@@ -148,7 +148,7 @@ KERNEL_MUTANTS = {
     "the unbiased variance normalises": ("squares / count + eps", "squares / (count - 1.0) + eps"),
     "the biased variance is kept": ("squares / (count - 1.0))", "squares / count)"),
     "means of samples do not differ": ("b_count * (b_mean - mean) * (b_mean - mean)", "0.0"),
-    "momentum the other way round": ("MOMENTUM * mean", "(1.0 - MOMENTUM) * mean"),
+    "momentum the other way round": ("momentum * mean", "(1.0 - momentum) * mean"),
     "only the first sample is normalised": ("mask=o < N)", "mask=o < 1)"),
     "the gradient's sums stop at the first sample": (
         "a += tl.load(p_sums + o_x, mask=m,",

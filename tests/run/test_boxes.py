@@ -80,7 +80,7 @@ def test_agrees_with_float64_in_16_bits() -> None:
 
 MUTANTS = [
     # where it is, the right text, the wrong one, a case that tells them apart
-    ("convolve_boxes", "(x + PW * WIDTH) // WIDTH - PW", "x // WIDTH", "same"),
+    ("convolve_boxes", "(x + PW * NEIGHBOURS) // NEIGHBOURS - PW", "x // NEIGHBOURS", "same"),
     ("convolve_boxes", "% KH - PH", "% KH", "flat"),
     ("convolve_boxes", "PD - z0)", "PD + 1 - z0)", "same"),
     ("convolve_boxes", "D + PD - z0)", "D - z0)", "transposed"),

@@ -135,7 +135,7 @@ def trained(chain: Chain, tensors: Sequence[Tensor], memory: str = "default") ->
     assert isinstance(plan, Plan)
     assert plan.trains
     assert plan.is_lean == (memory == "lean" and chain.producer is not None)
-    return execute.prepare(chain, plan, "cuda")
+    return execute.prepare(chain, plan)
 
 
 @pytest.mark.parametrize("memory", ["default", "lean"])

@@ -31,7 +31,8 @@ def test_a_number_on_another_device_is_brought_to_the_input(monkeypatch: pytest.
     monkeypatch.setattr(execute, "Inference", lambda plan, chain: runner)
     plan = object.__new__(Plan)
     object.__setattr__(plan, "chain", SCALED)
-    ready = execute.prepare(SCALED, plan, "cuda")
+    object.__setattr__(plan, "tile", 1)  # on a GPU
+    ready = execute.prepare(SCALED, plan)
     ready([torch.empty(2, 4, 3, 3, 3, device="meta"), torch.tensor(2.0)])
     assert [tensor.device.type for tensor in seen] == ["meta", "meta"]
 

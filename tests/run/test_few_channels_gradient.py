@@ -25,8 +25,8 @@ from postlude.run import launch
 from postlude.run.chain_run import Training
 from postlude.stages.backward import _of_moments
 from postlude.stages.cuts import Partials
-from postlude.stages.moments import combined_by_pytorch
-from postlude.stages.moments_gradient import closed_form, combined_moments, moments_gradient, table_of
+from postlude.stages.moments import closed_form, combined_by_pytorch
+from postlude.stages.moments_gradient import combined_moments, moments_gradient, table_of
 from run.test_gpu import CARD
 from run.test_training import gradients, saved_bytes
 from tracing import kernel_calls, run_stage
@@ -91,7 +91,7 @@ def test_gradients_are_autograds(name: str, dtype: torch.dtype, tolerance: float
         torch.testing.assert_close(ours.double(), true.double(), rtol=tolerance, atol=atol)
 
 
-@pytest.mark.parametrize("frozen", [(0,), (1,), (0, 1, 2), (3, 4)], ids=str)
+@pytest.mark.parametrize("frozen", [(0,), (1, 3, 4)], ids=str)
 @pytest.mark.usefixtures("host_kernels")
 def test_frozen_tensors_get_nothing(frozen: tuple[int, ...]) -> None:
     tensors = inputs("23")
@@ -190,16 +190,16 @@ def test_combined_moments_are_chans() -> None:
 
 
 def test_only_a_norm_and_a_reduction_have_a_closed_form() -> None:
-    assert closed_form(CHAINS["23"][0]) is not None
-    assert closed_form(CHAINS["longer"][0]) is None
+    assert closed_form(CHAINS["23"][0].steps) is not None
+    assert closed_form(CHAINS["longer"][0].steps) is None
 
 
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        ("dmean + apart * (2.0 * dspread / PER)[:, None]", "dmean"),  # the spread as if it were a constant
+        ("dmean + apart * (2.0 * dspread / C_PER_GROUP)[:, None]", "dmean"),  # the spread as if it were a constant
         ("(mean - bias[None, :])", "mean"),  # the bias forgotten
-        ("2.0 * dspread / PER / positions", "dspread / PER / positions"),
+        ("2.0 * dspread / C_PER_GROUP / positions", "dspread / C_PER_GROUP / positions"),
     ],
 )
 def test_a_mutant_is_seen_to_fail(right: str, wrong: str, monkeypatch: pytest.MonkeyPatch, mutated: Callable) -> None:  # type: ignore[type-arg]

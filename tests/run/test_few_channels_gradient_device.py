@@ -41,7 +41,7 @@ def ready(chain: Chain, tensors: Sequence[Tensor], precision: str = "auto") -> R
     assert isinstance(plan, Plan), plan
     if hardware.machine_for("cuda").card.abilities.has_few_channel_gradients:
         assert plan.few_gradient is not None
-    return prepare(chain, plan, "cuda")
+    return prepare(chain, plan)
 
 
 def in_precision(precision: str, call: Callable[[], None]) -> None:

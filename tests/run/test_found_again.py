@@ -32,8 +32,8 @@ def compile_now(block: int = 1024) -> Any:
 
     from postlude.kernels.triton.pack import largest_kernel
 
-    constants = {"LAST": False, "SHORT": False, "ALIGN": 1, "BLOCK": block, "BLOCK_C": 1}
-    numbers = dict.fromkeys(("C", "S", "CHUNKS", "TILES"), "i32")
+    constants = {"IS_CHANNELS_LAST": False, "HAS_SHORT_ROWS": False, "ALIGN": 1, "BLOCK_S": block, "BLOCK_C": 1}
+    numbers = dict.fromkeys(("C", "S", "CHUNKS", "TILES_PER_PROGRAM"), "i32")
     signature = {"p_x": "*fp32", "p_largest": "*i32", **numbers, **dict.fromkeys(constants, "constexpr")}
     src = ASTSource(largest_kernel, signature, constants)
     target = triton.runtime.driver.active.get_current_target()

@@ -262,9 +262,11 @@ def test_what_is_frozen_is_neither_computed_nor_returned() -> None:
         assert all(torch.equal(one, whole[1][slot]) for slot, one in found.items())
         stage = functools.partial(gradient_stage, plan, needs, True)
         last = next(
-            c for c in kernel_calls(traced_calls(stage, value, dy, *moments, *tensors)) if "FULL" in dict(c.constants)
+            c
+            for c in kernel_calls(traced_calls(stage, value, dy, *moments, *tensors))
+            if "NUM_FULL" in dict(c.constants)
         )
-        assert dict(last.constants)["FULL"] == len(needs & {residual})
+        assert dict(last.constants)["NUM_FULL"] == len(needs & {residual})
     chain = BY_NAME["conv per-channel and scalar"].chain
     assert reverse.gradient(chain, 4, frozenset()).returns == (Gradient(Value(0)),)
 

@@ -36,8 +36,8 @@ MUTANTS: list[tuple[str, str, str, Case]] = [
         "tl.where(x > 0, g, 0.0)",
         BY_NAME["conv instance_norm leaky_relu"],
     ),
-    ("gradient", "b_b *= b_weight", "pass", SMALL),
-    ("gradient", "(i_chunk * TILES + i_tile) * BLOCK", "i_tile * BLOCK", SMALL),
+    ("gradient", "b_b *= b_gamma", "pass", SMALL),
+    ("gradient", "(i_chunk * TILES_PER_PROGRAM + i_tile) * BLOCK_S", "i_tile * BLOCK_S", SMALL),
     ("gradient", "tl.where(mask, blocks[i], 0.0)", "blocks[0]", SMALL),
 ]
 

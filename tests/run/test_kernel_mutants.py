@@ -27,17 +27,17 @@ MUTANTS: list[tuple[str, str, str, Chain, str]] = [
     # module, the right text, the wrong text, a chain that tells them apart, the family of its input
     ("normalize", "shift + mean, tl.where(m2 < 0.0, 0.0, m2)", "shift + mean, m2 * 0.5", OFFSET, "normal"),
     ("normalize", "b_count * (b_mean - mean) * (b_mean - mean)", "0.0", OFFSET, "hierarchical"),
-    ("pack", "tap = ROWS * KW * UNFOLDED - 1 - tap", "tap = tap", TURNED, "normal"),
-    ("pack", "kw = (o // CP) % SPAN - i_w", "kw = (o // CP) % SPAN", BLOCK, "normal"),
+    ("pack", "tap = TAP_ROWS * KW * UNFOLDED_TAPS - 1 - tap", "tap = tap", TURNED, "normal"),
+    ("pack", "kw = (o // C_PACKED) % SPAN - i_w", "kw = (o // C_PACKED) % SPAN", BLOCK, "normal"),
     ("pack", "tl.store(p_high + out + o_zero, zeros, mask=m_zero)", "pass", BLOCK, "normal"),
     ("pack", "* scale[None, :]", "* (2.0 * scale)[None, :]", BLOCK, "normal"),
     ("planes", "part = tl.dot(left_low, right)", "part = tl.dot(left_low * 0, right)", BLOCK, "normal"),
     ("convolve", "(x < OW // ALIGN)", "(x < OW // ALIGN + 1)", BLOCK, "normal"),
     ("convolve", "* ALIGN + o_p % ALIGN", "* ALIGN", VALID, "normal"),
-    ("convolve", "FIRST - z_last", "FIRST + 1 - z_last", BY_NAME["61 small"].chain, "normal"),
+    ("convolve", "FIRST_SLICE - z_last", "FIRST_SLICE + 1 - z_last", BY_NAME["61 small"].chain, "normal"),
     ("channels", 'tl.where(m_c[None, :], b_x, float("-inf"))', "b_x", SOFT, "normal"),
     ("channels", "exp(b_x - shift[:, None])", "exp(b_x)", SOFT, "normal"),
-    ("channels", "own_rows(i_n, o_c, C, BLOCK_C) // PER_GROUP", "o_c // PER_GROUP", GROUPS, "normal"),
+    ("channels", "own_rows(i_n, o_c, C, BLOCK_C) // C_PER_GROUP", "o_c // C_PER_GROUP", GROUPS, "normal"),
 ]
 
 

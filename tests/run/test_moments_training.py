@@ -76,7 +76,7 @@ def test_gradients_are_autograds(name: str, dtype: torch.dtype, tolerance: float
     assert_gradients(name, inputs(name, dtype), tolerance, memory)
 
 
-@pytest.mark.parametrize("frozen", [(0,), (1,), (0, 1, 2), (3, 4)], ids=str)
+@pytest.mark.parametrize("frozen", [(0, 1, 2), (1, 3, 4)], ids=str)
 def test_frozen_tensors_get_nothing(frozen: tuple[int, ...]) -> None:
     tensors = inputs("23", torch.float64)
     for slot in frozen:

@@ -16,13 +16,13 @@ pytestmark = [
 ]
 # Where the text is, the right text, the wrong text, a chain that tells them apart
 MUTANTS = [
-    ("pack_gradient", "(PW + o_w)[:, None] * CP", "o_w[:, None] * CP", "block"),
-    ("pack", "tl.zeros([PAD, BLOCK_C]", "tl.full([PAD, BLOCK_C], 1.0", "block"),
+    ("pack_gradient", "(PW + o_w)[:, None] * C_PACKED", "o_w[:, None] * C_PACKED", "block"),
+    ("pack", "tl.zeros([BLOCK_PAD, BLOCK_C]", "tl.full([BLOCK_PAD, BLOCK_C], 1.0", "block"),
     ("pack_gradient", "of_groups(p_a, p_b", "of_groups(p_a, p_a", "transposed"),
     ("pack_gradient", "(z * H + y) * tl.num_programs(1) + ", "", "block"),
-    ("tiles", "blocks[FIRST].to", "blocks[0].to", "residual"),
-    ("weight_gradient", "p_parts += GROUPS * ROWS * COLUMNS", "p_parts += 0", "transposed"),
-    ("weight_gradient", "tap = TAPS - 1 - i_tap if FLIP else i_tap", "tap = i_tap", "transposed"),
+    ("tiles", "blocks[START].to", "blocks[0].to", "residual"),
+    ("weight_gradient", "p_parts += PRODUCTS * PRODUCT_M * PRODUCT_N", "p_parts += 0", "transposed"),
+    ("weight_gradient", "tap = TAPS - 1 - i_tap if IS_FLIPPED else i_tap", "tap = i_tap", "transposed"),
 ]
 
 

@@ -42,7 +42,9 @@ def test_every_element_counts(shape: tuple[int, ...], layout: torch.memory_forma
     assert largest(x)[1]
 
 
-@pytest.mark.parametrize("right", ["tl.cast(i, tl.int64) * S * C", "(TILES if SHORT else 1) * S * C"])
+@pytest.mark.parametrize(
+    "right", ["tl.cast(i, tl.int64) * S * C", "(TILES_PER_PROGRAM if HAS_SHORT_ROWS else 1) * S * C"]
+)
 def test_samples_left_out_are_seen_to_fail(right: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutants: a program reads its first sample again and again; every program reads the first one's."""
     module = importlib.import_module("postlude.kernels.triton.pack")

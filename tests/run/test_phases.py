@@ -186,8 +186,8 @@ NORMAL = Builder(2, transposed(FLAT["k3s2p1op1"])).op("relu").chain()
 ODD = Builder(2, transposed(FLAT["strides 3 and 4"])).op("relu").norm(None).chain()
 # module, the right text, the wrong text, a chain that tells them apart
 MUTANTS = [
-    ("phases", "residue + left * S", "residue + (taps_of(residue, K, S) - 1 - left) * S", ODD),
-    ("phases", "residue = (remainder + P) % S", "residue = remainder % S", NORMAL),
+    ("phases", "residue + left * STRIDE", "residue + (taps_of(residue, KERNEL, STRIDE) - 1 - left) * STRIDE", ODD),
+    ("phases", "residue = (remainder + CROP) % STRIDE", "residue = remainder % STRIDE", NORMAL),
     ("phases", "(x < OW) & (y < OH)", "(x < OW + 1) & (y < OH)", NORMAL),
     ("phases", "i_tile * PHASES + i_phase", "i_tile * PHASES", ODD),
     ("planes", "part = tl.dot(left_low, right)", "part = tl.dot(left_low * 0, right)", NORMAL),

@@ -71,9 +71,9 @@ def test_tiles_of_one_channel_and_of_several(name: str, monkeypatch: pytest.Monk
     monkeypatch.setattr("postlude.stages.rows._TILE", 32)
     assert tile_error(TILED[name]) < 1e-10
     source = Path(str(rows_kernels.__file__)).read_text()
-    right = "tl.program_id(0) // (R // BLOCK_R) % C"
+    right = "tl.program_id(0) // (ROWS_PER_CHANNEL // BLOCK_ROWS) % C"
     assert right in source
-    wrong = compose(HEADER + source.replace(right, "tl.program_id(0) // R % C"))
+    wrong = compose(HEADER + source.replace(right, "tl.program_id(0) // ROWS_PER_CHANNEL % C"))
     monkeypatch.setattr(rows_kernels, "rows_kernel", wrong["rows_kernel"])
     assert (tile_error(TILED[name]) > 1e-3) == (name in ("one", "one, full"))
 
@@ -196,9 +196,15 @@ def test_a_bias_that_is_added_twice_is_seen() -> None:
 MUTANTS = {
     "no centring": ("centred = x - mean", "centred = x"),
     "the unbiased variance": ("centred * centred, m_x, L)", "centred * centred, m_x, L - 1)"),
-    "the channel of the first row": ("((first + o_r) // R % C)", "((first + o_r * 0) // R % C)"),
+    "the channel of the first row": (
+        "((first + o_r) // ROWS_PER_CHANNEL % C)",
+        "((first + o_r * 0) // ROWS_PER_CHANNEL % C)",
+    ),
     "the last tile only is summed": ("(totals[i] + tl.sum(block),)", "(tl.sum(block),)"),
-    "the first tile only": ("(i_chunk * TILES + i_tile) * BLOCK_R", "i_chunk * TILES * BLOCK_R"),
+    "the first tile only": (
+        "(i_chunk * TILES_PER_PROGRAM + i_tile) * BLOCK_ROWS",
+        "i_chunk * TILES_PER_PROGRAM * BLOCK_ROWS",
+    ),
 }
 
 

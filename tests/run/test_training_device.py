@@ -61,7 +61,7 @@ def ready(chain: Chain, tensors: Sequence[Tensor], memory: str = "default") -> R
     problem = dataclasses.replace(problem_of(tensors, memory=memory), needs_grad=True)
     plan = lower(chain, problem, hardware.machine_for("cuda"), even_if_slower=True)
     assert isinstance(plan, Plan), plan
-    return prepare(chain, plan, "cuda")
+    return prepare(chain, plan)
 
 
 def fused(memory: str) -> Callable[[Chain, Sequence[Tensor]], Tensor]:

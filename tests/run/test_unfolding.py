@@ -148,17 +148,37 @@ def infinities_are_kept(chain: Chain, tensors: Sequence[Tensor], precision: str 
 
 # the right text, the wrong one, a case that tells them apart
 MUTANTS = {
-    "taps before channels": ("unfold", "o_c = o_j // (TH * TW)", "o_c = o_j % C", "8 channels"),
-    "columns in another order": ("unfold", "t_x = o_j % TW", "t_x = TW - 1 - o_j % TW", "8 channels"),
-    "y and x in another order": ("unfold", "t_y = o_j // TW % TH", "t_y = TH - 1 - o_j // TW % TH", "3 channels"),
+    "taps before channels": ("unfold", "o_c = o_j // (UNFOLDED_H * UNFOLDED_W)", "o_c = o_j % C", "8 channels"),
+    "columns in another order": (
+        "unfold",
+        "t_x = o_j % UNFOLDED_W",
+        "t_x = UNFOLDED_W - 1 - o_j % UNFOLDED_W",
+        "8 channels",
+    ),
+    "y and x in another order": (
+        "unfold",
+        "t_y = o_j // UNFOLDED_W % UNFOLDED_H",
+        "t_y = UNFOLDED_H - 1 - o_j // UNFOLDED_W % UNFOLDED_H",
+        "3 channels",
+    ),
     "left of the border": ("unfold", "& (x >= 0) & (x < W)", "& (x < W)", "8 channels"),
     "right of the border": ("unfold", "& (x >= 0) & (x < W)", "& (x >= 0)", "8 channels"),
     "above the border": ("unfold", "(y >= 0) & (y < H)", "(y < H)", "3-D, 3 channels"),
     "below the border": ("unfold", "(y >= 0) & (y < H)", "(y >= 0)", "3-D, 3 channels"),
     "in front of the border": ("unfold", "(z >= 0) & (z < D)", "(z < D)", "3-D, 3 channels"),
-    "one row of a program": ("unfold", "// blocks * EACH + i", "// blocks * EACH", "3 channels"),
-    "a weight in another order": ("pack", "kw) * UNFOLDED + o % CP % UNFOLDED", "kw) * UNFOLDED", "3 channels"),
-    "a weight that is not turned": ("pack", "ROWS * KW * UNFOLDED - 1 - tap", "tap", "transposed"),
+    "one row of a program": (
+        "unfold",
+        "// blocks * ROWS_PER_PROGRAM + i",
+        "// blocks * ROWS_PER_PROGRAM",
+        "3 channels",
+    ),
+    "a weight in another order": (
+        "pack",
+        "kw) * UNFOLDED_TAPS + o % C_PACKED % UNFOLDED_TAPS",
+        "kw) * UNFOLDED_TAPS",
+        "3 channels",
+    ),
+    "a weight that is not turned": ("pack", "TAP_ROWS * KW * UNFOLDED_TAPS - 1 - tap", "tap", "transposed"),
 }
 
 
@@ -187,5 +207,5 @@ def test_a_number_that_becomes_zero_in_its_plane_is_seen(monkeypatch: pytest.Mon
             return same_where_not_finite(run_plan(plan, tensors), truth)
 
     assert is_kept()
-    replace_text(monkeypatch, "planes", "(not_zero(given, scaled) if KEEPS else scaled)", "scaled")
+    replace_text(monkeypatch, "planes", "(not_zero(given, scaled) if KEEPS_INF else scaled)", "scaled")
     assert not is_kept()

@@ -42,6 +42,7 @@ def explain(settings: Settings, path: Path, repro: str | None = None, train: boo
     for site in result.sites:
         explain_site(site)
         say()
+    _show_layout(result)
     _show_declined(result)
     if not result.sites and not result.declined:
         say("There is no convolution and no norm in this model.")
@@ -101,6 +102,14 @@ def _slabs(plan: Plan) -> str:
 def _raise_if_not_captured(result: Optimized, path: Path) -> None:
     if result.failure is not None and not result.sites:
         raise PostludeError(f"{path}: the model cannot be captured and runs as it was ({result.failure.rstrip('.')}).")
+
+
+def _show_layout(result: Optimized) -> None:
+    """Where values change their layout, in a model that is channels-last in between."""
+    if result.conversions:
+        say("Convolutions read channels-last values here; these are all the conversions:", "bold")
+        rows = [[c.name, c.layout, "×".join(map(str, c.shape)), megabytes(c.bytes)] for c in result.conversions]
+        show_table(["where", "becomes", "shape", "size"], rows)
 
 
 def _show_declined(result: Optimized) -> None:

@@ -151,7 +151,7 @@ def _self_test(settings: Settings) -> Finding:
         model = _Tiny().to(settings.device)
         inputs = (torch.randn(2, 3, 8, 8, 8, device=settings.device),)
         try:
-            result = optimize(model, inputs)
+            result = optimize(model, inputs, rest="eager")
         except Exception as error:  # whatever is broken here is what the doctor is asked about
             text = f"{type(error).__name__}: {error}".splitlines()[0]
             return Finding(name, text, "bad", "run postlude doctor --debug and report what it prints")

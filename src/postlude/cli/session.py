@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,7 @@ def malloc_word() -> str:
 def result_data(result: Optimized) -> dict[str, Any]:
     return {
         "sites": [site_data(site) for site in result.sites],
+        "conversions": [dataclasses.asdict(item) for item in result.conversions],
         "declined": [{"name": d.name, "what": d.what, "reason": d.reason} for d in result.declined],
         "failure": result.failure,
         "verdict": None if result.verdict is None else result.verdict.as_dict(),

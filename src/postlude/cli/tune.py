@@ -91,7 +91,7 @@ def _cases(settings: Settings, options: Options) -> Iterator[Case]:
     where = Settings("cpu", "auto") if options.dry_run else settings
     opened = open_problem(where, options.file)
     with working("Finding chains"), torch.set_grad_enabled(options.train):
-        sites = optimize(opened.model, opened.inputs, precision=where.precision, verify=False).sites
+        sites = optimize(opened.model, opened.inputs, precision=where.precision, rest="eager", verify=False).sites
     seen: set[tuple[Chain, Problem]] = set()
     for site in sites:
         tf32 = hardware.default_fp32_precision() == "tf32"

@@ -145,7 +145,7 @@ class Card:
         return time_interleaved(variants, rounds=rounds, min_window_s=min_window_s)
 
     def _step(self, plan: Plan) -> Callable[..., list[Tensor]]:
-        runner = prepare(self.chain, plan, "cuda")
+        runner = prepare(self.chain, plan)
 
         def forward(*tensors: Tensor) -> list[Tensor]:
             with torch.no_grad():

@@ -30,10 +30,6 @@ _BY_PARAMETER = {
     "p_a": "mean_a",
     "p_b": "mean_b",
 }
-_CUDA = {
-    "few_channels_moments": ("x", "weight", "bias", "means", "squares", "counts"),
-    "few_channels_gradient": ("x", "weight", "table", "parts", "grad_x"),
-}
 KERNELS = {
     "unfold_input_kernel": "unfold_kernel",
     "pack_phases_kernel": "pack_weight_kernel",
@@ -81,6 +77,7 @@ _REMARKS = {
     "combined_moments_kernel": "The moments of tiles to those of channels.",
     "moments_gradient_kernel": "Gradients of the norm's tensors, and the table of the convolution's.",
     "few_channels_moments": "The convolution, of which only the moments of tiles are kept.",
+    "few_channels_finish": "The norm and the mean of everything, from the moments.",
     "few_channels_gradient": "The convolution again, and the gradients of weight and input.",
 }
 
@@ -125,7 +122,7 @@ def words_for(program: Program, slots: Mapping[int, str], taken: Iterable[str] =
 
 def _named(call: Call) -> Iterable[tuple[Buffer, str]]:
     if isinstance(call, CudaCall):
-        return [(b, word) for b, word in zip(call.arguments, _CUDA[call.kernel]) if b is not None]
+        return zip(call.arguments, call.parameters)
     if not isinstance(call, KernelCall):
         return []
     found = []

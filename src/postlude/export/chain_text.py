@@ -13,7 +13,6 @@ from postlude.chain import Chain, Normalize
 from postlude.export.autograd import class_name, kept_class, recomputing_class, rest_lines
 from postlude.export.cuda import COMPILE
 from postlude.export.device_text import Kernel
-from postlude.export.few_channels import gives_result, result_lines, result_source
 from postlude.export.layout import call, docstring, fold
 from postlude.export.program_text import ProgramText
 from postlude.plan import Plan
@@ -64,17 +63,12 @@ def chain_text(
         if len(plan.chain.steps) < len(chain.steps):
             called = name
             functions |= _continued(chain, plan, name, names, tensors, program.result)
-        sources, launches = text.sources, text.launches
     else:
         program = inference_program(plan, chain, given_by(tensors))
-        if gives_result(plan):
-            body, sources, launches = _direct(chain, plan, names, tensors), {"SOURCE": result_source(plan)}, 2
-        else:
-            text = ProgramText(program, names, RESERVED, functions=kernels)
-            body, sources, launches = text.forward_lines(), text.sources, text.launches
-            body.append(f"    return {text.words[program.result.number]}")
+        text = ProgramText(program, names, RESERVED, functions=kernels)
+        body = [*text.forward_lines(), f"    return {text.words[program.result.number]}"]
         functions = _function(chain, name, names, body) | recomputing_class(chain, name, names, tensors)
-    functions = {word: fold(re.sub(r"\bSOURCE", f"SOURCE{number}", text)) for word, text in functions.items()}
+    functions = {word: fold(re.sub(r"\bSOURCE", f"SOURCE{number}", body)) for word, body in functions.items()}
     return ChainText(
         name,
         chain,
@@ -82,9 +76,9 @@ def chain_text(
         program.given,
         next((other.shapes_name for other in before if _same(other.given, program.given)), f"SHAPES{number}"),
         tuple(kernels.values()),
-        {**({"compiled": COMPILE} if sources else {}), **functions},
-        {word.replace("SOURCE", f"SOURCE{number}"): text for word, text in sources.items()},
-        launches,
+        {**({"compiled": COMPILE} if text.sources else {}), **functions},
+        {word.replace("SOURCE", f"SOURCE{number}"): source for word, source in text.sources.items()},
+        text.launches,
         called,
         training,
         _reads_given_by_descriptor(program),
@@ -98,14 +92,6 @@ def _name(chain: Chain) -> str:
 
 def _same(one: Sequence[Buffer], other: Sequence[Buffer]) -> bool:
     return [(b.shape, b.strides, b.dtype) for b in one] == [(b.shape, b.strides, b.dtype) for b in other]
-
-
-def _direct(chain: Chain, plan: Plan, names: Mapping[int, str], tensors: Sequence[Tensor]) -> list[str]:
-    """By the kernels that give the result at once; PyTorch's functions do what follows it."""
-    lines = [f"    {line}" for line in result_lines(plan, names)]
-    value = torch.empty(plan.input.shape[0], dtype=tensors[0].dtype, device="meta")
-    rest = rest_lines(chain, plan.passes[-1].last + 2, names, tensors, value, "value")
-    return [*lines, *rest, "    return value"]
 
 
 def _continued(

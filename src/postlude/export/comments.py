@@ -13,7 +13,7 @@ _CONDITION = (
     r'(?: (?:is not|is|==|!=|<=|>=|<|>) (?:[\w.]+|"\w*"))?)(?!\w)'
 )
 _PART = r"(?:\[[^\]]*\]|[^,;:\[\]])"  # of a clause; commas inside brackets do not end it
-# "[N, C, S], or [N, S, C] where LAST" is one of the two, "[N, C] where OVER_SPACE, else [N]" as well.
+# "[N, C, S], or [N, S, C] where IS_CHANNELS_LAST" is one of the two, "[N, C] where IS_OVER_SPACE, else [N]" as well.
 _OR = re.compile(rf"(?P<no>{_PART}*?(?:, {_PART}+?)??), or (?P<yes>{_PART}+?) {_CONDITION}")
 _ELSE = re.compile(rf"(?P<yes>{_PART}+?) {_CONDITION}, else (?P<no>{_PART}+)")
 _CLAUSE = re.compile(rf"(?P<separator>^|[,;] ?| )(?P<clause>{_PART}*?) ?\b{_CONDITION}")

@@ -10,11 +10,14 @@ from importlib import resources
 from postlude.plan.calls import CudaCall
 
 _WIDTH = 116
-_MACROS = (
-    "#define DEVICE __device__ __forceinline__",
-    '#define UNROLL _Pragma("unroll")',
-    '#define ROLLED _Pragma("unroll 1")',
-)
+_UNROLL = '#define UNROLL _Pragma("unroll")'
+# Constants that stand on one line; strides of one tensor are another.
+_ROWS = {
+    "kernel": "C_IN C_OUT NFRAG C_PER_GROUP TILES KD KH KW PD PH PW",
+    "tensor": "D H W X_N X_C X_D X_H X_W",
+    "tile": "BLOCK_D BLOCK_H ROWS_PER_WARP WARPS BLOCKS_PER_SM PLANES HAS_DW HAS_DX",
+    "tiles": "TILES_D TILES_H TILES_W TILE_SLOTS",
+}
 COMPILE = '''\
 @functools.cache
 def compiled(source: str, name: str, shared_bytes: int, device: int) -> Any:
@@ -22,7 +25,7 @@ def compiled(source: str, name: str, shared_bytes: int, device: int) -> Any:
     comes back launches it; torch's own way of launching takes some 40 µs."""
     with torch.cuda.device(device):
         kernel = torch.cuda._compile_kernel(source, name)
-        kernel.set_shared_memory_config(shared_bytes)
+        kernel.set_shared_memory_config(max(shared_bytes, 48 << 10))  # beside its own
     start = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
 
     def launch(grid: Any, block: Any, arguments: Any, shared: int = 0) -> None:
@@ -39,64 +42,33 @@ def compiled(source: str, name: str, shared_bytes: int, device: int) -> Any:
 '''
 
 
-def cuda_text(call: CudaCall) -> str:
-    """The source of a kernel of kernels/cuda for one launch, which gives it pointers and nothing else."""
+def cuda_text(call: CudaCall, before: str = "") -> str:
+    """The source of a kernel of kernels/cuda for one launch, its macros as constants, after what the text `before` it
+    defines."""
     macros = dict(call.macros)
-    text = _preprocessed(_included(call.source), macros)
-    text = _with_numbers(text, call)
-    text = _without_unused(_decided(text, macros))
-    return re.sub(r"\n{3,}", "\n\n", _rewrapped(_compact(text))).strip("\n") + "\n"
+    text = _with_constants(_preprocessed(_included(call.source), macros), macros, before)
+    text = re.sub(r"\n{3,}", "\n\n", _rewrapped(_compact(_plain_types(_without_unused(text)), before)))
+    return text.strip("\n") + "\n"
 
 
 def launch_lines(call: CudaCall, source: str, words: list[str], first: str) -> list[str]:
-    """The statements of a launcher: `words` are the tensors that are no null pointers, `first` is one on the card."""
-    block, shared = (call.threads, 1, 1), call.shared_bytes
+    """The statements of a launcher: `words` are the tensors, `first` is one on the card."""
+    block, shared = (call.threads, 1, 1), [str(call.shared_bytes)] if call.shared_bytes else []
+    arguments = f"({', '.join([*words, *map(str, call.numbers)])})"
     return [
-        f'kernel = compiled({source}, "{call.kernel}", {shared}, {first}.device.index)',
-        f"kernel({(*call.grid, 1)}, {block}, ({', '.join(words)}, 0), {shared})",
+        f'kernel = compiled({source}, "{call.kernel}", {call.shared_bytes}, {first}.device.index)',
+        f"kernel({', '.join([str((*call.grid, 1)), str(block), arguments, *shared])})",
     ]
-
-
-def _with_numbers(text: str, call: CudaCall) -> str:
-    """The integers of the kernel's signature as constants; what it must not know to be 0 stays an argument."""
-    start = text.index(f"{call.kernel}(")
-    open_, close = text.index("(", start), text.index("\n{\n", start)
-    names = re.findall(r"(?:int|long long|u32) (\w+)(?=[,)])", re.sub(r"//.*", "", text[open_:close]))
-    values = dict(zip(names, call.numbers, strict=True))
-    pointers = re.findall(r"(?m)^ +(?:const )?\w+\* __restrict__ p_\w+,.*$", text[open_:close])
-    nulls = [line for line, argument in zip(pointers, call.arguments, strict=True) if argument is None]
-    kept = [line for line in pointers if line not in nulls]
-    body = text[close + 3 :]
-    constants = [("long long" if "stride_n" in name else "int", name, value) for name, value in values.items()]
-    used = [item for item in constants if item[1] != "zero" and re.search(rf"\b{item[1]}\b", body)]
-    lines = _constants(used)
-    for line in nulls:
-        kind, name = re.findall(r"((?:const )?\w+\*) __restrict__ (\w+),", line)[0]
-        lines.append(f"    constexpr {kind} {name} = nullptr;")
-    signature = "(\n" + "\n".join(kept) + "\n    u32 zero)  // 0, which the compiler cannot know"
-    return text[:open_] + signature + "\n{\n" + "\n".join(lines) + "\n" + body
-
-
-def _constants(items: list[tuple[str, str, int]]) -> list[str]:
-    """Constants of one type side by side, as far as a line goes."""
-    lines: list[str] = []
-    for kind, name, value in items:
-        joined = f"{lines[-1][:-1]}, {name} = {value};" if lines else ""
-        if lines and lines[-1].startswith(f"    constexpr {kind} ") and len(joined) <= _WIDTH:
-            lines[-1] = joined
-        else:
-            lines.append(f"    constexpr {kind} {name} = {value};")
-    return lines
 
 
 def _included(name: str) -> str:
     text = (resources.files("postlude.kernels") / "cuda" / name).read_text("utf-8")
     if name.endswith(".cuh"):
         text = re.sub(r"\A(?://.*\n)+\n?", "", text)  # what the file is and needs
-    return re.sub(r'#include "(.+)"\n', lambda m: _included(m[1]), text)
+    return re.sub(r'#include "(.+)"\n', lambda m: _included(m[1]) + "\n", text)
 
 
-def _preprocessed(text: str, macros: Mapping[str, int]) -> str:
+def _preprocessed(text: str, macros: Mapping[str, float]) -> str:
     """#if and its like decided by `macros`; what is defined on the way joins them."""
     known = dict(macros)
     kept: list[str] = []
@@ -121,38 +93,46 @@ def _preprocessed(text: str, macros: Mapping[str, int]) -> str:
             known[name] = int(_value(expression, known))
         elif is_on:
             kept.append(line)
-    scaled = known["SCALED"]
-    return re.sub(r"\bSCALED\b", str(scaled), "\n".join(kept))
+    return "\n".join(kept)
 
 
-def _value(expression: str, known: Mapping[str, int]) -> int:
+def _value(expression: str, known: Mapping[str, float]) -> int:
     words = re.sub(r"\b[A-Z_]+\b", lambda m: str(known[m[0]]), expression.split("//")[0])
     python = words.replace("&&", " and ").replace("||", " or ").replace("!", " not ").replace(" not =", "!=")
     return int(eval(python, {"__builtins__": {}}))
 
 
-def _decided(text: str, values: Mapping[str, int]) -> str:
+def _with_constants(text: str, values: Mapping[str, float], before: str) -> str:
+    """Macros as constants below the comment at the top, as far as the text reads them; nothing is added for padding
+    that there is not."""
     text = re.sub(r"static_assert\(.*?\);\n", "", text, flags=re.DOTALL)
-    text = re.sub(r"constexpr int WORDS = .*\n", "", text)
-    text = re.sub(r"(?<=; )1 && ", "", text)  # where planes are scaled
-    text = text.replace(
-        "exponent = 1 ? exponent_of(warp_max(largest)) : 14;", "exponent = exponent_of(warp_max(largest));"
-    )
     for name in ("PD", "PH", "PW"):
-        if values[name] == 0:
-            text = re.sub(rf" - {name}\b", "", text)
-    used = [name for name in values if re.search(rf"\b{name}\b", re.sub(r"//.*", "", text))]
-    lines = [f"constexpr int {', '.join(f'{name} = {values[name]}' for name in row)};" for row in _rows(used)]
-    start = text.index("typedef unsigned int u32;")
-    head = re.sub(r"//\n// Compile-time: (?:.*\n//)*.*\n", "", text[:start])
-    return head + "\n".join([*_MACROS, *lines]) + "\n" + text[start:]
+        if values.get(name) == 0:
+            text = re.sub(rf" \+ 2 \* {name}\b| - {name}\b", "", text)
+    code = re.sub(r"//.*", "", text)
+    used = [name for name in values if re.search(rf"\b{name}\b", code) and not re.search(rf"\b{name} = ", before)]
+    lines = [f"constexpr {kind} {', '.join(f'{name} = {values[name]}' for name in row)};" for kind, row in _rows(used)]
+    top, rest = re.sub(r"//\n// Compile-time: (?:.*\n//)*.*\n", "", text).split("\n\n", 1)
+    return "\n".join([top, "", *lines, rest])
 
 
-def _compact(text: str) -> str:
+def _plain_types(text: str) -> str:
+    """Types by their own names; a float need not be made one."""
+    for name, word in re.findall(r"(?m)^typedef (\w+) (\w+_t);", text):
+        text = re.sub(rf"\b{word}\b", name, text.replace(f"typedef {name} {word};\n", ""))
+    if "as_float(u16" not in text:
+        text = re.sub(r"__device__ .* as_float\(.*\n+", "", text)
+        text = re.sub(r"\bas_float\((p_\w+\[.*?\])\)", r"\1", text).replace("(float)0", "0.0f")
+    return text
+
+
+def _compact(text: str, before: str) -> str:
     """Pragmas on the line of their loop, and signatures on one line with their brace where that has room."""
-    text = re.sub(r"(?m)^(?!#)__device__ __forceinline__", "DEVICE", text)
-    text = re.sub(r"(?m)^#pragma unroll(| 1)(?:  (//.*))?\n( +)for (.*)$", _loop, text)
-    return re.sub(r"(?m)^(DEVICE [^{;]*?\))\n\{", lambda m: _signature(m[1]), text)
+    text = text.replace("__device__ __forceinline__", "__device__")
+    text = re.sub(r"(?m)^#pragma (unroll.*?)(?:  (//.*))?\n( +)for (.*)$", _loop, text)
+    text = re.sub(r"(?m)^(__device__ [^{;]*?\))\n\{", lambda m: _signature(m[1]), text)
+    text = re.sub(r"(?m)^(__device__ .*) \{\n    (return .*;)\n\}$", _one_line, text)
+    return text if _UNROLL in before else text.replace("\n\n", f"\n\n{_UNROLL}\n", 1)
 
 
 def _rewrapped(text: str) -> str:
@@ -165,7 +145,7 @@ def _rewrapped(text: str) -> str:
 
 
 def _loop(match: re.Match[str]) -> str:
-    word = "ROLLED" if match[1] else "UNROLL"
+    word = "UNROLL" if match[1] == "unroll" else f'_Pragma("{match[1]}")'
     remark = f"  {match[2]}" if match[2] else ""
     return f"{match[3]}{word} for {match[4]}{remark}"
 
@@ -175,12 +155,18 @@ def _signature(text: str) -> str:
     return f"{words if len(words) <= _WIDTH else text} {{"
 
 
-def _rows(names: list[str]) -> list[list[str]]:
-    """Channels, taps, then tiles, a line each."""
-    groups = (("CIN", "COUT", "NFRAG"), ("KD", "KH", "KW", "PD", "PH", "PW", "FLIP"), ("PLANES", "TD", "TH", "R"),
-              ("WARPS", "BLOCKS", "SPLITS", "PROMOTE", "WEIGHT", "INPUT"))  # fmt: skip
-    rows = [[name for name in group if name in names] for group in groups]
-    return [row for row in rows if row]
+def _one_line(match: re.Match[str]) -> str:
+    line = f"{match[1]} {{ {match[2]} }}"
+    return line if len(line) <= _WIDTH else match[0]
+
+
+def _rows(names: list[str]) -> list[tuple[str, list[str]]]:
+    """What stands on a line of constants: the kernel, tensors, tiles."""
+    rows: dict[str, list[str]] = {}
+    for name in names:
+        kind = next((key for key, members in _ROWS.items() if name in members.split()), name.rpartition("_")[0])
+        rows.setdefault(kind, []).append(name)
+    return [("double" if row == ["EPS"] else "int", row) for row in rows.values()]
 
 
 def _without_unused(text: str) -> str:

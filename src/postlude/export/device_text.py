@@ -13,28 +13,6 @@ from postlude.export.in_place import whole_texts
 from postlude.export.layout import fold
 from postlude.export.specialise import specialise
 
-_FILES = (
-    "pointwise",
-    "derivatives",
-    "planes",
-    "tiles",
-    "epilogue",
-    "pack",
-    "unfold",
-    "convolve",
-    "convolve_boxes",
-    "phases",
-    "normalize",
-    "channels",
-    "rows",
-    "moments",
-    "batch",
-    "gradient",
-    "pack_gradient",
-    "weight_gradient",
-    "moments_gradient",
-)
-
 
 @dataclass(frozen=True)
 class Kernel:
@@ -49,9 +27,9 @@ class Kernel:
 def library() -> dict[str, str]:
     """The text of every function in kernels/triton, by name, but for those that are put in place of their calls."""
     found = {}
-    for file in _FILES:
-        text = (resources.files("postlude.kernels.triton") / f"{file}.py").read_text("utf-8")
-        text = re.sub(r"(?m)  # (?:noqa: |fmt: skip).*$", "", text)
+    files = [file for file in resources.files("postlude.kernels.triton").iterdir() if file.name.endswith(".py")]
+    for file in sorted(files, key=lambda file: file.name):
+        text = re.sub(r"(?m)  # (?:noqa: |fmt: skip).*$", "", file.read_text("utf-8"))
         lines = text.splitlines()
         for node in ast.parse(text).body:
             if isinstance(node, ast.FunctionDef):

@@ -21,8 +21,14 @@ from postlude.plan.calls import Argument, Buffer, Descriptor, KernelCall, Steps
 
 _INFIX = {"add": Inline("{0} + {1}"), "mul": Inline("{0} * {1}")}
 # Sizes of space and of tiles that a kernel reads several times keep their names; all other numbers are put in.
-_SIZE_WORDS = "D H W S L OD OH OW PITCH PLANE PLANE_ROWS SAMPLE_ROWS ROWS CHUNKS PARTS TILES TILES_H TILES_W POSITIONS"
-_TILE_WORDS = "BM BC BK BN BH BJ STAGES BLOCK BLOCK_C BLOCK_R BLOCK_L BLOCK_N BLOCK_P"
+_SIZE_WORDS = (
+    "D H W S L OD OH OW ROW_PITCH SLICE_PITCH SLICE_ROWS SAMPLE_ROWS M_PER_SAMPLE ROWS PACKED_ROWS TAP_ROWS PRODUCT_M "
+    "CHUNKS CHUNKS_FIRST PARTS SUM_STRIDE TILES TILES_H TILES_PER_PROGRAM"
+)
+_TILE_WORDS = (
+    "BLOCK_M BLOCK_N BLOCK_K BLOCK_C BLOCK_S BLOCK_W BLOCK_H BLOCK_J BLOCK_L BLOCK_ROWS BLOCK_PARTS BLOCK_SAMPLES "
+    "STAGES"
+)
 _SIZES, _TILES = frozenset(_SIZE_WORDS.split()), frozenset(_TILE_WORDS.split())
 _HINT = re.compile(r"(?m)^ +(\w+) = \1 // ALIGN \* ALIGN.*\n")
 

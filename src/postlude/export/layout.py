@@ -93,15 +93,15 @@ def _split_comment(line: str) -> tuple[str, str]:
 def _broken(text: str, pad: int) -> list[str]:
     """One statement over several lines: after its last bracket that begins in time, anything else in parentheses."""
     space = " " * pad
-    is_signature = text.startswith("def ")
+    is_head = text.startswith(("def ", "for "))
     try:
-        statement = ast.parse(f"{text}\n    pass" if is_signature else text).body[0]
-    except SyntaxError:  # the head of a block
+        statement = ast.parse(f"{text}\n    pass" if is_head else text).body[0]
+    except SyntaxError:  # the head of another block
         return [space + text]
     value = getattr(statement, "value", None)
-    if is_signature or (isinstance(value, ast.expr) and _operators(value) < 2):
+    if is_head or (isinstance(value, ast.expr) and _operators(value) < 2):
         for start, end, parts in reversed(_brackets(text)):
-            if " " in text[end + 1 :] and not is_signature and not text[end + 1 :].startswith("["):
+            if " " in text[end + 1 :] and not is_head and not text[end + 1 :].startswith("["):
                 break
             if pad + start < WIDTH and parts:
                 return _opened(text[: start + 1], parts, text[end:], pad)

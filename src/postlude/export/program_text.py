@@ -34,6 +34,7 @@ class ProgramText:
     def __post_init__(self) -> None:
         self.words = words_for(self.program, self.slots, self.reserved)
         self.cuts: dict[int, tuple[CutKernel, str]] = {}
+        self.source_names: dict[int, str] = {}
         self.forward = self._cut(self.program.forward, is_backward=False)
         self.backward = self._cut(self.program.backward, is_backward=True)
 
@@ -67,7 +68,7 @@ class ProgramText:
             changed = list(buffers_in(call.arguments[:1])) if call.changes_its_argument else []
             return [*changed, *(buffer for buffer in call.results if buffer is not None)]
         if isinstance(call, CudaCall):
-            return [buffer for buffer in call.arguments[3:] if buffer is not None]
+            return list(call.arguments[3:])
         cut, _ = self.cuts[id(call)]
         places = written_places(cut.kernel)
         return [a for n, a in enumerate(cut.arguments) if isinstance(a, Buffer) and n in places]
@@ -93,9 +94,10 @@ class ProgramText:
                 call = replace(call, arguments=cut.arguments, parameters=cut.kernel.parameters)
                 self.cuts[id(call)] = (cut, cut.kernel.name)
             if isinstance(call, CudaCall):
-                source = cuda_text(call)
-                if source not in self.sources.values():
-                    self.sources[f"SOURCE{'_GRADIENT' * is_backward}"] = source
+                name = f"SOURCE{'_GRADIENT' * is_backward}"
+                before = self.sources.get(name, "")
+                self.sources[name] = "\n".join(filter(None, [before, cuda_text(call, before)]))
+                self.source_names[id(call)] = name
             if not isinstance(call, TorchCall):
                 self.launches += 1
             made.append(call)
@@ -186,8 +188,7 @@ class ProgramText:
 
     def _launch(self, text: TorchText, call: KernelCall | CudaCall) -> list[str]:
         if isinstance(call, CudaCall):
-            words = [text.value(buffer) for buffer in call.arguments if buffer is not None]
-            name = next(word for word, source in self.sources.items() if source == cuda_text(call))
+            name, words = self.source_names[id(call)], [text.value(buffer) for buffer in call.arguments]
             return [f"{' ' * self.indent}{line}" for line in launch_lines(call, name, words, text.value(text.first))]
         cut, name = self.cuts[id(call)]
         lines, arguments = [], []

@@ -12,21 +12,23 @@ from postlude.export.device_text import changed
 from postlude.export.source import parse, text_of
 from postlude.plan.calls import KernelCall
 
-# Without a depth there is no plane to leave out.
+# Without a depth there is no slice to leave out.
 _FLAT = {
     """        # Taps that meet only the padding in front of or behind the volume are left out.
-        z_last = tl.minimum(s0 + BM * WIDTH - 1, OD * PLANE - 1) // PLANE
-        kd_first = tl.maximum(0, FIRST - z_last)
-        kd_end = tl.minimum(KD, LAST_PLANE + 1 - s0 // PLANE)
+        z_last = tl.minimum(s0 + BLOCK_M * NEIGHBOURS - 1, OD * SLICE_PITCH - 1) // SLICE_PITCH
+        kd_first = tl.maximum(0, FIRST_SLICE - z_last)
+        kd_end = tl.minimum(KD, LAST_SLICE + 1 - s0 // SLICE_PITCH)
 """: "",
-    "tl.range(kd_first * (KH * KB), kd_end * (KH * KB), num_stages=STAGES)": "tl.range(KH * KB, num_stages=STAGES)",
-    "tl.range(kd_first * (KH * KB), kd_end * (KH * KB))": "tl.range(KH * KB)",
-    """            i_zy = i // KB
-            offset = (i_zy // KH) * PLANE + (i_zy % KH) * PITCH
-""": "            offset = i // KB * PITCH\n",
-    "row = row0 + (i // KB // KH) * PLANE + (i // KB % KH) * PITCH  # WIDTH is 1 where KEEPS": (
-        "row = row0 + i // KB * PITCH"
+    "tl.range(kd_first * (KH * BLOCKS_K), kd_end * (KH * BLOCKS_K), num_stages=STAGES)": (
+        "tl.range(KH * BLOCKS_K, num_stages=STAGES)"
     ),
+    "tl.range(kd_first * (KH * BLOCKS_K), kd_end * (KH * BLOCKS_K))": "tl.range(KH * BLOCKS_K)",
+    """            i_zy = i // BLOCKS_K
+            offset = (i_zy // KH) * SLICE_PITCH + (i_zy % KH) * ROW_PITCH
+""": "            offset = i // BLOCKS_K * ROW_PITCH\n",
+    """                    # NEIGHBOURS is 1 where KEEPS_INF.
+                    row = row0 + (i // BLOCKS_K // KH) * SLICE_PITCH + (i // BLOCKS_K % KH) * ROW_PITCH
+""": "                    row = row0 + i // BLOCKS_K * ROW_PITCH\n",
 }
 
 
@@ -64,17 +66,19 @@ def _condition(node: ast.expr) -> str:
 
 def _fills(known: Mapping[str, int]) -> bool:
     """Whether a packed position holds channels and nothing else."""
-    return bool(known["C"] * known.get("UNFOLDED", 1) == known["CP"])
+    channels = known.get("C_IN", known.get("C", 0))
+    return bool(channels * known.get("UNFOLDED_TAPS", 1) == known["C_PACKED"])
 
 
 def has_all_channels(call: KernelCall) -> bool:
     """Whether no lane of a tile lies past the last channel."""
     known = dict(call.numbers) | dict(call.constants)
-    if "FULL" in known and call.kernel.startswith("convolve"):
-        return bool(known["FULL"])
-    if "CP" in known and not _fills(known):
+    if "IS_EVEN_C" in known:
+        return bool(known["IS_EVEN_C"])
+    if "C_PACKED" in known and not _fills(known):
         return False
-    if "BLOCK_C" in known and call.kernel != "finish_moments_kernel":
+    by_group = ("finish_moments_kernel", "moments_gradient_kernel")  # tiles of all channels, or of a group's
+    if "BLOCK_C" in known and "C" in known and call.kernel not in by_group:
         return not known["BLOCK_C"] or bool(known["C"] % known["BLOCK_C"] == 0)  # 0: one channel's row
     return False
 
@@ -83,17 +87,17 @@ def _holding(call: KernelCall, known: Mapping[str, int]) -> set[str]:
     """Conditions that are true of every lane of every program."""
     found = set[str]()
     if call.kernel == "pack_input_kernel":
-        found |= {"o_c < CP"}  # blocks of channels divide the packed ones; the given ones may be fewer
-        found |= {"m_c"} if known["C"] == known["CP"] else set()
+        found |= {"o_c < C_PACKED"}  # blocks of channels divide the packed ones; the given ones may be fewer
+        found |= {"m_c"} if known["C"] == known["C_PACKED"] else set()
         rows = known["N"] * known["D"] * known["H"]
         if not (known["PD"] or known["PH"]) and rows == call.grid[0] == known["N"] * known["SAMPLE_ROWS"]:
             found |= {"is_row"}
-        if known["PW"] == known["PAD"]:
+        if known["PW"] == known["BLOCK_PAD"]:
             found |= {"o_pad < PW", "m_zero"}
     if call.kernel in ("pack_weight_kernel", "pack_phases_kernel") and _fills(known):
-        found |= {"o_c < C"}
-        found |= {"i_o < COUT"} if call.grid[0] == known["COUT"] else set()
-    if call.kernel == "pack_weight_kernel" and known["WIDTH"] == 1:
+        found |= {"o_c < C_IN"}
+        found |= {"i_o < C_OUT"} if call.grid[0] == known["C_OUT"] else set()
+    if call.kernel == "pack_weight_kernel" and known["NEIGHBOURS"] == 1:
         found |= {"kw >= 0", "kw < KW"}
     if call.kernel == "largest_kernel" and known["BLOCK_C"] == 1:
         found |= {"o_c < C"}
@@ -105,13 +109,15 @@ def _changes(kernel: str, known: Mapping[str, int]) -> dict[str, str]:
     changes: dict[str, str] = {}
     if kernel == "pack_input_kernel" and not known["PW"]:
         changes["    if tl.program_id(1) == 0:\n"] = "    if False:\n"
-    if kernel == "pack_weight_kernel" and known["UNFOLDED"] == 1:
-        changes["tap = o // CP * UNFOLDED + o % CP % UNFOLDED"] = "tap = o // CP"
-        changes["((o // (CP * SPAN)) * KW + kw) * UNFOLDED + o % CP % UNFOLDED"] = "o // (CP * SPAN) * KW + kw"
+    if kernel == "pack_weight_kernel" and known["UNFOLDED_TAPS"] == 1:
+        within = "UNFOLDED_TAPS + o % C_PACKED % UNFOLDED_TAPS"
+        changes[f"tap = o // C_PACKED * {within}"] = "tap = o // C_PACKED"
+        changes[f"((o // (C_PACKED * SPAN)) * KW + kw) * {within}"] = "o // (C_PACKED * SPAN) * KW + kw"
     if kernel == "pack_phases_kernel":
-        changes["tap = o // CP * 1 + o % CP % 1"] = "tap = o // CP"
-    if kernel == "pack_weight_kernel" and known["WIDTH"] == 1:
-        changes["column = (i_o // BLOCK_O) * (WIDTH * BLOCK_O) + i_w * BLOCK_O + i_o % BLOCK_O"] = "column = i_o"
+        changes["tap = o // C_PACKED * 1 + o % C_PACKED % 1"] = "tap = o // C_PACKED"
+    if kernel == "pack_weight_kernel" and known["NEIGHBOURS"] == 1:
+        column = "column = (i_o // BLOCK_C) * (NEIGHBOURS * BLOCK_C) + i_w * BLOCK_C + i_o % BLOCK_C"
+        changes[column] = "column = i_o"
     if kernel == "largest_kernel" and known["BLOCK_C"] == 1:
         changes["blocks = tl.cdiv(C, BLOCK_C)"] = "blocks = C"
     if kernel == "convolve_kernel":
@@ -119,15 +125,18 @@ def _changes(kernel: str, known: Mapping[str, int]) -> dict[str, str]:
         changes["  # the same number, seen to be a multiple: stores are as wide as that"] = ""
         if known["KD"] == known["OD"] == 1:
             changes |= _FLAT
-        if known["WIDTH"] == 1:
-            reshape, scaling = "        b_v = tl.reshape(acc, [BM * WIDTH, BC])\n", "b_v = b_v * tl.load(p_unscale"
+        if known["NEIGHBOURS"] == 1:
+            reshape, scaling = (
+                "        b_v = tl.reshape(acc, [BLOCK_M * NEIGHBOURS, BLOCK_C])\n",
+                "b_v = b_v * tl.load(p_unscale",
+            )
             plain = {reshape: "        b_v = acc\n"}
-            changes |= {reshape: "", scaling: scaling.replace("b_v *", "acc *")} if known["SCALED"] else plain
+            changes |= {reshape: "", scaling: scaling.replace("b_v *", "acc *")} if known["IS_SCALED"] else plain
     return changes
 
 
 def simplified_helper(name: str, source: str, known: Mapping[str, object]) -> str:
     """The same for a device function, of whose parameters these are known."""
-    if name == "phase_sum" and known.get("C") == known.get("BK"):
-        return source.replace(" + i % KB * BK", "").replace("i % KB * BK", "0")
+    if name == "phase_sum" and known.get("C_PACKED") == known.get("BLOCK_K"):
+        return source.replace(" + i % BLOCKS_K * BLOCK_K", "").replace("i % BLOCKS_K * BLOCK_K", "0")
     return source

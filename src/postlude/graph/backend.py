@@ -13,19 +13,21 @@ import torch.fx as fx
 
 from postlude import hardware
 from postlude.errors import PostludeError
-from postlude.graph.capture import capture
+from postlude.graph.capture import MODE_CHANGES, capture
 from postlude.graph.expected import questions_of
+from postlude.graph.layout import Conversion, conversions_in, propagate, read_channels_last, restore_results, results_of
 from postlude.graph.match import Declined, Match, match
 from postlude.graph.splice import splice, use_operator
 from postlude.graph.tidy import functionalise, restore
-from postlude.plan import Refusal
-from postlude.run import operator as _operator  # noqa: F401  registers torch.ops.postlude.chain
+from postlude.plan import Plan, Refusal
 from postlude.run.execute import check_convolution, check_precision
 from postlude.run.ledger import Ledger, Question
+from postlude.run.operator_call import judged_by
 from postlude.run.site import Site
 
 log = logging.getLogger("postlude")
-RESTS = ("eager", "inductor")
+RESTS = ("auto", "eager", "inductor")
+LAYOUTS = ("auto", "keep")
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Captured:
 
     sites: tuple[Site, ...]
     declined: tuple[Declined, ...]
+    conversions: tuple[Conversion, ...] = ()  # where values become channels-last, and contiguous again
 
 
 class Backend:
@@ -42,17 +45,22 @@ class Backend:
     def __init__(
         self,
         precision: str = "auto",
-        rest: str = "eager",
+        rest: str = "auto",
         wanted: Callable[[str, Match], bool] | None = None,
         memory: str = "default",
         convolution: str = "auto",
         ledger: Ledger | None = None,
+        inductor: dict[str, Any] | None = None,
+        layout: str = "auto",
     ) -> None:
         if rest not in RESTS:
             raise PostludeError(f"rest={rest!r} is unknown; use one of {', '.join(RESTS)}.")
+        if layout not in LAYOUTS:
+            raise PostludeError(f"layout={layout!r} is unknown; use one of {', '.join(LAYOUTS)}.")
         check_convolution(convolution)
         self.precision, self.rest, self.wanted = precision, rest, wanted
         self.memory, self.convolution = memory, convolution
+        self.inductor, self.layout = inductor or {}, layout  # settings of Inductor's own; "auto" or "keep"
         self.ledger = Ledger() if ledger is None else ledger
         self.captured: list[Captured] = []
         self.failure: str | None = None
@@ -70,52 +78,99 @@ class Backend:
 
     def _compile(self, traced: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         functionalise(traced)
+        rest = self._rest_for(traced, inputs)
+        before = results_of(traced)
+        conversions = read_channels_last(traced, self._allows_tf32()) if self._lays_out(rest) else []
         found, declined = match(traced)
-        reasons = {item: why for item in found if (why := self._why_left_out(item, inputs)) is not None}
-        found = [item for item in found if item not in reasons]
-        sites = [self._site(item) for item in found]
-        expected = questions_of(traced, inputs, found, sites)
-        self.ledger.expect([question for question in expected if question is not None])
-        if self.rest == "inductor":
-            for item, site, question in zip(list(found), list(sites), expected):
-                if (why := self._why_refused(question)) is not None:
-                    reasons[item] = why
-                    found.remove(item)
-                    sites.remove(site)
-        declined += [Declined(item.name, str(item.chain), why) for item, why in reasons.items()]
-        splice(traced, found, sites)
+        left_out = [item for item in found if self.wanted is not None and not self.wanted(item.name, item)]
+        found = [item for item in found if item not in left_out]
+        sites, fused = self._decided(traced, inputs, found, rest, bool(conversions))
+        restore_results(traced, before)
+        declined += [Declined(item.name, str(item.chain), "left out by only=") for item in left_out]
+        self.captured.append(Captured(tuple(sites), tuple(declined), conversions_in(traced) if conversions else ()))
+        splice(traced, list(fused), [site for site, _ in fused.values()])
         restore(traced)
-        self.captured.append(Captured(tuple(sites), tuple(declined)))
-        if self.rest == "inductor":
-            use_operator(traced, {f"chain_{number}": site for number, site in enumerate(sites)})
+        if rest == "inductor":
+            for item, (site, _) in fused.items():
+                if item.has_symbols:
+                    judged_by(site.chain, site.settings, site.name, self.ledger)
+            use_operator(traced, list(fused.values()))
         traced.graph.lint()
         traced.recompile()
-        if self.rest == "eager":
-            return traced.forward
+        return traced.forward if rest == "eager" else self._by_inductor(traced, inputs)
+
+    def _decided(
+        self, traced: fx.GraphModule, inputs: Sequence[Any], found: list[Match], rest: str, lays_out: bool
+    ) -> tuple[list[Site], dict[Match, tuple[Site, Plan | Refusal | None]]]:
+        """A site for every chain; for those that are fused also what was planned, where sizes are known."""
+        refused = set[Match]()  # these hand on what PyTorch does, which may change the layout that others read
+        while True:
+            handing_on = propagate(traced, [item for item in found if item not in refused]) if lays_out else set()
+            sites = [self._site(item, "channels_last" if item in handing_on else "") for item in found]
+            asked = zip(found, questions_of(traced, inputs, found, sites))
+            known = {item: question for item, question in asked if question is not None}
+            now = {item for item, question in known.items() if self._is_refused(question, "eager")}
+            if now <= refused or not lays_out:
+                self.ledger.expect(list(known.values()))
+                now = {item for item, question in known.items() if self._is_refused(question, rest)}
+            if now <= refused or not lays_out:
+                break
+            refused |= now
+        if rest == "eager":
+            now = {item for item in now if not item.has_symbols}  # each call decides
+        plans = {item: self.ledger.foresee(question).outcome for item, question in known.items() if rest == "inductor"}
+        pairs = zip(found, sites)
+        return sites, {item: (site, plans.get(item)) for item, site in pairs if item not in now | refused}
+
+    def _site(self, item: Match, hands_on: str) -> Site:
+        return Site(item.name, item.chain, self.precision, self.memory, self.convolution, self.ledger, hands_on)
+
+    def _lays_out(self, rest: str) -> bool:
+        """Operators that give up channels-last convert it back by themselves in eager PyTorch; Inductor fuses that."""
+        return rest == "inductor" and self.layout == "auto"
+
+    def _allows_tf32(self) -> bool:
+        asked = self.precision == "auto" and hardware.default_fp32_precision() == "tf32"
+        return asked or self.precision == "tf32"
+
+    def _rest_for(self, traced: fx.GraphModule, inputs: Sequence[Any]) -> str:
+        """Inductor's on a GPU, unless nothing is left for it: a chain that is called directly costs the host less. On a
+        CPU Inductor compiles C++ for tens of seconds: it is asked for there."""
+        if self.rest != "auto":
+            return self.rest
+        has_inductor = _device_of(inputs) == "cuda" and hardware.can_compile()
+        return "inductor" if has_inductor and not self._is_all_fused(traced, inputs) else "eager"
+
+    def _is_all_fused(self, traced: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+        found, _ = match(traced)
+        taken = {node for item in found for node in item.nodes}
+        others = {node for node in traced.graph.nodes if node.op == "call_function" and node.target not in MODE_CHANGES}
+        if not found or others - taken or self.wanted is not None:
+            return False
+        questions = questions_of(traced, inputs, found, [self._site(item, "") for item in found])
+        return not any(question is None or self._is_refused(question, "eager") for question in questions)
+
+    def _is_refused(self, question: Question, rest: str) -> bool:
+        """A chain that is refused stays the operators that it was.
+
+        Inductor compiles what it is given once: a chain is checked before that, else with the tensors of a call."""
+        is_refused = self.ledger.is_refused_after_all if rest == "inductor" else self.ledger.is_refused
+        return is_refused(question)
+
+    def _by_inductor(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
 
-        return cast("Callable[..., Any]", compile_fx(traced, list(inputs)))
-
-    def _site(self, item: Match) -> Site:
-        return Site(item.name, item.chain, self.precision, self.memory, self.convolution, self.ledger)
-
-    def _why_left_out(self, item: Match, inputs: Sequence[Any]) -> str | None:
-        if self.wanted is not None and not self.wanted(item.name, item):
-            return "left out by only="
-        if self.rest != "inductor":
-            return None
-        if item.chain.moved:
-            return "rest='inductor' cannot be told of running statistics that a chain moves; they are left to Inductor"
-        if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
-            return "rest='inductor' fuses chains in inference only; training leaves them to Inductor"
-        return None
-
-    def _why_refused(self, question: Question | None) -> str | None:
-        """Inductor compiles what it is given once: whether a chain is fused is decided before that."""
-        if question is None:
-            return "rest='inductor' has to know its sizes when it compiles"
-        entry = self.ledger.foresee(question)
-        return "; ".join(entry.outcome.reasons) if isinstance(entry.outcome, Refusal) else None
+        try:
+            compiled = compile_fx(graph, list(inputs), config_patches=self.inductor or None)
+        except Exception as error:
+            if self.rest == "inductor":
+                raise
+            text = str(error).strip().splitlines()
+            log.warning(
+                "Inductor failed (%s): what is not fused runs as it was", text[0] if text else type(error).__name__
+            )
+            return graph.forward
+        return cast("Callable[..., Any]", compiled)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import torch._dynamo.config as dynamo
 import torch.fx as fx
 from torch._guards import TracingContext
 from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx, track_tensor_tree
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
@@ -77,6 +77,26 @@ def hooks_are_watched() -> Iterator[None]:
 def hooks_of_all_modules() -> bool:
     """True while `register_module_forward_hook` or one of its kind is in force, which Dynamo never notices."""
     return bool(_has_any_global_hook())
+
+
+@contextlib.contextmanager
+def modes_left_as_found() -> Iterator[None]:
+    """Autocast and gradients are as before, however far the nodes that switch them came."""
+    kinds = ("cuda", "cpu")
+    before = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    with torch.set_grad_enabled(torch.is_grad_enabled()):
+        try:
+            yield
+        finally:
+            for kind, enabled, dtype in before:
+                torch.set_autocast_enabled(kind, enabled)
+                torch.set_autocast_dtype(kind, dtype)
+
+
+def fakes_of(values: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+    """The mode that a graph's fake tensors belong to."""
+    modes = [value.fake_mode for value in values if isinstance(value, FakeTensor)]
+    return modes[0] if modes else contextlib.nullcontext()
 
 
 def is_traced() -> bool:

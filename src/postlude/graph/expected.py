@@ -30,7 +30,7 @@ def _question(item: Match, site: Site, wants: set[fx.Node]) -> Question | None:
     if len(known) < len(values):
         return None
     needs = tuple(node in wants for node in item.tensors)
-    problem = problem_of(known, site.precision, site.memory, site.convolution)
+    problem = problem_of(known, *site.settings)
     return Question(site.name, site.chain, dataclasses.replace(problem, needs_grad=any(needs)), needs)
 
 

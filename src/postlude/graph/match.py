@@ -28,6 +28,11 @@ class Match:
     nodes: tuple[fx.Node, ...]
     tensors: tuple[fx.Node, ...]
 
+    @property
+    def has_symbols(self) -> bool:
+        """Whether sizes are a compiler's symbols, so that one graph serves many."""
+        return any(not isinstance(size, int) for node in self.tensors for size in node.meta["val"].shape)
+
 
 @dataclass(frozen=True)
 class Declined:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
+
 import torch
 import torch.fx as fx
 
+from postlude.code_hash import source_digest
 from postlude.graph.match import Match
 from postlude.run.site import Site
 
@@ -26,16 +30,28 @@ def splice(graph: fx.GraphModule, matches: list[Match], sites: list[Site]) -> No
             graph.graph.erase_node(node)
 
 
-def use_operator(graph: fx.GraphModule, site_calls: dict[str, Site]) -> None:
-    """Turns the sites' calls into calls of the registered operator, which Inductor can look through."""
+def use_operator(graph: fx.GraphModule, fused: Sequence[tuple[Site, object]]) -> None:
+    """Turns the calls of sites into calls of the registered operator, which Inductor can look through.
+
+    Each says by a hash which code and plan it was compiled with: PyTorch keeps compiled graphs from one process to
+    another, by what is in them.
+    """
+    known = {f"chain_{number}": pair for number, pair in enumerate(fused)}
     for node in list(graph.graph.nodes):
-        site = site_calls.get(node.target) if node.op == "call_module" else None
-        if site is None:
+        if node.op != "call_module" or node.target not in known:
             continue
+        site, plan = known[node.target]
+        slots = list(enumerate(node.args))
+        still = [value for slot, value in slots if slot not in site.chain.moved]
+        moved = [value for slot, value in slots if slot in site.chain.moved]
+        settings = (site.chain.dumps(), *site.settings, _code(plan))
         with graph.graph.inserting_before(node):
-            call = graph.graph.call_function(
-                torch.ops.postlude.chain.default, (list(node.args), site.chain.dumps(), site.precision)
-            )
+            call = graph.graph.call_function(torch.ops.postlude.chain.default, (still, moved, *settings))
         call.meta = dict(node.meta)
         node.replace_all_uses_with(call)
         graph.graph.erase_node(node)
+    graph.delete_all_unused_submodules()
+
+
+def _code(plan: object) -> str:
+    return hashlib.sha256(f"{source_digest()} {plan!r}".encode()).hexdigest()[:16]

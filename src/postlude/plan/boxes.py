@@ -61,8 +61,7 @@ class Boxes:
 
 def boxes_for(chain: Chain, problem: Problem, arithmetic: Arithmetic, machine: Machine) -> Boxes | None:
     """None where the packed product serves better. The convolution must be one that nothing of `unsupported` hits."""
-    conv, space = chain.producer, problem.x.shape[2:]
-    assert conv is not None
+    conv, space = chain.convolution, problem.x.shape[2:]
     if not _serves(conv, space, arithmetic, machine):
         return None
     if _width(conv) > 1 and not norm_hides_infinities(chain):

@@ -7,6 +7,7 @@ program prints, compares and pickles. stages/ makes it of a plan, run/runner.py 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -96,11 +97,12 @@ class CudaCall:
 
     source: str
     kernel: str
-    macros: tuple[tuple[str, int], ...]
+    macros: tuple[tuple[str, float], ...]
     grid: tuple[int, int]
     threads: int
     shared_bytes: int
-    arguments: tuple[Buffer | None, ...]  # None: a null pointer
+    parameters: tuple[str, ...]  # a word for each buffer
+    arguments: tuple[Buffer, ...]
     numbers: tuple[int, ...]
 
 
@@ -118,6 +120,12 @@ class TorchCall:
         name = self.function.rpartition(".")[2]
         return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or "out" in dict(self.keywords)
 
+    @property
+    def is_view(self) -> bool:
+        """Whether it makes nothing but other readings of memory that it is given."""
+        given, made = {b.storage for b in buffers_in(self)}, {b.storage for b in self.results if b is not None}
+        return bool(made) and made <= given and not self.changes_its_argument
+
 
 Call = KernelCall | CudaCall | TorchCall
 ALLOCATIONS = frozenset({"torch.empty", "torch.empty_like", "torch.empty_strided"})
@@ -134,14 +142,28 @@ class Program:
     backward: tuple[Call, ...] = ()
     gradients: tuple[Buffer | None, ...] = ()  # one per slot; None where there is none
 
-    @property
+    @functools.cached_property
     def kept(self) -> tuple[Buffer, ...]:
         """What the backward pass reads of the forward pass and of what that was given, in the order of its reading."""
-        made = [buffer for call in self.forward if isinstance(call, TorchCall) for buffer in call.results]
-        known = {buffer.number for buffer in (*self.given, *made) if buffer is not None}
-        read = [buffer for call in live(self.backward, self.gradients) for buffer in buffers_in(call)]
+        calls = live(self.backward, self.gradients)
+        known = {buffer.number for buffer in (*self.given, *made_by(self.forward))}
+        known -= {buffer.number for buffer in made_by(calls)}
+        read = [buffer for call in calls for buffer in buffers_in(call)]
         read += [gradient for gradient in self.gradients if gradient is not None]
         return tuple(dict.fromkeys(buffer for buffer in read if buffer.number in known))
+
+    @functools.cached_property
+    def gradient_memory(self) -> tuple[Buffer, ...]:
+        """The buffers that the gradients lie in, once each: vectors that are summed together share theirs."""
+        first = {buffer.storage: buffer for buffer in reversed(made_by(self.backward))}
+        found = {gradient.storage: gradient for gradient in self.gradients if gradient is not None}
+        return tuple(first.get(storage, gradient) for storage, gradient in found.items())
+
+
+def made_by(calls: Iterable[Call]) -> list[Buffer]:
+    """The buffers that calls of PyTorch return, views among them; kernels write to buffers that are there."""
+    torch_calls = [call for call in calls if isinstance(call, TorchCall)]
+    return [buffer for call in torch_calls for buffer in call.results if buffer is not None]
 
 
 def live(calls: Sequence[Call], results: Iterable[Buffer | None]) -> list[Call]:
@@ -192,7 +214,9 @@ def _touched(call: Call) -> list[Buffer]:
     if isinstance(call, CudaCall):
         return list(buffers_in(call.arguments))
     given, made = list(buffers_in(call)), [buffer for buffer in call.results if buffer is not None]
-    if call.function in ALLOCATIONS or {b.storage for b in made} <= {b.storage for b in given} != set():
-        return made if call.changes_its_argument else []
+    if call.function in ALLOCATIONS or call.is_view:
+        return []
+    if {b.storage for b in made} <= {b.storage for b in given}:  # in place
+        return made
     is_there = call.function == "Tensor.contiguous" and made[0].strides == given[0].strides
     return [] if is_there else [*given, *made]

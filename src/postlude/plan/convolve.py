@@ -161,8 +161,7 @@ def gradient_products(
 
     With few channels only the weight's is ours: there cuDNN's takes 40 times as long as its convolution.
     """
-    conv = chain.producer
-    assert conv is not None
+    conv = chain.convolution
     if not _brings_gradients(conv, own, machine):
         return None, None
     is_few = isinstance(own, FewChannels)

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from postlude.chain import Chain
+from postlude.chain import Chain, Convolution
 from postlude.hardware import Machine
 from postlude.plan.gemm import unsupported, volume_for
 from postlude.plan.problem import Problem, body_dtype, fp32_mode
@@ -16,6 +16,7 @@ from postlude.plan.tiles import answer, few_channels_question
 WIDTH = 32  # outputs of a tile along the last axis
 _MOST_FRAGMENTS = 4  # their sums must fit the registers
 RESERVED = 1 << 10  # bytes of shared memory that the system keeps of each block
+STATIC = 3 << 9  # bytes that the kernel declares itself: offsets of taps, exponents; at most these
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,13 @@ class Geometry:
         return -(-self.cout // (8 * _MOST_FRAGMENTS))
 
 
+def geometry_for(conv: Convolution, space: tuple[int, ...]) -> tuple[Geometry, tuple[int, int, int]]:
+    """And the size of the output."""
+    volume = volume_for(conv, space, 1)
+    sizes = (conv.in_channels, conv.out_channels, volume.kernel, volume.padding)
+    return Geometry(*sizes, conv.transposed, ""), volume.out
+
+
 def layout_of_tile(settings: FewChannels, shape: Geometry, slot_bytes: int) -> tuple[int, int]:
     """Slots of one plane of the staged input, and the products that make an output."""
     kd, kh, kw = shape.kernel
@@ -73,13 +81,17 @@ def layout_of_tile(settings: FewChannels, shape: Geometry, slot_bytes: int) -> t
     return plane, -(-kd * kh * chunks // 4)
 
 
+def tile_slots(settings: FewChannels, shape: Geometry) -> int:
+    """Of a staged tile, or as many as the moments of the block's lanes take, 12 bytes a channel, which follow it."""
+    plane, _ = layout_of_tile(settings, shape, 8 * settings.planes)
+    moments = settings.warps * 8 * shape.fragments * 8 * 12
+    return max((settings.depth + shape.kernel[0] - 1) * plane, -(-moments // (8 * settings.planes)))
+
+
 def shared_bytes(settings: FewChannels, shape: Geometry) -> int:
-    """Shared memory of a block; the kernel checks this sum against its own."""
-    plane, steps = layout_of_tile(settings, shape, 8 * settings.planes)
-    slots = (settings.depth + shape.kernel[0] - 1) * plane + steps * shape.fragments * 32
-    channels = shape.fragments * 8
-    words = 5 * channels + settings.warps * (2 * channels + 2) + steps * 4 + 1
-    return slots * 8 * settings.planes + words * 4
+    """Dynamic shared memory of a block; the kernel checks this sum against its own."""
+    _, steps = layout_of_tile(settings, shape, 8 * settings.planes)
+    return (tile_slots(settings, shape) + steps * shape.fragments * 32) * 8 * settings.planes
 
 
 def few_channels_for(chain: Chain, problem: Problem, machine: Machine) -> FewChannels | str:
@@ -102,23 +114,21 @@ def few_channels_for(chain: Chain, problem: Problem, machine: Machine) -> FewCha
 
 def _fitted(settings: FewChannels, chain: Chain, problem: Problem, machine: Machine) -> FewChannels | str:
     """The tile that the tables name, or the next smaller one of which as many blocks fit a multiprocessor, or one."""
-    conv = chain.producer
-    assert conv is not None
-    volume = volume_for(conv, problem.x.shape[2:], 1)
-    shape = Geometry(conv.in_channels, conv.out_channels, volume.kernel, volume.padding, conv.transposed, "")
+    conv = chain.convolution
+    shape, out = geometry_for(conv, problem.x.shape[2:])
     rows = machine.card.abilities.few_channel_rows
     most = answer(machine, few_channels_question("few channels", conv, settings.planes, machine)).values
     for blocks in range(most["blocks"], 0, -1):
         for height in range(most["height"], 0, -2):
             tile = dataclasses.replace(
                 settings,
-                depth=_even_share(volume.out[0], most["depth"]),
-                height=-(-_even_share(volume.out[1], height) // rows) * rows,
+                depth=_even_share(out[0], most["depth"]),
+                height=-(-_even_share(out[1], height) // rows) * rows,
                 rows=rows,
                 blocks=blocks,
                 programs=blocks * machine.card.multiprocessors,
             )
-            if shared_bytes(tile, shape) <= machine.card.shared_bytes // blocks - RESERVED:
+            if shared_bytes(tile, shape) <= machine.card.shared_bytes // blocks - RESERVED - STATIC:
                 return tile
     return "no tile fits the card's shared memory"
 

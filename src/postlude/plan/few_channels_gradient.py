@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from postlude.chain import Chain
 from postlude.hardware import Machine
-from postlude.plan.few_channels import RESERVED, WIDTH, FewChannels, Geometry, layout_of_tile
-from postlude.plan.gemm import volume_for
+from postlude.plan.few_channels import RESERVED, WIDTH, FewChannels, Geometry, geometry_for, layout_of_tile
 from postlude.plan.problem import Problem
 from postlude.plan.tiles import answer, few_channels_question
 
@@ -19,9 +18,6 @@ _MOST_CHANNELS = 32  # the input's gradient sums over all of them in one block
 @dataclass(frozen=True)
 class FewChannelsGradient(FewChannels):
     """One way of running the kernel; with the input's gradient, neighbouring tiles overlap by the kernel's reach."""
-
-    splits: int = 1  # warps that share the positions of a pair of chunks, each with more pairs of its own
-    promote: int = 4  # rows of 32 positions whose products tensor cores add up
 
     def tiles_along(self, shape: Geometry, space: tuple[int, int, int], with_input: bool) -> tuple[int, int, int]:
         """Of a sample along each axis, for an input of `space`. A plane or row of a tile gives no more outputs of the
@@ -59,7 +55,7 @@ def gradient_shared_bytes(settings: FewChannelsGradient, shape: Geometry, with_i
         reach = (2 if shape.cin > 2 else 4) + kw - 1
         slots += kd * kh * -(-reach * shape.fragments // 2) * 32
         halves = (settings.height * (WIDTH + 1 + 2 * (kw - 1)) + reach) * stride
-    words = 10 * channels + settings.warps + (kd + 1) * steps * 4
+    words = 7 * channels + settings.warps + (kd + 1) * steps * 4
     return slots * 16 + settings.planes * halves * 2 + words * 4
 
 
@@ -75,15 +71,13 @@ def few_channels_gradient_for(
     own: FewChannels, chain: Chain, problem: Problem, machine: Machine
 ) -> GradientPlan | None:
     """Settings where our kernel made the moments; None where it cannot make the gradients, or not fast."""
-    conv = chain.producer
-    assert conv is not None
+    conv = chain.convolution
     if not machine.card.abilities.has_few_channel_gradients or conv.out_channels > _MOST_CHANNELS:
         return None
-    volume = volume_for(conv, problem.x.shape[2:], 1)
-    shape = Geometry(conv.in_channels, conv.out_channels, volume.kernel, volume.padding, conv.transposed, "")
+    shape, out = geometry_for(conv, problem.x.shape[2:])
     most = answer(machine, few_channels_question("few channels' gradients", conv, own.planes, machine)).values["height"]
-    weight = _fitted(own, shape, volume.out, problem.x.shape[0], machine, False, most)
-    both = _fitted(own, shape, volume.out, problem.x.shape[0], machine, True, most)
+    weight = _fitted(own, shape, out, problem.x.shape[0], machine, False, most)
+    both = _fitted(own, shape, out, problem.x.shape[0], machine, True, most)
     return None if weight is None or both is None else GradientPlan(weight, both)
 
 

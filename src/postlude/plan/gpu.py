@@ -139,7 +139,8 @@ def _layout_inside(chain: Chain, problem: Problem, machine: Machine, is_own: boo
     """Of the chain's first value."""
     if row_norm(chain) is not None:
         return "contiguous"  # a row lies in one piece
-    return handed_on_layout(chain, problem, machine) if is_own else body_layout(chain, problem)
+    is_handed_on = is_own or problem.hands_on
+    return handed_on_layout(chain, problem, machine) if is_handed_on else body_layout(chain, problem)
 
 
 def _is_moments(passes: tuple[Pass, ...]) -> bool:

@@ -19,7 +19,7 @@ PRECISIONS = ("auto", "fp32", "tf32")
 CONVOLUTIONS = ("auto", "pytorch")  # who convolves: whoever is faster, or PyTorch in any case
 _TF32_CHANNELS = 16  # with fewer, cuDNN computes contiguous fp32 in fp32 whatever its switch says (seen on an H200)
 LAID_OUT_LIKE_THE_OTHER = ("rsub", "rdiv")  # words whose second operand is written first
-_CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}  # by spatial axes
+CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}  # by spatial axes
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Problem:
     allows_tf32: bool = False  # PyTorch's switch for fp32 convolutions on a GPU, which "auto" follows
     memory: str = "default"  # or "lean"
     convolution: str = "auto"  # or "pytorch": its own call, digit for digit
+    hands_on: str = ""  # the layout that a graph wants of the result; else PyTorch's
     index: int = 0  # of the device: two GPUs of one machine may be different cards
 
     @property
@@ -62,13 +63,20 @@ def item_size(dtype: str) -> int:
 
 
 def problem_of(
-    tensors: Sequence[Tensor], precision: str = "auto", memory: str = "default", convolution: str = "auto"
+    tensors: Sequence[Tensor],
+    precision: str = "auto",
+    memory: str = "default",
+    convolution: str = "auto",
+    hands_on: str = "",
+    *,
+    has_sizes: bool = True,
 ) -> Problem:
+    """Without the tensors' own where their sizes are a compiler's symbols."""
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     device = tensors[0].device
     tf32 = device.type == "cuda" and default_fp32_precision() == "tf32"
-    specs = tuple(map(spec_of, tensors))
-    return Problem(specs, device.type, precision, needs_grad, tf32, memory, convolution, device.index or 0)
+    specs = tuple(map(spec_of, tensors)) if has_sizes else ()
+    return Problem(specs, device.type, precision, needs_grad, tf32, memory, convolution, hands_on, device.index or 0)
 
 
 def spec_of(tensor: Tensor) -> Spec:
@@ -79,12 +87,12 @@ def layout_of(tensor: Tensor) -> Layout:
     """Contiguous where both readings fit (one channel, one position), as PyTorch's convolutions decide."""
     if tensor.is_contiguous():
         return "contiguous"
-    last = _CHANNELS_LAST.get(tensor.dim() - 2)
+    last = CHANNELS_LAST.get(tensor.dim() - 2)
     return "channels_last" if last is not None and tensor.is_contiguous(memory_format=last) else "strided"
 
 
 def memory_format(layout: Layout, dims: int) -> torch.memory_format:
-    return _CHANNELS_LAST[dims] if layout == "channels_last" else torch.contiguous_format
+    return CHANNELS_LAST[dims] if layout == "channels_last" else torch.contiguous_format
 
 
 def empty(spec: Spec, dims: int, device: str) -> Tensor:
@@ -175,7 +183,9 @@ def result_layout(chain: Chain, problem: Problem, machine: Machine) -> Layout:
 
 def handed_on_layout(chain: Chain, problem: Problem, machine: Machine) -> Layout:
     """The layout that eager's operators hand on from one to the next: a norm may give up channels-last, and of two
-    tensors the one that is written first gives the result its layout."""
+    tensors the one that is written first gives the result its layout. A graph may want channels-last to the end."""
+    if problem.hands_on == "channels_last":
+        return "channels_last"
     layout = body_layout(chain, problem)
     for step in chain.steps:
         if isinstance(step, Normalize) and step.op not in machine.norms_keeping_layout:

@@ -15,7 +15,6 @@ from postlude.chain import (
     Slot,
     Step,
     Value,
-    is_barrier,
 )
 
 
@@ -29,8 +28,8 @@ class MomentsOnly:
 
 
 def first_barrier(chain: Chain) -> int | None:
-    """The number of the first step (from 1) that needs more than one element at a time."""
-    return next((number for number, step in enumerate(chain.steps, 1) if is_barrier(step)), None)
+    """The number of the first step (from 1) that needs more than one element at a time: a pass ends before it."""
+    return next((number for number, step in enumerate(chain.steps, 1) if isinstance(step, Normalize | Reduce)), None)
 
 
 def channels_end(chain: Chain) -> Reduce | None:
@@ -69,6 +68,11 @@ def last_fused_step(chain: Chain) -> int:
             return number - 1
         seen_norm |= isinstance(step, Normalize)
     return len(chain.steps)
+
+
+def fused_norm(chain: Chain) -> Normalize | None:
+    """The norm of the fused passes, which have one at most."""
+    return next((step for step in chain.steps[: last_fused_step(chain)] if isinstance(step, Normalize)), None)
 
 
 def row_norm(chain: Chain) -> int | None:

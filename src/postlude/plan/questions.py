@@ -65,11 +65,10 @@ def _products(plan: Plan, machine: Machine) -> list[tuple[tuple[Question, ...], 
     conv = plan.chain.producer
     if conv is None:
         return []
-    weight = plan.weight_gradient if plan.few_gradient is None else None
     given: list[tuple[str, Convolution, Product | FewChannels | None]] = [
         (_kind_of(plan.own), conv, plan.own),
         (_back_kind_of(plan.input_gradient), input_gradient_of(conv), plan.input_gradient),
-        ("weight's gradient", conv, weight),
+        ("weight's gradient", conv, plan.weight_gradient),
     ]
     return [
         (product_questions(kind, convolution, product.arithmetic, machine), product)

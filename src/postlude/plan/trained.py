@@ -73,7 +73,7 @@ def convolution_gradients(
     if not problem.needs_grad or isinstance(own, str) or chain.producer is None or row_norm(chain) is not None:
         return None, None, None
     few = few_channels_gradient_for(own, chain, problem, machine) if isinstance(own, FewChannels) else None
-    return *gradient_products(chain, problem, own, machine), few
+    return (None, None, few) if few is not None else (*gradient_products(chain, problem, own, machine), None)
 
 
 def are_all_ours(dx: Gemm | Boxes | None, dw: WeightGemm | None, few: GradientPlan | None) -> bool:

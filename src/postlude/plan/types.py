@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from postlude.chain import Chain, Reduce
@@ -177,14 +177,6 @@ class Plan:
         sink = self.passes[0].sink
         is_finished = sink.finished if isinstance(sink, Moments) else sink == Store()
         return self.passes[-1].first if is_finished and len(self.passes) > 1 else 0
-
-    def storing_raw(self) -> Plan:
-        """The same, with the convolution's result as it is in memory between the passes."""
-        if not self.resumes_at:
-            return self
-        first, last = self.passes[0], self.passes[-1]
-        raw = (replace(first, sink=Moments(True, stores=True)), replace(last, first=1))
-        return replace(self, passes=raw)
 
     def __str__(self) -> str:
         return "; ".join((*self.describe(), *self.reasons))

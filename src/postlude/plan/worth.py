@@ -40,8 +40,7 @@ def slower(
     """Why PyTorch's convolution is expected to be the faster one; None where ours is. A training step with gradients of
     ours is: conv2d(64→128) → relu → add at 128×64×128² in TF32 4.6 ms, 10.8 through PyTorch, 8.1 torch.compile."""
     crossovers = card.crossovers
-    conv = chain.producer
-    assert conv is not None
+    conv = chain.convolution
     if gemm.arithmetic.is_exact:
         return "float64 is faster through PyTorch"
     mode = _mode(chain, problem)
@@ -83,8 +82,7 @@ def _seconds(chain: Chain, problem: Problem, card: Card, gemm: Gemm) -> tuple[fl
     (but not in fp32) cuDNN computes channels-last, and a row must lie in one piece.
     """
     rates = card.rates
-    conv, x, out = chain.producer, problem.x, body_bytes(chain, problem)
-    assert conv is not None
+    conv, x, out = chain.convolution, problem.x, body_bytes(chain, problem)
     flops, arithmetic = conv.flops(x.shape[0], x.shape[2:]), gemm.arithmetic
     rate = rates.library[_mode(chain, problem)]
     if conv.in_channels < _FEW and arithmetic.planes == 1:

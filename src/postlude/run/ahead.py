@@ -20,6 +20,7 @@ from postlude.hardware import usable_cores
 from postlude.plan.calls import CudaCall, KernelCall, Program
 from postlude.plan.problem import Problem, empty
 from postlude.run.chain_run import Inference, Training
+from postlude.run.execute import bare
 from postlude.run.launch import Launch, arguments_without_memory, cuda_kernel, launch_of
 
 _MOST_THREADS = 16
@@ -35,7 +36,7 @@ class Job:
 
 def program_of(chain: Chain, runner: Any, problem: Problem, needs: Sequence[bool]) -> Program:
     """What a runner runs for a problem; `needs` says which slots want a gradient."""
-    runner = runner.args[0] if isinstance(runner, functools.partial) else runner
+    runner = bare(runner)
     assert isinstance(runner, Inference | Training)
     return runner.program([empty(spec, chain.dims, "meta") for spec in problem.tensors], needs)
 

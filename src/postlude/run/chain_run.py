@@ -51,7 +51,7 @@ class Training:
     def __init__(self, plan: Plan, chain: Chain) -> None:
         self.plan, self.chain = plan, chain
         self.programs: dict[tuple[Given, tuple[bool, ...]], Program] = {}
-        self.passes: dict[tuple[int, Given, tuple[bool, ...]], _Passes] = {}  # by device
+        self.passes: dict[tuple[torch.device, Given, tuple[bool, ...]], _Passes] = {}
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
         # Cast outside of the function that keeps tensors, so that they are kept as eager keeps them.
@@ -68,10 +68,12 @@ class Training:
         return self.programs[given, needs]
 
     def passes_for(self, tensors: Sequence[Tensor], needs: tuple[bool, ...]) -> _Passes:
-        key = (tensors[0].get_device(), given_by(tensors), needs)
-        found = self.passes.get(key)
+        return self.passes_of(given_by(tensors), needs, tensors[0].device)
+
+    def passes_of(self, given: Given, needs: tuple[bool, ...], device: torch.device) -> _Passes:
+        found = self.passes.get((device, given, needs))
         if found is None:
-            found = self.passes[key] = _Passes(self, *key[1:], place_of(tensors[0]))
+            found = self.passes[device, given, needs] = _Passes(self, given, needs, str(device))
         return found
 
     def gradients_again(self, tensors: Sequence[Tensor], dy: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
@@ -106,6 +108,18 @@ class _Passes:
         assert program.gradient is not None
         return runner_of([*self.kept, program.gradient], program.backward, program.gradients, self.device)
 
+    def differentiable(self, kept: Sequence[Tensor], dy: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+        """Gradients that can be differentiated again."""
+        plan = self.training.plan
+        by_number = {buffer.number: tensor for buffer, tensor in zip(self.kept, kept)}
+        # What was not kept has no influence on any gradient: zeros of its shape do as well.
+        tensors = [
+            by_number.get(buffer.number, dy.new_zeros(()).to(dtype).expand(shape))
+            for buffer, (shape, _, dtype) in zip(self.program.given, self.given)
+        ]
+        result = by_number.get(self.program.result.number) if plan.from_result else None
+        return differentiable(plan.chain, tensors, dy, needs, result)
+
 
 class _ChainFunction(torch.autograd.Function):
     @staticmethod
@@ -123,22 +137,10 @@ class _ChainFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         passes, needs, kept = ctx.passes, tuple(ctx.needs_input_grad[1:]), ctx.saved_tensors
         if torch.is_grad_enabled():
-            return None, *_differentiable(passes, kept, dy, needs)
+            return None, *passes.differentiable(kept, dy, needs)
         run = passes.backward_for(needs)
         with on_device_of(dy), without_autocast(dy):
             return None, *run(*kept, like(passes.program.gradient, dy))
-
-
-def _differentiable(passes: _Passes, kept: Sequence[Tensor], dy: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
-    plan = passes.training.plan
-    by_number = {buffer.number: tensor for buffer, tensor in zip(passes.kept, kept)}
-    # What was not kept has no influence on any gradient: zeros of its shape do as well.
-    tensors = [
-        by_number.get(buffer.number, dy.new_zeros(()).to(dtype).expand(shape))
-        for buffer, (shape, _, dtype) in zip(passes.program.given, passes.given)
-    ]
-    result = by_number.get(passes.program.result.number) if plan.from_result else None
-    return differentiable(plan.chain, tensors, dy, needs, result)
 
 
 def like(buffer: Buffer | None, tensor: Tensor) -> Tensor:

@@ -21,11 +21,11 @@ from postlude.stages.library import convolve_by_pytorch
 Runner = Callable[[Sequence[Tensor]], Tensor]
 
 
-def prepare(chain: Chain, outcome: Plan | Refusal, device: str) -> Runner:
+def prepare(chain: Chain, outcome: Plan | Refusal) -> Runner:
     """What runs the chain, with all that stays the same from call to call made ready."""
     if isinstance(outcome, Refusal):
         return functools.partial(_through_pytorch, chain, outcome.library_tf32)
-    if device == "cpu":
+    if not outcome.on_gpu:
         return functools.partial(cpu.execute, outcome)
     runner = (Training if outcome.trains else Inference)(outcome, chain)
     return functools.partial(_with_numbers_brought, runner) if "one" in chain.roles else runner
@@ -35,6 +35,12 @@ def _with_numbers_brought(runner: Runner, tensors: Sequence[Tensor]) -> Tensor:
     """A tensor of one number may lie on the CPU beside others on a GPU, whose kernels cannot read it there."""
     device = tensors[0].device
     return runner([t if t.device == device else t.to(device, non_blocking=True) for t in tensors])
+
+
+def bare(runner: Runner) -> Runner:
+    """Without what brings numbers to the device, for tensors that are all there."""
+    is_wrapped = isinstance(runner, functools.partial) and runner.func is _with_numbers_brought
+    return runner.args[0] if is_wrapped else runner  # type: ignore[attr-defined]
 
 
 def call(runner: Runner, tensors: Sequence[Tensor]) -> Tensor:
@@ -58,14 +64,14 @@ def call_plain(chain: Chain, tensors: Sequence[Tensor]) -> Tensor:
 
 def execute(chain: Chain, outcome: Plan | Refusal, tensors: Sequence[Tensor]) -> Tensor:
     """One call of an outcome that nobody keeps."""
-    return call(prepare(chain, outcome, tensors[0].device.type), tensors)
+    return call(prepare(chain, outcome), tensors)
 
 
 @functools.lru_cache(maxsize=4096)
 def prepared(chain: Chain, problem: Problem) -> tuple[Plan | Refusal, Runner]:
     """Planned and made ready once per problem."""
     outcome = lower(chain, problem, hardware.machine_for(problem.place))
-    return outcome, prepare(chain, outcome, problem.device)
+    return outcome, prepare(chain, outcome)
 
 
 def check_precision(precision: str, device: str) -> None:

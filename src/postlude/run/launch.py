@@ -159,12 +159,12 @@ class CudaLaunch:
         self.call = call
         self.kernels: dict[int, nvrtc.Kernel] = {}
 
-    def __call__(self, *tensors: Tensor | None) -> None:
-        device = tensors[0].get_device()  # type: ignore[union-attr]  # the input is always there
+    def __call__(self, *tensors: Tensor) -> None:
+        device = tensors[0].get_device()
         kernel = self.kernels.get(device)
         if kernel is None:
             kernel = self.kernels[device] = cuda_kernel(self.call, device)
-        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        pointers = [tensor.data_ptr() for tensor in tensors]
         kernel.launch(self.call.grid, self.call.threads, (*pointers, *self.call.numbers))
 
     def bound(self) -> Bound:

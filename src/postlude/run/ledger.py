@@ -75,6 +75,7 @@ class Ledger:
         self.off: dict[str, str] = {}  # site → why it runs through PyTorch's operators, in every graph
         self.latest: dict[tuple[str, Chain], Entry] = {}  # the entry made last for each site
         self._tables: dict[tuple[str, Chain], dict[Any, Entry]] = {}
+        self._foreseen: dict[Question, Entry] = {}
         self._lock = threading.RLock()
 
     def table(self, name: str, chain: Chain) -> dict[Any, Entry]:
@@ -94,8 +95,31 @@ class Ledger:
     def foresee(self, question: Question) -> Entry:
         """The entry of a problem before its tensors are there: it is checked on drawn ones alone."""
         with self._lock:
-            entry = self.latest[question.name, question.chain] = self._entry(question, None)
+            if question not in self._foreseen:
+                entry = self._entry(question, None)
+                self._foreseen[question] = entry  # only now: a wrong one is switched off in there
+            entry = self.latest[question.name, question.chain] = self._foreseen[question]
             return entry
+
+    def foreseen(self, question: Question) -> Entry | None:
+        return self._foreseen.get(question)
+
+    def is_refused_after_all(self, question: Question) -> bool:
+        """Whether PyTorch runs this problem, once its kernels are compiled and checked."""
+        return _leaves_all_to_pytorch(self.foresee(question).outcome)
+
+    def is_refused(self, question: Question) -> bool:
+        """The same, as far as planning knows."""
+        try:
+            entry = Entry(question.problem, *prepared(question.chain, question.problem))
+        except Exception as error:  # it shows when the problem is entered
+            log.debug("%s: cannot be planned ahead of time (%s)", question.name, error)
+            return False
+        if (why := self.off.get(question.name)) is not None:
+            entry = self._refused(question, why)
+        if _leaves_all_to_pytorch(entry.outcome):
+            self.latest[question.name, question.chain] = entry
+        return _leaves_all_to_pytorch(entry.outcome)
 
     def expect(self, questions: Sequence[Question]) -> None:
         """Compiles the kernels of several problems at once. What goes wrong here shows when one of them is entered."""
@@ -122,6 +146,7 @@ class Ledger:
     def switch_off(self, name: str, why: str) -> None:
         """From now on the site runs through PyTorch's operators, in graphs that are there and in later ones."""
         self.off[name] = why
+        self._foreseen = {question: entry for question, entry in self._foreseen.items() if question.name != name}
         for (site, _), table in self._tables.items():
             if site == name:
                 table.clear()
@@ -177,10 +202,15 @@ class Ledger:
         # PyTorch still has to convolve in the precision that was asked for.
         tf32 = library_tf32(question.chain, problem) if problem.device == "cuda" else None
         refusal = Refusal((why,), tf32)
-        return Entry(problem, refusal, prepare(question.chain, refusal, problem.device))
+        return Entry(problem, refusal, prepare(question.chain, refusal))
 
     def _say(self, what: str) -> None:
         if self.progress is not None:
             self.progress(what)
         else:
             log.info("%s", what)
+
+
+def _leaves_all_to_pytorch(outcome: Plan | Refusal) -> bool:
+    """A refusal may name a precision: then PyTorch's operators must be called with it, not left where they are."""
+    return isinstance(outcome, Refusal) and outcome.library_tf32 is None

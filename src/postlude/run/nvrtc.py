@@ -20,8 +20,8 @@ from postlude.files import read_kept, write_kept
 from postlude.hardware import cache_folder, nvrtc_libraries
 from postlude.tile_table import NAME as TILES
 
-_STATIC_SHARED = 48 << 10  # what a block may have without asking
-_MAX_DYNAMIC_SHARED, _CARVEOUT = 8, 9  # CUfunction_attribute
+_WITHOUT_ASKING = 48 << 10  # bytes of shared memory that a block may have, with what the kernel declares itself
+_OWN_SHARED, _MAX_DYNAMIC_SHARED, _CARVEOUT = 1, 8, 9  # CUfunction_attribute
 _ALWAYS = ("--std=c++17",)
 # The names that are written, a note's by found_again.py, a verdict's by site_check.py.
 _KEPT = re.compile(r"\w+-[0-9a-f]{64}(\.cubin|\.note|\.verdict|\w*\.tmp)")
@@ -173,7 +173,9 @@ class Kernel:
             self.module, function = ctypes.c_void_p(), ctypes.c_void_p()
             _ask_driver("cuModuleLoadData", ctypes.byref(self.module), cubin)
             _ask_driver("cuModuleGetFunction", ctypes.byref(function), self.module, name.encode())
-            if shared > _STATIC_SHARED:
+            own = ctypes.c_int()
+            _ask_driver("cuFuncGetAttribute", ctypes.byref(own), _OWN_SHARED, function)
+            if shared + own.value > _WITHOUT_ASKING:
                 _ask_driver("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, shared)
                 _ask_driver("cuFuncSetAttribute", function, _CARVEOUT, 100)  # as many blocks as fit, not one
         self.function = function.value

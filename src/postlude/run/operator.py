@@ -1,96 +1,234 @@
-"""`torch.ops.postlude.chain`: a chain as one registered operator, for compilers that trace through the graph.
+"""A chain as registered operators, for compilers that trace through the graph.
 
-Eager calls do not come through here: the registered boundary costs them tens of microseconds. Its gradient computes the
-forward pass again, for an operator can keep nothing but what it was given and what it returned.
+`torch.ops.postlude.chain` is what a graph holds (run/site.py). It is no kernel: under a compiler it takes itself apart
+into casts, the pair below and the steps that are PyTorch's. `chain_forward` returns the result and what its gradient
+needs of it; `chain_backward` takes that. Nothing is computed twice.
+
+An operator's text says all that decides which program runs, and what that keeps. So a graph that PyTorch's caches hand
+to a later process runs the program that it was compiled for, or is not found there.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from postlude import reference
+from postlude import encoded, reference
 from postlude.chain import Chain
 from postlude.errors import PostludeError
-from postlude.plan import problem_of
-from postlude.run.chain_run import Training
+from postlude.plan import Plan, Problem, Refusal
+from postlude.plan.calls import Buffer, Program
+from postlude.run.apart import apart
+from postlude.run.chain_run import Training, like, on_device_of
+from postlude.run.differentiable import differentiable
 from postlude.run.execute import prepared
-from postlude.run.site import run_chain
-from postlude.stages.library import without_autocast
+from postlude.run.operator_call import Call, is_made, outcome_of, program_of, read, ready, runner_for, traced
+from postlude.stages.library import cast_for_convolution, without_autocast
+
+LIBRARY = torch.library.Library("postlude", "DEF")
+LIBRARY.define("chain_forward(Tensor[] tensors, str call) -> Tensor[]")
+LIBRARY.define("chain_backward(Tensor dy, Tensor[] saved, str call) -> Tensor[]")
 
 
-@functools.lru_cache(maxsize=1024)
-def _parse(text: str) -> Chain:
-    return Chain.loads(text)
-
-
-@torch.library.custom_op("postlude::chain", mutates_args=())
-def chain(tensors: list[Tensor], text: str, precision: str) -> Tensor:
-    given = _parse(text)
-    if given.moved:
-        raise PostludeError(
-            "torch.ops.postlude.chain cannot move running statistics; "
-            "call postlude.functional.run for a batch_norm in training."
-        )
+def call_operator(chain: Chain, problem: Problem, tensors: Sequence[Tensor]) -> Tensor:
+    """The chain by the pair of operators, and by PyTorch's what its plan leaves to it, which may be all. `problem` is
+    that of `tensors`, or has none where their sizes are symbols."""
+    needs = tuple(problem.needs_grad and tensor.requires_grad for tensor in tensors)
+    outcome: Plan | Refusal | None = None
+    if problem.tensors:
+        outcome, runner = apart(prepared, chain, problem)
+        if isinstance(outcome, Refusal):
+            return runner(tensors)
+    part = outcome.chain if isinstance(outcome, Plan) and outcome.trains else chain
+    device = tensors[0].device
+    here = [t if t.device == device else t.to(device) for t in tensors]  # a number may lie on the CPU
+    given = cast_for_convolution(part, here) if part is not chain or any(needs) else here
+    call = Call(part, problem, tuple(_specified(t) for t in given) if problem.tensors else (), needs)
+    if (program := apart(traced, call)) is not None:
+        made = (program.result, *(buffer for buffer in program.kept if is_made(buffer, program)))
+        call = dataclasses.replace(call, made=made, found=program.gradient_memory)
+    result, *more = torch.ops.postlude.chain_forward(given, encoded.dumps(call))
     with torch.no_grad():
-        result = run_chain(given, tensors, precision)
+        for slot, moved in zip(chain.moved, more[len(more) - len(chain.moved) :], strict=True):
+            tensors[slot].copy_(moved)
+    rest: Tensor = reference.continue_from(chain, len(part.steps), result, tensors, moves=True)
+    return rest
+
+
+def _specified(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], str]:
+    return tuple(tensor.shape), tensor.stride(), str(tensor.dtype).removeprefix("torch.")
+
+
+def _forward(tensors: list[Tensor], text: str) -> list[Tensor]:
+    call = read(text)
+    given = _as_traced(call, tensors)
+    moved = [given[slot].clone() for slot in call.chain.moved]
+    for slot, tensor in zip(call.chain.moved, moved):
+        given[slot] = tensor
+    with torch.no_grad(), on_device_of(given[0]), without_autocast(given[0]):
+        found = ready(text, given[0].device)[0](*given) if call.made else [runner_for(call, given)(given)]
+    results = _tensors(found)
     # An operator must not return one of its arguments; a chain of no-ops could.
-    return result.clone() if any(result is tensor for tensor in tensors) else result
+    if any(results[0] is tensor for tensor in given):
+        results[0] = results[0].clone()
+    return [*results, *moved]
 
 
-@chain.register_fake
-def _(tensors: list[Tensor], text: str, precision: str) -> Tensor:  # noqa: ARG001
+def _tensors(found: Sequence[Tensor | None]) -> list[Tensor]:
+    return [tensor for tensor in found if tensor is not None]
+
+
+def _as_traced(call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """A program reads through the strides that it was made for."""
+    if not call.given:
+        return list(tensors)
+    return [
+        t if t.stride() == strides else torch.empty_strided(shape, strides, dtype=dtype, device=t.device).copy_(t)
+        for t, (shape, strides, dtype) in zip(tensors, call.tensors, strict=True)
+    ]
+
+
+def _forward_shapes(tensors: list[Tensor], text: str) -> list[Tensor]:
+    call = read(text)
+    moved = [torch.empty_like(tensors[slot]) for slot in call.chain.moved]
+    if call.made:
+        return [*(_empty(buffer, tensors[0].device) for buffer in call.made), *moved]
     with without_autocast(tensors[0]):
-        return reference.evaluate(_parse(text), tensors)
+        return [reference.evaluate(call.chain, tensors), *moved]
 
 
-@torch.library.custom_op("postlude::chain_gradient", mutates_args=())
-def chain_gradient(dy: Tensor, tensors: list[Tensor], text: str, precision: str, needs: list[bool]) -> list[Tensor]:
-    """The gradients of the tensors that need one, like them in dtype and strides."""
-    given = _parse(text)
-    problem = dataclasses.replace(problem_of(tensors, precision), needs_grad=True)
-    _, runner = prepared(given, problem)
-    with torch.no_grad(), without_autocast(dy):
-        if isinstance(runner, Training):
-            found = [gradient for gradient in runner.gradients_again(tensors, dy, needs) if gradient is not None]
+def _empty(buffer: Buffer, device: torch.device) -> Tensor:
+    return torch.empty_strided(buffer.shape, buffer.strides, dtype=getattr(torch, buffer.dtype), device=device)
+
+
+def _backward(dy: Tensor, saved: list[Tensor], text: str) -> list[Tensor]:
+    """The gradients of the slots that need one and have one; of those that share their memory, that once."""
+    call = read(text)
+    with torch.no_grad(), on_device_of(dy), without_autocast(dy):
+        if call.made:
+            run, program = ready(text, dy.device)[1], program_of(text)
+            assert run is not None
+            assert program is not None
+            found = _tensors(run(*saved, like(program.gradient, dy)))
         else:
-            found = _plain(given, tensors, dy, needs)
-    wanted = [tensor for tensor, is_needed in zip(tensors, needs) if is_needed]
+            found = _again(call, saved, dy)
+    given = {tensor.data_ptr() for tensor in (dy, *saved)}
+    return [base.clone() if base.data_ptr() in given else base for base in found]
+
+
+def _again(call: Call, tensors: Sequence[Tensor], dy: Tensor) -> list[Tensor]:
+    """From the tensors alone: the sizes were not known when the graph was compiled, so nothing was kept."""
+    runner = runner_for(call, tensors)
+    if isinstance(runner, Training) and len(runner.plan.chain.steps) == len(call.chain.steps):
+        found = [g for g in runner.gradients_again(tensors, dy, call.needs) if g is not None]
+    else:
+        found = _plain(call.chain, tensors, dy, call.needs)
+    wanted = [tensor for tensor, is_needed in zip(tensors, call.needs) if is_needed]
     return [torch.empty_like(tensor).copy_(gradient) for tensor, gradient in zip(wanted, found, strict=True)]
 
 
-@chain_gradient.register_fake
-def _(dy: Tensor, tensors: list[Tensor], text: str, precision: str, needs: list[bool]) -> list[Tensor]:  # noqa: ARG001
-    return [torch.empty_like(tensor) for tensor, is_needed in zip(tensors, needs) if is_needed]
-
-
-def _plain(given: Chain, tensors: Sequence[Tensor], dy: Tensor, needs: Sequence[bool]) -> list[Tensor]:
+def _plain(chain: Chain, tensors: Sequence[Tensor], dy: Tensor, needs: Sequence[bool]) -> list[Tensor]:
     """By PyTorch's own derivatives. torch.func brings its own autograd, which an operator's inside lacks."""
     places = [place for place, is_needed in enumerate(needs) if is_needed]
 
     def of_wanted(*values: Tensor) -> Tensor:
         replaced = dict(zip(places, values))
-        return reference.evaluate(given, [replaced.get(place, t) for place, t in enumerate(tensors)])
+        return reference.evaluate(chain, [replaced.get(place, t) for place, t in enumerate(tensors)])
 
     with torch.enable_grad():
         pulled: Any = torch.func.vjp(of_wanted, *(tensors[place].detach() for place in places))
         return list(pulled[1](dy))
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
-    tensors, ctx.text, ctx.precision = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.needs = [tensor.requires_grad for tensor in tensors]
+def _backward_shapes(dy: Tensor, saved: list[Tensor], text: str) -> list[Tensor]:
+    call = read(text)
+    if call.made:
+        return [_empty(base, dy.device) for base in call.found]
+    return [torch.empty_like(tensor) for tensor, is_needed in zip(saved, call.needs) if is_needed]
 
 
-def _backward(ctx: Any, dy: Tensor) -> tuple[list[Tensor | None], None, None]:
-    found = iter(torch.ops.postlude.chain_gradient(dy, list(ctx.saved_tensors), ctx.text, ctx.precision, ctx.needs))
-    return [next(found) if is_needed else None for is_needed in ctx.needs], None, None
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    tensors, ctx.text = inputs
+    call = read(ctx.text)
+    if any(tensor.requires_grad and not needed for tensor, needed in zip(tensors, call.needs)):
+        raise PostludeError("torch.ops.postlude.chain_forward: a tensor wants a gradient that its text does not name.")
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+    program, moved = program_of(ctx.text), call.chain.moved
+    # Statistics are moved before a backward pass, which does not read them.
+    unmoved = dict(zip(moved, output[len(output) - len(moved) :]))
+    given = [unmoved.get(slot, tensor) for slot, tensor in enumerate(tensors)]
+    ctx.save_for_backward(*(given if program is None else _kept(call, program, given, output)))
 
 
-chain.register_autograd(_backward, setup_context=_keep)
+def _kept(call: Call, program: Program, tensors: Sequence[Tensor], output: Sequence[Tensor]) -> list[Tensor]:
+    """What the backward pass reads, in its order."""
+    by_number = dict(zip([buffer.number for buffer in call.made], output))
+    by_number |= dict(zip([buffer.number for buffer in program.given], tensors))
+    return [by_number[buffer.number] for buffer in program.kept]
+
+
+def _pull(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None], None]:
+    call, dy = read(ctx.text), grads[0]
+    if dy is None:
+        return [None] * len(call.needs), None
+    found = torch.ops.postlude.chain_backward(dy, list(ctx.saved_tensors), ctx.text)
+    return _gradients(call, program_of(ctx.text), found), None
+
+
+def _gradients(call: Call, program: Program | None, found: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """One for each slot, of what `chain_backward` returns."""
+    if program is None:
+        gradients = iter(found)
+        return [next(gradients) if is_needed else None for is_needed in call.needs]
+    bases = {base.storage: _laid_out(tensor, base) for tensor, base in zip(found, call.found, strict=True)}
+    return [None if g is None or (base := bases[g.storage]) is None else _view(base, g) for g in program.gradients]
+
+
+def _laid_out(tensor: Tensor | None, buffer: Buffer) -> Tensor | None:
+    """A view of it is to be taken by strides."""
+    if tensor is None or tensor.stride() == buffer.strides:
+        return tensor
+    return _empty(buffer, tensor.device).copy_(tensor)
+
+
+def _view(base: Tensor, buffer: Buffer) -> Tensor:
+    if tuple(base.shape) == buffer.shape and base.stride() == buffer.strides:
+        return base
+    return base.as_strided(buffer.shape, buffer.strides, buffer.offset)
+
+
+def _keep_for_another(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:  # noqa: ARG001
+    dy, saved, ctx.text = inputs
+    ctx.save_for_backward(dy, *saved)
+
+
+def _pull_again(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, list[Tensor | None], None]:
+    """A gradient's gradient, by PyTorch's own operators."""
+    call, program = read(ctx.text), program_of(ctx.text)
+    with torch.enable_grad():
+        values = [t.detach().requires_grad_(t.is_floating_point()) for t in ctx.saved_tensors]
+        dy, *saved = values
+        if program is None:
+            found = differentiable(call.chain, saved, dy, call.needs)
+        else:
+            runner = outcome_of(call.chain, call.problem)[1]
+            assert isinstance(runner, Training)
+            found = runner.passes_of(call.tensors, call.needs, dy.device).differentiable(saved, dy, call.needs)
+        pairs = [(f, g) for f, g in zip(found, _gradients(call, program, grads)) if f is not None and g is not None]
+        outputs, cotangents = zip(*pairs)
+        wanted = [value for value in values if value.requires_grad]
+        pulled = dict(zip(map(id, wanted), torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)))
+    return pulled.get(id(dy)), [pulled.get(id(value)) for value in saved], None
+
+
+LIBRARY.impl("chain_forward", _forward, "CompositeExplicitAutograd")
+LIBRARY.impl("chain_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("postlude::chain_forward", _forward_shapes, lib=LIBRARY)
+torch.library.register_fake("postlude::chain_backward", _backward_shapes, lib=LIBRARY)
+torch.library.register_autograd("postlude::chain_forward", _pull, setup_context=_keep, lib=LIBRARY)
+torch.library.register_autograd("postlude::chain_backward", _pull_again, setup_context=_keep_for_another, lib=LIBRARY)

@@ -16,7 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from postlude.plan.calls import ALLOCATIONS, Buffer, Call, CudaCall, Descriptor, KernelCall, TorchCall, buffers_in, live
+from postlude.plan.calls import (
+    ALLOCATIONS,
+    Buffer,
+    Call,
+    CudaCall,
+    Descriptor,
+    KernelCall,
+    TorchCall,
+    buffers_in,
+    live,
+    made_by,
+)
 from postlude.plan.problem import item_size
 from postlude.run.bound import Bound, is_watched
 from postlude.run.launch import ALIGNED, CudaLaunch, DescriptorLike, Launch, launch_of
@@ -114,13 +125,13 @@ class _Writer:
 
     def _pool(self) -> set[Buffer | None]:
         """Small scratch, in one allocation for each dtype."""
-        sharing = Counter(b.storage for call in self.calls for b in _made_by(call))
+        sharing = Counter(buffer.storage for buffer in made_by(self.calls))
         by_torch = {b for call in self.calls if isinstance(call, TorchCall) for b in buffers_in(call)}
         kept = {buffer for buffer in self.results if buffer is not None}
         pools: dict[str, list[Buffer]] = {}
         for call in self.calls:
             if isinstance(call, TorchCall) and call.function in ALLOCATIONS:
-                (buffer,) = _made_by(call)
+                (buffer,) = made_by([call])
                 is_alone = sharing[buffer.storage] == 1 and buffer not in by_torch and buffer not in kept
                 if is_alone and 0 < buffer.bytes <= _POOLED:
                     pools.setdefault(buffer.dtype, []).append(buffer)
@@ -137,7 +148,7 @@ class _Writer:
             made = [f"b{buffer.number}" if buffer is not None else "_" for buffer in call.results]
             into = "" if call.changes_its_argument and not any(call.results) else f"{', '.join(made)} = "
             if call.function in ALLOCATIONS:
-                (buffer,) = _made_by(call)
+                (buffer,) = made_by([call])
                 sizes = f"{buffer.shape}, {buffer.strides}, dtype=torch.{buffer.dtype}, device=device"
                 return f"{into}torch.empty_strided({sizes})"
             many = "," if len(made) > 1 or call.function in ("Tensor.unbind", "torch.unbind") else ""
@@ -174,10 +185,6 @@ class _Writer:
         name = f"c{len(self.names)}"
         self.names[name] = value
         return name
-
-
-def _made_by(call: Call) -> list[Buffer]:
-    return [buffer for buffer in call.results if buffer is not None] if isinstance(call, TorchCall) else []
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from postlude.hardware import default_fp32_precision
 from postlude.plan import problem_of
 from postlude.run.execute import call, call_plain, is_transformed
 from postlude.run.ledger import Ledger, Question
+from postlude.run.operator import LIBRARY, call_operator
 
 
 class Site(nn.Module):
@@ -27,16 +28,19 @@ class Site(nn.Module):
         memory: str = "default",
         convolution: str = "auto",
         ledger: Ledger | None = None,
+        hands_on: str = "",
     ) -> None:
         super().__init__()
         self.name, self.chain = name, chain
-        self.precision, self.memory, self.convolution = precision, memory, convolution
+        self.settings = (precision, memory, convolution, hands_on)  # of every problem here
         self.ledger = Ledger() if ledger is None else ledger
         self._table = self.ledger.table(name, chain)
 
     def forward(self, *tensors: Tensor) -> Tensor:
         if is_transformed():
             return call_plain(self.chain, tensors)
+        if torch._C._len_torch_dispatch_stack():  # somebody traces, or watches operators
+            return self._as_operator(tensors)
         # Hashing a chain and its problem costs more than a small layer: the key is what a tensor says at once.
         grad = torch.is_grad_enabled()
         switch = (tensors[0].get_device(), default_fp32_precision()) if tensors[0].is_cuda else ""
@@ -46,18 +50,50 @@ class Site(nn.Module):
             entry = self.ledger.enter(self.question(tensors), key, tensors)
         return call(entry.runner, tensors)
 
+    def _as_operator(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        is_static = all(isinstance(size, int) for tensor in tensors for size in (*tensor.shape, *tensor.stride()))
+        problem = problem_of(tensors, *self.settings, has_sizes=is_static)
+        return call_operator(self.chain, problem, tensors)
+
     def question(self, tensors: tuple[Tensor, ...]) -> Question:
-        problem = problem_of(tensors, self.precision, self.memory, self.convolution)
+        problem = problem_of(tensors, *self.settings)
         needs = tuple(problem.needs_grad and tensor.requires_grad for tensor in tensors)
         return Question(self.name, self.chain, problem, needs)
 
 
 @functools.lru_cache(maxsize=1024)
-def _site(chain: Chain, precision: str) -> Site:
-    return Site(str(chain), chain, precision)
+def _site(chain: Chain, precision: str, memory: str = "default", convolution: str = "auto", hands_on: str = "") -> Site:
+    return Site(str(chain), chain, precision, memory, convolution, hands_on=hands_on)
 
 
 def run_chain(chain: Chain, tensors: Sequence[Tensor], precision: str = "auto") -> Tensor:
     """A chain on tensors of the caller's own, outside of any model."""
     result: Tensor = _site(chain, precision)(*tensors)
     return result
+
+
+_parse = functools.lru_cache(maxsize=1024)(Chain.loads)
+
+
+def _run(
+    tensors: list[Tensor],
+    moved: list[Tensor],
+    text: str,
+    precision: str = "auto",
+    memory: str = "default",
+    convolution: str = "auto",
+    hands_on: str = "",
+    code: str = "",  # noqa: ARG001  what PyTorch's caches of compiled graphs have to tell apart
+) -> Tensor:
+    chain = _parse(text)
+    given, running = iter(tensors), iter(moved)
+    slots = [next(running if slot in chain.moved else given) for slot in range(len(chain.roles))]
+    result: Tensor = _site(chain, precision, memory, convolution, hands_on)(*slots)
+    return result
+
+
+LIBRARY.define(
+    "chain(Tensor[] tensors, Tensor(a!)[] moved, str chain, str precision='auto', str memory='default', "
+    "str convolution='auto', str hands_on='', str code='') -> Tensor"
+)
+LIBRARY.impl("chain", _run, "CompositeImplicitAutograd")

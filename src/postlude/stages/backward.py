@@ -36,8 +36,8 @@ from postlude.stages.few_channels_gradient import few_channels_gradient
 from postlude.stages.forward import Parts, first_pass
 from postlude.stages.gradient import gradient_passes
 from postlude.stages.library import CONVOLVED, convolve_by_pytorch
-from postlude.stages.moments import combined_by_pytorch
-from postlude.stages.moments_gradient import closed_form, combined_moments, moments_gradient, table_of
+from postlude.stages.moments import closed_form, combined_by_pytorch
+from postlude.stages.moments_gradient import combined_moments, moments_gradient, table_of
 from postlude.stages.pack import Packed, none_found
 from postlude.stages.rows import rows_gradient
 from postlude.stages.trace import derived, settle_layout
@@ -93,9 +93,8 @@ def _value(plan: Plan, tensors: Sequence[Tensor], parts: Parts, dy: Tensor) -> T
 def _from_moments(
     plan: Plan, tensors: Sequence[Tensor], value: Tensor | None, moments: Moments, dy: Tensor, needs: Sequence[bool]
 ) -> Found:
-    conv, is_wanted = plan.chain.producer, needs[0] or needs[1]
-    assert conv is not None
-    if plan.few_gradient is not None and closed_form(plan.chain) is not None:
+    conv, is_wanted = plan.chain.convolution, needs[0] or needs[1]
+    if plan.few_gradient is not None and closed_form(plan.chain.steps) is not None:
         grads, table = moments_gradient(plan, moments, dy, tensors, needs)
         grads[:2] = _by_few_channels(plan, tensors, table, needs) if is_wanted else (None, None)
         return grads
@@ -117,8 +116,7 @@ def _from_moments(
 def _by_few_channels(
     plan: Plan, tensors: Sequence[Tensor], table: Tensor, needs: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    conv, few = plan.chain.producer, plan.few_gradient
-    assert conv is not None
+    conv, few = plan.chain.convolution, plan.few_gradient
     assert few is not None
     padding = volume_for(conv, plan.input.shape[2:], 1).padding
     settings = few.both if needs[0] else few.weight
@@ -157,8 +155,7 @@ def _by_slabs(
     needs: Sequence[bool],
 ) -> Found:
     """A few samples at a time where the convolution is computed again, all at once where it was kept."""
-    conv = plan.chain.producer
-    assert conv is not None
+    conv = plan.chain.convolution
     dx, dw = torch.empty_like(x) if needs[0] else None, None
     shape, layout = (-1, conv.out_channels, *[1] * plan.chain.dims), memory_format(plan.value.layout, plan.chain.dims)
     for start in range(0, x.shape[0], plan.slab):

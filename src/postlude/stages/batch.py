@@ -36,9 +36,9 @@ def combine_batch(
         [*partials, mean, rstd, *(moved or (Unread(mean), Unread(mean)))],
         (batch, channels, partials.chunks, float(batch * positions), step.eps),
         {
-            "MOMENTUM": step.momentum,
-            "MOVES": bool(moved),
-            "BLOCK": block,
+            "momentum": step.momentum,
+            "HAS_RUNNING_STATS": bool(moved),
+            "BLOCK_PARTS": block,
             "ACC": accumulator(accumulator_of(value)),
         },
         warps,
@@ -61,7 +61,7 @@ def combine_batch_sums(value: Spec, sums: Tensor, weight: Tensor | None) -> tupl
         (channels,),
         [sums, Unread(sums) if weight is None else weight, a, b],
         (batch, channels, positions, chunks, batch * channels * chunks),
-        {"HAS_WEIGHT": weight is not None, "BLOCK": block},
+        {"HAS_GAMMA": weight is not None, "BLOCK_PARTS": block},
         warps,
     )
     return a, b

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from postlude.chain import Normalize
 from postlude.plan import Plan
 from postlude.plan.channels import CHANNELS_WARPS, channels_kind, channels_tile
 from postlude.plan.problem import power_in
+from postlude.plan.program import fused_norm
 from postlude.plan.tiles import pass_warps
 from postlude.stages.cuts import accumulator, accumulator_of, forward_steps, is_wide, operands, sizes_of
 from postlude.stages.normalize import per_group
@@ -27,7 +27,7 @@ def channels_pass(
     chain, spec, before, end = plan.chain, plan.value, plan.passes[-1].last - 1, plan.channels_end
     assert end is not None
     batch, channels, positions = sizes_of(spec)
-    norm = next((step for step in chain.steps if isinstance(step, Normalize)), None)
+    norm = fused_norm(chain)
     block, block_c = channels_tile(channels, positions)
     chunks, is_last = -(-positions // block), spec.layout == "channels_last"
     shape = (batch, *((1,) if end.keepdim else ()), *spec.shape[2:])
@@ -40,14 +40,14 @@ def channels_pass(
         [value, result, mean, rstd, *operands(chain, before, spec, tensors, value, plan.resumes_at)],
         (channels, positions, chunks, per_group(norm, spec)),
         {
-            "WHOLE": forward_steps(chain, "whole", before, channels, plan.resumes_at, _SPREAD),
+            "NORM_STEPS_FN": forward_steps(chain, "whole", before, channels, plan.resumes_at, _SPREAD),
             "OP": channels_kind(end),
             "HAS_NORM": norm is not None,
-            "BLOCK": block,
+            "BLOCK_S": block,
             "BLOCK_C": block_c,
-            "LAST": is_last,
+            "IS_CHANNELS_LAST": is_last,
             "ALIGN": 1 if is_last else power_in(positions, 16),
-            "WIDE": is_wide(spec),
+            "USES_INT64": is_wide(spec),
             "ACC": accumulator(accumulator_of(spec)),
         },
         pass_warps(block * block_c, CHANNELS_WARPS, _EACH),

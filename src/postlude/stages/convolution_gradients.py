@@ -38,8 +38,7 @@ def convolution_gradients(
     """Those of input and weight; what needs none gets None. `dv` is the gradient at the convolution's result, in its
     layout, and `largest` its channels' largest magnitudes where they are known; `packed` is it as our products read it,
     where it comes so."""
-    conv, product, summed = plan.chain.producer, plan.input_gradient, plan.weight_gradient
-    assert conv is not None
+    conv, product, summed = plan.chain.convolution, plan.input_gradient, plan.weight_gradient
     if packed is None and product is not None and summed is not None:
         packed = packing_of_gradient(plan)(dv, largest)
     operand = dv if packed is None else packed.high
@@ -65,8 +64,7 @@ def convolution_gradients(
 
 def _back(plan: Plan) -> Plan:
     """The convolution that takes the result's gradient to the input's, as a plan of its own."""
-    conv = plan.chain.producer
-    assert conv is not None
+    conv = plan.chain.convolution
     return dataclasses.replace(
         plan,
         chain=Chain(plan.chain.dims, input_gradient_of(conv), (), ("input", "weight")),

@@ -26,8 +26,7 @@ def convolve(
     plan: Plan, gemm: Gemm, tensors: Sequence[Tensor], packed: Packed | None = None
 ) -> tuple[Tensor | None, Partials | None]:
     """`packed` is the input, where it was packed before: then it is read instead of the tensor."""
-    conv, volume, arithmetic = plan.chain.producer, gemm.volume, gemm.arithmetic
-    assert conv is not None
+    conv, volume, arithmetic = plan.chain.convolution, gemm.volume, gemm.arithmetic
     if packed is None:
         x = tensors[0].contiguous(memory_format=memory_format(plan.input.layout, plan.chain.dims))
         packed = unfold_input(x, plan.input, conv, gemm) if gemm.unfolds else input_packing(plan, gemm)(x)
@@ -60,16 +59,16 @@ def _launch(
     rows, first = volume.sample_rows * volume.pitch // volume.width, volume.padding[0]
     sizes = (rows, volume.pitch, volume.plane, first, first + volume.space[0] - 1, *volume.out)
     constants = {
-        "BEFORE": end.before,
+        "STEPS_FN": end.before,
         "KD": volume.kernel[0],
         "KH": volume.kernel[1],
-        "SPAN_C": volume.span * gemm.channels,
-        "C": gemm.channels,
-        "WIDTH": volume.width,
+        "K_PER_TAP_ROW": volume.span * gemm.channels,
+        "C_PACKED": gemm.channels,
+        "NEIGHBOURS": volume.width,
         **planes(gemm.arithmetic),
         **end.written,
-        "DENSE": volume.is_dense,
-        "WIDE": is_wide(plan.value),
+        "IS_DENSE": volume.is_dense,
+        "USES_INT64": is_wide(plan.value),
         "ALIGN": power_in(positions, 16) if volume.is_dense else power_in(math.gcd(volume.pitch, volume.out[2]), 4),
         **end.channels,
         **product_tile(gemm, plan.value),

@@ -25,8 +25,7 @@ def convolve_boxes(
     plan: Plan, boxes: Boxes, tensors: Sequence[Tensor], packed: Packed | None = None
 ) -> tuple[Tensor | None, Partials | None]:
     """`packed` is the input, where it was brought into rows before: then it is read instead of the tensor."""
-    conv, volume = plan.chain.producer, boxes.volume
-    assert conv is not None
+    conv, volume = plan.chain.convolution, boxes.volume
     if packed is not None:
         x = packed.high
     else:
@@ -36,20 +35,20 @@ def convolve_boxes(
     weight = pack_weight(tensors[1], *tile, sizes, None, conv.transposed).matrix
     end = Epilogue(plan, math.prod(boxes.tiles), boxes.block_c)
     constants = {
-        "BEFORE": end.before,
+        "STEPS_FN": end.before,
         **dict(zip(("PD", "PH", "PW"), volume.padding)),
         "KD": volume.kernel[0],
         "KH": volume.kernel[1],
         "SPAN": volume.span,
-        "C": boxes.channels,
-        "WIDTH": boxes.width,
+        "C_PACKED": boxes.channels,
+        "NEIGHBOURS": boxes.width,
         **end.written,
-        "WIDE": is_wide(plan.value),
+        "USES_INT64": is_wide(plan.value),
         **end.channels,
-        "BH": boxes.block_h,
-        "BJ": boxes.block_j,
-        "BC": boxes.block_c,
-        "BK": boxes.block_k,
+        "BLOCK_H": boxes.block_h,
+        "BLOCK_J": boxes.block_j,
+        "BLOCK_C": boxes.block_c,
+        "BLOCK_K": boxes.block_k,
         "STAGES": boxes.stages,
         "ACC": accumulator(accumulator_of(plan.value)),
     }

@@ -80,11 +80,11 @@ class Cut:
         positions = sizes_of(value)[2]
         is_row = not self.block_c
         return {
-            "BLOCK": self.block,
+            "BLOCK_S": self.block,
             "BLOCK_C": self.block_c,
-            "SHORT": self.is_short,
+            "HAS_SHORT_ROWS": self.is_short,
             "ALIGN": power_in(positions, 16) if is_row or self.is_short else 1,
-            "WIDE": not is_row and is_wide(value),
+            "USES_INT64": not is_row and is_wide(value),
         }
 
     def warps(self, value: Spec, most: int, each: int = 8) -> int:

@@ -25,14 +25,14 @@ class Epilogue:
         item, (batch, channels, *_) = plan.passes[0], plan.value.shape
         blocks_c = -(-channels // block_c)
         self.programs = batch * chunks * blocks_c
-        self.channels = {"FULL": channels % block_c == 0, "BLOCKS_C": blocks_c}
+        self.channels = {"IS_EVEN_C": channels % block_c == 0, "BLOCKS_C": blocks_c}
         self.plan, self.last, self.chunks = plan, item.last, chunks
         self.moments, self.store = "no", "raw" if item.sink == Store(raw=True) else "done"
         if isinstance(item.sink, Moments):
             self.moments = "both" if item.sink.squares else "sums"
             self.store = "no" if not item.sink.stores else "done" if item.sink.finished else "raw"
         is_last = plan.value.layout == "channels_last"
-        self.written = {"STORE": self.store, "MOMENTS": self.moments, "LAST": is_last}
+        self.written = {"STORE": self.store, "MOMENTS": self.moments, "IS_CHANNELS_LAST": is_last}
         self.before: Steps = forward_steps(plan.chain, "before", item.last, plan.value.shape[1], spread=spread)
 
     def launch(
@@ -74,9 +74,9 @@ class Epilogue:
 def product_tile(gemm: Gemm, value: Spec) -> dict[str, object]:
     """The constants with which every product over packed operands ends."""
     return {
-        "BM": gemm.rows,
-        "BC": gemm.block_c,
-        "BK": gemm.block_k,
+        "BLOCK_M": gemm.rows,
+        "BLOCK_C": gemm.block_c,
+        "BLOCK_K": gemm.block_k,
         "STAGES": gemm.stages,
         "ACC": accumulator(accumulator_of(value)),
     }

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from postlude.plan.few_channels import FewChannels, Geometry, shared_bytes
+from postlude.plan.few_channels import FewChannels, Geometry, shared_bytes, tile_slots
 from postlude.stages.cuts import Partials
 from postlude.stages.trace import launch_cuda
 
@@ -20,29 +20,35 @@ def convolve_moments(
     settings: FewChannels,
     transposed: bool = False,
 ) -> Partials:
-    """[N, COUT, TILES] means and squared distances from them, and [N, TILES] counts, of convolution + bias.
+    """[N, C_OUT, TILES] means and squared distances from them, and [N, TILES] counts, of convolution + bias.
 
-    x is [N, CIN, D, H, W] in any strides, weight [COUT, CIN, KD, KH, KW] or, where `transposed`, [CIN, COUT, ...];
+    x is [N, C_IN, D, H, W] in any strides, weight [C_OUT, C_IN, KD, KH, KW] or, where `transposed`, [C_IN, C_OUT, ...];
     without D and KD in 2-D. The padding is that of the equivalent convolution that gathers. All of one dtype: fp32, or
     the operands'.
     """
     if x.dim() == 4:
         x, weight = x.unsqueeze(2), weight.unsqueeze(2)
     shape, out = geometry_of(x, weight, bias, padding, transposed)
-    batch, (deep, high, per_row) = x.shape[0], settings.tiles(out)
-    per_plane = high * per_row
-    tiles = deep * per_plane
+    along = settings.tiles(out)
+    batch, tiles = x.shape[0], math.prod(along)
     units = units_of(x, batch * tiles)
     mean, m2 = (torch.empty((batch, shape.cout, tiles), dtype=torch.float32, device=x.device) for _ in "mm")
     count = torch.empty((batch, tiles), dtype=torch.float32, device=x.device)
+    given = {} if bias is None else {"bias": bias.contiguous()}
     launch_cuda(
         "few_channels.cu",
         "few_channels_moments",
-        {**common_macros(settings, shape), "SHARED_BYTES": shared_bytes(settings, shape)},
+        {
+            **common_macros(settings, shape),
+            **tensor_macros(x, weight, transposed, along),
+            "HAS_BIAS": int(bias is not None),
+            "TILE_SLOTS": tile_slots(settings, shape),
+            "SHARED_BYTES": shared_bytes(settings, shape),
+        },
         (min(units, settings.programs) if settings.programs else units, shape.channel_blocks),
         settings.warps * 32,
-        [x, weight, None if bias is None else bias.contiguous(), mean, m2, count],
-        (units, tiles, per_plane, per_row, *out, *x.stride(), *x.shape[2:], *weight_strides(weight, transposed), 0),
+        {"x": x, "weight": weight, **given, "means": mean, "squares": m2, "counts": count},
+        (units, 0),
     )
     return Partials(mean, m2, count)
 
@@ -57,20 +63,20 @@ def common_macros(settings: FewChannels, shape: Geometry) -> dict[str, int]:
     """What the kernels of few channels have in common."""
     _check(settings, shape)
     return {
-        "CIN": shape.cin,
-        "COUT": shape.cout,
+        "C_IN": shape.cin,
+        "C_OUT": shape.cout,
         "NFRAG": shape.fragments,
         **dict(zip(("KD", "KH", "KW"), shape.kernel)),
         **dict(zip(("PD", "PH", "PW"), shape.padding)),
-        "FLIP": int(shape.flip),
+        "IS_FLIPPED": int(shape.flip),
         "INPUT_BITS": 32 if shape.dtype == "float32" else 16,
-        "BFLOAT": int(settings.operand == "bfloat16"),
+        "IS_BFLOAT": int(settings.operand == "bfloat16"),
         "PLANES": settings.planes,
-        "TD": settings.depth,
-        "TH": settings.height,
-        "R": settings.rows,
+        "BLOCK_D": settings.depth,
+        "BLOCK_H": settings.height,
+        "ROWS_PER_WARP": settings.rows,
         "WARPS": settings.warps,
-        "BLOCKS": settings.blocks,
+        "BLOCKS_PER_SM": settings.blocks,
     }
 
 
@@ -86,10 +92,16 @@ def _check(settings: FewChannels, shape: Geometry) -> None:
         raise ValueError(f"{settings}: the rows must divide the height, and there must be two warps")
 
 
-def weight_strides(weight: Tensor, transposed: bool) -> tuple[int, ...]:
-    """Of the output's channels, the input's, and the taps."""
+def tensor_macros(x: Tensor, weight: Tensor, transposed: bool, tiles: tuple[int, int, int]) -> dict[str, int]:
+    """Sizes, strides, and a sample's tiles along each axis: as constants they halve the instructions of staging."""
     first, second, *taps = weight.stride()
-    return (second, first, *taps) if transposed else (first, second, *taps)
+    of_weight = (second, first, *taps) if transposed else (first, second, *taps)
+    return {
+        **dict(zip("DHW", x.shape[2:])),
+        **{f"X_{axis}": stride for axis, stride in zip("NCDHW", x.stride())},
+        **{f"W_{axis}": stride for axis, stride in zip("OCDHW", of_weight)},
+        **{f"TILES_{axis}": count for axis, count in zip("DHW", tiles)},
+    }
 
 
 def geometry_of(

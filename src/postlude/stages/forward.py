@@ -12,13 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from postlude.chain import Normalize
 from postlude.plan import Plan
 from postlude.plan.boxes import Boxes
 from postlude.plan.few_channels import FewChannels
 from postlude.plan.gemm import volume_for
 from postlude.plan.problem import memory_format
-from postlude.plan.program import row_norm
+from postlude.plan.program import fused_norm, row_norm
 from postlude.plan.types import Moments, reads_moments
 from postlude.reference import continue_from
 from postlude.stages.batch import combine_batch
@@ -48,7 +47,8 @@ def forward(plan: Plan, tensors: Sequence[Tensor], keeps_value: bool = False) ->
     if isinstance(last.sink, Moments):
         assert partials is not None
         spec, dtype = dataclasses.replace(plan.value, layout=plan.result_layout), getattr(torch, plan.result_dtype)
-        result = finish_moments(chain, last.last + 1, last.sink.squares, spec, dtype, partials, tensors)
+        few = isinstance(plan.own, FewChannels)
+        result = finish_moments(chain, last.last + 1, last.sink.squares, spec, dtype, partials, tensors, by_cuda=few)
         return Parts(result, value, None, partials)
     assert value is not None
     result, moments = value, group_moments(plan, partials, tensors)
@@ -80,7 +80,7 @@ def group_moments(
 ) -> tuple[Tensor, Tensor] | None:
     """The norm's; the running statistics among the tensors `moved` move."""
     last = plan.passes[-1]
-    norm = next((step for step in plan.chain.steps[: last.last] if isinstance(step, Normalize)), None)
+    norm = fused_norm(plan.chain)
     if norm is None or partials is None or row_norm(plan.chain) is not None or last.source == "own convolution":
         return None
     if norm.over == "batch":

@@ -14,7 +14,7 @@ from postlude.chain import Chain, Normalize
 from postlude.expressions import Function
 from postlude.plan import Plan
 from postlude.plan.problem import Spec, memory_format, power_of_two
-from postlude.plan.program import last_fused_step
+from postlude.plan.program import fused_norm, last_fused_step
 from postlude.plan.types import Tile
 from postlude.stages.batch import combine_batch_sums
 from postlude.stages.cuts import (
@@ -63,7 +63,7 @@ def gradient_passes(
     if reason is not None:
         raise ValueError(f"no gradient passes: {reason}")
     wanted, layout = reverse.wanted(chain, last, needs), memory_format(spec.layout, chain.dims)
-    norm = next((step for step in chain.steps[:last] if isinstance(step, Normalize)), None)
+    norm = fused_norm(chain)
     value = value.contiguous(memory_format=layout)
     dy = dy.to(getattr(torch, plan.result_dtype)).contiguous(memory_format=layout)
     function = reverse.gradient(chain, last, needs, plan.from_result)
@@ -162,7 +162,7 @@ def _sums_pass(
         cut.grid(spec),
         [value, dy, *means, sums, *read],
         (channels, positions, chunks, cut.tiles, per_group(norm, spec), batch * channels * chunks),
-        {"SUMS": steps_of(function, channels), "COUNT": count, **cut.constants(spec), "ACC": accumulator(acc)},
+        {"SUMS_FN": steps_of(function, channels), "NUM_SUMS": count, **cut.constants(spec), "ACC": accumulator(acc)},
         _warps(cut, spec),
     )
     return sums
@@ -181,7 +181,7 @@ def _combine_sums(norm: Normalize, value: Spec, sums: Tensor, weight: Tensor | N
         (batch * groups,),
         [sums, Unread(sums) if weight is None else weight, a, b],
         (groups, each, positions, chunks, batch * channels * chunks),
-        {"HAS_WEIGHT": weight is not None, "BLOCK": block},
+        {"HAS_GAMMA": weight is not None, "BLOCK_PARTS": block},
         warps,
     )
     return a, b
@@ -203,8 +203,8 @@ def _gradient_pass(plan: Plan, last: LastPass, largest: Tensor | None) -> tuple[
         (channels, positions, chunks, last.per_group, batch * channels * chunks),
         {
             **last.constants,
-            "LARGEST": arithmetic is not None,
-            "FLAGS": arithmetic is not None and arithmetic.flags_infinities,
+            "HAS_LARGEST": arithmetic is not None,
+            "FLAGS_INF": arithmetic is not None and arithmetic.flags_infinities,
             **cut.constants(spec),
             "ACC": accumulator(accumulator_of(spec)),
         },
@@ -214,7 +214,7 @@ def _gradient_pass(plan: Plan, last: LastPass, largest: Tensor | None) -> tuple[
 
 
 def add_channels(value: Spec, first: Tensor | None, second: Tensor, dtypes: Sequence[torch.dtype]) -> Tensor:
-    """Sums [COUNT, N, C, CHUNKS] of both passes over samples and chunks, in one launch, in a dtype as wide as all."""
+    """Sums [NUM_SUMS, N, C, CHUNKS] of both passes over samples and chunks in one launch, in a dtype as wide as all."""
     batch, channels, _ = sizes_of(value)
     rows, chunks = (0, 1) if first is None else (first.shape[0], first.shape[3])
     dtype = functools.reduce(torch.promote_types, dtypes)
@@ -227,7 +227,7 @@ def add_channels(value: Spec, first: Tensor | None, second: Tensor, dtypes: Sequ
         tuple(added.shape),
         [or_unread(first, second), or_unread(second if second.numel() else None, filler), added],
         (batch, channels, chunks, second.shape[3], rows),
-        {"BLOCK": block},
+        {"BLOCK_PARTS": block},
         warps,
     )
     return added

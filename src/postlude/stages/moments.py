@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from postlude.chain import Chain, Reduce
+from postlude.chain import Cast, Chain, Normalize, Reduce, Step
 from postlude.moments import Moments, finish, laid_out
 from postlude.plan.problem import Spec, power_of_two
 from postlude.plan.program import takes_the_batch
 from postlude.reference import continue_from
 from postlude.stages.cuts import Partials, steps_of
-from postlude.stages.trace import Pointer, Unread, launch
+from postlude.stages.trace import Pointer, Unread, launch, launch_cuda
 from postlude.steps import OPERANDS, moments, pass_slots
 
 _TILE = 2048  # partial moments of a tile: 4096 spill as float64
@@ -29,12 +29,14 @@ def finish_moments(
     dtype: torch.dtype,
     partials: Partials,
     tensors: Sequence[Tensor],
+    by_cuda: bool = False,
 ) -> Tensor:
     """Steps `first` to the end, from the partial moments of `value`, in the layout that PyTorch would have there: one
     small launch, then what follows the reduction.
 
     Where that launch cannot (too many channels or tensors, or a norm over the batch, of which each of its programs sees
-    one sample), PyTorch's operators do it.
+    one sample), PyTorch's operators do it. `by_cuda`: a norm and the mean of everything are CUDA C++, as was what made
+    the moments.
     """
     from postlude.kernels.triton.moments import MOST_CHANNELS
 
@@ -48,8 +50,24 @@ def finish_moments(
     kept = (batch, channels) if reduce.over == "space" else (batch,)
     shape = kept + (1,) * (chain.dims + 2 - len(kept)) if reduce.keepdim else kept
     result = torch.empty(shape, dtype=dtype, device=partials.means.device)
-    read: list[Pointer] = [tensors[index].contiguous() for index in slots]
-    read += [Unread(partials.means)] * (OPERANDS - len(slots))
+    if not (by_cuda and _norm_and_mean(chain.steps[first - 1 : last], partials, tensors, result)):
+        _by_triton(chain, (first, last), squares, reduce, partials, [tensors[index] for index in slots], result)
+    result = laid_out(result, reduce, is_last)
+    return result if last == len(chain.steps) else continue_from(chain, last, result, tensors)
+
+
+def _by_triton(
+    chain: Chain,
+    steps: tuple[int, int],
+    squares: bool,
+    reduce: Reduce,
+    partials: Partials,
+    given: Sequence[Tensor],
+    result: Tensor,
+) -> None:
+    batch, channels, _ = partials.means.shape
+    read: list[Pointer] = [tensor.contiguous() for tensor in given]
+    read += [Unread(partials.means)] * (OPERANDS - len(given))
     block_c, block = blocks(channels)
     launch(
         "moments",
@@ -59,16 +77,51 @@ def finish_moments(
         (partials.chunks,),
         {
             "C": channels,
-            "MOMENTS": steps_of(moments(chain, first, last)),
-            "SQUARES": squares,
-            "OVER_SPACE": reduce.over == "space",
+            "MOMENTS_FN": steps_of(moments(chain, *steps)),
+            "HAS_M2": squares,
+            "IS_OVER_SPACE": reduce.over == "space",
             "BLOCK_C": block_c,
-            "BLOCK": block,
+            "BLOCK_PARTS": block,
         },
         WARPS,
     )
-    result = laid_out(result, reduce, is_last)
-    return result if last == len(chain.steps) else continue_from(chain, last, result, tensors)
+
+
+def closed_form(steps: Sequence[Step]) -> tuple[Normalize, Reduce] | None:
+    """The norm of each sample and the reduction where there is nothing else: both passes have a kernel for that."""
+    steps = [step for step in steps if not isinstance(step, Cast)]
+    if len(steps) != 2 or not isinstance(steps[0], Normalize) or not isinstance(steps[1], Reduce):
+        return None
+    return (steps[0], steps[1]) if steps[0].over == "sample" else None
+
+
+def _norm_and_mean(steps: Sequence[Step], partials: Partials, tensors: Sequence[Tensor], result: Tensor) -> bool:
+    """Launches few_channels_finish.cu where it can do these steps."""
+    found = closed_form(steps)
+    if found is None or (found[1].op, found[1].over) != ("mean", "sample"):
+        return False
+    norm, (batch, channels, tiles) = found[0], partials.means.shape
+    if norm.weight is None or norm.bias is None or channels > 32:
+        return False
+    gamma, beta = tensors[norm.weight.index], tensors[norm.bias.index]
+    if any(tensor.dtype != torch.float32 for tensor in (gamma, beta, result)):
+        return False
+    launch_cuda(
+        "few_channels_finish.cu",
+        "few_channels_finish",
+        {"C_OUT": channels, "C_PER_GROUP": channels // (norm.groups or channels), "TILES": tiles, "EPS": norm.eps},
+        (batch, 1),
+        32,
+        {
+            "means": partials.means,
+            "squares": partials.squares,
+            "counts": partials.counts,
+            "gamma": gamma.contiguous(),
+            "beta": beta.contiguous(),
+            "result": result,
+        },
+    )
+    return True
 
 
 def combined_by_pytorch(value: Spec, squares: bool, partials: Partials) -> Moments:
@@ -84,6 +137,6 @@ def combined_by_pytorch(value: Spec, squares: bool, partials: Partials) -> Momen
 
 
 def blocks(channels: int) -> tuple[int, int]:
-    """The kernel's BLOCK_C and BLOCK."""
+    """The kernel's BLOCK_C and BLOCK_PARTS."""
     block_c = max(16, power_of_two(channels))
     return block_c, _TILE // block_c

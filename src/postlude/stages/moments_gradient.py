@@ -12,24 +12,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from postlude.chain import Cast, Chain, Normalize, Reduce
 from postlude.moments import Moments
 from postlude.plan import Plan
 from postlude.plan.problem import Spec, power_of_two
 from postlude.stages.cuts import Partials
-from postlude.stages.moments import WARPS, blocks
+from postlude.stages.moments import WARPS, blocks, closed_form
 from postlude.stages.trace import Unread, launch
 
 _TILE = 1024  # numbers of a tile, in float64: 2048 spill
 _LARGEST = 100  # exponent of the scale, either way
-
-
-def closed_form(chain: Chain) -> tuple[Normalize, Reduce] | None:
-    """The norm of each sample and the reduction of a chain that has nothing else: one launch makes the table."""
-    steps = [step for step in chain.steps if not isinstance(step, Cast)]
-    if len(steps) != 2 or not isinstance(steps[0], Normalize) or not isinstance(steps[1], Reduce):
-        return None
-    return (steps[0], steps[1]) if steps[0].over == "sample" else None
 
 
 def combined_moments(value: Spec, partials: Partials) -> Moments:
@@ -43,7 +34,7 @@ def combined_moments(value: Spec, partials: Partials) -> Moments:
         (batch,),
         [*partials, both],
         (batch, partials.chunks),
-        {"C": channels, "BLOCK_C": block_c, "BLOCK": block},
+        {"C": channels, "BLOCK_C": block_c, "BLOCK_PARTS": block},
         WARPS,
     )
     return Moments(both[0], both[1], math.prod(value.shape[2:]))
@@ -53,9 +44,8 @@ def moments_gradient(
     plan: Plan, moments: Moments, dy: Tensor, tensors: Sequence[Tensor], needs: Sequence[bool]
 ) -> tuple[list[Tensor | None], Tensor]:
     """The gradient of every slot but the convolution's input and weight, and the table, by one launch."""
-    found, conv = closed_form(plan.chain), plan.chain.producer
+    found, conv = closed_form(plan.chain.steps), plan.chain.convolution
     assert found is not None
-    assert conv is not None
     assert moments.variance is not None
     norm, reduce = found
     batch, channels = plan.value.shape[:2]
@@ -66,7 +56,7 @@ def moments_gradient(
     results = [None if slot is None else torch.empty_like(tensors[slot]) for slot in slots]
     gamma, bias = (None if slots[i] is None else tensors[slots[i] or 0].contiguous() for i in (0, 2))
     pointers = [Unread(table) if one is None else one for one in (gamma, bias, table, *results)]
-    block_p = power_of_two(channels // groups)
+    block_c = power_of_two(channels // groups)
     launch(
         "moments_gradient",
         "moments_gradient_kernel",
@@ -75,15 +65,15 @@ def moments_gradient(
         (batch, moments.positions),
         {
             "C": channels,
-            "PER": channels // groups,
-            "EPS": norm.eps,
-            "OVER_SPACE": reduce.over == "space",
+            "C_PER_GROUP": channels // groups,
+            "eps": norm.eps,
+            "IS_OVER_SPACE": reduce.over == "space",
             "IS_SUM": reduce.op == "sum",
             "HAS_GAMMA": norm.weight is not None,
             "HAS_BETA": norm.bias is not None,
             "HAS_BIAS": conv.has_bias,
-            "BLOCK_P": block_p,
-            "BLOCK_N": min(power_of_two(batch), _TILE // block_p),
+            "BLOCK_C": block_c,
+            "BLOCK_SAMPLES": min(power_of_two(batch), _TILE // block_c),
         },
     )
     grads: list[Tensor | None] = [None] * len(tensors)

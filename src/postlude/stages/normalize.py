@@ -10,6 +10,7 @@ from torch import Tensor
 from postlude.chain import Normalize
 from postlude.plan import Plan
 from postlude.plan.problem import Spec
+from postlude.plan.program import fused_norm
 from postlude.plan.types import Moments
 from postlude.stages.cuts import (
     Partials,
@@ -53,8 +54,8 @@ def moments_pass(plan: Plan, value: Tensor, tensors: Sequence[Tensor]) -> Partia
         [value, means, squares, counts, *operands(plan.chain, item.last, spec, tensors, value, first)],
         (channels, positions, chunks, cut.tiles),
         {
-            "BEFORE": forward_steps(plan.chain, "before", item.last, channels, first),
-            "SQUARES": item.sink.squares,
+            "STEPS_FN": forward_steps(plan.chain, "before", item.last, channels, first),
+            "HAS_M2": item.sink.squares,
             **cut.constants(spec),
             "ACC": accumulator(acc),
         },
@@ -80,7 +81,7 @@ def combine_moments(step: Normalize, value: Spec, partials: Partials) -> tuple[T
         (batch * groups,),
         [*partials, mean, rstd],
         (groups, each * partials.chunks, partials.chunks, float(each * positions), step.eps),
-        {"BLOCK": block, "ACC": accumulator(accumulator_of(value))},
+        {"BLOCK_PARTS": block, "ACC": accumulator(accumulator_of(value))},
         warps,
     )
     return mean, rstd
@@ -97,7 +98,7 @@ def finish_pass(
     chain, spec, last = plan.chain, plan.value, plan.passes[-1].last
     cut, is_last = last_cut(spec, tile_of(plan)), bool(tile_of(plan).block_c)
     _, channels, positions = sizes_of(spec)
-    norm = next((step for step in chain.steps[:last] if isinstance(step, Normalize)), None)
+    norm = fused_norm(chain)
     # A channels-last value may have to become a contiguous result, as PyTorch's norm would have left it.
     turns = is_last and last == len(chain.steps) and plan.result_layout == "contiguous"
     dtype = getattr(torch, plan.result_dtype)
@@ -115,10 +116,10 @@ def finish_pass(
         [value, result, mean, rstd, *operands(chain, last, spec, tensors, value, plan.resumes_at)],
         (channels, positions, cut.chunks(positions), per_group(norm, spec)),
         {
-            "WHOLE": forward_steps(chain, "whole", last, channels, plan.resumes_at),
+            "NORM_STEPS_FN": forward_steps(chain, "whole", last, channels, plan.resumes_at),
             "HAS_NORM": norm is not None,
             **cut.constants(spec),
-            "CONTIGUOUS_OUT": turns,
+            "IS_OUT_CONTIGUOUS": turns,
             "ACC": accumulator(accumulator_of(spec)),
         },
         cut.warps(spec, _LAST_FINISH_WARPS if is_last else _WARPS),

@@ -35,7 +35,7 @@ def weight_strides(weight: Tensor, transposed: bool) -> tuple[int, int, int]:
 
 def planes(arithmetic: Arithmetic) -> dict[str, int | bool]:
     """The constants that say it to every kernel that packs or multiplies."""
-    return {"PLANES": arithmetic.planes, "SCALED": arithmetic.scaled, "KEEPS": arithmetic.keeps_infinities}
+    return {"PLANES": arithmetic.planes, "IS_SCALED": arithmetic.scaled, "KEEPS_INF": arithmetic.keeps_infinities}
 
 
 def none_found(channels: int, arithmetic: Arithmetic, device: torch.device) -> Tensor:
@@ -63,11 +63,11 @@ def find_largest(x: Tensor, spec: Spec, arithmetic: Arithmetic) -> Tensor:
         [x, found],
         (channels, positions, chunks, tiles),
         {
-            "LAST": is_last,
-            "SHORT": bool(short),
+            "IS_CHANNELS_LAST": is_last,
+            "HAS_SHORT_ROWS": bool(short),
             "ALIGN": 1 if is_last else power_in(positions, 16),
-            "FLAGS": arithmetic.flags_infinities,
-            "BLOCK": block,
+            "FLAGS_INF": arithmetic.flags_infinities,
+            "BLOCK_S": block,
             "BLOCK_C": block_c,
         },
         pass_warps(block * block_c, _LARGEST_WARPS, 8),
@@ -92,7 +92,7 @@ class Packing:
         block, block_c = min(_PACK_BLOCK, max(16, power_of_two(width))), min(64, channels & -channels)
         self.grid = (x.shape[0] if is_long else self.shape[0], -(-width // block), channels // block_c)
         self.numbers = (*x.shape[:2], *read.space, *read.padding, read.pitch, read.padded[1], read.sample_rows)
-        self.tile = {"BLOCK": block, "BLOCK_C": block_c, "PAD": power_of_two(max(1, volume.padding[2]))}
+        self.tile = {"BLOCK_W": block, "BLOCK_C": block_c, "BLOCK_PAD": power_of_two(max(1, volume.padding[2]))}
 
     def empty(self, device: torch.device) -> Tensor:
         """To be written; what no program of the packing kernel writes is zero."""
@@ -121,9 +121,9 @@ class Packing:
             [x, self.matrix(high), or_unread(second, high), or_unread(largest, high)],
             self.numbers,
             {
-                "CP": self.shape[2],
+                "C_PACKED": self.shape[2],
                 **planes(self.arithmetic),
-                "LAST": self.spec.layout == "channels_last",
+                "IS_CHANNELS_LAST": self.spec.layout == "channels_last",
                 **self.tile,
             },
         )
@@ -137,7 +137,7 @@ def matrices(packed: Packed, shape: tuple[int, int], row: int, block: tuple[int,
 
 
 class PackedWeight(NamedTuple):
-    matrix: Tensor  # [outputs · WIDTH, PLANES · K]
+    matrix: Tensor  # [outputs · NEIGHBOURS, PLANES · K]
     unscale: Tensor | None  # [outputs]: what undoes the scales, where there are any
 
 
@@ -172,16 +172,16 @@ def pack_weight(
         [weight, made.matrix, or_unread(largest, weight), or_unread(made.unscale, weight)],
         (*sizes, *weight_strides(weight, flip)),
         {
-            "ROWS": rows,
+            "TAP_ROWS": rows,
             "KW": volume.kernel[2],
-            "WIDTH": volume.width,
+            "NEIGHBOURS": volume.width,
             "SPAN": volume.span,
-            "UNFOLDED": unfolded,
-            "CP": channels,
-            "BLOCK_O": block_c,
+            "UNFOLDED_TAPS": unfolded,
+            "C_PACKED": channels,
+            "BLOCK_C": block_c,
             **planes(arithmetic),
-            "FLIP": flip,
-            "BLOCK": 1024,
+            "IS_FLIPPED": flip,
+            "BLOCK_K": 1024,
         },
     )
     return made

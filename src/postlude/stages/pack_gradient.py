@@ -11,7 +11,7 @@ from torch import Tensor
 from postlude.chain import Normalize
 from postlude.plan.calls import Steps
 from postlude.plan.problem import Spec, power_in
-from postlude.reverse import FULL, Wanted
+from postlude.reverse import MOST_FULL, Wanted
 from postlude.stages.cuts import accumulator, accumulator_of, is_wide
 from postlude.stages.pack import Packing
 from postlude.stages.trace import Pointer, Unread, launch
@@ -35,10 +35,10 @@ class LastPass:
     @property
     def constants(self) -> dict[str, Any]:
         return {
-            "GRADIENT": self.steps,
+            "GRADIENT_FN": self.steps,
             "HAS_NORM": self.norm is not None,
-            "TOTALS": len(self.wanted.totals),
-            "FULL": len(self.wanted.full),
+            "NUM_SUMS": len(self.wanted.totals),
+            "NUM_FULL": len(self.wanted.full),
         }
 
     def arguments(self, first: Tensor, chunks: int) -> tuple[Tensor, list[Tensor], list[Pointer]]:
@@ -48,7 +48,7 @@ class LastPass:
         sums = torch.empty(shape, dtype=accumulator_of(self.spec), device=self.value.device)
         full = [torch.empty_like(self.value, dtype=dtype) for dtype in self.dtypes]
         unread = Unread(self.value)
-        outputs = [sums if sums.numel() else unread, *full, *[unread] * (FULL - len(full))]
+        outputs = [sums if sums.numel() else unread, *full, *[unread] * (MOST_FULL - len(full))]
         return sums, full, [self.value, self.dy, *self.means, first, *outputs]
 
 
@@ -65,10 +65,10 @@ def packed_gradient(last: LastPass, packing: Packing) -> tuple[Tensor, Tensor, l
         (*packing.numbers, chunks, last.per_group),
         {
             **last.constants,
-            "CP": packing.shape[2],
-            "LAST": spec.layout == "channels_last",
+            "C_PACKED": packing.shape[2],
+            "IS_CHANNELS_LAST": spec.layout == "channels_last",
             **packing.tile,
-            "WIDE": is_wide(spec),
+            "USES_INT64": is_wide(spec),
             "ALIGN": power_in(packing.row, 16),
             "ACC": accumulator(accumulator_of(spec)),
         },

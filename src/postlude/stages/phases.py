@@ -31,10 +31,10 @@ def pack_phases(
         (*sizes, *weight_strides(weight, True)),
         {
             **_axes("K", [axis.kernel for axis in phases.axes]),
-            **_axes("S", [axis.stride for axis in phases.axes]),
-            "CP": gemm.channels,
+            **_axes("STRIDE_", [axis.stride for axis in phases.axes]),
+            "C_PACKED": gemm.channels,
             **planes(gemm.arithmetic),
-            "BLOCK": _WEIGHT_BLOCK,
+            "BLOCK_K": _WEIGHT_BLOCK,
         },
     )
     return made
@@ -52,15 +52,15 @@ def launch_phases(
     end = Epilogue(plan, gemm.chunks, gemm.block_c, "[None, :]" if is_last else "[:, None]")
     out = [axis.out for axis in phases.axes]
     constants = {
-        "BEFORE": end.before,
+        "STEPS_FN": end.before,
         **_axes("K", [axis.kernel for axis in phases.axes]),
-        **_axes("S", [axis.stride for axis in phases.axes]),
-        **_axes("P", [axis.padding for axis in phases.axes]),
-        **_axes("F", phases.front),
-        "C": gemm.channels,
+        **_axes("STRIDE_", [axis.stride for axis in phases.axes]),
+        **_axes("CROP_", [axis.padding for axis in phases.axes]),
+        **_axes("P", phases.front),
+        "C_PACKED": gemm.channels,
         **planes(gemm.arithmetic),
         **end.written,
-        "WIDE": is_wide(plan.value),
+        "USES_INT64": is_wide(plan.value),
         **end.channels,
         **product_tile(gemm, plan.value),
     }
@@ -69,5 +69,5 @@ def launch_phases(
     return end.launch(*kernel, product, unread, tensors, numbers, constants, gemm.warps)
 
 
-def _axes(letter: str, sizes: Iterable[int]) -> dict[str, int]:
-    return {letter + axis: size for axis, size in zip("DHW", sizes)}
+def _axes(name: str, sizes: Iterable[int]) -> dict[str, int]:
+    return {name + axis: size for axis, size in zip("DHW", sizes)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from postlude import reference
 from postlude.chain import Chain
 from postlude.plan import Plan
-from postlude.plan.calls import Program
+from postlude.plan.calls import Program, TorchCall, buffers_in, made_by
 from postlude.plan.problem import empty
 from postlude.stages.backward import backward, combined
 from postlude.stages.forward import forward
@@ -48,7 +49,20 @@ def training_program(plan: Plan, given: Given, needs: tuple[bool, ...]) -> Progr
         found = backward(plan, tensors, parts, moments, dy, needs)
     gradients = tuple(None if grad is None else tracer.buffer(grad, "result") for grad in found)
     end = tracer.buffer(parts.result, "result")
-    return Program(slots, calls, end, gradient, tuple(tracer.calls), gradients)
+    return _with_views_again(Program(slots, calls, end, gradient, tuple(tracer.calls), gradients))
+
+
+def _with_views_again(program: Program) -> Program:
+    """The backward pass takes the views that it reads itself: what is kept shares no memory with anything else, which a
+    registered operator has to promise of its results."""
+    given, needed = {buffer.number for buffer in program.given}, {buffer.number for buffer in program.kept}
+    views: list[TorchCall] = []
+    for call in reversed(program.forward):
+        made = {buffer.number for buffer in made_by([call])} - given
+        if isinstance(call, TorchCall) and call.is_view and made & needed:
+            views.append(call)
+            needed |= {buffer.number for buffer in buffers_in(call)}
+    return dataclasses.replace(program, backward=(*views[::-1], *program.backward))
 
 
 def planned_program(plan: Plan) -> Program:

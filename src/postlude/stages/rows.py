@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from postlude import reverse
-from postlude.chain import Normalize
 from postlude.plan import Plan
 from postlude.plan.problem import Spec, memory_format, power_in, power_of_two
-from postlude.plan.program import last_fused_step
+from postlude.plan.program import fused_norm, last_fused_step
 from postlude.stages.cuts import accumulator, accumulator_of, forward_steps, operands, steps_of
 from postlude.stages.gradient import Gradients, add_channels, gradient_of_vector, without_unread
 from postlude.stages.trace import Unread, launch
@@ -29,19 +28,19 @@ def rows_pass(plan: Plan, value: Tensor, tensors: Sequence[Tensor], keeps_value:
     overwrites = chain.producer is not None and not keeps_value and spec.dtype == plan.result_dtype
     result = value if overwrites else torch.empty_like(value, dtype=getattr(torch, plan.result_dtype))
     length, in_channel, rows, cut = rows_of(plan)
-    one_channel = not cut["SAMPLE"] and in_channel % cut["BLOCK_R"] == 0
-    is_full = length == cut["BLOCK_L"] and rows % cut["BLOCK_R"] == 0
+    one_channel = not cut["IS_WHOLE_SAMPLE"] and in_channel % cut["BLOCK_ROWS"] == 0
+    is_even = length == cut["BLOCK_L"] and rows % cut["BLOCK_ROWS"] == 0
     launch(
         "rows",
         "rows_kernel",
-        (-(-rows // cut["BLOCK_R"]),),
+        (-(-rows // cut["BLOCK_ROWS"]),),
         [value, result, *operands(chain, last, spec, tensors, value)],
         (spec.shape[1], in_channel, length, rows),
         {
-            "STEPS": forward_steps(chain, "rows", last, spec.shape[1]),
+            "ROW_STEPS_FN": forward_steps(chain, "rows", last, spec.shape[1]),
             **cut,
-            "ONE_CHANNEL": one_channel,
-            "FULL": is_full,
+            "HAS_ONE_CHANNEL": one_channel,
+            "IS_EVEN_ROWS": is_even,
             "ACC": accumulator(accumulator_of(spec)),
         },
         _warps(cut),
@@ -54,7 +53,8 @@ def rows_pass(plan: Plan, value: Tensor, tensors: Sequence[Tensor], keeps_value:
 def rows_gradient(plan: Plan, needs: frozenset[int], value: Tensor, dy: Tensor, tensors: Sequence[Tensor]) -> Gradients:
     """The gradient at the first value, and each slot's in its dtype."""
     chain, spec, last = plan.chain, plan.value, last_fused_step(plan.chain)
-    norm = next(step for step in chain.steps if isinstance(step, Normalize))
+    norm = fused_norm(chain)
+    assert norm is not None
     # In the order in which the kernel gives their sums.
     slots = [None if slot is None else slot.index for slot in (norm.bias, norm.weight)]
     rows = {slot: place for place, slot in enumerate(slots) if slot is not None and slot in needs}
@@ -66,9 +66,9 @@ def rows_gradient(plan: Plan, needs: frozenset[int], value: Tensor, dy: Tensor, 
     value, dy = value.contiguous(), dy.to(getattr(torch, plan.result_dtype)).contiguous()
     read = without_unread(chain, tensors, value, function.loaded)
     length, in_channel, _, cut = rows_of(plan)
-    cut["BLOCK_R"] = min(cut["BLOCK_R"], power_of_two(in_channel))
-    tiles = min(_MOST_TILES, -(-in_channel // cut["BLOCK_R"]))
-    chunks = -(-in_channel // (tiles * cut["BLOCK_R"]))
+    cut["BLOCK_ROWS"] = min(cut["BLOCK_ROWS"], power_of_two(in_channel))
+    tiles = min(_MOST_TILES, -(-in_channel // cut["BLOCK_ROWS"]))
+    chunks = -(-in_channel // (tiles * cut["BLOCK_ROWS"]))
     batch, channels = spec.shape[:2]
     programs, count = batch * channels * chunks, 2 if rows else 0
     first = torch.empty_like(value)
@@ -76,7 +76,7 @@ def rows_gradient(plan: Plan, needs: frozenset[int], value: Tensor, dy: Tensor, 
     columns = torch.empty((count, programs, length, 1), dtype=acc, device=value.device)
     full = [torch.empty_like(value, dtype=tensors[slot].dtype) for slot in wanted.full]
     partial = [part if part.numel() else Unread(value) for part in (sums, columns)]
-    unread = [Unread(value)] * (reverse.FULL - len(full))
+    unread = [Unread(value)] * (reverse.MOST_FULL - len(full))
     launch(
         "rows",
         "rows_gradient_kernel",
@@ -84,11 +84,11 @@ def rows_gradient(plan: Plan, needs: frozenset[int], value: Tensor, dy: Tensor, 
         [value, dy, first, *partial, *full, *unread, *operands(chain, last, spec, read, value)],
         (channels, in_channel, length, chunks, tiles, programs),
         {
-            "GRADIENT": steps_of(function, channels),
-            "TOTALS": len(wanted.totals),
-            "FULL": len(wanted.full),
-            "COLUMNS": count,
-            **{name: cut[name] for name in ("BLOCK_R", "BLOCK_L", "ALIGN")},
+            "ROW_GRADIENT_FN": steps_of(function, channels),
+            "NUM_SUMS": len(wanted.totals),
+            "NUM_FULL": len(wanted.full),
+            "NUM_COLUMN_SUMS": count,
+            **{name: cut[name] for name in ("BLOCK_ROWS", "BLOCK_L", "ALIGN")},
             "ACC": accumulator(acc),
         },
         2 * _warps(cut),
@@ -100,7 +100,7 @@ def rows_gradient(plan: Plan, needs: frozenset[int], value: Tensor, dy: Tensor, 
 def _vectors(
     plan: Plan, totals: dict[int, int], sums: Tensor, rows: dict[int, int], columns: Tensor, tensors: Sequence[Tensor]
 ) -> dict[int, Tensor]:
-    """Gradients of the steps' vectors from `sums`, [TOTALS, N, C, CHUNKS], and of the norm's γ and β from `columns`,
+    """Gradients of the steps' vectors from `sums`, [NUM_SUMS, N, C, CHUNKS], and of the norm's γ and β from `columns`,
     [2, PROGRAMS, LENGTH, 1]: slots by their places in these."""
     found = {}
     for slot in [slot for slot in totals if plan.chain.roles[slot] == "row"]:
@@ -118,14 +118,15 @@ def _vectors(
 def rows_of(plan: Plan) -> tuple[int, int, int, dict[str, Any]]:
     """Elements of a row, rows of a sample's channel, rows in all, and the constants that say how they are cut."""
     shape = plan.value.shape
-    norm = next(step for step in plan.chain.steps if isinstance(step, Normalize))
+    norm = fused_norm(plan.chain)
+    assert norm is not None
     length = math.prod(shape[-norm.axes :])
     is_sample = norm.axes == len(shape) - 1
     in_channel = 1 if is_sample else math.prod(shape[2:]) // length
     block = power_of_two(length)
     constants = {
-        "SAMPLE": is_sample,
-        "BLOCK_R": max(1, _TILE // block),
+        "IS_WHOLE_SAMPLE": is_sample,
+        "BLOCK_ROWS": max(1, _TILE // block),
         "BLOCK_L": block,
         "ALIGN": power_in(length, 16),
     }
@@ -133,5 +134,5 @@ def rows_of(plan: Plan) -> tuple[int, int, int, dict[str, Any]]:
 
 
 def _warps(constants: dict[str, Any]) -> int:
-    elements: int = constants["BLOCK_R"] * constants["BLOCK_L"]
+    elements: int = constants["BLOCK_ROWS"] * constants["BLOCK_L"]
     return max(4, elements // (32 * _ELEMENTS))

@@ -78,17 +78,19 @@ def launch(
 def launch_cuda(
     source: str,
     kernel: str,
-    macros: Mapping[str, int],
+    macros: Mapping[str, float],
     grid: tuple[int, int],
     threads: int,
-    tensors: Sequence[Tensor | None],
-    numbers: tuple[int, ...],
+    tensors: Mapping[str, Tensor],
+    numbers: tuple[int, ...] = (),
 ) -> None:
-    """A kernel of kernels/cuda/`source`; `macros` have SHARED_BYTES, None is a null pointer."""
-    tracer, items = _tracer(), tuple(macros.items())
+    """A kernel of kernels/cuda/`source`; the tensors, each under the word that exported files have for it, come before
+    the numbers."""
+    tracer = _tracer()
     with torch._C.DisableTorchFunction():
-        arguments = tuple(None if tensor is None else tracer.buffer(tensor) for tensor in tensors)
-    tracer.calls.append(CudaCall(source, kernel, items, grid, threads, macros["SHARED_BYTES"], arguments, numbers))
+        arguments = tuple(map(tracer.buffer, tensors.values()))
+    shared, items = int(macros.get("SHARED_BYTES", 0)), tuple(macros.items())
+    tracer.calls.append(CudaCall(source, kernel, items, grid, threads, shared, tuple(tensors), arguments, numbers))
 
 
 def settle_layout(tensor: Tensor, layout: torch.memory_format) -> Tensor:

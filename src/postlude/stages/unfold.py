@@ -34,15 +34,15 @@ def unfold_input(x: Tensor, spec: Spec, conv: Convolution, gemm: Gemm) -> Packed
         [x, high, or_unread(low, high), or_unread(largest, high)],
         (rows, spec.shape[1], *sizes),
         {
-            "CP": gemm.channels,
+            "C_PACKED": gemm.channels,
             **planes(arithmetic),
-            "LAST": spec.layout == "channels_last",
-            "WIDE": is_wide(spec),
-            "TH": gemm.unfolded[0],
-            "TW": gemm.unfolded[1],
-            "PADS": any(whole.padding),
-            "EACH": each,
-            "BLOCK": block,
+            "IS_CHANNELS_LAST": spec.layout == "channels_last",
+            "USES_INT64": is_wide(spec),
+            "UNFOLDED_H": gemm.unfolded[0],
+            "UNFOLDED_W": gemm.unfolded[1],
+            "HAS_PADDING": any(whole.padding),
+            "ROWS_PER_PROGRAM": each,
+            "BLOCK_W": block,
         },
     )
     return Packed(high, low, largest)

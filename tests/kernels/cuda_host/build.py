@@ -43,6 +43,7 @@ def build(
         text = holders[0].read_text("utf-8")
         assert text.count(mutant[0]) == 1, mutant[0]
         holders[0].write_text(text.replace(*mutant), "utf-8")
+    kernel.write_text(kernel.read_text("utf-8").replace("    __shared__ ", "    static "), "utf-8")
     return HostKernel(_compiled(kernel, entry, ["-DPOSTLUDE_HOST", *defines]))
 
 
@@ -75,7 +76,7 @@ def build_text(folder: Path, source: str, entry: str) -> Path:
     source = re.sub(r"extern __shared__ uint4 (\w+)\[\];", r"uint4* \1 = ::shared;", source)
     kernel = folder / f"{entry}.cu"
     kernel.write_text(source.replace("__shared__", "static"), encoding="utf-8")
-    return _compiled(kernel, entry, ["-w", "-DBFLOAT=0", "-DSHARED_BYTES=232448"])
+    return _compiled(kernel, entry, ["-w", "-DIS_BFLOAT=0", "-DSHARED_BYTES=232448"])
 
 
 def _compiled(kernel: Path, entry: str, options: Sequence[str]) -> Path:

@@ -25,16 +25,13 @@ struct uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct float3 { float x, y, z; };
 struct alignas(16) float4 { float x, y, z, w; };
-struct double3 { double x, y, z; };
 struct dim3 { int x, y; };
 
-inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 inline unsigned __float_as_uint(float v) { unsigned bits; std::memcpy(&bits, &v, 4); return bits; }
 inline float __uint_as_float(unsigned bits) { float v; std::memcpy(&v, &bits, 4); return v; }
 inline float __fdividef(float a, float b) { return a / b; }
-inline int __popc(unsigned v) { return __builtin_popcount(v); }
 
 namespace host {
 
@@ -191,9 +188,7 @@ inline T __reduce_max_sync(unsigned mask, T value)
     return value;
 }
 
-inline int __reduce_min_sync(unsigned mask, int value) { return -__reduce_max_sync(mask, -value); }
-
-#if BFLOAT
+#if IS_BFLOAT
 inline float unpack(std::uint16_t bits) { return __uint_as_float((unsigned)bits << 16); }
 inline std::uint16_t pack(float v) { return host::round_to_bfloat(v); }
 #else
@@ -202,12 +197,11 @@ inline std::uint16_t pack(float v) { return host::round_to_half(v); }
 #endif
 
 inline unsigned pack_pair(float first, float second) { return pack(first) | (unsigned)pack(second) << 16; }
-inline unsigned pack(float low, float high) { return pack_pair(low, high); }
 
 // m16n8k16: lane (g, t) brings rows g and g + 8 of a, column g of b, and has columns 2t and 2t + 1 of rows g and g + 8
-inline void mma(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1)
+inline void mma(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1)
 {
-    std::uint32_t words[10] = {a0, a1, a2, a3, b0, b1}, result[4];
+    std::uint32_t words[10] = {a[0], a[1], a[2], a[3], b0, b1}, result[4];
     std::memcpy(words + 6, d, 16);
     host::exchange(words, 10, result, 4, [](host::Exchange& warp) {
         float a[16][16], b[16][8];
@@ -230,8 +224,6 @@ inline void mma(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a
     });
     std::memcpy(d, result, 16);
 }
-
-inline void mma(float (&d)[4], uint4 a, unsigned b0, unsigned b1) { mma(d, a.x, a.y, a.z, a.w, b0, b1); }
 
 // ldmatrix.x4: lane 8m + r brings the address of row r of matrix m, lane (g, t) gets numbers 2t and 2t + 1 of row g of
 // each matrix, or of column g

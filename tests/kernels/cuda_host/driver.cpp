@@ -1,6 +1,9 @@
 // One kernel of ours as a function of the host: compiled with -DPOSTLUDE_HOST and the kernel's own definitions.
 #include "cuda_host.h"
 
+#ifndef SHARED_BYTES
+#define SHARED_BYTES 0
+#endif
 uint4 shared[SHARED_BYTES / 16 + 1];
 
 #include POSTLUDE_KERNEL

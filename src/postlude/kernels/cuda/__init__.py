@@ -1,1 +1,1 @@
-"""CUDA C++ kernels, compiled at run time with NVRTC (see run/nvrtc.py)."""
+"""CUDA C++ kernels, compiled at run time with NVRTC (see run/nvrtc.py). Names are those of kernels/triton."""

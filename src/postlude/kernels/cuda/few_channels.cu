@@ -1,117 +1,157 @@
 // Direct convolution of 1 to 4 input channels on tensor cores that stores nothing of the convolution's size: it gives
 // the moments of (convolution + bias) per sample, channel and tile.
+// A block walks over tiles of BLOCK_D×BLOCK_H×32 outputs. It stages a tile's input in shared memory, a slot for each
+// position: its channels, as 4 numbers of 16 bits, and, where there are 1 or 2, those of its right neighbours
+// (TAPS_PER_SLOT positions in all). A slot serves a chunk of as many neighbouring taps. A product m16n8k16 takes 4
+// chunks, K = 4 × 4 numbers, in such an order that lane (g, t) = (lane / 4, lane % 4) reads for row g the whole slot of
+// chunk t at once. fp32 input is scaled by powers of two, per tile and per channel of the weight; in two planes, fp16
+// and what that leaves over, a slot is as precise as fp32.
 //
-// A block walks over tiles of TD×TH×32 outputs. It stages a tile's input in shared memory, 4 numbers of 16 bits per
-// position: its channels, and, where there are fewer than 3, those of its right neighbours (XS positions in all).
-// Such a slot serves the XS taps next to one another in x, so the taps of the kernel are CHUNKS slots, each with its
-// own offset from the output's position. One m16n8k16 product takes 4 chunks: K = 4 chunks × 4 numbers. Its columns
-// are permuted so that lane (g, t) = (lane / 4, lane % 4) reads, for row g, the whole slot of chunk t at once:
-// columns 2t, 2t+1 are the slot's numbers 0, 1 and columns 2t+8, 2t+9 its numbers 2, 3.
-//
-// fp32 input in fp16 operands is scaled by powers of two, per tile for the input and per output channel for the
-// weight, so that the largest finite magnitude lands in 2¹⁴…2¹⁵. With two planes a slot holds fp16(number) four times
-// and fp16 of what is left four times: 16 bytes, as many as the four fp32 numbers that it is made from in place.
-//
-// Compile-time: CIN COUT NFRAG KD KH KW PD PH PW FLIP, INPUT_BITS (32, or 16: the operand's own type), BFLOAT,
-// PLANES, TD TH R WARPS BLOCKS, SHARED_BYTES.
+// Compile-time: C_IN C_OUT NFRAG KD KH KW PD PH PW IS_FLIPPED, D H W, strides X_N X_C X_D X_H X_W of the input and W_O
+// W_C W_D W_H W_W of the weight, INPUT_BITS (32, or 16: the operand's own type), IS_BFLOAT, PLANES, BLOCK_D BLOCK_H
+// ROWS_PER_WARP WARPS BLOCKS_PER_SM, TILES_D TILES_H TILES_W of a sample, HAS_BIAS, TILE_SLOTS (for a tile's input, or
+// the lanes' moments), SHARED_BYTES. What they mean is in kernels/triton/__init__.py, or beside their use.
 
 #include "operands.cuh"
 #include "geometry.cuh"
 
-constexpr int TILE = (TD + KD - 1) * PLANE;
-static_assert(CHANNELS <= THREADS && STEPS * 4 <= THREADS, "too few warps");
-constexpr int WORDS = 5 * CHANNELS + WARPS * (2 * CHANNELS + 2) + STEPS * 4 + 1;  // behind the slots
-static_assert((TILE + FRAGMENTS) * sizeof(slot_t) + WORDS * 4 == SHARED_BYTES, "the host counts differently");
+static_assert((TILE_SLOTS + FRAGMENT_SLOTS) * sizeof(slot_t) == SHARED_BYTES &&
+              TILE_SLOTS >= (BLOCK_D + KD - 1) * SLICE_PITCH &&
+              TILE_SLOTS * sizeof(slot_t) >= LANES * BLOCK_C * sizeof(float3), "the host counts differently");
 
 #include "tile.cuh"
 #include "products.cuh"
-#include "moments.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) few_channels_moments(
-    const input_t* __restrict__ p_x,  // [N, CIN, D, H, W] through its strides
-    const input_t* __restrict__ p_w,  // [COUT, CIN, KD, KH, KW] through its strides
-    const input_t* __restrict__ p_bias,  // [COUT] or null
-    float* __restrict__ p_mean,  // [N, COUT, tiles], out
-    float* __restrict__ p_m2,  // the same
-    float* __restrict__ p_count,  // [N, tiles], out
-    int units,  // tiles of all samples
-    int tiles,  // of a sample, of one depth in it, and of one row of those
-    int tiles_hw, int tiles_w,
-    int out_d, int out_h, int out_w,
-    long long stride_n, int stride_c, int stride_d, int stride_h, int stride_w,
-    int d, int h, int w,
-    int w_stride_o, int w_stride_c, int w_stride_d, int w_stride_h, int w_stride_w,
-    u32 zero)  // 0, which the compiler cannot know
+// Stages a tile. Exponents are [WARPS + 1]: the last is what it is scaled by. Ends in a barrier.
+__device__ __forceinline__ void stage(const input_t* p_x, int positions, int z0, int y0, int x0, slot_t* tile,
+                                      int* exponents)
+{
+    int first = threadIdx.x;
+    asm volatile("" : "+r"(first));  // or places of a tile would be computed once, and wait in registers
+#if IS_SCALED
+    float largest = 0.0f;
+#endif
+#pragma unroll 4  // loads in flight together
+    for (int i = first; i < positions; i += THREADS) {
+        input_t v[4];
+        fetch(p_x, i, z0, y0, x0, v);
+#if IS_SCALED
+        largest = fmaxf(fmaxf(largest, fmaxf(fabsf(v[0]), fabsf(v[1]))), fmaxf(fabsf(v[2]), fabsf(v[3])));
+#else
+        tile[place_of(i)] = make_slot(v, 1.0f);
+#endif
+#if PLANES == 2
+        *(float4*)&tile[place_of(i)] = {v[0], v[1], v[2], v[3]};
+#endif
+    }
+#if IS_SCALED
+    exponents[threadIdx.x / 32] = warp_exponent(largest);
+    __syncthreads();
+    int exponent = __reduce_max_sync(~0u, exponents[threadIdx.x % WARPS]);
+    exponents[WARPS] = exponent;
+#pragma unroll 4
+    for (int i = first; i < positions; i += THREADS) {
+#if PLANES == 2
+        float4 raw = *(float4*)&tile[place_of(i)];  // which this thread has stored itself
+        float v[4] = {raw.x, raw.y, raw.z, raw.w};
+#else
+        float v[4];
+        fetch(p_x, i, z0, y0, x0, v);
+#endif
+        tile[place_of(i)] = make_slot(v, power_of_two(14 - exponent));
+    }
+#endif
+    __syncthreads();
+}
+
+// Of one lane's outputs of 2·NFRAG channels: 8·(c / 2) + 2t + c % 2. m2 is the squared distance from the mean.
+struct Moments { float count, mean[2 * NFRAG], m2[2 * NFRAG]; };
+
+// Adds sums, of which `rows` rows and, from this lane's first column on, `columns` are outputs: Chan's formula
+__device__ __forceinline__ void take_in(Moments& have, const Sums& sums, int rows, int columns)
+{
+    float count = min(rows, ROWS_PER_WARP) * max(0, min(4, (columns + 7) / 8));
+    float share = __fdividef(1.0f, fmaxf(count, 1.0f)), weight = __fdividef(count, fmaxf(have.count + count, 1.0f));
+#pragma unroll
+    for (int c = 0; c < 2 * NFRAG; c++) {
+        float sum = 0.0f, squares = 0.0f;
+#pragma unroll
+        for (int k = 0; k < 4 * ROWS_PER_WARP; k++)
+            if (k / 4 < rows && k % 4 * 8 < columns) sum += sums[k / 2][c / 2][k % 2 * 2 + c % 2];
+#pragma unroll
+        for (int k = 0; k < 4 * ROWS_PER_WARP; k++) {
+            float off = sums[k / 2][c / 2][k % 2 * 2 + c % 2] - sum * share;
+            if (k / 4 < rows && k % 4 * 8 < columns) squares += off * off;
+        }
+        float apart = sum * share - have.mean[c];
+        have.mean[c] += apart * weight;
+        have.m2[c] += squares + apart * apart * (have.count * weight);
+    }
+    have.count += count;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) few_channels_moments(
+    const input_t* __restrict__ p_x,  // [N, C_IN, D, H, W] through its strides
+    const input_t* __restrict__ p_w,  // [C_OUT, C_IN, KD, KH, KW] through its strides
+#if HAS_BIAS
+    const input_t* __restrict__ p_bias,  // [C_OUT]
+#endif
+    float* __restrict__ p_mean,  // [N, C_OUT, TILES], out
+    float* __restrict__ p_m2, float* __restrict__ p_count,  // squared distances from it; [N, TILES], both out
+    int units, u32 zero)  // tiles of all samples; 0, which the compiler cannot know
 {
     extern __shared__ uint4 shared[];
-    slot_t* tile = (slot_t*)shared;  // [TD + KD - 1, IN_H, COLUMNS] with PLANE and PITCH
-    slot_t* fragments = tile + TILE;  // [STEPS, NFRAG, 32]
-    float* scales = (float*)(fragments + FRAGMENTS);  // [CHANNELS]
-    int* undo = (int*)(scales + CHANNELS);
-    float* biases = (float*)(undo + CHANNELS);
-    float* unscales = biases + CHANNELS;  // [2, CHANNELS], of the tile
-    float* means = unscales + 2 * CHANNELS;  // [WARPS, CHANNELS]
-    float* squares = means + WARPS * CHANNELS;
-    float* counts = squares + WARPS * CHANNELS;  // [WARPS]
-    u32* largest_of_warp = (u32*)(counts + WARPS);
-    int* offsets = (int*)(largest_of_warp + WARPS);  // [STEPS, 4]
-    int* current = offsets + STEPS * 4;  // the unit, kept here while registers are short
-
-    Volume in = {d, h, w, stride_c, stride_d, stride_h, stride_w};
-    Weight weight = {w_stride_o, w_stride_c, w_stride_d, w_stride_h, w_stride_w};
+    slot_t* tile = (slot_t*)shared;  // [BLOCK_D + KD - 1, IN_H, IN_W] with SLICE_PITCH and ROW_PITCH
+    slot_t* fragments = tile + TILE_SLOTS;  // [K_STEPS, NFRAG, lane]
+    __shared__ int offsets[THREADS], weight_exponents[BLOCK_C], exponents[WARPS + 1];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    int c0 = blockIdx.y * CHANNELS;
-    if (threadIdx.x < STEPS * 4) {
-        int chunk = threadIdx.x < CHUNKS ? threadIdx.x : 0;  // past the last, any: its weights are 0
-        offsets[threadIdx.x] = chunk / (KH * CW) * PLANE + chunk / CW % KH * PITCH + chunk % CW * XS;
-    }
-    prepare(p_w, p_bias, weight, c0, fragments, scales, undo, biases);
+    int c0 = blockIdx.y * BLOCK_C;
+    int chunk = min((int)threadIdx.x, TAP_CHUNKS - 1);  // past the last, any: its weights are 0
+    offsets[threadIdx.x] = chunk / (KH * TAP_CHUNKS_W) * SLICE_PITCH + chunk / TAP_CHUNKS_W % KH * ROW_PITCH +
+                           chunk % TAP_CHUNKS_W * TAPS_PER_SLOT;
+    prepare(p_w, c0, fragments, weight_exponents);
     for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
-        int i_n = unit / tiles, i_tile = unit % tiles;
-        int z0 = i_tile / tiles_hw * TD, y0 = i_tile % tiles_hw / tiles_w * TH, x0 = i_tile % tiles_w * 32;
-        int depth = min(TD, out_d - z0), height = min(TH, out_h - y0), width = min(32, out_w - x0);
-        stage(p_x + i_n * stride_n, in, (depth + KD - 1) * IN_H * COLUMNS, z0 - PD, y0 - PH, x0 - PW, tile,
-              largest_of_warp, undo, unscales);
-        if (threadIdx.x == 0) *current = unit;
-        if (threadIdx.x == 0 && c0 == 0) p_count[unit] = (float)(depth * height * width);
+        int i_n = unit / TILES, i_tile = unit % TILES;
+        int z0 = i_tile / (TILES_H * TILES_W) * BLOCK_D, y0 = i_tile / TILES_W % TILES_H * BLOCK_H;
+        int x0 = i_tile % TILES_W * 32;
+        int depth = min(BLOCK_D, OD - z0), height = min(BLOCK_H, OH - y0), width = min(32, OW - x0);
+        const input_t* p_sample = p_x + (long long)i_n * X_N;
+        stage(p_sample, (depth + KD - 1) * IN_H * IN_W, z0 - PD, y0 - PH, x0 - PW, tile, exponents);
         Moments have = {};
-        u32 columns = 0u;
-#pragma unroll
-        for (int i = 0; i < 4; i++) columns |= (u32)(8 * i + g < width) << i;
-        int groups = (height + R - 1) / R;
+        int groups = (height + ROWS_PER_WARP - 1) / ROWS_PER_WARP;
 #pragma unroll 1
         for (int i = warp; i < depth * groups; i += WARPS) {
-            int z = i / groups, y = i % groups * R;
+            int z = i / groups, y = i % groups * ROWS_PER_WARP;
             Sums sums = {};
-            multiply(tile + z * PLANE + y * PITCH + g, offsets + t, fragments + lane, zero, sums);
-            u32 valid = 0u;
-#pragma unroll
-            for (int r = 0; r < R; r++) valid |= y + r < height ? columns << (4 * r) : 0u;
-            take_in(have, sums, valid);
-        }
-        merge_lanes(have);
-        if (g == 0) {
-#pragma unroll
-            for (int i = 0; i < 2 * NFRAG; i++) {
-                means[warp * CHANNELS + i / 2 * 8 + 2 * t + i % 2] = have.mean[i / 2][i % 2];
-                squares[warp * CHANNELS + i / 2 * 8 + 2 * t + i % 2] = have.m2[i / 2][i % 2];
-            }
-            if (t == 0) counts[warp] = have.count;
+            multiply(tile + z * SLICE_PITCH + y * ROW_PITCH + g, offsets + t, fragments + lane, zero, sums);
+            take_in(have, sums, height - y, width - g);
         }
         __syncthreads();
-        unit = *current;
+        float3 *parts = (float3*)shared, *mine = parts + (warp * 8 + g) * BLOCK_C + 2 * t;  // [LANES, BLOCK_C]
+#pragma unroll
+        for (int c = 0; c < 2 * NFRAG; c++) mine[c / 2 * 8 + c % 2] = {have.count, have.mean[c], have.m2[c]};
+        __syncthreads();
         int c = threadIdx.x;
-        if (c < CHANNELS && c0 + c < COUT) {
-            float mean, m2;
-            merge_warps(mean, m2, counts, means + c, squares + c);
-            long long at = ((long long)(unit / tiles) * COUT + c0 + c) * tiles + unit % tiles;
-            // Scales and bias are applied to a tile's moments, once, not to each of its outputs.
-#if SCALED
-            float once = unscales[c], again = unscales[CHANNELS + c];
-            mean = mean * once * again, m2 = m2 * once * again * once * again;
+        if (c < BLOCK_C && c0 + c < C_OUT) {
+            float3 all = parts[c];  // count, mean and m2 of the lanes in their order: the same bits every run
+#pragma unroll 8
+            for (int i = 1; i < LANES; i++) {
+                float3 more = parts[i * BLOCK_C + c];
+                float apart = more.y - all.y, weight = __fdividef(more.x, fmaxf(all.x + more.x, 1.0f));
+                all = {all.x + more.x, all.y + apart * weight, all.z + more.z + apart * apart * (all.x * weight)};
+            }
+            // Scales and bias are applied to a tile's moments, once, not to each of its outputs
+#if IS_SCALED
+            int power = exponents[WARPS] + weight_exponents[c] - 28;
+            all.y = ldexpf(all.y, power), all.z = ldexpf(all.z, 2 * power);
 #endif
-            p_mean[at] = mean + biases[c];
-            p_m2[at] = m2;
+#if HAS_BIAS
+            all.y += as_float(p_bias[c0 + c]);
+#endif
+            long long at = ((long long)i_n * C_OUT + c0 + c) * TILES + i_tile;
+            p_mean[at] = all.y, p_m2[at] = all.z;
+            if (c0 + c == 0) p_count[unit] = all.x;
         }
+        __syncthreads();
     }
 }

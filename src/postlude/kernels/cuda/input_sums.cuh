@@ -1,57 +1,58 @@
-// dx: what a plane of dv adds to the planes of the input's gradient that it reaches. Needs few_channels_gradient.cu's
+// dx: what a slice of dv adds to the slices of the input's gradient that it reaches. Needs few_channels_gradient.cu's
 // constants.
 
-typedef float PlaneSums[MINE][4];
+typedef float SliceSums[M_TILES_PER_WARP][4];
 
-// Adds what one plane of dv gives to the KD planes of dx that it reaches. Row y of the tile's outputs lies at row
+// Adds what one slice of dv gives to the KD slices of dx that it reaches. Row y of the tile's outputs lies at row
 // y + above of dv, its first column at column `before`, both for the last tap.
 __device__ __forceinline__ void add_input(const u16* dv, const slot_t* back, int above, int before,
-                                          PlaneSums (&sums)[KD])
+                                          SliceSums (&sums)[KD])
 {
     int lane = threadIdx.x % 32, matrix = lane / 8, r = lane % 8;
 #pragma unroll 1
     for (int kh = 0; kh < KH; kh++) {
-        const u16* from[MINE];
+        const u16* from[M_TILES_PER_WARP];
 #pragma unroll
-        for (int m = 0; m < MINE; m++) {
-            int eight = 2 * (threadIdx.x / 32 * MINE + m) + matrix % 2;
-            int y = eight / GROUPS * 2 + r / 4 + above - kh, x = before + (eight % GROUPS * 4 + r % 4) * OPR;
-            from[m] = dv + ((u32)y < (u32)TH ? (y * ROW + x) * STRIDE : NOTHING);
+        for (int m = 0; m < M_TILES_PER_WARP; m++) {
+            int eight = 2 * (threadIdx.x / 32 * M_TILES_PER_WARP + m) + matrix % 2;
+            int y = eight / ROW_GROUPS * 2 + r / 4 + above - kh;
+            int x = before + (eight % ROW_GROUPS * 4 + r % 4) * NEIGHBOURS;
+            from[m] = dv + ((u32)y < (u32)BLOCK_H ? (y * DV_ROW + x) * DV_STRIDE : DV_ZEROS);
         }
-        PlaneSums part[KD] = {};
+        SliceSums part[KD] = {};
 #pragma unroll
-        for (int step = 0; step < KSTEPS; step++) {
-            constexpr int LAST = REACH * NFRAG - 1;
-            int octet = min(2 * step + matrix / 2, LAST);
-            int offset = NFRAG % 2 ? octet * 8 : octet / NFRAG * STRIDE + octet % NFRAG * 8;
-            u32 high[MINE][4];
+        for (int step = 0; step < DX_K_STEPS; step++) {
+            constexpr int LAST_OCTET = SPAN * NFRAG - 1;
+            int octet = min(2 * step + matrix / 2, LAST_OCTET);
+            int offset = NFRAG % 2 ? octet * 8 : octet / NFRAG * DV_STRIDE + octet % NFRAG * 8;
+            u32 high[M_TILES_PER_WARP][4];
 #if PLANES == 2
-            u32 low[MINE][4];
+            u32 low[M_TILES_PER_WARP][4];
 #endif
 #pragma unroll
-            for (int m = 0; m < MINE; m++) {
+            for (int m = 0; m < M_TILES_PER_WARP; m++) {
                 load_matrices(high[m], from[m] + offset);
 #if PLANES == 2
-                load_matrices(low[m], from[m] + offset + DV);
+                load_matrices(low[m], from[m] + offset + DV_SIZE);
 #endif
             }
 #pragma unroll
             for (int kd = 0; kd < KD; kd++) {
-                slot_t b = back[((kd * KH + kh) * KSTEPS + step) * 32];
+                slot_t b = back[((kd * KH + kh) * DX_K_STEPS + step) * 32];
 #pragma unroll
-                for (int m = 0; m < MINE; m++) {
+                for (int m = 0; m < M_TILES_PER_WARP; m++) {
 #if PLANES == 2
-                    mma(part[kd][m], low[m][0], low[m][1], low[m][2], low[m][3], b.x, b.y);
-                    mma(part[kd][m], high[m][0], high[m][1], high[m][2], high[m][3], b.z, b.w);
+                    mma(part[kd][m], low[m], b.x, b.y);
+                    mma(part[kd][m], high[m], b.z, b.w);
 #endif
-                    mma(part[kd][m], high[m][0], high[m][1], high[m][2], high[m][3], b.x, b.y);
+                    mma(part[kd][m], high[m], b.x, b.y);
                 }
             }
-            if (step % PROMOTE_STEPS != PROMOTE_STEPS - 1 && step != KSTEPS - 1) continue;
+            if (step % PROMOTE_STEPS != PROMOTE_STEPS - 1 && step != DX_K_STEPS - 1) continue;
 #pragma unroll
-            for (int i = 0; i < KD * MINE * 4; i++) {
-                float& sum = part[i / (MINE * 4)][i / 4 % MINE][i % 4];
-                sums[i / (MINE * 4)][i / 4 % MINE][i % 4] += sum;
+            for (int i = 0; i < KD * M_TILES_PER_WARP * 4; i++) {
+                float& sum = part[i / (M_TILES_PER_WARP * 4)][i / 4 % M_TILES_PER_WARP][i % 4];
+                sums[i / (M_TILES_PER_WARP * 4)][i / 4 % M_TILES_PER_WARP][i % 4] += sum;
                 sum = 0.0f;
             }
         }
@@ -61,18 +62,18 @@ __device__ __forceinline__ void add_input(const u16* dv, const slot_t* back, int
 __device__ __forceinline__ void store(float* to, float value) { *to = value; }
 __device__ __forceinline__ void store(u16* to, float value) { *to = (u16)pack_pair(value, 0.0f); }
 
-// One plane of dx, from `p_dx` on
-__device__ __forceinline__ void store_plane(const PlaneSums& sums, const Extent& ys, const Extent& xs, const Volume& to,
-                                            float undo0, float undo1, input_t* p_dx)
+// One slice of dx, from `p_dx` on
+__device__ __forceinline__ void store_slice(const SliceSums& sums, const Extent& ys, const Extent& xs, float undo0,
+                                            float undo1, input_t* p_dx)
 {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
-    for (int i = 0; i < MINE * 4; i++) {
-        int eight = 2 * (threadIdx.x / 32 * MINE + i / 4) + i / 2 % 2, column = 2 * t + i % 2;
-        int y = ys.low + eight / GROUPS * 2 + g / 4;
-        int x = xs.low + (eight % GROUPS * 4 + g % 4) * OPR + column / CIN;
-        if (column < OPR * CIN && y < ys.high && x < xs.high)
-            store(p_dx + y * to.stride_h + x * to.stride_w + column % CIN * to.stride_c,
+    for (int i = 0; i < M_TILES_PER_WARP * 4; i++) {
+        int eight = 2 * (threadIdx.x / 32 * M_TILES_PER_WARP + i / 4) + i / 2 % 2, column = 2 * t + i % 2;
+        int y = ys.low + eight / ROW_GROUPS * 2 + g / 4;
+        int x = xs.low + (eight % ROW_GROUPS * 4 + g % 4) * NEIGHBOURS + column / C_IN;
+        if (column < NEIGHBOURS * C_IN && y < ys.high && x < xs.high)
+            store(p_dx + y * DX_H + x * DX_W + column % C_IN * DX_C,
                   sums[i / 4][i % 4] * undo0 * undo1);
     }
 }

@@ -1,31 +1,31 @@
-// dW: a warp's pairs of chunks by all channels, summed over the positions of a plane. Needs few_channels_gradient.cu's
-// constants; promoted to ordinary fp32 every PROMOTE rows.
+// dW: a warp's pairs of chunks by all channels, summed over the positions of a slice. Needs few_channels_gradient.cu's
+// constants; promoted to ordinary fp32 every PROMOTE_ROWS rows.
 
 typedef float WeightSums[PAIRS][NFRAG][4];
 
-// Adds what the rows from `first` to before `rows` of one plane give. `counted`: the bits of positions 2t and 2t + 1 of
+// Adds what the rows from `first` to before `rows` of one slice give. `counted`: the bits of positions 2t and 2t + 1 of
 // a row that count.
 __device__ __forceinline__ void add_weight(const slot_t* ring, const int* offsets, const u16* dv, int first, int rows,
                                            u32 counted, const float* undo, WeightSums& sums)
 {
     int lane = threadIdx.x % 32, matrix = lane / 8, t = lane % 4;
-    int owned = threadIdx.x / 32 / SPLITS * PAIRS;
+    int owned = threadIdx.x / 32 * PAIRS;
     if (owned >= PAIRS_IN_ALL) return;
     const slot_t* slots[PAIRS];
 #pragma unroll
     for (int p = 0; p < PAIRS; p++) {
         int chunk = 2 * (owned + p) + matrix % 2;
-        slots[p] = ring + offsets[chunk < CHUNKS ? chunk : 0] + matrix / 2 * 8 + lane % 8;
+        slots[p] = ring + offsets[chunk < TAP_CHUNKS ? chunk : 0] + matrix / 2 * 8 + lane % 8;
     }
 #if PLANES == 2
-    const u16* from = dv + matrix / 2 * DV + (LEFT + matrix % 2 * 8 + lane % 8) * STRIDE;
+    const u16* from = dv + matrix / 2 * DV_SIZE + (DV_LEFT + matrix % 2 * 8 + lane % 8) * DV_STRIDE;
 #else
-    const u16* from = dv + (LEFT + lane) * STRIDE;
+    const u16* from = dv + (DV_LEFT + lane) * DV_STRIDE;
 #endif
 #pragma unroll 1
-    for (int base = first + threadIdx.x / 32 % SPLITS * PROMOTE; base < rows; base += SPLITS * PROMOTE) {
+    for (int base = first; base < rows; base += PROMOTE_ROWS) {
         WeightSums part = {};
-        int stop = min(base + PROMOTE, rows);
+        int stop = min(base + PROMOTE_ROWS, rows);
 #pragma unroll 1
         for (int y = base; y < stop; y++) {
             u32 b[NFRAG][4];
@@ -34,7 +34,7 @@ __device__ __forceinline__ void add_weight(const slot_t* ring, const int* offset
 #pragma unroll
                 for (int n = 0; n < NFRAG; n++) {
                     if (PLANES == 2 || half == 0)
-                        load_transposed(b[n], from + (y * ROW + half * 16) * STRIDE + n * 8);
+                        load_transposed(b[n], from + (y * DV_ROW + half * 16) * DV_STRIDE + n * 8);
                     if (half == 0) b[n][0] &= counted;
                     if (half == 0 && PLANES == 2) b[n][2] &= counted;
                 }
@@ -42,14 +42,14 @@ __device__ __forceinline__ void add_weight(const slot_t* ring, const int* offset
                 for (int p = 0; p < PAIRS; p++) {
                     if (owned + p >= PAIRS_IN_ALL) continue;
                     u32 a[4];
-                    load_transposed(a, slots[p] + y * PITCH + half * 16);
+                    load_transposed(a, slots[p] + y * ROW_PITCH + half * 16);
 #pragma unroll
                     for (int n = 0; n < NFRAG; n++) {
 #if PLANES == 2
-                        mma(part[p][n], a[0], a[1], a[2], a[3], b[n][2], b[n][3]);
-                        mma(part[p][n], a[0], a[1], a[2], a[3], b[n][0], b[n][1]);
+                        mma(part[p][n], a, b[n][2], b[n][3]);
+                        mma(part[p][n], a, b[n][0], b[n][1]);
 #else
-                        mma(part[p][n], a[0], a[1], a[2], a[3], b[n][2 * half], b[n][2 * half + 1]);
+                        mma(part[p][n], a, b[n][2 * half], b[n][2 * half + 1]);
 #endif
                     }
                 }
@@ -58,7 +58,7 @@ __device__ __forceinline__ void add_weight(const slot_t* ring, const int* offset
 #pragma unroll
         for (int i = 0; i < NFRAG * 4; i++) {
             int c = i / 4 * 8 + 2 * t + i % 2;
-            float undo0 = undo[c], undo1 = undo[CHANNELS + c];
+            float undo0 = undo[c], undo1 = undo[BLOCK_C + c];
 #pragma unroll
             for (int p = 0; p < PAIRS; p++) sums[p][i / 4][i % 4] += part[p][i / 4][i % 4] * undo0 * undo1;
         }
@@ -66,18 +66,22 @@ __device__ __forceinline__ void add_weight(const slot_t* ring, const int* offset
 }
 
 // Rows of a chunk are its numbers, high and then low: added, and stored where the weight has them
-__device__ __forceinline__ void store_weight(const WeightSums& sums, const Weight& w, float* p_dw)
+__device__ __forceinline__ void store_weight(const WeightSums& sums, float* p_dw)
 {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    int owned = threadIdx.x / 32 / SPLITS * PAIRS;
+    int owned = threadIdx.x / 32 * PAIRS;
 #pragma unroll
     for (int i = 0; i < PAIRS * NFRAG * 4; i++) {
-        int p = i / (NFRAG * 4), n = i / 4 % NFRAG, chunk = 2 * (owned + p) + i / 2 % 2, channel = n * 8 + 2 * t + i % 2;
+        int p = i / (NFRAG * 4), n = i / 4 % NFRAG;
+        int chunk = 2 * (owned + p) + i / 2 % 2, channel = n * 8 + 2 * t + i % 2;
         float sum = sums[p][n][i % 4];
         sum += __shfl_xor_sync(0xffffffffu, sum, 16);
-        int kw = chunk % CW * XS + g / CIN;
-        if (chunk < CHUNKS && g < CIN * XS && kw < KW && channel < COUT)
-            p_dw[channel * w.stride_o + g % CIN * w.stride_c + tap_offset(w, chunk / (KH * CW), chunk / CW % KH, kw)] =
-                sum;
+        int kw = chunk % TAP_CHUNKS_W * TAPS_PER_SLOT + g / C_IN, tap = chunk / TAP_CHUNKS_W * KW + kw;
+        if (chunk < TAP_CHUNKS && g < C_IN * TAPS_PER_SLOT && kw < KW && channel < C_OUT)
+#if IS_FLIPPED
+            p_dw[(g % C_IN * C_OUT + channel) * TAPS + TAPS - 1 - tap] = sum;
+#else
+            p_dw[(channel * C_IN + g % C_IN) * TAPS + tap] = sum;
+#endif
     }
 }

@@ -1,7 +1,7 @@
 """The end of a chain that needs only moments: partial moments in, one number per sample or channel out.
 
-Names as in normalize.py. MOMENTS is one composed function (see steps.py). All arithmetic is in float64: there are few
-numbers, and the mean of what a norm gives is a small difference of large ones.
+Names as in normalize.py. MOMENTS_FN is one composed function (see steps.py). All arithmetic is in float64: there are
+few numbers, and the mean of what a norm gives is a small difference of large ones.
 """
 
 import triton
@@ -11,37 +11,37 @@ MOST_CHANNELS = 256  # a program holds all channels of a sample, and [BLOCK_C, B
 
 
 @triton.jit
-def group_mean(x, o_c, PER: tl.constexpr):
-    """[BLOCK_C], the mean over each channel's group of PER neighbours."""
-    if PER == 1:
+def group_mean(x, o_c, C_PER_GROUP: tl.constexpr):
+    """[BLOCK_C], the mean over each channel's group of C_PER_GROUP neighbours."""
+    if C_PER_GROUP == 1:
         return x
-    o_g = o_c // PER
+    o_g = o_c // C_PER_GROUP
     # Chosen, not multiplied by 0 or 1: a NaN stays in its group. Lanes past the last channel make groups of their own.
-    return tl.sum(tl.where(o_g[:, None] == o_g[None, :], x[None, :], 0.0), axis=1) / PER
+    return tl.sum(tl.where(o_g[:, None] == o_g[None, :], x[None, :], 0.0), axis=1) / C_PER_GROUP
 
 
 @triton.jit
-def normalize_moments(mean, var, o_c, PER: tl.constexpr, eps: tl.constexpr):
+def normalize_moments(mean, var, o_c, C_PER_GROUP: tl.constexpr, eps: tl.constexpr):
     """[BLOCK_C] moments after a norm without weight and bias."""
-    mean = mean - group_mean(mean, o_c, PER)
-    scale = 1.0 / tl.sqrt(group_mean(var + mean * mean, o_c, PER) + eps)
+    mean = mean - group_mean(mean, o_c, C_PER_GROUP)
+    scale = 1.0 / tl.sqrt(group_mean(var + mean * mean, o_c, C_PER_GROUP) + eps)
     return mean * scale, var * (scale * scale)
 
 
 @triton.jit
-def combine_chunks(p_mean, p_m2, p_count, i_n, o_c, CHUNKS, C, SQUARES, BLOCK_C, BLOCK):
+def combine_chunks(p_mean, p_m2, p_count, i_n, o_c, CHUNKS, C, HAS_M2, BLOCK_C, BLOCK_PARTS):
     """Positions of a sample, and [BLOCK_C] its channels' means and variances: Chan's formula, tile by tile in order."""
     count = tl.zeros([], tl.float64)
     mean = tl.zeros([BLOCK_C], tl.float64)
     m2 = tl.zeros([BLOCK_C], tl.float64)
-    for start in range(0, CHUNKS, BLOCK):
-        o_k = start + tl.arange(0, BLOCK)
-        b_n = tl.load(p_count + i_n * CHUNKS + o_k, mask=o_k < CHUNKS, other=0.0).to(tl.float64)  # [BLOCK]
+    for start in range(0, CHUNKS, BLOCK_PARTS):
+        o_k = start + tl.arange(0, BLOCK_PARTS)
+        b_n = tl.load(p_count + i_n * CHUNKS + o_k, mask=o_k < CHUNKS, other=0.0).to(tl.float64)  # [BLOCK_PARTS]
         b_count = tl.sum(b_n)
-        o_x = (i_n * C + o_c)[:, None] * CHUNKS + o_k[None, :]  # [BLOCK_C, BLOCK]
+        o_x = (i_n * C + o_c)[:, None] * CHUNKS + o_k[None, :]  # [BLOCK_C, BLOCK_PARTS]
         m_x = (o_c < C)[:, None] & (b_n > 0)[None, :]
         b_mean = tl.load(p_mean + o_x, mask=m_x, other=0.0).to(tl.float64)
-        if SQUARES:
+        if HAS_M2:
             b_m2 = tl.load(p_m2 + o_x, mask=m_x, other=0.0).to(tl.float64)
             b_all = tl.sum(b_mean * b_n[None, :], axis=1) / tl.maximum(b_count, 1.0)  # [BLOCK_C]
             b_diff = b_mean - b_all[:, None]
@@ -52,29 +52,29 @@ def combine_chunks(p_mean, p_m2, p_count, i_n, o_c, CHUNKS, C, SQUARES, BLOCK_C,
         else:
             mean += tl.sum(b_mean, axis=1)
         count += b_count
-    return count, mean if SQUARES else mean / count, m2 / count
+    return count, mean if HAS_M2 else mean / count, m2 / count
 
 
 @triton.jit
 def finish_moments_kernel(
-    p_mean,  # [N, C, CHUNKS]; sums where not SQUARES
-    p_m2,  # [N, C, CHUNKS], read where SQUARES
+    p_mean,  # [N, C, CHUNKS]; sums where not HAS_M2
+    p_m2,  # [N, C, CHUNKS], read where HAS_M2
     p_count,  # [N, CHUNKS]: positions of a chunk; what a chunk of none holds is not read
-    p_out,  # [N, C] where OVER_SPACE, else [N], out
+    p_out,  # [N, C] where IS_OVER_SPACE, else [N], out
     a0, a1, a2, a3, a4, a5,
     CHUNKS,
-    C: tl.constexpr, MOMENTS: tl.constexpr,
-    SQUARES: tl.constexpr,  # False: only sums are wanted, which keep an infinity where moments would make it NaN
-    OVER_SPACE: tl.constexpr,
+    C: tl.constexpr, MOMENTS_FN: tl.constexpr,
+    HAS_M2: tl.constexpr,  # False: only sums are wanted, which keep an infinity where moments would make it NaN
+    IS_OVER_SPACE: tl.constexpr,
     BLOCK_C: tl.constexpr,  # at least C
-    BLOCK: tl.constexpr,  # chunks of a tile
+    BLOCK_PARTS: tl.constexpr,  # chunks at a time
 ):  # fmt: skip
     i_n = tl.program_id(0).to(tl.int64)
     o_c = tl.arange(0, BLOCK_C)
     m_c = o_c < C
-    count, mean, var = combine_chunks(p_mean, p_m2, p_count, i_n, o_c, CHUNKS, C, SQUARES, BLOCK_C, BLOCK)
-    result = MOMENTS(mean, var, count, o_c, m_c, C, a0, a1, a2, a3, a4, a5).to(p_out.dtype.element_ty)
-    if OVER_SPACE:
+    count, mean, var = combine_chunks(p_mean, p_m2, p_count, i_n, o_c, CHUNKS, C, HAS_M2, BLOCK_C, BLOCK_PARTS)
+    result = MOMENTS_FN(mean, var, count, o_c, m_c, C, a0, a1, a2, a3, a4, a5).to(p_out.dtype.element_ty)
+    if IS_OVER_SPACE:
         tl.store(p_out + i_n * C + o_c, result, mask=m_c)
     else:
         tl.store(p_out + i_n, result)

@@ -21,11 +21,11 @@ def combined_moments_kernel(
     p_count,  # [N, CHUNKS]
     p_out,  # [2, N, C] float64: means and variances, out
     N, CHUNKS,
-    C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK: tl.constexpr,
+    C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_PARTS: tl.constexpr,
 ):  # fmt: skip
     i_n = tl.program_id(0).to(tl.int64)
     o_c = tl.arange(0, BLOCK_C)
-    _, mean, var = combine_chunks(p_mean, p_m2, p_count, i_n, o_c, CHUNKS, C, True, BLOCK_C, BLOCK)
+    _, mean, var = combine_chunks(p_mean, p_m2, p_count, i_n, o_c, CHUNKS, C, True, BLOCK_C, BLOCK_PARTS)
     tl.store(p_out + i_n * C + o_c, mean, mask=o_c < C)
     tl.store(p_out + (N + i_n) * C + o_c, var, mask=o_c < C)
 
@@ -46,60 +46,60 @@ def store_as(pointer, value, mask):
 @triton.jit
 def moments_gradient_kernel(
     p_mean, p_var,  # [N, C] float64
-    p_dy,  # [N, C] where OVER_SPACE, else [N]
+    p_dy,  # [N, C] where IS_OVER_SPACE, else [N]
     p_gamma,  # [C], read where HAS_GAMMA
     p_bias,  # [C], the convolution's, read where HAS_BIAS
     p_table,  # [N, C, 4] float32: shift and slope times 2^e, e, 0, out
     p_dgamma,  # [C], out where HAS_GAMMA
     p_dbeta,  # [C], out where HAS_BETA
     p_dbias,  # [C], out where HAS_BIAS
-    N, POSITIONS,
+    N, S,
     C: tl.constexpr,
-    PER: tl.constexpr,  # channels of a group
-    EPS: tl.constexpr, OVER_SPACE: tl.constexpr, IS_SUM: tl.constexpr,
+    C_PER_GROUP: tl.constexpr,
+    eps: tl.constexpr, IS_OVER_SPACE: tl.constexpr, IS_SUM: tl.constexpr,
     HAS_GAMMA: tl.constexpr, HAS_BETA: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_P: tl.constexpr,  # at least PER
-    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,  # at least C_PER_GROUP
+    BLOCK_SAMPLES: tl.constexpr,
 ):  # fmt: skip
     i_g = tl.program_id(0)
-    o_p = tl.arange(0, BLOCK_P)
-    o_c = i_g * PER + o_p  # [BLOCK_P]
-    m_c = o_p < PER
-    positions = tl.zeros([], tl.float64) + POSITIONS
-    gamma = tl.full([BLOCK_P], 1.0, tl.float64)
-    bias = tl.zeros([BLOCK_P], tl.float64)
+    o_p = tl.arange(0, BLOCK_C)
+    o_c = i_g * C_PER_GROUP + o_p  # [BLOCK_C]
+    m_c = o_p < C_PER_GROUP
+    positions = tl.zeros([], tl.float64) + S
+    gamma = tl.full([BLOCK_C], 1.0, tl.float64)
+    bias = tl.zeros([BLOCK_C], tl.float64)
     if HAS_GAMMA:
         gamma = tl.load(p_gamma + o_c, mask=m_c, other=0.0).to(tl.float64)
     if HAS_BIAS:
         bias = tl.load(p_bias + o_c, mask=m_c, other=0.0).to(tl.float64)
-    dgamma = tl.zeros([BLOCK_P], tl.float64)
-    dbeta = tl.zeros([BLOCK_P], tl.float64)
-    dbias = tl.zeros([BLOCK_P], tl.float64)
-    for start in range(0, N, BLOCK_N):
-        o_n = start + tl.arange(0, BLOCK_N)
-        mask = (o_n < N)[:, None] & m_c[None, :]  # [BLOCK_N, BLOCK_P]
+    dgamma = tl.zeros([BLOCK_C], tl.float64)
+    dbeta = tl.zeros([BLOCK_C], tl.float64)
+    dbias = tl.zeros([BLOCK_C], tl.float64)
+    for start in range(0, N, BLOCK_SAMPLES):
+        o_n = start + tl.arange(0, BLOCK_SAMPLES)
+        mask = (o_n < N)[:, None] & m_c[None, :]  # [BLOCK_SAMPLES, BLOCK_C]
         o_x = o_n.to(tl.int64)[:, None] * C + o_c[None, :]
         mean = tl.load(p_mean + o_x, mask=mask, other=0.0)
         var = tl.load(p_var + o_x, mask=mask, other=0.0)
-        if OVER_SPACE:
+        if IS_OVER_SPACE:
             dy = tl.load(p_dy + o_x, mask=mask, other=0.0).to(tl.float64)
         else:
             dy = tl.load(p_dy + o_n, mask=o_n < N, other=0.0).to(tl.float64)[:, None]
             dy = tl.where(mask, dy if IS_SUM else dy / C, 0.0)
         if IS_SUM:
             dy = dy * positions
-        apart = tl.where(mask, mean - (tl.sum(mean, axis=1) / PER)[:, None], 0.0)
-        rstd = 1.0 / tl.sqrt(tl.sum(var + apart * apart, axis=1) / PER + EPS)
-        rstd = tl.where(o_n < N, rstd, 0.0)  # [BLOCK_N]; past the last sample there is no spread to divide by
+        apart = tl.where(mask, mean - (tl.sum(mean, axis=1) / C_PER_GROUP)[:, None], 0.0)
+        rstd = 1.0 / tl.sqrt(tl.sum(var + apart * apart, axis=1) / C_PER_GROUP + eps)
+        rstd = tl.where(o_n < N, rstd, 0.0)  # [BLOCK_SAMPLES]; past the last sample there is no spread to divide by
         dgamma += tl.sum(dy * (apart * rstd[:, None]), axis=0)
         dbeta += tl.sum(dy, axis=0)
         da = dy * gamma[None, :]
         dspread = -0.5 * rstd * rstd * rstd * tl.sum(da * apart, axis=1)
-        dmean = (da - (tl.sum(da, axis=1) / PER)[:, None]) * rstd[:, None]
-        dmean = tl.where(mask, dmean + apart * (2.0 * dspread / PER)[:, None], 0.0)
+        dmean = (da - (tl.sum(da, axis=1) / C_PER_GROUP)[:, None]) * rstd[:, None]
+        dmean = tl.where(mask, dmean + apart * (2.0 * dspread / C_PER_GROUP)[:, None], 0.0)
         dbias += tl.sum(dmean, axis=0)
         # Every |v − mean| is at most √(variance · positions), so the power of two is known before any v is.
-        slope = tl.zeros_like(dmean) + (2.0 * dspread / PER / positions)[:, None]
+        slope = tl.zeros_like(dmean) + (2.0 * dspread / C_PER_GROUP / positions)[:, None]
         shift = dmean / positions - slope * (mean - bias[None, :])
         bound = tl.abs(dmean) / positions + tl.abs(slope) * tl.sqrt(tl.maximum(var, 0.0) * positions)
         bits = bound.to(tl.int64, bitcast=True)

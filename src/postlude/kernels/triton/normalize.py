@@ -2,8 +2,8 @@
 
 Names and the layouts of a value are those of tiles.py: a pass is one kernel for all of them.
 
-BEFORE and WHOLE are composed functions (see steps.py): the steps before the norm, and all steps with the norm among
-them. Each is one jit function: a tuple of functions would be cached by their names only.
+STEPS_FN and NORM_STEPS_FN are composed functions (see steps.py): the steps before the norm, and all steps with the norm
+among them. Each is one jit function: a tuple of functions would be cached by their names only.
 """
 
 import triton
@@ -40,34 +40,34 @@ def moments_kernel(
     p_count,  # [N, CHUNKS], out: positions of each chunk
     a0, a1, a2, a3, a4, a5,
     C, S, CHUNKS,
-    TILES,  # per chunk
-    BEFORE: tl.constexpr,
-    SQUARES: tl.constexpr,  # False: only sums are wanted, which keep an infinity where moments would make it NaN
-    BLOCK: tl.constexpr, BLOCK_C: tl.constexpr, SHORT: tl.constexpr,
+    TILES_PER_PROGRAM,  # of a chunk
+    STEPS_FN: tl.constexpr,
+    HAS_M2: tl.constexpr,  # False: only sums are wanted, which keep an infinity where moments would make it NaN
+    BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, HAS_SHORT_ROWS: tl.constexpr,
     ALIGN: tl.constexpr,  # a power of two that divides S: the compiler asks only for 16
-    WIDE: tl.constexpr, ACC: tl.constexpr,
+    USES_INT64: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     S = S // ALIGN * ALIGN  # the same number: a hint would not reach the masks
     i_chunk, i_row, o_c, m_c, base = own_channels(C, S, CHUNKS, BLOCK_C)
-    first = i_chunk * TILES * BLOCK
-    count = tl.minimum(TILES * BLOCK, S - first).to(ACC)
-    o_x, m_x = own_tile(first, o_c, m_c, C, S, BLOCK, BLOCK_C, SHORT, WIDE)
+    first = i_chunk * TILES_PER_PROGRAM * BLOCK_S
+    count = tl.minimum(TILES_PER_PROGRAM * BLOCK_S, S - first).to(ACC)
+    o_x, m_x = own_tile(first, o_c, m_c, C, S, BLOCK_S, BLOCK_C, HAS_SHORT_ROWS, USES_INT64)
     b_x = tl.load(p_x + base + o_x, mask=m_x, other=0.0).to(ACC)
-    b_x = BEFORE(b_x, beside(o_c, BLOCK_C), base, o_x, beside(m_c, BLOCK_C), m_x, a0, a1, a2, a3, a4, a5)
+    b_x = STEPS_FN(b_x, beside(o_c, BLOCK_C), base, o_x, beside(m_c, BLOCK_C), m_x, a0, a1, a2, a3, a4, a5)
     shift = 0.0
-    if SQUARES:
-        shift = tl.sum(tl.where(m_x, b_x, 0.0), axis=0) / tl.minimum(BLOCK, S - first).to(ACC)
+    if HAS_M2:
+        shift = tl.sum(tl.where(m_x, b_x, 0.0), axis=0) / tl.minimum(BLOCK_S, S - first).to(ACC)
     total = tl.where(m_x, b_x - shift, 0.0)
     squares = total * total
-    for i_tile in range(1, TILES):
-        o_x, m_x = own_tile(first + i_tile * BLOCK, o_c, m_c, C, S, BLOCK, BLOCK_C, SHORT, WIDE)
+    for i_tile in range(1, TILES_PER_PROGRAM):
+        o_x, m_x = own_tile(first + i_tile * BLOCK_S, o_c, m_c, C, S, BLOCK_S, BLOCK_C, HAS_SHORT_ROWS, USES_INT64)
         b_x = tl.load(p_x + base + o_x, mask=m_x, other=0.0).to(ACC)
-        b_x = BEFORE(b_x, beside(o_c, BLOCK_C), base, o_x, beside(m_c, BLOCK_C), m_x, a0, a1, a2, a3, a4, a5)
+        b_x = STEPS_FN(b_x, beside(o_c, BLOCK_C), base, o_x, beside(m_c, BLOCK_C), m_x, a0, a1, a2, a3, a4, a5)
         b_x = tl.where(m_x, b_x - shift, 0.0)
         total += b_x
         squares += b_x * b_x
     o_out = own_rows(i_row, o_c, C, BLOCK_C) * CHUNKS + i_chunk
-    if SQUARES:
+    if HAS_M2:
         mean, m2 = centred(shift, tl.sum(total, axis=0), tl.sum(squares, axis=0), count)
         tl.store(p_mean + o_out, mean, mask=m_c)
         tl.store(p_m2 + o_out, m2, mask=m_c)
@@ -78,35 +78,36 @@ def moments_kernel(
 
 
 @triton.jit
-def part_at(o, CHUNKS, STRIDE, BATCH: tl.constexpr):
-    """Where part o lies: of a group's channels they follow one another, of a batch STRIDE lies between samples."""
-    return o // CHUNKS * STRIDE + o % CHUNKS if BATCH else o
+def part_at(o, CHUNKS, SAMPLE_STRIDE, IS_OVER_BATCH: tl.constexpr):
+    """Where part o lies: of a group's channels they follow one another, of a batch SAMPLE_STRIDE is between samples."""
+    return o // CHUNKS * SAMPLE_STRIDE + o % CHUNKS if IS_OVER_BATCH else o
 
 
 @triton.jit
-def count_at(o, CHUNKS, BATCH: tl.constexpr):
-    return o if BATCH else o % CHUNKS
+def count_at(o, CHUNKS, IS_OVER_BATCH: tl.constexpr):
+    return o if IS_OVER_BATCH else o % CHUNKS
 
 
 @triton.jit
 def combined_parts(
-    p_mean, p_m2, p_count, PARTS, CHUNKS, STRIDE, count, BATCH: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr
-):
+    p_mean, p_m2, p_count, PARTS, CHUNKS, SAMPLE_STRIDE, count,
+    IS_OVER_BATCH: tl.constexpr, BLOCK_PARTS: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
     """Mean and M2 of PARTS partial moments: of a group's channels, or of a channel over the batch."""
-    total = tl.zeros([BLOCK], ACC)
-    for start in range(0, PARTS, BLOCK):
-        o = start + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK_PARTS], ACC)
+    for start in range(0, PARTS, BLOCK_PARTS):
+        o = start + tl.arange(0, BLOCK_PARTS)
         m = o < PARTS
-        b_count = tl.load(p_count + count_at(o, CHUNKS, BATCH), mask=m, other=0.0)  # [BLOCK]
-        total += tl.load(p_mean + part_at(o, CHUNKS, STRIDE, BATCH), mask=m, other=0.0) * b_count
+        b_count = tl.load(p_count + count_at(o, CHUNKS, IS_OVER_BATCH), mask=m, other=0.0)  # [BLOCK_PARTS]
+        total += tl.load(p_mean + part_at(o, CHUNKS, SAMPLE_STRIDE, IS_OVER_BATCH), mask=m, other=0.0) * b_count
     mean = tl.sum(total) / count
-    m2 = tl.zeros([BLOCK], ACC)
-    for start in range(0, PARTS, BLOCK):
-        o = start + tl.arange(0, BLOCK)
+    m2 = tl.zeros([BLOCK_PARTS], ACC)
+    for start in range(0, PARTS, BLOCK_PARTS):
+        o = start + tl.arange(0, BLOCK_PARTS)
         m = o < PARTS
-        b_count = tl.load(p_count + count_at(o, CHUNKS, BATCH), mask=m, other=0.0)
-        b_mean = tl.load(p_mean + part_at(o, CHUNKS, STRIDE, BATCH), mask=m, other=0.0)
-        b_m2 = tl.load(p_m2 + part_at(o, CHUNKS, STRIDE, BATCH), mask=m, other=0.0)
+        b_count = tl.load(p_count + count_at(o, CHUNKS, IS_OVER_BATCH), mask=m, other=0.0)
+        b_mean = tl.load(p_mean + part_at(o, CHUNKS, SAMPLE_STRIDE, IS_OVER_BATCH), mask=m, other=0.0)
+        b_m2 = tl.load(p_m2 + part_at(o, CHUNKS, SAMPLE_STRIDE, IS_OVER_BATCH), mask=m, other=0.0)
         m2 += tl.where(m, b_m2 + b_count * (b_mean - mean) * (b_mean - mean), 0.0)
     return mean, tl.sum(m2)
 
@@ -120,12 +121,14 @@ def combine_moments_kernel(
     GROUPS, PARTS, CHUNKS,
     count,  # positions of a whole group
     eps,
-    BLOCK: tl.constexpr, ACC: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     i_group = tl.program_id(0)
     base = i_group.to(tl.int64) * PARTS
     p_count += i_group // GROUPS * CHUNKS
-    mean, m2 = combined_parts(p_mean + base, p_m2 + base, p_count, PARTS, CHUNKS, CHUNKS, count, False, BLOCK, ACC)
+    mean, m2 = combined_parts(
+        p_mean + base, p_m2 + base, p_count, PARTS, CHUNKS, CHUNKS, count, False, BLOCK_PARTS, ACC
+    )
     tl.store(p_group_mean + i_group, mean)
     tl.store(p_group_rstd + i_group, 1.0 / tl.sqrt(m2 / count + eps))
 
@@ -133,24 +136,27 @@ def combine_moments_kernel(
 @triton.jit
 def finish_kernel(
     p_x,  # [N, C, S] in the value's layout
-    p_y,  # as p_x, which it may be, or [N, C, S] where CONTIGUOUS_OUT, out
+    p_y,  # as p_x, which it may be, or [N, C, S] where IS_OUT_CONTIGUOUS, out
     p_mean, p_rstd,  # [N·G]
     a0, a1, a2, a3, a4, a5,
     C, S, CHUNKS,
-    PER_GROUP,  # channels of a group
-    WHOLE: tl.constexpr, HAS_NORM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr, SHORT: tl.constexpr,
+    C_PER_GROUP,
+    NORM_STEPS_FN: tl.constexpr, HAS_NORM: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, HAS_SHORT_ROWS: tl.constexpr,
     ALIGN: tl.constexpr,  # a power of two that divides S: the compiler asks only for 16
-    WIDE: tl.constexpr,
-    CONTIGUOUS_OUT: tl.constexpr,  # PyTorch's norms may give up channels-last
+    USES_INT64: tl.constexpr,
+    IS_OUT_CONTIGUOUS: tl.constexpr,  # PyTorch's norms may give up channels-last
     ACC: tl.constexpr,
 ):  # fmt: skip
     S = S // ALIGN * ALIGN  # the same number: a hint would not reach the masks
     i_chunk, i_row, o_c, m_c, base = own_channels(C, S, CHUNKS, BLOCK_C)
-    o_x, m_x = own_tile(i_chunk * BLOCK, o_c, m_c, C, S, BLOCK, BLOCK_C, SHORT, WIDE)
+    o_x, m_x = own_tile(i_chunk * BLOCK_S, o_c, m_c, C, S, BLOCK_S, BLOCK_C, HAS_SHORT_ROWS, USES_INT64)
     b_x = tl.load(p_x + base + o_x, mask=m_x, other=0.0).to(ACC)
-    o_g = own_rows(i_row, o_c, C, BLOCK_C) // PER_GROUP
+    o_g = own_rows(i_row, o_c, C, BLOCK_C) // C_PER_GROUP
     mean, rstd = of_groups(p_mean, p_rstd, o_g, m_c, HAS_NORM, ACC)
-    b_y = WHOLE(b_x, mean, rstd, beside(o_c, BLOCK_C), base, o_x, beside(m_c, BLOCK_C), m_x, a0, a1, a2, a3, a4, a5)
-    if CONTIGUOUS_OUT:
-        o_x = places(i_chunk * BLOCK + tl.arange(0, BLOCK), o_c, C, S, True, WIDE)
+    b_y = NORM_STEPS_FN(
+        b_x, mean, rstd, beside(o_c, BLOCK_C), base, o_x, beside(m_c, BLOCK_C), m_x, a0, a1, a2, a3, a4, a5
+    )
+    if IS_OUT_CONTIGUOUS:
+        o_x = places(i_chunk * BLOCK_S + tl.arange(0, BLOCK_S), o_c, C, S, True, USES_INT64)
     tl.store(p_y + base + o_x, b_y.to(p_y.dtype.element_ty), mask=m_x)

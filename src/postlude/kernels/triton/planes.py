@@ -4,9 +4,9 @@ A number times a power of two is cut into fp16(number) and, where two planes are
 brings the largest magnitude to 2¹⁴…2¹⁵, per channel of the input and per output channel of the weight; the weight takes
 the input's powers back out, so only its own remain to be undone: p_unscale.
 
-Where KEEPS, no norm follows, and an infinity must come out of the product as it would of PyTorch's convolution. In one
-plane it does by itself, but for a number that rounds to zero beside it: `not_zero`. In two planes the product of the
-high ones alone tells what becomes of it, which is computed where `p_largest` says behind its last channel that an
+Where KEEPS_INF, no norm follows, and an infinity must come out of the product as it would of PyTorch's convolution. In
+one plane it does by itself, but for a number that rounds to zero beside it: `not_zero`. In two planes the product of
+the high ones alone tells what becomes of it, which is computed where `p_largest` says behind its last channel that an
 infinity was met.
 """
 
@@ -58,18 +58,18 @@ def scale_of(p_largest, o_c, m_c):
 
 
 @triton.jit
-def high_plane(given, scaled, KEEPS: tl.constexpr, dtype: tl.constexpr):
+def high_plane(given, scaled, KEEPS_INF: tl.constexpr, dtype: tl.constexpr):
     """The high plane of a scaled block; `given` is the same before its scale."""
-    return (not_zero(given, scaled) if KEEPS else scaled).to(dtype)
+    return (not_zero(given, scaled) if KEEPS_INF else scaled).to(dtype)
 
 
 @triton.jit
-def store_planes(p_high, p_low, o_out, high, scaled, mask, PLANES: tl.constexpr, TURNED: tl.constexpr):
-    """Stores the high plane and, of two, what it leaves over; transposed where TURNED."""
-    tl.store(p_high + o_out, tl.trans(high) if TURNED else high, mask=mask)
+def store_planes(p_high, p_low, o_out, high, scaled, mask, PLANES: tl.constexpr, IS_TRANSPOSED: tl.constexpr):
+    """Stores the high plane and, of two, what it leaves over; transposed where IS_TRANSPOSED."""
+    tl.store(p_high + o_out, tl.trans(high) if IS_TRANSPOSED else high, mask=mask)
     if PLANES == 2:
         low = rest_of(scaled, high).to(high.dtype)
-        tl.store(p_low + o_out, tl.trans(low) if TURNED else low, mask=mask)
+        tl.store(p_low + o_out, tl.trans(low) if IS_TRANSPOSED else low, mask=mask)
 
 
 @triton.jit

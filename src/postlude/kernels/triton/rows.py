@@ -1,7 +1,8 @@
 """layer_norm: a row of the last axes lies inside one tile, so that one pass over a value does everything.
 
-Names are as in normalize.py. A contiguous value is seen as rows of L elements, R of them for each sample and channel; a
-tile has BLOCK_R rows. Where a row is a whole sample, its channels lie one after the other inside it (SAMPLE).
+Names are as in normalize.py. A contiguous value is seen as rows of L elements, ROWS_PER_CHANNEL of them for each sample
+and channel; a tile has BLOCK_ROWS rows. Where a row is a whole sample, its channels lie one after the other inside it
+(IS_WHOLE_SAMPLE).
 """
 
 import triton
@@ -12,7 +13,7 @@ from postlude.kernels.triton.tiles import store_full
 
 @triton.jit
 def row_mean(x, m_x, L):
-    return tl.sum(tl.where(m_x, x, 0.0), axis=1)[:, None] / tl.cast(L, x.dtype)  # [BLOCK_R, 1]
+    return tl.sum(tl.where(m_x, x, 0.0), axis=1)[:, None] / tl.cast(L, x.dtype)  # [BLOCK_ROWS, 1]
 
 
 @triton.jit
@@ -28,39 +29,39 @@ def rows_kernel(
     p_y,  # [ROWS, L], out; may be p_x
     a0, a1, a2, a3, a4, a5,
     C,
-    R,  # rows of a sample's channel
+    ROWS_PER_CHANNEL,  # of one sample
     L, ROWS,
-    STEPS: tl.constexpr,  # all steps, as one composed function (see steps.py)
-    SAMPLE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr,
+    ROW_STEPS_FN: tl.constexpr,  # all steps, as one composed function (see steps.py)
+    IS_WHOLE_SAMPLE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_L: tl.constexpr,
     ALIGN: tl.constexpr,  # a power of two that divides L: the compiler asks only for 16
-    ONE_CHANNEL: tl.constexpr,  # a tile's rows are all of one channel
-    FULL: tl.constexpr,  # every tile is full: L is BLOCK_L, and BLOCK_R divides ROWS
+    HAS_ONE_CHANNEL: tl.constexpr,  # a tile's rows are all of one channel
+    IS_EVEN_ROWS: tl.constexpr,  # every tile is full: L is BLOCK_L, and BLOCK_ROWS divides ROWS
     ACC: tl.constexpr,
 ):  # fmt: skip
     L = L // ALIGN * ALIGN  # the same number: a hint would not reach the masks
-    first = tl.program_id(0).to(tl.int64) * BLOCK_R
-    o_r = tl.arange(0, BLOCK_R)
+    first = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
+    o_r = tl.arange(0, BLOCK_ROWS)
     o_l = tl.arange(0, BLOCK_L)[None, :]
-    o_x = o_r[:, None] * L + o_l  # [BLOCK_R, BLOCK_L]
-    m_x = tl.full([BLOCK_R, BLOCK_L], True, tl.int1) if FULL else (first + o_r < ROWS)[:, None] & (o_l < L)
-    if SAMPLE:
+    o_x = o_r[:, None] * L + o_l  # [BLOCK_ROWS, BLOCK_L]
+    m_x = tl.full([BLOCK_ROWS, BLOCK_L], True, tl.int1) if IS_EVEN_ROWS else (first + o_r < ROWS)[:, None] & (o_l < L)
+    if IS_WHOLE_SAMPLE:
         o_c = o_l // (L // C)
-    elif ONE_CHANNEL:
-        o_c = tl.program_id(0) // (R // BLOCK_R) % C
+    elif HAS_ONE_CHANNEL:
+        o_c = tl.program_id(0) // (ROWS_PER_CHANNEL // BLOCK_ROWS) % C
     else:
-        o_c = ((first + o_r) // R % C)[:, None]  # 64-bit divisions, for each row
+        o_c = ((first + o_r) // ROWS_PER_CHANNEL % C)[:, None]  # 64-bit divisions, for each row
     b_x = tl.load(p_x + first * L + o_x, mask=m_x, other=0.0).to(ACC)
-    b_y = STEPS(b_x, o_l, L, o_c, first * L, o_x, o_c < C, m_x, a0, a1, a2, a3, a4, a5)
+    b_y = ROW_STEPS_FN(b_x, o_l, L, o_c, first * L, o_x, o_c < C, m_x, a0, a1, a2, a3, a4, a5)
     tl.store(p_y + first * L + o_x, b_y.to(p_y.dtype.element_ty), mask=m_x)
 
 
 @triton.jit
-def with_sums(totals, blocks, m_x, FIRST: tl.constexpr, COUNT: tl.constexpr, OVER_ROWS: tl.constexpr):
-    """`totals` and the sums of COUNT blocks from FIRST on: over rows, or over everything."""
+def with_sums(totals, blocks, m_x, START: tl.constexpr, NUM_SUMS: tl.constexpr, IS_OVER_ROWS: tl.constexpr):
+    """`totals` and the sums of NUM_SUMS blocks from START on: over rows, or over everything."""
     sums = ()
-    for i in tl.static_range(COUNT):
-        block = tl.where(m_x, blocks[FIRST + i], 0.0)  # lanes past the end may hold NaN
-        if OVER_ROWS:
+    for i in tl.static_range(NUM_SUMS):
+        block = tl.where(m_x, blocks[START + i], 0.0)  # lanes past the end may hold NaN
+        if IS_OVER_ROWS:
             sums += (totals[i] + tl.sum(block, axis=0),)
         else:
             sums += (totals[i] + tl.sum(block),)
@@ -69,44 +70,44 @@ def with_sums(totals, blocks, m_x, FIRST: tl.constexpr, COUNT: tl.constexpr, OVE
 
 @triton.jit
 def rows_gradient_kernel(
-    p_x, p_g,  # [N·C, R, L]
-    p_dx,  # [N·C, R, L], out
-    p_sums,  # [TOTALS, N·C, CHUNKS], out
-    p_columns,  # [COLUMNS, N·C·CHUNKS, L], out
-    p_full0,  # [N·C, R, L], out where FULL
-    p_full1,  # [N·C, R, L], out where FULL is 2
+    p_x, p_g,  # [N·C, ROWS_PER_CHANNEL, L]
+    p_dx,  # [N·C, ROWS_PER_CHANNEL, L], out
+    p_sums,  # [NUM_SUMS, N·C, CHUNKS], out
+    p_columns,  # [NUM_COLUMN_SUMS, N·C·CHUNKS, L], out
+    p_full0,  # [N·C, ROWS_PER_CHANNEL, L], out where NUM_FULL
+    p_full1,  # [N·C, ROWS_PER_CHANNEL, L], out where NUM_FULL is 2
     a0, a1, a2, a3, a4, a5,
-    C, R, L, CHUNKS,
-    TILES,  # per chunk
-    PLANE,  # N·C·CHUNKS
-    GRADIENT: tl.constexpr,  # see reverse.py
-    TOTALS: tl.constexpr,  # blocks after the first one that are summed
-    FULL: tl.constexpr,  # blocks after those that are stored
-    COLUMNS: tl.constexpr,  # 2: the blocks after those are summed over rows
-    BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr, ALIGN: tl.constexpr, ACC: tl.constexpr,
+    C, ROWS_PER_CHANNEL, L, CHUNKS,
+    TILES_PER_PROGRAM,  # of a chunk
+    SUM_STRIDE,  # from one of the sums to the next: N·C·CHUNKS
+    ROW_GRADIENT_FN: tl.constexpr,  # see reverse.py
+    NUM_SUMS: tl.constexpr,  # blocks after the first one that are summed
+    NUM_FULL: tl.constexpr,  # blocks after those that are stored
+    NUM_COLUMN_SUMS: tl.constexpr,  # 2: the blocks after those are summed over rows
+    BLOCK_ROWS: tl.constexpr, BLOCK_L: tl.constexpr, ALIGN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     L = L // ALIGN * ALIGN
     i_chunk = tl.program_id(0) % CHUNKS
     i_row = tl.program_id(0) // CHUNKS
-    base = i_row.to(tl.int64) * R * L
+    base = i_row.to(tl.int64) * ROWS_PER_CHANNEL * L
     o_c = i_row % C
     o_l = tl.arange(0, BLOCK_L)[None, :]
-    totals = (tl.zeros([], ACC),) * TOTALS
-    columns = (tl.zeros([BLOCK_L], ACC),) * COLUMNS
-    for i_tile in range(TILES):
-        o_r = (i_chunk * TILES + i_tile) * BLOCK_R + tl.arange(0, BLOCK_R)
-        o_x = o_r[:, None] * L + o_l  # [BLOCK_R, BLOCK_L]
-        m_x = (o_r < R)[:, None] & (o_l < L)
+    totals = (tl.zeros([], ACC),) * NUM_SUMS
+    columns = (tl.zeros([BLOCK_L], ACC),) * NUM_COLUMN_SUMS
+    for i_tile in range(TILES_PER_PROGRAM):
+        o_r = (i_chunk * TILES_PER_PROGRAM + i_tile) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        o_x = o_r[:, None] * L + o_l  # [BLOCK_ROWS, BLOCK_L]
+        m_x = (o_r < ROWS_PER_CHANNEL)[:, None] & (o_l < L)
         b_x = tl.load(p_x + base + o_x, mask=m_x, other=0.0).to(ACC)
         b_g = tl.load(p_g + base + o_x, mask=m_x, other=0.0).to(ACC)
-        blocks = GRADIENT(b_x, b_g, o_l, L, o_c, base, o_x, o_c < C, m_x, a0, a1, a2, a3, a4, a5)
+        blocks = ROW_GRADIENT_FN(b_x, b_g, o_l, L, o_c, base, o_x, o_c < C, m_x, a0, a1, a2, a3, a4, a5)
         tl.store(p_dx + base + o_x, blocks[0].to(p_dx.dtype.element_ty), mask=m_x)
-        totals = with_sums(totals, blocks, m_x, 1, TOTALS, False)
-        columns = with_sums(columns, blocks, m_x, 1 + TOTALS + FULL, COLUMNS, True)
-        store_full(p_full0, p_full1, base + o_x, blocks, m_x, 1 + TOTALS, FULL)
-    for i in tl.static_range(TOTALS):
-        tl.store(p_sums + i * PLANE + tl.program_id(0), totals[i])
+        totals = with_sums(totals, blocks, m_x, 1, NUM_SUMS, False)
+        columns = with_sums(columns, blocks, m_x, 1 + NUM_SUMS + NUM_FULL, NUM_COLUMN_SUMS, True)
+        store_full(p_full0, p_full1, base + o_x, blocks, m_x, 1 + NUM_SUMS, NUM_FULL)
+    for i in tl.static_range(NUM_SUMS):
+        tl.store(p_sums + i * SUM_STRIDE + tl.program_id(0), totals[i])
     o_column = tl.arange(0, BLOCK_L)
-    for i in tl.static_range(COLUMNS):
-        place = (i * PLANE + tl.program_id(0)).to(tl.int64) * L
+    for i in tl.static_range(NUM_COLUMN_SUMS):
+        place = (i * SUM_STRIDE + tl.program_id(0)).to(tl.int64) * L
         tl.store(p_columns + place + o_column, columns[i], mask=o_column < L)

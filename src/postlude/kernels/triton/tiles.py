@@ -1,12 +1,13 @@
 """The tile of a program in a value that is in memory: which channels and positions it has, and what it loads of them.
 
-Names: i_ program index, o_ offsets, p_ pointer, m_ mask, b_ block value. A value is seen as rows:
+A value is seen as rows:
 
-    contiguous      [N·C, S]: a program has one row, its channel is one number and its tile [BLOCK]; BLOCK_C is 0
-    channels-last   [N, S, C]: rows of channels, tiles of BLOCK rows and BLOCK_C channels
-    short rows      [N, C, S] as channels-last (SHORT): BLOCK covers a row, and a tile is BLOCK_C of them
+    contiguous      [N·C, S]: a program has one row, its channel is one number and its tile [BLOCK_S]; BLOCK_C is 0
+    channels-last   [N, S, C]: rows of channels, tiles of BLOCK_S rows and BLOCK_C channels
+    short rows      [N, C, S] as channels-last (HAS_SHORT_ROWS): BLOCK_S covers a row, and a tile is BLOCK_C of them
 
-Where a row or a sample begins is one 64-bit number; offsets from there are 32-bit unless a sample needs more (WIDE).
+Where a row or a sample begins is one 64-bit number; offsets from there are 32-bit unless a sample needs more
+(USES_INT64).
 """
 
 import triton
@@ -14,11 +15,11 @@ import triton.language as tl
 
 
 @triton.jit
-def places(o_s, o_c, C, S, SHORT: tl.constexpr, WIDE: tl.constexpr):
-    """Offsets in a sample, [BLOCK, BLOCK_C]."""
-    if SHORT:
-        return (o_c[None, :].to(tl.int64) if WIDE else o_c[None, :]) * S + o_s[:, None]
-    return (o_s[:, None].to(tl.int64) if WIDE else o_s[:, None]) * C + o_c[None, :]
+def places(o_s, o_c, C, S, IS_CONTIGUOUS: tl.constexpr, USES_INT64: tl.constexpr):
+    """Offsets in a sample, [BLOCK_S, BLOCK_C]: of [C, S] where IS_CONTIGUOUS, else of [S, C]."""
+    if IS_CONTIGUOUS:
+        return (o_c[None, :].to(tl.int64) if USES_INT64 else o_c[None, :]) * S + o_s[:, None]
+    return (o_s[:, None].to(tl.int64) if USES_INT64 else o_s[:, None]) * C + o_c[None, :]
 
 
 @triton.jit
@@ -56,15 +57,16 @@ def has_first(o_c, BLOCK_C: tl.constexpr):
 
 @triton.jit
 def own_tile(
-    start, o_c, m_c, C, S, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr, SHORT: tl.constexpr, WIDE: tl.constexpr
-):
-    """Offsets and mask of the tile of positions from `start` on: [BLOCK], or [BLOCK, BLOCK_C]."""
-    o_s = start + tl.arange(0, BLOCK)
+    start, o_c, m_c, C, S,
+    BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, IS_CONTIGUOUS: tl.constexpr, USES_INT64: tl.constexpr,
+):  # fmt: skip
+    """Offsets and mask of the tile of positions from `start` on: [BLOCK_S], or [BLOCK_S, BLOCK_C]."""
+    o_s = start + tl.arange(0, BLOCK_S)
     if BLOCK_C == 0:
         o_x = o_s
         m_x = o_s < S
     else:
-        o_x = places(o_s, o_c, C, S, SHORT, WIDE)  # [BLOCK, BLOCK_C]
+        o_x = places(o_s, o_c, C, S, IS_CONTIGUOUS, USES_INT64)  # [BLOCK_S, BLOCK_C]
         m_x = (o_s < S)[:, None] & m_c[None, :]
     return o_x, m_x
 
@@ -87,9 +89,9 @@ def of_groups(p_first, p_second, o_g, m_g, HAS_NORM: tl.constexpr, ACC: tl.const
 
 
 @triton.jit
-def store_full(p_full0, p_full1, o, blocks, mask, FIRST: tl.constexpr, FULL: tl.constexpr):
-    """FULL blocks from FIRST on, each in its tensor."""
-    if FULL > 0:
-        tl.store(p_full0 + o, blocks[FIRST].to(p_full0.dtype.element_ty), mask=mask)
-    if FULL > 1:
-        tl.store(p_full1 + o, blocks[FIRST + 1].to(p_full1.dtype.element_ty), mask=mask)
+def store_full(p_full0, p_full1, o, blocks, mask, START: tl.constexpr, NUM_FULL: tl.constexpr):
+    """NUM_FULL blocks from START on, each in its tensor."""
+    if NUM_FULL > 0:
+        tl.store(p_full0 + o, blocks[START].to(p_full0.dtype.element_ty), mask=mask)
+    if NUM_FULL > 1:
+        tl.store(p_full1 + o, blocks[START + 1].to(p_full1.dtype.element_ty), mask=mask)

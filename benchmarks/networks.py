@@ -1,0 +1,310 @@
+"""Times whole networks of other packages on a GPU: a training step and inference, by eager PyTorch, by torch.compile in
+both layouts and by Postlude, in turns, with peak memory and errors against strict fp32.
+
+python benchmarks/networks.py --csv benchmarks/results/h200-networks.csv
+python benchmarks/networks.py --only nnU-Net --variants eager postlude --profile
+python benchmarks/networks.py --only nnU-Net --first-step
+
+The packages are those of the extra `networks`. Where they cannot be installed, a folder that has them is enough:
+`pip install --no-deps --target FOLDER …`, then PYTHONPATH=FOLDER.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "networks"))
+
+from standins import stand_ins
+from table import TRAINING_SOURCES
+
+import postlude
+from postlude.check import clock, records
+
+
+@dataclass(frozen=True)
+class Network:
+    build: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None  # of autocast; None: float32 with TF32
+    trains: bool = True
+
+    @property
+    def precision(self) -> str:
+        return "TF32" if self.dtype is None else f"{str(self.dtype).removeprefix('torch.')} autocast"
+
+
+def _nnunet() -> nn.Module:
+    """As nnU-Net plans one for a patch of 128³: 32 to 320 channels, deep supervision."""
+    from dynamic_network_architectures.architectures.unet import PlainConvUNet
+
+    features = (32, 64, 128, 256, 320, 320)
+    strides = ((1, 1, 1), *[(2, 2, 2)] * 5)
+    norm = {"norm_op": nn.InstanceNorm3d, "norm_op_kwargs": {"eps": 1e-5, "affine": True}}
+    act = {"nonlin": nn.LeakyReLU, "nonlin_kwargs": {"inplace": True}}
+    sizes = {"n_conv_per_stage": 2, "num_classes": 3, "n_conv_per_stage_decoder": 2, "conv_bias": True}
+    return PlainConvUNet(1, 6, features, nn.Conv3d, 3, strides, **sizes, **norm, **act, deep_supervision=True)  # type: ignore[no-any-return]
+
+
+def _unet3d(order: str) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        from pytorch3dunet.unet3d.model import UNet3D
+
+        return UNet3D(1, 2, f_maps=32, layer_order=order, is_segmentation=False)  # type: ignore[no-any-return]
+
+    return build
+
+
+def _monai(name: str, **settings: Any) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        from monai.networks import nets
+
+        return getattr(nets, name)(**settings)  # type: ignore[no-any-return]
+
+    return build
+
+
+def _resnet() -> nn.Module:
+    import timm
+
+    return timm.create_model("resnet50_gn")  # type: ignore[no-any-return]
+
+
+class _Decoder(nn.Module):
+    """The half of an autoencoder that makes images, at Stable Diffusion's sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+
+        kinds = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
+        sizes = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "latent_channels": 4}
+        self.model = AutoencoderKL(**kinds, **sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model.decode(x, return_dict=False)[0]  # type: ignore[no-any-return]
+
+
+_AN = {"norm": ("GROUP", {"num_groups": 8}), "act": "RELU", "adn_ordering": "AN"}
+_UNET = {"spatial_dims": 3, "in_channels": 1, "out_channels": 2, "channels": (32, 64, 128, 256), "strides": (2, 2, 2)}
+_SEG = {"spatial_dims": 3, "init_filters": 32, "in_channels": 4, "out_channels": 3}
+NETWORKS = {
+    "nnU-Net": Network(_nnunet, (2, 1, 128, 128, 128), torch.float16),
+    "UNet3D crg": Network(_unet3d("crg"), (1, 1, 80, 160, 160), None),
+    "UNet3D gcr": Network(_unet3d("gcr"), (1, 1, 80, 160, 160), None),
+    "SegResNet": Network(_monai("SegResNet", **_SEG), (1, 4, 160, 160, 128), torch.float16),
+    "MONAI UNet AN": Network(_monai("UNet", **_UNET, **_AN), (2, 1, 128, 128, 128), torch.float16),
+    "resnet50_gn": Network(_resnet, (64, 3, 224, 224), torch.float16),
+    "AutoencoderKL": Network(_Decoder, (1, 4, 64, 64), torch.bfloat16, trains=False),
+}
+VARIANTS = ("eager", "compile", "compile channels-last", "postlude", "postlude rest=eager")
+
+
+class Contestant:
+    """One way to run a network, on a copy of it."""
+
+    def __init__(self, variant: str, network: Network, model: nn.Module, x: Tensor, trains: bool) -> None:
+        self.network, self.trains = network, trains
+        self.model = copy.deepcopy(model).train(trains)
+        self.x, self.sites = x, ""
+        if "channels-last" in variant:
+            layout = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+            self.model, self.x = self.model.to(memory_format=layout), x.contiguous(memory_format=layout)
+        self.call: Callable[..., Any] = self.model
+        if variant.startswith("compile"):
+            self.call = torch.compile(self.model)
+        elif variant.startswith("postlude"):
+            rest = "eager" if variant.endswith("eager") else "auto"
+            with self.mode():
+                found = postlude.optimize(self.model, self.x, rest=rest, verify=False)
+            fused = sum(site.is_fused for site in found.sites)
+            self.sites = f"{fused} of {len(found.sites) + len(found.declined)}"
+            self.result = found
+
+    @contextmanager
+    def mode(self) -> Iterator[None]:
+        dtype = self.network.dtype
+        with torch.set_grad_enabled(self.trains), torch.autocast("cuda", dtype or torch.float16, dtype is not None):
+            yield
+
+    def step(self) -> Any:
+        self.model.zero_grad(set_to_none=True)
+        with self.mode():
+            found = self.call(self.x)
+            outputs = found if isinstance(found, (list, tuple)) else [found]
+            if not self.trains:
+                return outputs
+            loss = 2**16 * sum(output.float().square().mean() for output in outputs)  # as a GradScaler begins
+        loss.backward()  # type: ignore[union-attr]
+        return [output.detach() for output in outputs]
+
+    def error(self, truth: Sequence[Tensor], gradients: Sequence[Tensor]) -> tuple[float, float]:
+        """Of the outputs, and of the worst parameter's gradient, by the size of the truth."""
+        outputs = self.step()
+        worst = max((relative(o, t) for o, t in zip(outputs, truth)), default=0.0)
+        found = [p.grad for p in self.model.parameters() if p.grad is not None]
+        largest = max((float(g.norm()) for g in gradients), default=0.0)
+        pairs = [(f, g) for f, g in zip(found, gradients) if float(g.norm()) > 1e-4 * largest]
+        return worst, max((relative(f, g) for f, g in pairs), default=0.0)
+
+
+def relative(found: Tensor, truth: Tensor) -> float:
+    return float((found.double() - truth.double()).norm() / truth.double().norm())
+
+
+def truth_of(network: Network, model: nn.Module, x: Tensor, trains: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """In strict fp32."""
+    exact = Contestant("eager", Network(network.build, network.shape, None), model, x, trains)
+    switches = {torch.backends.cudnn: ("allow_tf32", "benchmark"), torch.backends.cuda.matmul: ("allow_tf32",)}
+    for place, names in switches.items():
+        for switch in names:
+            setattr(place, switch, False)
+    outputs = exact.step()
+    for place, names in switches.items():
+        for switch in names:
+            setattr(place, switch, True)
+    return list(outputs), [p.grad for p in exact.model.parameters() if p.grad is not None]
+
+
+def measure(name: str, variants: Sequence[str], trains: bool, rounds: int, profile: bool) -> list[records.Record]:
+    network = NETWORKS[name]
+    torch.manual_seed(0)
+    model, x = network.build().cuda(), torch.randn(network.shape, device="cuda")
+    truth, gradients = truth_of(network, model, x, trains)
+    contestants = {}
+    for variant in variants:
+        torch.compiler.reset()
+        start = time.perf_counter()
+        made = contestants[variant] = Contestant(variant, network, model, x, trains)
+        for _ in range(3):
+            made.step()
+        torch.cuda.synchronize()
+        took, mode = time.perf_counter() - start, "train" if trains else "inference"
+        print(f"{name} {mode} {variant}: ready in {took:.1f} s", made.sites, flush=True)
+    # One copy of Dynamo's state serves all: guards tell the models apart.
+    steps = {variant: clock.rotating(lambda made=made: made.step(), [()]) for variant, made in contestants.items()}
+    timings = clock.time_interleaved(steps, rounds=rounds, min_window_s=0.1)
+    rows = []
+    for variant, made in contestants.items():
+        outputs, worst = made.error(truth, gradients)
+        rows.append(
+            records.Record(
+                *(name, "×".join(map(str, network.shape)), network.precision, "", "auto"),
+                *("training step" if trains else "inference", variant),
+                *records.times_of(timings[variant], timings["eager"]),
+                error_rms=outputs,
+                error_worst=worst if trains else None,
+                peak_mib=peak_mib(made),
+                launches=int(made.sites.split()[0]) if made.sites else None,
+                kernel_hash=records.kernel_hash(TRAINING_SOURCES),
+                **records.environment("cuda"),  # type: ignore[arg-type]
+            )
+        )
+        times = f"{rows[-1].ms_p50:8.2f} ms  {rows[-1].peak_mib:7.0f} MiB"
+        print(f"  {variant:24} {times}  errors {outputs:.1e} {worst:.1e}", flush=True)
+        if profile:
+            print(profile_of(made), flush=True)
+    return rows
+
+
+def peak_mib(made: Contestant) -> float:
+    made.model.zero_grad(set_to_none=True)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    made.step()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def profile_of(made: Contestant, rows: int = 40) -> str:
+    """Time on the GPU by kernel, of one step."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
+        for _ in range(3):
+            made.step()
+        torch.cuda.synchronize()
+    spent: dict[str, list[float]] = {}
+    for event in found.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA and event.device_time_total > 0:
+            spent.setdefault(event.name, []).append(event.device_time_total / 3e3)
+    total = sum(map(sum, spent.values()))
+    ranked = sorted(spent.items(), key=lambda item: -sum(item[1]))[:rows]
+    lines = [f"    {sum(ms):8.3f} ms {len(ms) // 3:5} ×  {kernel[:110]}" for kernel, ms in ranked]
+    return "\n".join([f"    busy {total:.2f} ms", *lines])
+
+
+def first_step(name: str, variant: str) -> float:
+    """Seconds from the model to the end of its first training step, in a process with empty caches."""
+    with tempfile.TemporaryDirectory() as folder:
+        names = ("TRITON_CACHE_DIR", "POSTLUDE_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+        caches = {key: f"{folder}/{key.lower()}" for key in names}
+        command = [sys.executable, __file__, "--child", name, variant]
+        done = subprocess.run(command, env={**os.environ, **caches}, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    return float(done.stdout.strip().splitlines()[-1])
+
+
+def child(name: str, variant: str) -> None:
+    network = NETWORKS[name]
+    model, x = network.build().cuda().train(), torch.randn(network.shape, device="cuda")
+    Contestant("eager", network, model, x, True).step()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    if variant.startswith("postlude"):
+        rest = "eager" if variant.endswith("eager") else "auto"
+        made = Contestant("eager", network, model, x, True)
+        with made.mode():
+            postlude.optimize(made.model, made.x, rest=rest)
+    else:
+        made = Contestant(variant, network, model, x, True)
+    made.step()
+    torch.cuda.synchronize()
+    print(time.perf_counter() - start)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", choices=NETWORKS, default=list(NETWORKS))
+    parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=VARIANTS[:4])
+    parser.add_argument("--modes", nargs="*", choices=("train", "inference"), default=("train", "inference"))
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--first-step", action="store_true")
+    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--child", nargs=2)
+    options = parser.parse_args()
+    torch.backends.cudnn.benchmark = torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
+    with stand_ins():
+        if options.child:
+            child(*options.child)
+            return
+        for name in options.only:
+            if options.first_step:
+                for variant in options.variants:
+                    print(f"{name} {variant}: first step after {first_step(name, variant):.1f} s", flush=True)
+                continue
+            for mode in options.modes:
+                if mode == "inference" or NETWORKS[name].trains:
+                    rows = measure(name, options.variants, mode == "train", options.rounds, options.profile)
+                    if options.csv:
+                        records.update(options.csv, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""Work that must not be seen by whoever is tracing: planning, which traces programs of its own, and checking."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def apart(function: Callable[..., T], *arguments: Any) -> T:
+    """The function's result, computed in a thread of its own: modes of tracing and of autograd are per thread."""
+    found: list[T] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            found.append(function(*arguments))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, name="postlude")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return found[0]

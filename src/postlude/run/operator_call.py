@@ -1,0 +1,111 @@
+"""What a chain's operators are told besides tensors, and the program behind it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from postlude import encoded
+from postlude.chain import CLASSES, Chain
+from postlude.plan import Plan, Problem
+from postlude.plan.calls import Buffer, Program
+from postlude.plan.problem import Spec, spec_of
+from postlude.run.apart import apart
+from postlude.run.chain_run import Training
+from postlude.run.execute import Runner, bare, prepared
+from postlude.run.ledger import Ledger, Question
+from postlude.run.runner import Run, runner_of
+from postlude.stages.program import Given, inference_program
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the pair is told besides tensors."""
+
+    chain: Chain
+    problem: Problem  # without tensors where sizes are not known before the call
+    given: tuple[tuple[tuple[int, ...], tuple[int, ...], str], ...]  # shape, strides and dtype of each slot
+    needs: tuple[bool, ...]  # the slots that want a gradient
+    made: tuple[Buffer, ...] = ()  # the result, and what else is returned for the gradient
+    found: tuple[Buffer, ...] = ()  # the gradients' memory
+
+    @functools.cached_property
+    def tensors(self) -> Given:
+        return tuple((shape, strides, getattr(torch, dtype)) for shape, strides, dtype in self.given)
+
+
+# A model's chains whose sizes are symbols: their name in it and its ledger.
+_JUDGES: dict[tuple[Chain, tuple[str, ...]], tuple[str, Callable[[], Ledger | None]]] = {}
+_CLASSES = {**CLASSES, **{cls.__name__: cls for cls in (Call, Problem, Spec, Buffer)}}
+
+
+@functools.lru_cache(maxsize=4096)
+def read(text: str) -> Call:
+    call = encoded.loads(text, _CLASSES)
+    assert isinstance(call, Call)
+    return call
+
+
+@functools.lru_cache(maxsize=4096)
+def program_of(text: str) -> Program | None:
+    """Of a call whose text says what it returns."""
+    call = read(text)
+    return apart(traced, call) if call.made else None
+
+
+def traced(call: Call) -> Program | None:
+    """Where sizes are known and kernels of ours run."""
+    if not call.problem.tensors:
+        return None
+    outcome, runner = outcome_of(call.chain, call.problem)
+    if isinstance(runner, Training):
+        return runner.program_for(call.tensors, call.needs)
+    if not isinstance(outcome, Plan) or not outcome.on_gpu:
+        return None
+    return inference_program(outcome, call.chain, call.tensors)
+
+
+def outcome_of(chain: Chain, problem: Problem) -> tuple[Any, Runner]:
+    outcome, runner = prepared(chain, problem)
+    return outcome, bare(runner)
+
+
+def judged_by(chain: Chain, settings: tuple[str, ...], name: str, ledger: Ledger) -> None:
+    """Plans for sizes that are symbols are checked before their first use, others before they are compiled. Of two
+    models with the same chain the later one's ledger knows."""
+    _JUDGES[chain, settings] = name, weakref.ref(ledger)
+
+
+def runner_for(call: Call, tensors: Sequence[Tensor]) -> Runner:
+    """Of a call whose sizes are known only now."""
+    problem = call.problem
+    if not problem.tensors:
+        problem = dataclasses.replace(problem, tensors=tuple(map(spec_of, tensors)))
+        settings = (problem.precision, problem.memory, problem.convolution, problem.hands_on)
+        name, ledger = _JUDGES.get((call.chain, settings), ("", lambda: None))
+        if (known := ledger()) is not None:
+            question = Question(name, call.chain, problem, call.needs)
+            return bare((known.foreseen(question) or apart(known.foresee, question)).runner)
+    return outcome_of(call.chain, problem)[1]
+
+
+def is_made(buffer: Buffer, program: Program) -> bool:
+    return buffer.number != program.result.number and all(buffer.number != given.number for given in program.given)
+
+
+@functools.lru_cache(maxsize=4096)
+def ready(text: str, device: torch.device) -> tuple[Run, Run | None]:
+    """Both passes of a call whose program is known: what they return is what its text says."""
+    call, program = read(text), program_of(text)
+    assert program is not None
+    forward = runner_of(program.given, program.forward, call.made, str(device))
+    if program.gradient is None:
+        return forward, None
+    return forward, runner_of([*program.kept, program.gradient], program.backward, call.found, str(device))

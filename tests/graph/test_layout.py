@@ -1,0 +1,118 @@
+"""Channels-last through a graph: where values change their layout, and that nothing else does; kernels interpreted."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.fx as fx
+from torch._dynamo.backends.registry import lookup_backend
+
+import postlude
+from gpu_plans import planned_for_a_gpu
+from postlude.graph import backend, layout
+from run.test_operator_pair import Net, step
+
+pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("fresh_dynamo")]
+
+
+@pytest.fixture(autouse=True)
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[fx.GraphModule]]:
+    """What Inductor is given; a convolution on the CPU counts as one on tensor cores."""
+    seen: list[fx.GraphModule] = []
+
+    def compile_fx(graph: fx.GraphModule, inputs: list[Any], **_: Any) -> Any:
+        seen.append(graph)
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
+    monkeypatch.setattr(layout, "_pays", lambda node, x, allows_tf32: x.meta["val"].shape[1] > 1)
+    with planned_for_a_gpu():
+        yield seen
+
+
+def test_results_gradients_and_their_strides_are_eagers(graphs: list[fx.GraphModule]) -> None:
+    plain, x = Net().double(), torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    model = copy.deepcopy(plain)
+    result = postlude.optimize(model, x.clone().requires_grad_(), rest="inductor", verify=False)
+    assert [site.problem.hands_on for site in result.sites] == ["channels_last"] * 3
+    for ours, theirs in zip(step(model, x), step(plain, x), strict=True):
+        torch.testing.assert_close(ours, theirs)
+        assert ours.stride() == theirs.stride()
+    kinds = [node.target for node in graphs[0].graph.nodes]
+    assert kinds.count(torch.ops.postlude.chain.default) == 3
+    assert kinds.count(torch.ops.aten.contiguous.default) == 4  # before each convolution, and of the result
+
+
+def test_a_value_is_converted_once_and_inside_it_stays(graphs: list[fx.GraphModule]) -> None:
+    plain, x = Net().double(), torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    result = postlude.optimize(copy.deepcopy(plain), x.clone().requires_grad_(), rest="inductor", verify=False)
+    changed = [
+        node
+        for node in graphs[0].graph.nodes
+        if node.target is torch.ops.aten.contiguous.default
+        and node.args[0].meta["val"].stride() != node.meta["val"].stride()
+    ]
+    assert [node.args[0].op for node in changed] == ["placeholder", "call_function"]  # the input, the result
+    assert [(item.name, item.layout) for item in result.conversions] == [
+        ("first", "channels-last"),
+        ("leaky_relu_1", "contiguous"),
+    ]
+    assert changed[1].kwargs["memory_format"] is torch.contiguous_format
+
+
+def test_a_refused_chain_hands_on_what_pytorch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chains after it are planned for the layout that they will find."""
+    honest = backend.Backend._is_refused
+    monkeypatch.setattr(
+        backend.Backend,
+        "_is_refused",
+        lambda self, question, rest: question.name == "last" or honest(self, question, rest),
+    )
+    plain, x = Net().double(), torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    model = copy.deepcopy(plain)
+    result = postlude.optimize(model, x.clone().requires_grad_(), rest="inductor", verify=False)
+    assert [site.problem.hands_on for site in result.sites] == ["channels_last", "channels_last", ""]
+    for ours, theirs in zip(step(model, x), step(plain, x), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_keep_leaves_layouts_alone(graphs: list[fx.GraphModule]) -> None:
+    x = torch.randn(2, 3, 4, 4)
+    torch.compile(Net(), backend="postlude", options={"rest": "inductor", "layout": "keep", "verify": False})(x)
+    assert torch.ops.aten.contiguous.default not in [node.target for node in graphs[0].graph.nodes]
+
+
+def test_a_result_in_another_layout_is_seen(monkeypatch: pytest.MonkeyPatch, graphs: list[fx.GraphModule]) -> None:
+    """Mutant: what the graph returns stays channels-last."""
+    monkeypatch.setattr(backend, "restore_results", lambda *_: None)
+    with pytest.raises(AssertionError):
+        test_results_gradients_and_their_strides_are_eagers(graphs)
+
+
+class _Chain(torch.nn.Module):
+    def __init__(self, ends_elsewhere: bool) -> None:
+        super().__init__()
+        self.conv, self.norm = torch.nn.Conv2d(3, 4, 3), torch.nn.GroupNorm(2, 4)
+        self.ends_elsewhere = ends_elsewhere
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.norm(self.conv(x)))
+        return y.cumsum(1) if self.ends_elsewhere else y
+
+
+@pytest.mark.parametrize("leaves_something", [True, False])
+def test_inductor_is_not_called_where_nothing_is_left_for_it(
+    leaves_something: bool, graphs: list[fx.GraphModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "_device_of", lambda inputs: "cuda")
+    monkeypatch.setattr("postlude.hardware.can_compile", lambda: True)
+    monkeypatch.setattr(backend, "check_precision", lambda *_: None)
+    model, x = _Chain(leaves_something), torch.randn(2, 3, 6, 6)
+    plain = copy.deepcopy(model)
+    postlude.optimize(model, x, verify=False)
+    torch.testing.assert_close(model(x), plain(x), rtol=1e-4, atol=1e-4)
+    assert bool(graphs) == leaves_something

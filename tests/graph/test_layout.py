@@ -80,6 +80,24 @@ def test_a_refused_chain_hands_on_what_pytorch_does(monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(ours, theirs)
 
 
+class _Viewed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = torch.nn.Conv2d(3, 4, 3), torch.nn.GroupNorm(2, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.norm(self.conv(x))).view(x.shape[0], -1).cumsum(1)
+
+
+def test_a_graph_that_views_its_values_keeps_their_layout(graphs: list[fx.GraphModule]) -> None:
+    model, x = _Viewed().double(), torch.randn(2, 3, 5, 5, dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    result = postlude.optimize(model, x, rest="inductor", verify=False)
+    torch.testing.assert_close(model(x), plain(x))
+    assert [site.is_fused for site in result.sites] == [True]
+    assert torch.ops.aten.contiguous.default not in [node.target for node in graphs[0].graph.nodes]
+
+
 def test_keep_leaves_layouts_alone(graphs: list[fx.GraphModule]) -> None:
     x = torch.randn(2, 3, 4, 4)
     torch.compile(Net(), backend="postlude", options={"rest": "inductor", "layout": "keep", "verify": False})(x)

@@ -15,7 +15,15 @@ from postlude import hardware
 from postlude.errors import PostludeError
 from postlude.graph.capture import MODE_CHANGES, capture
 from postlude.graph.expected import questions_of
-from postlude.graph.layout import Conversion, conversions_in, propagate, read_channels_last, restore_results, results_of
+from postlude.graph.layout import (
+    Conversion,
+    UnsuitedError,
+    conversions_in,
+    propagate,
+    read_channels_last,
+    restore_results,
+    results_of,
+)
 from postlude.graph.match import Declined, Match, match
 from postlude.graph.splice import splice, use_operator
 from postlude.graph.tidy import functionalise, restore
@@ -74,13 +82,19 @@ class Backend:
             self.failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             log.warning("this model could not be captured and runs as it was (%s)", self.failure)
             return graph.forward
-        return self._compile(traced, inputs)
+        try:
+            return self._compile(traced, inputs, self.layout)
+        except UnsuitedError as why:
+            log.info("layouts stay as they are (%s)", why)
+            return self._compile(capture(graph, inputs), inputs, "keep")
 
-    def _compile(self, traced: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def _compile(self, traced: fx.GraphModule, inputs: Sequence[Any], layout: str) -> Callable[..., Any]:
         functionalise(traced)
         rest = self._rest_for(traced, inputs)
         before = results_of(traced)
-        conversions = read_channels_last(traced, self._allows_tf32()) if self._lays_out(rest) else []
+        # Operators that give up channels-last convert it back by themselves in eager PyTorch; Inductor fuses that.
+        lays_out = rest == "inductor" and layout == "auto"
+        conversions = read_channels_last(traced, self._allows_tf32()) if lays_out else []
         found, declined = match(traced)
         left_out = [item for item in found if self.wanted is not None and not self.wanted(item.name, item)]
         found = [item for item in found if item not in left_out]
@@ -124,10 +138,6 @@ class Backend:
 
     def _site(self, item: Match, hands_on: str) -> Site:
         return Site(item.name, item.chain, self.precision, self.memory, self.convolution, self.ledger, hands_on)
-
-    def _lays_out(self, rest: str) -> bool:
-        """Operators that give up channels-last convert it back by themselves in eager PyTorch; Inductor fuses that."""
-        return rest == "inductor" and self.layout == "auto"
 
     def _allows_tf32(self) -> bool:
         asked = self.precision == "auto" and hardware.default_fp32_precision() == "tf32"

@@ -23,6 +23,10 @@ from postlude.plan.problem import CHANNELS_LAST
 aten = torch.ops.aten
 
 
+class UnsuitedError(Exception):
+    """The graph needs the layouts that it was written for: `view` raises where a value is channels-last."""
+
+
 @dataclass(frozen=True)
 class Conversion:
     """A place where a value changes its layout."""
@@ -74,8 +78,11 @@ def propagate(graph: fx.GraphModule, chains: Sequence[Match]) -> set[Match]:
     """Computes the strides of every node anew; which of the chains hand channels-last on."""
     given = [node.meta.get("val") for node in graph.graph.nodes if node.op == "placeholder"]
     walk = _Strides(graph, {item.nodes[-1]: item for item in chains})
-    with modes_left_as_found(), fakes_of(given):
-        walk.run(*given)
+    try:
+        with modes_left_as_found(), fakes_of(given):
+            walk.run(*given)
+    except Exception as error:
+        raise UnsuitedError(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
     return walk.handing_on
 
 

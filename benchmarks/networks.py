@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "networks"))
 
+from gpu import peak_mib
 from standins import stand_ins
 from table import TRAINING_SOURCES
 
@@ -208,7 +209,7 @@ def measure(name: str, variants: Sequence[str], trains: bool, rounds: int, profi
                 *records.times_of(timings[variant], timings["eager"]),
                 error_rms=outputs,
                 error_worst=worst if trains else None,
-                peak_mib=peak_mib(made),
+                peak_mib=peak_of(made),
                 launches=int(made.sites.split()[0]) if made.sites else None,
                 kernel_hash=records.kernel_hash(TRAINING_SOURCES),
                 **records.environment("cuda"),  # type: ignore[arg-type]
@@ -221,13 +222,9 @@ def measure(name: str, variants: Sequence[str], trains: bool, rounds: int, profi
     return rows
 
 
-def peak_mib(made: Contestant) -> float:
+def peak_of(made: Contestant) -> float:
     made.model.zero_grad(set_to_none=True)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    made.step()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
+    return peak_mib(made.step, ())
 
 
 def profile_of(made: Contestant, rows: int = 40) -> str:

@@ -146,10 +146,14 @@ class _ChainFunction(torch.autograd.Function):
 def like(buffer: Buffer | None, tensor: Tensor) -> Tensor:
     """A tensor as the program wants it."""
     assert buffer is not None
-    dtype = getattr(torch, buffer.dtype)
-    if tensor.dtype == dtype and tensor.stride() == buffer.strides:
+    return laid_out(tensor, buffer.shape, buffer.strides, getattr(torch, buffer.dtype))
+
+
+def laid_out(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The tensor itself where it lies so already."""
+    if tensor.dtype == dtype and tensor.stride() == strides:
         return tensor
-    return torch.empty_strided(buffer.shape, buffer.strides, dtype=dtype, device=tensor.device).copy_(tensor)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=tensor.device).copy_(tensor)
 
 
 def _unmoved(chain: Chain, tensors: Sequence[Tensor]) -> list[Tensor]:

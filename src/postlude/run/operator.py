@@ -23,11 +23,12 @@ from postlude.errors import PostludeError
 from postlude.plan import Plan, Problem, Refusal
 from postlude.plan.calls import Buffer, Program
 from postlude.run.apart import apart
-from postlude.run.chain_run import Training, like, on_device_of
+from postlude.run.chain_run import Training, laid_out, like, on_device_of
 from postlude.run.differentiable import differentiable
 from postlude.run.execute import prepared
 from postlude.run.operator_call import Call, is_made, outcome_of, program_of, read, ready, runner_for, traced
 from postlude.stages.library import cast_for_convolution, without_autocast
+from postlude.stages.program import given_by
 
 LIBRARY = torch.library.Library("postlude", "DEF")
 LIBRARY.define("chain_forward(Tensor[] tensors, str call) -> Tensor[]")
@@ -47,7 +48,9 @@ def call_operator(chain: Chain, problem: Problem, tensors: Sequence[Tensor]) -> 
     device = tensors[0].device
     here = [t if t.device == device else t.to(device) for t in tensors]  # a number may lie on the CPU
     given = cast_for_convolution(part, here) if part is not chain or any(needs) else here
-    call = Call(part, problem, tuple(_specified(t) for t in given) if problem.tensors else (), needs)
+    known = given_by(given) if problem.tensors else ()
+    specs = tuple((shape, strides, str(dtype).removeprefix("torch.")) for shape, strides, dtype in known)
+    call = Call(part, problem, specs, needs)
     if (program := apart(traced, call)) is not None:
         made = (program.result, *(buffer for buffer in program.kept if is_made(buffer, program)))
         call = dataclasses.replace(call, made=made, found=program.gradient_memory)
@@ -57,10 +60,6 @@ def call_operator(chain: Chain, problem: Problem, tensors: Sequence[Tensor]) -> 
             tensors[slot].copy_(moved)
     rest: Tensor = reference.continue_from(chain, len(part.steps), result, tensors, moves=True)
     return rest
-
-
-def _specified(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], str]:
-    return tuple(tensor.shape), tensor.stride(), str(tensor.dtype).removeprefix("torch.")
 
 
 def _forward(tensors: list[Tensor], text: str) -> list[Tensor]:
@@ -86,10 +85,7 @@ def _as_traced(call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
     """A program reads through the strides that it was made for."""
     if not call.given:
         return list(tensors)
-    return [
-        t if t.stride() == strides else torch.empty_strided(shape, strides, dtype=dtype, device=t.device).copy_(t)
-        for t, (shape, strides, dtype) in zip(tensors, call.tensors, strict=True)
-    ]
+    return [laid_out(tensor, *given) for tensor, given in zip(tensors, call.tensors, strict=True)]
 
 
 def _forward_shapes(tensors: list[Tensor], text: str) -> list[Tensor]:
@@ -185,15 +181,9 @@ def _gradients(call: Call, program: Program | None, found: Sequence[Tensor | Non
     if program is None:
         gradients = iter(found)
         return [next(gradients) if is_needed else None for is_needed in call.needs]
-    bases = {base.storage: _laid_out(tensor, base) for tensor, base in zip(found, call.found, strict=True)}
+    pairs = zip(found, call.found, strict=True)  # views are taken by strides
+    bases = {base.storage: None if tensor is None else like(base, tensor) for tensor, base in pairs}
     return [None if g is None or (base := bases[g.storage]) is None else _view(base, g) for g in program.gradients]
-
-
-def _laid_out(tensor: Tensor | None, buffer: Buffer) -> Tensor | None:
-    """A view of it is to be taken by strides."""
-    if tensor is None or tensor.stride() == buffer.strides:
-        return tensor
-    return _empty(buffer, tensor.device).copy_(tensor)
 
 
 def _view(base: Tensor, buffer: Buffer) -> Tensor:

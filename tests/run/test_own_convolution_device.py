@@ -201,7 +201,7 @@ def kernels_of(run: Callable[[], object]) -> list[str]:
         run()
         torch.cuda.synchronize()
     names = [event.name for event in profile.events()]  # a memset, and filling zeros, are no kernels of ours
-    return sorted(name for name in names if name.endswith(("_kernel", "_moments")))
+    return sorted(name for name in names if name.endswith(("_kernel", "_moments", "_finish")))
 
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # of torch 2.11, whatever is asked for

@@ -92,9 +92,9 @@ def fresh_verdicts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def refused_chains_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chains that stay PyTorch's are put into the graph as well, so that a CPU tests what is rewired in training."""
-    from postlude.graph.backend import Backend
+    from postlude.run.ledger import Entry
 
-    monkeypatch.setattr(Backend, "_is_refused", lambda *_: False)
+    monkeypatch.setattr(Entry, "is_left_to_pytorch", False)
 
 
 @pytest.fixture

@@ -71,6 +71,11 @@ class Optimized:
         """Where values become channels-last, and contiguous again."""
         return tuple(item for captured in self.backend.captured for item in captured.conversions)
 
+    @property
+    def gathered(self) -> tuple[str, ...]:
+        """Upsampling whose gradient a kernel of ours gathers."""
+        return tuple(name for captured in self.backend.captured for name in captured.gathered)
+
     def undo(self) -> nn.Module:
         """Makes the model run as it did before; a model optimized again since then is left alone."""
         if _result_of(self.model) is self:

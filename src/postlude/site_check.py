@@ -143,10 +143,17 @@ class _Embedded:
         places = [(turn + number * step) % batch for number in range(self.count)]
         where = torch.tensor(places, device=self.tensors[0].device)
         whole = [
-            sample if sample.shape == full.shape else full.index_copy(0, where, sample)
+            sample if sample.shape == full.shape else _laid_out_like(full, full.index_copy(0, where, sample))
             for sample, full in zip(samples, self.tensors)
         ]
         return call_runner(self.call.runner, whole).index_select(0, where)
+
+
+def _laid_out_like(full: Tensor, tensor: Tensor) -> Tensor:
+    """`index_copy` may give another layout, for which the plan is not."""
+    if tensor.stride() == full.stride():
+        return tensor
+    return torch.empty_strided(full.shape, full.stride(), dtype=full.dtype, device=full.device).copy_(tensor)
 
 
 def _drawn(call: Call) -> list[Tensor]:

@@ -13,7 +13,8 @@ from torch._dynamo.backends.registry import lookup_backend
 
 import postlude
 from gpu_plans import planned_for_a_gpu
-from postlude.graph import backend, layout
+from postlude.graph import backend, decide, layout, regions
+from postlude.run.ledger import Entry, Ledger, Question
 from run.test_operator_pair import Net, step
 
 pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("fresh_dynamo")]
@@ -30,6 +31,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[fx.GraphModule]]:
 
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
     monkeypatch.setattr(layout, "_pays", lambda node, x, allows_tf32: x.meta["val"].shape[1] > 1)
+    monkeypatch.setattr(decide, "unpaid", lambda *_: [])
     with planned_for_a_gpu():
         yield seen
 
@@ -66,18 +68,54 @@ def test_a_value_is_converted_once_and_inside_it_stays(graphs: list[fx.GraphModu
 
 def test_a_refused_chain_hands_on_what_pytorch_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """The chains after it are planned for the layout that they will find."""
-    honest = backend.Backend._is_refused
-    monkeypatch.setattr(
-        backend.Backend,
-        "_is_refused",
-        lambda self, question, rest: question.name == "last" or honest(self, question, rest),
-    )
+    honest = Ledger.planned
+
+    def planned(self: Ledger, question: Question) -> Entry | None:
+        self.off["last"] = "as if it had been wrong"
+        return honest(self, question)
+
+    monkeypatch.setattr(Ledger, "planned", planned)
     plain, x = Net().double(), torch.randn(2, 3, 4, 4, dtype=torch.float64)
     model = copy.deepcopy(plain)
     result = postlude.optimize(model, x.clone().requires_grad_(), rest="inductor", verify=False)
     assert [site.problem.hands_on for site in result.sites] == ["channels_last", "channels_last", ""]
     for ours, theirs in zip(step(model, x), step(plain, x), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+class _Regions(torch.nn.Module):
+    """One that is all ours, then two convolutions that nothing is fused with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ours, self.norm = torch.nn.Conv2d(3, 8, 3), torch.nn.GroupNorm(2, 8)
+        self.theirs = torch.nn.Sequential(torch.nn.Conv2d(2, 4, 3, stride=2), torch.nn.Conv2d(4, 2, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.norm(self.ours(x)))
+        return self.theirs(y.cumsum(1).reshape(x.shape[0], 2, -1, y.shape[3]))  # type: ignore[no-any-return]
+
+
+def test_a_region_that_saves_no_conversions_keeps_its_layout(
+    graphs: list[fx.GraphModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The packing before our own convolutions reads either layout; cuDNN's convert what is not channels-last."""
+    plain, x = _Regions().double(), torch.randn(2, 3, 6, 6, dtype=torch.float64)
+    everywhere = postlude.optimize(copy.deepcopy(plain), x, rest="inductor", verify=False)
+    assert [(item.name, item.layout) for item in everywhere.conversions] == [
+        ("ours", "channels-last"),
+        ("theirs.0", "channels-last"),
+        ("theirs.1", "contiguous"),
+    ]
+    torch.compiler.reset()
+    monkeypatch.setattr(decide, "unpaid", regions.unpaid)
+    model = copy.deepcopy(plain)
+    result = postlude.optimize(model, x, rest="inductor", verify=False)
+    assert [item.name for item in result.conversions] == ["theirs.0", "theirs.1"]
+    assert [site.problem.hands_on for site in result.sites] == [""]
+    for ours, theirs in zip(step(model, x), step(plain, x), strict=True):
+        torch.testing.assert_close(ours, theirs)
+        assert ours.stride() == theirs.stride()
 
 
 class _Viewed(torch.nn.Module):

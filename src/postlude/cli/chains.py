@@ -110,6 +110,8 @@ def _show_layout(result: Optimized) -> None:
         say("Convolutions read channels-last values here; these are all the conversions:", "bold")
         rows = [[c.name, c.layout, "×".join(map(str, c.shape)), megabytes(c.bytes)] for c in result.conversions]
         show_table(["where", "becomes", "shape", "size"], rows)
+    if result.gathered:
+        say(f"Upsampling whose gradient our kernel gathers: {', '.join(result.gathered)}.")
 
 
 def _show_declined(result: Optimized) -> None:

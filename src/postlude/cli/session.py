@@ -74,6 +74,7 @@ def malloc_word() -> str:
 def result_data(result: Optimized) -> dict[str, Any]:
     return {
         "sites": [site_data(site) for site in result.sites],
+        "gathered": list(result.gathered),
         "conversions": [dataclasses.asdict(item) for item in result.conversions],
         "declined": [{"name": d.name, "what": d.what, "reason": d.reason} for d in result.declined],
         "failure": result.failure,

@@ -14,12 +14,12 @@ import torch.fx as fx
 from postlude import hardware
 from postlude.errors import PostludeError
 from postlude.graph.capture import MODE_CHANGES, capture
-from postlude.graph.expected import questions_of
+from postlude.graph.decide import decide
+from postlude.graph.expected import questions_of, wanting_gradients
 from postlude.graph.layout import (
     Conversion,
     UnsuitedError,
     conversions_in,
-    propagate,
     read_channels_last,
     restore_results,
     results_of,
@@ -27,9 +27,10 @@ from postlude.graph.layout import (
 from postlude.graph.match import Declined, Match, match
 from postlude.graph.splice import splice, use_operator
 from postlude.graph.tidy import functionalise, restore
+from postlude.graph.upsample import gather_gradients
 from postlude.plan import Plan, Refusal
 from postlude.run.execute import check_convolution, check_precision
-from postlude.run.ledger import Ledger, Question
+from postlude.run.ledger import Ledger
 from postlude.run.operator_call import judged_by
 from postlude.run.site import Site
 
@@ -45,6 +46,7 @@ class Captured:
     sites: tuple[Site, ...]
     declined: tuple[Declined, ...]
     conversions: tuple[Conversion, ...] = ()  # where values become channels-last, and contiguous again
+    gathered: tuple[str, ...] = ()  # upsampling whose gradient a kernel of ours gathers
 
 
 class Backend:
@@ -98,10 +100,12 @@ class Backend:
         found, declined = match(traced)
         left_out = [item for item in found if self.wanted is not None and not self.wanted(item.name, item)]
         found = [item for item in found if item not in left_out]
-        sites, fused = self._decided(traced, inputs, found, rest, bool(conversions))
+        sites, fused = self._decided(traced, inputs, found, rest, conversions, before)
+        gathered = gather_gradients(traced, wanting_gradients(traced, inputs), self.ledger.check is not None)
         restore_results(traced, before)
         declined += [Declined(item.name, str(item.chain), "left out by only=") for item in left_out]
-        self.captured.append(Captured(tuple(sites), tuple(declined), conversions_in(traced) if conversions else ()))
+        left = conversions_in(traced) if conversions else ()
+        self.captured.append(Captured(tuple(sites), tuple(declined), left, tuple(gathered)))
         splice(traced, list(fused), [site for site, _ in fused.values()])
         restore(traced)
         if rest == "inductor":
@@ -114,27 +118,33 @@ class Backend:
         return traced.forward if rest == "eager" else self._by_inductor(traced, inputs)
 
     def _decided(
-        self, traced: fx.GraphModule, inputs: Sequence[Any], found: list[Match], rest: str, lays_out: bool
+        self,
+        traced: fx.GraphModule,
+        inputs: Sequence[Any],
+        found: list[Match],
+        rest: str,
+        conversions: list[fx.Node],
+        before: Sequence[Any],
     ) -> tuple[list[Site], dict[Match, tuple[Site, Plan | Refusal | None]]]:
         """A site for every chain; for those that are fused also what was planned, where sizes are known."""
-        refused = set[Match]()  # these hand on what PyTorch does, which may change the layout that others read
+        refused = set[Match]()
         while True:
-            handing_on = propagate(traced, [item for item in found if item not in refused]) if lays_out else set()
-            sites = [self._site(item, "channels_last" if item in handing_on else "") for item in found]
-            asked = zip(found, questions_of(traced, inputs, found, sites))
-            known = {item: question for item, question in asked if question is not None}
-            now = {item for item, question in known.items() if self._is_refused(question, "eager")}
-            if now <= refused or not lays_out:
-                self.ledger.expect(list(known.values()))
-                now = {item for item, question in known.items() if self._is_refused(question, rest)}
-            if now <= refused or not lays_out:
+            known = decide(traced, inputs, found, conversions, before, self._site, self.ledger, refused)
+            self.ledger.expect(list(known.questions.values()))
+            if rest == "eager":  # each call decides where sizes are symbols, and checks its plan
+                off = {item for item in known.refused if not item.has_symbols}
+                return known.sites, {item: (site, None) for item, site in zip(found, known.sites) if item not in off}
+            # Inductor compiles what it is given once: a chain is checked before that, else with the tensors of a call.
+            entries = {item: self.ledger.foresee(question) for item, question in known.questions.items()}
+            off = {item for item, entry in entries.items() if entry.is_left_to_pytorch}
+            if off <= known.refused or not known.conversions:
                 break
-            refused |= now
-        if rest == "eager":
-            now = {item for item in now if not item.has_symbols}  # each call decides
-        plans = {item: self.ledger.foresee(question).outcome for item, question in known.items() if rest == "inductor"}
-        pairs = zip(found, sites)
-        return sites, {item: (site, plans.get(item)) for item, site in pairs if item not in now | refused}
+            refused, conversions = known.refused | off, known.conversions
+        outcomes = {item: entry.outcome for item, entry in entries.items()}
+        pairs = zip(found, known.sites)
+        return known.sites, {
+            item: (site, outcomes.get(item)) for item, site in pairs if item not in off | known.refused
+        }
 
     def _site(self, item: Match, hands_on: str) -> Site:
         return Site(item.name, item.chain, self.precision, self.memory, self.convolution, self.ledger, hands_on)
@@ -158,14 +168,8 @@ class Backend:
         if not found or others - taken or self.wanted is not None:
             return False
         questions = questions_of(traced, inputs, found, [self._site(item, "") for item in found])
-        return not any(question is None or self._is_refused(question, "eager") for question in questions)
-
-    def _is_refused(self, question: Question, rest: str) -> bool:
-        """A chain that is refused stays the operators that it was.
-
-        Inductor compiles what it is given once: a chain is checked before that, else with the tensors of a call."""
-        is_refused = self.ledger.is_refused_after_all if rest == "inductor" else self.ledger.is_refused
-        return is_refused(question)
+        entries = [None if question is None else self.ledger.planned(question) for question in questions]
+        return not any(entry is None or entry.is_left_to_pytorch for entry in entries)
 
     def _by_inductor(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx

@@ -20,7 +20,7 @@ def questions_of(
     graph: fx.GraphModule, inputs: Sequence[Any], matches: Sequence[Match], sites: Sequence[Site]
 ) -> list[Question | None]:
     """One for each site; None where a size is not known before the call."""
-    wants = _wanting_gradients(graph, inputs) if torch.is_grad_enabled() else set()
+    wants = wanting_gradients(graph, inputs)
     return [_question(item, site, wants) for item, site in zip(matches, sites)]
 
 
@@ -34,9 +34,11 @@ def _question(item: Match, site: Site, wants: set[fx.Node]) -> Question | None:
     return Question(site.name, site.chain, dataclasses.replace(problem, needs_grad=any(needs)), needs)
 
 
-def _wanting_gradients(graph: fx.GraphModule, inputs: Sequence[Any]) -> set[fx.Node]:
+def wanting_gradients(graph: fx.GraphModule, inputs: Sequence[Any]) -> set[fx.Node]:
     """Nodes whose value has a gradient: inputs that ask for one, and what is computed from them."""
     found: set[fx.Node] = set()
+    if not torch.is_grad_enabled():
+        return found
     given = iter(inputs)
     for node in graph.graph.nodes:
         if node.op == "placeholder":

@@ -56,6 +56,11 @@ class Entry:
     runner: Runner
     verdict: Any = None  # a Judgement; None where nothing was checked
 
+    @property
+    def is_left_to_pytorch(self) -> bool:
+        """A refusal may name a precision: then PyTorch's operators must be called with it, not left where they are."""
+        return isinstance(self.outcome, Refusal) and self.outcome.library_tf32 is None
+
 
 @dataclass(frozen=True)
 class Question:
@@ -104,22 +109,20 @@ class Ledger:
     def foreseen(self, question: Question) -> Entry | None:
         return self._foreseen.get(question)
 
-    def is_refused_after_all(self, question: Question) -> bool:
-        """Whether PyTorch runs this problem, once its kernels are compiled and checked."""
-        return _leaves_all_to_pytorch(self.foresee(question).outcome)
-
-    def is_refused(self, question: Question) -> bool:
-        """The same, as far as planning knows."""
-        try:
-            entry = Entry(question.problem, *prepared(question.chain, question.problem))
-        except Exception as error:  # it shows when the problem is entered
-            log.debug("%s: cannot be planned ahead of time (%s)", question.name, error)
-            return False
+    def planned(self, question: Question) -> Entry | None:
+        """The same as far as planning knows: nothing is compiled or checked. None where that raises, which shows again
+        when the problem is entered."""
         if (why := self.off.get(question.name)) is not None:
             entry = self._refused(question, why)
-        if _leaves_all_to_pytorch(entry.outcome):
+        else:
+            try:
+                entry = Entry(question.problem, *prepared(question.chain, question.problem))
+            except Exception as error:
+                log.debug("%s: cannot be planned ahead of time (%s)", question.name, error)
+                return None
+        if entry.is_left_to_pytorch:
             self.latest[question.name, question.chain] = entry
-        return _leaves_all_to_pytorch(entry.outcome)
+        return entry
 
     def expect(self, questions: Sequence[Question]) -> None:
         """Compiles the kernels of several problems at once. What goes wrong here shows when one of them is entered."""
@@ -209,8 +212,3 @@ class Ledger:
             self.progress(what)
         else:
             log.info("%s", what)
-
-
-def _leaves_all_to_pytorch(outcome: Plan | Refusal) -> bool:
-    """A refusal may name a precision: then PyTorch's operators must be called with it, not left where they are."""
-    return isinstance(outcome, Refusal) and outcome.library_tf32 is None

@@ -70,15 +70,17 @@ def _forward(tensors: list[Tensor], text: str) -> list[Tensor]:
         given[slot] = tensor
     with torch.no_grad(), on_device_of(given[0]), without_autocast(given[0]):
         found = ready(text, given[0].device)[0](*given) if call.made else [runner_for(call, given)(given)]
-    results = _tensors(found)
+    results = _as_declared(call.made, found)
     # An operator must not return one of its arguments; a chain of no-ops could.
     if any(results[0] is tensor for tensor in given):
         results[0] = results[0].clone()
     return [*results, *moved]
 
 
-def _tensors(found: Sequence[Tensor | None]) -> list[Tensor]:
-    return [tensor for tensor in found if tensor is not None]
+def _as_declared(buffers: Sequence[Buffer], found: Sequence[Tensor | None]) -> list[Tensor]:
+    """As the compiler was told: a library's kernel may lay its result out otherwise."""
+    tensors = [tensor for tensor in found if tensor is not None]
+    return [like(buffer, tensor) for buffer, tensor in zip(buffers, tensors, strict=True)] if buffers else tensors
 
 
 def _as_traced(call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -109,7 +111,7 @@ def _backward(dy: Tensor, saved: list[Tensor], text: str) -> list[Tensor]:
             run, program = ready(text, dy.device)[1], program_of(text)
             assert run is not None
             assert program is not None
-            found = _tensors(run(*saved, like(program.gradient, dy)))
+            found = _as_declared(call.found, run(*saved, like(program.gradient, dy)))
         else:
             found = _again(call, saved, dy)
     given = {tensor.data_ptr() for tensor in (dy, *saved)}

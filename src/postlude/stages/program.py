@@ -12,7 +12,7 @@ from postlude import reference
 from postlude.chain import Chain
 from postlude.plan import Plan
 from postlude.plan.calls import Program, TorchCall, buffers_in, made_by
-from postlude.plan.problem import empty
+from postlude.plan.problem import empty, layout_of
 from postlude.stages.backward import backward, combined
 from postlude.stages.forward import forward
 from postlude.stages.library import cast_for_convolution
@@ -32,12 +32,12 @@ def inference_program(plan: Plan, chain: Chain, given: Given) -> Program:
         result = forward(plan, tensors).result
         return reference.continue_from(chain, len(plan.chain.steps), result, tensors, moves=True)
 
-    return traced(whole, _without_memory(given))
+    return traced(whole, _planned_for(plan, given))
 
 
 def training_program(plan: Plan, given: Given, needs: tuple[bool, ...]) -> Program:
     """The forward pass and the backward pass from what it keeps, for the slots that need a gradient."""
-    tensors, tracer = _without_memory(given), Tracer()
+    tensors, tracer = _planned_for(plan, given), Tracer()
     slots = tuple(tracer.buffer(tensor, "given") for tensor in tensors)
     with torch.no_grad(), tracer:
         parts = forward(plan, tensors, keeps_value=not plan.is_lean and not plan.from_result)
@@ -91,6 +91,14 @@ def traced(function: Callable[[Sequence[Tensor]], Tensor], tensors: Sequence[Ten
     with torch.no_grad(), tracer:
         result = function(given)
     return Program(slots, tuple(tracer.calls), tracer.buffer(result, "result"))
+
+
+def _planned_for(plan: Plan, given: Given) -> list[Tensor]:
+    """Tensors as given. Kernels read the input in the layout that the plan says: in another they would be wrong."""
+    tensors = _without_memory(given)
+    if layout_of(tensors[0]) != plan.input.layout:
+        raise ValueError(f"planned for an input that is {plan.input.layout}, not {layout_of(tensors[0])}")
+    return tensors
 
 
 def _without_memory(given: Given) -> list[Tensor]:

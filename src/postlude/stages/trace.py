@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from postlude.plan.calls import Argument, Buffer, Call, CudaCall, Descriptor, KernelCall, Kind, TorchCall
+from postlude.plan.problem import CHANNELS_LAST, layout_of
 
 
 class Matrix(NamedTuple):
@@ -162,7 +163,7 @@ class Tracer(TorchFunctionMode):
         if func is Tensor.__iter__:  # unbind, as Python calls it
             return iter(self.__torch_function__(Tensor.unbind, types, args, kwargs))
         given = [self._plain(item) for item in (tuple(args), kwargs)]
-        result = _CUDNN[str(func)](*args) if str(func) in _CUDNN else func(*args, **kwargs)
+        result = _WITHOUT_MEMORY.get(str(func), func)(*args, **kwargs)
         made = result if isinstance(result, tuple | list) else (result,)
         known = len(self.buffers)
         if func is Tensor.detach:
@@ -197,10 +198,21 @@ def _transposed(
     return torch.ops.aten.convolution(x, weight, None, stride, padding, dilation, True, out, groups)  # type: ignore[no-any-return]
 
 
-# Operators that PyTorch cannot run without memory, by those that it can.
-_CUDNN: dict[str, Callable[..., Tensor]] = {
+def _convolution_gradients(dy: Tensor, x: Tensor, weight: Tensor, *settings: Any) -> tuple[Tensor | None, ...]:
+    """Laid out as cuDNN does: channels-last where one of the convolution's operands is."""
+    found = torch.ops.aten.convolution_backward(dy, x, weight, *settings)
+    if "channels_last" not in (layout_of(x), layout_of(weight)):
+        return found  # type: ignore[no-any-return]
+    layout = CHANNELS_LAST[x.dim() - 2]
+    dx, dw = (None if tensor is None else torch.empty_like(tensor, memory_format=layout) for tensor in found[:2])
+    return dx, dw, found[2]
+
+
+# Operators that PyTorch cannot run without memory, or whose layout it does not tell there.
+_WITHOUT_MEMORY: dict[str, Callable[..., Any]] = {
     "aten.cudnn_convolution": _convolved,
     "aten.cudnn_convolution_transpose": _transposed,
+    "aten.convolution_backward": _convolution_gradients,
 }
 _SPACES = ((torch, "torch"), (F, "F"), (Tensor, "Tensor"), (torch.autograd, "torch.autograd"))
 

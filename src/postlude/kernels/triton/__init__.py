@@ -5,7 +5,7 @@ Capitals are sizes and compile-time constants; booleans begin with IS_, HAS_ or 
 of slices of samples.
 
     N, C, S, D, H, W                       samples, channels and positions of the value that is read, and its space
-    C_IN, C_OUT, OD, OH, OW                a convolution's channels, and its output's space
+    C_IN, C_OUT, OD, OH, OW                a convolution's channels, and the space of what is written
     C_PACKED                               channels of a position of a packed operand: padded, or those of several taps
     GROUPS, C_PER_GROUP                    a norm's groups in a sample, and the channels of one
     L, ROWS, ROWS_PER_CHANNEL              layer_norm: elements of a row; rows in all, and of a sample's channel
@@ -14,6 +14,8 @@ of slices of samples.
     STRIDE_D, STRIDE_H, STRIDE_W           a transposed convolution's strides
     CROP_D, CROP_H, CROP_W                 a transposed convolution's padding, which crops its output
     KERNEL, STRIDE, CROP, PAD              of one axis: K, STRIDE_, CROP_ and P as above
+    REACH_D, REACH_H, REACH_W, NTH         upsampled positions that may read one, and which of them
+    SIZE, ELEMENTS                         positions along an axis before it is upsampled; elements that are written
     PADDED_KH, PADDED_KW                   KH and KW rounded up to multiples of the strides
     UNFOLDED_H, UNFOLDED_W, UNFOLDED_TAPS  taps side by side in a packed position (im2col): along y, x, and in all
     PACKED_TAPS                            positions of a packed weight: TAPS / UNFOLDED_TAPS
@@ -47,6 +49,7 @@ of slices of samples.
     IS_SCALED, KEEPS_INF, FLAGS_INF, HAS_LARGEST  operands are scaled; infinities kept, flagged; magnitudes are found
     IS_FLIPPED, IS_TRANSPOSED, IS_AB_SWAPPED  taps run backwards; a tile is stored transposed; A and B are swapped
     HAS_NORM, HAS_GAMMA, HAS_BETA, HAS_BIAS, HAS_M2, HAS_PADDING, HAS_RUNNING_STATS  whether there are such
+    IS_LINEAR, HAS_CENTRES                 upsampling: of two neighbours, else the nearest; positions lie at half a step
     USES_INT64, dtype                      offsets in a sample need 64 bits; of a result
     alpha, beta, bound, eps, exponent, high, input_scale, low, momentum, scale, slope, threshold  settings of a step
 """

@@ -1,0 +1,69 @@
+"""Which chains of a graph are fused, and which values are channels-last: decided with the whole graph in view."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.fx as fx
+
+from postlude.graph.expected import questions_of
+from postlude.graph.layout import propagate
+from postlude.graph.match import Match
+from postlude.graph.regions import unpaid, withdraw
+from postlude.plan import Plan
+from postlude.run.ledger import Entry, Ledger, Question
+from postlude.run.site import Site
+
+
+@dataclass(frozen=True)
+class Decided:
+    """As far as plans tell: nothing has been compiled or checked for it."""
+
+    sites: list[Site]  # one for each chain
+    questions: dict[Match, Question]  # where sizes are known
+    refused: set[Match]
+    conversions: list[fx.Node]  # to channels-last that are left
+
+
+def decide(
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    chains: Sequence[Match],
+    conversions: list[fx.Node],
+    before: Sequence[Any],
+    site_for: Callable[[Match, str], Site],
+    ledger: Ledger,
+    refused: set[Match],
+) -> Decided:
+    """`before` has what the graph returned before anything was converted, `refused` what is known to be.
+
+    A chain that is refused hands on what PyTorch does. That may change the layout which others read, and with it their
+    plans; so may a region that is not worth its conversions."""
+    while True:
+        handing_on = propagate(graph, [item for item in chains if item not in refused]) if conversions else set()
+        sites = [site_for(item, "channels_last" if item in handing_on else "") for item in chains]
+        asked = zip(chains, questions_of(graph, inputs, chains, sites))
+        questions = {item: question for item, question in asked if question is not None}
+        entries = {item: ledger.planned(question) for item, question in questions.items()}
+        now = {item for item, entry in entries.items() if entry is not None and entry.is_left_to_pytorch}
+        if conversions and not now <= refused:
+            refused = refused | now
+            continue
+        wasted = unpaid(graph, conversions, _plans(entries, refused), before) if conversions else []
+        if not wasted:
+            return Decided(sites, questions, refused | now, conversions)
+        withdraw(wasted)
+        conversions = [node for node in conversions if node not in wasted]
+        if not conversions:
+            propagate(graph, [])
+
+
+def _plans(entries: dict[Match, Entry | None], refused: set[Match]) -> dict[Match, Plan | None]:
+    """Of the chains that are fused."""
+    fused = {item: entry for item, entry in entries.items() if item not in refused}
+    return {
+        item: entry.outcome if entry is not None and isinstance(entry.outcome, Plan) else None
+        for item, entry in fused.items()
+    }

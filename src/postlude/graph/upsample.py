@@ -1,0 +1,75 @@
+"""Upsampling in a graph that trains: the operator whose gradient is gathered takes the place of PyTorch's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from postlude.graph.match import site_name
+from postlude.plan.problem import Layout, layout_of, memory_format
+from postlude.plan.upsample import Upsampling
+from postlude.run.apart import apart
+from postlude.run.upsample import by_pytorch, text_of
+
+log = logging.getLogger("postlude")
+aten = torch.ops.aten
+_LINEAR = (aten.upsample_bilinear2d, aten.upsample_trilinear3d)
+_NEAREST = (aten.upsample_nearest2d, aten.upsample_nearest3d)
+_EXACT = (aten._upsample_nearest_exact2d, aten._upsample_nearest_exact3d)
+# Of the result's root mean square, against float64: rounding of the result, and of fp32 sums.
+_ALLOWED = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+def gather_gradients(graph: fx.GraphModule, wanting: Collection[fx.Node], checks: bool) -> list[str]:
+    """Puts the operator where a gradient is wanted and our kernel serves; the modules' names."""
+    found = []
+    for node in list(graph.graph.nodes):
+        how = _upsampling_of(node) if node in wanting else None
+        if how is None or not _is_served(node.args[0].meta["val"], how):
+            continue
+        if checks and not apart(_is_right, node.args[0].meta["val"], how):
+            log.warning("the gathered gradient of %s is wrong: PyTorch computes it", site_name((node,)))
+            continue
+        node.args, node.kwargs = (node.args[0], text_of(how)), {}
+        node.target = torch.ops.postlude.upsample.default
+        found.append(site_name((node,)))
+    return found
+
+
+def _upsampling_of(node: fx.Node) -> Upsampling | None:
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet not in (*_LINEAR, *_NEAREST, *_EXACT):
+        return None
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given: dict[str, Any] = {**dict(zip(names, node.args)), **node.kwargs}
+    small, large = (tuple(value.meta["val"].shape[2:]) for value in (node.args[0], node))  # type: ignore[union-attr]
+    if not all(isinstance(size, int) for size in (*small, *large)):
+        return None
+    factors = given.get("scale_factors") or [given.get(f"scales_{axis}") for axis in "dhw"[3 - len(small) :]]
+    known = tuple(float(factor or 0) for factor in factors) if any(factors) else ()
+    return Upsampling(small, large, packet in _LINEAR, bool(given.get("align_corners")), packet in _EXACT, known)
+
+
+def _is_served(x: Tensor, how: Upsampling) -> bool:
+    return x.is_cuda and x.dtype in _ALLOWED and how.is_served
+
+
+def _is_right(like: Tensor, how: Upsampling) -> bool:
+    """Against PyTorch's gradient in float64, on the problem itself."""
+    layout: Layout = "channels_last" if layout_of(like) == "channels_last" else "contiguous"
+    form = memory_format(layout, len(how.small))
+    with torch.random.fork_rng(devices=[like.device] if like.is_cuda else []):
+        dy = torch.randn((*like.shape[:2], *how.large), dtype=like.dtype, device=like.device).contiguous(
+            memory_format=form
+        )
+    ours = torch.ops.postlude.upsample_gradient(dy, text_of(how), layout)
+    x = torch.zeros(like.shape, dtype=torch.float64, device=like.device, requires_grad=True)
+    with torch.enable_grad():
+        (truth,) = torch.autograd.grad(by_pytorch(x, how), x, dy.double())
+    error = (ours - truth).square().mean().sqrt() / truth.square().mean().sqrt()
+    return bool(error <= _ALLOWED[like.dtype])

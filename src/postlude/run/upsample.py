@@ -1,0 +1,104 @@
+"""Upsampling whose gradient is gathered by a kernel of ours: an operator that graphs hold in place of PyTorch's.
+
+Compilers take PyTorch's upsampling apart into indexing, whose gradient scatters with atomics. This operator computes
+what PyTorch's does, by PyTorch's, so that a compiler may fuse it with what is around; only its gradient is another.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from postlude import encoded
+from postlude.plan.problem import Layout, layout_of, memory_format
+from postlude.plan.upsample import Upsampling
+from postlude.run.chain_run import on_device_of
+from postlude.run.operator import LIBRARY
+from postlude.run.runner import Run, runner_of
+from postlude.stages.program import traced
+from postlude.stages.upsample import upsample_gradient
+
+LIBRARY.define("upsample(Tensor x, str how) -> Tensor")
+LIBRARY.define("upsample_gradient(Tensor dy, str how, str layout) -> Tensor")
+
+
+def text_of(how: Upsampling) -> str:
+    """As the operators take it."""
+    return encoded.dumps(how)
+
+
+@functools.lru_cache(maxsize=256)
+def _read(text: str) -> Upsampling:
+    found = encoded.loads(text, {"Upsampling": Upsampling})
+    assert isinstance(found, Upsampling)
+    return found
+
+
+def by_pytorch(x: Tensor, how: Upsampling) -> Tensor:
+    aten, dims = torch.ops.aten, len(how.small)
+    factors = [factor or None for factor in how.factors or (0.0,) * dims]
+    result: Tensor
+    if how.is_linear:
+        operator = {1: aten.upsample_linear1d, 2: aten.upsample_bilinear2d, 3: aten.upsample_trilinear3d}[dims]
+        result = operator(x, how.large, how.aligns_corners, *factors)
+    else:
+        word = "_upsample_nearest_exact" if how.is_exact else "upsample_nearest"
+        result = getattr(aten, f"{word}{dims}d")(x, how.large, *factors)
+    return result
+
+
+class _Upsample(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, text: str) -> Tensor:
+        ctx.text, ctx.layout = text, "channels_last" if layout_of(x) == "channels_last" else "contiguous"
+        return by_pytorch(x, _read(text))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return torch.ops.postlude.upsample_gradient(dy, ctx.text, ctx.layout), None
+
+
+def _upsample(x: Tensor, text: str) -> Tensor:
+    result: Tensor = _Upsample.apply(x, text)  # type: ignore[no-untyped-call]
+    return result
+
+
+@functools.lru_cache(maxsize=256)
+def _runner(shape: tuple[int, ...], dtype: torch.dtype, how: Upsampling, layout: Layout, device: str) -> Run:
+    like = torch.empty(shape, dtype=dtype, device="meta", memory_format=memory_format(layout, len(how.small)))
+    program = traced(lambda given: upsample_gradient(given[0], how, layout), [like])
+    return runner_of(program.given, program.forward, [program.result], device)
+
+
+def _gradient(dy: Tensor, text: str, layout: Layout) -> Tensor:
+    how = _read(text)
+    dy = dy.contiguous(memory_format=memory_format(layout, len(how.small)))
+    with torch.no_grad(), on_device_of(dy):
+        (dx,) = _runner(tuple(dy.shape), dy.dtype, how, layout, str(dy.device))(dy)
+    assert dx is not None
+    return dx
+
+
+def _gradient_shape(dy: Tensor, text: str, layout: Layout) -> Tensor:
+    how = _read(text)
+    shape: Sequence[int] = (*dy.shape[:2], *how.small)
+    return torch.empty(shape, dtype=dy.dtype, device=dy.device, memory_format=memory_format(layout, len(how.small)))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
+    _, ctx.text, _ = inputs
+
+
+def _pull(ctx: Any, ddx: Tensor) -> tuple[Tensor, None, None]:
+    """The gradient is linear in `dy`: what upsampling is to its input."""
+    return torch.ops.postlude.upsample(ddx, ctx.text), None, None
+
+
+LIBRARY.impl("upsample", _upsample, "CompositeImplicitAutograd")
+LIBRARY.impl("upsample_gradient", _gradient, "CompositeExplicitAutograd")
+torch.library.register_fake("postlude::upsample_gradient", _gradient_shape, lib=LIBRARY)
+torch.library.register_autograd("postlude::upsample_gradient", _pull, setup_context=_keep, lib=LIBRARY)

@@ -22,11 +22,13 @@ from postlude.check import tensors_for
 from postlude.plan import Plan, problem_of
 from postlude.plan.gemm import Arithmetic
 from postlude.plan.gpu import lower_for_gpu
-from postlude.plan.problem import Spec
+from postlude.plan.problem import Layout, Spec, memory_format
+from postlude.plan.upsample import Upsampling
 from postlude.run.ahead import program_of
 from postlude.run.execute import prepare
 from postlude.run.launch import arguments_without_memory
 from postlude.stages.pack import find_largest
+from postlude.stages.upsample import upsample_gradient
 from tracing import kernel_calls, traced_calls
 
 pytest.importorskip("triton")
@@ -228,3 +230,14 @@ def test_few_channels_are_unfolded_and_multiplied_on_tensor_cores(monkeypatch: p
     ptx = {found.name: found.ptx for found in launches}
     assert "wgmma.mma_async" in ptx["convolve_kernel"]
     assert "st.global.v4.b32" in ptx["unfold_input_kernel"]  # a position's columns lie side by side
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_the_gradient_of_upsampling_is_gathered_in_registers(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    offline.use_card(monkeypatch, 90)
+    how = Upsampling((80, 80, 64), (160, 160, 128), is_linear=True)
+    dy = torch.empty((1, 32, *how.large), dtype=torch.float16, device="meta", memory_format=memory_format(layout, 3))
+    (made,) = offline.compiled_calls(traced_calls(lambda dy: upsample_gradient(dy, how, layout), dy), 90)
+    used = offline.resources(made.ptx, 90)
+    assert (used.spilled, "atom" in made.ptx) == (0, False)
+    assert used.registers <= 128

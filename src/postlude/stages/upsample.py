@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from postlude.plan.problem import Layout, memory_format
+from postlude.plan.problem import Layout, memory_format, power_of_two
 from postlude.plan.upsample import Upsampling
 from postlude.stages.trace import launch
 
-_BLOCK, _WARPS = 512, 4
+# Elements and channels of a tile. Channels-last, a thread reads 8 channels of a position at once; else 4 channels share
+# what a position has worked out, and more would spill.
+_TILES: dict[str, tuple[int, int]] = {"channels_last": (1024, 64), "contiguous": (512, 4)}
+_WARPS = 4
 
 
 def upsample_gradient(dy: Tensor, how: Upsampling, layout: Layout) -> Tensor:
@@ -18,14 +23,17 @@ def upsample_gradient(dy: Tensor, how: Upsampling, layout: Layout) -> Tensor:
     shape, form = (batch, channels, *how.small), memory_format(layout, len(space))
     dx = torch.empty(shape, dtype=dy.dtype, device=dy.device, memory_format=form)
     how = how.in_space()
+    elements, most = _TILES[layout]
+    block_c = min(power_of_two(channels), most)
+    block_s = min(elements // block_c, max(16, power_of_two(math.prod(how.small))))
     names = ("D", "H", "W", "OD", "OH", "OW", "REACH_D", "REACH_H", "REACH_W")
     sizes = (*how.large, *how.small, *how.reach)
     launch(
         "upsample",
         "upsample_gradient_kernel",
-        (-(-dx.numel() // _BLOCK),),
+        (batch * -(-math.prod(how.small) // block_s) * -(-channels // block_c),),
         [dy, dx],
-        (dx.numel(), *how.scales),
+        how.scales,
         {
             "C": channels,
             **dict(zip(names, sizes)),
@@ -33,7 +41,8 @@ def upsample_gradient(dy: Tensor, how: Upsampling, layout: Layout) -> Tensor:
             "HAS_CENTRES": not how.aligns_corners if how.is_linear else how.is_exact,
             "IS_CHANNELS_LAST": layout == "channels_last",
             "USES_INT64": dy.numel() >= 1 << 31,
-            "BLOCK_L": _BLOCK,
+            "BLOCK_S": block_s,
+            "BLOCK_C": block_c,
         },
         warps=_WARPS,
     )

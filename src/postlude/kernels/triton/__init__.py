@@ -15,7 +15,7 @@ of slices of samples.
     CROP_D, CROP_H, CROP_W                 a transposed convolution's padding, which crops its output
     KERNEL, STRIDE, CROP, PAD              of one axis: K, STRIDE_, CROP_ and P as above
     REACH_D, REACH_H, REACH_W, NTH         upsampled positions that may read one, and which of them
-    SIZE, ELEMENTS                         positions along an axis before it is upsampled; elements that are written
+    SIZE                                   positions along an axis before it is upsampled
     PADDED_KH, PADDED_KW                   KH and KW rounded up to multiples of the strides
     UNFOLDED_H, UNFOLDED_W, UNFOLDED_TAPS  taps side by side in a packed position (im2col): along y, x, and in all
     PACKED_TAPS                            positions of a packed weight: TAPS / UNFOLDED_TAPS

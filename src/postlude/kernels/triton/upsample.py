@@ -26,24 +26,27 @@ def _share(i, NTH: tl.constexpr, scale, SIZE: tl.constexpr, IS_LINEAR: tl.conste
 def upsample_gradient_kernel(
     p_dy,  # [N, C, D, H, W], or [N, D, H, W, C] where IS_CHANNELS_LAST
     p_dx,  # [N, C, OD, OH, OW] in the same layout, out
-    ELEMENTS,  # of dx
     scale_d, scale_h, scale_w,  # positions of dx for one of dy
     C: tl.constexpr, D: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     OD: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,
     REACH_D: tl.constexpr, REACH_H: tl.constexpr, REACH_W: tl.constexpr,
     IS_LINEAR: tl.constexpr, HAS_CENTRES: tl.constexpr,
     IS_CHANNELS_LAST: tl.constexpr, USES_INT64: tl.constexpr,
-    BLOCK_L: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
+    S: tl.constexpr = OD * OH * OW
+    blocks_c: tl.constexpr = tl.cdiv(C, BLOCK_C)
     i_block = tl.program_id(0)
-    o_dx = (i_block.to(tl.int64) if USES_INT64 else i_block) * BLOCK_L + tl.arange(0, BLOCK_L)  # [BLOCK_L]
-    position = o_dx // C if IS_CHANNELS_LAST else o_dx
-    x, y, z = position % OW, position // OW % OH, position // (OW * OH) % OD
-    row = position // (OW * OH * OD)  # a sample, or a sample's channel
-    base = row * (D * H * W * C) + o_dx % C if IS_CHANNELS_LAST else row * (D * H * W)
-    pitch = C if IS_CHANNELS_LAST else 1
-    m_dx = o_dx < ELEMENTS
-    b_dx = tl.zeros((BLOCK_L,), tl.float32)
+    i_s, i_n = i_block // blocks_c % tl.cdiv(S, BLOCK_S), i_block // (blocks_c * tl.cdiv(S, BLOCK_S))
+    o_s = i_s * BLOCK_S + tl.arange(0, BLOCK_S)
+    o_c = i_block % blocks_c * BLOCK_C + tl.arange(0, BLOCK_C)
+    if USES_INT64:
+        o_c = o_c.to(tl.int64)
+    x, y, z = o_s % OW, o_s // OW % OH, o_s // (OW * OH)  # [BLOCK_S]
+    b_dx = tl.zeros((BLOCK_S, BLOCK_C), tl.float32)
+    m_s, m_c = o_s < S, o_c < C
+    p_dy += i_n.to(tl.int64) * (C * D * H * W)
+    p_dx += i_n.to(tl.int64) * (C * S)
     for k_d in tl.static_range(REACH_D):
         at_z, share_z = _share(z, k_d, scale_d, OD, IS_LINEAR, HAS_CENTRES)
         for k_h in tl.static_range(REACH_H):
@@ -51,9 +54,14 @@ def upsample_gradient_kernel(
             for k_w in tl.static_range(REACH_W):
                 at_x, share_x = _share(x, k_w, scale_w, OW, IS_LINEAR, HAS_CENTRES)
                 share = share_z * share_y * share_x
-                m = m_dx & (share != 0.0) & (at_z >= 0) & (at_z < D) & (at_y >= 0) & (at_y < H)
+                m = m_s & (share != 0.0) & (at_z >= 0) & (at_z < D) & (at_y >= 0) & (at_y < H)
                 m = m & (at_x >= 0) & (at_x < W)
-                place = (at_z * H + at_y) * W + at_x
-                b_dy = tl.load(p_dy + base + place.to(o_dx.dtype) * pitch, mask=m, other=0.0)
-                b_dx += b_dy.to(tl.float32) * share
-    tl.store(p_dx + o_dx, b_dx.to(p_dx.dtype.element_ty), mask=m_dx)
+                place = ((at_z * H + at_y) * W + at_x)[:, None]  # [BLOCK_S, 1]
+                if IS_CHANNELS_LAST:
+                    place = place.to(o_c.dtype) * C + o_c[None, :]
+                else:
+                    place = o_c[None, :] * (D * H * W) + place
+                b_dy = tl.load(p_dy + place, mask=m[:, None] & m_c[None, :], other=0.0)  # [BLOCK_S, BLOCK_C]
+                b_dx += b_dy.to(tl.float32) * share[:, None]
+    o_dx = o_s[:, None].to(o_c.dtype) * C + o_c[None, :] if IS_CHANNELS_LAST else o_c[None, :] * S + o_s[:, None]
+    tl.store(p_dx + o_dx, b_dx.to(p_dx.dtype.element_ty), mask=m_s[:, None] & m_c[None, :])

@@ -14,6 +14,7 @@ import torch.fx as fx
 from postlude import hardware
 from postlude.errors import PostludeError
 from postlude.graph.capture import MODE_CHANGES, capture
+from postlude.graph.casts import cast_inputs
 from postlude.graph.decide import decide
 from postlude.graph.expected import questions_of, wanting_gradients
 from postlude.graph.layout import (
@@ -92,6 +93,7 @@ class Backend:
 
     def _compile(self, traced: fx.GraphModule, inputs: Sequence[Any], layout: str) -> Callable[..., Any]:
         functionalise(traced)
+        cast_inputs(traced)
         rest = self._rest_for(traced, inputs)
         before = results_of(traced)
         # Operators that give up channels-last convert it back by themselves in eager PyTorch; Inductor fuses that.

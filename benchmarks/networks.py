@@ -4,6 +4,9 @@ both layouts and by Postlude, in turns, with peak memory and errors against stri
 python benchmarks/networks.py --csv benchmarks/results/h200-networks.csv
 python benchmarks/networks.py --only nnU-Net --variants eager postlude --profile
 python benchmarks/networks.py --only nnU-Net --first-step
+python benchmarks/networks.py --jobs 4 --csv benchmarks/results/h200-networks.csv
+
+With `--jobs` the compilers' caches (TORCHINDUCTOR_CACHE_DIR and the like) are filled by several processes first.
 
 The packages are those of the extra `networks`. Where they cannot be installed, a folder that has them is enough:
 `pip install --no-deps --target FOLDER …`, then PYTHONPATH=FOLDER.
@@ -13,12 +16,14 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -245,6 +250,37 @@ def profile_of(made: Contestant, rows: int = 40) -> str:
     return "\n".join([f"    busy {total:.2f} ms", *lines])
 
 
+def fill_caches(names: Sequence[str], variants: Sequence[str], modes: Sequence[str], jobs: int) -> None:
+    """Compiles what is timed later, `jobs` processes at a time: most of it is Python on one core each. What Inductor
+    found out by timing kernels beside one another is thrown away; it times them again."""
+    wanted = [
+        json.dumps([name, variant, mode])
+        for name in names
+        for mode in modes
+        for variant in variants
+        if variant != "eager" and (mode == "inference" or NETWORKS[name].trains)
+    ]
+    with ThreadPoolExecutor(jobs) as pool:
+        for text, done in zip(wanted, pool.map(_prepare, wanted)):
+            print(f"compiled {text}" if not done.returncode else f"failed {text}: {done.stderr[-500:]}", flush=True)
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    for timed in Path(folder).rglob("*.best_config") if folder else ():
+        timed.unlink()
+
+
+def _prepare(text: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, __file__, "--prepare", text]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def prepare(text: str) -> None:
+    name, variant, mode = json.loads(text)
+    network = NETWORKS[name]
+    model, x = network.build().cuda(), torch.randn(network.shape, device="cuda")
+    Contestant(variant, network, model, x, mode == "train").step()
+    torch.cuda.synchronize()
+
+
 def first_step(name: str, variant: str) -> float:
     """Seconds from the model to the end of its first training step, in a process with empty caches."""
     with tempfile.TemporaryDirectory() as folder:
@@ -284,13 +320,20 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--first-step", action="store_true")
     parser.add_argument("--csv", type=Path)
-    parser.add_argument("--child", nargs=2)
+    parser.add_argument("--jobs", type=int, default=0, help="compile in so many processes before timing")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--prepare", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.backends.cudnn.benchmark = torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
     with stand_ins():
         if options.child:
             child(*options.child)
             return
+        if options.prepare:
+            prepare(options.prepare)
+            return
+        if options.jobs:
+            fill_caches(options.only, options.variants, options.modes, options.jobs)
         for name in options.only:
             if options.first_step:
                 for variant in options.variants:

@@ -86,5 +86,5 @@ def stand_ins() -> Iterator[None]:
         yield
     finally:
         sys.meta_path.remove(finder)  # type: ignore[arg-type]
-        for name in [name for name, module in sys.modules.items() if isinstance(module, _Module)]:
+        for name in [name for name, module in list(sys.modules.items()) if isinstance(module, _Module)]:
             del sys.modules[name]

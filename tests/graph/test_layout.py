@@ -118,6 +118,30 @@ def test_a_region_that_saves_no_conversions_keeps_its_layout(
         assert ours.stride() == theirs.stride()
 
 
+class _Residual(torch.nn.Module):
+    """A strided convolution is PyTorch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.other = torch.nn.Conv2d(3, 4, 3, stride=2), torch.nn.Conv2d(3, 4, 3, stride=2)
+        self.norm = torch.nn.GroupNorm(2, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.norm(torch.tanh(self.conv(x)).cumsum(1))) + torch.sigmoid(self.other(x))
+
+
+@pytest.mark.parametrize("rest", ["eager", "inductor"])
+def test_a_pass_that_inductor_makes_as_well_is_left_to_it(rest: str) -> None:
+    plain, x = _Residual().double(), torch.randn(2, 3, 7, 7, dtype=torch.float64)
+    model = copy.deepcopy(plain)
+    result = postlude.optimize(model, x, rest=rest, verify=False)
+    torch.testing.assert_close(model(x), plain(x))
+    fused = {site.name: site.is_fused for site in result.sites}
+    assert fused == {"conv": rest == "eager", "other": rest == "eager", "norm": True}
+    if rest == "inductor":
+        assert "Inductor" in result.sites[0].outcome.reasons[0]
+
+
 class _Viewed(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

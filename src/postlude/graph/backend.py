@@ -131,22 +131,24 @@ class Backend:
         """A site for every chain; for those that are fused also what was planned, where sizes are known."""
         refused = set[Match]()
         while True:
-            known = decide(traced, inputs, found, conversions, before, self._site, self.ledger, refused)
-            self.ledger.expect(list(known.questions.values()))
+            known = decide(
+                *(traced, inputs, found, conversions, before, self._site, self.ledger, refused),
+                by_inductor=rest == "inductor",
+            )
+            fused = {item: question for item, question in known.questions.items() if item not in known.refused}
+            self.ledger.expect(list(fused.values()))
             if rest == "eager":  # each call decides where sizes are symbols, and checks its plan
                 off = {item for item in known.refused if not item.has_symbols}
                 return known.sites, {item: (site, None) for item, site in zip(found, known.sites) if item not in off}
             # Inductor compiles what it is given once: a chain is checked before that, else with the tensors of a call.
-            entries = {item: self.ledger.foresee(question) for item, question in known.questions.items()}
+            entries = {item: self.ledger.foresee(question) for item, question in fused.items()}
             off = {item for item, entry in entries.items() if entry.is_left_to_pytorch}
-            if off <= known.refused or not known.conversions:
-                break
             refused, conversions = known.refused | off, known.conversions
+            if not off or not conversions:
+                break
         outcomes = {item: entry.outcome for item, entry in entries.items()}
         pairs = zip(found, known.sites)
-        return known.sites, {
-            item: (site, outcomes.get(item)) for item, site in pairs if item not in off | known.refused
-        }
+        return known.sites, {item: (site, outcomes.get(item)) for item, site in pairs if item not in refused}
 
     def _site(self, item: Match, hands_on: str) -> Site:
         return Site(item.name, item.chain, self.precision, self.memory, self.convolution, self.ledger, hands_on)

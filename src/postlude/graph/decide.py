@@ -13,6 +13,7 @@ from postlude.graph.layout import propagate
 from postlude.graph.match import Match
 from postlude.graph.regions import unpaid, withdraw
 from postlude.plan import Plan
+from postlude.plan.program import first_barrier
 from postlude.run.ledger import Entry, Ledger, Question
 from postlude.run.site import Site
 
@@ -36,6 +37,7 @@ def decide(
     site_for: Callable[[Match, str], Site],
     ledger: Ledger,
     refused: set[Match],
+    by_inductor: bool,
 ) -> Decided:
     """`before` has what the graph returned before anything was converted, `refused` what is known to be.
 
@@ -46,7 +48,7 @@ def decide(
         sites = [site_for(item, "channels_last" if item in handing_on else "") for item in chains]
         asked = zip(chains, questions_of(graph, inputs, chains, sites))
         questions = {item: question for item, question in asked if question is not None}
-        entries = {item: ledger.planned(question) for item, question in questions.items()}
+        entries = {item: _entry(ledger, question, by_inductor) for item, question in questions.items()}
         now = {item for item, entry in entries.items() if entry is not None and entry.is_left_to_pytorch}
         if conversions and not now <= refused:
             refused = refused | now
@@ -58,6 +60,17 @@ def decide(
         conversions = [node for node in conversions if node not in wasted]
         if not conversions:
             propagate(graph, [])
+
+
+def _entry(ledger: Ledger, question: Question, by_inductor: bool) -> Entry | None:
+    """As planned. Where all that we have is the pass that Inductor makes too, Inductor's also takes in what is around:
+    a residual's sum goes into the moments of the norm behind it."""
+    entry = ledger.planned(question)
+    plan = entry.outcome if entry is not None else None
+    is_a_pass = isinstance(plan, Plan) and plan.on_gpu and plan.own is None and first_barrier(question.chain) is None
+    if by_inductor and is_a_pass:
+        return ledger.refuse(question, "PyTorch's convolution and one pass after it, which Inductor fuses with more")
+    return entry
 
 
 def _plans(entries: dict[Match, Entry | None], refused: set[Match]) -> dict[Match, Plan | None]:

@@ -124,6 +124,11 @@ class Ledger:
             self.latest[question.name, question.chain] = entry
         return entry
 
+    def refuse(self, question: Question, why: str) -> Entry:
+        """Leaves a problem to PyTorch for a reason that only its graph knows."""
+        entry = self.latest[question.name, question.chain] = self._refused(question, why)
+        return entry
+
     def expect(self, questions: Sequence[Question]) -> None:
         """Compiles the kernels of several problems at once. What goes wrong here shows when one of them is entered."""
         jobs: dict[int, list[ahead.Job]] = {}  # by GPU

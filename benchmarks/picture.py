@@ -77,12 +77,8 @@ def _gpu_group(title: str, mode: str) -> Group:
 def _network_groups() -> list[Group]:
     if not NETWORK_RESULTS.exists():
         return []
-    shown = [
-        ("Networks, training step, NVIDIA H200", "training step"),
-        ("Networks, inference, NVIDIA H200", "inference"),
-    ]
     made = []
-    for title, mode in shown:
+    for mode in ("training step", "inference"):
         found = cases(NETWORK_RESULTS, mode)
         named = [case for case in found if case.ours.chain in NETWORKS]
         others = [case for case in found if case.ours.chain not in NETWORKS]

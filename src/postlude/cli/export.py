@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import nn
 
-import postlude
 from postlude import hardware, problem_file
 from postlude.check.clock import Estimate, ratio
 from postlude.check.compare import LARGE_OFFSET
@@ -23,6 +22,7 @@ from postlude.cli.frame import DONE, NO, Answer, Settings
 from postlude.cli.judge import CODES, Options, exam_for, judged_file, show_verdict
 from postlude.cli.output import check_writable, complain, say, show_table, working, write_whole
 from postlude.cli.race import EAGER, Course, estimate_data, race
+from postlude.cli.recorded import H200
 from postlude.cli.session import Opened, machine_data, open_problem
 from postlude.errors import PostludeError
 from postlude.export.export_model import HOPPER, Export
@@ -37,7 +37,6 @@ SECONDS = 6.0  # of the check, after which no point is begun that is not require
 LARGE = 1 << 22  # elements of a result: a few points with so many tell as much as many points of few
 FEW = 3  # points, beside one with a NaN, one with an infinity and one of a large offset
 ROUNDS, TIMING_SECONDS = 10, 1.0
-RECORDS = Path(postlude.__file__).parents[2] / "benchmarks" / "results" / "h200.csv"
 
 
 def export(settings: Settings, path: Path, output: Path, *, training: bool, verify: bool) -> Answer:
@@ -86,7 +85,7 @@ def _made(settings: Settings, opened: Opened, path: Path, training: bool) -> Exp
             machine=machine,
             precision=settings.precision,
             allows_tf32=hardware.default_fp32_precision() == "tf32",
-            measured=from_records(RECORDS),
+            measured=from_records(H200),
             training=training,
             convolution=settings.convolution,
         )

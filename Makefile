@@ -25,7 +25,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@PYTHON="$(PYTHON)" bash tools/make_venv.sh
 
 demo: $(STAMP)
-	@$(VENV)/bin/postlude demo
+	@mkdir -p build
+	@$(VENV)/bin/postlude demo --report build/demo.html
 
 test: lint
 	@$(PY) tests/rungs.py

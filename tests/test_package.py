@@ -60,7 +60,8 @@ def test_holds_every_file_of_the_package_and_what_the_demo_shows(wheel: Path) ->
     names = set(zipfile.ZipFile(wheel).namelist())
     assert expected <= names
     assert not {name for name in names - expected if ".dist-info/" not in name}
-    assert {"postlude/py.typed", "postlude/kernels/cuda/few_channels.cu", "postlude/report/templates/page.html"} <= names
+    for name in ("py.typed", "kernels/cuda/few_channels.cu", "report/templates/page.html"):
+        assert f"postlude/{name}" in names
 
 
 def test_says_what_it_is(wheel: Path) -> None:
@@ -78,7 +79,7 @@ def test_works_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
     target = tmp_path / "installed"
     pip = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--no-index", "--no-compile"]
     run([*pip, "--target", str(target), str(wheel)], tmp_path)
-    cache = {"PYTHONPATH": str(target), "POSTLUDE_CACHE_DIR": str(tmp_path / "cache"), "COLUMNS": "80", "OMP_NUM_THREADS": "1"}
+    cache = {"PYTHONPATH": str(target), "POSTLUDE_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     assert "optimize" in run([sys.executable, str(target / "bin" / "postlude"), "--help"], tmp_path, **cache)
     assert run([sys.executable, "-c", USE, str(target)], tmp_path, **cache).strip() == "fused 1"
     assert "right" in (tmp_path / "out.html").read_text(encoding="utf-8").lower()

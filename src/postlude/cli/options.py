@@ -36,4 +36,5 @@ ReportPath = Annotated[
     Path | None,
     typer.Option("--report", metavar="PATH", help="Write a report: .html (one file, no network), .json or .csv."),
 ]
+DemoReport = Annotated[Path, typer.Option("--report", metavar="PATH", help="Where to write the report of the demo.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and the warnings of libraries.")]

@@ -14,10 +14,10 @@ _PLACES = (_PACKAGE / "recorded" / "h200.csv", _PACKAGE.parents[1] / "benchmarks
 H200 = next((path for path in _PLACES if path.exists()), _PLACES[0])
 
 
-def rows_of(chain: str, precision: str, mode: str = "forward") -> dict[str, Record]:
-    """Variant → row of one chain on the H200; empty where the results are not at hand."""
+def rows_of(chain: str, precision: str, shape: str) -> dict[str, Record]:
+    """Variant → row of one contiguous chain in inference on the H200; empty where the results are not at hand."""
     if not H200.exists():
         return {}
-    wanted = (chain, precision, mode, "contiguous")
-    found = [row for row in records.read(H200) if (row.chain, row.precision, row.mode, row.layout) == wanted]
-    return {row.variant: row for row in found}
+    wanted = (chain, precision, shape, "forward", "contiguous")
+    rows = [r for r in records.read(H200) if (r.chain, r.precision, r.shape, r.mode, r.layout) == wanted]
+    return {row.variant: row for row in rows}

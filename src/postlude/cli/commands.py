@@ -58,10 +58,15 @@ def optimize(
         typer.Option("-o", "--output", metavar="OUT.py", help="Write ModelNew, with its kernels, to this file."),
     ] = None,
     training: Annotated[
-        bool, typer.Option("--training", help="With -o: kernels for the gradients as well, not PyTorch's derivative.")
+        bool,
+        typer.Option(
+            "--training", help="With -o: also write kernels for the gradients instead of PyTorch's derivative."
+        ),
     ] = False,
     convolution: ConvolutionOption = "auto",
-    no_verify: Annotated[bool, typer.Option("--no-verify", help="With -o: write it unchecked, and say so.")] = False,
+    no_verify: Annotated[
+        bool, typer.Option("--no-verify", help="With -o: write the file without checking it.")
+    ] = False,
     device: Device = None,
     precision: Precision = "auto",
     json: Json = None,
@@ -77,13 +82,15 @@ def optimize(
 
     def command(settings: frame.Settings) -> frame.Answer:
         if output_file is not None and report is not None:
-            raise PostludeError("--report is about the model as it runs here, -o writes a file; ask for one of them.")
+            raise PostludeError(
+                "--report describes the model as it runs here, and -o writes a file; use only one of them."
+            )
         if output_file is not None:
             from postlude.cli import export
 
             return export.export(settings, file, output_file, training=training, verify=not no_verify)
         if no_verify or training:
-            raise PostludeError("--training and --no-verify are about the file that -o names; add it.")
+            raise PostludeError("--training and --no-verify apply to the file that -o writes; add -o.")
         from postlude.cli import chains
 
         return chains.optimize(settings, file, report)
@@ -97,7 +104,7 @@ def explain(
     repro: Annotated[
         str | None, typer.Option(metavar="SITE", help="Write a small script of this chain, for a bug report.")
     ] = None,
-    train: Annotated[bool, typer.Option("--train", help="In training, which has plans of its own.")] = False,
+    train: Annotated[bool, typer.Option("--train", help="Show the plans of training.")] = False,
     convolution: ConvolutionOption = "auto",
     device: Device = None,
     precision: Precision = "auto",
@@ -122,15 +129,21 @@ def verify(
     reference: Annotated[Path, typer.Argument(metavar="REFERENCE.py", help="The problem, with its Model.")],
     candidate: Annotated[Path | None, typer.Argument(metavar="CANDIDATE.py", help="A file with ModelNew.")] = None,
     self_check: Annotated[
-        bool, typer.Option("--self-check", help="Try the points on mutants of the reference; all must be rejected.")
+        bool,
+        typer.Option("--self-check", help="Try the points on mutants of the reference, which must all be rejected."),
     ] = False,
     backward: Annotated[bool, typer.Option("--backward", help="Check the gradients as well.")] = False,
     seeds: Annotated[int, typer.Option(min=5, help="Points of each kind; more find rarer faults.")] = 5,
-    seed: Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Repeat an earlier run; else drawn.")] = None,
-    time_budget: Annotated[float, typer.Option(min=1, help="Seconds after which no further point is begun.")] = 60.0,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=2**63 - 1, help="Repeat an earlier run; random by default.")
+    ] = None,
+    time_budget: Annotated[float, typer.Option(min=1, help="Start no further point after this many seconds.")] = 60.0,
     timeout: Annotated[float, typer.Option(min=0.1, max=1e6, help="Seconds for one call of the candidate.")] = 60.0,
     declared_only: Annotated[
-        bool, typer.Option("--declared-only", help="Only the declared shape and layout: for kernels made for it.")
+        bool,
+        typer.Option(
+            "--declared-only", help="Check only the declared shape and layout, for kernels that are made for them."
+        ),
     ] = False,
     like_kernelbench: Annotated[
         bool, typer.Option("--like-kernelbench", help="Use KernelBench's rule instead, which is weaker.")
@@ -169,7 +182,9 @@ def bench(
     ] = None,
     train: Annotated[bool, typer.Option("--train", help="Time the backward pass and a training step too.")] = False,
     rounds: Annotated[int, typer.Option(min=3, help="How often the variants take turns.")] = 20,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Begin no new round of a race after this time.")] = 30.0,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, help="Start no new round of a race after this many seconds.")
+    ] = 30.0,
     flush: Annotated[bool, typer.Option(help="A second race with the caches flushed before every call.")] = True,
     baselines: BaselinesOption = None,
     csv: Annotated[Path | None, typer.Option("--csv", metavar="PATH", help="Merge the rows into this file.")] = None,
@@ -195,19 +210,23 @@ def bench(
 
 @app.command(short_help="Optimize, verify and time every problem of a folder.")
 def suite(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of problem files; KernelBench's as it is.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of problem files, such as KernelBench's.")],
     results: Annotated[
         Path, typer.Option("--results", metavar="PATH", help="The folder that keeps a file for each problem.")
     ] = Path("postlude-suite"),
-    only: Annotated[str, typer.Option(metavar="GLOB", help="Only files whose name fits, such as '61_*'.")] = "*",
+    only: Annotated[str, typer.Option(metavar="GLOB", help="Only files whose name matches, such as '61_*'.")] = "*",
     again: Annotated[
-        str, typer.Option(metavar="none|failed|all", help="Which problems that have a result to run again.")
+        str, typer.Option(metavar="none|failed|all", help="Which problems to run again although they have a result.")
     ] = "none",
     train: Annotated[bool, typer.Option("--train", help="Check and time gradients and training steps too.")] = False,
-    limit: Annotated[float, typer.Option(min=1, max=1e6, help="Seconds for one problem, without waiting.")] = 600.0,
+    limit: Annotated[
+        float, typer.Option(min=1, max=1e6, help="Time limit for one problem in seconds, not counting waiting.")
+    ] = 600.0,
     jobs: JobsOption = 1,
     rounds: Annotated[int, typer.Option(min=3, help="How often the variants take turns.")] = 12,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Begin no new round of a race after this time.")] = 10.0,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, help="Start no new round of a race after this many seconds.")
+    ] = 10.0,
     baselines: BaselinesOption = None,
     report: ReportPath = None,
     device: Device = None,
@@ -254,7 +273,7 @@ def tune(
     frame.run("tune", frame.Request(device, precision, json, debug), command)
 
 
-@app.command(short_help="Show results that were written earlier, as a page.")
+@app.command(short_help="Turn results that were written earlier into a page.")
 def report(
     source: Annotated[Path, typer.Argument(metavar="RESULTS", help="The .json of `bench`, or a .csv of records.")],
     target: Annotated[Path, typer.Argument(metavar="REPORT", help="The file to write: .html, .json or .csv.")],

@@ -65,7 +65,7 @@ def _introduce(settings: Settings) -> None:
     if settings.device == "cpu":
         say("No GPU is used: the problems are smaller than KernelBench's, and a GPU's times are recorded ones.")
     if (busy := crowded(settings.device)) is not None:
-        say(f"Take the times as they are: {busy}.")
+        say(f"The times may be disturbed: {busy}.")
 
 
 def _show(case: Case, settings: Settings) -> Shown:
@@ -80,7 +80,7 @@ def _show(case: Case, settings: Settings) -> Shown:
     for site in result.sites:
         explain_site(site)
     for item in result.declined:
-        say(f"  left as it is: {item.what} ({item.reason})")
+        say(f"  left to PyTorch: {item.what} ({item.reason})")
     with working(f"Compiling {case.title} with torch.compile to compare with, the slow part"):
         compiled, no_compile = compile_case(case, settings, opened)
     with working(f"Timing {case.title}", timed=True) as update:
@@ -94,7 +94,7 @@ def _time_with_other_malloc(settings: Settings, shown: list[Shown]) -> None:
         with working(f"Timing everything again with {other}, in a process of its own", timed=True) as update:
             found = time_elsewhere(settings, update)
     except PostludeError as error:
-        say(f"There are no numbers for {other}: {error}")
+        say(f"No times for {other}: {error}")
         return
     for one in shown:
         if one.case.has_other_malloc:
@@ -103,7 +103,7 @@ def _time_with_other_malloc(settings: Settings, shown: list[Shown]) -> None:
 
 def _interval(coverage: float) -> str:
     if coverage < 0.5:
-        return "the least and the most that was seen: too few rounds fitted into the time for an interval"
+        return "the smallest and largest value seen, because there were too few rounds for an interval"
     return f"an interval with {coverage:.0%} confidence"
 
 

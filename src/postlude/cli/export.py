@@ -53,7 +53,7 @@ def export(settings: Settings, path: Path, output: Path, *, training: bool, veri
     verdict = checked.verdict
     if verdict is not None and not verdict.right:
         show_verdict(verdict)
-        say(f"Nothing was written: {output} would not be a drop-in.", "bold")
+        say(f"Nothing was written: {output} would not be a drop-in replacement.", "bold")
         data = {"file": str(path), "output": None, "verdict": verdict.as_dict(), **machine_data(settings)}
         return Answer(CODES[verdict.outcome], data)
     timings = _timed(settings, opened, checked.model)
@@ -147,10 +147,10 @@ def _show(settings: Settings, made: Export, checked: Checked, timings: dict[str,
         show_table(["where", "why"], [[name, reason] for name, reason in made.left.items()])
     rows = [
         ["speed, 50 %", _speed(settings, timings)],
-        ["readability, 30 %", f"{read} (figures to check, not a mark)"],
+        ["readability, 30 %", f"{read} (figures to check, not a score)"],
         ["correctness, 20 %", _correctness(settings, checked)],
     ]
-    show_table(["of the score", "what can be said here"], rows)
+    show_table(["of the score", "what can be measured here"], rows)
 
 
 def _speed(settings: Settings, timings: dict[str, Estimate]) -> str:
@@ -165,7 +165,7 @@ def _correctness(settings: Settings, checked: Checked) -> str:
         return "not verified (--no-verify)"
     where = "" if settings.device == "cuda" else "; on a CPU, where it runs PyTorch's operators: the kernels need a GPU"
     if not checked.ran_kernels:
-        where = "; but its kernels did not run, for `fits` says no to these tensors on this card"
+        where = "; but its kernels did not run, because `fits` rejects these tensors on this card"
     return f"{verdict_words(checked.verdict)}{where}"
 
 

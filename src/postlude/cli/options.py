@@ -17,7 +17,7 @@ ConvolutionOption = Annotated[
     typer.Option(
         "--convolution",
         metavar="auto|pytorch",
-        help="pytorch keeps PyTorch's own convolution, digit for digit, and fuses what follows it.",
+        help="pytorch keeps PyTorch's own convolution, bit for bit, and fuses what follows it.",
     ),
 ]
 Json = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write the results to this file as well.")]
@@ -26,7 +26,7 @@ BaselinesOption = Annotated[
     typer.Option(
         "--baselines",
         metavar="few|usual|all",
-        help="few: eager alone; all adds max-autotune, and minutes; all on a GPU, usual on a CPU by default.",
+        help="few: eager only; all: also max-autotune, which takes minutes. Default: all on a GPU, usual on a CPU.",
     ),
 ]
 JobsOption = Annotated[

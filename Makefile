@@ -38,7 +38,7 @@ $(VENV)/.docs: $(STAMP)
 
 docs: $(VENV)/.docs
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
-	@echo "Open build/site/index.html"
+	@echo "Open build/site/index.html, or with search: $(PY) -m http.server -d build/site"
 
 wheel: $(STAMP)
 	@$(PY) -m hatchling build -t wheel -d dist

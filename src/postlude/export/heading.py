@@ -43,7 +43,7 @@ def _row(label: str, text: str) -> list[str]:
 
 def _launches(chain: ChainText) -> str:
     conv = chain.plan.chain.producer
-    words = f"{chain.launches} of Postlude's kernels"
+    words = f"{chain.launches} of our kernels"
     if conv is not None and chain.plan.own is None:
         words += " after PyTorch's convolution"
     return words

@@ -161,8 +161,6 @@ Step = Pointwise | Normalize | Reduce | Cast
 
 @dataclass(frozen=True)
 class Chain:
-    """An optional convolution and the steps that follow it; `roles` says what each of its tensors is."""
-
     dims: int
     producer: Convolution | None
     steps: tuple[Step, ...]

@@ -126,10 +126,8 @@ def optimize(
         precision: "fp32" or "tf32"; "auto" follows PyTorch's own switches.
         memory: "lean" saves only moments between a forward and a backward pass and recomputes the rest.
         convolution: "pytorch" keeps PyTorch's convolutions, bit for bit, and fuses what follows them.
-        rest: What runs everything that is not fused: "inductor", as torch.compile does, or "eager", which starts
-            faster. "auto" uses Inductor on a GPU.
-        layout: "keep" leaves layouts alone; otherwise values may be channels-last between convolutions that are
-            faster so.
+        rest: What runs the rest: "inductor", as torch.compile does, or "eager", which starts faster; "auto" chooses.
+        layout: "keep" leaves layouts alone; "auto" makes values channels-last between convolutions if that is faster.
         mode: A mode of torch.compile, for Inductor.
         only: The chains to fuse: names with wildcards (`"decoder.*"`), or a function of a chain's name and the chain.
         verify: Whether to check every plan before its first use, including those for later shapes and modes.

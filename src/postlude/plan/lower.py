@@ -14,7 +14,7 @@ from postlude.plan.program import takes_the_batch
 from postlude.plan.trained import trained_part, why_not_ours
 from postlude.plan.types import Plan, Refusal
 
-_ASKED = "PyTorch's own convolution was asked for"
+_ASKED = "it was asked for"
 # Devices with backward passes of ours; elsewhere a chain in training is PyTorch's.
 TRAINS = frozenset({"cuda"})
 

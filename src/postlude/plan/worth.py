@@ -58,7 +58,7 @@ def slower(
         return "cuDNN is as fast from this many channels on, and reading so small a result again costs little"
     # Three products in 16 bits for one in fp32 are no gain where tensor cores are at most as fast as three times that.
     if card.rates.product / gemm.arithmetic.products <= card.rates.library[mode]:
-        return f"PyTorch's convolution is faster in {mode} on this card"
+        return f"it reaches more operations per second in {mode} on this card"
     if not brings_gradients and (gemm.arithmetic.keeps_infinities or row_norm(chain) is not None):
         ours, theirs = _seconds(chain, problem, card, gemm)
         after = "" if _is_followed(chain, problem) else " and a pass after it"

@@ -13,13 +13,20 @@ from postlude.cli.options import (
     BaselinesOption,
     ConvolutionOption,
     Debug,
+    DeclaredOnly,
     DemoReport,
     Device,
     File,
     JobsOption,
     Json,
+    Limit,
+    NoVerify,
     Precision,
     ReportPath,
+    Seconds,
+    Seed,
+    SelfCheck,
+    Training,
 )
 from postlude.errors import PostludeError
 
@@ -57,16 +64,9 @@ def optimize(
         Path | None,
         typer.Option("-o", "--output", metavar="OUT.py", help="Write ModelNew, with its kernels, to this file."),
     ] = None,
-    training: Annotated[
-        bool,
-        typer.Option(
-            "--training", help="With -o: also write kernels for the gradients instead of PyTorch's derivative."
-        ),
-    ] = False,
+    training: Training = False,
     convolution: ConvolutionOption = "auto",
-    no_verify: Annotated[
-        bool, typer.Option("--no-verify", help="With -o: write the file without checking it.")
-    ] = False,
+    no_verify: NoVerify = False,
     device: Device = None,
     precision: Precision = "auto",
     json: Json = None,
@@ -82,9 +82,7 @@ def optimize(
 
     def command(settings: frame.Settings) -> frame.Answer:
         if output_file is not None and report is not None:
-            raise PostludeError(
-                "--report describes the model as it runs here, and -o writes a file; use only one of them."
-            )
+            raise PostludeError("--report describes the model as it runs here, -o writes a file; use only one of them.")
         if output_file is not None:
             from postlude.cli import export
 
@@ -128,23 +126,13 @@ def explain(
 def verify(
     reference: Annotated[Path, typer.Argument(metavar="REFERENCE.py", help="The problem, with its Model.")],
     candidate: Annotated[Path | None, typer.Argument(metavar="CANDIDATE.py", help="A file with ModelNew.")] = None,
-    self_check: Annotated[
-        bool,
-        typer.Option("--self-check", help="Try the points on mutants of the reference, which must all be rejected."),
-    ] = False,
+    self_check: SelfCheck = False,
     backward: Annotated[bool, typer.Option("--backward", help="Check the gradients as well.")] = False,
     seeds: Annotated[int, typer.Option(min=5, help="Points of each kind; more find rarer faults.")] = 5,
-    seed: Annotated[
-        int | None, typer.Option(min=0, max=2**63 - 1, help="Repeat an earlier run; random by default.")
-    ] = None,
+    seed: Seed = None,
     time_budget: Annotated[float, typer.Option(min=1, help="Start no further point after this many seconds.")] = 60.0,
     timeout: Annotated[float, typer.Option(min=0.1, max=1e6, help="Seconds for one call of the candidate.")] = 60.0,
-    declared_only: Annotated[
-        bool,
-        typer.Option(
-            "--declared-only", help="Check only the declared shape and layout, for kernels that are made for them."
-        ),
-    ] = False,
+    declared_only: DeclaredOnly = False,
     like_kernelbench: Annotated[
         bool, typer.Option("--like-kernelbench", help="Use KernelBench's rule instead, which is weaker.")
     ] = False,
@@ -182,9 +170,7 @@ def bench(
     ] = None,
     train: Annotated[bool, typer.Option("--train", help="Time the backward pass and a training step too.")] = False,
     rounds: Annotated[int, typer.Option(min=3, help="How often the variants take turns.")] = 20,
-    seconds: Annotated[
-        float, typer.Option(min=0.1, help="Start no new round of a race after this many seconds.")
-    ] = 30.0,
+    seconds: Seconds = 30.0,
     flush: Annotated[bool, typer.Option(help="A second race with the caches flushed before every call.")] = True,
     baselines: BaselinesOption = None,
     csv: Annotated[Path | None, typer.Option("--csv", metavar="PATH", help="Merge the rows into this file.")] = None,
@@ -219,14 +205,10 @@ def suite(
         str, typer.Option(metavar="none|failed|all", help="Which problems to run again although they have a result.")
     ] = "none",
     train: Annotated[bool, typer.Option("--train", help="Check and time gradients and training steps too.")] = False,
-    limit: Annotated[
-        float, typer.Option(min=1, max=1e6, help="Time limit for one problem in seconds, not counting waiting.")
-    ] = 600.0,
+    limit: Limit = 600.0,
     jobs: JobsOption = 1,
     rounds: Annotated[int, typer.Option(min=3, help="How often the variants take turns.")] = 12,
-    seconds: Annotated[
-        float, typer.Option(min=0.1, help="Start no new round of a race after this many seconds.")
-    ] = 10.0,
+    seconds: Seconds = 10.0,
     baselines: BaselinesOption = None,
     report: ReportPath = None,
     device: Device = None,

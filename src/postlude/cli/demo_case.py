@@ -17,7 +17,7 @@ from postlude.cli.race import COMPILE, EAGER, POSTLUDE, Call, Course, compile_mo
 from postlude.cli.session import Opened
 
 ROUNDS = 15
-SECONDS = 4.0  # per problem and malloc; with four problems, two mallocs and compiling, about a minute in all
+SECONDS = 3.0  # per problem and malloc; with four problems, two mallocs and compiling, about a minute in all
 
 
 @dataclass(frozen=True)

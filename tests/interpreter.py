@@ -1,4 +1,4 @@
-"""Triton's interpreter without work that changes no result: a third of its time is left.
+"""Triton's interpreter without work that changes no result.
 
 It patches the language for every launch, and once more for every device function that a kernel calls, where that is in
 force already. It computes each sum and product of integers again in 64 bits, for an overflow check whose outcome only

@@ -7,12 +7,14 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format clean
+.PHONY: help install demo test docs wheel lint format clean
 
 help:
 	@echo "make install   make .venv with Postlude and its tools (PYTHON=... chooses the Python)"
-	@echo "make demo      show two models before and after, on this machine"
+	@echo "make demo      show chains and a network block before and after, on this machine"
 	@echo "make test      lint, then the six rungs of tests, each with its own total"
+	@echo "make docs      build the documents as a site, into build/site"
+	@echo "make wheel     build the wheel, into dist"
 	@echo "make lint      ruff and mypy, nothing changed"
 	@echo "make format    let ruff rewrite what it can"
 	@echo "make clean     remove .venv, caches and built files"
@@ -23,10 +25,23 @@ $(STAMP): pyproject.toml constraints.txt
 	@PYTHON="$(PYTHON)" bash tools/make_venv.sh
 
 demo: $(STAMP)
-	@$(VENV)/bin/postlude demo
+	@mkdir -p build
+	@$(VENV)/bin/postlude demo --report build/demo.html
 
 test: lint
 	@$(PY) tests/rungs.py
+
+# The site's tools are installed on first use: the tests do without them.
+$(VENV)/.docs: $(STAMP)
+	@$(PY) -m pip install -qq --no-input -c $(VENV)/constraints.txt -e '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.docs
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
+	@echo "Open build/site/index.html, or with search: $(PY) -m http.server -d build/site"
+
+wheel: $(STAMP)
+	@$(PY) -m hatchling build -t wheel -d dist
 
 lint: $(STAMP)
 	@$(PY) -m ruff check .

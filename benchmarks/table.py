@@ -1,15 +1,20 @@
-"""Writes the tables of results from benchmarks/results/*.csv into the README and docs/kernelbench.md, between markers.
+"""Writes the tables of docs/results.md and the headline of the README from benchmarks/results/*.csv, between markers.
 
 python benchmarks/table.py           rewrite both
 python benchmarks/table.py --check   exit 1 where one of them differs from the recorded results
+
+benchmarks/picture.py draws the README's picture from the same files.
 """
 
 from __future__ import annotations
 
 import csv
+import functools
 import statistics
 import sys
-from collections.abc import Callable, Mapping
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import postlude
@@ -17,11 +22,12 @@ from postlude.check import records
 from postlude.check.records import Record
 
 ROOT = Path(__file__).parents[1]
-README, KERNELBENCH = ROOT / "README.md", ROOT / "docs" / "kernelbench.md"
+README, PAGE = ROOT / "README.md", ROOT / "docs" / "results.md"
 RESULTS = ROOT / "benchmarks" / "results" / "cpu.csv"
 GPU_RESULTS = ROOT / "benchmarks" / "results" / "h200.csv"
 KERNELBENCH_RESULTS = ROOT / "benchmarks" / "results" / "h200-kernelbench.csv"
 HARNESS_RESULTS = ROOT / "benchmarks" / "results" / "h200-kernelbench-harness.csv"
+NETWORK_RESULTS = ROOT / "benchmarks" / "results" / "h200-networks.csv"  # absent until the networks are recorded
 SOURCE = Path(postlude.__file__).parent
 
 
@@ -49,63 +55,127 @@ TRAINING_SOURCES = [
     *_files("stages", "backward gradient pack_gradient convolution_gradients weight_gradient batch"),
     *_files("stages", "few_channels_gradient moments_gradient"),
 ]
+CHAIN_61 = "conv_transpose3d(64→128, k3) → relu → group_norm(8)"
+CHAIN_23 = "conv3d(3→24, k3) → group_norm(8) → mean over all but batch"
 HEAD = (
     "| chain | input | layout | eager ms | compile ms | postlude ms "
-    "| × eager, system malloc | × eager, tuned malloc |\n"
-    "|---|---|---|--:|--:|--:|--:|--:|"
+    "| × eager, system malloc | × eager, tuned malloc | code since |\n"
+    "|---|---|---|--:|--:|--:|--:|--:|---|"
 )
 GPU_HEAD = (
     "| chain | input | precision | layout | eager ms | compile ms | postlude ms | × eager | × compile | "
-    "error | PyTorch's |\n"
-    "|---|---|---|---|--:|--:|--:|--:|--:|--:|--:|"
+    "error | PyTorch's | code since |\n"
+    "|---|---|---|---|--:|--:|--:|--:|--:|--:|--:|---|"
 )
-
-
 TRAINING_HEAD = (
     "| chain | input | precision | layout | eager ms | compile ms | postlude ms | × eager | × compile | "
-    "gradient error | PyTorch's | kept MiB | PyTorch's |\n"
-    "|---|---|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
+    "gradient error | PyTorch's | saved MiB | PyTorch's | code since |\n"
+    "|---|---|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|---|"
 )
-
-
 KERNELBENCH_HEAD = (
-    "| | problem | eager ms | compile ms | postlude ms | × eager | × compile |\n|--:|---|--:|--:|--:|--:|--:|"
+    "| | problem | eager ms | compile ms | postlude ms | × eager | × compile | code since |\n"
+    "|--:|---|--:|--:|--:|--:|--:|---|"
 )
+NETWORKS_HEAD = (
+    "| network | input | precision | mode | eager ms | compile ms | postlude ms | × eager | × compile | code since |\n"
+    "|---|---|---|---|--:|--:|--:|--:|--:|---|"
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem: eager PyTorch, the fastest of torch.compile's variants, and Postlude."""
+
+    eager: Record
+    compiled: Record | None
+    ours: Record
+
+    @property
+    def times_eager(self) -> float:
+        return self.ours.speedup or _median(self.eager) / _median(self.ours)
+
+    @property
+    def times_compile(self) -> float | None:
+        return None if self.compiled is None else _median(self.compiled) / _median(self.ours)
+
+    @property
+    def arithmetic(self) -> str:
+        return self.ours.dtype if self.ours.precision == "auto" else self.ours.precision
+
+
+def cases(path: Path, mode: str, malloc: str = "default") -> list[Case]:
+    """The problems of a file in the order of its rows; modes are told by how they begin."""
+    rows = [row for row in records.read(path) if row.mode.startswith(mode) and row.malloc == malloc]
+    problems: dict[tuple[str, ...], dict[str, Record]] = {}
+    for row in rows:
+        problem = (row.chain, row.shape, row.dtype, row.precision, row.layout, row.mode)
+        problems.setdefault(problem, {})[row.variant] = row
+    return [_case(found) for found in problems.values() if {"eager", "postlude"} <= set(found)]
+
+
+def _case(found: Mapping[str, Record]) -> Case:
+    rivals = [row for name, row in found.items() if name.removeprefix("torch.").startswith("compile")]
+    return Case(found["eager"], min(rivals, key=_median, default=None), found["postlude"])
+
+
+def _median(row: Record) -> float:
+    assert row.ms_p50 is not None
+    return row.ms_p50
+
+
+def geometric_means(shown: Sequence[Case]) -> tuple[float, float]:
+    """Over eager, and over torch.compile."""
+    compiled = [case.times_compile for case in shown if case.times_compile is not None]
+    return statistics.geometric_mean(case.times_eager for case in shown), statistics.geometric_mean(compiled)
+
+
+def render_headline() -> str:
+    """The README's figures in words."""
+    found = {case.ours.chain: case for case in cases(GPU_RESULTS, "forward") if case.arithmetic == "fp32"}
+    first, second = (found[chain].times_eager for chain in (CHAIN_61, CHAIN_23))
+    forward, training = (cases(KERNELBENCH_RESULTS, mode) for mode in ("forward", "training step"))
+    (eager, compiled), (eager_step, compiled_step) = geometric_means(forward), geometric_means(training)
+    slower = sum((case.times_compile or 1) < 1 for case in training)
+    text = (
+        f"On an H200 in fp32, KernelBench's chain 61 runs {first:.1f}× and chain 23 {second:.1f}× as fast as eager "
+        "PyTorch. "
+        f"Over the {len(forward)} convolution chains of KernelBench's level 2 with TF32 allowed, inference is "
+        f"{eager:.2f}× eager and {compiled:.2f}× torch.compile by geometric mean, a training step {eager_step:.2f}× "
+        f"and {compiled_step:.2f}×; {slower} of the training steps are slower than torch.compile."
+    )
+    return "\n".join(textwrap.wrap(text, 118))
 
 
 def render_gpu() -> str:
-    rows = [row for row in records.read(GPU_RESULTS) if row.mode == "forward"]
-    line = _kernelbench_line("forward", "whole models", "the-38-convolution-chains-of-level-2")
-    return "\n".join([GPU_HEAD, *_gpu_lines(rows), "", _where(rows, GPU_SOURCES), "", line])
+    found = cases(GPU_RESULTS, "forward")
+    return "\n".join([GPU_HEAD, *(_gpu_line(case, GPU_SOURCES) for case in found), "", _where(_rows(found))])
 
 
 def render_training() -> str:
-    rows = [row for row in records.read(GPU_RESULTS) if row.mode.startswith("training step")]
-    line = _kernelbench_line("training step", "training steps of whole models", "in-training")
-    return "\n".join([TRAINING_HEAD, *_gpu_lines(rows, trains=True), "", _where(rows, TRAINING_SOURCES), "", line])
+    found = cases(GPU_RESULTS, "training step")
+    lines = [_gpu_line(case, TRAINING_SOURCES, trains=True) for case in found]
+    return "\n".join([TRAINING_HEAD, *lines, "", _where(_rows(found))])
 
 
-def _gpu_lines(rows: list[Record], trains: bool = False) -> list[str]:
-    found = {(*_problem(row), row.variant): row for row in rows}
-    lines = []
-    for problem in dict.fromkeys(map(_problem, rows)):
-        eager, ours = found[(*problem, "eager")], found[(*problem, "postlude")]
-        rivals = [found.get((*problem, name)) for name in ("torch.compile", "torch.compile max-autotune")]
-        rival = min((row for row in rivals if row is not None), key=lambda row: row.ms_p50 or 0.0)
-        assert rival.ms_p50 is not None
-        assert ours.ms_p50 is not None
-        chain, shape, dtype, precision, layout, mode = problem
-        chain += ", input frozen" if mode.endswith("frozen") else ""
-        arithmetic = dtype if precision == "auto" else precision
-        cells = [chain, shape, arithmetic, layout.replace("_", "-"), _ms(eager), _ms(rival), _ms(ours), _gain(ours)]
-        cells += [f"{rival.ms_p50 / ours.ms_p50:.2f}", _error(ours), _error(eager)]
-        cells += [f"{row.saved_mib or 0:.0f}" for row in (ours, eager)] if trains else []
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+def _gpu_line(case: Case, sources: list[Path], trains: bool = False) -> str:
+    ours = case.ours
+    chain = ours.chain + (", input frozen" if ours.mode.endswith("frozen") else "")
+    cells = [chain, ours.shape, case.arithmetic, ours.layout.replace("_", "-"), *_times(case), _gain(ours)]
+    cells += [_number(case.times_compile), _error(ours), _error(case.eager)]
+    cells += [f"{row.saved_mib or 0:.0f}" for row in (ours, case.eager)] if trains else []
+    return _line(*cells, since(ours, sources))
 
 
-def _problem(row: Record) -> tuple[str, ...]:
-    return row.chain, row.shape, row.dtype, row.precision, row.layout, row.mode
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _times(case: Case) -> tuple[str, str, str]:
+    return _ms(case.eager), _ms(case.compiled), _ms(case.ours)
+
+
+def _rows(found: Sequence[Case]) -> list[Record]:
+    return [case.ours for case in found]
 
 
 def _error(row: Record) -> str:
@@ -113,17 +183,16 @@ def _error(row: Record) -> str:
 
 
 def render() -> str:
-    rows = records.read(RESULTS)
-    found = {(row.chain, row.shape, row.layout, row.malloc, row.variant): row for row in rows}
-    problems = dict.fromkeys((row.chain, row.shape, row.layout) for row in rows)
+    found = cases(RESULTS, "forward")
+    tuned = {(case.ours.chain, case.ours.shape, case.ours.layout): case for case in cases(RESULTS, "forward", "tuned")}
     lines = [HEAD]
-    for problem in problems:
-        eager, rival, ours = (found.get((*problem, "default", name)) for name in ("eager", "torch.compile", "postlude"))
-        tuned = found.get((*problem, "tuned", "postlude"))
-        chain, shape, layout = problem
-        cells = [chain, shape, layout.replace("_", "-"), _ms(eager), _ms(rival), _ms(ours), _gain(ours), _gain(tuned)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", _where(rows, CPU_SOURCES)])
+    for case in found:
+        ours = case.ours
+        other = tuned.get((ours.chain, ours.shape, ours.layout))
+        gains = _gain(ours), _gain(None if other is None else other.ours)
+        layout = ours.layout.replace("_", "-")
+        lines.append(_line(ours.chain, ours.shape, layout, *_times(case), *gains, since(ours, CPU_SOURCES)))
+    return "\n".join([*lines, "", _where(_rows(found))])
 
 
 def render_kernelbench() -> str:
@@ -135,61 +204,57 @@ def render_kernelbench_training() -> str:
 
 
 def _kernelbench_table(mode: str, sources: list[Path]) -> str:
-    rows = _kernelbench_rows(mode)
-    found = {(row.chain, row.variant): row.ms_p50 or 0.0 for row in rows}
-    names = sorted({row.chain for row in rows}, key=lambda name: int(name.split("_")[0]))
-    gains, lines = _kernelbench_gains(mode), [KERNELBENCH_HEAD]
-    for name in names:
-        number, _, words = name.partition("_")
-        times = (f"{found[name, variant]:.3g}" for variant in ("eager", "torch.compile", "postlude"))
-        cells = [number, words.replace("_", " "), *times, *(f"{each[name]:.2f}" for each in gains)]
-        lines.append(f"| {' | '.join(cells)} |")
-    means = [f"{statistics.geometric_mean(each.values()):.2f}" for each in gains]
-    lines.append(f"| | geometric mean of {len(names)} | | | | {' | '.join(means)} |")
-    return "\n".join([*lines, "", _where(rows, sources, intervals=False)])
+    found = sorted(cases(KERNELBENCH_RESULTS, mode), key=lambda case: int(case.ours.chain.split("_")[0]))
+    lines = [KERNELBENCH_HEAD]
+    for case in found:
+        number, _, words = case.ours.chain.partition("_")
+        gains = _number(case.times_eager), _number(case.times_compile)
+        lines.append(_line(number, words.replace("_", " "), *_times(case), *gains, since(case.ours, sources)))
+    means = (f"{mean:.2f}" for mean in geometric_means(found))
+    lines.append(f"| | geometric mean of {len(found)} | | | | {' | '.join(means)} | |")
+    return "\n".join([*lines, "", _where(_rows(found), intervals=False)])
 
 
-def _kernelbench_rows(mode: str) -> list[Record]:
-    return [row for row in records.read(KERNELBENCH_RESULTS) if row.mode == mode]
+def render_networks() -> str:
+    if not NETWORK_RESULTS.exists():
+        return "Not recorded yet: `python benchmarks/networks.py --csv benchmarks/results/h200-networks.csv` does it."
+    found = [case for mode in ("training step", "inference") for case in cases(NETWORK_RESULTS, mode)]
+    lines = [NETWORKS_HEAD]
+    for case in found:
+        ours = case.ours
+        about = ours.chain, ours.shape, ours.dtype, ours.mode, *_times(case)
+        lines.append(_line(*about, _gain(ours), _number(case.times_compile), since(ours, TRAINING_SOURCES)))
+    return "\n".join([*lines, "", _where(_rows(found))])
 
 
-def _kernelbench_gains(mode: str) -> list[dict[str, float]]:
-    """Of each problem over eager, and over torch.compile."""
-    rows = _kernelbench_rows(mode)
-    found = {(row.chain, row.variant): row.ms_p50 or 0.0 for row in rows}
-    names = dict.fromkeys(row.chain for row in rows)
-    rivals = ("eager", "torch.compile")
-    return [{name: found[name, rival] / found[name, "postlude"] for name in names} for rival in rivals]
+def since(row: Record, sources: list[Path]) -> str:
+    """Whether the code that the row's time depends on is what it was."""
+    return "same" if row.kernel_hash == _hash_of(tuple(sources)) else "changed"
 
 
-def _kernelbench_line(mode: str, what: str, place: str) -> str:
-    gains = [list(each.values()) for each in _kernelbench_gains(mode)]
-    means = [statistics.geometric_mean(each) for each in gains]
-    slower = [sum(gain < 1 for gain in each) for each in gains]
-    return (
-        f"KernelBench's {len(gains[0])} convolution chains of level 2, {what} with TF32 allowed: "
-        f"{means[0]:.2f} × eager and {means[1]:.2f} × torch.compile by geometric mean; "
-        f"{slower[0]} slower than eager, {slower[1]} than torch.compile ([every one](docs/kernelbench.md#{place}))."
-    )
+@functools.cache
+def _hash_of(sources: tuple[Path, ...]) -> str:
+    return records.kernel_hash(sources)
 
 
-def stale(rows: list[Record], sources: list[Path]) -> list[str]:
-    """The commits at which rows were measured on code that has changed since."""
-    now = records.kernel_hash(sources)
-    return sorted({row.commit for row in rows if row.kernel_hash != now})
-
-
-def _where(rows: list[Record], sources: list[Path], intervals: bool = True) -> str:
+def _where(rows: Sequence[Record], intervals: bool = True) -> str:
     first = rows[0]
     threads = f", {first.threads} threads, float32" if first.threads else ""
     brackets = ", and in brackets an interval that holds the median with 95 % confidence" if intervals else ""
-    text = f"{first.device}{threads}, torch {first.torch}, {first.timestamp[:10]}; medians{brackets}."
-    old = stale(rows, sources)
-    return text + (f" **Measured before the code changed: at {', '.join(old)}.**" if old else "")
+    days = sorted({row.timestamp[:10] for row in rows})
+    commits = ", ".join(sorted({row.commit for row in rows}))
+    return (
+        f"{first.device}{threads}, torch {first.torch}, {' to '.join(dict.fromkeys((days[0], days[-1])))}, "
+        f"at commit {commits}; medians{brackets}."
+    )
 
 
 def _ms(row: Record | None) -> str:
     return "" if row is None or row.ms_p50 is None else f"{row.ms_p50:.3g}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
 
 
 def _gain(row: Record | None) -> str:
@@ -232,11 +297,15 @@ def render_harness() -> str:
 
 
 TABLES: dict[Path, dict[str, Callable[[], str]]] = {
-    README: {"cpu": render, "gpu": render_gpu, "training": render_training},
-    KERNELBENCH: {
-        "harness": render_harness,
+    README: {"headline": render_headline},
+    PAGE: {
+        "gpu": render_gpu,
+        "training": render_training,
         "kernelbench": render_kernelbench,
         "kernelbench training": render_kernelbench_training,
+        "harness": render_harness,
+        "networks": render_networks,
+        "cpu": render,
     },
 }
 

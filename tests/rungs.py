@@ -37,7 +37,7 @@ RUNGS = (
     Rung("compile", 180, "kernels compiled ahead of time", "no kernels yet, nothing to compile", 2),
     Rung("export", 90, "exported files run without the package", "no exporter yet, nothing to run", 2),
     Rung("networks", 240, "networks of other packages under autocast", "no networks yet, nothing to run", 2),
-    Rung("record", 30, "the README shows recorded results of this code", "no results yet, nothing to compare"),
+    Rung("record", 30, "README and documents show the recorded results", "no results yet, nothing to compare"),
 )
 
 
@@ -70,7 +70,8 @@ def environment(rung: Rung) -> dict[str, str]:
 def run_pytest(rung: Rung, report: Path) -> int | None:
     """The exit code of the rung's pytest process, or None when its budget ran out."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "hypothesispytest", "-m", rung.name]
-    shared = ["-p", "xdist", "-n", str(rung.workers)] if rung.workers > 1 else []
+    # A worker that is done takes tests from the other: a long test at the end would leave one core idle otherwise.
+    shared = ["-p", "xdist", "-n", str(rung.workers), "--dist", "worksteal"] if rung.workers > 1 else []
     process = subprocess.Popen(
         [*command, *shared, f"--junitxml={report}"],
         cwd=ROOT,

@@ -131,7 +131,7 @@ def test_fp32_is_pytorchs_where_tensor_cores_are_too_slow_for_three_products() -
         plan = lower(CHAIN_61, given, machine_on(card))
         assert isinstance(plan, Plan)
         assert (plan.own is not None) == is_ours, card.name
-    assert "PyTorch's reaches more operations a second in fp32 on this card" in plan.reasons[0]
+    assert "it reaches more operations per second in fp32 on this card" in plan.reasons[0]
     tf32 = lower(CHAIN_61, dataclasses.replace(given, precision="tf32"), machine_on(RTX_4090))
     assert isinstance(tf32, Plan)
     assert tf32.own is not None

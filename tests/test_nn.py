@@ -105,8 +105,8 @@ def test_hooks_of_all_modules_see_each_of_them() -> None:
     ("modules", "reason"),
     [
         ([nn.ReLU()], "neither a convolution nor a norm"),
-        ([nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Dropout(0.5)], "aten.dropout is no part of it"),
-        ([nn.Dropout(0.5), nn.Conv2d(3, 4, 3), nn.ReLU()], "aten.dropout is no part of it"),
+        ([nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Dropout(0.5)], "aten.dropout is not part of it"),
+        ([nn.Dropout(0.5), nn.Conv2d(3, 4, 3), nn.ReLU()], "aten.dropout is not part of it"),
         ([nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU()], "more than one"),
         ([nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3)), nn.ReLU()], "as a parametrization does"),
     ],

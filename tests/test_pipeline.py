@@ -288,7 +288,7 @@ def test_rest_inductor_says_what_it_did(net: Net, verify: bool, monkeypatch: pyt
         ({"precision": "tf32"}, "precision 'tf32' exists only on NVIDIA GPUs"),
         ({"precision": "half"}, "precision 'half' is unknown; use one of auto, fp32, tf32."),
         ({"memory": "thin"}, "memory='thin' is unknown"),
-        ({"memory": "lean"}, "memory='lean' is about fused training"),
+        ({"memory": "lean"}, "memory='lean' applies to fused training"),
         ({"rest": "xla"}, "rest='xla' is unknown; use one of auto, eager, inductor."),
     ],
 )
@@ -410,7 +410,7 @@ def test_hooks_of_all_modules_see_the_models_own_modules() -> None:
     handle = register_module_forward_hook(lambda module, given, result: seen.append(type(module).__name__))
     try:
         model(x)
-        with pytest.raises(postlude.PostludeError, match="hook of all modules"):
+        with pytest.raises(postlude.PostludeError, match="a global module hook is registered"):
             postlude.optimize(copy.deepcopy(model), x)
     finally:
         handle.remove()

@@ -23,17 +23,23 @@ def tool() -> ModuleType:
     return module
 
 
-def test_the_page_is_up_to_date(tool: ModuleType) -> None:
+@pytest.fixture(scope="module")
+def page(tool: ModuleType) -> str:
+    made: str = tool.page()
+    return made
+
+
+def test_the_page_is_up_to_date(page: str) -> None:
     written = (ROOT / "docs" / "support.md").read_text()
-    assert written == tool.page(), "docs/support.md is out of date: run python tools/support_table.py --write"
+    assert written == page, "docs/support.md is out of date: run python tools/support_table.py --write"
 
 
-def test_a_changed_answer_changes_the_page(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_answer_changes_the_page(tool: ModuleType, page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutant: `lower` refuses everything."""
-    before = tool.page()
     monkeypatch.setattr(tool, "lower", lambda *_, **__: Refusal(("not today",)))
-    assert tool.page() != before
-    assert "1. not today" in tool.page()
+    changed = tool.page()
+    assert changed != page
+    assert "1. not today" in changed
 
 
 def test_every_word_has_a_row(tool: ModuleType) -> None:

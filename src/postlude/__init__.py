@@ -1,4 +1,4 @@
-"""Postlude: everything that follows a model's convolutions, nearly free.
+"""Postlude: fused kernels for what follows a model's convolutions, each checked against float64.
 
 result = postlude.optimize(model, inputs)            # in place, undoable, verified against float64
 torch.compile(model, backend="postlude")             # the same, the PyTorch way

@@ -1,4 +1,4 @@
-"""The pieces, for people who build with them: run a `Chain` on tensors of their own."""
+"""Run a `Chain` on given tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["run"]
 
 
 def run(chain: Chain, *tensors: Tensor, precision: str = "auto") -> Tensor:
-    """The chain's result for one tensor per slot (`chain.roles` names them); differentiable."""
+    """Runs `chain` on one tensor per slot, in the order of `chain.roles`; the result is differentiable."""
     if len(tensors) != len(chain.roles):
         raise PostludeError(
             f"this chain takes {len(chain.roles)} tensors ({', '.join(chain.roles)}), but {len(tensors)} were given."

@@ -43,9 +43,9 @@ class FusedChain(nn.Sequential):
 
         FusedChain(nn.Conv3d(3, 24, 3), nn.GroupNorm(8, 24), Mean())
 
-    The chain is read off the modules on the first call for each dtype and mode, and again when a module or one of
-    its settings is another; modules that do not form one chain raise and say why. While a module inside has a hook,
-    this is an `nn.Sequential` and nothing more. A compiler that traces through it reads the settings when it compiles.
+    The modules are read on the first call for each dtype and mode, and again when a module or one of its settings
+    changes. Modules that do not form one chain raise an error that says why. While a module inside has a hook, this
+    runs as a plain `nn.Sequential`. A compiler that traces through it reads the settings when it compiles.
     """
 
     def __init__(self, *modules: nn.Module, precision: str = "auto") -> None:
@@ -136,7 +136,8 @@ class FusedChain(nn.Sequential):
 
         if any(_counts_itself(m) for m in self.modules()):
             raise PostludeError(
-                "a batch_norm with momentum=None reads its counter in its forward, which no chain can; give a momentum."
+                "a batch_norm with momentum=None reads its counter in its forward, which a chain cannot do; "
+                "give it a momentum."
             )
         graph = capture_function(call, [x, *map(self._tensor, names)])
         functionalise(graph)
@@ -171,7 +172,7 @@ def _why_not_one(found: list[Match]) -> str:
         return "they form more than one"
     first, last = found[0].tensors[0], found[0].nodes[-1]
     outside = first if first.op != "placeholder" else next(iter(last.users))
-    return f"{str(outside.target).removesuffix('.default')} is no part of it"
+    return f"{str(outside.target).removesuffix('.default')} is not part of it"
 
 
 def _settings(module: nn.Module) -> list[Any]:

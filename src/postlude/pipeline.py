@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 MEMORIES = ("default", "lean")
 OPTIONS = frozenset({"precision", "rest", "memory", "convolution", "layout", "verify"})  # of the torch.compile backend
-NOTHING_CAPTURED = "PyTorch's compiler captured nothing of this call: it is switched off, or gave up on this code"
+NOTHING_CAPTURED = "PyTorch's compiler captured nothing of this call: it is disabled, or it gave up on this code"
 # An attribute of what the model is called through: it goes with the model, and copies of the model are without it.
 _RESULT = "postlude_result"
 Only = Callable[[str, Chain], bool] | Iterable[str] | str | None
@@ -42,7 +42,7 @@ Only = Callable[[str, Chain], bool] | Iterable[str] | str | None
 
 @dataclass(frozen=True)
 class SiteReport:
-    """One chain of the model: where, what, how it runs for the inputs that were given, and is it right."""
+    """One chain of the model: where it is, what it computes, how it runs for the inputs, and whether it is right."""
 
     name: str
     chain: Chain
@@ -57,12 +57,12 @@ class SiteReport:
 
 @dataclass(frozen=True)
 class Optimized:
-    """What `optimize` did."""
+    """What `optimize` found and did."""
 
     model: nn.Module
     sites: tuple[SiteReport, ...]
     declined: tuple[Declined, ...]
-    verdict: Verdict | None  # on the fused ways; None where there is none, or verify=False
+    verdict: Verdict | None  # on the fused chains; None where there is none, or with verify=False
     failure: str | None  # why the model could not be captured, if it could not
     backend: Backend = field(repr=False)
 
@@ -83,7 +83,7 @@ class Optimized:
         return self.model
 
     def report(self, path: str | Path | None = None, *, title: str = "") -> Report:
-        """What was done as one value, written to `path` as well: .html, .json or .csv.
+        """Returns what was done as one value, and writes it to `path` if given: .html, .json or .csv.
 
         It holds no times; `postlude bench FILE.py --report PATH` measures them.
         """
@@ -120,16 +120,26 @@ def optimize(
     verify: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> Optimized:
-    """Fuses the chains of `model` in place, by the means of `nn.Module.compile`.
+    """Fuses the chains of `model` in place and checks each against float64.
 
-    Parameters, `state_dict`, hooks and class stay; a copy of the model is a plain model again. `inputs` is one
-    call's arguments (a tensor, a tuple, or a dict of keywords): the model runs on them once, and buffers, random
-    state and gradients are left as they were. `only` keeps chains by name (`"decoder.*"`) or by a function of
-    name and chain. `verify` checks every plan against float64 before its first use, those for later shapes and modes
-    too. `convolution="pytorch"` keeps PyTorch's convolutions, digit for digit, and fuses what follows them.
-    `rest` is who runs what is not fused: "inductor", as torch.compile does, with a `mode` of its, or "eager", for a
-    quick start; "auto" takes Inductor on a GPU. Values may then be channels-last between convolutions that are faster
-    so; `layout="keep"` leaves them as they are. `progress` is told what is being done; by default a terminal shows it.
+    Parameters, `state_dict`, hooks and class stay; a copy of the model is a plain model again. The model runs once on
+    `inputs`; buffers, random state and gradients are left as they were. Calls go through `nn.Module.compile`.
+
+    Args:
+        model: The model, in the mode (training or evaluation) in which it will be used first.
+        inputs: One call's arguments: a tensor, a tuple, or a dict of keyword arguments.
+        precision: "fp32" or "tf32"; "auto" follows PyTorch's own switches.
+        memory: "lean" saves only moments between a forward and a backward pass and recomputes the rest.
+        convolution: "pytorch" keeps PyTorch's convolutions, bit for bit, and fuses what follows them.
+        rest: What runs the rest: "inductor", as torch.compile does, or "eager", which starts faster; "auto" chooses.
+        layout: "keep" leaves layouts alone; "auto" makes values channels-last between convolutions if that is faster.
+        mode: A mode of torch.compile, for Inductor.
+        only: The chains to fuse: names with wildcards (`"decoder.*"`), or a function of a chain's name and the chain.
+        verify: Whether to check every plan before its first use, including those for later shapes and modes.
+        progress: A function that is told what is being done; by default a terminal shows it.
+
+    Returns:
+        What was found and done: the sites, what was declined, and the verdict. `undo()` restores the model.
     """
     args, kwargs = _call_arguments(inputs)
     _check_request(model, precision, memory, args, kwargs)
@@ -177,7 +187,9 @@ def _inductor_settings(mode: str | None, options: dict[str, Any]) -> dict[str, A
     unknown = options.keys() - set(inductor.list_options())
     if unknown:
         takes = ", ".join(sorted(OPTIONS))
-        raise PostludeError(f"unknown option {', '.join(sorted(unknown))}; the backend takes {takes}, and Inductor's.")
+        raise PostludeError(
+            f"unknown option {', '.join(sorted(unknown))}; the backend takes {takes}, and Inductor's options."
+        )
     return {**(inductor.list_mode_options(mode) if mode not in (None, "default") else {}), **options}
 
 
@@ -237,14 +249,16 @@ def _check_request(
     tensors = [item for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
     device = tensors[0].device.type if tensors else hardware.default_device()
     if memory == "lean" and device not in TRAINS:
-        raise PostludeError(f"memory='lean' is about fused training, which there is not on {device} yet; leave it out.")
+        raise PostludeError(
+            f"memory='lean' applies to fused training, which does not exist on {device} yet; leave it out."
+        )
     check_precision(precision, device)
     if (earlier := _result_of(model)) is not None:
         earlier.undo()
     if model._compiled_call_impl is not None:
         raise PostludeError("the model is already compiled; call postlude.optimize before model.compile().")
     if hooks_of_all_modules():
-        raise PostludeError("a hook of all modules is registered, and a model runs as it is while it is; remove it.")
+        raise PostludeError("a global module hook is registered, and models run unfused while it is; remove it.")
 
 
 def _filter(only: Only) -> Callable[[str, Match], bool] | None:

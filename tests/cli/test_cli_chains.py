@@ -62,7 +62,7 @@ def test_nothing_to_fuse(run: Run, write: Write) -> None:
 def test_what_is_declined_has_a_reason(run: Run, write: Write) -> None:
     ran = run("explain", write(GOOD.replace(RESULT, "self.conv(x).cumsum(2)")), "--device", "cpu")
     assert ran.code == 0
-    assert "Left as it is:" in ran.out
+    assert "Left to PyTorch:" in ran.out
     assert "cumsum" in ran.out
 
 
@@ -149,8 +149,8 @@ def test_a_gpu_plan_is_explained_by_its_launches(capsys: pytest.CaptureFixture[s
         explain_site(SiteReport("layer", chain, given, lower(chain, given, CARD), None))
     said = " ".join(capsys.readouterr().out.split())
     assert "tiles of 128 × 128 × 64" in said
-    assert "6 launches of our kernels; a value of" in said
-    assert "2 launches of our kernels; nothing of the convolution's size is stored" in said
+    assert "6 launches of Postlude's kernels; a value of" in said
+    assert "2 launches of Postlude's kernels; nothing of the convolution's size is stored" in said
     assert "why: our own convolution" in said
     assert "tiles of the product (2 planes, 64→128 channels): shipped for sm_90, measured on an H200" in said
 
@@ -191,7 +191,7 @@ def test_a_plan_of_training_says_what_it_keeps_and_whose_gradients_it_has(capsys
     assert "gradient of the input: ours, matrix product of float16 in two planes, scaled" in said[0]
     assert "gradient of the weight: ours, matrix product over positions of float16 in two planes" in said[0]
     assert "keeps nothing of the convolution's size for its gradients" in said[1]
-    assert "gradients of input and weight: one kernel of ours" in said[1]
+    assert "gradients of input and weight: one kernel of Postlude's" in said[1]
     assert "keeps nothing but the result for its gradients" in said[2]
     assert "gradient of the input: PyTorch's gradient of the weight: PyTorch's" in said[3]
     assert "keeps the input for its gradients" in said[4]
@@ -200,4 +200,4 @@ def test_a_plan_of_training_says_what_it_keeps_and_whose_gradients_it_has(capsys
 def test_explain_of_training_on_a_cpu_says_that_pytorch_trains(run: Run, good: Path) -> None:
     ran = run("explain", good, "--device", "cpu", "--train")
     assert ran.code == 0
-    assert "why: gradients are needed, and the fused passes for cpu devices have no backward of their own" in ran.out
+    assert "why: gradients are needed, and the fused passes for cpu devices have no backward pass" in ran.out

@@ -44,7 +44,7 @@ def test_writes_a_verified_file(run: Run, write: Write, tmp_path: Path) -> None:
     assert "class ModelNew(nn.Module):" in text
     assert "speed, 50 %" in ran.out
     assert "not measured here: no GPU" in ran.out
-    assert "figures to check, not a mark" in ran.out
+    assert "figures to check, not a score" in ran.out
     assert "on a CPU, where it runs PyTorch's operators" in ran.out
     written = json.loads(data.read_text("utf-8"))
     assert written["verified"] is True
@@ -59,7 +59,7 @@ def test_says_when_it_did_not_verify(run: Run, write: Write, tmp_path: Path) -> 
     assert "not verified (--no-verify)" in ran.out
     ran = run("optimize", write(SMALL), "--no-verify")
     assert ran.code == 2
-    assert "about the file that -o names" in ran.err
+    assert "apply to the file that -o writes" in ran.err
 
 
 def test_the_models_own_convolution(run: Run, write: Write, tmp_path: Path) -> None:

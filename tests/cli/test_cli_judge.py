@@ -128,9 +128,7 @@ def test_points_that_accept_a_mutant_cannot_tell(run: Run, write: Write, monkeyp
 def test_without_a_candidate_there_is_only_the_self_check(run: Run, good: Path) -> None:
     ran = run("verify", good, "--device", "cpu")
     assert ran.code == 2
-    assert ran.sentences == [
-        "postlude: verify needs a candidate, or --self-check to try the examination on mutants only."
-    ]
+    assert ran.sentences == ["postlude: verify needs a candidate, or --self-check to test the points on mutants only."]
 
 
 def test_candidate_that_cannot_be_built_is_wrong(run: Run, good: Path, write: Write) -> None:

@@ -123,18 +123,27 @@ def test_demo_ends_with_a_table_and_what_to_try_next(
     monkeypatch.setattr(demo, "time_elsewhere", elsewhere)
     monkeypatch.setattr(hardware, "has_glibc", lambda: True)
     out = tmp_path / "out.json"
-    ran = run("demo", "--device", "cpu", "--json", out)
+    page = tmp_path / "demo.html"
+    ran = run("demo", "--device", "cpu", "--report", page, "--json", out)
     assert ran.code == 0
     for words in (
         "system malloc",
         "tuned malloc",
         "× eager",
         "torch.compile was not timed",
+        "H200, recorded",
+        "Recorded: not measured now",
+        "nnU-Net stage",
+        f"The report of all four: {page}",
         "postlude bench FILE.py",
     ):
         assert words in ran.out
     problems = json.loads(out.read_text(encoding="utf-8"))["problems"]
-    assert [len(problem["seconds"]) for problem in problems] == [2, 2, 2]
+    assert [len(problem["seconds"]) for problem in problems] == [2, 2, 2, 1]
+    table = ran.out[ran.out.index("milliseconds") : ran.out.index("× is how many")].splitlines()
+    assert max(map(len, table)) <= 80
+    assert "\x1b" not in ran.out
+    assert "nnU-Net stage" in page.read_text(encoding="utf-8")
     assert all(problem["sites"] for problem in problems)
 
 

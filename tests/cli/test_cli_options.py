@@ -53,15 +53,15 @@ def test_help_does_not_load_torch() -> None:
         (["verify", "FILE", "FILE", "--seed", str(2**63)], "Invalid value for '--seed'"),
         (["verify", "FILE", "FILE", "--timeout", "inf"], "Invalid value for '--timeout'"),
         (["suite", "FOLDER", "--limit", "1e18"], "Invalid value for '--limit'"),
-        (["optimize", "FILE", "-o", "FOLDER/new.py", "--report", "FOLDER/page.html"], "ask for one of them."),
+        (["optimize", "FILE", "-o", "FOLDER/new.py", "--report", "FOLDER/page.html"], "use only one of them."),
         (["bench", "FILE", "--rounds", "0"], "Invalid value for '--rounds'"),
         (["bench", "FILE", "--seconds", "-1"], "Invalid value for '--seconds'"),
         (["bench", "FILE", "--csv", "FOLDER"], "this is a directory; name a file to write to."),
-        (["bench", "FILE", "--csv", "FILE"], "this file exists and is no record file"),
+        (["bench", "FILE", "--csv", "FILE"], "this file exists and is not a record file"),
         (["optimize", "FILE", "--json", "FOLDER"], "this is a directory; name a file to write to."),
         (["optimize", "FILE", "--json", "FOLDER/none/out.json"], "does not exist."),
         (["doctor", "--json", "FOLDER/none/out.json"], "does not exist."),
-        (["explain", "FILE", "--json", "FILE"], "name another file than a Python one."),
+        (["explain", "FILE", "--json", "FILE"], "would overwrite a Python file with results; name another file."),
     ],
 )
 def test_one_sentence_for_what_cannot_be(run: Run, good: Path, arguments: list[str], sentence: str) -> None:

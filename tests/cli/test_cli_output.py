@@ -43,6 +43,15 @@ def test_tables_are_not_cut_where_there_is_no_terminal(capsys: pytest.CaptureFix
     assert all(line == line.rstrip() for line in lines)
 
 
+def test_sentences_are_wrapped_between_words_on_a_terminal_only() -> None:
+    line = "  why: " + "several words " * 10 + "and /a/path/that/is/longer/than/a/line/has/room/for"
+    wrapped = output._wrapped(line, 40).splitlines()
+    assert [part for part in wrapped if len(part) > 40] == [wrapped[-1]]
+    assert all(part.startswith("    ") for part in wrapped[1:])
+    assert " ".join(part.strip() for part in wrapped) == line.strip()
+    assert output._wrapped("short", 40) == "short"
+
+
 def test_progress_is_one_plain_line_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with output.working("Counting") as update:
         update("one")

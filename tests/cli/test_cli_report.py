@@ -31,7 +31,7 @@ def test_a_page_from_records(run: Run, tmp_path: Path) -> None:
     [
         (["none.json", "out.html"], "there is no such file"),
         (["none.csv", "out.html"], "there is no such file"),
-        (["bad.csv", "out.html"], "it is no record file"),
+        (["bad.csv", "out.html"], "it is not a record file"),
         (["bad.json", "out.html"], "it cannot be read as JSON"),
         (["bad.json", "out.pdf"], "a report is written as .html, .json or .csv."),
         (["bad.json", "none/out.html"], "does not exist"),

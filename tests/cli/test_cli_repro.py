@@ -36,7 +36,7 @@ def test_the_script_runs_and_shows_both_errors(
 def test_a_name_that_is_none_is_one_sentence(run: Run, good: Path) -> None:
     ran = run("explain", good, "--device", "cpu", "--repro", "elsewhere")
     assert ran.code == 2
-    assert ran.sentences == ["postlude: --repro elsewhere: there is no such place; those that explain shows are: conv."]
+    assert ran.sentences == ["postlude: --repro elsewhere: there is no such chain; explain shows: conv."]
 
 
 @pytest.mark.parametrize("chain", [CHAIN_23, CHAIN_61], ids=["23", "61"])

@@ -153,7 +153,7 @@ def test_an_interrupted_suite_keeps_what_it_has(
         (["problems", "--again", "some"], "--again some is unknown; use none, failed or all."),
         (["problems", "--report", "out.txt"], "a report is written as"),
         (["problems", "--results", "file"], "results cannot be kept there"),
-        (["problems", "--jobs", "0"], "--jobs 0 prepares no problem at all; use 1 or more."),
+        (["problems", "--jobs", "0"], "--jobs 0 would prepare no problem; use 1 or more."),
     ],
 )
 def test_one_sentence_for_what_cannot_be(

@@ -125,7 +125,7 @@ def test_caches_are_flushed_before_every_call(opened: Opened, monkeypatch: pytes
     assert events == ["flush", "call"] * 4 + ["flush"] * 2
     # What is left beside the flush is the call; where nothing is left, that is said.
     assert {name: timing.median for name, timing in found.items()} == {"eager": 0.25}
-    assert lost == ["flushed caches, slow: too short beside what it is measured with"]
+    assert lost == ["flushed caches, slow: too short relative to what is subtracted from it"]
 
 
 def test_a_wrong_result_of_a_timed_call_is_noted() -> None:

@@ -24,6 +24,11 @@ class Blocked:
 sys.meta_path.insert(0, Blocked())  # type: ignore[arg-type]
 import torch  # noqa: E402
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import interpreter  # noqa: E402
+
+sys.path.pop(0)
+
 
 def load(path: Path) -> types.ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -141,6 +146,7 @@ def check_twice(model: torch.nn.Module, case: dict[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
+    interpreter.make_fast()
     where = Path(sys.argv[1])
     cases = torch.load(where / "cases.pt", weights_only=True)
     print(*[sentence for case in cases for sentence in check(case, where)], sep="\n", end="")

@@ -195,8 +195,8 @@ def test_chains_without_a_norm_are_ours_where_that_is_expected_to_win(
 @pytest.mark.parametrize(
     ("how", "shape", "precision", "reason"),
     [
-        (conv(2, (64, 16), 1), (64, 64, 256, 256), "tf32", "ms are expected of ours"),
-        (conv(3, (12, 16)), (64, 12, 32, 64, 64), "tf32", "ms are expected of ours"),
+        (conv(2, (64, 16), 1), (64, 64, 256, 256), "tf32", "ms are expected of Postlude's"),
+        (conv(3, (12, 16)), (64, 12, 32, 64, 64), "tf32", "ms are expected of Postlude's"),
         (strided(2, (64, 64)), (1, 64, 16, 16), "tf32", "too small"),
     ],
     ids=str,

@@ -75,7 +75,7 @@ def test_the_result_is_all_that_is_kept_where_it_tells_enough(word: str) -> None
 
 def test_where_pytorch_keeps_nothing_inside_nothing_is_kept_either() -> None:
     chain = Builder(2, WIDE).op("mul", "channel").op("relu").chain()
-    assert "PyTorch needs no more than the chain's" in str(planned(chain))
+    assert "PyTorch saves only the chain's" in str(planned(chain))
     assert plan_of(chain, memory="lean").is_lean
 
 

@@ -33,13 +33,13 @@ def test_infinite_errors_survive_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"schema": 7}, "no report of form"),
-        ({"title": 3}, "report.title is no str"),
-        ({"races": {}}, "report.races is no list"),
-        ({"environment": {"a": 1}}, "report.environment is no table of texts"),
-        ({"judgement": {"outcome": "splendid"}}, "'splendid' is no verdict"),
+        ({"schema": 7}, "not a report of form"),
+        ({"title": 3}, "report.title is not of type str"),
+        ({"races": {}}, "report.races is not a list"),
+        ({"environment": {"a": 1}}, "report.environment is not a table of texts"),
+        ({"judgement": {"outcome": "splendid"}}, "'splendid' is not a verdict"),
         ({"judgement": {}}, "report.judgement has no outcome"),
-        ({"roofline": {"operations": "x"}}, "report.roofline.operations is no int"),
+        ({"roofline": {"operations": "x"}}, "report.roofline.operations is not of type int"),
     ],
 )
 def test_what_is_no_report_is_refused(change: dict[str, object], sentence: str) -> None:

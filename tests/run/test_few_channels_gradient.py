@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from cases import BY_NAME, Builder, conv
-from kernels.cuda_host.build import HostKernel, build
+from kernels.cuda_host.build import HostKernels
 from postlude import reference
 from postlude.chain import Chain
 from postlude.check import tensors_for
 from postlude.kernels.triton import moments_gradient as kernels
 from postlude.moments import Moments
 from postlude.plan import Plan, problem_of
-from postlude.plan.calls import CudaCall
 from postlude.plan.gpu import lower_for_gpu
 from postlude.run import launch
 from postlude.run.chain_run import Training
@@ -48,13 +47,14 @@ CHAINS: dict[str, tuple[Chain, tuple[int, ...]]] = {
 HOPPER = dataclasses.replace(CARD, has_nvrtc=True)
 
 
-@pytest.fixture
-def host_kernels(tmp_path: object, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    def kernel(call: CudaCall, _: int) -> HostKernel:
-        options = tuple(f"-D{name}={value}" for name, value in call.macros)
-        return build(tmp_path_factory.mktemp("cuda") / "kernel", options, entry=call.kernel)
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
+    return HostKernels(lambda: tmp_path_factory.mktemp("cuda"))
 
-    monkeypatch.setattr(launch, "cuda_kernel", kernel)
+
+@pytest.fixture
+def host_kernels(built: HostKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "cuda_kernel", lambda call, _: built(call))
 
 
 def inputs(name: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:

@@ -48,7 +48,7 @@ def distribution(result: Tensor, truth: Tensor) -> Distribution | None:
 def belongs(result: object, expected: Tensor, mode: str, allowed: float = 0.0) -> str | None:
     """None where `result` is what PyTorch computes from the same input, else what is wrong with it."""
     if not isinstance(result, Tensor):
-        return f"is a {type(result).__name__} and no tensor"
+        return f"is a {type(result).__name__}, not a tensor"
     if result.shape != expected.shape:
         return f"has shape {tuple(result.shape)}, it should be {tuple(expected.shape)}"
     ours, theirs = result.detach().to(expected.device).double(), expected.double()

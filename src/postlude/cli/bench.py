@@ -160,7 +160,7 @@ def _postlude(one: Bench) -> Runner:
         trained = fuse(one.settings, fused, one.opened.inputs, train=True)
         verdicts += [trained.verdict] if any(site.is_fused for site in trained.sites) else []
         whole = [site for site in trained.sites if isinstance(site.outcome, Refusal)]
-        one.left_out += [f"training of {site.name}, which is PyTorch's: {site.outcome}" for site in whole]
+        one.left_out += [f"training of {site.name}, which PyTorch runs: {site.outcome}" for site in whole]
     known = combine(verdict for verdict in verdicts if verdict is not None)
     if known is not None:
         one.verdicts[POSTLUDE] = known
@@ -178,7 +178,7 @@ def _candidate(one: Bench, stack: ExitStack) -> Candidate | None:
     path = one.options.candidate
     if path is None or not one.verdicts[CANDIDATE].right:
         return None
-    one.left_out.append("candidate: its own process is timed warm and forward only, and its memory is its own")
+    one.left_out.append("candidate: it is timed warm and forward only, and the memory of its process is not measured")
     try:
         return stack.enter_context(started(one.settings, one.opened, path, one.state))
     except CandidateFailed as error:
@@ -231,9 +231,9 @@ def _judge(one: Bench, watch: Watch, work: Work, ceilings: Ceilings) -> None:
     one.questions += questions
     one.findings += watch.disagreements
     if not holds(warm[EAGER], work, ceilings):
-        one.left_out.append("the floor of compulsory bytes: PyTorch itself is below it, so not all of them must move")
+        one.left_out.append("the floor of compulsory bytes: PyTorch itself is below it, so not all bytes have to move")
     if one.settings.device == "cpu":
-        one.left_out.append("CUDA events and launches: there is no GPU in this")
+        one.left_out.append("CUDA events and launches: no GPU is used")
 
 
 def _histograms(one: Bench, candidate: Candidate | None, work: Work) -> tuple[list[model.Histogram], list[str]]:
@@ -278,4 +278,4 @@ def _check_csv(path: Path | None) -> None:
         try:
             records.read(path)
         except (ValueError, OSError) as error:
-            raise PostludeError(f"{path}: this file exists and is no record file ({error}).") from error
+            raise PostludeError(f"{path}: this file exists and is not a record file ({error}).") from error

@@ -84,7 +84,7 @@ def explain_site(site: SiteReport) -> None:
 
 
 def _launches(plan: Plan) -> str:
-    count = f"{plan.launches} launch{'es' * (plan.launches != 1)} of our kernels"
+    count = f"{plan.launches} launch{'es' * (plan.launches != 1)} of Postlude's kernels"
     if plan.convolve != "own" and plan.chain.producer is not None:
         count += " after PyTorch's convolution"
     if plan.slab_bytes == 0:
@@ -116,7 +116,7 @@ def _show_layout(result: Optimized) -> None:
 
 def _show_declined(result: Optimized) -> None:
     if result.declined:
-        say("Left as it is:")
+        say("Left to PyTorch:")
         show_table(["where", "what", "why"], [[item.name, item.what, item.reason] for item in result.declined])
 
 
@@ -151,7 +151,7 @@ def _conclusion(result: Optimized) -> tuple[int, str]:
     if "wrong" in outcomes:
         return NO, "Wrong: a fused chain failed its check, so it runs through PyTorch's operators."
     if "cannot tell" in outcomes:
-        return COULD_NOT_RUN, "Cannot tell: this problem does not tell a right result from a wrong one."
+        return COULD_NOT_RUN, "Cannot tell: this problem cannot distinguish a right result from a wrong one."
     if any(site.verdict is None for site in fused):
         return COULD_NOT_RUN, "Cannot tell: a fused chain was not checked."
     if not fused:

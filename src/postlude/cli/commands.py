@@ -13,19 +13,27 @@ from postlude.cli.options import (
     BaselinesOption,
     ConvolutionOption,
     Debug,
+    DeclaredOnly,
+    DemoReport,
     Device,
     File,
     JobsOption,
     Json,
+    Limit,
+    NoVerify,
     Precision,
     ReportPath,
+    Seconds,
+    Seed,
+    SelfCheck,
+    Training,
 )
 from postlude.errors import PostludeError
 
 app = typer.Typer(
     name="postlude",
-    help="Makes everything that follows a PyTorch model's convolutions nearly free, and proves the answer.",
-    epilog="FILE.py is KernelBench's format: a class Model and the functions get_inputs and get_init_inputs.",
+    help="Fuses what follows a PyTorch model's convolutions, checks it against float64, and measures the gain.",
+    epilog="FILE.py is in KernelBench's format: a class Model and the functions get_inputs and get_init_inputs.",
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -56,11 +64,9 @@ def optimize(
         Path | None,
         typer.Option("-o", "--output", metavar="OUT.py", help="Write ModelNew, with its kernels, to this file."),
     ] = None,
-    training: Annotated[
-        bool, typer.Option("--training", help="With -o: kernels for the gradients as well, not PyTorch's derivative.")
-    ] = False,
+    training: Training = False,
     convolution: ConvolutionOption = "auto",
-    no_verify: Annotated[bool, typer.Option("--no-verify", help="With -o: write it unchecked, and say so.")] = False,
+    no_verify: NoVerify = False,
     device: Device = None,
     precision: Precision = "auto",
     json: Json = None,
@@ -76,13 +82,13 @@ def optimize(
 
     def command(settings: frame.Settings) -> frame.Answer:
         if output_file is not None and report is not None:
-            raise PostludeError("--report is about the model as it runs here, -o writes a file; ask for one of them.")
+            raise PostludeError("--report describes the model as it runs here, -o writes a file; use only one of them.")
         if output_file is not None:
             from postlude.cli import export
 
             return export.export(settings, file, output_file, training=training, verify=not no_verify)
         if no_verify or training:
-            raise PostludeError("--training and --no-verify are about the file that -o names; add it.")
+            raise PostludeError("--training and --no-verify apply to the file that -o writes; add -o.")
         from postlude.cli import chains
 
         return chains.optimize(settings, file, report)
@@ -96,7 +102,7 @@ def explain(
     repro: Annotated[
         str | None, typer.Option(metavar="SITE", help="Write a small script of this chain, for a bug report.")
     ] = None,
-    train: Annotated[bool, typer.Option("--train", help="In training, which has plans of its own.")] = False,
+    train: Annotated[bool, typer.Option("--train", help="Show the plans of training.")] = False,
     convolution: ConvolutionOption = "auto",
     device: Device = None,
     precision: Precision = "auto",
@@ -120,17 +126,13 @@ def explain(
 def verify(
     reference: Annotated[Path, typer.Argument(metavar="REFERENCE.py", help="The problem, with its Model.")],
     candidate: Annotated[Path | None, typer.Argument(metavar="CANDIDATE.py", help="A file with ModelNew.")] = None,
-    self_check: Annotated[
-        bool, typer.Option("--self-check", help="Try the points on mutants of the reference; all must be rejected.")
-    ] = False,
+    self_check: SelfCheck = False,
     backward: Annotated[bool, typer.Option("--backward", help="Check the gradients as well.")] = False,
     seeds: Annotated[int, typer.Option(min=5, help="Points of each kind; more find rarer faults.")] = 5,
-    seed: Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Repeat an earlier run; else drawn.")] = None,
-    time_budget: Annotated[float, typer.Option(min=1, help="Seconds after which no further point is begun.")] = 60.0,
+    seed: Seed = None,
+    time_budget: Annotated[float, typer.Option(min=1, help="Start no further point after this many seconds.")] = 60.0,
     timeout: Annotated[float, typer.Option(min=0.1, max=1e6, help="Seconds for one call of the candidate.")] = 60.0,
-    declared_only: Annotated[
-        bool, typer.Option("--declared-only", help="Only the declared shape and layout: for kernels made for it.")
-    ] = False,
+    declared_only: DeclaredOnly = False,
     like_kernelbench: Annotated[
         bool, typer.Option("--like-kernelbench", help="Use KernelBench's rule instead, which is weaker.")
     ] = False,
@@ -168,7 +170,7 @@ def bench(
     ] = None,
     train: Annotated[bool, typer.Option("--train", help="Time the backward pass and a training step too.")] = False,
     rounds: Annotated[int, typer.Option(min=3, help="How often the variants take turns.")] = 20,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Begin no new round of a race after this time.")] = 30.0,
+    seconds: Seconds = 30.0,
     flush: Annotated[bool, typer.Option(help="A second race with the caches flushed before every call.")] = True,
     baselines: BaselinesOption = None,
     csv: Annotated[Path | None, typer.Option("--csv", metavar="PATH", help="Merge the rows into this file.")] = None,
@@ -194,19 +196,19 @@ def bench(
 
 @app.command(short_help="Optimize, verify and time every problem of a folder.")
 def suite(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of problem files; KernelBench's as it is.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of problem files, such as KernelBench's.")],
     results: Annotated[
         Path, typer.Option("--results", metavar="PATH", help="The folder that keeps a file for each problem.")
     ] = Path("postlude-suite"),
-    only: Annotated[str, typer.Option(metavar="GLOB", help="Only files whose name fits, such as '61_*'.")] = "*",
+    only: Annotated[str, typer.Option(metavar="GLOB", help="Only files whose name matches, such as '61_*'.")] = "*",
     again: Annotated[
-        str, typer.Option(metavar="none|failed|all", help="Which problems that have a result to run again.")
+        str, typer.Option(metavar="none|failed|all", help="Which problems to run again although they have a result.")
     ] = "none",
     train: Annotated[bool, typer.Option("--train", help="Check and time gradients and training steps too.")] = False,
-    limit: Annotated[float, typer.Option(min=1, max=1e6, help="Seconds for one problem, without waiting.")] = 600.0,
+    limit: Limit = 600.0,
     jobs: JobsOption = 1,
     rounds: Annotated[int, typer.Option(min=3, help="How often the variants take turns.")] = 12,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Begin no new round of a race after this time.")] = 10.0,
+    seconds: Seconds = 10.0,
     baselines: BaselinesOption = None,
     report: ReportPath = None,
     device: Device = None,
@@ -253,7 +255,7 @@ def tune(
     frame.run("tune", frame.Request(device, precision, json, debug), command)
 
 
-@app.command(short_help="Show results that were written earlier, as a page.")
+@app.command(short_help="Turn results that were written earlier into a page.")
 def report(
     source: Annotated[Path, typer.Argument(metavar="RESULTS", help="The .json of `bench`, or a .csv of records.")],
     target: Annotated[Path, typer.Argument(metavar="REPORT", help="The file to write: .html, .json or .csv.")],
@@ -272,9 +274,17 @@ def report(
     frame.run("report", frame.Request("cpu", "auto", None, debug), command)
 
 
-@app.command(short_help="Show two models before and after, on this machine.")
-def demo(device: Device = None, precision: Precision = "auto", json: Json = None, debug: Debug = False) -> None:
-    """Show two models before and after, on this machine, in about a minute.
+@app.command(short_help="Show two chains and a network stage before and after.")
+def demo(
+    device: Device = None,
+    precision: Precision = "auto",
+    report: DemoReport = Path("postlude-demo.html"),
+    json: Json = None,
+    debug: Debug = False,
+) -> None:
+    """Show two chains and a stage of a network before and after, on this machine, in about a minute.
+
+    The same table has the times that were recorded on an NVIDIA H200, and a report is written at the end.
 
     Exit code: 0 done, 1 a result was wrong, 2 could not run.
     """
@@ -282,7 +292,7 @@ def demo(device: Device = None, precision: Precision = "auto", json: Json = None
     def command(settings: frame.Settings) -> frame.Answer:
         from postlude.cli import demo as work
 
-        return work.demo(settings)
+        return work.demo(settings, report)
 
     frame.run("demo", frame.Request(device, precision, json, debug), command)
 

@@ -1,42 +1,26 @@
-"""`postlude demo`: two models before and after, on this machine."""
+"""`postlude demo`: two chains and a stage of a network before and after, on this machine and as recorded on a GPU."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from postlude import __version__, hardware
 from postlude.check.clock import Estimate, ratio
-from postlude.check.verdict import Errors
+from postlude.cli import demo_table
 from postlude.cli.chains import explain_site
 from postlude.cli.demo_case import CASES, Case, compile_case, time_case
 from postlude.cli.demo_child import time_elsewhere
 from postlude.cli.frame import DONE, NO, Answer, Settings
-from postlude.cli.output import say, show_table, times, working
-from postlude.cli.race import (
-    COMPILE,
-    EAGER,
-    POSTLUDE,
-    estimate_data,
-    ratio_cell,
-    time_cell,
-)
+from postlude.cli.output import say, times, working
+from postlude.cli.race import COMPILE, EAGER, POSTLUDE, estimate_data
+from postlude.cli.report import check_report
 from postlude.cli.session import fuse, machine_data, malloc_word, result_data
 from postlude.cli.watch import crowded
 from postlude.errors import PostludeError
 from postlude.pipeline import Optimized
-
-COLUMNS = [
-    "problem",
-    "memory from",
-    "eager ms",
-    "compile ms",
-    "postlude ms",
-    "× eager",
-    "× compile",
-    "error",
-    "PyTorch's",
-]
+from postlude.report import Report, gather, write
 
 
 @dataclass
@@ -58,12 +42,15 @@ class Shown:
         return self.result.verdict is None or self.result.verdict.right
 
 
-def demo(settings: Settings) -> Answer:
+def demo(settings: Settings, report: Path) -> Answer:
+    check_report(report)
     _introduce(settings)
     shown = [_show(case, settings) for case in CASES]
     if settings.device == "cpu" and hardware.has_glibc():
         _time_with_other_malloc(settings, shown)
     _conclude(settings, shown)
+    write(report, [_report(one) for one in shown], title="Postlude's demo")
+    say(f"The report of all four: {report}", "bold")
     code = DONE if all(one.is_right for one in shown) else NO
     return Answer(code, {**machine_data(settings), "problems": [_data(one) for one in shown]})
 
@@ -76,9 +63,9 @@ def _introduce(settings: Settings) -> None:
         where = f"{hardware.cpu_name()}, {machine.threads} threads, {malloc_word()}"
     say(f"Postlude {__version__} on {where}; PyTorch {hardware.versions()['torch']}", "bold")
     if settings.device == "cpu":
-        say("No GPU is used, so the problems are smaller than KernelBench's.")
+        say("No GPU is used: the problems are smaller than KernelBench's, and a GPU's times are recorded ones.")
     if (busy := crowded(settings.device)) is not None:
-        say(f"Take the times as they are: {busy}.")
+        say(f"The times may be disturbed: {busy}.")
 
 
 def _show(case: Case, settings: Settings) -> Shown:
@@ -93,7 +80,7 @@ def _show(case: Case, settings: Settings) -> Shown:
     for site in result.sites:
         explain_site(site)
     for item in result.declined:
-        say(f"  left as it is: {item.what} ({item.reason})")
+        say(f"  left to PyTorch: {item.what} ({item.reason})")
     with working(f"Compiling {case.title} with torch.compile to compare with, the slow part"):
         compiled, no_compile = compile_case(case, settings, opened)
     with working(f"Timing {case.title}", timed=True) as update:
@@ -107,58 +94,44 @@ def _time_with_other_malloc(settings: Settings, shown: list[Shown]) -> None:
         with working(f"Timing everything again with {other}, in a process of its own", timed=True) as update:
             found = time_elsewhere(settings, update)
     except PostludeError as error:
-        say(f"There are no numbers for {other}: {error}")
+        say(f"No times for {other}: {error}")
         return
     for one in shown:
-        one.timings[other] = found[one.case.key]
+        if one.case.has_other_malloc:
+            one.timings[other] = found[one.case.key]
 
 
 def _interval(coverage: float) -> str:
     if coverage < 0.5:
-        return "the least and the most that was seen: too few rounds fitted into the time for an interval"
+        return "the smallest and largest value seen, because there were too few rounds for an interval"
     return f"an interval with {coverage:.0%} confidence"
 
 
 def _conclude(settings: Settings, shown: list[Shown]) -> None:
     say()
-    columns = [name for name in COLUMNS if settings.device == "cpu" or name != "memory from"]
-    rows = [row for one in shown for row in _rows(one, with_malloc=settings.device == "cpu")]
-    show_table(columns, rows, numbers=[name for name in columns if name not in ("problem", "memory from")])
+    demo_table.show(shown, "CPU" if settings.device == "cpu" else "this GPU")
+    say()
     surely = min(timing.coverage for one in shown for of in one.timings.values() for timing in of.values())
     say(f"× is how many times as fast Postlude is: the median, and {_interval(surely)}.")
+    if recorded := demo_table.date_of(shown):
+        say(f"Recorded: not measured now, but on an NVIDIA H200, {recorded}.")
     say("Errors are RMS distances from float64, relative to the spread of the result.")
     if settings.device == "cpu":
         say("On a CPU fresh memory costs page faults; a tuned malloc keeps its pages, which helps eager as well.")
     for sentence in _disappointments(shown):
         say(sentence)
     say()
-    say("Your own model:      result = postlude.optimize(model, inputs), then use model as before")
+    say("Your own model:      result = postlude.optimize(model, inputs)")
     say("A KernelBench file:  postlude explain FILE.py, then postlude bench FILE.py")
 
 
-def _rows(one: Shown, with_malloc: bool) -> list[list[str]]:
-    rows = []
-    for number, (malloc, timings) in enumerate(sorted(one.timings.items())):
-        eager, compiled, ours = (timings.get(name) for name in (EAGER, COMPILE, POSTLUDE))
-        speed = [ratio_cell(base, ours) if one.is_right else "–" for base in (eager, compiled)]
-        errors = _errors(one) if number == 0 else ("", "")
-        names = [one.case.title, f"  {one.shape}{one.case.layout}"]
-        title = names[number] if len(one.timings) > 1 else "\n".join(names)
-        memory = [malloc] if with_malloc else []
-        rows.append([title, *memory, time_cell(eager), time_cell(compiled), time_cell(ours), *speed, *errors])
-    return rows
-
-
-def _errors(one: Shown) -> tuple[str, str]:
-    verdict = one.result.verdict
-    if verdict is None:
-        return "not fused", ""
-    if not verdict.right:
-        return verdict.outcome, ""
-    first = verdict.quantities[0] if verdict.quantities else None
-    pair: tuple[Errors | None, Errors | None] = (None, None) if first is None else (first.errors, first.own)
-    ours, theirs = ("–" if errors is None else f"{errors.rms:.1e}" for errors in pair)
-    return ours, theirs
+def _report(one: Shown) -> Report:
+    """What was found out about a problem, with the times under this process's malloc."""
+    found = one.result.report(title=one.name)
+    refused = frozenset() if one.is_right else frozenset({POSTLUDE})
+    races = (gather.race_of("forward", "warm", one.timings[malloc_word()], refused),)
+    left_out = (f"torch.compile was not timed: {one.no_compile}",) if one.no_compile else ()
+    return replace(found, shape=f"{one.shape}{one.case.layout}", races=races, left_out=left_out)
 
 
 def _disappointments(shown: list[Shown]) -> list[str]:

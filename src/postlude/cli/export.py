@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import nn
 
-import postlude
 from postlude import hardware, problem_file
 from postlude.check.clock import Estimate, ratio
 from postlude.check.compare import LARGE_OFFSET
@@ -23,6 +22,7 @@ from postlude.cli.frame import DONE, NO, Answer, Settings
 from postlude.cli.judge import CODES, Options, exam_for, judged_file, show_verdict
 from postlude.cli.output import check_writable, complain, say, show_table, working, write_whole
 from postlude.cli.race import EAGER, Course, estimate_data, race
+from postlude.cli.recorded import H200
 from postlude.cli.session import Opened, machine_data, open_problem
 from postlude.errors import PostludeError
 from postlude.export.export_model import HOPPER, Export
@@ -37,7 +37,6 @@ SECONDS = 6.0  # of the check, after which no point is begun that is not require
 LARGE = 1 << 22  # elements of a result: a few points with so many tell as much as many points of few
 FEW = 3  # points, beside one with a NaN, one with an infinity and one of a large offset
 ROUNDS, TIMING_SECONDS = 10, 1.0
-RECORDS = Path(postlude.__file__).parents[2] / "benchmarks" / "results" / "h200.csv"
 
 
 def export(settings: Settings, path: Path, output: Path, *, training: bool, verify: bool) -> Answer:
@@ -54,7 +53,7 @@ def export(settings: Settings, path: Path, output: Path, *, training: bool, veri
     verdict = checked.verdict
     if verdict is not None and not verdict.right:
         show_verdict(verdict)
-        say(f"Nothing was written: {output} would not be a drop-in.", "bold")
+        say(f"Nothing was written: {output} would not be a drop-in replacement.", "bold")
         data = {"file": str(path), "output": None, "verdict": verdict.as_dict(), **machine_data(settings)}
         return Answer(CODES[verdict.outcome], data)
     timings = _timed(settings, opened, checked.model)
@@ -86,7 +85,7 @@ def _made(settings: Settings, opened: Opened, path: Path, training: bool) -> Exp
             machine=machine,
             precision=settings.precision,
             allows_tf32=hardware.default_fp32_precision() == "tf32",
-            measured=from_records(RECORDS),
+            measured=from_records(H200),
             training=training,
             convolution=settings.convolution,
         )
@@ -148,10 +147,10 @@ def _show(settings: Settings, made: Export, checked: Checked, timings: dict[str,
         show_table(["where", "why"], [[name, reason] for name, reason in made.left.items()])
     rows = [
         ["speed, 50 %", _speed(settings, timings)],
-        ["readability, 30 %", f"{read} (figures to check, not a mark)"],
+        ["readability, 30 %", f"{read} (figures to check, not a score)"],
         ["correctness, 20 %", _correctness(settings, checked)],
     ]
-    show_table(["of the score", "what can be said here"], rows)
+    show_table(["of the score", "what can be measured here"], rows)
 
 
 def _speed(settings: Settings, timings: dict[str, Estimate]) -> str:
@@ -166,7 +165,7 @@ def _correctness(settings: Settings, checked: Checked) -> str:
         return "not verified (--no-verify)"
     where = "" if settings.device == "cuda" else "; on a CPU, where it runs PyTorch's operators: the kernels need a GPU"
     if not checked.ran_kernels:
-        where = "; but its kernels did not run, for `fits` says no to these tensors on this card"
+        where = "; but its kernels did not run, because `fits` rejects these tensors on this card"
     return f"{verdict_words(checked.verdict)}{where}"
 
 

@@ -58,7 +58,9 @@ def _run(name: str, request: Request, command: Callable[[Settings], Answer]) -> 
         with quiet(request.debug):
             check_writable(request.json)
             if request.json is not None and request.json.suffix == ".py":  # a problem, by a slip of the hand
-                raise PostludeError(f"{request.json}: --json writes results; name another file than a Python one.")
+                raise PostludeError(
+                    f"{request.json}: --json would overwrite a Python file with results; name another file."
+                )
             with settled(request) as settings:
                 answer = command(settings)
             if request.json is not None:

@@ -53,7 +53,7 @@ class Judgement:
 
 def verify(settings: Settings, reference: Path, candidate: Path | None, options: Options) -> Answer:
     if candidate is None and not options.self_check:
-        raise PostludeError("verify needs a candidate, or --self-check to try the examination on mutants only.")
+        raise PostludeError("verify needs a candidate, or --self-check to test the points on mutants only.")
     opened = open_problem(settings, reference)
     rules = options.rules(settings)
     data: dict[str, Any] = {"reference": str(reference), "seed": rules.seed, "backward": options.backward}

@@ -19,7 +19,7 @@ SEED = 42
 TRIALS = 5  # what its scripts ask for
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-2}
 WEAKER = (
-    "KernelBench's rule is weaker than `postlude verify`: parameters as they are at the start (γ = 1, β = 0), inputs "
+    "KernelBench's rule is weaker than `postlude verify`: parameters at their initial values (γ = 1, β = 0), inputs "
     "of one kind, no gradients, no float64, and the reference in whatever precision PyTorch's switches give it."
 )
 

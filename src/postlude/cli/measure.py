@@ -88,7 +88,9 @@ class Timer:
 
 def _less(found: Timings, part: Mapping[str, Estimate], what: str) -> tuple[Timings, list[str]]:
     left = {name: difference(timing, part[name]) for name, timing in found.items()}
-    lost = [f"{what}, {name}: too short beside what it is measured with" for name, one in left.items() if one is None]
+    lost = [
+        f"{what}, {name}: too short relative to what is subtracted from it" for name, one in left.items() if one is None
+    ]
     return {name: one for name, one in left.items() if one is not None}, lost
 
 

@@ -17,7 +17,7 @@ ConvolutionOption = Annotated[
     typer.Option(
         "--convolution",
         metavar="auto|pytorch",
-        help="pytorch keeps PyTorch's own convolution, digit for digit, and fuses what follows it.",
+        help="pytorch keeps PyTorch's own convolution, bit for bit, and fuses what follows it.",
     ),
 ]
 Json = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write the results to this file as well.")]
@@ -26,7 +26,7 @@ BaselinesOption = Annotated[
     typer.Option(
         "--baselines",
         metavar="few|usual|all",
-        help="few: eager alone; all adds max-autotune, and minutes; all on a GPU, usual on a CPU by default.",
+        help="few: eager only; all: also max-autotune, which takes minutes. Default: all on a GPU, usual on a CPU.",
     ),
 ]
 JobsOption = Annotated[
@@ -36,4 +36,25 @@ ReportPath = Annotated[
     Path | None,
     typer.Option("--report", metavar="PATH", help="Write a report: .html (one file, no network), .json or .csv."),
 ]
+DemoReport = Annotated[Path, typer.Option("--report", metavar="PATH", help="Where to write the report of the demo.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and the warnings of libraries.")]
+Training = Annotated[
+    bool,
+    typer.Option("--training", help="With -o: also write kernels for the gradients instead of PyTorch's derivative."),
+]
+NoVerify = Annotated[bool, typer.Option("--no-verify", help="With -o: write the file without checking it.")]
+SelfCheck = Annotated[
+    bool,
+    typer.Option("--self-check", help="Try the points on mutants of the reference, which must all be rejected."),
+]
+DeclaredOnly = Annotated[
+    bool,
+    typer.Option(
+        "--declared-only", help="Check only the declared shape and layout, for kernels that are made for them."
+    ),
+]
+Seed = Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Repeat an earlier run; random by default.")]
+Seconds = Annotated[float, typer.Option(min=0.1, help="Start no new round of a race after this many seconds.")]
+Limit = Annotated[
+    float, typer.Option(min=1, max=1e6, help="Time limit for one problem in seconds, not counting waiting.")
+]

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -37,7 +38,19 @@ _PIPE_WIDTH = 240  # a file has no width: cutting or folding a table for it woul
 
 
 def say(text: str = "", style: str = "") -> None:
-    _console(sys.stdout).print(Text(text, style=style), soft_wrap=True)
+    console = _console(sys.stdout)
+    shown = "\n".join(_wrapped(line, console.width) for line in text.split("\n")) if console.is_terminal else text
+    console.print(Text(shown, style=style), soft_wrap=True)
+
+
+def _wrapped(line: str, width: int) -> str:
+    """Between words, with the line's indentation; a word that does not fit, a path perhaps, stays whole."""
+    if len(line) <= width:
+        return line
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
+    wrapper = textwrap.TextWrapper(width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    wrapper.replace_whitespace = False
+    return wrapper.fill(line)
 
 
 def complain(text: str) -> None:

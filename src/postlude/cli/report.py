@@ -38,7 +38,7 @@ def _read(source: Path) -> list[Report]:
     except FileNotFoundError:
         raise PostludeError(f"{source}: there is no such file.") from None
     except (OSError, ValueError) as error:
-        raise PostludeError(f"{source}: it is no record file ({error}).") from error
+        raise PostludeError(f"{source}: it is not a record file ({error}).") from error
     if not reports:
         raise PostludeError(f"{source}: no row in it is about speed.")
     return reports

@@ -52,7 +52,7 @@ def write_repro(sites: Sequence[SiteReport], wanted: str) -> Path:
     site = next((site for site in sites if site.name == wanted), None)
     if site is None:
         names = ", ".join(site.name for site in sites) or "none"
-        raise PostludeError(f"--repro {wanted}: there is no such place; those that explain shows are: {names}.")
+        raise PostludeError(f"--repro {wanted}: there is no such chain; explain shows: {names}.")
     name = re.sub(r"\W+", "_", site.name).strip("_") or "site"
     path = Path(f"repro_{name}.py")
     check_writable(path)

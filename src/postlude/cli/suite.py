@@ -66,7 +66,7 @@ def suite(settings: Settings, options: Options) -> Answer:
     check_word("--baselines", options.baselines, LEVELS)
     check_report(options.report)
     if options.jobs < 1:
-        raise PostludeError(f"--jobs {options.jobs} prepares no problem at all; use 1 or more.")
+        raise PostludeError(f"--jobs {options.jobs} would prepare no problem; use 1 or more.")
     tasks = _tasks(settings, options)
     try:
         options.results.mkdir(parents=True, exist_ok=True)

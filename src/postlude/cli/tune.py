@@ -25,7 +25,7 @@ from postlude.plan.candidates import candidates, with_row
 from postlude.plan.questions import questions_of
 from postlude.tile_table import NO_TILES, Question, Row, TileTable, write_table
 
-NO_CARD = "there is nothing to tune without an NVIDIA card: only the GPU's passes have tiles to choose from."
+NO_CARD = "tune needs an NVIDIA GPU: only the GPU kernels have tile sizes to choose from."
 MakeBench = Callable[[Chain, Problem, int], Bench]
 
 
@@ -54,7 +54,7 @@ def tune(settings: Settings, options: Options, make_bench: MakeBench = Card) -> 
     unique = {question: (case, question) for case, question in reversed(asked)}  # the first chain that asks it
     work = [pair for pair in asked if unique[pair[1]] == pair]
     if not work:
-        say("Nothing to tune: no chain of this model runs in passes of ours on this card.", "bold")
+        say("Nothing to tune: no chain of this model runs in Postlude's kernels on this card.", "bold")
     elif options.dry_run:
         return _listed(settings, options, machine, work)
     rows: list[tuple[Case, Question, Found]] = []
@@ -137,7 +137,7 @@ def _show(rows: list[tuple[Case, Question, Found]], folder: Path) -> None:
     say(f"{kept} of {len(rows)} tiles are better than before and kept in {folder}." if kept else _NO_GAIN, "bold")
 
 
-_NO_GAIN = "No tile is better than what is there, beyond noise: nothing was kept."
+_NO_GAIN = "No tile is better than the current one beyond noise: nothing was kept."
 
 
 def _cells(case: Case, question: Question, found: Found) -> list[str]:

@@ -84,7 +84,7 @@ def search(
     progress(f"timing {len(right)} candidates")
     times = bench.race({name: one.plan for name, one in right.items()}, **SCREENING)  # type: ignore[arg-type]
     finalists = sorted(right, key=lambda name: times[name].median)[:FINALISTS]
-    progress("timing the best ones beside what is there")
+    progress("timing the best ones beside the current tile")
     final = {"": present, **{name: right[name].plan for name in finalists}}
     times = bench.race(final, **FINAL)  # type: ignore[arg-type]
     best = min(finalists, key=lambda name: times[name].median)
@@ -98,11 +98,11 @@ def difference(ours: Sequence[Tensor], theirs: Sequence[Tensor], dtype: str) -> 
     sizes = [_rms(tensor) for tensor in theirs]
     for one, other, size in zip(ours, theirs, sizes, strict=True):
         if one.shape != other.shape or not torch.equal(one.isnan(), other.isnan()):
-            return "another result than the untuned tiles give"
+            return "its result differs from the untuned tiles'"
         apart = (one.double() - other.double()).nan_to_num_(0.0, 0.0, 0.0).abs()
         scale = max(size, _SMALL * max(sizes), 1e-30)
         if _rms(apart) > allowed * scale or (apart.numel() and float(apart.max()) > _WORST * allowed * scale):
-            return "another result than the untuned tiles give"
+            return "its result differs from the untuned tiles'"
     return None
 
 

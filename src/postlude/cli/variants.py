@@ -96,12 +96,12 @@ def pytorch_ways(
     """Eager PyTorch in the ways that people use; what does not apply here is said."""
     found = Baselines([Runner(EAGER, opened.model, sets, "PyTorch as it is")])
     if level == "few":
-        found.left_out.append("every way of PyTorch's own but eager: --baselines few")
+        found.left_out.append("all of PyTorch's own variants except eager: --baselines few")
         return found
     if device == "cuda":
         found.add(Runner(BENCHMARKED, opened.model, sets, "cuDNN tries its algorithms", _cudnn_benchmark))
     else:
-        found.left_out.append(f"{BENCHMARKED}: only cuDNN has it, on a GPU")
+        found.left_out.append(f"{BENCHMARKED}: cuDNN only, on a GPU")
     form = _channels_last_form(opened.inputs)
     if form is None:
         found.left_out.append(f"{CHANNELS_LAST}: no input has four or five dimensions")
@@ -110,7 +110,7 @@ def pytorch_ways(
         theirs = [map_tensors(lambda x: _to_form(x, form), inputs) for inputs in sets]
         found.add(Runner(CHANNELS_LAST, model, theirs, "weights and inputs in that layout"))
     if level != "all":
-        found.left_out.append(f"{AUTOTUNED}: --baselines all adds it, and minutes")
+        found.left_out.append(f"{AUTOTUNED}: --baselines all adds it and takes minutes")
     return found
 
 

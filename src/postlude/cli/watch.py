@@ -68,7 +68,9 @@ def crowded(device: str) -> str | None:
     load, cores = hardware.load_average(), hardware.usable_cores()
     if device != "cpu" or load is None or load <= CROWDED * cores + 1:
         return None
-    return f"the machine had a load of {load:.1f} on {cores} cores before anything was timed: others use it too"
+    return (
+        f"the machine had a load of {load:.1f} on {cores} cores before anything was timed: other processes use it too"
+    )
 
 
 def expected_results(model: Call, sets: Sequence[tuple[Any, ...]], mode: str) -> list[Tensor]:

@@ -182,7 +182,7 @@ POINTWISE: dict[str, dict[OpOverload, Reader]] = {
 DECLINED: dict[OpOverload, str] = {
     **dict.fromkeys(
         (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default),
-        "active dropout draws random numbers, which a fused pass would draw otherwise",
+        "active dropout draws random numbers, which a fused pass would draw differently",
     ),
 }
 NORMS: dict[str, OpOverload] = {

@@ -104,7 +104,7 @@ def few_channels_for(chain: Chain, problem: Problem, machine: Machine) -> FewCha
     dtype = body_dtype(chain, problem)
     reason = unsupported(conv)
     if reason is not None or dtype == "float64" or not machine.has_nvrtc:
-        return reason or ("float64" if machine.has_nvrtc else "NVRTC is not there to compile it")
+        return reason or ("float64" if machine.has_nvrtc else "NVRTC is not available to compile it")
     if math.prod(problem.x.shape[1:]) >= 1 << 30:
         return "a sample of more than 2³⁰ elements"
     planes = 2 if dtype == "float32" and fp32_mode(chain, problem) == "fp32" else 1

@@ -278,11 +278,11 @@ def unsupported(conv: Convolution) -> str | None:
     """Why no convolution of ours with stride 1 can be it, whatever follows it; None where one can."""
     plain = conv.as_plain()
     if conv.groups != 1:
-        return "grouped convolutions have no kernel of ours"
+        return "Postlude has no kernel for grouped convolutions"
     if any(size != 1 for size in conv.dilation):
-        return "dilated convolutions have no kernel of ours"
+        return "Postlude has no kernel for dilated convolutions"
     if any(size != 1 for size in conv.stride):
-        return "strides other than 1 have no kernel of ours"
+        return "Postlude has no kernel for strides other than 1"
     if plain is None or any(not 0 <= p < max(k, 1) for p, k in zip(plain.padding, plain.kernel)):
         return "the padding is wider than the kernel reaches"
     return None

@@ -52,7 +52,7 @@ TRAINING_SLAB = 32 << 20  # bytes of a convolution's result that a backward pass
 # Some 25 small operators take 0.4 ms; eager moves the value five times more than one pass over it does.
 _BATCH_MOMENTS = 512 << 20
 LONGEST_ROW = 8192  # elements that a layer_norm may go over
-_FROM_RESULT = ("training keeps the result alone, which tells all that the gradients need",)
+_FROM_RESULT = ("training saves only the result, which determines all gradients",)
 
 
 def lower_for_gpu(
@@ -229,7 +229,7 @@ def _reasons_to_stay(chain: Chain, problem: Problem, card: Card, own: Own | str)
         why = "the batch's statistics are combined by PyTorch's small operators"
         return [f"{why}, which pays from a value of {_BATCH_MOMENTS >> 20} MiB on"]
     if isinstance(own, str) and not is_asked and moments_only(chain) is not None and chain.producer is not None:
-        why = f"only moments are needed, but PyTorch's convolution stores its result all the same ({own})"
+        why = f"only moments are needed, but PyTorch's convolution stores its result anyway ({own})"
         return [f"{why}: nothing is gained"]
     least = crossovers.smallest
     if problem.needs_grad and 3 * pytorch_seconds(chain, problem, card) < crossovers.step_seconds:

@@ -14,7 +14,7 @@ from postlude.plan.program import takes_the_batch
 from postlude.plan.trained import trained_part, why_not_ours
 from postlude.plan.types import Plan, Refusal
 
-_ASKED = "PyTorch's own was asked for"
+_ASKED = "it was asked for"
 # Devices with backward passes of ours; elsewhere a chain in training is PyTorch's.
 TRAINS = frozenset({"cuda"})
 
@@ -46,14 +46,14 @@ def _unsupported(chain: Chain, problem: Problem) -> tuple[str, ...]:
     if problem.device not in ("cpu", "cuda"):
         reasons.append(f"there are no fused passes for {problem.device} devices")
     if problem.needs_grad and problem.device not in TRAINS:
-        reasons.append(
-            f"gradients are needed, and the fused passes for {problem.device} devices have no backward of their own"
-        )
+        reasons.append(f"gradients are needed, and the fused passes for {problem.device} devices have no backward pass")
     if any(spec.elements == 0 for spec in problem.tensors):
         reasons.append("the input is empty")
     batch, _, *space = body_shape(chain, problem)
     if takes_the_batch(chain) and batch * math.prod(space) == 1:
-        reasons.append("batch_norm in training needs more than one value per channel, as PyTorch says in its own words")
+        reasons.append(
+            "batch_norm in training needs more than one value per channel, for which PyTorch raises its own error"
+        )
     if not problem.x.dtype.startswith(("float", "bfloat")):
         reasons.append(f"{problem.x.dtype} is not a floating dtype")
     if problem.x.layout == "strided":

@@ -11,7 +11,7 @@ PHASES = "by phase"
 AFFINE = "affine gradient"
 RULES = {
     MEAN: "steps between a norm and a mean or sum are affine in each sample and channel, so moments are all they need",
-    TURNED: "a transposed convolution of stride 1 is a convolution with its taps turned round",
+    TURNED: "a transposed convolution of stride 1 is a convolution with its taps reversed",
     PHASES: "a transposed convolution with strides is a convolution of stride 1 for each remainder of its outputs",
     AFFINE: "where moments are all that is needed, the gradient at the convolution's result is affine in that result: "
     "the norm's sums need no pass over data",

@@ -44,7 +44,9 @@ def why_not_ours(chain: Chain, problem: Problem) -> str | None:
     if conv is None or has_norm(chain) or max(conv.kernel) > 1 or not problem.needs_grad:
         return None
     is_two_planes = body_dtype(chain, problem) == "float32" and fp32_mode(chain, problem) == "fp32"
-    return None if is_two_planes else "ours of one tap and without a norm has not been measured in training"
+    return (
+        None if is_two_planes else "Postlude's convolution of one tap without a norm has not been measured in training"
+    )
 
 
 def reasons_against_training(chain: Chain, problem: Problem, library_tf32: bool | None, from_result: bool) -> list[str]:
@@ -52,7 +54,7 @@ def reasons_against_training(chain: Chain, problem: Problem, library_tf32: bool 
     last = last_fused_step(chain)
     can_keep = from_result or is_lean(chain, problem) or keeps_inside(chain, last)
     if not has_norm(chain) and not can_keep:
-        reasons.append("its training would keep the convolution's result, where PyTorch needs no more than the chain's")
+        reasons.append("training would save the convolution's result, where PyTorch saves only the chain's")
     if library_tf32 is not None:
         wanted = "tf32" if library_tf32 else "ieee"
         switch = f'torch.backends.cudnn.conv.fp32_precision = "{wanted}"'

@@ -197,11 +197,11 @@ class Plan:
         if not self.trains:
             return []
         count = len(launches(self.program.backward))
-        lines = [f"keeps {self._kept()} for its gradients, which take {count} launches of our kernels"]
+        lines = [f"keeps {self._kept()} for its gradients, which take {count} launches of Postlude's kernels"]
         if self.chain.producer is None:
             return lines
         if self.few_gradient is not None:
-            return [*lines, "gradients of input and weight: one kernel of ours"]
+            return [*lines, "gradients of input and weight: one kernel of Postlude's"]
         dx, dw = self.input_gradient, self.weight_gradient
         weight = None
         if dw is not None:

@@ -58,12 +58,13 @@ def slower(
         return "cuDNN is as fast from this many channels on, and reading so small a result again costs little"
     # Three products in 16 bits for one in fp32 are no gain where tensor cores are at most as fast as three times that.
     if card.rates.product / gemm.arithmetic.products <= card.rates.library[mode]:
-        return f"PyTorch's reaches more operations a second in {mode} on this card"
+        return f"it reaches more operations per second in {mode} on this card"
     if not brings_gradients and (gemm.arithmetic.keeps_infinities or row_norm(chain) is not None):
         ours, theirs = _seconds(chain, problem, card, gemm)
         after = "" if _is_followed(chain, problem) else " and a pass after it"
         if ours >= theirs:
-            return f"about {ours * 1e3:.2g} ms are expected of ours, {theirs * 1e3:.2g} of PyTorch's{after}"
+            expected = f"about {ours * 1e3:.2g} ms are expected of Postlude's convolution"
+            return f"{expected}, {theirs * 1e3:.2g} of PyTorch's{after}"
     return None
 
 

@@ -1,1 +1,1 @@
-"""The two named chains as problem files, at KernelBench's sizes."""
+"""The two named chains at KernelBench's sizes, and a stage of a network, as problem files."""

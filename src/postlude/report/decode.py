@@ -13,7 +13,7 @@ from postlude.report import model
 def decode(data: Any) -> model.Report:
     """Raises ValueError where `data` is no report."""
     if not isinstance(data, dict) or data.get("schema") != model.SCHEMA:
-        raise ValueError(f"it is no report of form {model.SCHEMA}")
+        raise ValueError(f"it is not a report of form {model.SCHEMA}")
     report = _value(data, model.Report, "report")
     assert isinstance(report, model.Report)
     return report
@@ -27,18 +27,18 @@ def _value(data: Any, kind: Any, where: str) -> Any:
         return None if data is None else _value(data, parts[0], where)
     if origin is tuple:
         if not isinstance(data, list):
-            raise ValueError(f"{where} is no list")
+            raise ValueError(f"{where} is not a list")
         return tuple(_value(part, parts[0], f"{where}[{place}]") for place, part in enumerate(data))
     if origin is dict:
         if not isinstance(data, dict) or not all(isinstance(part, str) for part in data.values()):
-            raise ValueError(f"{where} is no table of texts")
+            raise ValueError(f"{where} is not a table of texts")
         return data
     return _plain(data, kind, where)
 
 
 def _record(data: Any, kind: Any, where: str) -> Any:
     if not isinstance(data, dict):
-        raise ValueError(f"{where} is no record")
+        raise ValueError(f"{where} is not a record")
     kinds = typing.get_type_hints(kind)
     values = {}
     for field in dataclasses.fields(kind):
@@ -54,7 +54,7 @@ def _plain(data: Any, kind: Any, where: str) -> Any:
         try:
             return float(data)
         except ValueError:
-            raise ValueError(f"{where} is no number") from None
+            raise ValueError(f"{where} is not a number") from None
     if type(data) is not kind:
-        raise ValueError(f"{where} is no {kind.__name__}")
+        raise ValueError(f"{where} is not of type {kind.__name__}")
     return data

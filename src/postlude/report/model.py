@@ -191,7 +191,7 @@ class Report:
 
     def __post_init__(self) -> None:
         if self.judgement.outcome not in OUTCOMES:
-            raise ValueError(f"{self.judgement.outcome!r} is no verdict")
+            raise ValueError(f"{self.judgement.outcome!r} is not a verdict")
         refused = {variant.name for variant in self.variants if not variant.may_be_compared}
         for race in self.races:
             for entry in race.entries:

@@ -183,7 +183,7 @@ def test_parameters_that_cancel_are_named() -> None:
 
     verdict = verify_modules(Cancelling(), Cancelling(), (torch.rand(4, 3, 8, 9),))
     assert verdict.right, verdict
-    assert "the result does not depend on conv.bias: whatever is done with it passes" in verdict.notes
+    assert "the result does not depend on conv.bias: anything done with it passes" in verdict.notes
 
 
 def test_what_may_become_of_nan() -> None:

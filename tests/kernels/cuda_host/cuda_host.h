@@ -7,12 +7,13 @@
 
 #include <ucontext.h>
 
-#include <cmath>
+// Few headers, and C's own math.h: most of the time of a build is reading them.
+#define _GLIBCXX_INCLUDE_NEXT_C_HEADERS
+#include <math.h>
+#undef _GLIBCXX_INCLUDE_NEXT_C_HEADERS
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
-#include <memory>
 #include <vector>
 
 #define __global__
@@ -44,14 +45,14 @@ struct Exchange {
 
 struct Fiber {
     ucontext_t context;
-    std::unique_ptr<char[]> stack;
+    char* stack = nullptr;  // kept from block to block
     bool done;
 };
 
 static std::vector<Fiber> fibers;
 static std::vector<Exchange> warps;
 static ucontext_t scheduler;
-static std::function<void()> body;
+static void (*body)();
 static int current, waiting, round_of_block;
 static long progress;
 static dim3 grid, block;
@@ -93,16 +94,15 @@ inline void exchange(const std::uint32_t* words, int count, std::uint32_t* resul
 // false where fibers wait for one another for ever
 inline bool run_block(int threads)
 {
-    fibers.clear();
     fibers.resize(threads);
     warps.assign(threads / WARP, Exchange());
     waiting = round_of_block = 0;
     constexpr std::size_t STACK = 64 << 10;
     for (Fiber& fiber : fibers) {
-        fiber.stack.reset(new char[STACK]);
+        if (fiber.stack == nullptr) fiber.stack = new char[STACK];
         fiber.done = false;
         getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = fiber.stack.get();
+        fiber.context.uc_stack.ss_sp = fiber.stack;
         fiber.context.uc_stack.ss_size = STACK;
         fiber.context.uc_link = nullptr;
         makecontext(&fiber.context, entry, 0);
@@ -146,7 +146,7 @@ inline std::uint16_t round_to_bfloat(float v)
 inline float toward_zero(double v)
 {
     float near = (float)v;
-    return std::isfinite(near) && std::fabs((double)near) > std::fabs(v) ? std::nextafterf(near, 0.0f) : near;
+    return isfinite(near) && fabs((double)near) > fabs(v) ? nextafterf(near, 0.0f) : near;
 }
 
 }  // namespace host

@@ -34,7 +34,9 @@ extern "C" int launch(int grid_x, int grid_y, int threads, const std::int64_t* s
 {
     if (arguments != count(POSTLUDE_ENTRY)) return 2;
     host::grid = {grid_x, grid_y};
-    host::body = [slots] { run(POSTLUDE_ENTRY, slots); };
+    static const std::int64_t* given;
+    given = slots;
+    host::body = [] { run(POSTLUDE_ENTRY, given); };
     for (int y = 0; y < grid_y; y++)
         for (int x = 0; x < grid_x; x++) {
             host::block = {x, y};

@@ -142,7 +142,9 @@ class _Sitting:
         if first_time:
             self.held = {name: tensor for name, tensor in result.items() if name.startswith("output")}
         if not all(name in repeated and same_bits(one, repeated[name]) for name, one in result.items()):
-            self.remarks.append("two answers to one question differ in their last bits: it is not deterministic")
+            self.remarks.append(
+                "two answers to the same question differ in their last bits: the candidate is not deterministic"
+            )
         return result, repeated
 
     def _look_at_held(self) -> None:
@@ -206,7 +208,7 @@ class _Sitting:
             with suppress(UnanswerableError):
                 ignored = self.exam.ignored_parameters(self.telling)
                 if ignored:
-                    yield f"the result does not depend on {some(ignored)}: whatever is done with it passes"
+                    yield f"the result does not depend on {some(ignored)}: anything done with it passes"
 
 
 def _outputs(points: Mapping[str, Point]) -> list[Point]:

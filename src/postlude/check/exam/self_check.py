@@ -61,7 +61,7 @@ class SelfCheck:
         if self.accepted:
             text += f"; accepted: {', '.join(self.accepted)}"
         if self.unchanged:
-            text += f"; no mistakes here, as float64 sees no difference: {', '.join(self.unchanged)}"
+            text += f"; not mistakes here, because float64 shows no difference: {', '.join(self.unchanged)}"
         return text + (f"; {self.left_out} left out for lack of time" if self.left_out else "") + "."
 
     def as_dict(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from postlude.check.isolation.wire import Layout, Spec, WireError, extent_of, is_dense, laid_out
 
-NO_SEAL = "shared memory is a file without a name that the candidate may shorten; its answer is then refused"
+NO_SEAL = "shared memory is an unnamed file that the candidate may shorten; its answer is then refused"
 
 
 def can_be_sealed() -> bool:
@@ -54,7 +54,7 @@ class Buffer:
                 raise WireError("lacks bytes that it announced")
             done += count
         if spec.dtype == torch.bool and bool((flat > 1).any()):
-            raise WireError("has a truth value that is neither 0 nor 1")
+            raise WireError("has a bool that is neither 0 nor 1")
         return flat.view(spec.dtype).as_strided(spec.shape, spec.strides)
 
     def changed(self, layout: Layout, tensors: Sequence[Tensor]) -> list[int]:

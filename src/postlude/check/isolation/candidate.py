@@ -106,7 +106,7 @@ class Candidate:
     def state_keys(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         found = self._ask("state keys", {}, "listing its state").value
         if not isinstance(found, dict) or not all(map(_is_state_entry, found.items())):
-            raise self._broken("is no list of state keys")
+            raise self._broken("is not a list of state keys")
         return {key: (tuple(shape), dtype) for key, (shape, dtype) in found.items()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -167,7 +167,7 @@ class Candidate:
         reply = self._ask("forward", asked, "a call", watched=True)
         found, names = reply.value, list(named_tensors("input", list(inputs)))
         if not isinstance(found, dict) or found.keys() != {"outputs", "inputs", "parameters"}:
-            raise self._broken("is no result of a call")
+            raise self._broken("is not the result of a call")
         gradients = self._gradients(found["inputs"], found["parameters"], names if cotangents is not None else [])
         changed = tuple(names[place] for place in reply.changed if place < len(names))
         return Answered(
@@ -182,7 +182,7 @@ class Candidate:
             raise self._broken("has other gradients than inputs")
         found = {**dict(zip(names, of_inputs)), **{str(key): value for key, value in of_parameters.items()}}
         if not all(value is None or isinstance(value, Tensor) for value in found.values()):
-            raise self._broken("has a gradient that is no tensor")
+            raise self._broken("has a gradient that is not a tensor")
         return {name: gradient for name, gradient in found.items() if gradient is not None}
 
     def _ask(
@@ -212,7 +212,7 @@ class Candidate:
         """What this system cannot do for us; the candidate's process reports its part before it loads anything."""
         listed = found.get("skipped") if isinstance(found, dict) else None
         if not isinstance(listed, list) or not all(isinstance(one, str) for one in listed):
-            raise self._broken("is no report of its start")
+            raise self._broken("is not a report of its start")
         return (*listed, *([] if can_be_sealed() else [NO_SEAL]))
 
     def _broken(self, what: str) -> CandidateFailed:

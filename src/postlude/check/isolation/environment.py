@@ -83,12 +83,12 @@ def protect_this_process() -> str | None:
     processes with the right to trace get in all the same, and the command line stays readable.
     """
     if not sys.platform.startswith("linux"):
-        return "this system has no way to close a process to others of the same user"
+        return "this system cannot protect a process from other processes of the same user"
     try:
         failed = ctypes.CDLL(None, use_errno=True).prctl(DUMPABLE, 0, 0, 0, 0)
     except (OSError, AttributeError) as error:
-        return f"the process cannot be closed to others ({error})"
-    return f"the process cannot be closed to others ({os.strerror(ctypes.get_errno())})" if failed else None
+        return f"the process cannot be protected from others ({error})"
+    return f"the process cannot be protected from others ({os.strerror(ctypes.get_errno())})" if failed else None
 
 
 class Ears:

@@ -175,7 +175,7 @@ def rebuild(tree: Any, tensors: Sequence[Any], depth: int = 0) -> Any:
     if tree is None or isinstance(tree, (bool, int, float, str)):
         return tree
     if not isinstance(tree, dict) or len(tree) != 1:
-        raise WireError("holds a value of no known form")
+        raise WireError("holds a value of unknown form")
     ((word, content),) = tree.items()
     if word == "tensor":
         if not _is_count(content) or content >= len(tensors):
@@ -184,7 +184,7 @@ def rebuild(tree: Any, tensors: Sequence[Any], depth: int = 0) -> Any:
     if word == "dtype":
         return _dtype(content)
     if word not in ("list", "tuple", "dict") or not isinstance(content, list):
-        raise WireError("holds a value of no known form")
+        raise WireError("holds a value of unknown form")
     if word == "dict":
         return dict(_item(pair, tensors, depth + 1) for pair in content)
     parts = [rebuild(part, tensors, depth + 1) for part in content]
@@ -193,7 +193,7 @@ def rebuild(tree: Any, tensors: Sequence[Any], depth: int = 0) -> Any:
 
 def _item(pair: Any, tensors: Sequence[Any], depth: int) -> tuple[str | int, Any]:
     if not isinstance(pair, list) or len(pair) != 2 or not isinstance(pair[0], (str, int)):
-        raise WireError("holds a value of no known form")
+        raise WireError("holds a value of unknown form")
     return pair[0], rebuild(pair[1], tensors, depth)
 
 

@@ -1,0 +1,23 @@
+"""Results of the repository's benchmarks that travel with the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import postlude
+from postlude.check import records
+from postlude.check.records import Record
+
+_PACKAGE = Path(postlude.__file__).parent
+# A wheel brings the file along (pyproject.toml); in a checkout it lies with the benchmarks.
+_PLACES = (_PACKAGE / "recorded" / "h200.csv", _PACKAGE.parents[1] / "benchmarks" / "results" / "h200.csv")
+H200 = next((path for path in _PLACES if path.exists()), _PLACES[0])
+
+
+def rows_of(chain: str, precision: str, shape: str) -> dict[str, Record]:
+    """Variant → row of one contiguous chain in inference on the H200; empty where the results are not at hand."""
+    if not H200.exists():
+        return {}
+    wanted = (chain, precision, shape, "forward", "contiguous")
+    rows = [r for r in records.read(H200) if (r.chain, r.precision, r.shape, r.mode, r.layout) == wanted]
+    return {row.variant: row for row in rows}

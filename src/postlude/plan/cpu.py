@@ -7,14 +7,17 @@ about 1 µs per 4 KiB, ten times what writing the page costs.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from postlude.chain import Chain, Normalize
 from postlude.hardware import Machine
+from postlude.plan.cpu_passes import compiled_passes, why_not_compiled
 from postlude.plan.problem import (
     Layout,
     Problem,
     body_bytes,
+    body_layout,
     body_spec,
     handed_on_layout,
     result_dtype,
@@ -45,6 +48,8 @@ def lower_for_cpu(chain: Chain, problem: Problem, machine: Machine, even_if_slow
     smallest = SMALLEST_STORED if moments is None else SMALLEST_REDUCED
     if size < smallest and not even_if_slower and not _leaves_onednn(chain, problem, machine):
         return Refusal((f"too small to gain: a value of {size / MIB:.1f} MiB, fusing pays from {smallest // MIB} on",))
+    if why_not_compiled(chain, problem, machine) is None:
+        return _compiled_plan(chain, problem, machine, moments)
     if moments is None:
         return _stored_plan(chain, problem, machine)
     if chain.producer is None and problem.x.layout != "contiguous":
@@ -66,6 +71,24 @@ def _reason_against(chain: Chain, problem: Problem, machine: Machine) -> str | N
     if handed_on_layout(chain, problem, machine) == "strided":
         return "the result takes its layout from a tensor that is neither contiguous nor channels-last"
     return None
+
+
+def _compiled_plan(chain: Chain, problem: Problem, machine: Machine, moments: MomentsOnly | None) -> Plan:
+    """Kernels in C++ after PyTorch's convolution: each pass is one parallel region, whatever its steps."""
+    slab, how, reasons = _way(chain, problem, machine, moments)
+    layout = handed_on_layout(chain, problem, machine) if moments is None else body_layout(chain, problem)
+    plan = _build(chain, problem, machine, compiled_passes(chain, moments), slab, how, reasons, layout)
+    reasons = [*reasons, "passes in C++: one parallel region each"]
+    return dataclasses.replace(plan, is_compiled=True, norms_in_place=False, reasons=tuple(reasons))
+
+
+def _way(
+    chain: Chain, problem: Problem, machine: Machine, moments: MomentsOnly | None
+) -> tuple[int, Convolve, list[str]]:
+    if moments is None or chain.producer is None:
+        return _stored_way(chain, problem, machine)
+    plan = _moments_plan(chain, problem, machine, moments)
+    return plan.slab, "eager" if plan.convolve == "eager" else "direct", list(plan.reasons)
 
 
 def _moments_plan(chain: Chain, problem: Problem, machine: Machine, moments: MomentsOnly) -> Plan:

@@ -103,6 +103,7 @@ class Plan:
     reasons: tuple[str, ...]  # why this way
     norms_in_place: bool = False  # a norm overwrites its value, which saves a second buffer and costs a pass
     tile: Tile | None = None  # None on the CPU
+    is_compiled: bool = False  # on the CPU: kernels of ours in C++ are the passes; else PyTorch's operators are
     own: Gemm | Boxes | FewChannels | None = None  # our convolution, where `convolve` says so
     library_tf32: bool | None = (
         None  # where PyTorch convolves in fp32 and its switch says otherwise; None: as it is set
@@ -118,8 +119,8 @@ class Plan:
 
     @functools.cached_property
     def program(self) -> Program:
-        """Buffers and calls, forward and, in training, backward. On the CPU there is none: slabs go through PyTorch's
-        operators, whose way depends on what they find in the value."""
+        """Buffers and calls, forward and, in training, backward. Without a compiler there is none on the CPU: slabs go
+        through PyTorch's operators, whose way depends on what they find in the value."""
         from postlude.stages.program import planned_program  # which needs all of this module
 
         return planned_program(self)
@@ -129,14 +130,18 @@ class Plan:
         return self.tile is not None
 
     @property
+    def has_program(self) -> bool:
+        return self.on_gpu or self.is_compiled
+
+    @property
     def launches(self) -> int:
         """Of kernels of ours, in the forward pass."""
-        return len(launches(self.program.forward)) if self.on_gpu else 0
+        return len(launches(self.program.forward)) if self.has_program else 0
 
     @property
     def moved_bytes(self) -> int:
         """Predicted traffic beyond the cache. A slab of a CPU's batch stays in it."""
-        if self.on_gpu:
+        if self.on_gpu or (self.is_compiled and self.slabs == 1):
             return traffic(self.program.forward)
         again = 2 * self.value.bytes * (len(self.passes) - 1) if self.slabs == 1 else 0
         return compulsory_bytes(self.chain, self.problem) + again

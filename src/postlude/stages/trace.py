@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
-from postlude.plan.calls import Argument, Buffer, Call, CudaCall, Descriptor, KernelCall, Kind, TorchCall
+from postlude.plan.calls import Argument, Buffer, Call, CppCall, CudaCall, Descriptor, KernelCall, Kind, TorchCall
 
 
 class Matrix(NamedTuple):
@@ -93,6 +93,14 @@ def launch_cuda(
     tracer.calls.append(CudaCall(source, kernel, items, grid, threads, shared, tuple(tensors), arguments, numbers))
 
 
+def launch_cpp(kernel: str, text: str, tensors: Mapping[str, Tensor], numbers: tuple[float, ...]) -> None:
+    """A kernel on the CPU, of this text; the tensors, each under a word for it, come before the numbers."""
+    tracer = _tracer()
+    with torch._C.DisableTorchFunction():
+        arguments = tuple(map(tracer.buffer, tensors.values()))
+    tracer.calls.append(CppCall(kernel, text, tuple(tensors), arguments, numbers))
+
+
 def settle_layout(tensor: Tensor, layout: torch.memory_format) -> Tensor:
     """`tensor.contiguous(memory_format=layout)`, taken down even where it seems to do nothing: which layout a library's
     convolution gives is known only when it runs."""
@@ -162,7 +170,7 @@ class Tracer(TorchFunctionMode):
         if func is Tensor.__iter__:  # unbind, as Python calls it
             return iter(self.__torch_function__(Tensor.unbind, types, args, kwargs))
         given = [self._plain(item) for item in (tuple(args), kwargs)]
-        result = _CUDNN[str(func)](*args) if str(func) in _CUDNN else func(*args, **kwargs)
+        result = _BY_OTHERS[str(func)](*args) if str(func) in _BY_OTHERS else func(*args, **kwargs)
         made = result if isinstance(result, tuple | list) else (result,)
         known = len(self.buffers)
         if func is Tensor.detach:
@@ -197,8 +205,13 @@ def _transposed(
     return torch.ops.aten.convolution(x, weight, None, stride, padding, dilation, True, out, groups)  # type: ignore[no-any-return]
 
 
+def _by_onednn(x: Tensor, weight: Tensor, bias: Any, padding: Any, stride: Any, dilation: Any, groups: int) -> Tensor:
+    return torch.ops.aten.convolution(x, weight, bias, stride, padding, dilation, False, [0], groups)  # type: ignore[no-any-return]
+
+
 # Operators that PyTorch cannot run without memory, by those that it can.
-_CUDNN: dict[str, Callable[..., Tensor]] = {
+_BY_OTHERS: dict[str, Callable[..., Tensor]] = {
+    "aten.mkldnn_convolution": _by_onednn,
     "aten.cudnn_convolution": _convolved,
     "aten.cudnn_convolution_transpose": _transposed,
 }

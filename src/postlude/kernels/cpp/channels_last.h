@@ -1,0 +1,256 @@
+// Passes over a channels-last value, [N, P, C]. Each sample is cut into rows of `period` columns, whole vectors and whole
+// positions at once, and a shorter row at its end: columns are vectors, whatever the number of channels.
+#pragma once
+#include "sums.h"
+
+template <class Kernel> struct ChannelsLast {
+  using Value = typename Kernel::Value;
+  using Result = typename Kernel::Result;
+  using List = typename Kernel::List;
+  const Value* x;
+  Result* y;
+  const void* const* a;
+  Sizes s;
+  int64_t period, rows, tile, per_task, pieces;  // rows are whole ones; tiles and tasks are so many of them
+
+  ChannelsLast(const Value* x, Result* y, const void* const* a, Sizes s)
+      : x(x), y(y), a(a), s(s), period(period_of(s.channels)), rows(size() / period),
+        tile(std::clamp<int64_t>(PIECE / period, 8, SPAN / LANES)),
+        per_task(tile * std::max<int64_t>(1, PIECE / (tile * period))),
+        pieces(std::max<int64_t>(1, (rows + per_task - 1) / per_task)) {}
+
+  static int64_t period_of(int64_t channels) {
+    const int64_t wide = std::lcm(channels, UNROLL * LANES);  // several vectors, which are added up independently
+    return wide <= SPAN ? wide : std::lcm(channels, LANES);
+  }
+
+  int64_t size() const { return s.channels * s.positions; }
+  int64_t first_row(int64_t task) const { return task % pieces * per_task; }
+  int64_t last_row(int64_t task) const { return std::min(rows, first_row(task) + per_task); }
+  bool is_last(int64_t task) const { return task % pieces == pieces - 1; }
+
+  // What a thread keeps from task to task.
+  struct Scratch {
+    Columns<List> columns;
+    std::vector<double> mean, m2;               // of every column of a task
+    std::vector<float> centre, means, rstds;    // of columns
+    Scratch(const void* const* a, int64_t period)
+        : columns(a, period), mean(period), m2(period), centre(period), means(period), rstds(period) {}
+  };
+
+  // fn(J, column): columns in blocks of UNROLL vectors, then one by one.
+  template <class F> void each_block(F fn) const {
+    int64_t column = 0;
+    for (; column + UNROLL * LANES <= period; column += UNROLL * LANES) fn(std::integral_constant<int, UNROLL>{}, column);
+    for (; column < period; column += LANES) fn(std::integral_constant<int, 1>{}, column);
+  }
+
+  // fn(at, j) for J vectors of each of the rows [begin, end).
+  template <int J, class F>
+  void each_vector(const Scratch& own, int64_t base, int64_t column, int64_t begin, int64_t end, F fn) const {
+    Column<List> at[J];
+    for (int j = 0; j < J; ++j) at[j].begin(own.columns, column + j * LANES);
+    for (int64_t row = begin; row < end; ++row) {
+      for (int j = 0; j < J; ++j) {
+        at[j].offset = base + row * period + column + j * LANES;
+        fn(at[j], j);
+      }
+    }
+  }
+
+  V value(const Column<List>& at, int64_t count = LANES) const { return Kernel::Before::run(at, count, read_vector(x + at.offset, count)); }
+
+  // Adds rows [begin, end) of J vectors of columns to those that were added before, `count` rows.
+  template <bool SQUARES, int J>
+  void add_tile(Scratch& own, int64_t base, int64_t column, int64_t begin, int64_t end, double count) const {
+    const float here = end - begin;
+    V k[J], sums[J], squares[J];
+    for (int j = 0; j < J; ++j) k[j] = V::loadu(&own.centre[column + j * LANES]);
+    for (int turn = 0; turn < 2; ++turn) {
+      for (int j = 0; j < J; ++j) sums[j] = squares[j] = V(0.0f);
+      this->template each_vector<J>(own, base, column, begin, end, [&](const Column<List>& at, int j) {
+        const V d = value(at) - k[j];
+        sums[j] = sums[j] + d;
+        if constexpr (SQUARES) squares[j] = at::vec::fmadd(d, d, squares[j]);
+      });
+      bool is_near = true;
+      for (int j = 0; SQUARES && j < J; ++j) {
+        const V moved = sums[j] * sums[j] / V(here);
+        is_near &= (moved <= V(float(FAR)) * (squares[j] - moved)).zero_mask() == 0;
+      }
+      if (is_near || turn) break;
+      for (int j = 0; j < J; ++j) k[j] = k[j] + sums[j] / V(here);
+    }
+    alignas(64) float centres[J * LANES], totals[J * LANES], found[J * LANES];
+    for (int j = 0; j < J; ++j)
+      k[j].store(centres + j * LANES), sums[j].store(totals + j * LANES), squares[j].store(found + j * LANES);
+    const double share = here / (count + here), both = count * share, one = 1.0 / here;
+    for (int64_t i = 0; i < J * LANES; ++i) {
+      if constexpr (SQUARES) {
+        const double rest = totals[i] * one, mean = centres[i] + rest, delta = mean - own.mean[column + i];
+        own.mean[column + i] += delta * share;
+        own.m2[column + i] += found[i] - rest * totals[i] + delta * delta * both;
+        own.centre[column + i] = mean;
+      } else {
+        own.mean[column + i] += totals[i];
+      }
+    }
+  }
+
+  // Centres near the means of columns: those of a few rows.
+  void look(Scratch& own, int64_t base, int64_t begin, int64_t end) const {
+    end = std::min(end, begin + 8);
+    each_block([&](auto block, int64_t column) {
+      constexpr int J = decltype(block)::value;
+      V sums[J];
+      for (int j = 0; j < J; ++j) sums[j] = V(0.0f);
+      this->template each_vector<J>(own, base, column, begin, end, [&](const Column<List>& at, int j) { sums[j] = sums[j] + value(at); });
+      for (int j = 0; j < J; ++j) (sums[j] / V(float(end - begin))).store(&own.centre[column + j * LANES]);
+    });
+  }
+
+  // Of each channel, [C], over the rows of one task.
+  template <bool SQUARES> void task_moments(Scratch& own, int64_t task, Sums* channels) const {
+    const int64_t sample = task / pieces, base = sample * size(), first = first_row(task), last = last_row(task);
+    own.columns.begin(sample, s.channels);
+    std::fill(own.mean.begin(), own.mean.end(), 0), std::fill(own.m2.begin(), own.m2.end(), 0);
+    std::fill(own.centre.begin(), own.centre.end(), 0.0f);
+    if (SQUARES && first < last) look(own, base, first, last);
+    for (int64_t begin = first; begin < last; begin += tile)
+      each_block([&](auto block, int64_t column) {
+        this->template add_tile<SQUARES, decltype(block)::value>(own, base, column, begin, std::min(last, begin + tile), begin - first);
+      });
+    fold<SQUARES>(own, last - first, channels);
+    if (is_last(task)) add_short_row(own, base, channels);
+  }
+
+  // Columns of the same channel have as many rows each.
+  template <bool SQUARES> void fold(const Scratch& own, int64_t count, Sums* channels) const {
+    const int64_t each = period / s.channels;
+    for (int64_t c = 0; c < s.channels; ++c) {
+      double mean = 0, m2 = 0;
+      for (int64_t i = c; i < period; i += s.channels) mean += own.mean[i];
+      mean /= each * (SQUARES ? 1 : std::max<int64_t>(1, count));
+      for (int64_t i = c; SQUARES && i < period; i += s.channels)
+        m2 += own.m2[i] + (own.mean[i] - mean) * (own.mean[i] - mean) * count;
+      channels[c] = {mean, m2, double(each * count)};
+    }
+  }
+
+  void add_short_row(Scratch& own, int64_t base, Sums* channels) const {
+    float each[LANES];
+    for (int64_t column = 0; column < size() - rows * period; column += LANES) {
+      Column<List> at;
+      at.begin(own.columns, column);
+      at.offset = base + rows * period + column;
+      const int64_t count = std::min(LANES, size() - rows * period - column);
+      value(at, count).store(each);
+      for (int64_t i = 0; i < count; ++i) channels[(column + i) % s.channels].add({each[i], 0, 1});
+    }
+  }
+
+  // [G] of one sample from [TASKS, C]
+  void combine(const Sums* tasks, Statistic* statistics) const {
+    for (int64_t group = 0; group < s.groups; ++group) {
+      Sums sums;
+      for (int64_t task = 0; task < pieces; ++task)
+        for (int64_t c = group * s.per_group(); c < (group + 1) * s.per_group(); ++c) sums.add(tasks[task * s.channels + c]);
+      statistics[group] = Statistic(sums, s.eps);
+    }
+  }
+
+  void finish_task(Scratch& own, int64_t task, const Statistic* statistics) const {
+    const int64_t sample = task / pieces, base = sample * size(), first = first_row(task), last = last_row(task);
+    own.columns.begin(sample, s.channels);
+    for (int64_t column = 0; column < period; ++column) {
+      const Statistic one = statistics ? statistics[column % s.channels / s.per_group()] : Statistic();
+      own.means[column] = one.mean, own.rstds[column] = one.rstd;
+    }
+    for (int64_t begin = first; begin < last; begin += tile)
+      each_block([&](auto block, int64_t column) {
+        constexpr int J = decltype(block)::value;
+        V mean[J], rstd[J];
+        for (int j = 0; j < J; ++j)
+          mean[j] = V::loadu(&own.means[column + j * LANES]), rstd[j] = V::loadu(&own.rstds[column + j * LANES]);
+        this->template each_vector<J>(own, base, column, begin, std::min(last, begin + tile), [&](const Column<List>& at, int j) {
+          write_vector(y + at.offset, Kernel::Whole::run(at, LANES, read_vector(x + at.offset), mean[j], rstd[j]));
+        });
+      });
+    if (is_last(task)) finish_short_row(own, base);
+  }
+
+  void finish_short_row(Scratch& own, int64_t base) const {
+    for (int64_t column = 0; column < size() - rows * period; column += LANES) {
+      Column<List> at;
+      at.begin(own.columns, column);
+      at.offset = base + rows * period + column;
+      const int64_t count = std::min(LANES, size() - rows * period - column);
+      const V mean = V::loadu(&own.means[column]), rstd = V::loadu(&own.rstds[column]);
+      write_vector(y + at.offset, Kernel::Whole::run(at, count, read_vector(x + at.offset, count), mean, rstd), count);
+    }
+  }
+
+  void normalize() const {
+    if (s.is_uneven(s.samples)) normalize_split();
+    else normalize_units();
+  }
+
+  // Each sample is read, and finished while it is in cache, the last part first.
+  void normalize_units() const {
+#pragma omp parallel num_threads(s.threads)
+    {
+      Scratch own(a, period);
+      std::vector<Sums> found(pieces * s.channels);
+      std::vector<Statistic> statistics(s.groups);
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t sample = 0; sample < s.samples; ++sample) {
+        for (int64_t i = 0; i < pieces; ++i) task_moments<true>(own, sample * pieces + i, &found[i * s.channels]);
+        combine(found.data(), statistics.data());
+        for (int64_t i = pieces - 1; i >= 0; --i) finish_task(own, sample * pieces + i, statistics.data());
+      }
+    }
+  }
+
+  // Through all of the value twice, in one parallel region; the second time from its end.
+  void normalize_split() const {
+    const int64_t tasks = s.samples * pieces;
+    std::vector<Sums> found(tasks * s.channels);
+    std::vector<Statistic> statistics(s.samples * s.groups);
+#pragma omp parallel num_threads(s.threads)
+    {
+      Scratch own(a, period);
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t task = 0; task < tasks; ++task) task_moments<true>(own, task, &found[task * s.channels]);
+#pragma omp single
+      for (int64_t n = 0; n < s.samples; ++n) combine(&found[n * pieces * s.channels], &statistics[n * s.groups]);
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t i = 0; i < tasks; ++i) finish_task(own, tasks - 1 - i, &statistics[(tasks - 1 - i) / pieces * s.groups]);
+    }
+  }
+
+  template <bool SQUARES> void moments(double* mean, double* variance) const {
+    const int64_t tasks = s.samples * pieces;
+    std::vector<Sums> found(tasks * s.channels);
+#pragma omp parallel num_threads(s.threads)
+    {
+      Scratch own(a, period);
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t task = 0; task < tasks; ++task) task_moments<SQUARES>(own, task, &found[task * s.channels]);
+    }
+    for (int64_t row = 0; row < s.samples * s.channels; ++row) {
+      Sums sums;
+      const Sums* first = &found[row / s.channels * pieces * s.channels + row % s.channels];
+      for (int64_t i = 0; i < pieces; ++i) sums.add(first[i * s.channels]);
+      mean[row] = sums.mean, variance[row] = sums.m2 / sums.count;
+    }
+  }
+
+  void map() const {
+#pragma omp parallel num_threads(s.threads)
+    {
+      Scratch own(a, period);
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t task = 0; task < s.samples * pieces; ++task) finish_task(own, task, nullptr);
+    }
+  }
+};

@@ -12,6 +12,7 @@ import math
 
 from postlude.chain import Chain, Normalize
 from postlude.hardware import Machine
+from postlude.plan.cpu_few_channels import CpuFewChannels, few_channels_for
 from postlude.plan.cpu_passes import compiled_passes, why_not_compiled
 from postlude.plan.problem import (
     Layout,
@@ -45,7 +46,8 @@ def lower_for_cpu(chain: Chain, problem: Problem, machine: Machine, even_if_slow
         return Refusal((against,))
     moments = moments_only(chain)
     size = body_bytes(chain, problem)
-    smallest = SMALLEST_STORED if moments is None else SMALLEST_REDUCED
+    is_stored = moments is None or _own(chain, problem, machine, moments) is not None
+    smallest = SMALLEST_STORED if is_stored else SMALLEST_REDUCED
     if size < smallest and not even_if_slower and not _leaves_onednn(chain, problem, machine):
         return Refusal((f"too small to gain: a value of {size / MIB:.1f} MiB, fusing pays from {smallest // MIB} on",))
     if why_not_compiled(chain, problem, machine) is None:
@@ -75,11 +77,21 @@ def _reason_against(chain: Chain, problem: Problem, machine: Machine) -> str | N
 
 def _compiled_plan(chain: Chain, problem: Problem, machine: Machine, moments: MomentsOnly | None) -> Plan:
     """Kernels in C++ after PyTorch's convolution: each pass is one parallel region, whatever its steps."""
+    own = _own(chain, problem, machine, moments)
     slab, how, reasons = _way(chain, problem, machine, moments)
+    if own is not None:
+        slab, how, reasons = problem.x.shape[0], "own", ["only moments are needed: our own convolution stores nothing"]
     layout = handed_on_layout(chain, problem, machine) if moments is None else body_layout(chain, problem)
-    plan = _build(chain, problem, machine, compiled_passes(chain, moments), slab, how, reasons, layout)
+    passes = compiled_passes(chain, moments, is_own=own is not None)
+    plan = _build(chain, problem, machine, passes, slab, how, reasons, layout)
     reasons = [*reasons, "passes in C++: one parallel region each"]
-    return dataclasses.replace(plan, is_compiled=True, norms_in_place=False, reasons=tuple(reasons))
+    return dataclasses.replace(plan, is_compiled=True, own_on_cpu=own, norms_in_place=False, reasons=tuple(reasons))
+
+
+def _own(chain: Chain, problem: Problem, machine: Machine, moments: MomentsOnly | None) -> CpuFewChannels | None:
+    if moments is None or problem.convolution == "pytorch" or why_not_compiled(chain, problem, machine) is not None:
+        return None
+    return few_channels_for(chain, moments)
 
 
 def _way(

@@ -44,9 +44,10 @@ def _may_leave_onednn(chain: Chain, problem: Problem) -> bool:
     return is_single or (conv.transposed and (conv.groups > 1 or any(conv.output_padding)))
 
 
-def compiled_passes(chain: Chain, moments: MomentsOnly | None) -> tuple[Pass, ...]:
+def compiled_passes(chain: Chain, moments: MomentsOnly | None, is_own: bool) -> tuple[Pass, ...]:
     if moments is not None:
-        return (Pass(first_source(chain), 1, moments.before, Moments(moments.squares)),)
+        source = "own convolution" if is_own else first_source(chain)
+        return (Pass(source, 1, moments.before, Moments(moments.squares)),)
     last = last_fused_step(chain)
     if fused_norm(chain) is None:
         return (Pass(first_source(chain), 1, last, Store()),)

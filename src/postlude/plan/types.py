@@ -9,6 +9,7 @@ from typing import Literal
 from postlude.chain import Chain, Reduce
 from postlude.plan.boxes import Boxes
 from postlude.plan.calls import Program, launches, traffic
+from postlude.plan.cpu_few_channels import CpuFewChannels
 from postlude.plan.few_channels import FewChannels
 from postlude.plan.few_channels_gradient import GradientPlan
 from postlude.plan.gemm import Arithmetic, Gemm, WeightGemm
@@ -105,6 +106,7 @@ class Plan:
     tile: Tile | None = None  # None on the CPU
     is_compiled: bool = False  # on the CPU: kernels of ours in C++ are the passes; else PyTorch's operators are
     own: Gemm | Boxes | FewChannels | None = None  # our convolution, where `convolve` says so
+    own_on_cpu: CpuFewChannels | None = None  # the same on a CPU
     library_tf32: bool | None = (
         None  # where PyTorch convolves in fp32 and its switch says otherwise; None: as it is set
     )
@@ -160,8 +162,10 @@ class Plan:
         """Of the chain's first value that is in memory at a time."""
         sink = self.passes[-1].sink
         is_moments = isinstance(sink, Moments) and not sink.stores
+        if (self.own is not None or self.own_on_cpu is not None) and is_moments:
+            return 0
         if self.on_gpu:
-            return 0 if self.own is not None and is_moments else self.value.bytes
+            return self.value.bytes
         return self.value.bytes * self.slab // self.input.shape[0]
 
     @property
@@ -192,7 +196,7 @@ class Plan:
         for number, item in enumerate(self.passes, 1):
             source = "slab" if item.source == "load" else str(self.chain.producer)
             if item.source == "own convolution":
-                source += f" [{self.own}]"
+                source += f" [{self.own or self.own_on_cpu}]"
             words = self.chain.words()[item.first - 1 : item.last]
             lines.append(f"pass {number}: " + " → ".join([source, *words, str(item.sink)]))
         return lines

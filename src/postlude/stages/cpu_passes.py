@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from postlude.chain import Chain, Convolution, Value
+from postlude.chain import Chain, Convolution
 from postlude.emit_cpp import emit_cpp
 from postlude.expressions import Function
 from postlude.moments import Moments, finish
@@ -17,12 +17,12 @@ from postlude.plan.problem import Layout, memory_format
 from postlude.plan.program import first_barrier, fused_norm
 from postlude.plan.types import Moments as MomentsSink
 from postlude.reference import continue_from, convolve
+from postlude.stages.cpu_few_channels import convolve_moments
+from postlude.stages.cpu_kernel import TYPES, before, operand_types, operands
 from postlude.stages.library import cast_for_convolution
 from postlude.stages.trace import launch_cpp, settle_layout
 from postlude.steps import forward, pass_slots
 
-_TYPES = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "c10::BFloat16", torch.float16: "c10::Half"}
-_ROLES = {"full": "FULL", "channel": "CHANNEL", "row": "ROW", "one": "ONE"}
 _PASSES: dict[Layout, tuple[str, str]] = {
     "contiguous": ("contiguous.h", "Contiguous"),
     "channels_last": ("channels_last.h", "ChannelsLast"),
@@ -79,6 +79,9 @@ def slabs(plan: Plan, tensors: Sequence[Tensor]) -> Iterator[tuple[int, Sequence
 def _moments(plan: Plan, tensors: Sequence[Tensor], batch: int, last: int, squares: bool) -> Moments:
     channels, positions = plan.value.shape[1], math.prod(plan.value.shape[2:])
     mean, variance = (torch.empty((batch, channels), dtype=torch.float64, device=tensors[0].device) for _ in "mv")
+    if plan.own_on_cpu is not None:
+        convolve_moments(plan, plan.own_on_cpu, tensors, (mean, variance), last, squares)
+        return Moments(mean, variance if squares else None, positions)
     for start, here in slabs(plan, tensors):
         value, _ = _value(plan, here)
         part = slice(start, start + plan.slab)
@@ -119,7 +122,7 @@ def _finish_pass(plan: Plan, value: Tensor, result: Tensor, tensors: Sequence[Te
     slots = pass_slots(chain, last, 1)
     steps = [(forward(chain, "whole", last, 1), "Whole")]
     if norm is not None:
-        steps.append((_before(chain, (first_barrier(chain) or 1) - 1), "Before"))
+        steps.append((before(chain, (first_barrier(chain) or 1) - 1), "Before"))
     channels = value.shape[1]
     name, run = ("map", "map()") if norm is None else ("normalize", "normalize()")
     text = kernel_text(name, run, plan.value.layout, chain, steps, slots, value, result, tensors)
@@ -132,16 +135,11 @@ def _moments_pass(
     plan: Plan, value: Tensor, found: tuple[Tensor, Tensor], tensors: Sequence[Tensor], last: int, squares: bool
 ) -> None:
     chain = plan.chain
-    slots, steps = pass_slots(chain, last, 1), [(_before(chain, last), "Before")]
+    slots, steps = pass_slots(chain, last, 1), [(before(chain, last), "Before")]
     run = f"moments<{str(squares).lower()}>(static_cast<double*>(p[1]), static_cast<double*>(p[2]))"
     text = kernel_text("moments", run, plan.value.layout, chain, steps, slots, value, None, tensors)
     given = {"value": value, "mean": found[0], "variance": found[1], **operands(plan, slots, tensors)}
     launch_cpp("moments", text, given, (*sizes_of(value), 1, 0.0))
-
-
-def _before(chain: Chain, last: int) -> Function:
-    """What a norm or a reduction is of: the value itself where no step precedes it."""
-    return forward(chain, "before", last, 1) if last else Function("before", (Value(0),), (), Value(0), ())
 
 
 def kernel_text(
@@ -157,26 +155,18 @@ def kernel_text(
 ) -> str:
     header, pass_name = _PASSES[layout]
     written = "".join(emit_cpp(function, struct, slots) for function, struct in steps)
-    types = [f"Operand<{_TYPES[tensors[slot].dtype]}, {_ROLES[chain.roles[slot]]}>" for slot in slots]
     into = "nullptr, p + 3" if result is None else "static_cast<Kernel::Result*>(p[1]), p + 2"
     return _KERNEL.format(
         header=header,
-        value=_TYPES[value.dtype],
-        result=_TYPES[(value if result is None else result).dtype],
-        operands=", ".join(types),
+        value=TYPES[value.dtype],
+        result=TYPES[(value if result is None else result).dtype],
+        operands=operand_types(chain, slots, tensors),
         steps="".join(f"  {line}\n" for line in written.splitlines()),
         name=name,
         layout=pass_name,
         into=into,
         run=run,
     )
-
-
-def operands(plan: Plan, slots: Sequence[int], tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The tensors that the steps read, in the value's layout."""
-    full = memory_format(plan.value.layout, plan.chain.dims)
-    forms = {slot: full if plan.chain.roles[slot] == "full" else torch.contiguous_format for slot in slots}
-    return {f"t{slot}": tensors[slot].contiguous(memory_format=form) for slot, form in forms.items()}
 
 
 def sizes_of(value: Tensor) -> tuple[int, int, int]:

@@ -41,6 +41,10 @@ CASES = {
     "means": (Builder(3).op("relu").reduce("mean", "space").chain(), (2, 5, 4, 3, 7)),
     "few channels": (BY_NAME["23 small"].chain, BY_NAME["23 small"].shape),
     "few channels, means": (BY_NAME["conv relu mean over space"].chain, BY_NAME["conv relu mean over space"].shape),
+    "few channels, affine words": (
+        BY_NAME["conv tanh norm affine words pool"].chain,
+        BY_NAME["conv tanh norm affine words pool"].shape,
+    ),
     "few channels, wide taps": (
         Builder(2, conv(2, (2, 13), 5, dilation=2, padding=3)).op("mul", "row").norm(1).reduce("sum", "sample").chain(),
         (2, 2, 20, 31),

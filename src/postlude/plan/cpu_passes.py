@@ -7,7 +7,7 @@ from postlude.hardware import Machine
 from postlude.plan.problem import Problem, body_dtype, body_layout, result_dtype
 from postlude.plan.program import MomentsOnly, channels_end, first_barrier, fused_norm, last_fused_step, moments_only
 from postlude.plan.types import Keep, Moments, Pass, Store, first_source
-from postlude.steps import OPERANDS, pass_slots
+from postlude.steps import pass_slots
 
 _STORED = frozenset({"float32", "bfloat16", "float16"})
 _READ = _STORED | {"float64"}
@@ -29,9 +29,9 @@ def why_not_compiled(chain: Chain, problem: Problem, machine: Machine) -> str | 
         return "values are float32 or of 16 bits"
     if _may_leave_onednn(chain, problem):
         return "PyTorch's convolution may give up channels-last"
-    slots = pass_slots(chain, last, 1)
-    if len(slots) > OPERANDS or {problem.tensors[slot].dtype for slot in slots} - _READ:
-        return "the steps read too many tensors, or such of other dtypes"
+    slots = pass_slots(chain, last if moments is None else moments.reduce, 1)
+    if {problem.tensors[slot].dtype for slot in slots} - _READ:
+        return "the steps read tensors of other dtypes"
     return None
 
 

@@ -10,11 +10,12 @@ from torch import Tensor
 from postlude.emit_cpp import emit_cpp
 from postlude.plan import Plan
 from postlude.plan.cpu_few_channels import CpuFewChannels
-from postlude.stages.cpu_kernel import TYPES, before, operand_types, operands
+from postlude.stages.cpu_kernel import TYPES, End, before, operand_types, operands
 from postlude.stages.trace import launch_cpp
 from postlude.steps import pass_slots
 
 _KERNEL = """#include "few_channels.h"
+#include "moments_end.h"
 
 namespace {{
 struct Kernel {{
@@ -29,16 +30,16 @@ extern "C" void few_channels(void* const* p, const double* n, int threads) {{
   const auto at = [&](int i) {{ return int64_t(n[i]); }};
   const Volume volume{{at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7), at(8), at(9), at(10), at(11)}};
   const auto weight = static_cast<const float*>(p[1]), bias = static_cast<const float*>(p[2]);
-  const FewChannels<Kernel, {way}> pass(static_cast<const Kernel::Value*>(p[0]), weight, bias, p + 5, volume, threads);
-  pass.moments<{squares}>(static_cast<double*>(p[3]), static_cast<double*>(p[4]));
+  const FewChannels<Kernel, {way}> pass(static_cast<const Kernel::Value*>(p[0]), weight, bias, p + 4, volume, threads);
+  end<Kernel>(pass.moments<{squares}>(), volume.samples, Kernel::COUT, p + 4, p[3]);
 }}
 """
 
 
 def convolve_moments(
-    plan: Plan, own: CpuFewChannels, tensors: Sequence[Tensor], found: tuple[Tensor, Tensor], last: int, squares: bool
+    plan: Plan, own: CpuFewChannels, end: End, tensors: Sequence[Tensor], result: Tensor, squares: bool
 ) -> None:
-    """[N, C] means and variances of what steps up to `last` make of the convolution's result, into `found`."""
+    """What the end makes of the moments of the convolution's result, into `result`."""
     chain, conv = plan.chain, plan.chain.convolution
     plain = conv.as_plain()
     assert plain is not None
@@ -54,16 +55,17 @@ def convolve_moments(
         strides = (*strides[:2], 0, *strides[2:])
     names = ("CIN", "COUT", "KD", "KH", "KW", "DD", "DH", "DW")
     sizes = zip(names, (conv.in_channels, conv.out_channels, *kernel, *dilation))
-    slots = pass_slots(chain, last, 1)
+    slots = pass_slots(chain, end.last, 1)
+    steps = emit_cpp(before(chain, end.first - 1), "Before", slots) + end.text(chain, result.dtype, slots)
     text = _KERNEL.format(
         value=TYPES[x.dtype],
         operands=operand_types(chain, slots, tensors),
-        is_plain=str(last == 0).lower(),
+        is_plain=str(end.first == 1).lower(),
         sizes=", ".join(f"{name} = {size}" for name, size in sizes),
-        steps="".join(f"  {line}\n" for line in emit_cpp(before(chain, last), "Before", slots).splitlines()),
+        steps="".join(f"  {line}\n" for line in steps.splitlines()),
         way="Winograd" if own.is_winograd else "Direct",
         squares=str(squares).lower(),
     )
-    given = {"x": x, "weight": weight, "bias": bias.contiguous(), "mean": found[0], "variance": found[1]}
+    given = {"x": x, "weight": weight, "bias": bias.contiguous(), "result": result}
     numbers = (x.shape[0], *space, *strides, *padding)
     launch_cpp("few_channels", text, {**given, **operands(plan, slots, tensors)}, numbers)

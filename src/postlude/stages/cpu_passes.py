@@ -8,17 +8,16 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from postlude.chain import Chain, Convolution
+from postlude.chain import Convolution
 from postlude.emit_cpp import emit_cpp
-from postlude.expressions import Function
-from postlude.moments import Moments, finish
+from postlude.moments import laid_out
 from postlude.plan import Plan
 from postlude.plan.problem import Layout, memory_format
 from postlude.plan.program import first_barrier, fused_norm
 from postlude.plan.types import Moments as MomentsSink
 from postlude.reference import continue_from, convolve
 from postlude.stages.cpu_few_channels import convolve_moments
-from postlude.stages.cpu_kernel import TYPES, before, operand_types, operands
+from postlude.stages.cpu_kernel import TYPES, End, before, end_of, operand_types, operands
 from postlude.stages.library import cast_for_convolution
 from postlude.stages.trace import launch_cpp, settle_layout
 from postlude.steps import forward, pass_slots
@@ -28,6 +27,7 @@ _PASSES: dict[Layout, tuple[str, str]] = {
     "channels_last": ("channels_last.h", "ChannelsLast"),
 }
 _KERNEL = """#include "{header}"
+#include "moments_end.h"
 
 namespace {{
 struct Kernel {{
@@ -39,8 +39,8 @@ struct Kernel {{
 
 extern "C" void {name}(void* const* p, const double* n, int threads) {{
   const Sizes sizes{{int64_t(n[0]), int64_t(n[1]), int64_t(n[2]), int64_t(n[3]), n[4], threads}};
-  const {layout}<Kernel> pass(static_cast<const Kernel::Value*>(p[0]), {into}, sizes);
-  pass.{run};
+  const {layout}<Kernel> pass(static_cast<const Kernel::Value*>(p[0]), {into}, p + 2, sizes);
+  {run};
 }}
 """
 
@@ -50,8 +50,7 @@ def forward_on_cpu(plan: Plan, tensors: Sequence[Tensor]) -> Tensor:
     chain, last = plan.chain, plan.passes[-1]
     dtype, batch = getattr(torch, plan.result_dtype), tensors[0].shape[0]
     if isinstance(last.sink, MomentsSink):
-        found = _moments(plan, tensors, batch, last.last, last.sink.squares)
-        return finish(chain, found, last.last + 1, dtype, tensors, plan.result_layout == "channels_last", moves=True)
+        return _reduced(plan, tensors, dtype, last.last, last.sink.squares)
     result: Tensor | None = None
     for start, here in slabs(plan, tensors):
         value, is_ours = _value(plan, here)
@@ -76,18 +75,18 @@ def slabs(plan: Plan, tensors: Sequence[Tensor]) -> Iterator[tuple[int, Sequence
         yield start, [t[part] if role in ("input", "full", "row") else t for t, role in zip(tensors, plan.chain.roles)]
 
 
-def _moments(plan: Plan, tensors: Sequence[Tensor], batch: int, last: int, squares: bool) -> Moments:
-    channels, positions = plan.value.shape[1], math.prod(plan.value.shape[2:])
-    mean, variance = (torch.empty((batch, channels), dtype=torch.float64, device=tensors[0].device) for _ in "mv")
+def _reduced(plan: Plan, tensors: Sequence[Tensor], dtype: torch.dtype, last: int, squares: bool) -> Tensor:
+    """The result of a reduction that needs only moments of what steps up to `last` give."""
+    chain, end = plan.chain, end_of(plan.chain, last + 1)
+    result = end.result(plan.value, dtype, tensors[0].device)
     if plan.own_on_cpu is not None:
-        convolve_moments(plan, plan.own_on_cpu, tensors, (mean, variance), last, squares)
-        return Moments(mean, variance if squares else None, positions)
-    for start, here in slabs(plan, tensors):
-        value, _ = _value(plan, here)
-        part = slice(start, start + plan.slab)
-        of_part = (mean, variance) if plan.slabs == 1 else (mean[part], variance[part])
-        _moments_pass(plan, value, of_part, here, last, squares)
-    return Moments(mean, variance if squares else None, positions)
+        convolve_moments(plan, plan.own_on_cpu, end, tensors, result, squares)
+    else:
+        for start, here in slabs(plan, tensors):
+            into = result if plan.slabs == 1 else result[start : start + plan.slab]
+            _moments_pass(plan, end, _value(plan, here)[0], into, here, squares)
+    result = laid_out(result, end.reduce, plan.result_layout == "channels_last")
+    return continue_from(chain, end.last, result, tensors)
 
 
 def _value(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor, bool]:
@@ -119,53 +118,50 @@ def _by_onednn(
 def _finish_pass(plan: Plan, value: Tensor, result: Tensor, tensors: Sequence[Tensor]) -> None:
     """All steps that are fused, with the norm among them: one reading where a group of channels stays in cache."""
     chain, last, norm = plan.chain, plan.passes[-1].last, fused_norm(plan.chain)
-    slots = pass_slots(chain, last, 1)
-    steps = [(forward(chain, "whole", last, 1), "Whole")]
+    slots, channels = pass_slots(chain, last, 1), value.shape[1]
+    steps = emit_cpp(forward(chain, "whole", last, 1), "Whole", slots)
     if norm is not None:
-        steps.append((before(chain, (first_barrier(chain) or 1) - 1), "Before"))
-    channels = value.shape[1]
-    name, run = ("map", "map()") if norm is None else ("normalize", "normalize()")
-    text = kernel_text(name, run, plan.value.layout, chain, steps, slots, value, result, tensors)
+        steps = emit_cpp(before(chain, (first_barrier(chain) or 1) - 1), "Before", slots) + steps
+    name = "map" if norm is None else "normalize"
+    text = kernel_text(name, f"{name}()", plan, steps, slots, value, result, tensors)
     groups, eps = (1, 0.0) if norm is None else (norm.groups or channels, norm.eps)
     given = {"value": value, "result": result, **operands(plan, slots, tensors)}
     launch_cpp(name, text, given, (*sizes_of(value), groups, eps))
 
 
 def _moments_pass(
-    plan: Plan, value: Tensor, found: tuple[Tensor, Tensor], tensors: Sequence[Tensor], last: int, squares: bool
+    plan: Plan, end: End, value: Tensor, result: Tensor, tensors: Sequence[Tensor], squares: bool
 ) -> None:
-    chain = plan.chain
-    slots, steps = pass_slots(chain, last, 1), [(before(chain, last), "Before")]
-    run = f"moments<{str(squares).lower()}>(static_cast<double*>(p[1]), static_cast<double*>(p[2]))"
-    text = kernel_text("moments", run, plan.value.layout, chain, steps, slots, value, None, tensors)
-    given = {"value": value, "mean": found[0], "variance": found[1], **operands(plan, slots, tensors)}
+    chain, slots = plan.chain, pass_slots(plan.chain, end.last, 1)
+    steps = emit_cpp(before(chain, end.first - 1), "Before", slots) + end.text(chain, result.dtype, slots)
+    text = kernel_text("moments", f"moments<{str(squares).lower()}>()", plan, steps, slots, value, None, tensors)
+    given = {"value": value, "result": result, **operands(plan, slots, tensors)}
     launch_cpp("moments", text, given, (*sizes_of(value), 1, 0.0))
 
 
 def kernel_text(
     name: str,
     run: str,
-    layout: Layout,
-    chain: Chain,
-    steps: Sequence[tuple[Function, str]],
+    plan: Plan,
+    steps: str,
     slots: Sequence[int],
     value: Tensor,
     result: Tensor | None,
     tensors: Sequence[Tensor],
 ) -> str:
-    header, pass_name = _PASSES[layout]
-    written = "".join(emit_cpp(function, struct, slots) for function, struct in steps)
-    into = "nullptr, p + 3" if result is None else "static_cast<Kernel::Result*>(p[1]), p + 2"
+    """`result` is None where nothing of the value's size is written: what the pass gives is ended then."""
+    header, layout = _PASSES[plan.value.layout]
+    ends = "end<Kernel>({}, sizes.samples, sizes.channels, p + 2, p[1])"
     return _KERNEL.format(
         header=header,
         value=TYPES[value.dtype],
         result=TYPES[(value if result is None else result).dtype],
-        operands=operand_types(chain, slots, tensors),
-        steps="".join(f"  {line}\n" for line in written.splitlines()),
+        operands=operand_types(plan.chain, slots, tensors),
+        steps="".join(f"  {line}\n" for line in steps.splitlines()),
         name=name,
-        layout=pass_name,
-        into=into,
-        run=run,
+        layout=layout,
+        into="nullptr" if result is None else "static_cast<Kernel::Result*>(p[1])",
+        run=ends.format(f"pass.{run}") if result is None else f"pass.{run}",
     )
 
 

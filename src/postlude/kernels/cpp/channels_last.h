@@ -228,21 +228,19 @@ template <class Kernel> struct ChannelsLast {
     }
   }
 
-  template <bool SQUARES> void moments(double* mean, double* variance) const {
+  // Of each channel of each sample, [N, C].
+  template <bool SQUARES> std::vector<Sums> moments() const {
     const int64_t tasks = s.samples * pieces;
-    std::vector<Sums> found(tasks * s.channels);
+    std::vector<Sums> found(tasks * s.channels), whole(s.samples * s.channels);
 #pragma omp parallel num_threads(s.threads)
     {
       Scratch own(a, period);
 #pragma omp for schedule(dynamic, 1)
       for (int64_t task = 0; task < tasks; ++task) task_moments<SQUARES>(own, task, &found[task * s.channels]);
     }
-    for (int64_t row = 0; row < s.samples * s.channels; ++row) {
-      Sums sums;
-      const Sums* first = &found[row / s.channels * pieces * s.channels + row % s.channels];
-      for (int64_t i = 0; i < pieces; ++i) sums.add(first[i * s.channels]);
-      mean[row] = sums.mean, variance[row] = sums.m2 / sums.count;
-    }
+    for (int64_t i = 0; i < tasks * s.channels; ++i)
+      whole[i / s.channels / pieces * s.channels + i % s.channels].add(found[i]);
+    return whole;
   }
 
   void map() const {

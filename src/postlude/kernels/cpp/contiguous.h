@@ -102,17 +102,14 @@ template <class Kernel> struct Contiguous {
     }
   }
 
-  template <bool SQUARES> void moments(double* mean, double* variance) const {
+  // Of each channel of each sample, [N, C].
+  template <bool SQUARES> std::vector<Sums> moments() const {
     const int64_t rows = s.samples * s.channels, each = pieces();
-    std::vector<Sums> found(rows * each);
+    std::vector<Sums> found(rows * each), whole(rows);
 #pragma omp parallel num_threads(s.threads)
     all_moments<SQUARES>(found);
-    for (int64_t row = 0; row < rows; ++row) {
-      Sums sums;
-      for (int64_t task = row * each; task < (row + 1) * each; ++task) sums.add(found[task]);
-      mean[row] = sums.mean;
-      variance[row] = sums.m2 / sums.count;
-    }
+    for (int64_t task = 0; task < rows * each; ++task) whole[task / each].add(found[task]);
+    return whole;
   }
 
   void map() const {

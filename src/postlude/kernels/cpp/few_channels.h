@@ -120,19 +120,17 @@ template <class Kernel, template <class> class Way> struct FewChannels : Way<Ker
     }
   }
 
-  template <bool SQUARES> void moments(double* mean, double* variance) const {
+  // Of each channel of each sample, [N, COUT].
+  template <bool SQUARES> std::vector<Sums> moments() const {
     const int64_t each = this->deep * this->high, tasks = this->v.samples * each;
-    std::vector<Sums> found(tasks * COUT);
+    std::vector<Sums> found(tasks * COUT), whole(this->v.samples * COUT);
 #pragma omp parallel num_threads(threads)
     {
       Scratch own(*this);
 #pragma omp for schedule(dynamic, 1)
       for (int64_t task = 0; task < tasks; ++task) task_moments<SQUARES>(own, task, &found[task * COUT]);
     }
-    for (int64_t row = 0; row < this->v.samples * COUT; ++row) {
-      Sums sums;
-      for (int64_t i = 0; i < each; ++i) sums.add(found[(row / COUT * each + i) * COUT + row % COUT]);
-      mean[row] = sums.mean, variance[row] = sums.m2 / sums.count;
-    }
+    for (int64_t i = 0; i < tasks * COUT; ++i) whole[i / COUT / each * COUT + i % COUT].add(found[i]);
+    return whole;
   }
 };

@@ -50,6 +50,11 @@ CASES = {
         (2, 2, 20, 31),
     ),
 }  # fmt: skip
+# Of more channels than our own convolution takes: oneDNN's, over slabs of two samples where values are large.
+SLABS = {
+    "stored": (Builder(3, conv(3, (5, 6))).norm(3).op("add", "full").chain(), (5, 5, 6, 7, 5)),
+    "reduced": (Builder(3, conv(3, (5, 6))).op("relu").norm(3).reduce("mean", "sample").chain(), (5, 5, 6, 7, 5)),
+}
 NARROW = ("norm relu without conv", "few channels")
 
 
@@ -57,6 +62,7 @@ NARROW = ("norm relu without conv", "few channels")
 def library() -> Library:
     calls = [one for case in CASES.values() for layout in LAYOUTS for one in calls_of(*case, layout)]
     calls += [one for name in NARROW for one in calls_of(*CASES[name], "contiguous", torch.bfloat16)]
+    calls += [one for case in SLABS.values() for one in calls_of(*case, "contiguous")]
     return built(calls + [one for layout in LAYOUTS for one in calls_of(GROUP_NORM, (2, 4, 8, 8), layout)])
 
 
@@ -84,6 +90,20 @@ def fused(chain: Chain, tensors: Sequence[Tensor]) -> Tensor:
 def test_is_right_by_the_rule(name: str, layout: str) -> None:
     chain, shape = CASES[name]
     verdict = verify_chain(fused, chain, chain_points(chain, shape, torch.float32, "cpu", layout=layout))
+    assert verdict.right, verdict
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", SLABS)
+@pytest.mark.usefixtures("served", "poisoned_memory")
+def test_slabs_are_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("postlude.plan.cpu.MAPPED", 0)
+    monkeypatch.setattr("postlude.plan.cpu.SLAB", 3000)
+    chain, shape = SLABS[name]
+    tensors = tensors_for(chain, shape, torch.float32, "cpu", 0, "normal", "contiguous")
+    with torch.no_grad():
+        assert compiled_plan(chain, tensors).slabs == 3
+    verdict = verify_chain(fused, chain, chain_points(chain, shape, torch.float32, "cpu"))
     assert verdict.right, verdict
 
 

@@ -259,7 +259,9 @@ def test_every_word_is_pytorchs() -> None:
         finite = truth.isfinite() & (truth.abs() < 3e38)
         error, allowed = (y - truth).abs()[finite], 4 * (eager - truth).abs()[finite]
         # Tails of the normal distribution are within 5e-8, and powers of e within an ulp for each e, as on a GPU.
-        allowed += (1e-6 + 3e-7 * x[finite].abs()) * truth[finite].abs() + 1e-7 * (case.chain.steps[0].op == "gelu")  # type: ignore[union-attr]
+        allowed += (1e-6 + 3e-7 * x[finite].abs().clamp_max(100.0)) * truth[finite].abs() + 1e-7 * (
+            case.chain.steps[0].op == "gelu"
+        )  # type: ignore[union-attr]
         assert bool((error <= allowed).all()), (case.name, x[finite][(error - allowed).argmax()])
 
 

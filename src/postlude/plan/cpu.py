@@ -2,7 +2,8 @@
 
 The thresholds were measured on 2 threads (benchmarks/cpu.py; results in benchmarks/results/cpu.csv). What decides
 is less arithmetic than memory: the C library maps and unmaps large buffers, call after call, and a page fault costs
-about 1 µs per 4 KiB, ten times what writing the page costs.
+about 1 µs per 4 KiB, ten times what writing the page costs. Where a compiler is there, passes are kernels of ours
+(cpu_passes.py), and a convolution of few channels is too (cpu_few_channels.py); the rest stays as it is.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-// Passes over a channels-last value, [N, P, C]. Each sample is cut into rows of `period` columns, whole vectors and whole
-// positions at once, and a shorter row at its end: columns are vectors, whatever the number of channels.
+// Passes over a channels-last value, [N, P, C]. Each sample is cut into rows of `period` columns, whole vectors and
+// whole positions at once, and a shorter row at its end: columns are vectors, whatever the number of channels.
 #pragma once
 #include "sums.h"
 
@@ -41,7 +41,8 @@ template <class Kernel> struct ChannelsLast {
   // fn(J, column): columns in blocks of UNROLL vectors, then one by one.
   template <class F> void each_block(F fn) const {
     int64_t column = 0;
-    for (; column + UNROLL * LANES <= period; column += UNROLL * LANES) fn(std::integral_constant<int, UNROLL>{}, column);
+    for (; column + UNROLL * LANES <= period; column += UNROLL * LANES)
+      fn(std::integral_constant<int, UNROLL>{}, column);
     for (; column < period; column += LANES) fn(std::integral_constant<int, 1>{}, column);
   }
 
@@ -58,7 +59,9 @@ template <class Kernel> struct ChannelsLast {
     }
   }
 
-  V value(const Column<List>& at, int64_t count = LANES) const { return Kernel::Before::run(at, count, read_vector(x + at.offset, count)); }
+  V value(const Column<List>& at, int64_t count = LANES) const {
+    return Kernel::Before::run(at, count, read_vector(x + at.offset, count));
+  }
 
   // Adds rows [begin, end) of J vectors of columns to those that were added before, `count` rows.
   template <bool SQUARES, int J>
@@ -104,7 +107,8 @@ template <class Kernel> struct ChannelsLast {
       constexpr int J = decltype(block)::value;
       V sums[J];
       for (int j = 0; j < J; ++j) sums[j] = V(0.0f);
-      this->template each_vector<J>(own, base, column, begin, end, [&](const Column<List>& at, int j) { sums[j] = sums[j] + value(at); });
+      auto add = [&](const Column<List>& at, int j) { sums[j] = sums[j] + value(at); };
+      this->template each_vector<J>(own, base, column, begin, end, add);
       for (int j = 0; j < J; ++j) (sums[j] / V(float(end - begin))).store(&own.centre[column + j * LANES]);
     });
   }
@@ -118,7 +122,8 @@ template <class Kernel> struct ChannelsLast {
     if (SQUARES && first < last) look(own, base, first, last);
     for (int64_t begin = first; begin < last; begin += tile)
       each_block([&](auto block, int64_t column) {
-        this->template add_tile<SQUARES, decltype(block)::value>(own, base, column, begin, std::min(last, begin + tile), begin - first);
+        const int64_t end = std::min(last, begin + tile);
+        this->template add_tile<SQUARES, decltype(block)::value>(own, base, column, begin, end, begin - first);
       });
     fold<SQUARES>(own, last - first, channels);
     if (is_last(task)) add_short_row(own, base, channels);
@@ -154,7 +159,8 @@ template <class Kernel> struct ChannelsLast {
     for (int64_t group = 0; group < s.groups; ++group) {
       Sums sums;
       for (int64_t task = 0; task < pieces; ++task)
-        for (int64_t c = group * s.per_group(); c < (group + 1) * s.per_group(); ++c) sums.add(tasks[task * s.channels + c]);
+        for (int64_t c = group * s.per_group(); c < (group + 1) * s.per_group(); ++c)
+          sums.add(tasks[task * s.channels + c]);
       statistics[group] = Statistic(sums, s.eps);
     }
   }
@@ -172,9 +178,10 @@ template <class Kernel> struct ChannelsLast {
         V mean[J], rstd[J];
         for (int j = 0; j < J; ++j)
           mean[j] = V::loadu(&own.means[column + j * LANES]), rstd[j] = V::loadu(&own.rstds[column + j * LANES]);
-        this->template each_vector<J>(own, base, column, begin, std::min(last, begin + tile), [&](const Column<List>& at, int j) {
+        auto finish = [&](const Column<List>& at, int j) {
           write_vector(y + at.offset, Kernel::Whole::run(at, LANES, read_vector(x + at.offset), mean[j], rstd[j]));
-        });
+        };
+        this->template each_vector<J>(own, base, column, begin, std::min(last, begin + tile), finish);
       });
     if (is_last(task)) finish_short_row(own, base);
   }
@@ -224,7 +231,8 @@ template <class Kernel> struct ChannelsLast {
 #pragma omp single
       for (int64_t n = 0; n < s.samples; ++n) combine(&found[n * pieces * s.channels], &statistics[n * s.groups]);
 #pragma omp for schedule(dynamic, 1)
-      for (int64_t i = 0; i < tasks; ++i) finish_task(own, tasks - 1 - i, &statistics[(tasks - 1 - i) / pieces * s.groups]);
+      for (int64_t i = 0; i < tasks; ++i)
+        finish_task(own, tasks - 1 - i, &statistics[(tasks - 1 - i) / pieces * s.groups]);
     }
   }
 

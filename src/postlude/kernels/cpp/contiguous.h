@@ -20,7 +20,8 @@ inline Sums row_moments(At at, const typename Kernel::Value* x, int64_t begin, i
 }
 
 template <class Kernel, class At>
-inline void finish_row(At at, const typename Kernel::Value* x, typename Kernel::Result* y, int64_t begin, int64_t end, V mean, V rstd) {
+inline void finish_row(At at, const typename Kernel::Value* x, typename Kernel::Result* y, int64_t begin, int64_t end,
+                       V mean, V rstd) {
   int64_t i = begin;
   for (; i + LANES <= end; i += LANES) {
     at.offset = i;
@@ -47,8 +48,8 @@ template <class Kernel> struct Contiguous {
   int64_t pieces() const { return (s.positions + PIECE - 1) / PIECE; }
 
   template <bool SQUARES> Sums piece_moments(int64_t task) const {
-    const int64_t row = task / pieces(), begin = task % pieces() * PIECE;
-    return row_moments<Kernel, SQUARES>(at(row), x, row * s.positions + begin, row * s.positions + std::min(s.positions, begin + PIECE));
+    const int64_t row = task / pieces(), begin = task % pieces() * PIECE, end = std::min(s.positions, begin + PIECE);
+    return row_moments<Kernel, SQUARES>(at(row), x, row * s.positions + begin, row * s.positions + end);
   }
 
   void finish_piece(int64_t task, Statistic found) const {
@@ -98,7 +99,7 @@ template <class Kernel> struct Contiguous {
         statistics[unit] = Statistic(sums, s.eps);
       }
 #pragma omp for schedule(dynamic, chunk)
-      for (int64_t task = 0; task < tasks; ++task) finish_piece(tasks - 1 - task, statistics[(tasks - 1 - task) / each]);
+      for (int64_t i = 0; i < tasks; ++i) finish_piece(tasks - 1 - i, statistics[(tasks - 1 - i) / each]);
     }
   }
 

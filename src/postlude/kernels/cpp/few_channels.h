@@ -18,7 +18,8 @@ template <class Kernel, template <class> class Way> struct FewChannels : Way<Ker
   const void* const* a;
   int threads;
 
-  FewChannels(const typename Kernel::Value* x, const float* weight, const float* bias, const void* const* a, Volume v, int threads)
+  FewChannels(const typename Kernel::Value* x, const float* weight, const float* bias, const void* const* a, Volume v,
+              int threads)
       : Base(v), x(x), weight(weight), bias(bias), a(a), threads(threads) {}
 
   int64_t line(int64_t rows) const { return (rows * this->row() + STEP - 1) / STEP * STEP; }
@@ -44,7 +45,8 @@ template <class Kernel, template <class> class Way> struct FewChannels : Way<Ker
   }
 
   // What the convolution and the steps after it give for CB channels, less `less`, where the line is at p.
-  void results(const Scratch& own, int64_t block, int64_t sample, int64_t plane, int64_t p, const float* less, V (&y)[CB][RESULTS]) const {
+  void results(const Scratch& own, int64_t block, int64_t sample, int64_t plane, int64_t p, const float* less,
+               V (&y)[CB][RESULTS]) const {
     float start[CB];
     for (int64_t c = 0; c < CB; ++c) {
       const int64_t channel = std::min(COUT - 1, block * CB + c);

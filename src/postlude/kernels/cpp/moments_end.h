@@ -33,7 +33,9 @@ inline Many batch_norm(Many x, Many mean, Many var, Many weight, Many bias, doub
   const Many spread = combined(var, eps, [](double v, double e) { return std::sqrt(v + e); });
   return (x - mean) * (weight / spread) + bias;
 }
-inline Many batch_norm_variance(Many x, Many var, Many weight, double eps) { return x * (weight * weight) / (var + eps); }
+inline Many batch_norm_variance(Many x, Many var, Many weight, double eps) {
+  return x * (weight * weight) / (var + eps);
+}
 
 inline Many sum(const Many& x) {
   double total = 0;

@@ -105,7 +105,8 @@ template <class List> struct Column {
   void begin(const Columns<List>& columns, int64_t column) {
     pointers = columns.pointers;
     each<List::count>([&](auto i) {
-      if constexpr (List::template Nth<i>::role != FULL) kept[i] = V::loadu(&columns.spread[i * columns.period + column]);
+      if constexpr (List::template Nth<i>::role != FULL)
+        kept[i] = V::loadu(&columns.spread[i * columns.period + column]);
     });
   }
 

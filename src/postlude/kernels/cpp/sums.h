@@ -1,6 +1,6 @@
 // Moments of a pass: a mean and the sum of squared distances from it (M2). Short spans are added up in fp32, after a
-// centre near their mean was subtracted: the mean of the span before. Where that turns out to be far from it, the span is
-// read again. Spans are combined in double by Chan's formula, in an order that no number of threads changes.
+// centre near their mean was subtracted: the mean of the span before. Where that turns out to be far from it, the span
+// is read again. Spans are combined in double by Chan's formula, in an order that no number of threads changes.
 #pragma once
 #include <algorithm>
 #include <cmath>

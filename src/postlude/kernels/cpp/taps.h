@@ -1,5 +1,5 @@
 // Two ways to convolve a staged block of a few channels: tap by tap, and three taps of a row as four products for two
-// outputs (Winograd's F(2, 3), two thirds of the multiplications; rounding as in the plain sum, within a factor of two).
+// outputs (Winograd's F(2, 3): two thirds of the products; rounding as in the plain sum, within a factor of two).
 //
 // Both walk over a block's positions as one line of padded rows: every tap is a shifted read, and what lies behind the
 // end of a row is masked when results are added up. Registers hold the sums of CB channels of WV vectors.
@@ -30,7 +30,7 @@ struct Volume {
 template <class Kernel> struct Block {
   static constexpr int64_t CIN = Kernel::CIN, COUT = Kernel::COUT, KD = Kernel::KD, KH = Kernel::KH, KW = Kernel::KW;
   static constexpr int64_t DD = Kernel::DD, DH = Kernel::DH, DW = Kernel::DW;
-  static constexpr int64_t STAGED = 64 << 10;  // elements, which stay in the second cache
+  static constexpr int64_t STAGED = 32 << 10;  // elements, which stay in the second cache; 128 measured alike
   using Value = typename Kernel::Value;
 
   Volume v;
@@ -48,7 +48,7 @@ template <class Kernel> struct Block {
   int64_t rows() const { return height + DH * (KH - 1); }
   int64_t planes() const { return depth + DD * (KD - 1); }
 
-  // Of planes in memory: an odd number of cache lines, so that the planes of all taps are in different sets of the cache.
+  // Of planes in memory: an odd number of cache lines, so that the planes of all taps are in different sets of a cache.
   static int64_t spread(int64_t elements) { return ((elements + 15) / 16 | 1) * 16; }
 
   // One row of the input in fp32 with its padding, zeros where there is none.

@@ -169,7 +169,7 @@ def way_of(bench: Bench, layout: str) -> str:
         return "through PyTorch"
     if outcome.own_on_cpu is not None:
         return "our convolution"
-    if outcome.is_compiled and outcome.slabs == 1:
+    if outcome.is_compiled:
         return "C++"
     return "whole batch" if outcome.slabs == 1 else f"{outcome.slabs} slabs of {outcome.slab}"
 

@@ -50,10 +50,11 @@ CASES = {
         (2, 2, 20, 31),
     ),
 }  # fmt: skip
-# Of more channels than our own convolution takes: oneDNN's, over slabs of two samples where values are large.
-SLABS = {
+# Of more channels than our own convolution takes. PyTorch leaves oneDNN for a batch of one.
+BY_ONEDNN = {
     "stored": (Builder(3, conv(3, (5, 6))).norm(3).op("add", "full").chain(), (5, 5, 6, 7, 5)),
     "reduced": (Builder(3, conv(3, (5, 6))).op("relu").norm(3).reduce("mean", "sample").chain(), (5, 5, 6, 7, 5)),
+    "one sample": (Builder(3, conv(3, (5, 6), transposed=True)).norm(3).op("add", "full").chain(), (1, 5, 6, 7, 5)),
 }
 NARROW = ("norm relu without conv", "few channels")
 
@@ -62,7 +63,7 @@ NARROW = ("norm relu without conv", "few channels")
 def library() -> Library:
     calls = [one for case in CASES.values() for layout in LAYOUTS for one in calls_of(*case, layout)]
     calls += [one for name in NARROW for one in calls_of(*CASES[name], "contiguous", torch.bfloat16)]
-    calls += [one for case in SLABS.values() for one in calls_of(*case, "contiguous")]
+    calls += [one for case in BY_ONEDNN.values() for one in calls_of(*case, "contiguous")]
     return built(calls + [one for layout in LAYOUTS for one in calls_of(GROUP_NORM, (2, 4, 8, 8), layout)])
 
 
@@ -94,15 +95,14 @@ def test_is_right_by_the_rule(name: str, layout: str) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", SLABS)
+@pytest.mark.parametrize("name", BY_ONEDNN)
 @pytest.mark.usefixtures("served", "poisoned_memory")
-def test_slabs_are_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("postlude.plan.cpu.MAPPED", 0)
-    monkeypatch.setattr("postlude.plan.cpu.SLAB", 3000)
-    chain, shape = SLABS[name]
+def test_what_follows_onednn_is_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("postlude.plan.cpu.WORTH_A_CALL", 0)
+    chain, shape = BY_ONEDNN[name]
     tensors = tensors_for(chain, shape, torch.float32, "cpu", 0, "normal", "contiguous")
     with torch.no_grad():
-        assert compiled_plan(chain, tensors).slabs == 3
+        assert compiled_plan(chain, tensors).convolve == ("direct" if shape[0] == 1 else "eager")
     verdict = verify_chain(fused, chain, chain_points(chain, shape, torch.float32, "cpu"))
     assert verdict.right, verdict
 

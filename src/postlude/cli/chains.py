@@ -68,8 +68,7 @@ def explain_site(site: SiteReport) -> None:
     else:
         for line in plan.describe():
             say(f"  {line}")
-        is_whole = plan.on_gpu or (plan.is_compiled and plan.slabs == 1)
-        say(f"  {_launches(plan) if is_whole else _slabs(plan)}")
+        say(f"  {_launches(plan) if plan.has_program else _slabs(plan)}")
         for line in plan.describe_training():
             say(f"  {line}")
         moved, before = megabytes(plan.moved_bytes), megabytes(plan.eager_bytes)

@@ -38,6 +38,7 @@ LARGE_SAMPLE = 8 * MIB  # one sample above this does not stay in cache
 WORTH_A_CALL = 10_000_000  # FLOPs: oneDNN takes 70 µs to set up, PyTorch's own small convolution 10
 FEW_CHANNELS = 4  # of the input: 3 measured 8.7 ms channels-last against 11.3, 8 alike
 _ASKED = "PyTorch's own convolution was asked for: one call over the batch; every step after it in place"
+_LEAVES = "PyTorch leaves oneDNN for this batch of one; it is called directly"
 BUSY = 600  # FLOPs per element of the result from which on the convolution fills the time and slabs gain nothing
 
 
@@ -77,31 +78,27 @@ def _reason_against(chain: Chain, problem: Problem, machine: Machine) -> str | N
 
 
 def _compiled_plan(chain: Chain, problem: Problem, machine: Machine, moments: MomentsOnly | None) -> Plan:
-    """Kernels in C++ after PyTorch's convolution: each pass is one parallel region, whatever its steps."""
+    """Kernels in C++ after one convolution over the batch: few parallel regions, because each of them waits for threads
+    that a busy machine has not scheduled. (Slabs took twice eager's time there.)"""
     own = _own(chain, problem, machine, moments)
-    slab, how, reasons = _way(chain, problem, machine, moments)
+    how: Convolve = "eager"
     if own is not None:
-        slab, how, reasons = problem.x.shape[0], "own", ["only moments are needed: our own convolution stores nothing"]
+        how, reasons = "own", ["only moments are needed: our own convolution stores nothing"]
+    elif _leaves_onednn(chain, problem, machine):
+        how, reasons = "direct", [_LEAVES]
+    else:
+        reasons = [] if chain.producer is None else ["one convolution over the batch, by PyTorch"]
     layout = handed_on_layout(chain, problem, machine) if moments is None else body_layout(chain, problem)
     passes = compiled_passes(chain, moments, is_own=own is not None)
-    plan = _build(chain, problem, machine, passes, slab, how, reasons, layout)
-    reasons = [*reasons, "passes in C++: one parallel region each"]
-    return dataclasses.replace(plan, is_compiled=True, own_on_cpu=own, norms_in_place=False, reasons=tuple(reasons))
+    reasons.append("what follows it is one kernel in C++" if chain.producer is not None else "one kernel in C++")
+    plan = _build(chain, problem, machine, passes, problem.x.shape[0], how, reasons, layout)
+    return dataclasses.replace(plan, is_compiled=True, own_on_cpu=own, norms_in_place=False)
 
 
 def _own(chain: Chain, problem: Problem, machine: Machine, moments: MomentsOnly | None) -> CpuFewChannels | None:
     if moments is None or problem.convolution == "pytorch" or why_not_compiled(chain, problem, machine) is not None:
         return None
     return few_channels_for(chain, moments)
-
-
-def _way(
-    chain: Chain, problem: Problem, machine: Machine, moments: MomentsOnly | None
-) -> tuple[int, Convolve, list[str]]:
-    if moments is None or chain.producer is None:
-        return _stored_way(chain, problem, machine)
-    plan = _moments_plan(chain, problem, machine, moments)
-    return plan.slab, "eager" if plan.convolve == "eager" else "direct", list(plan.reasons)
 
 
 def _moments_plan(chain: Chain, problem: Problem, machine: Machine, moments: MomentsOnly) -> Plan:
@@ -140,7 +137,7 @@ def _stored_way(chain: Chain, problem: Problem, machine: Machine) -> tuple[int, 
     if problem.convolution == "pytorch" and chain.producer is not None:
         return batch, "eager", [_ASKED]
     if _leaves_onednn(chain, problem, machine):
-        return batch, "direct", ["PyTorch leaves oneDNN for this batch of one; it is called directly"]
+        return batch, "direct", [_LEAVES]
     if size < MAPPED or batch == 1 or not machine.maps_large_buffers or not _is_direct(chain, problem, machine):
         return batch, "eager", ["one convolution over the batch; every step after it in place"]
     if takes_the_batch(chain):

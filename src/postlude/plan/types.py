@@ -143,7 +143,7 @@ class Plan:
     @property
     def moved_bytes(self) -> int:
         """Predicted traffic beyond the cache. A slab of a CPU's batch stays in it."""
-        if self.on_gpu or (self.is_compiled and self.slabs == 1):
+        if self.has_program:
             return traffic(self.program.forward)
         again = 2 * self.value.bytes * (len(self.passes) - 1) if self.slabs == 1 else 0
         return compulsory_bytes(self.chain, self.problem) + again

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -46,33 +46,15 @@ extern "C" void {name}(void* const* p, const double* n, int threads) {{
 
 
 def forward_on_cpu(plan: Plan, tensors: Sequence[Tensor]) -> Tensor:
-    """The convolution, over slabs of the batch where the plan says so, and one pass over each of its results."""
+    """The convolution over the whole batch, and one pass over its result, in place where that is of its dtype."""
     chain, last = plan.chain, plan.passes[-1]
-    dtype, batch = getattr(torch, plan.result_dtype), tensors[0].shape[0]
+    dtype = getattr(torch, plan.result_dtype)
     if isinstance(last.sink, MomentsSink):
         return _reduced(plan, tensors, dtype, last.last, last.sink.squares)
-    result: Tensor | None = None
-    for start, here in slabs(plan, tensors):
-        value, is_ours = _value(plan, here)
-        if result is None and not (is_ours and plan.slabs == 1 and value.dtype == dtype):
-            shape = (batch, *value.shape[1:])
-            layout = memory_format(plan.value.layout, chain.dims)
-            result = torch.empty(shape, dtype=dtype, device=value.device, memory_format=layout)
-        into = value if result is None else result if plan.slabs == 1 else result[start : start + plan.slab]
-        _finish_pass(plan, value, into, here)
-        result = into if result is None else result
-    assert result is not None
+    value, is_ours = _value(plan, tensors)
+    result = value if is_ours and value.dtype == dtype else torch.empty_like(value, dtype=dtype)
+    _finish_pass(plan, value, result, tensors)
     return continue_from(chain, last.last, result, tensors, moves=True)
-
-
-def slabs(plan: Plan, tensors: Sequence[Tensor]) -> Iterator[tuple[int, Sequence[Tensor]]]:
-    """The tensors of some samples, and the first of them."""
-    if plan.slabs == 1:
-        yield 0, tensors
-        return
-    for start in range(0, tensors[0].shape[0], plan.slab):
-        part = slice(start, start + plan.slab)
-        yield start, [t[part] if role in ("input", "full", "row") else t for t, role in zip(tensors, plan.chain.roles)]
 
 
 def _reduced(plan: Plan, tensors: Sequence[Tensor], dtype: torch.dtype, last: int, squares: bool) -> Tensor:
@@ -82,9 +64,7 @@ def _reduced(plan: Plan, tensors: Sequence[Tensor], dtype: torch.dtype, last: in
     if plan.own_on_cpu is not None:
         convolve_moments(plan, plan.own_on_cpu, end, tensors, result, squares)
     else:
-        for start, here in slabs(plan, tensors):
-            into = result if plan.slabs == 1 else result[start : start + plan.slab]
-            _moments_pass(plan, end, _value(plan, here)[0], into, here, squares)
+        _moments_pass(plan, end, _value(plan, tensors)[0], result, tensors, squares)
     result = laid_out(result, end.reduce, plan.result_layout == "channels_last")
     return continue_from(chain, end.last, result, tensors)
 

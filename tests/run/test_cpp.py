@@ -37,6 +37,7 @@ CASES = {
         "value used twice",
         "conv per-channel and scalar",
     )},
+    "turned": (Builder(2).op("mul", "row").norm(None).op("leaky_relu", slope=0.01).chain(), (2, 21, 9, 11)),
     "moments": (Builder(2).op("silu").norm(2).op("mul", "channel").reduce("sum", "space").chain(), (3, 6, 9, 11)),
     "means": (Builder(3).op("relu").reduce("mean", "space").chain(), (2, 5, 4, 3, 7)),
     "few channels": (BY_NAME["23 small"].chain, BY_NAME["23 small"].shape),

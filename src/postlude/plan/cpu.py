@@ -14,7 +14,7 @@ import math
 from postlude.chain import Chain, Normalize
 from postlude.hardware import Machine
 from postlude.plan.cpu_few_channels import CpuFewChannels, few_channels_for
-from postlude.plan.cpu_passes import compiled_passes, why_not_compiled
+from postlude.plan.cpu_passes import compiled_passes, turns, why_not_compiled
 from postlude.plan.problem import (
     Layout,
     Problem,
@@ -88,7 +88,8 @@ def _compiled_plan(chain: Chain, problem: Problem, machine: Machine, moments: Mo
         how, reasons = "direct", [_LEAVES]
     else:
         reasons = [] if chain.producer is None else ["one convolution over the batch, by PyTorch"]
-    layout = handed_on_layout(chain, problem, machine) if moments is None else body_layout(chain, problem)
+    is_handed_on = moments is None and not turns(chain, problem, machine)
+    layout = handed_on_layout(chain, problem, machine) if is_handed_on else body_layout(chain, problem)
     passes = compiled_passes(chain, moments, is_own=own is not None)
     reasons.append("what follows it is one kernel in C++" if chain.producer is not None else "one kernel in C++")
     plan = _build(chain, problem, machine, passes, problem.x.shape[0], how, reasons, layout)

@@ -52,9 +52,17 @@ def forward_on_cpu(plan: Plan, tensors: Sequence[Tensor]) -> Tensor:
     if isinstance(last.sink, MomentsSink):
         return _reduced(plan, tensors, dtype, last.last, last.sink.squares)
     value, is_ours = _value(plan, tensors)
-    result = value if is_ours and value.dtype == dtype else torch.empty_like(value, dtype=dtype)
+    if _is_turned(plan):
+        result = torch.empty(value.shape, dtype=dtype, device=value.device)
+    else:
+        result = value if is_ours and value.dtype == dtype else torch.empty_like(value, dtype=dtype)
     _finish_pass(plan, value, result, tensors)
     return continue_from(chain, last.last, result, tensors, moves=True)
+
+
+def _is_turned(plan: Plan) -> bool:
+    """Whether the pass writes the other layout."""
+    return (plan.value.layout, plan.result_layout) == ("channels_last", "contiguous")
 
 
 def _reduced(plan: Plan, tensors: Sequence[Tensor], dtype: torch.dtype, last: int, squares: bool) -> Tensor:
@@ -103,7 +111,7 @@ def _finish_pass(plan: Plan, value: Tensor, result: Tensor, tensors: Sequence[Te
     if norm is not None:
         steps = emit_cpp(before(chain, (first_barrier(chain) or 1) - 1), "Before", slots) + steps
     name = "map" if norm is None else "normalize"
-    text = kernel_text(name, f"{name}()", plan, steps, slots, value, result, tensors)
+    text = kernel_text(name, f"{name}{'_turned' * _is_turned(plan)}()", plan, steps, slots, value, result, tensors)
     groups, eps = (1, 0.0) if norm is None else (norm.groups or channels, norm.eps)
     given = {"value": value, "result": result, **operands(plan, slots, tensors)}
     launch_cpp(name, text, given, (*sizes_of(value), groups, eps))

@@ -19,6 +19,8 @@ template <class Kernel> struct ChannelsLast {
         per_task(tile * std::max<int64_t>(1, PIECE / (tile * period))),
         pieces(std::max<int64_t>(1, (rows + per_task - 1) / per_task)) {}
 
+  static constexpr int64_t TURNED = 1024;  // positions that are written contiguous at a time
+
   static int64_t period_of(int64_t channels) {
     const int64_t wide = std::lcm(channels, UNROLL * LANES);  // several vectors, which are added up independently
     return wide <= SPAN ? wide : std::lcm(channels, LANES);
@@ -165,13 +167,18 @@ template <class Kernel> struct ChannelsLast {
     }
   }
 
-  void finish_task(Scratch& own, int64_t task, const Statistic* statistics) const {
-    const int64_t sample = task / pieces, base = sample * size(), first = first_row(task), last = last_row(task);
+  // What is the same for all positions of a sample, for every column.
+  void spread(Scratch& own, int64_t sample, const Statistic* statistics) const {
     own.columns.begin(sample, s.channels);
     for (int64_t column = 0; column < period; ++column) {
       const Statistic one = statistics ? statistics[column % s.channels / s.per_group()] : Statistic();
       own.means[column] = one.mean, own.rstds[column] = one.rstd;
     }
+  }
+
+  void finish_task(Scratch& own, int64_t task, const Statistic* statistics) const {
+    const int64_t sample = task / pieces, base = sample * size(), first = first_row(task), last = last_row(task);
+    spread(own, sample, statistics);
     for (int64_t begin = first; begin < last; begin += tile)
       each_block([&](auto block, int64_t column) {
         constexpr int J = decltype(block)::value;
@@ -233,6 +240,53 @@ template <class Kernel> struct ChannelsLast {
 #pragma omp for schedule(dynamic, 1)
       for (int64_t i = 0; i < tasks; ++i)
         finish_task(own, tasks - 1 - i, &statistics[(tasks - 1 - i) / pieces * s.groups]);
+    }
+  }
+
+  // As normalize_split, into a contiguous result: PyTorch's own copy from one layout to the other takes longer than that.
+  void normalize_turned() const {
+    const int64_t tasks = s.samples * pieces, blocks = (s.positions + TURNED - 1) / TURNED;
+    std::vector<Sums> found(tasks * s.channels);
+    std::vector<Statistic> statistics(s.samples * s.groups);
+#pragma omp parallel num_threads(s.threads)
+    {
+      Scratch own(a, period);
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t task = 0; task < tasks; ++task) task_moments<true>(own, task, &found[task * s.channels]);
+#pragma omp single
+      for (int64_t n = 0; n < s.samples; ++n) combine(&found[n * pieces * s.channels], &statistics[n * s.groups]);
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t i = 0; i < s.samples * blocks; ++i) {
+        const int64_t block = s.samples * blocks - 1 - i, sample = block / blocks;
+        spread(own, sample, &statistics[sample * s.groups]);
+        turn_block(own, sample, block % blocks * TURNED);
+      }
+    }
+  }
+
+  // Positions from `begin` on: squares of positions and channels are finished, then written with the two exchanged.
+  void turn_block(const Scratch& own, int64_t sample, int64_t begin) const {
+    const int64_t end = std::min(s.positions, begin + TURNED), base = sample * size();
+    alignas(64) float square[LANES * LANES];  // [positions, channels]
+    for (int64_t c = 0; c < s.channels; c += LANES) {
+      const int64_t channels = std::min(LANES, s.channels - c);
+      const V mean = V::loadu(&own.means[c]), rstd = V::loadu(&own.rstds[c]);
+      Column<List> at;
+      at.begin(own.columns, c);
+      for (int64_t p = begin; p < end; p += LANES) {
+        const int64_t positions = std::min(LANES, end - p);
+        for (int64_t i = 0; i < positions; ++i) {
+          const V v = read_vector(x + base + (p + i) * s.channels + c, channels);
+          Kernel::Whole::run(at, channels, v, mean, rstd).store(square + i * LANES);
+        }
+        Result* to = y + base + c * s.positions + p;
+        if (channels == LANES && positions == LANES) {
+          at::vec::transpose_mxn<float, LANES, LANES>(square, LANES, to, s.positions);
+        } else {
+          for (int64_t j = 0; j < channels; ++j)
+            for (int64_t i = 0; i < positions; ++i) to[j * s.positions + i] = square[i * LANES + j];
+        }
+      }
     }
   }
 

@@ -21,10 +21,11 @@ inline Sums row_moments(At at, const typename Kernel::Value* x, int64_t begin, i
 
 template <class Kernel, class At>
 inline void finish_row(At at, const typename Kernel::Value* x, typename Kernel::Result* y, int64_t begin, int64_t end,
-                       V mean, V rstd) {
+                       V mean, V rstd, int64_t ahead) {
   int64_t i = begin;
   for (; i + LANES <= end; i += LANES) {
     at.offset = i;
+    if (ahead) __builtin_prefetch(x + i + ahead, 0, 2);
     write_vector(y + i, Kernel::Whole::run(at, LANES, read_vector(x + i), mean, rstd));
   }
   if (i < end) {
@@ -52,9 +53,11 @@ template <class Kernel> struct Contiguous {
     return row_moments<Kernel, SQUARES>(at(row), x, row * s.positions + begin, row * s.positions + end);
   }
 
-  void finish_piece(int64_t task, Statistic found) const {
+  // `ahead`: how far from here what is read next begins, which is fetched meanwhile.
+  void finish_piece(int64_t task, Statistic found, int64_t ahead = 0) const {
     const int64_t row = task / pieces(), begin = task % pieces() * PIECE, end = std::min(s.positions, begin + PIECE);
-    finish_row<Kernel>(at(row), x, y, row * s.positions + begin, row * s.positions + end, V(found.mean), V(found.rstd));
+    const int64_t first = row * s.positions;
+    finish_row<Kernel>(at(row), x, y, first + begin, first + end, V(found.mean), V(found.rstd), ahead);
   }
 
   void normalize() const {
@@ -65,13 +68,15 @@ template <class Kernel> struct Contiguous {
   // Each group of channels of a sample is read, and finished while it is in cache, the last piece first.
   void normalize_units() const {
     const int64_t units = s.samples * s.groups, tasks = s.per_group() * pieces();
+    const int64_t ahead = s.threads * s.per_group() * s.positions;
     const int chunk = grain(units, s.per_group() * s.positions * sizeof(Value), s.threads);
 #pragma omp parallel for schedule(dynamic, chunk) num_threads(s.threads)
     for (int64_t unit = 0; unit < units; ++unit) {
       Sums sums;
       for (int64_t task = unit * tasks; task < (unit + 1) * tasks; ++task) sums.add(piece_moments<true>(task));
       const Statistic found(sums, s.eps);
-      for (int64_t task = (unit + 1) * tasks - 1; task >= unit * tasks; --task) finish_piece(task, found);
+      for (int64_t task = (unit + 1) * tasks - 1; task >= unit * tasks; --task)
+        finish_piece(task, found, unit + s.threads < units ? ahead : 0);
     }
   }
 

@@ -116,7 +116,7 @@ def _tiles() -> Finding:
 def _torch_compile(settings: Settings) -> Iterator[Finding]:
     compiler = hardware.cpp_compiler()
     needs = settings.device == "cpu"
-    advice = "with g++ or clang++ the CPU's passes are compiled, which makes norms with what follows them up to twice as fast"
+    advice = "with g++ or clang++ the CPU's passes are compiled: norms with what follows are up to twice as fast"
     state = "note" if compiler is None and needs else "good"
     yield Finding("C++ compiler", compiler or "none", state, advice if state == "note" else "")
     triton, on_gpu = hardware.has_triton(), settings.device == "cuda"

@@ -1,8 +1,10 @@
-"""Times chains on the CPU, eager, torch.compile and fused in turns, under the system's malloc and a tuned one.
+"""Times chains on the CPU, eager, torch.compile and fused in turns, under the system's malloc and a tuned one, and
+under the tuned one beside as many busy processes as there are cores.
 
     python benchmarks/cpu.py                     print the table
     python benchmarks/cpu.py --record            also merge the rows into benchmarks/results/cpu.csv
     python benchmarks/cpu.py --only 23 --rounds 9
+    python benchmarks/cpu.py --busy 2            beside two busy processes alone
 
 Every row carries its error against float64 beside PyTorch's own. Half of eager's time on large outputs is page faults,
 which a tuned malloc avoids: a ratio without saying which malloc means little.
@@ -11,10 +13,11 @@ which a tuned malloc avoids: a ratio without saying which malloc means little.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +26,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from table import CPU_SOURCES, RESULTS
+from table import BUSY, CPU_SOURCES, RESULTS
 
 from cases import CHAIN_23, CHAIN_61, Builder, conv
 from postlude import hardware, reference
@@ -93,8 +96,14 @@ BENCHES = [
         .chain(),
         (8, 16, 48, 48),
     ),
-    Bench("group_norm relu", Builder(3).norm(8).op("relu").chain(), (2, 32, 32, 48, 48)),
-    Bench("instance_norm leaky_relu", Builder(3).norm(None).op("leaky_relu", slope=0.01).chain(), (2, 32, 32, 48, 48)),
+    Bench("group_norm relu", Builder(3).norm(8).op("relu").chain(), (2, 32, 32, 48, 48), True),
+    Bench("group_norm silu 2-D", Builder(2).norm(32).op("silu").chain(), (8, 128, 64, 64), True),
+    Bench(
+        "instance_norm leaky_relu",
+        Builder(3).norm(None).op("leaky_relu", slope=0.01).chain(),
+        (2, 32, 32, 48, 48),
+        True,
+    ),
     Bench("group_norm mean", Builder(3).norm(8).reduce("mean", "space").chain(), (4, 32, 32, 32, 32)),
     Bench(
         "conv norm residual relu",
@@ -104,7 +113,19 @@ BENCHES = [
 ]
 
 
-def measure(bench: Bench, layout: str, rounds: int, seconds: float) -> list[records.Record]:
+@contextlib.contextmanager
+def beside_busy_processes(count: int) -> Iterator[None]:
+    """Each keeps one core busy with arithmetic and no memory."""
+    workers = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+
+
+def measure(bench: Bench, layout: str, mode: str, rounds: int, seconds: float) -> list[records.Record]:
     inputs = [tensors_for(bench.chain, bench.shape, torch.float32, "cpu", seed, "normal", layout) for seed in range(3)]
     truth = reference.evaluate(bench.chain, inputs[0], dtype=torch.float64)
     variants = {
@@ -128,7 +149,7 @@ def measure(bench: Bench, layout: str, rounds: int, seconds: float) -> list[reco
                 "float32",
                 layout,
                 "fp32",
-                "forward",
+                mode,
                 name,
                 *records.times_of(timing, timings["eager"]),
                 float(error.square().mean().sqrt()),
@@ -146,6 +167,10 @@ def way_of(bench: Bench, layout: str) -> str:
     outcome, _ = running.prepared(bench.chain, problem_of(tensors))
     if not isinstance(outcome, Plan):
         return "through PyTorch"
+    if outcome.own_on_cpu is not None:
+        return "our convolution"
+    if outcome.is_compiled:
+        return "C++"
     return "whole batch" if outcome.slabs == 1 else f"{outcome.slabs} slabs of {outcome.slab}"
 
 
@@ -167,18 +192,26 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=20.0, help="at most, for each row")
     parser.add_argument("--record", action="store_true", help=f"merge into {RESULTS.name}")
+    parser.add_argument("--busy", type=int, default=0, help="processes that keep cores busy meanwhile")
     options = parser.parse_args()
     torch.set_num_threads(2)
+    mode = BUSY if options.busy else "forward"
+    if options.busy:
+        print(f"beside {options.busy} busy processes")
     for bench in BENCHES:
         if options.only in bench.name:
             for layout in bench.layouts:
-                with torch.no_grad():
-                    rows = measure(bench, layout, options.rounds, options.seconds)
+                with torch.no_grad(), beside_busy_processes(options.busy):
+                    rows = measure(bench, layout, mode, options.rounds, options.seconds)
                     show(rows, way_of(bench, layout))
                 if options.record:
                     records.update(RESULTS, rows)
     if not hardware.malloc_is_tuned():
-        subprocess.run([sys.executable, *sys.argv], env={**os.environ, **TUNED}, check=True)
+        tuned = {**os.environ, **TUNED}
+        subprocess.run([sys.executable, *sys.argv], env=tuned, check=True)
+        if not options.busy:
+            busy = ["--busy", str(hardware.usable_cores())]
+            subprocess.run([sys.executable, *sys.argv, *busy], env=tuned, check=True)
 
 
 if __name__ == "__main__":

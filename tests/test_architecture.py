@@ -31,13 +31,25 @@ MAY_IMPORT = {
     "steps": {"chain", "expressions"},
     "reverse": {"chain", "expressions", "steps"},
     "emit": {"chain", "expressions", "steps"},
+    "emit_cpp": {"chain", "emit", "expressions", "steps"},
     "kernels": set(),
     "export": {"cards", "chain", "errors", "graph", "hardware", "plan", "stages"},
     # Not emit: nothing is decided by text. `Plan.program` is what the stages make of it.
     "plan": {"stages", "card_tiles", "cards", "chain", "hardware", "reverse", "steps", "tile_table"},
     "moments": {"chain", "reference"},
     # Not hardware: a program is the plan's, whatever machine traces it.
-    "stages": {"chain", "emit", "expressions", "kernels", "moments", "plan", "reference", "reverse", "steps"},
+    "stages": {
+        "chain",
+        "emit",
+        "emit_cpp",
+        "expressions",
+        "kernels",
+        "moments",
+        "plan",
+        "reference",
+        "reverse",
+        "steps",
+    },
     # Not emit, reverse or steps: what runs is decided by then.
     "run": {
         "chain",

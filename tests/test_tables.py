@@ -50,6 +50,14 @@ def _functions(term: Term) -> Iterator[str]:
             yield from _functions(operand)
 
 
+def test_every_word_has_its_function_on_the_cpu() -> None:
+    """And every affine one, which moments go through, a second one."""
+    texts = [(DEVICE.parent / "cpp" / name).read_text() for name in ("pointwise.h", "moments_end.h")]
+    one, many = (set(re.findall(r"^inline (?:V|Many) (\w+)\(", text, re.MULTILINE)) for text in texts)
+    assert {steps.device_function(step) for step in STEPS} <= one
+    assert {word for word, row in words.POINTWISE.items() if row.affine} <= many
+
+
 def test_every_operand_has_a_derivative() -> None:
     assert all(len(reverse.derivatives(step)) == words.POINTWISE[step.op].arity for step in STEPS)
 

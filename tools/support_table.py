@@ -20,7 +20,7 @@ from postlude.words import NORMS, POINTWISE, REDUCTIONS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "support.md"
 CHANNELS, SPACE, BATCH = 32, 32, 8
-CPU = Machine("cpu", 2, 32 << 20, has_triton=True, has_onednn=True)
+CPU = Machine("cpu", 2, 32 << 20, has_triton=True, has_onednn=True, compiles_cpp=True)
 TURING = cards.estimated("Turing", "sm_75", (72, 65_536, 6 << 20), 1.77e9, 672e9)
 ROCM = cards.estimated("ROCm", "gfx942", (304, 65_536, 4 << 20), 2.1e9, 5.3e12)
 MACHINES = {
@@ -128,11 +128,18 @@ class Notes:
         reasons = dict.fromkeys(o.reasons[0] for o in found.values() if isinstance(o, Refusal))
         marks = ", ".join(str(self.numbers.setdefault(reason, len(self.numbers) + 1)) for reason in reasons)
         if not reasons:
-            return "yes" + _convolved_by_us(found)
+            return "yes" + _convolved_by_us(found) + _in_cpp(found)
         if not planned:
             return f"no ({marks})"
         dtypes = [name for dtype, name in DTYPES.items() if all((dtype, layout) in planned for layout in LAYOUTS)]
         return f"{', '.join(dtypes) or 'in part'} ({marks})"
+
+
+def _in_cpp(found: dict[tuple[str, str], Plan | Refusal]) -> str:
+    """The dtypes in which passes on the CPU are kernels of ours where there is a compiler."""
+    ours = {key for key, outcome in found.items() if isinstance(outcome, Plan) and outcome.is_compiled}
+    dtypes = [name for dtype, name in DTYPES.items() if all((dtype, layout) in ours for layout in LAYOUTS)]
+    return f", C++ in {', '.join(dtypes)}" if dtypes else ""
 
 
 def _listed(words: list[str]) -> str:
@@ -178,7 +185,7 @@ TEXT = """# What is fused where
 Written by `tools/support_table.py` from `lower` itself; `tests/test_support.py` says when it is out of date.
 
 *yes*: a fused plan exists in {dtypes}, contiguous and channels-last; *ours in*: with a
-convolution of our own in these dtypes. *no* and missing dtypes have their reason below; there the chain runs through
+convolution of our own in these dtypes; *C++ in*: with passes in C++ where there is a compiler. *no* and missing dtypes have their reason below; there the chain runs through
 PyTorch's own operators, as do inputs that are empty or neither contiguous nor channels-last. A word is shown between a
 conv3d and a group_norm. Whether a plan pays at a given size is another question, which `postlude explain` answers.
 

@@ -32,7 +32,8 @@ def kernel_hash(paths: Path | Sequence[Path]) -> str:
 def source_digest() -> str:
     """Of every byte of this package that can change what runs, for what is kept from one process to another."""
     digest = hashlib.sha256()
-    for path in sorted(p for p in Path(__file__).parent.rglob("*") if p.suffix in _CODE and "cli" not in p.parts):
+    code = (*_CODE, ".h")
+    for path in sorted(p for p in Path(__file__).parent.rglob("*") if p.suffix in code and "cli" not in p.parts):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

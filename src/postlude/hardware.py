@@ -40,6 +40,7 @@ class Machine:
     norms_keeping_layout: frozenset[str] = frozenset({"group_norm", "batch_norm"})
     card: Card = NO_CARD  # of a GPU; `machine_on` makes the machine of a card
     has_nvrtc: bool = False
+    compiles_cpp: bool = False  # kernels in C++ for the CPU
     tiles: TileTable = NO_TILES  # that the user has measured on this card
 
 
@@ -71,7 +72,8 @@ def _machine(device_type: str, index: int) -> Machine:
         return Machine(device_type, 0, 0, has_triton=False)  # nothing of ours runs there, so nothing is asked
     threads, cache = torch.get_num_threads(), last_level_cache_bytes()
     maps, keeping = not malloc_is_tuned(), norms_keeping_layout(device_type)
-    return Machine(device_type, threads, cache, has_triton(), has_onednn(), maps, keeping)
+    facts = (threads, cache, has_triton(), has_onednn(), maps, keeping)
+    return Machine(device_type, *facts, compiles_cpp=why_no_cpp() is None)
 
 
 def _card(found: Any) -> Card:
@@ -153,6 +155,23 @@ def cpp_compiler() -> str | None:
     """The C++ compiler that torch.compile would call on the CPU, or None."""
     named = os.environ.get("CXX")
     return next((found for name in (named, "g++", "clang++") if name and (found := shutil.which(name))), None)
+
+
+VECTORS = ("AVX2", "AVX512")  # instructions that the CPU's kernels were measured with
+
+
+def why_no_cpp() -> str | None:
+    """Why kernels in C++ cannot be had on the CPU, or None."""
+    if os.environ.get("POSTLUDE_CPP") == "0":
+        return "POSTLUDE_CPP=0 is set"
+    if cpu_capability() not in VECTORS or not has_glibc():
+        return "they need AVX2 or AVX-512, on Linux"
+    return None if cpp_compiler() is not None else "there is no C++ compiler"
+
+
+def threads() -> int:
+    """PyTorch's, as they are set now."""
+    return torch.get_num_threads()
 
 
 @functools.cache

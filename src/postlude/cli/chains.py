@@ -68,7 +68,7 @@ def explain_site(site: SiteReport) -> None:
     else:
         for line in plan.describe():
             say(f"  {line}")
-        say(f"  {_launches(plan) if plan.on_gpu else _slabs(plan)}")
+        say(f"  {_launches(plan) if plan.has_program else _slabs(plan)}")
         for line in plan.describe_training():
             say(f"  {line}")
         moved, before = megabytes(plan.moved_bytes), megabytes(plan.eager_bytes)

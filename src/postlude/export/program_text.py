@@ -13,7 +13,7 @@ from postlude.export.kernels import CutKernel, cut_kernel, written_places
 from postlude.export.layout import call as laid_out
 from postlude.export.layout import comment
 from postlude.export.torch_text import VIEWS, TorchText
-from postlude.plan.calls import Buffer, Call, CudaCall, Descriptor, KernelCall, Program, TorchCall, buffers_in
+from postlude.plan.calls import Buffer, Call, CppCall, CudaCall, Descriptor, KernelCall, Program, TorchCall, buffers_in
 
 _SHORT = 32  # characters of an expression that may be part of another
 
@@ -154,6 +154,7 @@ class ProgramText:
                     continue
                 lines += self._torch(text, call, uses)
             else:
+                assert not isinstance(call, CppCall)  # exported files are for GPUs
                 lines += [line for words in [remark(call)] if words for line in comment(words, self.indent)]
                 lines += self._launch(text, call)
         self.indent = pad

@@ -1,8 +1,9 @@
 """A plan's program as plain data: named buffers, and the calls that read and write them, in order.
 
 A call is a kernel of ours with its grid, its arguments in the order of its signature, its numbers, compile-time
-constants and warps; or a named call of PyTorch. Nothing here is a tensor, a module or a compiled function, so that a
-program prints, compares and pickles. stages/ makes it of a plan, run/runner.py runs it, export/ prints it.
+constants and warps; on the CPU its text, its arguments and its numbers; or a named call of PyTorch. Nothing here is a
+tensor, a module or a compiled function, so that a program prints, compares and pickles. stages/ makes it
+of a plan, run/runner.py runs it, export/ prints it.
 """
 
 from __future__ import annotations
@@ -107,6 +108,18 @@ class CudaCall:
 
 
 @dataclass(frozen=True)
+class CppCall:
+    """A kernel on the CPU: the text of its file, which includes those of kernels/cpp. All sizes are among its numbers:
+    one text serves every shape."""
+
+    kernel: str
+    text: str
+    parameters: tuple[str, ...]  # a word for each buffer
+    arguments: tuple[Buffer, ...]
+    numbers: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class TorchCall:
     """`function` as PyTorch names it: torch.empty, F.conv3d, Tensor.view, torch.ops.aten.convolution_backward."""
 
@@ -127,7 +140,7 @@ class TorchCall:
         return bool(made) and made <= given and not self.changes_its_argument
 
 
-Call = KernelCall | CudaCall | TorchCall
+Call = KernelCall | CudaCall | CppCall | TorchCall
 ALLOCATIONS = frozenset({"torch.empty", "torch.empty_like", "torch.empty_strided"})
 
 
@@ -191,13 +204,13 @@ def buffers_in(value: Any) -> Iterator[Buffer]:
         yield from buffers_in(list(value.values()))
     elif isinstance(value, TorchCall):
         yield from buffers_in((value.arguments, dict(value.keywords)))
-    elif isinstance(value, KernelCall | CudaCall):
+    elif isinstance(value, KernelCall | CudaCall | CppCall):
         yield from buffers_in(value.arguments)
 
 
-def launches(calls: Iterable[Call]) -> list[KernelCall | CudaCall]:
+def launches(calls: Iterable[Call]) -> list[KernelCall | CudaCall | CppCall]:
     """Of kernels of ours."""
-    return [call for call in calls if isinstance(call, KernelCall | CudaCall)]
+    return [call for call in calls if not isinstance(call, TorchCall)]
 
 
 def traffic(calls: Iterable[Call]) -> int:
@@ -211,7 +224,7 @@ def traffic(calls: Iterable[Call]) -> int:
 def _touched(call: Call) -> list[Buffer]:
     if isinstance(call, KernelCall):
         return call.touched
-    if isinstance(call, CudaCall):
+    if isinstance(call, CudaCall | CppCall):
         return list(buffers_in(call.arguments))
     given, made = list(buffers_in(call)), [buffer for buffer in call.results if buffer is not None]
     if call.function in ALLOCATIONS or call.is_view:

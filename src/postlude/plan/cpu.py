@@ -2,19 +2,24 @@
 
 The thresholds were measured on 2 threads (benchmarks/cpu.py; results in benchmarks/results/cpu.csv). What decides
 is less arithmetic than memory: the C library maps and unmaps large buffers, call after call, and a page fault costs
-about 1 µs per 4 KiB, ten times what writing the page costs.
+about 1 µs per 4 KiB, ten times what writing the page costs. Where a compiler is there, passes are kernels of ours
+(cpu_passes.py), and a convolution of few channels is too (cpu_few_channels.py); the rest stays as it is.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from postlude.chain import Chain, Normalize
 from postlude.hardware import Machine
+from postlude.plan.cpu_few_channels import CpuFewChannels, few_channels_for
+from postlude.plan.cpu_passes import compiled_passes, turns, why_not_compiled
 from postlude.plan.problem import (
     Layout,
     Problem,
     body_bytes,
+    body_layout,
     body_spec,
     handed_on_layout,
     result_dtype,
@@ -33,6 +38,7 @@ LARGE_SAMPLE = 8 * MIB  # one sample above this does not stay in cache
 WORTH_A_CALL = 10_000_000  # FLOPs: oneDNN takes 70 µs to set up, PyTorch's own small convolution 10
 FEW_CHANNELS = 4  # of the input: 3 measured 8.7 ms channels-last against 11.3, 8 alike
 _ASKED = "PyTorch's own convolution was asked for: one call over the batch; every step after it in place"
+_LEAVES = "PyTorch leaves oneDNN for this batch of one; it is called directly"
 BUSY = 600  # FLOPs per element of the result from which on the convolution fills the time and slabs gain nothing
 
 
@@ -42,9 +48,12 @@ def lower_for_cpu(chain: Chain, problem: Problem, machine: Machine, even_if_slow
         return Refusal((against,))
     moments = moments_only(chain)
     size = body_bytes(chain, problem)
-    smallest = SMALLEST_STORED if moments is None else SMALLEST_REDUCED
+    is_stored = moments is None or _own(chain, problem, machine, moments) is not None
+    smallest = SMALLEST_STORED if is_stored else SMALLEST_REDUCED
     if size < smallest and not even_if_slower and not _leaves_onednn(chain, problem, machine):
         return Refusal((f"too small to gain: a value of {size / MIB:.1f} MiB, fusing pays from {smallest // MIB} on",))
+    if why_not_compiled(chain, problem, machine) is None:
+        return _compiled_plan(chain, problem, machine, moments)
     if moments is None:
         return _stored_plan(chain, problem, machine)
     if chain.producer is None and problem.x.layout != "contiguous":
@@ -66,6 +75,31 @@ def _reason_against(chain: Chain, problem: Problem, machine: Machine) -> str | N
     if handed_on_layout(chain, problem, machine) == "strided":
         return "the result takes its layout from a tensor that is neither contiguous nor channels-last"
     return None
+
+
+def _compiled_plan(chain: Chain, problem: Problem, machine: Machine, moments: MomentsOnly | None) -> Plan:
+    """Kernels in C++ after one convolution over the batch: few parallel regions, because each of them waits for threads
+    that a busy machine has not scheduled. (Slabs took twice eager's time there.)"""
+    own = _own(chain, problem, machine, moments)
+    how: Convolve = "eager"
+    if own is not None:
+        how, reasons = "own", ["only moments are needed: our own convolution stores nothing"]
+    elif _leaves_onednn(chain, problem, machine):
+        how, reasons = "direct", [_LEAVES]
+    else:
+        reasons = [] if chain.producer is None else ["one convolution over the batch, by PyTorch"]
+    is_handed_on = moments is None and not turns(chain, problem, machine)
+    layout = handed_on_layout(chain, problem, machine) if is_handed_on else body_layout(chain, problem)
+    passes = compiled_passes(chain, moments, is_own=own is not None)
+    reasons.append("what follows it is one kernel in C++" if chain.producer is not None else "one kernel in C++")
+    plan = _build(chain, problem, machine, passes, problem.x.shape[0], how, reasons, layout)
+    return dataclasses.replace(plan, is_compiled=True, own_on_cpu=own, norms_in_place=False)
+
+
+def _own(chain: Chain, problem: Problem, machine: Machine, moments: MomentsOnly | None) -> CpuFewChannels | None:
+    if moments is None or problem.convolution == "pytorch" or why_not_compiled(chain, problem, machine) is not None:
+        return None
+    return few_channels_for(chain, moments)
 
 
 def _moments_plan(chain: Chain, problem: Problem, machine: Machine, moments: MomentsOnly) -> Plan:
@@ -104,7 +138,7 @@ def _stored_way(chain: Chain, problem: Problem, machine: Machine) -> tuple[int, 
     if problem.convolution == "pytorch" and chain.producer is not None:
         return batch, "eager", [_ASKED]
     if _leaves_onednn(chain, problem, machine):
-        return batch, "direct", ["PyTorch leaves oneDNN for this batch of one; it is called directly"]
+        return batch, "direct", [_LEAVES]
     if size < MAPPED or batch == 1 or not machine.maps_large_buffers or not _is_direct(chain, problem, machine):
         return batch, "eager", ["one convolution over the batch; every step after it in place"]
     if takes_the_batch(chain):

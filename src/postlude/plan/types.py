@@ -9,6 +9,7 @@ from typing import Literal
 from postlude.chain import Chain, Reduce
 from postlude.plan.boxes import Boxes
 from postlude.plan.calls import Program, launches, traffic
+from postlude.plan.cpu_few_channels import CpuFewChannels
 from postlude.plan.few_channels import FewChannels
 from postlude.plan.few_channels_gradient import GradientPlan
 from postlude.plan.gemm import Arithmetic, Gemm, WeightGemm
@@ -103,7 +104,9 @@ class Plan:
     reasons: tuple[str, ...]  # why this way
     norms_in_place: bool = False  # a norm overwrites its value, which saves a second buffer and costs a pass
     tile: Tile | None = None  # None on the CPU
+    is_compiled: bool = False  # on the CPU: kernels of ours in C++ are the passes; else PyTorch's operators are
     own: Gemm | Boxes | FewChannels | None = None  # our convolution, where `convolve` says so
+    own_on_cpu: CpuFewChannels | None = None  # the same on a CPU
     library_tf32: bool | None = (
         None  # where PyTorch convolves in fp32 and its switch says otherwise; None: as it is set
     )
@@ -118,8 +121,8 @@ class Plan:
 
     @functools.cached_property
     def program(self) -> Program:
-        """Buffers and calls, forward and, in training, backward. On the CPU there is none: slabs go through PyTorch's
-        operators, whose way depends on what they find in the value."""
+        """Buffers and calls, forward and, in training, backward. Without a compiler there is none on the CPU: slabs go
+        through PyTorch's operators, whose way depends on what they find in the value."""
         from postlude.stages.program import planned_program  # which needs all of this module
 
         return planned_program(self)
@@ -129,14 +132,18 @@ class Plan:
         return self.tile is not None
 
     @property
+    def has_program(self) -> bool:
+        return self.on_gpu or self.is_compiled
+
+    @property
     def launches(self) -> int:
         """Of kernels of ours, in the forward pass."""
-        return len(launches(self.program.forward)) if self.on_gpu else 0
+        return len(launches(self.program.forward)) if self.has_program else 0
 
     @property
     def moved_bytes(self) -> int:
         """Predicted traffic beyond the cache. A slab of a CPU's batch stays in it."""
-        if self.on_gpu:
+        if self.has_program:
             return traffic(self.program.forward)
         again = 2 * self.value.bytes * (len(self.passes) - 1) if self.slabs == 1 else 0
         return compulsory_bytes(self.chain, self.problem) + again
@@ -155,8 +162,10 @@ class Plan:
         """Of the chain's first value that is in memory at a time."""
         sink = self.passes[-1].sink
         is_moments = isinstance(sink, Moments) and not sink.stores
+        if (self.own is not None or self.own_on_cpu is not None) and is_moments:
+            return 0
         if self.on_gpu:
-            return 0 if self.own is not None and is_moments else self.value.bytes
+            return self.value.bytes
         return self.value.bytes * self.slab // self.input.shape[0]
 
     @property
@@ -187,7 +196,7 @@ class Plan:
         for number, item in enumerate(self.passes, 1):
             source = "slab" if item.source == "load" else str(self.chain.producer)
             if item.source == "own convolution":
-                source += f" [{self.own}]"
+                source += f" [{self.own or self.own_on_cpu}]"
             words = self.chain.words()[item.first - 1 : item.last]
             lines.append(f"pass {number}: " + " → ".join([source, *words, str(item.sink)]))
         return lines

@@ -1,11 +1,12 @@
 """Kernels compiled before they are needed: several at a time, and with errors while PyTorch can still take over.
 
-A plan's program lists every launch. What is on the list is compiled by a pool of threads (Triton's passes and ptxas run
-outside of Python's lock), then loaded.
+A plan's program lists every launch. What is on the list is compiled by a pool of threads (Triton's passes, ptxas and
+C++ compilers run outside of Python's lock), then loaded.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,9 +18,10 @@ import torch
 
 from postlude.chain import Chain
 from postlude.hardware import usable_cores
-from postlude.plan.calls import CudaCall, KernelCall, Program
+from postlude.plan.calls import CppCall, CudaCall, KernelCall, Program
 from postlude.plan.problem import Problem, empty
 from postlude.run.chain_run import Inference, Training
+from postlude.run.cpp import kernel_of
 from postlude.run.execute import bare
 from postlude.run.launch import Launch, arguments_without_memory, cuda_kernel, launch_of
 
@@ -51,6 +53,8 @@ def _jobs(calls: Iterable[Any], device: int) -> Iterator[Job]:
         if isinstance(call, CudaCall):
             key = (call.source, call.kernel, call.macros)
             yield Job(key, functools.partial(cuda_kernel, call, device))
+        elif isinstance(call, CppCall):
+            yield Job((call.text, call.kernel), functools.partial(kernel_of, call))
         elif isinstance(call, KernelCall):
             launch = launch_of(call)
             if hasattr(launch.kernel, "device_caches"):  # not of Triton's interpreter, which compiles nothing
@@ -58,14 +62,19 @@ def _jobs(calls: Iterable[Any], device: int) -> Iterator[Job]:
                 yield Job(launch.key(tensors), functools.partial(_built, launch, tensors))
 
 
-def build_all(jobs: Iterable[Job]) -> None:
+def on_device(place: str) -> contextlib.AbstractContextManager[object]:
+    """Nothing has to be entered for a CPU."""
+    return torch.cuda.device(place) if place.startswith("cuda") else contextlib.nullcontext()
+
+
+def build_all(jobs: Iterable[Job], place: str) -> None:
     """Compiles and loads what is not there yet. An error is left to whoever asks for that kernel again."""
     unique = list(dict.fromkeys(jobs))
     if len(unique) < 2:
         return
-    device = torch.cuda.current_device()
     threads = min(_MOST_THREADS, usable_cores(), len(unique))
-    with ThreadPoolExecutor(threads, "postlude-compile", torch.cuda.set_device, (device,)) as pool:
+    begin = functools.partial(torch.cuda.set_device, place) if place.startswith("cuda") else None
+    with ThreadPoolExecutor(threads, "postlude-compile", begin) as pool:
         for future in [pool.submit(job.build) for job in unique]:
             future.exception()
 

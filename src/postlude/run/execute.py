@@ -25,7 +25,7 @@ def prepare(chain: Chain, outcome: Plan | Refusal) -> Runner:
     """What runs the chain, with all that stays the same from call to call made ready."""
     if isinstance(outcome, Refusal):
         return functools.partial(_through_pytorch, chain, outcome.library_tf32)
-    if not outcome.on_gpu:
+    if not outcome.has_program:
         return functools.partial(cpu.execute, outcome)
     runner = (Training if outcome.trains else Inference)(outcome, chain)
     return functools.partial(_with_numbers_brought, runner) if "one" in chain.roles else runner

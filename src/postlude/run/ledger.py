@@ -131,25 +131,25 @@ class Ledger:
 
     def expect(self, questions: Sequence[Question]) -> None:
         """Compiles the kernels of several problems at once. What goes wrong here shows when one of them is entered."""
-        jobs: dict[int, list[ahead.Job]] = {}  # by GPU
+        jobs: dict[str, list[ahead.Job]] = {}  # by device
         chains = 0
         for question in questions:
-            if question.problem.device != "cuda" or question.name in self.off:
+            if question.name in self.off:
                 continue
             try:
                 outcome, runner = prepared(question.chain, question.problem)
-                if isinstance(outcome, Plan):
+                if isinstance(outcome, Plan) and outcome.has_program:
                     program = ahead.program_of(question.chain, runner, question.problem, question.needs)
                     found = ahead.jobs_of(program, question.problem.index)
-                    jobs.setdefault(question.problem.index, []).extend(found)
+                    jobs.setdefault(question.problem.place, []).extend(found)
                     chains += 1
             except Exception as error:
                 log.debug("%s: its kernels are not known ahead of time (%s)", question.name, error)
         if jobs:
             self._say(f"compiling the kernels of {chains} chains")
-        for index, some in jobs.items():
-            with torch.cuda.device(index):
-                ahead.build_all(some)
+        for place, some in jobs.items():
+            with ahead.on_device(place):
+                ahead.build_all(some, place)
 
     def switch_off(self, name: str, why: str) -> None:
         """From now on the site runs through PyTorch's operators, in graphs that are there and in later ones."""
@@ -167,11 +167,11 @@ class Ledger:
             outcome, runner = prepared(chain, problem)
             if isinstance(outcome, Refusal):
                 return Entry(problem, outcome, runner)
-            if problem.device == "cuda":
+            if outcome.has_program:
                 program = ahead.program_of(chain, runner, problem, question.needs)
                 jobs = ahead.jobs_of(program, problem.index)
-                with torch.cuda.device(problem.index):
-                    ahead.build_all(jobs)
+                with ahead.on_device(problem.place):
+                    ahead.build_all(jobs, problem.place)
                     ahead.load_all(jobs)
             verdict = self._checked(Call(chain, problem, question.needs, outcome, runner), question.name, tensors)
         except Exception as error:

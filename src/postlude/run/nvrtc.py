@@ -23,8 +23,8 @@ from postlude.tile_table import NAME as TILES
 _WITHOUT_ASKING = 48 << 10  # bytes of shared memory that a block may have, with what the kernel declares itself
 _OWN_SHARED, _MAX_DYNAMIC_SHARED, _CARVEOUT = 1, 8, 9  # CUfunction_attribute
 _ALWAYS = ("--std=c++17",)
-# The names that are written, a note's by found_again.py, a verdict's by site_check.py.
-_KEPT = re.compile(r"\w+-[0-9a-f]{64}(\.cubin|\.note|\.verdict|\w*\.tmp)")
+# The names that are written: a library's by cpp.py, a note's by found_again.py, a verdict's by site_check.py.
+_KEPT = re.compile(r"\w+-[0-9a-f]{64}(\.cubin|\.so|\.note|\.verdict|\w*\.tmp)")
 
 
 class CudaError(PostludeError):

@@ -67,7 +67,7 @@ def traced(call: Call) -> Program | None:
     outcome, runner = outcome_of(call.chain, call.problem)
     if isinstance(runner, Training):
         return runner.program_for(call.tensors, call.needs)
-    if not isinstance(outcome, Plan) or not outcome.on_gpu:
+    if not isinstance(outcome, Plan) or not outcome.has_program:
         return None
     return inference_program(outcome, call.chain, call.tensors)
 

@@ -20,6 +20,7 @@ from postlude.plan.calls import (
     ALLOCATIONS,
     Buffer,
     Call,
+    CppCall,
     CudaCall,
     Descriptor,
     KernelCall,
@@ -30,9 +31,11 @@ from postlude.plan.calls import (
 )
 from postlude.plan.problem import item_size
 from postlude.run.bound import Bound, is_watched
+from postlude.run.cpp import CppLaunch
 from postlude.run.launch import ALIGNED, CudaLaunch, DescriptorLike, Launch, launch_of
 
 Run = Callable[..., tuple[Tensor | None, ...]]
+Kernel = Launch | CudaLaunch | CppLaunch
 _POOLED = 64 << 10  # bytes of a buffer that shares an allocation, at most
 _ROUND = 256  # bytes to which places in a shared allocation are rounded
 
@@ -62,14 +65,16 @@ class _Runner:
         results = self.slow(*tensors)
         is_aligned = not any(tensor.data_ptr() % ALIGNED for tensor in tensors)
         if self.device.type == "cuda" and self.launches and is_aligned:
-            bound = {launch: launch.bound() for launch in self.launches}
+            bound = {launch: launch.bound() for launch in self.launches if not isinstance(launch, CppLaunch)}
             self.run = self.slow if None in bound.values() else self.write(bound, self.slow).function()
         return results
 
 
-def _launch(call: Call) -> Launch | CudaLaunch | None:
+def _launch(call: Call) -> Kernel | None:
     if isinstance(call, TorchCall):
         return None
+    if isinstance(call, CppCall):
+        return CppLaunch(call)
     return CudaLaunch(call) if isinstance(call, CudaCall) else launch_of(call)
 
 
@@ -79,7 +84,7 @@ class _Writer:
     def __init__(
         self,
         given: Sequence[Buffer],
-        calls: Sequence[tuple[Call, Launch | CudaLaunch | None]],
+        calls: Sequence[tuple[Call, Kernel | None]],
         results: Sequence[Buffer | None],
         device: torch.device,
         bound: Mapping[Any, Bound | None],
@@ -143,7 +148,7 @@ class _Writer:
             self.lines.append(f"{names}, = torch.split_with_sizes({made}, {self._constant(sizes)})")
         return {buffer for buffers in pools.values() for buffer in buffers}
 
-    def _line(self, call: Call, launch: Launch | CudaLaunch | None) -> str:
+    def _line(self, call: Call, launch: Kernel | None) -> str:
         if isinstance(call, TorchCall):
             made = [f"b{buffer.number}" if buffer is not None else "_" for buffer in call.results]
             into = "" if call.changes_its_argument and not any(call.results) else f"{', '.join(made)} = "

@@ -14,6 +14,7 @@ from postlude.plan import Plan
 from postlude.plan.calls import Program, TorchCall, buffers_in, made_by
 from postlude.plan.problem import empty, layout_of
 from postlude.stages.backward import backward, combined
+from postlude.stages.cpu_passes import forward_on_cpu
 from postlude.stages.forward import forward
 from postlude.stages.library import cast_for_convolution
 from postlude.stages.trace import Tracer, empty_strided
@@ -29,7 +30,7 @@ def inference_program(plan: Plan, chain: Chain, given: Given) -> Program:
     """The forward pass of `chain`, whose first steps the plan has: the others are PyTorch's."""
 
     def whole(tensors: Sequence[Tensor]) -> Tensor:
-        result = forward(plan, tensors).result
+        result = forward_on_cpu(plan, tensors) if plan.is_compiled else forward(plan, tensors).result
         return reference.continue_from(chain, len(plan.chain.steps), result, tensors, moves=True)
 
     return traced(whole, _planned_for(plan, given))

@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
-from postlude.plan.calls import Argument, Buffer, Call, CudaCall, Descriptor, KernelCall, Kind, TorchCall
+from postlude.plan.calls import Argument, Buffer, Call, CppCall, CudaCall, Descriptor, KernelCall, Kind, TorchCall
 from postlude.plan.problem import CHANNELS_LAST, layout_of
 
 
@@ -92,6 +92,14 @@ def launch_cuda(
         arguments = tuple(map(tracer.buffer, tensors.values()))
     shared, items = int(macros.get("SHARED_BYTES", 0)), tuple(macros.items())
     tracer.calls.append(CudaCall(source, kernel, items, grid, threads, shared, tuple(tensors), arguments, numbers))
+
+
+def launch_cpp(kernel: str, text: str, tensors: Mapping[str, Tensor], numbers: tuple[float, ...]) -> None:
+    """A kernel on the CPU, of this text; the tensors, each under a word for it, come before the numbers."""
+    tracer = _tracer()
+    with torch._C.DisableTorchFunction():
+        arguments = tuple(map(tracer.buffer, tensors.values()))
+    tracer.calls.append(CppCall(kernel, text, tuple(tensors), arguments, numbers))
 
 
 def settle_layout(tensor: Tensor, layout: torch.memory_format) -> Tensor:
@@ -198,6 +206,10 @@ def _transposed(
     return torch.ops.aten.convolution(x, weight, None, stride, padding, dilation, True, out, groups)  # type: ignore[no-any-return]
 
 
+def _by_onednn(x: Tensor, weight: Tensor, bias: Any, padding: Any, stride: Any, dilation: Any, groups: int) -> Tensor:
+    return torch.ops.aten.convolution(x, weight, bias, stride, padding, dilation, False, [0], groups)  # type: ignore[no-any-return]
+
+
 def _convolution_gradients(dy: Tensor, x: Tensor, weight: Tensor, *settings: Any) -> tuple[Tensor | None, ...]:
     """Laid out as cuDNN does: channels-last where one of the convolution's operands is."""
     found = torch.ops.aten.convolution_backward(dy, x, weight, *settings)
@@ -210,6 +222,7 @@ def _convolution_gradients(dy: Tensor, x: Tensor, weight: Tensor, *settings: Any
 
 # Operators that PyTorch cannot run without memory, or whose layout it does not tell there.
 _WITHOUT_MEMORY: dict[str, Callable[..., Any]] = {
+    "aten.mkldnn_convolution": _by_onednn,
     "aten.cudnn_convolution": _convolved,
     "aten.cudnn_convolution_transpose": _transposed,
     "aten.convolution_backward": _convolution_gradients,

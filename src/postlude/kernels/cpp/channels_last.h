@@ -1,0 +1,316 @@
+// Passes over a channels-last value, [N, P, C]. Each sample is cut into rows of `period` columns, whole vectors and
+// whole positions at once, and a shorter row at its end: columns are vectors, whatever the number of channels.
+#pragma once
+#include "sums.h"
+
+template <class Kernel> struct ChannelsLast {
+  using Value = typename Kernel::Value;
+  using Result = typename Kernel::Result;
+  using List = typename Kernel::List;
+  const Value* x;
+  Result* y;
+  const void* const* a;
+  Sizes s;
+  int64_t period, rows, tile, per_task, pieces;  // rows are whole ones; tiles and tasks are so many of them
+
+  ChannelsLast(const Value* x, Result* y, const void* const* a, Sizes s)
+      : x(x), y(y), a(a), s(s), period(period_of(s.channels)), rows(size() / period),
+        tile(std::clamp<int64_t>(PIECE / period, 8, SPAN / LANES)),
+        per_task(tile * std::max<int64_t>(1, PIECE / (tile * period))),
+        pieces(std::max<int64_t>(1, (rows + per_task - 1) / per_task)) {}
+
+  static constexpr int64_t TURNED = 1024;  // positions that are written contiguous at a time
+
+  static int64_t period_of(int64_t channels) {
+    const int64_t wide = std::lcm(channels, UNROLL * LANES);  // several vectors, which are added up independently
+    return wide <= SPAN ? wide : std::lcm(channels, LANES);
+  }
+
+  int64_t size() const { return s.channels * s.positions; }
+  int64_t first_row(int64_t task) const { return task % pieces * per_task; }
+  int64_t last_row(int64_t task) const { return std::min(rows, first_row(task) + per_task); }
+  bool is_last(int64_t task) const { return task % pieces == pieces - 1; }
+
+  // What a thread keeps from task to task.
+  struct Scratch {
+    Columns<List> columns;
+    std::vector<double> mean, m2;               // of every column of a task
+    std::vector<float> centre, means, rstds;    // of columns
+    Scratch(const void* const* a, int64_t period)
+        : columns(a, period), mean(period), m2(period), centre(period), means(period), rstds(period) {}
+  };
+
+  // fn(J, column): columns in blocks of UNROLL vectors, then one by one.
+  template <class F> void each_block(F fn) const {
+    int64_t column = 0;
+    for (; column + UNROLL * LANES <= period; column += UNROLL * LANES)
+      fn(std::integral_constant<int, UNROLL>{}, column);
+    for (; column < period; column += LANES) fn(std::integral_constant<int, 1>{}, column);
+  }
+
+  // fn(at, j) for J vectors of each of the rows [begin, end).
+  template <int J, class F>
+  void each_vector(const Scratch& own, int64_t base, int64_t column, int64_t begin, int64_t end, F fn) const {
+    Column<List> at[J];
+    for (int j = 0; j < J; ++j) at[j].begin(own.columns, column + j * LANES);
+    for (int64_t row = begin; row < end; ++row) {
+      for (int j = 0; j < J; ++j) {
+        at[j].offset = base + row * period + column + j * LANES;
+        fn(at[j], j);
+      }
+    }
+  }
+
+  V value(const Column<List>& at, int64_t count = LANES) const {
+    return Kernel::Before::run(at, count, read_vector(x + at.offset, count));
+  }
+
+  // Adds rows [begin, end) of J vectors of columns to those that were added before, `count` rows.
+  template <bool SQUARES, int J>
+  void add_tile(Scratch& own, int64_t base, int64_t column, int64_t begin, int64_t end, double count) const {
+    const float here = end - begin;
+    V k[J], sums[J], squares[J];
+    for (int j = 0; j < J; ++j) k[j] = V::loadu(&own.centre[column + j * LANES]);
+    for (int turn = 0; turn < 2; ++turn) {
+      for (int j = 0; j < J; ++j) sums[j] = squares[j] = V(0.0f);
+      this->template each_vector<J>(own, base, column, begin, end, [&](const Column<List>& at, int j) {
+        const V d = value(at) - k[j];
+        sums[j] = sums[j] + d;
+        if constexpr (SQUARES) squares[j] = at::vec::fmadd(d, d, squares[j]);
+      });
+      bool is_near = true;
+      for (int j = 0; SQUARES && j < J; ++j) {
+        const V moved = sums[j] * sums[j] / V(here);
+        is_near &= (moved <= V(float(FAR)) * (squares[j] - moved)).zero_mask() == 0;
+      }
+      if (is_near || turn) break;
+      for (int j = 0; j < J; ++j) k[j] = k[j] + sums[j] / V(here);
+    }
+    alignas(64) float centres[J * LANES], totals[J * LANES], found[J * LANES];
+    for (int j = 0; j < J; ++j)
+      k[j].store(centres + j * LANES), sums[j].store(totals + j * LANES), squares[j].store(found + j * LANES);
+    const double share = here / (count + here), both = count * share, one = 1.0 / here;
+    for (int64_t i = 0; i < J * LANES; ++i) {
+      if constexpr (SQUARES) {
+        const double rest = totals[i] * one, mean = centres[i] + rest, delta = mean - own.mean[column + i];
+        own.mean[column + i] += delta * share;
+        own.m2[column + i] += found[i] - rest * totals[i] + delta * delta * both;
+        own.centre[column + i] = mean;
+      } else {
+        own.mean[column + i] += totals[i];
+      }
+    }
+  }
+
+  // Centres near the means of columns: those of a few rows.
+  void look(Scratch& own, int64_t base, int64_t begin, int64_t end) const {
+    end = std::min(end, begin + 8);
+    each_block([&](auto block, int64_t column) {
+      constexpr int J = decltype(block)::value;
+      V sums[J];
+      for (int j = 0; j < J; ++j) sums[j] = V(0.0f);
+      auto add = [&](const Column<List>& at, int j) { sums[j] = sums[j] + value(at); };
+      this->template each_vector<J>(own, base, column, begin, end, add);
+      for (int j = 0; j < J; ++j) (sums[j] / V(float(end - begin))).store(&own.centre[column + j * LANES]);
+    });
+  }
+
+  // Of each channel, [C], over the rows of one task.
+  template <bool SQUARES> void task_moments(Scratch& own, int64_t task, Sums* channels) const {
+    const int64_t sample = task / pieces, base = sample * size(), first = first_row(task), last = last_row(task);
+    own.columns.begin(sample, s.channels);
+    std::fill(own.mean.begin(), own.mean.end(), 0), std::fill(own.m2.begin(), own.m2.end(), 0);
+    std::fill(own.centre.begin(), own.centre.end(), 0.0f);
+    if (SQUARES && first < last) look(own, base, first, last);
+    for (int64_t begin = first; begin < last; begin += tile)
+      each_block([&](auto block, int64_t column) {
+        const int64_t end = std::min(last, begin + tile);
+        this->template add_tile<SQUARES, decltype(block)::value>(own, base, column, begin, end, begin - first);
+      });
+    fold<SQUARES>(own, last - first, channels);
+    if (is_last(task)) add_short_row(own, base, channels);
+  }
+
+  // Columns of the same channel have as many rows each.
+  template <bool SQUARES> void fold(const Scratch& own, int64_t count, Sums* channels) const {
+    const int64_t each = period / s.channels;
+    for (int64_t c = 0; c < s.channels; ++c) {
+      double mean = 0, m2 = 0;
+      for (int64_t i = c; i < period; i += s.channels) mean += own.mean[i];
+      mean /= each * (SQUARES ? 1 : std::max<int64_t>(1, count));
+      for (int64_t i = c; SQUARES && i < period; i += s.channels)
+        m2 += own.m2[i] + (own.mean[i] - mean) * (own.mean[i] - mean) * count;
+      channels[c] = {mean, m2, double(each * count)};
+    }
+  }
+
+  void add_short_row(Scratch& own, int64_t base, Sums* channels) const {
+    float each[LANES];
+    for (int64_t column = 0; column < size() - rows * period; column += LANES) {
+      Column<List> at;
+      at.begin(own.columns, column);
+      at.offset = base + rows * period + column;
+      const int64_t count = std::min(LANES, size() - rows * period - column);
+      value(at, count).store(each);
+      for (int64_t i = 0; i < count; ++i) channels[(column + i) % s.channels].add({each[i], 0, 1});
+    }
+  }
+
+  // [G] of one sample from [TASKS, C]
+  void combine(const Sums* tasks, Statistic* statistics) const {
+    for (int64_t group = 0; group < s.groups; ++group) {
+      Sums sums;
+      for (int64_t task = 0; task < pieces; ++task)
+        for (int64_t c = group * s.per_group(); c < (group + 1) * s.per_group(); ++c)
+          sums.add(tasks[task * s.channels + c]);
+      statistics[group] = Statistic(sums, s.eps);
+    }
+  }
+
+  // What is the same for all positions of a sample, for every column.
+  void spread(Scratch& own, int64_t sample, const Statistic* statistics) const {
+    own.columns.begin(sample, s.channels);
+    for (int64_t column = 0; column < period; ++column) {
+      const Statistic one = statistics ? statistics[column % s.channels / s.per_group()] : Statistic();
+      own.means[column] = one.mean, own.rstds[column] = one.rstd;
+    }
+  }
+
+  void finish_task(Scratch& own, int64_t task, const Statistic* statistics) const {
+    const int64_t sample = task / pieces, base = sample * size(), first = first_row(task), last = last_row(task);
+    spread(own, sample, statistics);
+    for (int64_t begin = first; begin < last; begin += tile)
+      each_block([&](auto block, int64_t column) {
+        constexpr int J = decltype(block)::value;
+        V mean[J], rstd[J];
+        for (int j = 0; j < J; ++j)
+          mean[j] = V::loadu(&own.means[column + j * LANES]), rstd[j] = V::loadu(&own.rstds[column + j * LANES]);
+        auto finish = [&](const Column<List>& at, int j) {
+          write_vector(y + at.offset, Kernel::Whole::run(at, LANES, read_vector(x + at.offset), mean[j], rstd[j]));
+        };
+        this->template each_vector<J>(own, base, column, begin, std::min(last, begin + tile), finish);
+      });
+    if (is_last(task)) finish_short_row(own, base);
+  }
+
+  void finish_short_row(Scratch& own, int64_t base) const {
+    for (int64_t column = 0; column < size() - rows * period; column += LANES) {
+      Column<List> at;
+      at.begin(own.columns, column);
+      at.offset = base + rows * period + column;
+      const int64_t count = std::min(LANES, size() - rows * period - column);
+      const V mean = V::loadu(&own.means[column]), rstd = V::loadu(&own.rstds[column]);
+      write_vector(y + at.offset, Kernel::Whole::run(at, count, read_vector(x + at.offset, count), mean, rstd), count);
+    }
+  }
+
+  void normalize() const {
+    if (s.is_uneven(s.samples)) normalize_split();
+    else normalize_units();
+  }
+
+  // Each sample is read, and finished while it is in cache, the last part first.
+  void normalize_units() const {
+#pragma omp parallel num_threads(s.threads)
+    {
+      Scratch own(a, period);
+      std::vector<Sums> found(pieces * s.channels);
+      std::vector<Statistic> statistics(s.groups);
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t sample = 0; sample < s.samples; ++sample) {
+        for (int64_t i = 0; i < pieces; ++i) task_moments<true>(own, sample * pieces + i, &found[i * s.channels]);
+        combine(found.data(), statistics.data());
+        for (int64_t i = pieces - 1; i >= 0; --i) finish_task(own, sample * pieces + i, statistics.data());
+      }
+    }
+  }
+
+  // Through all of the value twice, in one parallel region; the second time from its end.
+  void normalize_split() const {
+    const int64_t tasks = s.samples * pieces;
+    std::vector<Sums> found(tasks * s.channels);
+    std::vector<Statistic> statistics(s.samples * s.groups);
+#pragma omp parallel num_threads(s.threads)
+    {
+      Scratch own(a, period);
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t task = 0; task < tasks; ++task) task_moments<true>(own, task, &found[task * s.channels]);
+#pragma omp single
+      for (int64_t n = 0; n < s.samples; ++n) combine(&found[n * pieces * s.channels], &statistics[n * s.groups]);
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t i = 0; i < tasks; ++i)
+        finish_task(own, tasks - 1 - i, &statistics[(tasks - 1 - i) / pieces * s.groups]);
+    }
+  }
+
+  // As normalize_split, into a contiguous result: PyTorch's own copy from one layout to the other takes longer than that.
+  void normalize_turned() const {
+    const int64_t tasks = s.samples * pieces, blocks = (s.positions + TURNED - 1) / TURNED;
+    std::vector<Sums> found(tasks * s.channels);
+    std::vector<Statistic> statistics(s.samples * s.groups);
+#pragma omp parallel num_threads(s.threads)
+    {
+      Scratch own(a, period);
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t task = 0; task < tasks; ++task) task_moments<true>(own, task, &found[task * s.channels]);
+#pragma omp single
+      for (int64_t n = 0; n < s.samples; ++n) combine(&found[n * pieces * s.channels], &statistics[n * s.groups]);
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t i = 0; i < s.samples * blocks; ++i) {
+        const int64_t block = s.samples * blocks - 1 - i, sample = block / blocks;
+        spread(own, sample, &statistics[sample * s.groups]);
+        turn_block(own, sample, block % blocks * TURNED);
+      }
+    }
+  }
+
+  // Positions from `begin` on: squares of positions and channels are finished, then written with the two exchanged.
+  void turn_block(const Scratch& own, int64_t sample, int64_t begin) const {
+    const int64_t end = std::min(s.positions, begin + TURNED), base = sample * size();
+    alignas(64) float square[LANES * LANES];  // [positions, channels]
+    for (int64_t c = 0; c < s.channels; c += LANES) {
+      const int64_t channels = std::min(LANES, s.channels - c);
+      const V mean = V::loadu(&own.means[c]), rstd = V::loadu(&own.rstds[c]);
+      Column<List> at;
+      at.begin(own.columns, c);
+      for (int64_t p = begin; p < end; p += LANES) {
+        const int64_t positions = std::min(LANES, end - p);
+        for (int64_t i = 0; i < positions; ++i) {
+          const V v = read_vector(x + base + (p + i) * s.channels + c, channels);
+          Kernel::Whole::run(at, channels, v, mean, rstd).store(square + i * LANES);
+        }
+        Result* to = y + base + c * s.positions + p;
+        if (channels == LANES && positions == LANES) {
+          at::vec::transpose_mxn<float, LANES, LANES>(square, LANES, to, s.positions);
+        } else {
+          for (int64_t j = 0; j < channels; ++j)
+            for (int64_t i = 0; i < positions; ++i) to[j * s.positions + i] = square[i * LANES + j];
+        }
+      }
+    }
+  }
+
+  // Of each channel of each sample, [N, C].
+  template <bool SQUARES> std::vector<Sums> moments() const {
+    const int64_t tasks = s.samples * pieces;
+    std::vector<Sums> found(tasks * s.channels), whole(s.samples * s.channels);
+#pragma omp parallel num_threads(s.threads)
+    {
+      Scratch own(a, period);
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t task = 0; task < tasks; ++task) task_moments<SQUARES>(own, task, &found[task * s.channels]);
+    }
+    for (int64_t i = 0; i < tasks * s.channels; ++i)
+      whole[i / s.channels / pieces * s.channels + i % s.channels].add(found[i]);
+    return whole;
+  }
+
+  void map() const {
+#pragma omp parallel num_threads(s.threads)
+    {
+      Scratch own(a, period);
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t task = 0; task < s.samples * pieces; ++task) finish_task(own, task, nullptr);
+    }
+  }
+};

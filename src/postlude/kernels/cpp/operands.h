@@ -1,0 +1,118 @@
+// What a pass reads beside its value: tensors of several dtypes and shapes as vectors of fp32.
+#pragma once
+#include <cstring>
+#include <memory>
+#include <tuple>
+#include <utility>
+
+#include "pointwise.h"
+
+inline void widen(const c10::BFloat16* p, V& v) { at::vec::load_fp32_from_bf16(p, v); }
+inline void widen(const c10::Half* p, V& v) { at::vec::load_fp32_from_fp16(p, v); }
+inline at::vec::Vectorized<c10::BFloat16> narrowed(V v, c10::BFloat16) { return at::vec::convert_float_bfloat16(v, v); }
+inline at::vec::Vectorized<c10::Half> narrowed(V v, c10::Half) { return at::vec::convert_float_half(v, v); }
+
+template <class T> inline V read_vector(const T* p, int64_t count = LANES) {
+  if constexpr (std::is_same_v<T, float>) {
+    return V::loadu(p, count);
+  } else {
+    V v;
+    if (count == LANES) {
+      widen(p, v);
+    } else {
+      T padded[LANES] = {};
+      std::memcpy(padded, p, count * sizeof(T));
+      widen(padded, v);
+    }
+    return v;
+  }
+}
+
+template <class T> inline void write_vector(T* p, V v, int64_t count = LANES) {
+  if constexpr (std::is_same_v<T, float>) v.store(p, count);
+  else narrowed(v, T()).store(p, count);
+}
+
+enum Role { FULL, CHANNEL, ROW, ONE };  // a number for each element, channel, sample and channel, or one for all
+
+template <class T, Role R> struct Operand {
+  using Type = T;
+  static constexpr Role role = R;
+  static float at(const void* p, int64_t i) { return static_cast<float>(static_cast<const T*>(p)[i]); }
+};
+
+template <class... Os> struct Operands {
+  static constexpr int count = sizeof...(Os);
+  template <int I> using Nth = std::tuple_element_t<I, std::tuple<Os...>>;
+  static constexpr bool has(Role role) { return ((Os::role == role) || ...); }
+};
+
+template <class F, int... I> inline void each(F f, std::integer_sequence<int, I...>) {
+  (f(std::integral_constant<int, I>{}), ...);
+}
+template <int COUNT, class F> inline void each(F f) { each(f, std::make_integer_sequence<int, COUNT>{}); }
+
+// The operands of elements in one row of a contiguous value: all but full ones are the same for the whole row.
+template <class List> struct Row {
+  V kept[List::count + 1];
+  const void* const* pointers;
+  int64_t offset = 0;
+
+  Row(const void* const* pointers, int64_t sample, int64_t channel, int64_t channels) : pointers(pointers) {
+    each<List::count>([&](auto i) {
+      using One = typename List::template Nth<i>;
+      const int64_t place = One::role == CHANNEL ? channel : One::role == ROW ? sample * channels + channel : 0;
+      if constexpr (One::role != FULL) kept[i] = V(One::at(pointers[i], place));
+    });
+  }
+
+  template <int I> V get(int64_t count) const {
+    using One = typename List::template Nth<I>;
+    if constexpr (One::role != FULL) return kept[I];
+    else return read_vector(static_cast<const typename One::Type*>(pointers[I]) + offset, count);
+  }
+};
+
+// Of a channels-last value: memory is cut into rows of `period` elements, whole vectors and whole positions at once.
+// Operands per channel are spread over a row of columns, once for each sample.
+template <class List> struct Columns {
+  int64_t period;
+  std::unique_ptr<float[]> spread;
+  const void* const* pointers;
+
+  Columns(const void* const* pointers, int64_t period)
+      : period(period), spread(new float[(List::count + 1) * period]), pointers(pointers) {}
+
+  void begin(int64_t sample, int64_t channels) {
+    each<List::count>([&](auto i) {
+      using One = typename List::template Nth<i>;
+      if constexpr (One::role != FULL) {
+        for (int64_t column = 0; column < period; ++column) {
+          const int64_t c = column % channels;
+          const int64_t place = One::role == CHANNEL ? c : One::role == ROW ? sample * channels + c : 0;
+          spread[i * period + column] = One::at(pointers[i], place);
+        }
+      }
+    });
+  }
+};
+
+template <class List> struct Column {
+  V kept[List::count + 1];
+  const void* const* pointers;
+  int64_t offset = 0;
+
+  void begin(const Columns<List>& columns, int64_t column) {
+    pointers = columns.pointers;
+    each<List::count>([&](auto i) {
+      if constexpr (List::template Nth<i>::role != FULL)
+        kept[i] = V::loadu(&columns.spread[i * columns.period + column]);
+    });
+  }
+
+  template <int I> V get(int64_t count) const {
+    using One = typename List::template Nth<I>;
+    if constexpr (One::role != FULL) return kept[I];
+    else return read_vector(static_cast<const typename One::Type*>(pointers[I]) + offset, count);
+  }
+};

@@ -1,0 +1,56 @@
+"""What the texts of the CPU's kernels have in common: dtypes, operands, and the steps before a norm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from postlude.chain import Chain, Reduce, Value
+from postlude.emit_cpp import emit_cpp_end
+from postlude.expressions import Function
+from postlude.plan import Plan
+from postlude.plan.problem import Spec, memory_format
+from postlude.steps import forward, moments
+
+TYPES = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "c10::BFloat16", torch.float16: "c10::Half"}
+_ROLES = {"full": "FULL", "channel": "CHANNEL", "row": "ROW", "one": "ONE"}
+
+
+class End(NamedTuple):
+    """The end of a chain that needs only moments: steps from `first` to the reduction, which is step `last`."""
+
+    first: int
+    last: int
+    reduce: Reduce
+
+    def text(self, chain: Chain, dtype: torch.dtype, slots: Sequence[int]) -> str:
+        return emit_cpp_end(moments(chain, self.first, self.last), TYPES[dtype], slots)
+
+    def result(self, value: Spec, dtype: torch.dtype, device: torch.device) -> Tensor:
+        kept = value.shape[:2] if self.reduce.over == "space" else value.shape[:1]
+        shape = (*kept, *[1] * (len(value.shape) - len(kept))) if self.reduce.keepdim else kept
+        return torch.empty(shape, dtype=dtype, device=device)
+
+
+def end_of(chain: Chain, first: int) -> End:
+    steps = enumerate(chain.steps[first - 1 :], first)
+    return next(End(first, number, step) for number, step in steps if isinstance(step, Reduce))
+
+
+def operand_types(chain: Chain, slots: Sequence[int], tensors: Sequence[Tensor]) -> str:
+    return ", ".join(f"Operand<{TYPES[tensors[slot].dtype]}, {_ROLES[chain.roles[slot]]}>" for slot in slots)
+
+
+def operands(plan: Plan, slots: Sequence[int], tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The tensors that the steps read, in the value's layout."""
+    full = memory_format(plan.value.layout, plan.chain.dims)
+    forms = {slot: full if plan.chain.roles[slot] == "full" else torch.contiguous_format for slot in slots}
+    return {f"t{slot}": tensors[slot].contiguous(memory_format=form) for slot, form in forms.items()}
+
+
+def before(chain: Chain, last: int) -> Function:
+    """What a norm or a reduction is of: the value itself where no step precedes it."""
+    return forward(chain, "before", last, 1) if last else Function("before", (Value(0),), (), Value(0), ())

@@ -1,0 +1,157 @@
+"""Passes over a value on the CPU: each one kernel in C++ with one parallel region, around it PyTorch's convolution."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from postlude.chain import Convolution
+from postlude.emit_cpp import emit_cpp
+from postlude.moments import laid_out
+from postlude.plan import Plan
+from postlude.plan.problem import Layout, memory_format
+from postlude.plan.program import first_barrier, fused_norm
+from postlude.plan.types import Moments as MomentsSink
+from postlude.reference import continue_from, convolve
+from postlude.stages.cpu_few_channels import convolve_moments
+from postlude.stages.cpu_kernel import TYPES, End, before, end_of, operand_types, operands
+from postlude.stages.library import cast_for_convolution
+from postlude.stages.trace import launch_cpp, settle_layout
+from postlude.steps import forward, pass_slots
+
+_PASSES: dict[Layout, tuple[str, str]] = {
+    "contiguous": ("contiguous.h", "Contiguous"),
+    "channels_last": ("channels_last.h", "ChannelsLast"),
+}
+_KERNEL = """#include "{header}"
+#include "moments_end.h"
+
+namespace {{
+struct Kernel {{
+  using Value = {value};
+  using Result = {result};
+  using List = Operands<{operands}>;
+{steps}}};
+}}  // namespace
+
+extern "C" void {name}(void* const* p, const double* n, int threads) {{
+  const Sizes sizes{{int64_t(n[0]), int64_t(n[1]), int64_t(n[2]), int64_t(n[3]), n[4], threads}};
+  const {layout}<Kernel> pass(static_cast<const Kernel::Value*>(p[0]), {into}, p + 2, sizes);
+  {run};
+}}
+"""
+
+
+def forward_on_cpu(plan: Plan, tensors: Sequence[Tensor]) -> Tensor:
+    """The convolution over the whole batch, and one pass over its result, in place where that is of its dtype."""
+    chain, last = plan.chain, plan.passes[-1]
+    dtype = getattr(torch, plan.result_dtype)
+    if isinstance(last.sink, MomentsSink):
+        return _reduced(plan, tensors, dtype, last.last, last.sink.squares)
+    value, is_ours = _value(plan, tensors)
+    if _is_turned(plan):
+        result = torch.empty(value.shape, dtype=dtype, device=value.device)
+    else:
+        result = value if is_ours and value.dtype == dtype else torch.empty_like(value, dtype=dtype)
+    _finish_pass(plan, value, result, tensors)
+    return continue_from(chain, last.last, result, tensors, moves=True)
+
+
+def _is_turned(plan: Plan) -> bool:
+    """Whether the pass writes the other layout."""
+    return (plan.value.layout, plan.result_layout) == ("channels_last", "contiguous")
+
+
+def _reduced(plan: Plan, tensors: Sequence[Tensor], dtype: torch.dtype, last: int, squares: bool) -> Tensor:
+    """The result of a reduction that needs only moments of what steps up to `last` give."""
+    chain, end = plan.chain, end_of(plan.chain, last + 1)
+    result = end.result(plan.value, dtype, tensors[0].device)
+    if plan.own_on_cpu is not None:
+        convolve_moments(plan, plan.own_on_cpu, end, tensors, result, squares)
+    else:
+        _moments_pass(plan, end, _value(plan, tensors)[0], result, tensors, squares)
+    result = laid_out(result, end.reduce, plan.result_layout == "channels_last")
+    return continue_from(chain, end.last, result, tensors)
+
+
+def _value(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor, bool]:
+    """The chain's first value in the layout of the pass, and whether it may be overwritten."""
+    chain = plan.chain
+    conv, layout = chain.producer, memory_format(plan.value.layout, chain.dims)
+    if conv is None:
+        return tensors[0].contiguous(memory_format=layout), plan.input.layout != plan.value.layout
+    x, weight, *more = cast_for_convolution(chain, tensors)
+    bias = more[0] if conv.has_bias else None
+    if plan.convolve == "direct":
+        return _by_onednn(conv, x, weight, bias, layout), True
+    return settle_layout(convolve(conv, x, weight, bias), layout), True
+
+
+def _by_onednn(
+    conv: Convolution, x: Tensor, weight: Tensor, bias: Tensor | None, layout: torch.memory_format
+) -> Tensor:
+    """Without PyTorch's choice of library: with a batch of one it may leave oneDNN (measured 2 to 13 times slower)."""
+    plain = conv.as_plain()
+    assert plain is not None
+    if conv.transposed:
+        weight = weight.transpose(0, 1).flip(*range(2, 2 + conv.dims))
+    x, weight = x.contiguous(memory_format=layout), weight.contiguous(memory_format=layout)
+    sizes = (list(plain.padding), list(plain.stride), list(plain.dilation), plain.groups)
+    return settle_layout(torch.ops.aten.mkldnn_convolution(x, weight, bias, *sizes), layout)
+
+
+def _finish_pass(plan: Plan, value: Tensor, result: Tensor, tensors: Sequence[Tensor]) -> None:
+    """All steps that are fused, with the norm among them: one reading where a group of channels stays in cache."""
+    chain, last, norm = plan.chain, plan.passes[-1].last, fused_norm(plan.chain)
+    slots, channels = pass_slots(chain, last, 1), value.shape[1]
+    steps = emit_cpp(forward(chain, "whole", last, 1), "Whole", slots)
+    if norm is not None:
+        steps = emit_cpp(before(chain, (first_barrier(chain) or 1) - 1), "Before", slots) + steps
+    name = "map" if norm is None else "normalize"
+    text = kernel_text(name, f"{name}{'_turned' * _is_turned(plan)}()", plan, steps, slots, value, result, tensors)
+    groups, eps = (1, 0.0) if norm is None else (norm.groups or channels, norm.eps)
+    given = {"value": value, "result": result, **operands(plan, slots, tensors)}
+    launch_cpp(name, text, given, (*sizes_of(value), groups, eps))
+
+
+def _moments_pass(
+    plan: Plan, end: End, value: Tensor, result: Tensor, tensors: Sequence[Tensor], squares: bool
+) -> None:
+    chain, slots = plan.chain, pass_slots(plan.chain, end.last, 1)
+    steps = emit_cpp(before(chain, end.first - 1), "Before", slots) + end.text(chain, result.dtype, slots)
+    text = kernel_text("moments", f"moments<{str(squares).lower()}>()", plan, steps, slots, value, None, tensors)
+    given = {"value": value, "result": result, **operands(plan, slots, tensors)}
+    launch_cpp("moments", text, given, (*sizes_of(value), 1, 0.0))
+
+
+def kernel_text(
+    name: str,
+    run: str,
+    plan: Plan,
+    steps: str,
+    slots: Sequence[int],
+    value: Tensor,
+    result: Tensor | None,
+    tensors: Sequence[Tensor],
+) -> str:
+    """`result` is None where nothing of the value's size is written: what the pass gives is ended then."""
+    header, layout = _PASSES[plan.value.layout]
+    ends = "end<Kernel>({}, sizes.samples, sizes.channels, p + 2, p[1])"
+    return _KERNEL.format(
+        header=header,
+        value=TYPES[value.dtype],
+        result=TYPES[(value if result is None else result).dtype],
+        operands=operand_types(plan.chain, slots, tensors),
+        steps="".join(f"  {line}\n" for line in steps.splitlines()),
+        name=name,
+        layout=layout,
+        into="nullptr" if result is None else "static_cast<Kernel::Result*>(p[1])",
+        run=ends.format(f"pass.{run}") if result is None else f"pass.{run}",
+    )
+
+
+def sizes_of(value: Tensor) -> tuple[int, int, int]:
+    return value.shape[0], value.shape[1], math.prod(value.shape[2:])

@@ -35,10 +35,15 @@ from postlude import cards, hardware, reference
 from postlude.chain import Chain, Convolution, Normalize, Operand, Pointwise, Reduce, Role, Slot, Step, Value
 from postlude.check import tensors_for
 from postlude.check.modes import pytorch_switches
+from postlude.graph.upsample import gradient_is_right
 from postlude.hardware import Machine, machine_on
 from postlude.plan import Plan, Problem, lower, problem_of
 from postlude.plan.calls import TorchCall
+from postlude.plan.problem import Layout, memory_format
+from postlude.plan.upsample import Upsampling
 from postlude.run import ahead, execute, launch, nvrtc
+from postlude.stages.program import traced
+from postlude.stages.upsample import upsample_gradient
 from postlude.words import REDUCTIONS
 
 KERNELS = Path(postlude.__file__).parent / "kernels"
@@ -62,6 +67,32 @@ class Run:
         words = (self.dtype if self.dtype != "float32" else self.precision, self.layout.replace("_", "-"))
         how = "forward and backward" if self.trains else "forward"
         return f"{self.name}: {self.chain}, {'×'.join(map(str, self.shape))}, {', '.join(words)}, {how}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Upsampled:
+    """The gradient of upsampling."""
+
+    name: str
+    how: Upsampling
+    dtype: str
+    layout: Layout
+
+    def __str__(self) -> str:
+        sizes = ["×".join(map(str, size)) for size in (self.how.small, self.how.large)]
+        return f"{self.name}: {' → '.join(sizes)}, {self.dtype}, {self.layout.replace('_', '-')}, backward"
+
+    def like(self, device: str) -> Tensor:
+        form = memory_format(self.layout, len(self.how.small))
+        shape = (2, 5, *self.how.small)
+        return torch.empty(shape, dtype=getattr(torch, self.dtype), device=device, memory_format=form)
+
+
+def upsamplings() -> list[Upsampled]:
+    return [
+        Upsampled("upsample-fp32", Upsampling((3, 5, 7), (6, 11, 14), is_linear=True), "float32", "contiguous"),
+        Upsampled("upsample-fp16", Upsampling((9, 7), (17, 21), is_linear=False), "float16", "channels_last"),
+    ]
 
 
 def convolution(
@@ -252,8 +283,13 @@ def watched(names: set[str]) -> Iterator[None]:
         launch.watchers.remove(watch)
 
 
-def planned(run: Run, machine: Machine = HOPPER) -> list[str]:
+def planned(run: Run | Upsampled, machine: Machine = HOPPER) -> list[str]:
     """The kernels that a run launches, in order."""
+    if isinstance(run, Upsampled):
+        form = memory_format(run.layout, len(run.how.small))
+        dy = run.like("meta").new_empty((2, 5, *run.how.large)).contiguous(memory_format=form)
+        calls = traced(lambda given: upsample_gradient(given[0], run.how, run.layout), [dy]).forward
+        return [call.kernel for call in calls if not isinstance(call, TorchCall)]
     problem = problem_for(run, inputs_of(run, "cpu"))
     runner = execute.prepare(run.chain, plan_of(run, problem, machine))
     program = ahead.program_of(run.chain, runner, problem, needs_of(run))
@@ -270,7 +306,12 @@ def apart(run: Run, ours: Sequence[Tensor], tensors: Sequence[Tensor]) -> float:
     return max(float(error.nan_to_num(torch.inf)) / max(size, least) for error, size in zip(errors, sizes))
 
 
-def run_on_card(run: Run, machine: Machine, names: set[str]) -> bool:
+def run_on_card(run: Run | Upsampled, machine: Machine, names: set[str]) -> bool:
+    if isinstance(run, Upsampled):
+        with watched(names):
+            is_right = gradient_is_right(run.like("cuda"), run.how)
+        print(f"{'right' if is_right else 'WRONG'}  {run}", flush=True)
+        return is_right
     with pytorch_switches(run.precision, torch.device("cuda")), watched(names):
         tensors = inputs_of(run, "cuda")
         ours = called(run, plan_of(run, problem_for(run, tensors), machine), tensors)
@@ -294,9 +335,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="*", metavar="GLOBS", help="some of the runs, by names with commas")
     parser.add_argument("--forward", action="store_true", help="no backward passes")
     options = parser.parse_args(arguments)
-    chosen = [run for run in runs() if any(fnmatch.fnmatch(run.name, one) for one in options.only.split(","))]
+    every: list[Run | Upsampled] = [*runs(), *upsamplings()]
+    chosen = [run for run in every if any(fnmatch.fnmatch(run.name, one) for one in options.only.split(","))]
     if options.forward:
-        chosen = [dataclasses.replace(run, trains=False) for run in chosen]
+        chosen = [dataclasses.replace(run, trains=False) for run in chosen if isinstance(run, Run)]
     if not chosen:
         parser.error(f"no run is called {options.only}")
     if not options.plan and not torch.cuda.is_available():

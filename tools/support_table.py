@@ -185,9 +185,10 @@ TEXT = """# What is fused where
 Written by `tools/support_table.py` from `lower` itself; `tests/test_support.py` says when it is out of date.
 
 *yes*: a fused plan exists in {dtypes}, contiguous and channels-last; *ours in*: with a
-convolution of our own in these dtypes; *C++ in*: with passes in C++ where there is a compiler. *no* and missing dtypes have their reason below; there the chain runs through
-PyTorch's own operators, as do inputs that are empty or neither contiguous nor channels-last. A word is shown between a
-conv3d and a group_norm. Whether a plan pays at a given size is another question, which `postlude explain` answers.
+convolution of our own in these dtypes; *C++ in*: with passes in C++ where there is a compiler. *no* and missing dtypes
+have their reason below; there the chain runs through PyTorch's own operators, as do inputs that are empty or neither
+contiguous nor channels-last. A word is shown between a conv3d and a group_norm. Whether a plan pays at a given size is
+another question, which `postlude explain` answers.
 
 {table}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from postlude.graph.upsample import _is_right
+from postlude.graph.upsample import gradient_is_right
 from postlude.plan.problem import Layout, memory_format
 from postlude.plan.upsample import Upsampling
 
@@ -22,7 +22,7 @@ WAYS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("name", WAYS)
-def test_is_right(name: str, layout: Layout, dtype: torch.dtype) -> None:
+def testgradient_is_right(name: str, layout: Layout, dtype: torch.dtype) -> None:
     how, channels = WAYS[name]
     x = torch.empty((2, channels, *how.small), dtype=dtype, device="cuda")
-    assert _is_right(x.contiguous(memory_format=memory_format(layout, len(how.small))), how)
+    assert gradient_is_right(x.contiguous(memory_format=memory_format(layout, len(how.small))), how)

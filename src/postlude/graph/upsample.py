@@ -32,7 +32,7 @@ def gather_gradients(graph: fx.GraphModule, wanting: Collection[fx.Node], checks
         how = _upsampling_of(node) if node in wanting else None
         if how is None or not _is_served(node.args[0].meta["val"], how):
             continue
-        if checks and not apart(_is_right, node.args[0].meta["val"], how):
+        if checks and not apart(gradient_is_right, node.args[0].meta["val"], how):
             log.warning("the gathered gradient of %s is wrong: PyTorch computes it", site_name((node,)))
             continue
         node.args, node.kwargs = (node.args[0], text_of(how)), {}
@@ -59,7 +59,7 @@ def _is_served(x: Tensor, how: Upsampling) -> bool:
     return x.is_cuda and x.dtype in _ALLOWED and how.is_served
 
 
-def _is_right(like: Tensor, how: Upsampling) -> bool:
+def gradient_is_right(like: Tensor, how: Upsampling) -> bool:
     """Against PyTorch's gradient in float64, on the problem itself."""
     layout: Layout = "channels_last" if layout_of(like) == "channels_last" else "contiguous"
     form = memory_format(layout, len(how.small))

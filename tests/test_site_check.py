@@ -43,5 +43,5 @@ def test_a_few_samples_are_judged_in_the_batch_and_layout_of_the_plan(monkeypatc
 
 def test_another_layout_than_the_plans_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutant: samples are put into the batch as PyTorch does, which gives up channels-last."""
-    monkeypatch.setattr(site_check, "_laid_out_like", lambda full, tensor: tensor)
+    monkeypatch.setattr(site_check, "laid_out", lambda tensor, *_: tensor)
     assert "planned for an input that is channels_last, not contiguous" in str(verdict_on_two_of_five(monkeypatch))

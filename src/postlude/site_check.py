@@ -29,6 +29,7 @@ from postlude.files import read_kept, write_kept
 from postlude.plan import Problem, lower, problem_of
 from postlude.plan.problem import empty, result_shape
 from postlude.plan.program import takes_the_batch
+from postlude.run.chain_run import laid_out
 from postlude.run.crop import cut_space, of_batch
 from postlude.run.execute import call as call_runner
 from postlude.run.execute import execute
@@ -142,18 +143,14 @@ class _Embedded:
         step = max(1, (batch - 1) // max(1, self.count - 1))
         places = [(turn + number * step) % batch for number in range(self.count)]
         where = torch.tensor(places, device=self.tensors[0].device)
+        # index_copy may give another layout, for which the plan is not.
         whole = [
-            sample if sample.shape == full.shape else _laid_out_like(full, full.index_copy(0, where, sample))
+            sample
+            if sample.shape == full.shape
+            else laid_out(full.index_copy(0, where, sample), full.shape, full.stride(), full.dtype)
             for sample, full in zip(samples, self.tensors)
         ]
         return call_runner(self.call.runner, whole).index_select(0, where)
-
-
-def _laid_out_like(full: Tensor, tensor: Tensor) -> Tensor:
-    """`index_copy` may give another layout, for which the plan is not."""
-    if tensor.stride() == full.stride():
-        return tensor
-    return torch.empty_strided(full.shape, full.stride(), dtype=full.dtype, device=full.device).copy_(tensor)
 
 
 def _drawn(call: Call) -> list[Tensor]:

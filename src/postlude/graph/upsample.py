@@ -11,10 +11,10 @@ import torch.fx as fx
 from torch import Tensor
 
 from postlude.graph.match import site_name
-from postlude.plan.problem import Layout, layout_of, memory_format
+from postlude.plan.problem import memory_format
 from postlude.plan.upsample import Upsampling
 from postlude.run.apart import apart
-from postlude.run.upsample import by_pytorch, text_of
+from postlude.run.upsample import by_pytorch, layout_for, text_of
 
 log = logging.getLogger("postlude")
 aten = torch.ops.aten
@@ -61,7 +61,7 @@ def _is_served(x: Tensor, how: Upsampling) -> bool:
 
 def gradient_is_right(like: Tensor, how: Upsampling) -> bool:
     """Against PyTorch's gradient in float64, on the problem itself."""
-    layout: Layout = "channels_last" if layout_of(like) == "channels_last" else "contiguous"
+    layout = layout_for(like)
     form = memory_format(layout, len(how.small))
     with torch.random.fork_rng(devices=[like.device] if like.is_cuda else []):
         dy = torch.randn((*like.shape[:2], *how.large), dtype=like.dtype, device=like.device).contiguous(

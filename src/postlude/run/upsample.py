@@ -7,7 +7,6 @@ what PyTorch's does, by PyTorch's, so that a compiler may fuse it with what is a
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,12 +37,17 @@ def _read(text: str) -> Upsampling:
     return found
 
 
+def layout_for(x: Tensor) -> Layout:
+    """Of the gradient of `x`."""
+    return "channels_last" if layout_of(x) == "channels_last" else "contiguous"
+
+
 def by_pytorch(x: Tensor, how: Upsampling) -> Tensor:
     aten, dims = torch.ops.aten, len(how.small)
     factors = [factor or None for factor in how.factors or (0.0,) * dims]
     result: Tensor
     if how.is_linear:
-        operator = {1: aten.upsample_linear1d, 2: aten.upsample_bilinear2d, 3: aten.upsample_trilinear3d}[dims]
+        operator = aten.upsample_bilinear2d if dims == 2 else aten.upsample_trilinear3d
         result = operator(x, how.large, how.aligns_corners, *factors)
     else:
         word = "_upsample_nearest_exact" if how.is_exact else "upsample_nearest"
@@ -54,7 +58,7 @@ def by_pytorch(x: Tensor, how: Upsampling) -> Tensor:
 class _Upsample(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, text: str) -> Tensor:
-        ctx.text, ctx.layout = text, "channels_last" if layout_of(x) == "channels_last" else "contiguous"
+        ctx.text, ctx.layout = text, layout_for(x)
         return by_pytorch(x, _read(text))
 
     @staticmethod
@@ -85,7 +89,7 @@ def _gradient(dy: Tensor, text: str, layout: Layout) -> Tensor:
 
 def _gradient_shape(dy: Tensor, text: str, layout: Layout) -> Tensor:
     how = _read(text)
-    shape: Sequence[int] = (*dy.shape[:2], *how.small)
+    shape = (*dy.shape[:2], *how.small)
     return torch.empty(shape, dtype=dy.dtype, device=dy.device, memory_format=memory_format(layout, len(how.small)))
 
 

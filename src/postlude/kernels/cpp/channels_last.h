@@ -225,6 +225,14 @@ template <class Kernel> struct ChannelsLast {
     }
   }
 
+  // The first half of a pass over all of the value, shared by the threads of the region that calls it.
+  void share_moments(Scratch& own, std::vector<Sums>& found, std::vector<Statistic>& statistics) const {
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t task = 0; task < s.samples * pieces; ++task) task_moments<true>(own, task, &found[task * s.channels]);
+#pragma omp single
+    for (int64_t n = 0; n < s.samples; ++n) combine(&found[n * pieces * s.channels], &statistics[n * s.groups]);
+  }
+
   // Through all of the value twice, in one parallel region; the second time from its end.
   void normalize_split() const {
     const int64_t tasks = s.samples * pieces;
@@ -233,10 +241,7 @@ template <class Kernel> struct ChannelsLast {
 #pragma omp parallel num_threads(s.threads)
     {
       Scratch own(a, period);
-#pragma omp for schedule(dynamic, 1)
-      for (int64_t task = 0; task < tasks; ++task) task_moments<true>(own, task, &found[task * s.channels]);
-#pragma omp single
-      for (int64_t n = 0; n < s.samples; ++n) combine(&found[n * pieces * s.channels], &statistics[n * s.groups]);
+      share_moments(own, found, statistics);
 #pragma omp for schedule(dynamic, 1)
       for (int64_t i = 0; i < tasks; ++i)
         finish_task(own, tasks - 1 - i, &statistics[(tasks - 1 - i) / pieces * s.groups]);
@@ -251,10 +256,7 @@ template <class Kernel> struct ChannelsLast {
 #pragma omp parallel num_threads(s.threads)
     {
       Scratch own(a, period);
-#pragma omp for schedule(dynamic, 1)
-      for (int64_t task = 0; task < tasks; ++task) task_moments<true>(own, task, &found[task * s.channels]);
-#pragma omp single
-      for (int64_t n = 0; n < s.samples; ++n) combine(&found[n * pieces * s.channels], &statistics[n * s.groups]);
+      share_moments(own, found, statistics);
 #pragma omp for schedule(dynamic, 1)
       for (int64_t i = 0; i < s.samples * blocks; ++i) {
         const int64_t block = s.samples * blocks - 1 - i, sample = block / blocks;

@@ -63,8 +63,9 @@ class _Finder:
     """Comes last: a package that is installed is imported as it is."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
-        if name.partition(".")[0] not in STOOD_IN_FOR:
-            return None
+        package, _, inside = name.partition(".")
+        if package not in STOOD_IN_FOR or (inside and not isinstance(sys.modules.get(package), _Module)):
+            return None  # an installed package looks for submodules that it lacks
         return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
 
     def find_distributions(self, context: Any = None) -> list[Any]:

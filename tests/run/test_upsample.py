@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from functorch.compile import aot_function, make_boxed_func
 from torch import Tensor, nn
+from torch._inductor.decomposition import select_decomp_table
 
 import postlude
 from postlude.graph import upsample as graphs
@@ -94,6 +97,23 @@ def test_operator_is_differentiable_twice_and_declared_right(name: str) -> None:
     torch.testing.assert_close(ddy, by_pytorch(torch.ones_like(x), how))
     single = torch.randn(dy.shape, requires_grad=True)
     torch.library.opcheck(torch.ops.postlude.upsample_gradient.default, (single, text, "contiguous"))
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_compilers_take_the_forward_pass_apart(name: str) -> None:
+    """Else it remains a call of a library's kernel, which fuses with nothing."""
+    how, graphs = WAYS[name], []
+
+    def keep(graph: Any, inputs: Any) -> Any:  # noqa: ARG001
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    compiled = aot_function(
+        lambda x: torch.ops.postlude.upsample(x, text_of(how)), keep, decompositions=select_decomp_table()
+    )
+    compiled(torch.randn(1, 2, *how.small, requires_grad=True))
+    targets = [str(node.target) for node in graphs[0].graph.nodes if "upsample" in str(node.target)]
+    assert not [target for target in targets if how.is_linear or "vec" in target]  # nearest has a lowering
 
 
 class Decoder(nn.Module):

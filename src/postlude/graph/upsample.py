@@ -52,6 +52,8 @@ def _upsampling_of(node: fx.Node) -> Upsampling | None:
         return None
     factors = given.get("scale_factors") or [given.get(f"scales_{axis}") for axis in "dhw"[3 - len(small) :]]
     known = tuple(float(factor or 0) for factor in factors) if any(factors) else ()
+    if known and tuple(int(size * factor) for size, factor in zip(small, known)) != large:
+        return None  # a size and factors that say another one
     return Upsampling(small, large, packet in _LINEAR, bool(given.get("align_corners")), packet in _EXACT, known)
 
 

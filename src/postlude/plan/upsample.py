@@ -17,7 +17,7 @@ class Upsampling:
     is_linear: bool
     aligns_corners: bool = False
     is_exact: bool = False  # nearest-exact
-    factors: tuple[float, ...] = ()  # where the caller gave them; 0 where not
+    factors: tuple[float, ...] = ()  # where the caller gave them
 
     @property
     def scales(self) -> tuple[float, ...]:

@@ -43,15 +43,15 @@ def layout_for(x: Tensor) -> Layout:
 
 
 def by_pytorch(x: Tensor, how: Upsampling) -> Tensor:
-    aten, dims = torch.ops.aten, len(how.small)
-    factors = [factor or None for factor in how.factors or (0.0,) * dims]
-    result: Tensor
+    """By the overload that compilers take apart. The others remain calls of a library's kernel, which reads and writes
+    contiguous fp32 or fp16 alone: 3.4 of the 27 ms of a training step of SegResNet."""
+    dims = len(how.small)
     if how.is_linear:
-        operator = aten.upsample_bilinear2d if dims == 2 else aten.upsample_trilinear3d
-        result = operator(x, how.large, how.aligns_corners, *factors)
+        word, more = "upsample_bilinear2d" if dims == 2 else "upsample_trilinear3d", [how.aligns_corners]
     else:
-        word = "_upsample_nearest_exact" if how.is_exact else "upsample_nearest"
-        result = getattr(aten, f"{word}{dims}d")(x, how.large, *factors)
+        word, more = f"{'_upsample_nearest_exact' if how.is_exact else 'upsample_nearest'}{dims}d", []
+    size, factors = (None, how.factors) if how.factors else (how.large, None)
+    result: Tensor = getattr(torch.ops.aten, word).vec(x, size, *more, factors)
     return result
 
 

@@ -66,19 +66,27 @@ def test_a_value_is_converted_once_and_inside_it_stays(graphs: list[fx.GraphModu
     assert changed[1].kwargs["memory_format"] is torch.contiguous_format
 
 
-def test_a_refused_chain_hands_on_what_pytorch_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The chains after it are planned for the layout that they will find."""
+@pytest.mark.parametrize("refused", ["first", "last"])
+def test_a_norm_that_stays_pytorchs_keeps_the_layout(
+    refused: str, monkeypatch: pytest.MonkeyPatch, graphs: list[fx.GraphModule]
+) -> None:
+    """On a GPU PyTorch's own are contiguous: others would convert what they read, and `convolution_backward` its
+    gradient."""
     honest = Ledger.planned
 
     def planned(self: Ledger, question: Question) -> Entry | None:
-        self.off["last"] = "as if it had been wrong"
+        self.off[refused] = "as if it had been wrong"
         return honest(self, question)
 
     monkeypatch.setattr(Ledger, "planned", planned)
     plain, x = Net().double(), torch.randn(2, 3, 4, 4, dtype=torch.float64)
     model = copy.deepcopy(plain)
     result = postlude.optimize(model, x.clone().requires_grad_(), rest="inductor", verify=False)
-    assert [site.problem.hands_on for site in result.sites] == ["channels_last", "channels_last", ""]
+    others = ["channels_last" if name != refused else "" for name in ("first", "deep", "last")]
+    assert [site.problem.hands_on for site in result.sites] == others
+    assert [item.layout for item in result.conversions] == ["channels-last", "contiguous"]  # as without a refusal
+    norms = [node for node in graphs[0].graph.nodes if node.target is torch.ops.postlude.norm.default]
+    assert [node.meta["val"].is_contiguous(memory_format=torch.channels_last) for node in norms] == [True]
     for ours, theirs in zip(step(model, x), step(plain, x), strict=True):
         torch.testing.assert_close(ours, theirs)
 

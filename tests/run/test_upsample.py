@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import aot_function, make_boxed_func
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from functorch.compile import aot_function, make_boxed_func
 from torch import Tensor, nn
 from torch._inductor.decomposition import select_decomp_table
 
@@ -104,7 +104,7 @@ def test_compilers_take_the_forward_pass_apart(name: str) -> None:
     """Else it remains a call of a library's kernel, which fuses with nothing."""
     how, graphs = WAYS[name], []
 
-    def keep(graph: Any, inputs: Any) -> Any:  # noqa: ARG001
+    def keep(graph: Any, inputs: Any) -> Any:
         graphs.append(graph)
         return make_boxed_func(graph.forward)
 

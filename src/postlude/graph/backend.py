@@ -26,6 +26,7 @@ from postlude.graph.layout import (
     results_of,
 )
 from postlude.graph.match import Declined, Match, match
+from postlude.graph.norms import keep_layouts
 from postlude.graph.splice import splice, use_operator
 from postlude.graph.tidy import functionalise, restore
 from postlude.graph.upsample import gather_gradients
@@ -109,6 +110,8 @@ class Backend:
         left = conversions_in(traced) if conversions else ()
         self.captured.append(Captured(tuple(sites), tuple(declined), left, tuple(gathered)))
         splice(traced, list(fused), [site for site, _ in fused.values()])
+        if conversions:
+            keep_layouts(traced)
         restore(traced)
         if rest == "inductor":
             for item, (site, _) in fused.items():

@@ -18,6 +18,7 @@ from postlude.chain import Reduce
 from postlude.graph import spellings
 from postlude.graph.capture import fakes_of, modes_left_as_found
 from postlude.graph.match import Match, site_name
+from postlude.graph.norms import keeps_layout
 from postlude.plan.problem import CHANNELS_LAST
 
 aten = torch.ops.aten
@@ -96,6 +97,8 @@ class _Strides(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
         item = self.ends.get(n)
+        if keeps_layout(n):  # outside of chains; inside, nobody sees it
+            value = value.contiguous(memory_format=CHANNELS_LAST[value.dim() - 2])
         if item is not None and _hands_on(item):
             value = value.contiguous(memory_format=CHANNELS_LAST[item.chain.dims])
             self.handing_on.add(item)

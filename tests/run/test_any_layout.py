@@ -1,0 +1,61 @@
+"""group_norm and instance_norm in any layout: PyTorch's results and gradients, without a conversion on the way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from postlude.plan.problem import CHANNELS_LAST
+from postlude.run import any_layout
+
+CASES = {
+    "groups": (4, True, torch.float64),
+    "one group": (1, True, torch.float64),
+    "a group for each channel": (8, True, torch.float64),
+    "no parameters": (2, False, torch.float64),
+    "16 bits": (4, True, torch.bfloat16),
+}
+
+
+def both(groups: int, affine: bool, dtype: torch.dtype, dims: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Result and gradients, ours and PyTorch's."""
+    torch.manual_seed(0)
+    x = (torch.randn(2, 8, *(3, 4, 5)[:dims], dtype=torch.float64) * 2 + 3).to(dtype)
+    parameters = [torch.randn(8, dtype=dtype) for _ in range(2)] if affine else [None, None]
+    found = []
+    for is_ours in (True, False):
+        given = x.clone().contiguous(memory_format=CHANNELS_LAST[dims]).requires_grad_()
+        own = [None if p is None else p.clone().requires_grad_() for p in parameters]
+        if is_ours:
+            computed = torch.float32 if dtype.itemsize == 2 else dtype
+            y = torch.ops.postlude.norm(given, *own, groups, 1e-5, computed, dtype)
+        else:
+            y = F.group_norm(given, groups, *own, 1e-5)
+        wanted = [given, *(p for p in own if p is not None)]
+        torch.manual_seed(1)
+        dy = torch.randn(x.shape, dtype=torch.float64).to(dtype).contiguous(memory_format=CHANNELS_LAST[dims])
+        found.append([y, *torch.autograd.grad(y, wanted, dy)])
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_results_and_gradients_are_pytorchs(case: str, dims: int) -> None:
+    groups, affine, dtype = CASES[case]
+    ours, theirs = both(groups, affine, dtype, dims)
+    rtol = 1e-9 if dtype is torch.float64 else 2e-2
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.dtype == other.dtype
+        torch.testing.assert_close(mine, other, rtol=rtol, atol=rtol)
+    for mine in ours[:2]:
+        assert mine.is_contiguous(memory_format=CHANNELS_LAST[dims])
+
+
+def test_groups_taken_for_one_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant."""
+    honest = any_layout._grouped
+    monkeypatch.setattr(any_layout, "_grouped", lambda value, groups: honest(value, groups) * 0 + value.mean())
+    with pytest.raises(AssertionError):
+        test_results_and_gradients_are_pytorchs("groups", 2)

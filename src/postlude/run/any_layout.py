@@ -16,7 +16,8 @@ from torch import Tensor
 from postlude.run.operator import LIBRARY
 
 LIBRARY.define(
-    "norm(Tensor x, Tensor? weight, Tensor? bias, int groups, float eps, ScalarType computed, ScalarType dtype) -> Tensor"
+    "norm(Tensor x, Tensor? weight, Tensor? bias, int groups, float eps, ScalarType computed, ScalarType dtype)"
+    " -> Tensor"
 )
 
 

@@ -102,6 +102,11 @@ class Builder:
         self.steps.append(Normalize("layer_norm", value, None, eps, weight, bias, axes))
         return self
 
+    def softmax(self) -> Builder:
+        """Over the features of a linear layer."""
+        self.steps.append(Normalize("softmax", self.value, None, 0.0, axes=1))
+        return self
+
     def reduce(self, op: str, over: str, keepdim: bool = False) -> Builder:
         self.steps.append(Reduce(op, self.value, over, keepdim))  # type: ignore[arg-type]
         return self

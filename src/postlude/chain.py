@@ -47,7 +47,10 @@ Operand = Value | Slot | Scalar
 
 @dataclass(frozen=True)
 class Convolution:
-    """A convolution or its transpose; its input, weight and bias are the chain's first slots."""
+    """A convolution or its transpose; its input, weight and bias are the chain's first slots.
+
+    One without spatial axes is a linear layer (see `linear`): its features are the channels, its weight is [out, in].
+    """
 
     transposed: bool
     in_channels: int
@@ -68,7 +71,11 @@ class Convolution:
 
     @property
     def name(self) -> str:
-        return f"conv{'_transpose' if self.transposed else ''}{self.dims}d"
+        return f"conv{'_transpose' if self.transposed else ''}{self.dims}d" if self.kernel else "linear"
+
+    @property
+    def is_linear(self) -> bool:
+        return not self.kernel
 
     def as_plain(self) -> Convolution | None:
         """The plain convolution that a stride-1 transposed one is with its weight flipped, or None."""
@@ -96,7 +103,8 @@ class Convolution:
         return 2 * places * math.prod(self.kernel) * self.in_channels * self.out_channels // self.groups
 
     def __str__(self) -> str:
-        words = [f"{self.in_channels}→{self.out_channels}", f"k{_sizes(self.kernel)}"]
+        words = [f"{self.in_channels}→{self.out_channels}"]
+        words += [] if self.is_linear else [f"k{_sizes(self.kernel)}"]
         sizes_by_letter = {"s": self.stride, "p": self.padding, "op": self.output_padding, "d": self.dilation}
         for letter, sizes in sizes_by_letter.items():
             usual = 1 if letter in "sd" else 0
@@ -107,6 +115,11 @@ class Convolution:
         if self.dtype is not None:
             words.append(self.dtype)
         return f"{self.name}({', '.join(words)})"
+
+
+def linear(in_features: int, out_features: int, has_bias: bool = False, dtype: str | None = None) -> Convolution:
+    """x · Wᵀ + b over rows of features: [N, in] → [N, out]."""
+    return Convolution(False, in_features, out_features, (), (), (), (), (), 1, has_bias, dtype)
 
 
 @dataclass(frozen=True)
@@ -140,7 +153,9 @@ class Normalize:
 
 @dataclass(frozen=True)
 class Reduce:
-    """Barrier: over space, over everything but the batch, or as a chain's end over channels."""
+    """Barrier: over space, over everything but the batch, or as a chain's end over channels.
+
+    The features of a linear layer are both of the last: words that go over one of them go over the other there."""
 
     op: str
     operand: Value
@@ -178,6 +193,11 @@ class Chain:
         return self.producer
 
     @functools.cached_property
+    def is_linear(self) -> bool:
+        """Whether the producer is a linear layer: the chain's values are matrices then."""
+        return self.producer is not None and self.producer.is_linear
+
+    @functools.cached_property
     def last_uses(self) -> dict[int, int]:
         """Value index → number of the last step that reads it (the result counts as read after the end)."""
         uses = {value.index: number for number, step in enumerate(self.steps, 1) for value in values_of(step)}
@@ -208,7 +228,7 @@ class Chain:
 
     def words(self) -> list[str]:
         """One word per step."""
-        return [_word(step, number, self.roles) for number, step in enumerate(self.steps, 1)]
+        return [_word(step, number, self) for number, step in enumerate(self.steps, 1)]
 
     def __str__(self) -> str:
         return " → ".join(([str(self.producer)] if self.producer else []) + self.words())
@@ -261,7 +281,7 @@ def _mistakes(chain: Chain) -> Any:
         elif isinstance(step, Reduce):
             if step.over not in REDUCTIONS.get(step.op, ()):
                 yield f"unknown reduction {step.op} over {step.over}"
-            if step.over == "channels" and number < len(chain.steps):
+            if step.over == "channels" and number < len(chain.steps) and chain.dims:
                 yield f"step {number + 1} follows a reduction over channels"
             reduced = True
 
@@ -279,16 +299,19 @@ def _sizes(sizes: tuple[int, ...]) -> str:
     return str(sizes[0]) if len(set(sizes)) == 1 else "×".join(map(str, sizes))
 
 
-def _word(step: Step, number: int, roles: tuple[Role, ...]) -> str:
+def _word(step: Step, number: int, chain: Chain) -> str:
+    roles = chain.roles
     if isinstance(step, Cast):
         return f"to {step.dtype}"
     if isinstance(step, Normalize):
+        if step.op == "softmax":
+            return "softmax over features"
         if step.over == "row":
             return f"{step.op} over the last {f'{step.axes} axes' if step.axes > 1 else 'axis'}"
         of = "batch" if step.over == "batch" else step.groups
         return f"{step.op}({of})" if of else step.op
     if isinstance(step, Reduce):
-        return f"{step.op} over {SPANS[step.over]}"
+        return f"{step.op} over {SPANS[step.over] if chain.dims else 'features'}"
     first, *others = step.operands
     words = _settings(step)
     if first != Value(number - 1):

@@ -273,6 +273,14 @@ def default_fp32_precision() -> str:
     return "tf32" if cudnn.allow_tf32 else "fp32"
 
 
+def default_matmul_precision() -> str:
+    """The same for fp32 matrix products, which have a switch of their own."""
+    matmul = torch.backends.cuda.matmul
+    if hasattr(torch.backends.cudnn, "conv"):
+        return "tf32" if matmul.fp32_precision == "tf32" else "fp32"
+    return "tf32" if matmul.allow_tf32 else "fp32"
+
+
 # What the tests were run with: from the first to the last, both included.
 TESTED = {"torch": ((2, 11), (2, 13)), "triton": ((3, 6), (3, 6))}
 

@@ -24,6 +24,7 @@ from postlude.chain import (
     Slot,
     Step,
     Value,
+    linear,
 )
 from postlude.graph import spellings
 from postlude.graph.capture import same_shape
@@ -50,7 +51,8 @@ class Draft:
     def extend(self, node: fx.Node) -> Draft | str:
         """This draft with one more step, or a sentence why `node` cannot be one."""
         reduced = next((step for step in self.steps if isinstance(step, Reduce)), None)
-        if reduced is not None and (reduced.over == "channels" or spellings.pointwise(node) is None):
+        is_end = reduced is not None and reduced.over == "channels" and self.dims > 0
+        if reduced is not None and (is_end or spellings.pointwise(node) is None):
             return f"{describe(node)} comes after a reduction"
         spelled = spellings.pointwise(node)
         if isinstance(spelled, str):
@@ -59,6 +61,8 @@ class Draft:
             return _pointwise(self, node, spelled)
         if spellings.norm(node) is not None:
             return _normalize(self, node)
+        if self.dims == 0 and spellings.is_softmax_of_features(node):
+            return _softmax(self, node)
         reduction = read_reduction(node, self.dims)
         if reduction is not None:
             return reduction if isinstance(reduction, str) else _reduce(self, node, reduction)
@@ -109,6 +113,25 @@ def start_with_convolution(node: fx.Node) -> Draft | str:
         roles, tensors = (*roles, "bias"), (*tensors, bias)
     dtype = dtype_of(node)
     return Draft(conv.dims, conv, (node,), {node: Value(0)}, (dtype,), (), roles, tensors)
+
+
+def start_with_linear(node: fx.Node) -> Draft | str:
+    operands = spellings.linear_operands(node)
+    assert operands is not None
+    x, weight, bias = operands
+    if not isinstance(weight, fx.Node) or len(shape_of(weight)) != 2 or len(shape_of(x)) != 2:
+        return f"{describe(node)} of anything but a matrix and the transpose of a weight"
+    out_features, in_features = shape_of(weight)
+    if not isinstance(out_features, int) or not isinstance(in_features, int):
+        return f"{describe(node)} whose weight has no fixed shape"
+    if bias is not None and not same_shape(shape_of(bias), (out_features,)):
+        return f"{describe(node)} with a bias that is not one number per feature"
+    tensors = (x, weight) if bias is None else (x, weight, bias)
+    dtype = dtype_of(node)
+    mixed = any(dtype_of(tensor) != dtype for tensor in tensors)
+    layer = linear(in_features, out_features, bias is not None, _name(dtype) if mixed else None)
+    roles: tuple[Role, ...] = ("input", "weight") if bias is None else ("input", "weight", "bias")
+    return Draft(0, layer, (node,), {node: Value(0)}, (dtype,), (), roles, tensors)
 
 
 def start_with_input(node: fx.Node) -> Draft | str:
@@ -267,6 +290,8 @@ def _normalize(draft: Draft, node: fx.Node) -> Draft | str:
         return "instance_norm with running statistics"
     if call["input"] not in draft.values:
         return f"{describe(node)} does not work on the chain's value"
+    if op == "instance_norm" and draft.dims == 0:
+        return "instance_norm of a matrix, whose rows are its channels"
     axes = len(call["normalized_shape"]) if op == "layer_norm" else 0
     if axes > draft.dims + 1:
         return "layer_norm over all axes, the batch among them"
@@ -285,6 +310,14 @@ def _normalize(draft: Draft, node: fx.Node) -> Draft | str:
     groups = int(call["num_groups"]) if op == "group_norm" else None
     momentum = float(call["momentum"]) if running is not None else 0.0
     return draft._add(node, Normalize(op, value, groups, float(call["eps"]), weight, bias, axes, running, momentum))
+
+
+def _softmax(draft: Draft, node: fx.Node) -> Draft | str:
+    operand = arguments_of(node)["self"]
+    if operand not in draft.values:
+        return f"{describe(node)} does not work on the chain's value"
+    draft, value = draft._cast(draft.values[operand], dtype_of(node))
+    return draft._add(node, Normalize("softmax", value, None, 0.0, axes=1))
 
 
 def _reduce(draft: Draft, node: fx.Node, found: Reduction) -> Draft | str:

@@ -12,7 +12,7 @@ from torch._ops import HigherOrderOperator
 from postlude.chain import Chain, Normalize, Step
 from postlude.graph import spellings
 from postlude.graph.capture import MODE_CHANGES
-from postlude.graph.draft import Draft, start_with_convolution, start_with_input
+from postlude.graph.draft import Draft, start_with_convolution, start_with_input, start_with_linear
 from postlude.graph.spellings import describe
 from postlude.graph.tidy import mutated_storages, storage_of
 
@@ -51,6 +51,8 @@ def match(
     for node in graph.graph.nodes:
         if spellings.is_convolution(node):
             finder.try_from(node, start_with_convolution, wants_norm=False)
+        elif spellings.linear_operands(node) is not None:
+            finder.try_from(node, start_with_linear, wants_norm=False)
     for node in graph.graph.nodes:
         # Without a convolution, a chain begins at an elementwise step or a norm, and must have a norm to pay.
         if node not in finder.taken and (

@@ -219,7 +219,7 @@ def _reasons_against(chain: Chain, problem: Problem, machine: Machine) -> list[s
             f"the GPU passes need an NVIDIA card of Ampere or later, not {machine.card.architecture or 'this one'}"
         )
     last = last_fused_step(chain)
-    if last == 0 and moments_only(chain) is None and not takes_channels(chain, problem):
+    if last == 0 and chain.steps and moments_only(chain) is None and not takes_channels(chain, problem):
         reasons.append("nothing before the reduction can be fused")
     if any(value.index < last for step in chain.steps[last:] for value in values_of(step)):
         reasons.append("a step after the last fused one reads a value from inside the fused passes")
@@ -244,6 +244,8 @@ def _reasons_to_stay(chain: Chain, problem: Problem, card: Card, own: Own | Line
     if not isinstance(own, str) and not problem.needs_grad:
         return []
     is_asked = problem.convolution == "pytorch"
+    if chain.is_linear and isinstance(own, str) and sum(not isinstance(step, Cast) for step in chain.steps) < 2:
+        return [f"PyTorch's product ({own}) adds its bias itself: one pass after it is what eager has, too"]
     if moments_only(chain) is not None and takes_the_batch(chain) and isinstance(own, str) and size < _BATCH_MOMENTS:
         why = "the batch's statistics are combined by PyTorch's small operators"
         return [f"{why}, which pays from a value of {_BATCH_MOMENTS >> 20} MiB on"]

@@ -41,9 +41,11 @@ class LinearGemm:
         """Shared memory of a block at most."""
         item = 8 if self.arithmetic.is_exact else 2
         both = item * self.arithmetic.planes * self.block_k
-        # A weight that is cut comes in fp32, and its planes are as large again.
-        staged = both * self.rows + (4 * self.block_k if self.cuts_weight else both) * self.block_c
-        return staged * self.stages + (both * self.block_c if self.cuts_weight else 0) + SHARED_BESIDE
+        if self.cuts_weight:  # it comes in fp32, a stage later than the rest, and its planes are as large again
+            weight = (4 * self.block_k * (self.stages - 1) + both) * self.block_c
+        else:
+            weight = both * self.block_c * self.stages
+        return both * self.rows * self.stages + weight + SHARED_BESIDE
 
     def __str__(self) -> str:
         cut = ", the weight cut where it lies" if self.cuts_weight else ""

@@ -49,16 +49,29 @@ def linear_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Of input and weight, from the gradient at the layer's result: dv · W and dvᵀ · x, by our product where the
     layer's was. It reads rows of what it sums over, so that operands are turned first."""
-    gemm = plan.own if isinstance(plan.own, LinearGemm) else None
-    if gemm is None:
-        return (dv @ weight if needs[0] else None), (dv.t() @ x if needs[1] else None)
+    own = plan.own if isinstance(plan.own, LinearGemm) else None
     dx = dw = None
-    if needs[0]:
-        dx, _ = _product(_alone(plan, dv, weight.t()), gemm, dv.contiguous(), weight.t().contiguous(), ())
+    if needs[0] and own is not None and gives_input_gradient(plan, own):
+        dx = _turned_product(plan, own, dv, weight.t())
+    elif needs[0]:
+        dx = torch.mm(dv, weight)
     if needs[1]:
-        turned = dv.t()
-        dw, _ = _product(_alone(plan, turned, x.t()), gemm, turned.contiguous(), x.t().contiguous(), ())
+        dw = torch.mm(dv.t(), x) if own is None else _turned_product(plan, own, dv.t(), x.t())
     return dx, dw
+
+
+def gives_input_gradient(plan: Plan, own: LinearGemm) -> bool:
+    """A weight that is too large to be packed is too large to be turned and packed as well: then the product is
+    PyTorch's, unless another precision was asked for than its switch says."""
+    return not own.cuts_weight or plan.problem.precision != "auto"
+
+
+def _turned_product(plan: Plan, own: LinearGemm, left: Tensor, right: Tensor) -> Tensor:
+    """left · rightᵀ"""
+    gemm = dataclasses.replace(own, cuts_weight=False)
+    result, _ = _product(_alone(plan, left, right), gemm, left.contiguous(), right.contiguous(), ())
+    assert result is not None
+    return result
 
 
 def _alone(plan: Plan, left: Tensor, right: Tensor) -> Plan:

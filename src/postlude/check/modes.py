@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from postlude.check.doubles import FastDoubles
 from postlude.errors import PrecisionError
-from postlude.hardware import default_fp32_precision, default_matmul_precision
+from postlude.hardware import default_fp32_precision
 from postlude.reference import round_to_format
 
 Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16"]
@@ -41,8 +41,7 @@ def resolve(precision: str, dtype: torch.dtype, device: torch.device, is_linear:
     if dtype in _WORDS:
         return _WORDS[dtype]
     if precision == "auto":
-        switch = default_matmul_precision if is_linear else default_fp32_precision
-        return switch() if device.type == "cuda" else "fp32"
+        return default_fp32_precision(is_linear) if device.type == "cuda" else "fp32"
     return precision
 
 

@@ -24,12 +24,12 @@ from postlude.chain import (
     Slot,
     Step,
     Value,
-    linear,
 )
 from postlude.graph import spellings
 from postlude.graph.capture import same_shape
 from postlude.graph.idioms import with_idioms
 from postlude.graph.reductions import Reduction, read_reduction
+from postlude.graph.row_norms import RowNorm, read_row_norm
 from postlude.graph.spellings import arguments_of, describe
 from postlude.words import POINTWISE
 
@@ -61,13 +61,14 @@ class Draft:
             return _pointwise(self, node, spelled)
         if spellings.norm(node) is not None:
             return _normalize(self, node)
-        if self.dims == 0 and spellings.is_softmax_of_features(node):
-            return _softmax(self, node)
+        row_norm = read_row_norm(node) if self.dims == 0 else None
+        if row_norm is not None:
+            return _normalize_rows(self, row_norm)
         reduction = read_reduction(node, self.dims)
         if reduction is not None:
             return reduction if isinstance(reduction, str) else _reduce(self, node, reduction)
         if node.target is torch.ops.aten.to.dtype:
-            return self._add(node, Cast(self.values[node.args[0]], _name(dtype_of(node))))  # type: ignore[index]
+            return self._add(node, Cast(self.values[node.args[0]], name_of(dtype_of(node))))  # type: ignore[index]
         return f"{describe(node)} is not in the vocabulary"
 
     def _slot(self, node: fx.Node, role: Role) -> tuple[Draft, Slot]:
@@ -81,14 +82,14 @@ class Draft:
         """Autocast changes dtypes below the level of this graph: where it did, the chain says so."""
         if self.dtypes[value.index] == dtype:
             return self, value
-        steps = (*self.steps, Cast(value, _name(dtype)))
+        steps = (*self.steps, Cast(value, name_of(dtype)))
         return dataclasses.replace(self, steps=steps, dtypes=(*self.dtypes, dtype)), Value(len(steps))
 
     def _add_rounded(self, node: fx.Node, step: Step, dtype: torch.dtype) -> Draft:
         """What was in place kept its value's dtype: computed in the wider one of both operands, then rounded."""
         steps = (*self.steps, step)
         wide = dataclasses.replace(self, steps=steps, dtypes=(*self.dtypes, dtype))
-        return wide._add(node, Cast(Value(len(steps)), _name(dtype_of(node))))
+        return wide._add(node, Cast(Value(len(steps)), name_of(dtype_of(node))))
 
     def _add(self, node: fx.Node, step: Step) -> Draft:
         steps = (*self.steps, step)
@@ -113,25 +114,6 @@ def start_with_convolution(node: fx.Node) -> Draft | str:
         roles, tensors = (*roles, "bias"), (*tensors, bias)
     dtype = dtype_of(node)
     return Draft(conv.dims, conv, (node,), {node: Value(0)}, (dtype,), (), roles, tensors)
-
-
-def start_with_linear(node: fx.Node) -> Draft | str:
-    operands = spellings.linear_operands(node)
-    assert operands is not None
-    x, weight, bias = operands
-    if not isinstance(weight, fx.Node) or len(shape_of(weight)) != 2 or len(shape_of(x)) != 2:
-        return f"{describe(node)} of anything but a matrix and the transpose of a weight"
-    out_features, in_features = shape_of(weight)
-    if not isinstance(out_features, int) or not isinstance(in_features, int):
-        return f"{describe(node)} whose weight has no fixed shape"
-    if bias is not None and not same_shape(shape_of(bias), (out_features,)):
-        return f"{describe(node)} with a bias that is not one number per feature"
-    tensors = (x, weight) if bias is None else (x, weight, bias)
-    dtype = dtype_of(node)
-    mixed = any(dtype_of(tensor) != dtype for tensor in tensors)
-    layer = linear(in_features, out_features, bias is not None, _name(dtype) if mixed else None)
-    roles: tuple[Role, ...] = ("input", "weight") if bias is None else ("input", "weight", "bias")
-    return Draft(0, layer, (node,), {node: Value(0)}, (dtype,), (), roles, tensors)
 
 
 def start_with_input(node: fx.Node) -> Draft | str:
@@ -179,7 +161,7 @@ def _convolution(node: fx.Node, call: spellings.Arguments) -> Convolution | str:
         _each(call.get("output_padding", 0), dims),
         groups,
         call["bias"] is not None,
-        _name(dtype_of(node)) if mixed else None,
+        name_of(dtype_of(node)) if mixed else None,
     )
 
 
@@ -312,12 +294,12 @@ def _normalize(draft: Draft, node: fx.Node) -> Draft | str:
     return draft._add(node, Normalize(op, value, groups, float(call["eps"]), weight, bias, axes, running, momentum))
 
 
-def _softmax(draft: Draft, node: fx.Node) -> Draft | str:
-    operand = arguments_of(node)["self"]
-    if operand not in draft.values:
-        return f"{describe(node)} does not work on the chain's value"
-    draft, value = draft._cast(draft.values[operand], dtype_of(node))
-    return draft._add(node, Normalize("softmax", value, None, 0.0, axes=1))
+def _normalize_rows(draft: Draft, found: RowNorm) -> Draft | str:
+    """A norm over the features of a linear layer."""
+    result = found.nodes[-1]
+    draft, value = draft._cast(draft.values[found.operand], dtype_of(result))
+    draft = dataclasses.replace(draft, nodes=(*draft.nodes, *found.nodes[:-1]))
+    return draft._add(result, Normalize(found.op, value, None, found.eps, axes=1))
 
 
 def _reduce(draft: Draft, node: fx.Node, found: Reduction) -> Draft | str:
@@ -334,5 +316,5 @@ def _each(sizes: Any, dims: int) -> tuple[int, ...]:
     return given * dims if len(given) == 1 else given
 
 
-def _name(dtype: torch.dtype) -> str:
+def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

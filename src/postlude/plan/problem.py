@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from postlude.chain import POINTWISE, Cast, Chain, Normalize, Pointwise, Reduce, Slot, Value, values_of
-from postlude.hardware import Machine, default_fp32_precision, default_matmul_precision
+from postlude.hardware import Machine, default_fp32_precision
 from postlude.plan.program import channels_end
 
 Layout = Literal["contiguous", "channels_last", "strided"]
@@ -78,7 +78,9 @@ def problem_of(
     tf32 = device.type == "cuda" and default_fp32_precision() == "tf32"
     specs = tuple(map(spec_of, tensors)) if has_sizes else ()
     settings = (precision, needs_grad, tf32, memory, convolution, hands_on, device.index or 0)
-    return Problem(specs, device.type, *settings, device.type == "cuda" and default_matmul_precision() == "tf32")
+    return Problem(
+        specs, device.type, *settings, device.type == "cuda" and default_fp32_precision(is_linear=True) == "tf32"
+    )
 
 
 def spec_of(tensor: Tensor) -> Spec:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from postlude.chain import Chain
-from postlude.hardware import default_fp32_precision, default_matmul_precision
+from postlude.hardware import default_fp32_precision
 from postlude.plan import problem_of
 from postlude.run.execute import call, call_plain, is_transformed
 from postlude.run.ledger import Ledger, Question
@@ -43,8 +43,8 @@ class Site(nn.Module):
             return self._as_operator(tensors)
         # Hashing a chain and its problem costs more than a small layer: the key is what a tensor says at once.
         grad = torch.is_grad_enabled()
-        precision = default_matmul_precision if self.chain.is_linear else default_fp32_precision
-        switch = (tensors[0].get_device(), precision()) if tensors[0].is_cuda else ""
+        linear = self.chain.is_linear
+        switch = (tensors[0].get_device(), default_fp32_precision(linear)) if tensors[0].is_cuda else ""
         key = (switch, *((t.shape, t.stride(), t.dtype, grad and t.requires_grad) for t in tensors))
         entry = self._table.get(key)
         if entry is None:

@@ -107,7 +107,7 @@ def _product(
     constants = {
         "STEPS_FN": end.before,
         **planes(gemm.arithmetic),
-        "CUTS_WEIGHT": gemm.cuts_weight,
+        "IS_WEIGHT_CUT": gemm.cuts_weight,
         **end.written,
         "USES_INT64": is_wide(columns(plan).value),
         **end.channels,

@@ -1,7 +1,7 @@
 """A linear layer as one matrix product, with what follows it in the same launch: y = x · Wᵀ.
 
 Rows of x and of the weight are cut into half-precision planes (see planes.py), each row scaled by a power of two of its
-own: in front of the product by `pack_rows_kernel`, or, of the weight, inside of it (CUTS_WEIGHT), where a tile's rows
+own: in front of the product by `pack_rows_kernel`, or, of the weight, inside of it (IS_WEIGHT_CUT), where a tile's rows
 are scaled anew at every step, by what they hold there. That spares a pass over a weight that few rows are multiplied
 with. The weight is the left operand: what is cut in registers need not go back to shared memory.
 
@@ -61,10 +61,10 @@ def cut(b_w, KEEPS_INF: tl.constexpr):
 def linear_kernel(
     d_x,  # descriptor [S, C_PACKED] of the high plane of the input
     d_x_low,  # its low plane, where PLANES is 2
-    d_w,  # descriptor of the weight: its high plane [C_OUT, C_PACKED], or [C_OUT, K] in fp32 where CUTS_WEIGHT
-    d_w_low,  # its low plane, where PLANES is 2 and not CUTS_WEIGHT
+    d_w,  # descriptor of the weight: its high plane [C_OUT, C_PACKED], or [C_OUT, K] in fp32 where IS_WEIGHT_CUT
+    d_w_low,  # its low plane, where PLANES is 2 and not IS_WEIGHT_CUT
     p_x_unscale,  # [S] where IS_SCALED
-    p_w_unscale,  # [C_OUT] where IS_SCALED and not CUTS_WEIGHT
+    p_w_unscale,  # [C_OUT] where IS_SCALED and not IS_WEIGHT_CUT
     p_y,  # [S, C_OUT], out; where STORE
     p_mean, p_m2,  # [C_OUT, TILES], out, where MOMENTS
     p_count,  # [TILES], out, where MOMENTS
@@ -72,7 +72,7 @@ def linear_kernel(
     C_OUT, S, K,
     TILES,  # along the samples
     STEPS_FN: tl.constexpr, PLANES: tl.constexpr, IS_SCALED: tl.constexpr, KEEPS_INF: tl.constexpr,
-    CUTS_WEIGHT: tl.constexpr, STORE: tl.constexpr, MOMENTS: tl.constexpr, IS_CHANNELS_LAST: tl.constexpr,
+    IS_WEIGHT_CUT: tl.constexpr, STORE: tl.constexpr, MOMENTS: tl.constexpr, IS_CHANNELS_LAST: tl.constexpr,
     USES_INT64: tl.constexpr, IS_EVEN_C: tl.constexpr, BLOCKS_C: tl.constexpr,
     BLOCKS_TOGETHER: tl.constexpr,  # tiles along the features that run side by side, with all along the samples
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
@@ -90,7 +90,7 @@ def linear_kernel(
         high = d_x.load([row0, i * BLOCK_K])  # [BLOCK_M, BLOCK_K]
         low = d_x_low.load([row0, i * BLOCK_K]) if PLANES == 2 else high
         w = d_w.load([c0, i * BLOCK_K])  # [BLOCK_C, BLOCK_K]
-        if CUTS_WEIGHT:
+        if IS_WEIGHT_CUT:
             w_high, w_low, unscale = cut(w, KEEPS_INF)
             zeros = tl.zeros([BLOCK_C, BLOCK_M], ACC)
             acc += multiply(w_high, w_low, high.T, low.T, zeros, PLANES, ACC) * unscale[:, None]
@@ -103,7 +103,7 @@ def linear_kernel(
             alone = tl.zeros([BLOCK_C, BLOCK_M], ACC)
             for i in tl.range(0, tl.cdiv(K, BLOCK_K)):
                 w = d_w.load([c0, i * BLOCK_K])
-                w_high = cut(w, KEEPS_INF)[0] if CUTS_WEIGHT else w
+                w_high = cut(w, KEEPS_INF)[0] if IS_WEIGHT_CUT else w
                 alone = tl.dot(w_high, d_x.load([row0, i * BLOCK_K]).T, alone, out_dtype=ACC)
             acc = tl.where(tl.abs(alone) < float("inf"), acc, alone)
     o_c = c0 + tl.arange(0, BLOCK_C)
@@ -112,7 +112,7 @@ def linear_kernel(
     m_s = o_s < S
     if IS_SCALED:
         acc = acc * tl.load(p_x_unscale + o_s, mask=m_s, other=0.0)[None, :]
-        if not CUTS_WEIGHT:
+        if not IS_WEIGHT_CUT:
             acc = acc * tl.load(p_w_unscale + o_c, mask=m_c, other=0.0)[:, None]
     epilogue(
         acc, o_c, m_c, o_s, m_s, tl.program_id(1), i_b, i_tile, p_y, p_mean, p_m2, p_count,

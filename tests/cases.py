@@ -102,6 +102,11 @@ class Builder:
         self.steps.append(Normalize("layer_norm", value, None, eps, weight, bias, axes))
         return self
 
+    def softmax(self) -> Builder:
+        """Over the features of a linear layer."""
+        self.steps.append(Normalize("softmax", self.value, None, 0.0, axes=1))
+        return self
+
     def reduce(self, op: str, over: str, keepdim: bool = False) -> Builder:
         self.steps.append(Reduce(op, self.value, over, keepdim))  # type: ignore[arg-type]
         return self
@@ -129,6 +134,7 @@ CASES = [
         _start(3, conv(3, (4, 8), transposed=True, bias=False)).op("relu").norm(2).chain(),
         (3, 4, 5, 6, 7),
     ),
+    Case("linear gelu softmax", _start(0, conv(0, (6, 10))).op("gelu", approximate="none").softmax().chain(), (5, 6)),
     Case("23 small", _start(3, conv(3, (3, 6))).norm(2).reduce("mean", "sample").chain(), (5, 3, 6, 7, 8)),
     Case(
         "conv instance_norm leaky_relu",

@@ -145,4 +145,5 @@ def test_every_word_is_in_the_table_of_cases() -> None:
         "conv3d",
         "conv_transpose2d",
         "conv_transpose3d",
+        "linear",
     }

@@ -11,7 +11,6 @@ A value may be used more than once (residuals, x·sigmoid(x)); the last one is t
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Iterator
@@ -19,6 +18,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from postlude import encoded
+from postlude.convolution import Convolution as Convolution
+from postlude.convolution import linear as linear
 from postlude.words import NORMS, REDUCTIONS, SPANS, Setting
 from postlude.words import POINTWISE as POINTWISE
 
@@ -43,70 +44,6 @@ class Scalar:
 
 
 Operand = Value | Slot | Scalar
-
-
-@dataclass(frozen=True)
-class Convolution:
-    """A convolution or its transpose; its input, weight and bias are the chain's first slots."""
-
-    transposed: bool
-    in_channels: int
-    out_channels: int
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    output_padding: tuple[int, ...]
-    groups: int = 1
-    has_bias: bool = False
-    # What input, weight and bias are cast to first: autocast's dtype where it was on, else None.
-    dtype: str | None = None
-
-    @property
-    def dims(self) -> int:
-        return len(self.kernel)
-
-    @property
-    def name(self) -> str:
-        return f"conv{'_transpose' if self.transposed else ''}{self.dims}d"
-
-    def as_plain(self) -> Convolution | None:
-        """The plain convolution that a stride-1 transposed one is with its weight flipped, or None."""
-        if not self.transposed:
-            return self
-        if any(size != 1 for size in self.stride) or any(self.output_padding) or self.groups != 1:
-            return None
-        padding = tuple(d * (k - 1) - p for d, k, p in zip(self.dilation, self.kernel, self.padding))
-        return None if min(padding) < 0 else dataclasses.replace(self, transposed=False, padding=padding)
-
-    def output_space(self, space: tuple[int, ...]) -> tuple[int, ...]:
-        """The spatial size of the result for an input of spatial size `space`."""
-        return tuple(self.output_size(axis, size) for axis, size in enumerate(space))
-
-    def output_size(self, axis: int, size: int) -> int:
-        reach = self.dilation[axis] * (self.kernel[axis] - 1)
-        if self.transposed:
-            full = (size - 1) * self.stride[axis] + reach + 1
-            return full - 2 * self.padding[axis] + self.output_padding[axis]
-        return (size + 2 * self.padding[axis] - reach - 1) // self.stride[axis] + 1
-
-    def flops(self, batch: int, space: tuple[int, ...]) -> int:
-        """Multiply-adds counted twice; a transposed convolution's taps outside its cropped border included."""
-        places = batch * math.prod(space if self.transposed else self.output_space(space))
-        return 2 * places * math.prod(self.kernel) * self.in_channels * self.out_channels // self.groups
-
-    def __str__(self) -> str:
-        words = [f"{self.in_channels}→{self.out_channels}", f"k{_sizes(self.kernel)}"]
-        sizes_by_letter = {"s": self.stride, "p": self.padding, "op": self.output_padding, "d": self.dilation}
-        for letter, sizes in sizes_by_letter.items():
-            usual = 1 if letter in "sd" else 0
-            if any(size != usual for size in sizes):
-                words.append(f"{letter}{_sizes(sizes)}")
-        if self.groups != 1:
-            words.append(f"g{self.groups}")
-        if self.dtype is not None:
-            words.append(self.dtype)
-        return f"{self.name}({', '.join(words)})"
 
 
 @dataclass(frozen=True)
@@ -140,7 +77,9 @@ class Normalize:
 
 @dataclass(frozen=True)
 class Reduce:
-    """Barrier: over space, over everything but the batch, or as a chain's end over channels."""
+    """Barrier: over space, over everything but the batch, or as a chain's end over channels.
+
+    The features of a linear layer are both of the last: words that go over one of them go over the other there."""
 
     op: str
     operand: Value
@@ -178,6 +117,11 @@ class Chain:
         return self.producer
 
     @functools.cached_property
+    def is_linear(self) -> bool:
+        """Whether the producer is a linear layer: the chain's values are matrices then."""
+        return self.producer is not None and self.producer.is_linear
+
+    @functools.cached_property
     def last_uses(self) -> dict[int, int]:
         """Value index → number of the last step that reads it (the result counts as read after the end)."""
         uses = {value.index: number for number, step in enumerate(self.steps, 1) for value in values_of(step)}
@@ -208,7 +152,7 @@ class Chain:
 
     def words(self) -> list[str]:
         """One word per step."""
-        return [_word(step, number, self.roles) for number, step in enumerate(self.steps, 1)]
+        return [_word(step, number, self) for number, step in enumerate(self.steps, 1)]
 
     def __str__(self) -> str:
         return " → ".join(([str(self.producer)] if self.producer else []) + self.words())
@@ -261,7 +205,7 @@ def _mistakes(chain: Chain) -> Any:
         elif isinstance(step, Reduce):
             if step.over not in REDUCTIONS.get(step.op, ()):
                 yield f"unknown reduction {step.op} over {step.over}"
-            if step.over == "channels" and number < len(chain.steps):
+            if step.over == "channels" and number < len(chain.steps) and chain.dims:
                 yield f"step {number + 1} follows a reduction over channels"
             reduced = True
 
@@ -275,20 +219,19 @@ def _norm_mistakes(step: Normalize, chain: Chain) -> Iterator[str]:
         yield f"{step.op} moves a tensor that is no running statistic"
 
 
-def _sizes(sizes: tuple[int, ...]) -> str:
-    return str(sizes[0]) if len(set(sizes)) == 1 else "×".join(map(str, sizes))
-
-
-def _word(step: Step, number: int, roles: tuple[Role, ...]) -> str:
+def _word(step: Step, number: int, chain: Chain) -> str:
+    roles = chain.roles
     if isinstance(step, Cast):
         return f"to {step.dtype}"
     if isinstance(step, Normalize):
+        if step.op == "softmax":
+            return "softmax over features"
         if step.over == "row":
             return f"{step.op} over the last {f'{step.axes} axes' if step.axes > 1 else 'axis'}"
         of = "batch" if step.over == "batch" else step.groups
         return f"{step.op}({of})" if of else step.op
     if isinstance(step, Reduce):
-        return f"{step.op} over {SPANS[step.over]}"
+        return f"{step.op} over {SPANS[step.over] if chain.dims else 'features'}"
     first, *others = step.operands
     words = _settings(step)
     if first != Value(number - 1):

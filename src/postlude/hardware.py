@@ -265,12 +265,12 @@ def clock_mhz(device_type: str) -> int | None:
     return round(sum(clocks) / len(clocks)) if clocks else None
 
 
-def default_fp32_precision() -> str:
-    """What PyTorch does with fp32 convolutions on a GPU now: "tf32" or "fp32"."""
-    cudnn = torch.backends.cudnn
+def default_fp32_precision(is_linear: bool = False) -> str:
+    """What PyTorch does with fp32 convolutions on a GPU now, or with matrix products: "tf32" or "fp32"."""
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     if hasattr(cudnn, "conv"):  # once the new switch was set, reading the old one raises
-        return "tf32" if cudnn.conv.fp32_precision == "tf32" else "fp32"
-    return "tf32" if cudnn.allow_tf32 else "fp32"
+        return "tf32" if (matmul if is_linear else cudnn.conv).fp32_precision == "tf32" else "fp32"
+    return "tf32" if (matmul if is_linear else cudnn).allow_tf32 else "fp32"
 
 
 # What the tests were run with: from the first to the last, both included.

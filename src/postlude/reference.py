@@ -87,6 +87,7 @@ NORMS: dict[str, Callable[..., Tensor]] = {
         x, mean, variance, weight, bias, training=True, momentum=step.momentum, eps=step.eps
     ),
     "layer_norm": lambda x, step, weight, bias, *_: F.layer_norm(x, x.shape[-step.axes :], weight, bias, step.eps),
+    "softmax": lambda x, *_: torch.softmax(x, -1),
 }
 REDUCTIONS: dict[str, Callable[..., Tensor]] = {
     "mean": torch.mean,
@@ -185,6 +186,8 @@ def reduced_axes(chain: Chain, step: Reduce) -> list[int]:
 
 def convolve(conv: Convolution, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The library's convolution with this chain's settings."""
+    if conv.is_linear:
+        return F.linear(x, weight, bias)
     function = getattr(F, conv.name)
     if conv.transposed:
         result = function(x, weight, bias, conv.stride, conv.padding, conv.output_padding, conv.groups, conv.dilation)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 from postlude.chain import Cast, Chain, Normalize, Pointwise, Reduce, Scalar, Slot, Step, Value, operands_of
 from postlude.expressions import Assign, Call, Expression, Function, Load, Name, Term, bound, call, live
@@ -43,6 +44,15 @@ REDUCTIONS: dict[tuple[str, str], Expression] = {
     ("sum", "space"): MEAN * COUNT,
     ("mean", "sample"): _SUM / C,
     ("sum", "sample"): _SUM * COUNT,
+}
+
+# Over a linear layer's features, in a pass by rows; of equal ones max and amax have the same value.
+ROW_REDUCTIONS: dict[str, Callable[[Value], Call]] = {
+    "sum": lambda x: call("row_sum", x, M_X),
+    "mean": lambda x: call("row_mean", x, M_X, L),
+    "logsumexp": lambda x: call("row_log_sum_exp", x, M_X),
+    **dict.fromkeys(("max", "amax"), lambda x: call("row_max", x, M_X)),
+    **dict.fromkeys(("min", "amin"), lambda x: call("row_min", x, M_X)),
 }
 
 
@@ -80,11 +90,19 @@ def forward(chain: Chain, name: str, last: int, first: int = 0) -> Function:
             if isinstance(operand, Slot) and operand not in loaded:
                 loaded.add(operand)
                 body.append(_load(chain, operand))
-        if isinstance(step, Normalize) and step.over == "row":
+        if isinstance(step, Normalize) and _has_row_statistics(step, name):
             body.append(Assign((MEAN, RSTD), call("row_statistics", step.operand, M_X, L, Scalar(step.eps))))
-        body.append(Assign((Value(number),), _value(step)))
+        if isinstance(step, Reduce) and name == "rows":
+            body.append(Assign((Value(number),), ROW_REDUCTIONS[step.op](step.operand)))
+        else:
+            body.append(Assign((Value(number),), _value(step)))
     takes = (Value(start - 1), *{"whole": (MEAN, RSTD), "rows": ROW}.get(name, ()), *PLACE)
     return Function(name, takes, tuple(body), Value(last), pass_slots(chain, last, first))
+
+
+def _has_row_statistics(step: Normalize, name: str) -> bool:
+    """Rows of a tile are what the norm goes over, groups of a linear layer's features as well."""
+    return step.op != "softmax" and (step.over == "row" or name == "rows")
 
 
 def moments(chain: Chain, first: int, last: int) -> Function:
@@ -112,6 +130,8 @@ def meanings(step: Pointwise) -> dict[Term, Term]:
 def _value(step: Step) -> Term:
     if isinstance(step, Cast):
         return step.operand  # blocks stay in the accumulator's dtype: what is stored is rounded once
+    if isinstance(step, Normalize) and step.op == "softmax":
+        return call("row_softmax", step.operand, M_X)
     if isinstance(step, Normalize):
         scale = RSTD if step.weight is None else RSTD * step.weight
         scaled = call("-", step.operand, MEAN) * scale

@@ -124,7 +124,7 @@ def test_predicted_results_are_pytorchs(case: Case, layout: str) -> None:
     given, result = problem_of(tensors), reference.evaluate(case.chain, tensors)
     assert result_shape(case.chain, given) == tuple(result.shape)
     assert result_dtype(case.chain, given) == str(result.dtype).removeprefix("torch.")
-    if result.dim() == case.chain.dims + 2 and result.shape[2] > 1:
+    if case.chain.dims and result.dim() == case.chain.dims + 2 and result.shape[2] > 1:
         form = torch.channels_last if case.chain.dims == 2 else torch.channels_last_3d
         expected = (
             result.contiguous(memory_format=form)

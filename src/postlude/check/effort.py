@@ -59,10 +59,13 @@ def affordable_shape(
     kernel = (1,) * chain.dims if chain.producer is None else chain.producer.kernel
     least = [max(LEAST, 2 * size) for size in kernel]
     while not is_affordable(chain, now, points, budget, backward=backward):
-        longest = max(range(chain.dims), key=lambda axis: now[2 + axis] / least[axis])
         if now[0] > SAMPLES:
             now[0] = max(SAMPLES, now[0] // 2)
-        elif now[2 + longest] > least[longest]:
+            continue
+        if not chain.dims:
+            break
+        longest = max(range(chain.dims), key=lambda axis: now[2 + axis] / least[axis])
+        if now[2 + longest] > least[longest]:
             now[2 + longest] = max(least[longest], now[2 + longest] // 2)
         else:
             break

@@ -33,14 +33,15 @@ _PRODUCTS: dict[Any, tuple[int, ...]] = {
 }
 
 
-def resolve(precision: str, dtype: torch.dtype, device: torch.device) -> str:
-    """The mode in plain words: 16-bit data runs in its own format, "auto" follows PyTorch's switches."""
+def resolve(precision: str, dtype: torch.dtype, device: torch.device, is_linear: bool = False) -> str:
+    """The mode in plain words: 16-bit data runs in its own format, "auto" follows PyTorch's switch for convolutions, or
+    the one for matrix products where `is_linear`."""
     if precision != "auto" and precision not in FORMATS:
         raise PrecisionError(f"unknown precision {precision!r}: choose one of auto, {', '.join(FORMATS)}")
     if dtype in _WORDS:
         return _WORDS[dtype]
     if precision == "auto":
-        return default_fp32_precision() if device.type == "cuda" else "fp32"
+        return default_fp32_precision(is_linear) if device.type == "cuda" else "fp32"
     return precision
 
 

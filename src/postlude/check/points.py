@@ -145,7 +145,8 @@ def tensors_for(
     }
     slots = [(rows.get(index, shapes.get(role, (channels,))), dtype) for index, role in enumerate(chain.roles)]
     values = _slot_values(chain, slots, seed, family, device)
-    large = [role in ("input", "full") and layout == "channels_last" for role in chain.roles]
+    is_last = layout == "channels_last" and chain.dims > 0
+    large = [role in ("input", "full") and is_last for role in chain.roles]
     return tuple(_place(one, is_large, device) for one, is_large in zip(values, large, strict=True))
 
 

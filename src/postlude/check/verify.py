@@ -68,7 +68,8 @@ def verify_chain(
     excuse, and it takes as much as the truth.
     """
     given = [point if isinstance(point, ChainPoint) else ChainPoint(tuple(point)) for point in points]
-    mode = resolve(precision, _product_dtype(chain, given[0].tensors), given[0].tensors[0].device)
+    dtype, device = _product_dtype(chain, given[0].tensors), given[0].tensors[0].device
+    mode = resolve(precision, dtype, device, chain.is_linear)
     findings: list[str] = []
     asked = (run, chain, given, mode, backward, nonfinite, progress, findings)
     try:

@@ -29,6 +29,7 @@ from postlude.graph import spellings
 from postlude.graph.capture import same_shape
 from postlude.graph.idioms import with_idioms
 from postlude.graph.reductions import Reduction, read_reduction
+from postlude.graph.row_norms import RowNorm, read_row_norm
 from postlude.graph.spellings import arguments_of, describe
 from postlude.words import POINTWISE
 
@@ -50,7 +51,8 @@ class Draft:
     def extend(self, node: fx.Node) -> Draft | str:
         """This draft with one more step, or a sentence why `node` cannot be one."""
         reduced = next((step for step in self.steps if isinstance(step, Reduce)), None)
-        if reduced is not None and (reduced.over == "channels" or spellings.pointwise(node) is None):
+        is_end = reduced is not None and reduced.over == "channels" and self.dims > 0
+        if reduced is not None and (is_end or spellings.pointwise(node) is None):
             return f"{describe(node)} comes after a reduction"
         spelled = spellings.pointwise(node)
         if isinstance(spelled, str):
@@ -59,11 +61,14 @@ class Draft:
             return _pointwise(self, node, spelled)
         if spellings.norm(node) is not None:
             return _normalize(self, node)
+        row_norm = read_row_norm(node) if self.dims == 0 else None
+        if row_norm is not None:
+            return _normalize_rows(self, row_norm)
         reduction = read_reduction(node, self.dims)
         if reduction is not None:
             return reduction if isinstance(reduction, str) else _reduce(self, node, reduction)
         if node.target is torch.ops.aten.to.dtype:
-            return self._add(node, Cast(self.values[node.args[0]], _name(dtype_of(node))))  # type: ignore[index]
+            return self._add(node, Cast(self.values[node.args[0]], name_of(dtype_of(node))))  # type: ignore[index]
         return f"{describe(node)} is not in the vocabulary"
 
     def _slot(self, node: fx.Node, role: Role) -> tuple[Draft, Slot]:
@@ -77,14 +82,14 @@ class Draft:
         """Autocast changes dtypes below the level of this graph: where it did, the chain says so."""
         if self.dtypes[value.index] == dtype:
             return self, value
-        steps = (*self.steps, Cast(value, _name(dtype)))
+        steps = (*self.steps, Cast(value, name_of(dtype)))
         return dataclasses.replace(self, steps=steps, dtypes=(*self.dtypes, dtype)), Value(len(steps))
 
     def _add_rounded(self, node: fx.Node, step: Step, dtype: torch.dtype) -> Draft:
         """What was in place kept its value's dtype: computed in the wider one of both operands, then rounded."""
         steps = (*self.steps, step)
         wide = dataclasses.replace(self, steps=steps, dtypes=(*self.dtypes, dtype))
-        return wide._add(node, Cast(Value(len(steps)), _name(dtype_of(node))))
+        return wide._add(node, Cast(Value(len(steps)), name_of(dtype_of(node))))
 
     def _add(self, node: fx.Node, step: Step) -> Draft:
         steps = (*self.steps, step)
@@ -156,7 +161,7 @@ def _convolution(node: fx.Node, call: spellings.Arguments) -> Convolution | str:
         _each(call.get("output_padding", 0), dims),
         groups,
         call["bias"] is not None,
-        _name(dtype_of(node)) if mixed else None,
+        name_of(dtype_of(node)) if mixed else None,
     )
 
 
@@ -267,6 +272,8 @@ def _normalize(draft: Draft, node: fx.Node) -> Draft | str:
         return "instance_norm with running statistics"
     if call["input"] not in draft.values:
         return f"{describe(node)} does not work on the chain's value"
+    if op == "instance_norm" and draft.dims == 0:
+        return "instance_norm of a matrix, whose rows are its channels"
     axes = len(call["normalized_shape"]) if op == "layer_norm" else 0
     if axes > draft.dims + 1:
         return "layer_norm over all axes, the batch among them"
@@ -287,6 +294,14 @@ def _normalize(draft: Draft, node: fx.Node) -> Draft | str:
     return draft._add(node, Normalize(op, value, groups, float(call["eps"]), weight, bias, axes, running, momentum))
 
 
+def _normalize_rows(draft: Draft, found: RowNorm) -> Draft | str:
+    """A norm over the features of a linear layer."""
+    result = found.nodes[-1]
+    draft, value = draft._cast(draft.values[found.operand], dtype_of(result))
+    draft = dataclasses.replace(draft, nodes=(*draft.nodes, *found.nodes[:-1]))
+    return draft._add(result, Normalize(found.op, value, None, found.eps, axes=1))
+
+
 def _reduce(draft: Draft, node: fx.Node, found: Reduction) -> Draft | str:
     operand, result = arguments_of(node)["self"], found.nodes[-1]
     if operand not in draft.values:
@@ -301,5 +316,5 @@ def _each(sizes: Any, dims: int) -> tuple[int, ...]:
     return given * dims if len(given) == 1 else given
 
 
-def _name(dtype: torch.dtype) -> str:
+def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

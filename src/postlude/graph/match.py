@@ -13,6 +13,7 @@ from postlude.chain import Chain, Normalize, Step
 from postlude.graph import spellings
 from postlude.graph.capture import MODE_CHANGES
 from postlude.graph.draft import Draft, start_with_convolution, start_with_input
+from postlude.graph.linear import start_with_linear
 from postlude.graph.spellings import describe
 from postlude.graph.tidy import mutated_storages, storage_of
 
@@ -51,6 +52,8 @@ def match(
     for node in graph.graph.nodes:
         if spellings.is_convolution(node):
             finder.try_from(node, start_with_convolution, wants_norm=False)
+        elif spellings.linear_operands(node) is not None:
+            finder.try_from(node, start_with_linear, wants_norm=False)
     for node in graph.graph.nodes:
         # Without a convolution, a chain begins at an elementwise step or a norm, and must have a norm to pay.
         if node not in finder.taken and (
@@ -166,9 +169,10 @@ class _Finder:
         return any(first < self.place[user] <= last for user in others) or len(norms) != len(set(norms))
 
     def _stands_alone(self, draft: Draft) -> bool:
-        """True where nothing but the draft's last value is used outside it."""
+        """True where nothing but the draft's last value is used outside it. A linear layer alone is a chain, for its
+        product is most of one."""
         if not draft.steps:
-            return False
+            return draft.producer is not None and draft.producer.is_linear
         inside = set(draft.nodes)
         return all(set(node.users) <= inside for node in draft.nodes[:-1])
 

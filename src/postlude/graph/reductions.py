@@ -39,6 +39,8 @@ def read_reduction(node: fx.Node, dims: int) -> Reduction | str | None:
     if not nodes:
         return f"{describe(node)} whose indices are used"
     axes, spans = _axes(call, dims + 2), REDUCTIONS[op]
+    if not dims:  # features are the channels, and all of a sample
+        return Reduction(op, spans[-1], bool(call["keepdim"]), nodes) if axes == (1,) else f"{describe(node)} of rows"
     over = {tuple(range(2, dims + 2)): "space", tuple(range(1, dims + 2)): "sample", (1,): "channels"}.get(axes, "")
     if over not in spans:
         return f"{describe(node)} over axes {list(axes)}: only {_UNDERSTOOD[spans]} is understood"

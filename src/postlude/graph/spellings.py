@@ -190,6 +190,7 @@ NORMS: dict[str, OpOverload] = {
     "instance_norm": aten.instance_norm.default,
     "batch_norm": aten.batch_norm.default,
     "layer_norm": aten.layer_norm.default,
+    "softmax": aten.softmax.int,
 }
 REDUCTIONS: dict[str, tuple[OpOverload, ...]] = {
     "mean": (aten.mean.dim,),
@@ -209,6 +210,14 @@ CONVOLUTIONS: dict[OpOverload, str] = {
     aten.conv_transpose2d.input: "conv_transpose2d",
     aten.conv_transpose3d.input: "conv_transpose3d",
 }
+# A linear layer: where its input, its weight and its bias are named in the call.
+LINEARS: dict[OpOverload, tuple[str, str, str | None]] = {
+    aten.linear.default: ("input", "weight", "bias"),
+    aten.matmul.default: ("self", "other", None),
+    aten.mm.default: ("self", "mat2", None),
+    aten.addmm.default: ("mat1", "mat2", "self"),
+}
+_TURNED = (aten.t.default, aten.numpy_T.default, aten.transpose.int, aten.permute.default)  # of a matrix, each one way
 
 _POINTWISE_BY_OVERLOAD = {
     overload: (op, reader) for op, readers in POINTWISE.items() for overload, reader in readers.items()
@@ -225,9 +234,18 @@ def pointwise(node: fx.Node) -> Read | None:
 
 
 def norm(node: fx.Node) -> str | None:
-    """The norm that a node spells; batch_norm is one where it takes the batch's statistics, else a word."""
+    """The norm that a node spells; batch_norm is one where it takes the batch's statistics, else a word. softmax is
+    none but behind a linear layer (`is_softmax_of_features`)."""
     op = _NORM_BY_OVERLOAD.get(cast(OpOverload, node.target))
-    return None if op == "batch_norm" and not arguments_of(node)["training"] else op
+    return None if op == "softmax" or (op == "batch_norm" and not arguments_of(node)["training"]) else op
+
+
+def is_softmax_of_features(node: fx.Node) -> bool:
+    """Over the last axis of a matrix, in its dtype."""
+    if node.target is not NORMS["softmax"]:
+        return False
+    call = arguments_of(node)
+    return call["dim"] in (1, -1) and call["dtype"] is None
 
 
 def reduction(node: fx.Node) -> str | None:
@@ -236,3 +254,25 @@ def reduction(node: fx.Node) -> str | None:
 
 def is_convolution(node: fx.Node) -> bool:
     return node.target in CONVOLUTIONS
+
+
+def linear_operands(node: fx.Node) -> tuple[Any, Any, Any] | None:
+    """Input, weight [out, in] and bias of a linear layer that a node spells, or None."""
+    names = LINEARS.get(cast(OpOverload, node.target))
+    if names is None:
+        return None
+    call = arguments_of(node)
+    if call.get("beta", 1) != 1 or call.get("alpha", 1) != 1:
+        return None
+    x, weight, bias = (call[name] if name is not None else None for name in names)
+    return x, weight if node.target is aten.linear.default else _turned(weight), bias
+
+
+def _turned(node: Any) -> fx.Node | None:
+    """The matrix whose transpose a node is; None where it is none."""
+    if not isinstance(node, fx.Node) or node.target not in _TURNED or len(node.meta["val"].shape) != 2:
+        return None
+    call = arguments_of(node)
+    axes = call.get("dims", (call.get("dim0", 0), call.get("dim1", 1)))
+    is_same = [axis % 2 for axis in axes] == [0, 1] if "dims" in call else (axes[0] - axes[1]) % 2 == 0
+    return None if is_same else call["self"]

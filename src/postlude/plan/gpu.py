@@ -12,6 +12,7 @@ from postlude.plan.boxes import Boxes
 from postlude.plan.channels import takes_channels, why_apart
 from postlude.plan.convolve import Own, own_convolution, packs_gradient
 from postlude.plan.gemm import Gemm
+from postlude.plan.linear import LinearGemm, own_linear
 from postlude.plan.problem import (
     Layout,
     Problem,
@@ -32,6 +33,8 @@ from postlude.plan.program import (
     last_fused_step,
     moments_only,
     row_norm,
+    row_parts,
+    rows_from,
     takes_the_batch,
 )
 from postlude.plan.questions import origins
@@ -52,18 +55,21 @@ TRAINING_SLAB = 32 << 20  # bytes of a convolution's result that a backward pass
 # Some 25 small operators take 0.4 ms; eager moves the value five times more than one pass over it does.
 _BATCH_MOMENTS = 512 << 20
 LONGEST_ROW = 8192  # elements that a layer_norm may go over
+MOST_FEATURES = 32768  # of a linear layer, that a row may have: 32 for each thread of the largest block
 _FROM_RESULT = ("training saves only the result, which determines all gradients",)
 
 
 def lower_for_gpu(
     chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool = False, not_ours: str | None = None
 ) -> Plan | Refusal:
-    own = not_ours or own_convolution(chain, problem, machine, even_if_slower)
+    convolution = own_linear if chain.is_linear else own_convolution
+    own = not_ours or convolution(chain, problem, machine, even_if_slower)
     is_own = not isinstance(own, str)
     inside = _layout_inside(chain, problem, machine, is_own)
     from_result = is_trained_from_its_result(chain, problem, inside, machine)
     tf32 = library_tf32(chain, problem)
-    dx, dw, few = gradients = convolution_gradients(chain, problem, own, machine)
+    convolved = own if not isinstance(own, LinearGemm) else "a linear layer's gradients are products of their own"
+    dx, dw, few = gradients = convolution_gradients(chain, problem, convolved, machine)
     reasons = _reasons_against(chain, problem, machine) + _reasons_against_rows(chain, problem)
     if problem.needs_grad:
         switch = None if are_all_ours(*gradients) else tf32
@@ -101,7 +107,7 @@ def lower_for_gpu(
     return dataclasses.replace(plan, tiles=tuple(origins(plan, machine)))
 
 
-def _passes(chain: Chain, problem: Problem, own: Own | str, from_result: bool) -> tuple[Pass, ...]:
+def _passes(chain: Chain, problem: Problem, own: Own | LinearGemm | str, from_result: bool) -> tuple[Pass, ...]:
     is_own = not isinstance(own, str)
     source = "own convolution" if is_own else first_source(chain)
     moments, last, barrier = moments_only(chain), last_fused_step(chain), first_barrier(chain)
@@ -110,9 +116,11 @@ def _passes(chain: Chain, problem: Problem, own: Own | str, from_result: bool) -
         # A convolution of few channels is computed again inside the kernel of its gradients.
         kept = problem.needs_grad and isinstance(own, Gemm | Boxes) and not is_lean(chain, problem)
         return (Pass(source, 1, moments.before, Moments(moments.squares, stores=kept)),)
-    if is_own and row_norm(chain) is not None:
-        return (Pass(source, 1, 0, Store(raw=True)), Pass("load", 1, last, Store()))
-    if barrier is not None and barrier <= last and row_norm(chain) is None:
+    if is_own and (rows := rows_from(chain)) is not None:
+        if chain.dims or rows > last or not _is_finished_before(chain, problem, rows):
+            return (Pass(source, 1, 0, Store(raw=True)), Pass("load", 1, last, Store()))
+        return (Pass(source, 1, rows - 1, Store()), Pass("load", rows, last, Store()))
+    if barrier is not None and barrier <= last and rows_from(chain) is None:
         finished = is_own and _is_finished_before(chain, problem, barrier)
         if finished and isinstance(own, Gemm) and has_moments_apart(own):
             return (
@@ -153,19 +161,24 @@ def _stores(passes: tuple[Pass, ...]) -> bool:
     return isinstance(sink, Moments) and sink.stores
 
 
-def _reasons_for(chain: Chain, problem: Problem, passes: tuple[Pass, ...], own: Own | str) -> tuple[str, ...]:
+def _reasons_for(
+    chain: Chain, problem: Problem, passes: tuple[Pass, ...], own: Own | LinearGemm | str
+) -> tuple[str, ...]:
     sink = passes[0].sink
     is_twice = len(passes) == 2 and isinstance(sink, Moments) and not sink.finished
     twice = ("the steps before the norm are computed twice rather than stored",) if is_twice else ()
     apart = () if (why := why_apart(chain, problem)) is None else (why,)
     if chain.producer is None:
         return (*(twice or ("one pass",)), *apart)
-    return (f"PyTorch's convolution: {own}" if isinstance(own, str) else "our own convolution", *twice, *apart)
+    what = "product" if chain.is_linear else "convolution"
+    return (f"PyTorch's {what}: {own}" if isinstance(own, str) else f"our own {what}", *twice, *apart)
 
 
 def library_tf32(chain: Chain, problem: Problem) -> bool | None:
     """What PyTorch's convolution must be told where the precision asked for is not what its switch says."""
     conv = chain.producer
+    if chain.is_linear:
+        return None  # where they differ, the product is ours
     is_fp32 = conv is not None and (conv.dtype or problem.x.dtype) == "float32"
     asked = {"fp32": False, "tf32": True}.get(problem.precision)
     return asked if is_fp32 and asked is not None and asked != problem.allows_tf32 else None
@@ -175,6 +188,8 @@ def tile_for(chain: Chain, problem: Problem, machine: Machine, layout: Layout) -
     """How the passes over a value in memory are cut."""
     batch, channels, *space = body_shape(chain, problem)
     positions = math.prod(space)
+    if chain.is_linear:  # its samples are the positions of one
+        batch, positions, layout = 1, batch, "channels_last"
     layout = "channels_last" if layout == "channels_last" else "contiguous"
     dtype = body_dtype(chain, problem)
     last, moments = (
@@ -204,7 +219,7 @@ def _reasons_against(chain: Chain, problem: Problem, machine: Machine) -> list[s
             f"the GPU passes need an NVIDIA card of Ampere or later, not {machine.card.architecture or 'this one'}"
         )
     last = last_fused_step(chain)
-    if last == 0 and moments_only(chain) is None and not takes_channels(chain, problem):
+    if last == 0 and chain.steps and moments_only(chain) is None and not takes_channels(chain, problem):
         reasons.append("nothing before the reduction can be fused")
     if any(value.index < last for step in chain.steps[last:] for value in values_of(step)):
         reasons.append("a step after the last fused one reads a value from inside the fused passes")
@@ -213,6 +228,10 @@ def _reasons_against(chain: Chain, problem: Problem, machine: Machine) -> list[s
 
 
 def _reasons_against_rows(chain: Chain, problem: Problem) -> list[str]:
+    if chain.is_linear and rows_from(chain) is not None:
+        longest = body_shape(chain, problem)[1] // row_parts(chain)
+        too_long = f"rows of more than {MOST_FEATURES} features, which do not fit a tile"
+        return [too_long] if longest > MOST_FEATURES else []
     norm = row_norm(chain)
     step = None if norm is None else chain.steps[norm - 1]
     if not isinstance(step, Normalize) or math.prod(body_shape(chain, problem)[-step.axes :]) <= LONGEST_ROW:
@@ -220,11 +239,13 @@ def _reasons_against_rows(chain: Chain, problem: Problem) -> list[str]:
     return [f"a layer_norm over more than {LONGEST_ROW} elements, which do not fit a tile"]
 
 
-def _reasons_to_stay(chain: Chain, problem: Problem, card: Card, own: Own | str) -> list[str]:
+def _reasons_to_stay(chain: Chain, problem: Problem, card: Card, own: Own | LinearGemm | str) -> list[str]:
     size, crossovers = body_bytes(chain, problem), card.crossovers
     if not isinstance(own, str) and not problem.needs_grad:
         return []
     is_asked = problem.convolution == "pytorch"
+    if chain.is_linear and isinstance(own, str) and sum(not isinstance(step, Cast) for step in chain.steps) < 2:
+        return [f"PyTorch's product ({own}) adds its bias itself: one pass after it is what eager has, too"]
     if moments_only(chain) is not None and takes_the_batch(chain) and isinstance(own, str) and size < _BATCH_MOMENTS:
         why = "the batch's statistics are combined by PyTorch's small operators"
         return [f"{why}, which pays from a value of {_BATCH_MOMENTS >> 20} MiB on"]

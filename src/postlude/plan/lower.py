@@ -38,6 +38,8 @@ def lower(
             return found
         rest = " → ".join(chain.words()[len(planned.steps) :])
         return dataclasses.replace(found, reasons=(*found.reasons, f"{rest}: PyTorch's, with its gradients"))
+    if chain.is_linear:
+        return Refusal(("a linear layer is PyTorch's on a CPU, where its product takes nearly all of the time",))
     return lower_for_cpu(chain, problem, machine, even_if_slower)
 
 

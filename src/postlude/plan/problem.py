@@ -48,6 +48,7 @@ class Problem:
     convolution: str = "auto"  # or "pytorch": its own call, digit for digit
     hands_on: str = ""  # the layout that a graph wants of the result; else PyTorch's
     index: int = 0  # of the device: two GPUs of one machine may be different cards
+    multiplies_tf32: bool = False  # PyTorch's switch for fp32 matrix products, which linear layers follow
 
     @property
     def place(self) -> str:
@@ -76,7 +77,10 @@ def problem_of(
     device = tensors[0].device
     tf32 = device.type == "cuda" and default_fp32_precision() == "tf32"
     specs = tuple(map(spec_of, tensors)) if has_sizes else ()
-    return Problem(specs, device.type, precision, needs_grad, tf32, memory, convolution, hands_on, device.index or 0)
+    settings = (precision, needs_grad, tf32, memory, convolution, hands_on, device.index or 0)
+    return Problem(
+        specs, device.type, *settings, device.type == "cuda" and default_fp32_precision(is_linear=True) == "tf32"
+    )
 
 
 def spec_of(tensor: Tensor) -> Spec:
@@ -92,7 +96,8 @@ def layout_of(tensor: Tensor) -> Layout:
 
 
 def memory_format(layout: Layout, dims: int) -> torch.memory_format:
-    return CHANNELS_LAST[dims] if layout == "channels_last" else torch.contiguous_format
+    """A linear layer's values are matrices, of one layout alone."""
+    return CHANNELS_LAST[dims] if layout == "channels_last" and dims else torch.contiguous_format
 
 
 def empty(spec: Spec, dims: int, device: str) -> Tensor:
@@ -154,6 +159,8 @@ def fp32_mode(chain: Chain, problem: Problem) -> str:
     if problem.precision != "auto":
         return problem.precision
     conv = chain.producer
+    if conv is not None and conv.is_linear:
+        return "tf32" if problem.multiplies_tf32 else "fp32"
     return "tf32" if problem.allows_tf32 and conv is not None and conv.in_channels >= _TF32_CHANNELS else "fp32"
 
 

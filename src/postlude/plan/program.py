@@ -34,7 +34,7 @@ def first_barrier(chain: Chain) -> int | None:
 
 def channels_end(chain: Chain) -> Reduce | None:
     """The reduction over channels that a chain ends in."""
-    last = chain.steps[-1] if chain.steps else None
+    last = chain.steps[-1] if chain.steps and chain.dims else None  # features are a linear layer's rows
     return last if isinstance(last, Reduce) and last.over == "channels" else None
 
 
@@ -62,9 +62,11 @@ def norm_hides_infinities(chain: Chain) -> bool:
 
 def last_fused_step(chain: Chain) -> int:
     """Steps from a second barrier on run through PyTorch, on what the fused passes leave."""
-    seen_norm = False
+    seen_norm, in_rows = False, has_whole_rows(chain)
     for number, step in enumerate(chain.steps, 1):
-        if isinstance(step, Reduce) or (isinstance(step, Normalize) and seen_norm):
+        if in_rows and _is_of_whole_rows(step):
+            continue  # a program has a whole row, and any number of barriers in it
+        if isinstance(step, Reduce) or (isinstance(step, Normalize) and (seen_norm or in_rows)):
             return number - 1
         seen_norm |= isinstance(step, Normalize)
     return len(chain.steps)
@@ -80,6 +82,35 @@ def row_norm(chain: Chain) -> int | None:
     barrier = first_barrier(chain)
     step = None if barrier is None else chain.steps[barrier - 1]
     return barrier if isinstance(step, Normalize) and step.over == "row" else None
+
+
+def rows_from(chain: Chain) -> int | None:
+    """The number of the first barrier, where a pass makes it whose programs have what it goes over: rows of the last
+    axes, a linear layer's features or groups of them."""
+    barrier = first_barrier(chain)
+    if barrier is None or chain.dims:
+        return row_norm(chain)
+    step = chain.steps[barrier - 1]
+    return None if isinstance(step, Normalize) and step.over == "batch" else barrier
+
+
+def has_whole_rows(chain: Chain) -> bool:
+    """Whether a program of that pass has all features of a sample: then later barriers over them are in it as well."""
+    barrier = first_barrier(chain)
+    return not chain.dims and barrier is not None and _is_of_whole_rows(chain.steps[barrier - 1])
+
+
+def _is_of_whole_rows(step: Step) -> bool:
+    if isinstance(step, Normalize):
+        return step.over == "row" or (step.over == "sample" and step.groups == 1)
+    return isinstance(step, Reduce)
+
+
+def row_parts(chain: Chain) -> int:
+    """Rows of that pass for each sample of a linear layer: groups of features, or one."""
+    barrier = rows_from(chain)
+    step = None if barrier is None else chain.steps[barrier - 1]
+    return (step.groups or 1) if isinstance(step, Normalize) and step.over == "sample" else 1
 
 
 def takes_the_batch(chain: Chain) -> bool:
@@ -100,7 +131,7 @@ def moments_only(chain: Chain) -> MomentsOnly | None:
     mean. Such steps directly before a norm go through moments as well.
     """
     start = first_barrier(chain)
-    if start is None:
+    if start is None or not chain.dims:  # a linear layer has one position: its moments are the values themselves
         return None
     is_norm = isinstance(chain.steps[start - 1], Normalize)
     while is_norm and start > 1 and _carries(chain, start - 1):

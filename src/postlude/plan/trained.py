@@ -12,14 +12,17 @@ from postlude.plan.few_channels import FewChannels
 from postlude.plan.few_channels_gradient import GradientPlan, few_channels_gradient_for
 from postlude.plan.gemm import Gemm, WeightGemm
 from postlude.plan.problem import Layout, Problem, body_dtype, fp32_mode, result_layout, value_dtypes
-from postlude.plan.program import has_norm, last_fused_step, moments_only, row_norm
+from postlude.plan.program import has_norm, last_fused_step, moments_only, row_norm, rows_from
 from postlude.reverse import keeps_inside, needs_no_more_than_its_result, unsupported_gradient
 
 
 def trained_part(chain: Chain) -> Chain:
     """What the backward passes cover: from moments, a convolution with its norm directly after it; else what the
     fused passes do. What follows reads nothing from inside."""
-    moments, last = moments_only(chain), last_fused_step(chain)
+    moments, last, rows = moments_only(chain), last_fused_step(chain), rows_from(chain)
+    if chain.is_linear and rows is not None:  # barriers over features are PyTorch's in training, with their gradients
+        reads = [value.index for step in chain.steps[rows - 1 :] for value in values_of(step)]
+        return dataclasses.replace(chain, steps=chain.steps[: rows - 1]) if min(reads) >= rows - 1 else chain
     if last in (0, len(chain.steps)) or (moments is not None and not moments.before and chain.producer is not None):
         return chain
     is_apart = all(value.index >= last for step in chain.steps[last:] for value in values_of(step))
@@ -41,7 +44,7 @@ def why_not_ours(chain: Chain, problem: Problem) -> str | None:
     """Why a convolution is PyTorch's in training although ours would bring its gradients: nobody has measured one of
     one tap without a norm, which is bytes more than products where its operands are not two planes."""
     conv = chain.producer
-    if conv is None or has_norm(chain) or max(conv.kernel) > 1 or not problem.needs_grad:
+    if conv is None or conv.is_linear or has_norm(chain) or max(conv.kernel) > 1 or not problem.needs_grad:
         return None
     is_two_planes = body_dtype(chain, problem) == "float32" and fp32_mode(chain, problem) == "fp32"
     return (
@@ -53,7 +56,8 @@ def reasons_against_training(chain: Chain, problem: Problem, library_tf32: bool 
     reasons = []
     last = last_fused_step(chain)
     can_keep = from_result or is_lean(chain, problem) or keeps_inside(chain, last)
-    if not has_norm(chain) and not can_keep:
+    # A linear layer's result is small beside its weight and that weight's gradient, as a rule.
+    if not has_norm(chain) and not can_keep and not chain.is_linear:
         reasons.append("training would save the convolution's result, where PyTorch saves only the chain's")
     if library_tf32 is not None:
         wanted = "tf32" if library_tf32 else "ieee"
@@ -62,6 +66,8 @@ def reasons_against_training(chain: Chain, problem: Problem, library_tf32: bool 
     if trained_part(chain) is not chain:
         reasons.append("the backward passes do not cover a reduction or a second norm")
     if moments_only(chain) is not None:
+        return reasons
+    if chain.is_linear and not chain.steps:
         return reasons
     unsupported = unsupported_gradient(chain, last)
     return reasons if unsupported is None else [*reasons, unsupported]

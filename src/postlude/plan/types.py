@@ -13,6 +13,7 @@ from postlude.plan.cpu_few_channels import CpuFewChannels
 from postlude.plan.few_channels import FewChannels
 from postlude.plan.few_channels_gradient import GradientPlan
 from postlude.plan.gemm import Arithmetic, Gemm, WeightGemm
+from postlude.plan.linear import LinearGemm
 from postlude.plan.problem import Layout, Problem, Spec, compulsory_bytes
 from postlude.plan.program import channels_end
 
@@ -105,7 +106,7 @@ class Plan:
     norms_in_place: bool = False  # a norm overwrites its value, which saves a second buffer and costs a pass
     tile: Tile | None = None  # None on the CPU
     is_compiled: bool = False  # on the CPU: kernels of ours in C++ are the passes; else PyTorch's operators are
-    own: Gemm | Boxes | FewChannels | None = None  # our convolution, where `convolve` says so
+    own: Gemm | Boxes | FewChannels | LinearGemm | None = None  # our convolution, where `convolve` says so
     own_on_cpu: CpuFewChannels | None = None  # the same on a CPU
     library_tf32: bool | None = (
         None  # where PyTorch convolves in fp32 and its switch says otherwise; None: as it is set

@@ -43,7 +43,8 @@ class Site(nn.Module):
             return self._as_operator(tensors)
         # Hashing a chain and its problem costs more than a small layer: the key is what a tensor says at once.
         grad = torch.is_grad_enabled()
-        switch = (tensors[0].get_device(), default_fp32_precision()) if tensors[0].is_cuda else ""
+        linear = self.chain.is_linear
+        switch = (tensors[0].get_device(), default_fp32_precision(linear)) if tensors[0].is_cuda else ""
         key = (switch, *((t.shape, t.stride(), t.dtype, grad and t.requires_grad) for t in tensors))
         entry = self._table.get(key)
         if entry is None:

@@ -36,6 +36,7 @@ from postlude.stages.few_channels_gradient import few_channels_gradient
 from postlude.stages.forward import Parts, first_pass
 from postlude.stages.gradient import gradient_passes
 from postlude.stages.library import CONVOLVED, convolve_by_pytorch
+from postlude.stages.linear import columns, linear_gradients
 from postlude.stages.moments import closed_form, combined_by_pytorch
 from postlude.stages.moments_gradient import combined_moments, moments_gradient, table_of
 from postlude.stages.pack import Packed, none_found
@@ -54,16 +55,21 @@ def backward(
     value, chain = _value(plan, tensors, parts, dy), plan.chain
     wanted = frozenset(slot for slot, is_needed in enumerate(needs) if is_needed)
     largest = None
-    if row_norm(chain) is not None:
+    if not chain.steps:  # a linear layer alone
+        dv, found = dy, {2: dy.sum(0)} if len(needs) > 2 and needs[2] else {}
+    elif row_norm(chain) is not None:
         dv, found = rows_gradient(plan, wanted, value, dy, tensors)
     else:
         if plan.largest_found is not None:
             largest = none_found(plan.value.shape[1], plan.largest_found, dy.device)
         packing = packing_of_gradient(plan) if plan.packs_gradient else None
-        dv, found = gradient_passes(plan, wanted, value, parts.moments, dy, tensors, packing, largest)
+        seen = columns(plan) if chain.is_linear else plan
+        dv, found = gradient_passes(seen, wanted, value, parts.moments, dy, tensors, packing, largest)
     grads = [found.get(slot) for slot in range(len(needs))]
     if chain.producer is None:
         grads[0] = dv.to(tensors[0].dtype) if needs[0] else None
+    elif chain.is_linear:
+        grads[:2] = linear_gradients(plan, dv, tensors[0], tensors[1], needs)
     elif needs[0] or needs[1]:
         packed = Packed(dv) if plan.packs_gradient else None
         grads[:2] = convolution_gradients(plan, dv, packed, largest, tensors[0], tensors[1], needs)

@@ -19,11 +19,19 @@ from postlude.stages.trace import Pointer, Unread, launch, or_unread
 class Epilogue:
     """The convolution's result where it is stored, its moments where they are wanted, in `chunks` for each sample."""
 
-    def __init__(self, plan: Plan, chunks: int, block_c: int, spread: str = "[None, :]") -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        chunks: int,
+        block_c: int,
+        spread: str = "[None, :]",
+        stored: tuple[int, ...] | None = None,
+    ) -> None:
         """`block_c` output channels of a tile. `spread` as for `emit`: channels are the last axis of most products'
-        blocks."""
+        blocks. `stored` is the shape of what is written, where it is not the value's."""
         item, (batch, channels, *_) = plan.passes[0], plan.value.shape
         blocks_c = -(-channels // block_c)
+        self.stored = stored or plan.value.shape
         self.programs = batch * chunks * blocks_c
         self.channels = {"IS_EVEN_C": channels % block_c == 0, "BLOCKS_C": blocks_c}
         self.plan, self.last, self.chunks = plan, item.last, chunks
@@ -55,7 +63,7 @@ class Epilogue:
             # Before a norm the convolution's own dtype, as PyTorch would have it; else this is the result.
             dtype = getattr(torch, plan.result_dtype if is_result else plan.value.dtype)
             layout = memory_format(plan.value.layout, plan.chain.dims)
-            value = torch.empty(shape, dtype=dtype, device=device, memory_format=layout)
+            value = torch.empty(self.stored, dtype=dtype, device=device, memory_format=layout)
         partials = None
         if self.moments != "no":
             acc = accumulator_of(plan.value)

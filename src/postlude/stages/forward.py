@@ -16,8 +16,9 @@ from postlude.plan import Plan
 from postlude.plan.boxes import Boxes
 from postlude.plan.few_channels import FewChannels
 from postlude.plan.gemm import volume_for
+from postlude.plan.linear import LinearGemm
 from postlude.plan.problem import memory_format
-from postlude.plan.program import fused_norm, row_norm
+from postlude.plan.program import fused_norm, rows_from
 from postlude.plan.types import Moments, reads_moments
 from postlude.reference import continue_from
 from postlude.stages.batch import combine_batch
@@ -27,6 +28,7 @@ from postlude.stages.convolve_boxes import convolve_boxes
 from postlude.stages.cuts import Partials
 from postlude.stages.few_channels import convolve_moments
 from postlude.stages.library import cast_for_convolution, convolve_by_pytorch
+from postlude.stages.linear import columns, multiply
 from postlude.stages.moments import finish_moments
 from postlude.stages.normalize import combine_moments, finish_pass, moments_pass
 from postlude.stages.rows import rows_pass
@@ -52,14 +54,14 @@ def forward(plan: Plan, tensors: Sequence[Tensor], keeps_value: bool = False) ->
         return Parts(result, value, None, partials)
     assert value is not None
     result, moments = value, group_moments(plan, partials, tensors)
-    if row_norm(chain) is not None:
+    if rows_from(chain) is not None:
         result = rows_pass(plan, value, tensors, keeps_value)
     elif last.source != "own convolution":
         ends = plan.channels_end is not None
         result = (
             channels_pass(plan, value, moments, tensors)
             if ends
-            else finish_pass(plan, value, moments, tensors, keeps_value)
+            else finish_pass(columns(plan) if chain.is_linear else plan, value, moments, tensors, keeps_value)
         )
     if last.last < len(chain.steps):
         result = continue_from(chain, last.last, result, tensors, moves=True)
@@ -71,7 +73,7 @@ def first_pass(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor | None, Pa
     value, partials = _convolved(plan, tensors)
     if reads_moments(plan.passes):
         assert value is not None
-        partials = moments_pass(plan, value, tensors)
+        partials = moments_pass(columns(plan) if plan.chain.is_linear else plan, value, tensors)
     return value, partials
 
 
@@ -81,10 +83,11 @@ def group_moments(
     """The norm's; the running statistics among the tensors `moved` move."""
     last = plan.passes[-1]
     norm = fused_norm(plan.chain)
-    if norm is None or partials is None or row_norm(plan.chain) is not None or last.source == "own convolution":
+    if norm is None or partials is None or rows_from(plan.chain) is not None or last.source == "own convolution":
         return None
     if norm.over == "batch":
-        return combine_batch(norm, plan.value, partials, moved)
+        value = columns(plan).value if plan.chain.is_linear else plan.value
+        return combine_batch(norm, value, partials, moved)
     return combine_moments(norm, plan.value, partials)
 
 
@@ -98,6 +101,8 @@ def _convolved(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor | None, Pa
         x, weight = cast_for_convolution(chain, tensors[:2])
         result = convolve_by_pytorch(conv, x, weight, None, plan.library_tf32)  # the program adds the bias
         return settle_layout(result, layout), None
+    if isinstance(own, LinearGemm):
+        return multiply(plan, own, cast_for_convolution(chain, tensors))
     if isinstance(own, FewChannels):
         x, weight, *more = cast_for_convolution(chain, tensors)
         padding = volume_for(conv, plan.input.shape[2:], 1).padding

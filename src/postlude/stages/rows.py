@@ -1,5 +1,5 @@
-"""layer_norm: all fused steps in one reading and one writing of a value, rows of its last axes in tiles; and all their
-gradients in one pass, but for what is summed over rows."""
+"""layer_norm, and all barriers over a linear layer's features: the fused steps in one reading and one writing of a
+value, rows of its last axes in tiles; and a layer_norm's gradients in one pass, but for what is summed over rows."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from postlude import reverse
+from postlude.chain import Reduce
 from postlude.plan import Plan
 from postlude.plan.problem import Spec, memory_format, power_in, power_of_two
-from postlude.plan.program import fused_norm, last_fused_step
+from postlude.plan.program import fused_norm, last_fused_step, row_parts
 from postlude.stages.cuts import accumulator, accumulator_of, forward_steps, operands, steps_of
 from postlude.stages.gradient import Gradients, add_channels, gradient_of_vector, without_unread
 from postlude.stages.trace import Unread, launch
@@ -26,28 +27,42 @@ _MOST_TILES = 16  # of one program of the gradients: so many fewer partial sums 
 def rows_pass(plan: Plan, value: Tensor, tensors: Sequence[Tensor], keeps_value: bool = False) -> Tensor:
     chain, spec, last = plan.chain, plan.value, plan.passes[-1].last
     overwrites = chain.producer is not None and not keeps_value and spec.dtype == plan.result_dtype
-    result = value if overwrites else torch.empty_like(value, dtype=getattr(torch, plan.result_dtype))
+    dtype, end = getattr(torch, plan.result_dtype), reduced_in_rows(plan)
     length, in_channel, rows, cut = rows_of(plan)
+    if end is not None:
+        result = torch.empty((rows, 1) if end.keepdim else (rows,), dtype=dtype, device=value.device)
+    else:
+        result = value if overwrites else torch.empty_like(value, dtype=dtype)
     one_channel = not cut["IS_WHOLE_SAMPLE"] and in_channel % cut["BLOCK_ROWS"] == 0
     is_even = length == cut["BLOCK_L"] and rows % cut["BLOCK_ROWS"] == 0
     launch(
         "rows",
         "rows_kernel",
         (-(-rows // cut["BLOCK_ROWS"]),),
-        [value, result, *operands(chain, last, spec, tensors, value)],
+        [value, result, *operands(chain, last, spec, tensors, value, plan.resumes_at)],
         (spec.shape[1], in_channel, length, rows),
         {
-            "ROW_STEPS_FN": forward_steps(chain, "rows", last, spec.shape[1]),
+            "ROW_STEPS_FN": forward_steps(chain, "rows", last, spec.shape[1], plan.resumes_at),
             **cut,
+            "HAS_GROUPS": chain.is_linear and length < spec.shape[1],
+            "IS_REDUCED": end is not None,
             "HAS_ONE_CHANNEL": one_channel,
             "IS_EVEN_ROWS": is_even,
             "ACC": accumulator(accumulator_of(spec)),
         },
         _warps(cut),
     )
+    if chain.is_linear:
+        return result
     # Only a step after the norm that takes another tensor's layout makes it anything else than rows.
     layout = plan.result_layout if last == len(chain.steps) else spec.layout
     return result.contiguous(memory_format=memory_format(layout, chain.dims))
+
+
+def reduced_in_rows(plan: Plan) -> Reduce | None:
+    """The first reduction over features among the steps of the pass."""
+    steps = plan.chain.steps[: plan.passes[-1].last]
+    return next((step for step in steps if isinstance(step, Reduce)), None)
 
 
 def rows_gradient(plan: Plan, needs: frozenset[int], value: Tensor, dy: Tensor, tensors: Sequence[Tensor]) -> Gradients:
@@ -119,13 +134,18 @@ def rows_of(plan: Plan) -> tuple[int, int, int, dict[str, Any]]:
     """Elements of a row, rows of a sample's channel, rows in all, and the constants that say how they are cut."""
     shape = plan.value.shape
     norm = fused_norm(plan.chain)
+    if plan.chain.is_linear:
+        return _cut(shape[1] // row_parts(plan.chain), shape[1], 1, shape)
     assert norm is not None
     length = math.prod(shape[-norm.axes :])
     is_sample = norm.axes == len(shape) - 1
-    in_channel = 1 if is_sample else math.prod(shape[2:]) // length
+    return _cut(length, math.prod(shape[1:]), 1 if is_sample else math.prod(shape[2:]) // length, shape)
+
+
+def _cut(length: int, sample: int, in_channel: int, shape: tuple[int, ...]) -> tuple[int, int, int, dict[str, Any]]:
     block = power_of_two(length)
     constants = {
-        "IS_WHOLE_SAMPLE": is_sample,
+        "IS_WHOLE_SAMPLE": length == sample,
         "BLOCK_ROWS": max(1, _TILE // block),
         "BLOCK_L": block,
         "ALIGN": power_in(length, 16),

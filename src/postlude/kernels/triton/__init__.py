@@ -44,6 +44,8 @@ of slices of samples.
     GRADIENT_FN, ROW_GRADIENT_FN           all gradients of a chain's steps, also by rows
     IS_CHANNELS_LAST, IS_CONTIGUOUS, IS_OUT_CONTIGUOUS  a value is [N, S, C]; it, or the result, is [N, C, S]
     HAS_SHORT_ROWS, IS_WHOLE_SAMPLE, HAS_ONE_CHANNEL  a tile has whole rows; a row is a sample; rows are of one channel
+    HAS_GROUPS, IS_REDUCED                 rows are groups of a sample's features; a pass leaves one number of each
+    IS_WEIGHT_CUT, BLOCKS_TOGETHER         the weight is cut into planes inside of the product; its tiles side by side
     IS_DENSE, IS_EVEN_C, IS_EVEN_ROWS      nothing to mask: between packed rows, past the channels, past the rows
     IS_OVER_SPACE, IS_OVER_ROWS, IS_OVER_BATCH, IS_SUM  what is reduced: space alone, rows, samples; a sum, no mean
     IS_SCALED, KEEPS_INF, FLAGS_INF, HAS_LARGEST  operands are scaled; infinities kept, flagged; magnitudes are found

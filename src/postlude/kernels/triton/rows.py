@@ -1,13 +1,18 @@
-"""layer_norm: a row of the last axes lies inside one tile, so that one pass over a value does everything.
+"""layer_norm: a row of the last axes lies inside one tile, so that one pass over a value does everything. So do all
+barriers over a linear layer's features: a row is a sample, or a group of its features (HAS_GROUPS).
 
 Names are as in normalize.py. A contiguous value is seen as rows of L elements, ROWS_PER_CHANNEL of them for each sample
 and channel; a tile has BLOCK_ROWS rows. Where a row is a whole sample, its channels lie one after the other inside it
 (IS_WHOLE_SAMPLE).
+
+Reductions give one number per row, a block [BLOCK_ROWS, 1].
 """
 
 import triton
 import triton.language as tl
 
+from postlude.kernels.triton.channels import row_largest, row_logsumexp
+from postlude.kernels.triton.pointwise import exp
 from postlude.kernels.triton.tiles import store_full
 
 
@@ -24,9 +29,37 @@ def row_statistics(x, m_x, L, eps):
 
 
 @triton.jit
+def row_sum(x, m_x):
+    return tl.sum(tl.where(m_x, x, 0.0), axis=1)[:, None]  # [BLOCK_ROWS, 1]
+
+
+@triton.jit
+def row_max(x, m_x):
+    return row_largest(tl.where(m_x, x, float("-inf")))[:, None]
+
+
+@triton.jit
+def row_min(x, m_x):
+    return -row_largest(tl.where(m_x, -x, float("-inf")))[:, None]
+
+
+@triton.jit
+def row_log_sum_exp(x, m_x):
+    return row_logsumexp(tl.where(m_x, x, float("-inf")))[:, None]
+
+
+@triton.jit
+def row_softmax(x, m_x):
+    """A row with an infinity, or of nothing but negative ones, is NaN, as PyTorch has it."""
+    largest = tl.max(tl.where(m_x, x, float("-inf")), axis=1)[:, None]
+    powers = tl.where(m_x, exp(x - largest), 0.0)
+    return powers / tl.sum(powers, axis=1)[:, None]
+
+
+@triton.jit
 def rows_kernel(
     p_x,  # [ROWS, L]
-    p_y,  # [ROWS, L], out; may be p_x
+    p_y,  # [ROWS, L], out; may be p_x. [ROWS] where IS_REDUCED
     a0, a1, a2, a3, a4, a5,
     C,
     ROWS_PER_CHANNEL,  # of one sample
@@ -34,6 +67,8 @@ def rows_kernel(
     ROW_STEPS_FN: tl.constexpr,  # all steps, as one composed function (see steps.py)
     IS_WHOLE_SAMPLE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_L: tl.constexpr,
     ALIGN: tl.constexpr,  # a power of two that divides L: the compiler asks only for 16
+    HAS_GROUPS: tl.constexpr,  # C // L rows are one sample, whose channels they share out
+    IS_REDUCED: tl.constexpr,  # the steps leave one number of each row
     HAS_ONE_CHANNEL: tl.constexpr,  # a tile's rows are all of one channel
     IS_EVEN_ROWS: tl.constexpr,  # every tile is full: L is BLOCK_L, and BLOCK_ROWS divides ROWS
     ACC: tl.constexpr,
@@ -46,13 +81,19 @@ def rows_kernel(
     m_x = tl.full([BLOCK_ROWS, BLOCK_L], True, tl.int1) if IS_EVEN_ROWS else (first + o_r < ROWS)[:, None] & (o_l < L)
     if IS_WHOLE_SAMPLE:
         o_c = o_l // (L // C)
+    elif HAS_GROUPS:
+        o_c = ((first + o_r) % (C // L) * L)[:, None].to(tl.int32) + o_l
     elif HAS_ONE_CHANNEL:
         o_c = tl.program_id(0) // (ROWS_PER_CHANNEL // BLOCK_ROWS) % C
     else:
         o_c = ((first + o_r) // ROWS_PER_CHANNEL % C)[:, None]  # 64-bit divisions, for each row
     b_x = tl.load(p_x + first * L + o_x, mask=m_x, other=0.0).to(ACC)
     b_y = ROW_STEPS_FN(b_x, o_l, L, o_c, first * L, o_x, o_c < C, m_x, a0, a1, a2, a3, a4, a5)
-    tl.store(p_y + first * L + o_x, b_y.to(p_y.dtype.element_ty), mask=m_x)
+    if IS_REDUCED:
+        m_r = (first + o_r < ROWS)[:, None]
+        tl.store(p_y + first + o_r[:, None], b_y.to(p_y.dtype.element_ty), mask=m_r)
+    else:
+        tl.store(p_y + first * L + o_x, b_y.to(p_y.dtype.element_ty), mask=m_x)
 
 
 @triton.jit

@@ -1,0 +1,30 @@
+"""How a chain begins with a linear layer."""
+
+from __future__ import annotations
+
+import torch.fx as fx
+
+from postlude.chain import Role, Value, linear
+from postlude.graph import spellings
+from postlude.graph.capture import same_shape
+from postlude.graph.draft import Draft, dtype_of, name_of, shape_of
+from postlude.graph.spellings import describe
+
+
+def start_with_linear(node: fx.Node) -> Draft | str:
+    operands = spellings.linear_operands(node)
+    assert operands is not None
+    x, weight, bias = operands
+    if not isinstance(weight, fx.Node) or len(shape_of(weight)) != 2 or len(shape_of(x)) != 2:
+        return f"{describe(node)} of anything but a matrix and the transpose of a weight"
+    out_features, in_features = shape_of(weight)
+    if not isinstance(out_features, int) or not isinstance(in_features, int):
+        return f"{describe(node)} whose weight has no fixed shape"
+    if bias is not None and not same_shape(shape_of(bias), (out_features,)):
+        return f"{describe(node)} with a bias that is not one number per feature"
+    tensors = (x, weight) if bias is None else (x, weight, bias)
+    dtype = dtype_of(node)
+    mixed = any(dtype_of(tensor) != dtype for tensor in tensors)
+    layer = linear(in_features, out_features, bias is not None, name_of(dtype) if mixed else None)
+    roles: tuple[Role, ...] = ("input", "weight") if bias is None else ("input", "weight", "bias")
+    return Draft(0, layer, (node,), {node: Value(0)}, (dtype,), (), roles, tensors)

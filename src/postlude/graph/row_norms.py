@@ -1,0 +1,59 @@
+"""Norms over the features of a linear layer that are spelled in a way of their own: softmax, and an instance_norm of
+features that stand for the positions of one channel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.fx as fx
+
+from postlude.graph import spellings
+from postlude.graph.spellings import arguments_of
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class RowNorm:
+    op: str
+    eps: float
+    operand: fx.Node
+    nodes: tuple[fx.Node, ...]  # the last one holds the values
+
+
+def read_row_norm(node: fx.Node) -> RowNorm | None:
+    """That which begins with a node, or None."""
+    if spellings.is_softmax_of_features(node):
+        return RowNorm("softmax", 0.0, arguments_of(node)["self"], (node,))
+    return _instance_norm(node)
+
+
+def _instance_norm(first: fx.Node) -> RowNorm | None:
+    """[N, F] → [N, 1, …, F] → instance_norm → [N, F]: without affine it is layer_norm's normalisation."""
+    nodes: list[fx.Node] = []
+    node: fx.Node | None = first
+    while node is not None and _adds_an_axis(node):
+        nodes.append(node)
+        node = _only_user(node)
+    added = len(nodes)
+    if node is None or not added or spellings.norm(node) != "instance_norm":
+        return None
+    call = arguments_of(node)
+    if not call["use_input_stats"] or any(call[name] is not None for name in ("weight", "bias", "running_mean")):
+        return None
+    for _ in range(added):
+        nodes.append(node)
+        node = _only_user(node)
+        if node is None or node.target is not aten.squeeze.dim or arguments_of(node)["dim"] != 1:
+            return None
+    return RowNorm("layer_norm", float(call["eps"]), arguments_of(first)["self"], (*nodes, node))
+
+
+def _adds_an_axis(node: fx.Node) -> bool:
+    """Behind the first one."""
+    return node.target is aten.unsqueeze.default and arguments_of(node)["dim"] == 1
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None

@@ -1,0 +1,121 @@
+"""A linear layer as one matrix product, with what follows it in the same launch: y = x · Wᵀ.
+
+Rows of x and of the weight are cut into half-precision planes (see planes.py), each row scaled by a power of two of its
+own: in front of the product by `pack_rows_kernel`, or, of the weight, inside of it (IS_WEIGHT_CUT), where a tile's rows
+are scaled anew at every step, by what they hold there. That spares a pass over a weight that few rows are multiplied
+with. The weight is the left operand: what is cut in registers need not go back to shared memory.
+
+Samples are the positions of the epilogue, output features its channels.
+"""
+
+import triton
+import triton.language as tl
+
+from postlude.kernels.triton.epilogue import epilogue
+from postlude.kernels.triton.planes import finite_magnitude, high_plane, multiply, rest_of, scale_for, store_planes
+
+
+@triton.jit
+def unscale_of(scale):
+    """1 / scale, of a power of two that `scale_for` gives."""
+    return ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def pack_rows_kernel(
+    p_x,  # [ROWS, K]
+    p_high, p_low,  # [ROWS, C_PACKED], out; the second where PLANES is 2
+    p_unscale,  # [ROWS], out; where IS_SCALED
+    K, C_PACKED,
+    PLANES: tl.constexpr, IS_SCALED: tl.constexpr, KEEPS_INF: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    i_row = tl.program_id(0)
+    p_x += i_row.to(tl.int64) * K
+    base = i_row.to(tl.int64) * C_PACKED
+    scale = 1.0
+    if IS_SCALED:
+        b_largest = tl.zeros([BLOCK_K], tl.float32)
+        for start in range(0, K, BLOCK_K):
+            o_k = start + tl.arange(0, BLOCK_K)
+            b_largest = tl.maximum(b_largest, finite_magnitude(tl.load(p_x + o_k, mask=o_k < K, other=0.0)))
+        scale = scale_for(tl.max(b_largest, axis=0))
+        tl.store(p_unscale + i_row, unscale_of(scale))
+    for start in range(0, C_PACKED, BLOCK_K):
+        o_k = start + tl.arange(0, BLOCK_K)
+        b_x = tl.load(p_x + o_k, mask=o_k < K, other=0.0)  # in the cache by now
+        b_scaled = b_x * scale if IS_SCALED else b_x
+        b_high = high_plane(b_x, b_scaled, KEEPS_INF, p_high.dtype.element_ty)
+        store_planes(p_high, p_low, base + o_k, b_high, b_scaled, o_k < C_PACKED, PLANES, False)
+
+
+@triton.jit
+def cut(b_w, KEEPS_INF: tl.constexpr):
+    """Both planes of a block [BLOCK_C, BLOCK_K] in fp32, and what undoes the scale of each of its rows."""
+    scale = scale_for(tl.max(finite_magnitude(b_w), axis=1))
+    b_scaled = b_w * scale[:, None]
+    b_high = high_plane(b_w, b_scaled, KEEPS_INF, tl.float16)
+    return b_high, rest_of(b_scaled, b_high).to(tl.float16), unscale_of(scale)
+
+
+@triton.jit
+def linear_kernel(
+    d_x,  # descriptor [S, C_PACKED] of the high plane of the input
+    d_x_low,  # its low plane, where PLANES is 2
+    d_w,  # descriptor of the weight: its high plane [C_OUT, C_PACKED], or [C_OUT, K] in fp32 where IS_WEIGHT_CUT
+    d_w_low,  # its low plane, where PLANES is 2 and not IS_WEIGHT_CUT
+    p_x_unscale,  # [S] where IS_SCALED
+    p_w_unscale,  # [C_OUT] where IS_SCALED and not IS_WEIGHT_CUT
+    p_y,  # [S, C_OUT], out; where STORE
+    p_mean, p_m2,  # [C_OUT, TILES], out, where MOMENTS
+    p_count,  # [TILES], out, where MOMENTS
+    a0, a1, a2, a3, a4, a5,
+    C_OUT, S, K,
+    TILES,  # along the samples
+    STEPS_FN: tl.constexpr, PLANES: tl.constexpr, IS_SCALED: tl.constexpr, KEEPS_INF: tl.constexpr,
+    IS_WEIGHT_CUT: tl.constexpr, STORE: tl.constexpr, MOMENTS: tl.constexpr, IS_CHANNELS_LAST: tl.constexpr,
+    USES_INT64: tl.constexpr, IS_EVEN_C: tl.constexpr, BLOCKS_C: tl.constexpr,
+    BLOCKS_TOGETHER: tl.constexpr,  # tiles along the features that run side by side, with all along the samples
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    # The programs that run at a time share operands in the second-level cache.
+    together = BLOCKS_TOGETHER * TILES
+    i_first = tl.program_id(0) // together * BLOCKS_TOGETHER
+    size = tl.minimum(BLOCKS_C - i_first, BLOCKS_TOGETHER)
+    i_b = i_first + tl.program_id(0) % together % size
+    i_tile = tl.program_id(0) % together // size
+    row0 = i_tile * BLOCK_M
+    c0 = i_b * BLOCK_C
+    acc = tl.zeros([BLOCK_C, BLOCK_M], ACC)
+    for i in tl.range(0, tl.cdiv(K, BLOCK_K), num_stages=STAGES):
+        high = d_x.load([row0, i * BLOCK_K])  # [BLOCK_M, BLOCK_K]
+        low = d_x_low.load([row0, i * BLOCK_K]) if PLANES == 2 else high
+        w = d_w.load([c0, i * BLOCK_K])  # [BLOCK_C, BLOCK_K]
+        if IS_WEIGHT_CUT:
+            w_high, w_low, unscale = cut(w, KEEPS_INF)
+            zeros = tl.zeros([BLOCK_C, BLOCK_M], ACC)
+            acc += multiply(w_high, w_low, high.T, low.T, zeros, PLANES, ACC) * unscale[:, None]
+        else:
+            w_low = d_w_low.load([c0, i * BLOCK_K]) if PLANES == 2 else w
+            acc = multiply(w, w_low, high.T, low.T, acc, PLANES, ACC)
+    if KEEPS_INF and PLANES == 2:  # noqa: SIM102 (decided when compiling; the other when running)
+        # An infinity times a low plane has any sign, or is NaN: the high planes alone say what becomes of it.
+        if tl.max(tl.max(tl.where(tl.abs(acc) < float("inf"), 0, 1), axis=1), axis=0) > 0:
+            alone = tl.zeros([BLOCK_C, BLOCK_M], ACC)
+            for i in tl.range(0, tl.cdiv(K, BLOCK_K)):
+                w = d_w.load([c0, i * BLOCK_K])
+                w_high = cut(w, KEEPS_INF)[0] if IS_WEIGHT_CUT else w
+                alone = tl.dot(w_high, d_x.load([row0, i * BLOCK_K]).T, alone, out_dtype=ACC)
+            acc = tl.where(tl.abs(alone) < float("inf"), acc, alone)
+    o_c = c0 + tl.arange(0, BLOCK_C)
+    m_c = o_c < C_OUT
+    o_s = row0 + tl.arange(0, BLOCK_M)
+    m_s = o_s < S
+    if IS_SCALED:
+        acc = acc * tl.load(p_x_unscale + o_s, mask=m_s, other=0.0)[None, :]
+        if not IS_WEIGHT_CUT:
+            acc = acc * tl.load(p_w_unscale + o_c, mask=m_c, other=0.0)[:, None]
+    epilogue(
+        acc, o_c, m_c, o_s, m_s, tl.program_id(1), i_b, i_tile, p_y, p_mean, p_m2, p_count,
+        a0, a1, a2, a3, a4, a5, C_OUT, S, TILES, STEPS_FN, STORE, MOMENTS,
+        IS_CHANNELS_LAST, USES_INT64, IS_EVEN_C, 1, ACC,
+    )  # fmt: skip

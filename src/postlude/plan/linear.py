@@ -1,0 +1,122 @@
+"""The product of a linear layer on a GPU: ours, in which arithmetic and tiles, or PyTorch's, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from postlude.cards import Card
+from postlude.chain import Chain, Convolution
+from postlude.hardware import Machine
+from postlude.plan.gemm import SHARED_BESIDE, Arithmetic
+from postlude.plan.problem import Problem, body_dtype, fp32_mode, item_size, power_of_two
+
+# Of the peak in fp32, what cuBLAS reaches with ordinary instructions: 51 of an H200's 67 TFLOP/s at 1024×8192×8192.
+_LIBRARY = 0.76
+# How much longer the product takes where it cuts the weight into planes itself, as estimated: each element passes
+# through registers for every tile of rows. To be measured.
+_CUTTING = 0.5
+_ROWS, _FEATURES, _DEPTH = 128, 128, 64  # of a tile
+_DESCRIPTOR = 16  # bytes that a descriptor's rows are a multiple of
+
+
+@dataclass(frozen=True)
+class LinearGemm:
+    """One way of running the product of rows and a weight, both [.., features]."""
+
+    arithmetic: Arithmetic
+    rows: int  # of a tile: samples
+    block_c: int  # output features of a tile
+    block_k: int
+    stages: int
+    warps: int
+    # The weight is read where it lies, and cut into planes in registers: with few rows that costs less than packing.
+    cuts_weight: bool = False
+
+    @property
+    def columns(self) -> int:
+        return self.block_c
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block at most."""
+        item = 8 if self.arithmetic.is_exact else 2
+        both = item * self.arithmetic.planes * self.block_k
+        if self.cuts_weight:  # it comes in fp32, a stage later than the rest, and its planes are as large again
+            weight = (4 * self.block_k * (self.stages - 1) + both) * self.block_c
+        else:
+            weight = both * self.block_c * self.stages
+        return both * self.rows * self.stages + weight + SHARED_BESIDE
+
+    def __str__(self) -> str:
+        cut = ", the weight cut where it lies" if self.cuts_weight else ""
+        return f"matrix product of {self.arithmetic}{cut}; tiles of {self.rows} × {self.block_c} × {self.block_k}"
+
+
+def own_linear(chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool = False) -> LinearGemm | str:
+    """Our product for this linear layer, or why it is PyTorch's."""
+    layer, rows = chain.convolution, problem.x.shape[0]
+    if problem.tensors[1].layout == "strided":
+        return "the weight is not contiguous"
+    dtype = body_dtype(chain, problem)
+    if dtype not in ("float32", "float64"):
+        return "cuBLAS is as fast in 16 bits"
+    gemm = linear_gemm(layer, rows, linear_arithmetic(chain, problem), machine)
+    if even_if_slower:
+        return gemm
+    if gemm.arithmetic.is_exact:
+        return "float64 is faster through PyTorch"
+    mode = fp32_mode(chain, problem)
+    if mode != ("tf32" if problem.multiplies_tf32 else "fp32"):
+        return gemm  # PyTorch's product follows its switch alone
+    if mode == "tf32":
+        return "cuBLAS is as fast in TF32"
+    return _slower(layer, rows, gemm, machine.card) or gemm
+
+
+def linear_arithmetic(chain: Chain, problem: Problem) -> Arithmetic:
+    dtype = body_dtype(chain, problem)
+    if dtype != "float32":
+        return Arithmetic(dtype)
+    return Arithmetic("float16", 1 if fp32_mode(chain, problem) == "tf32" else 2, scaled=True, keeps_infinities=True)
+
+
+def linear_gemm(layer: Convolution, rows: int, arithmetic: Arithmetic, machine: Machine) -> LinearGemm:
+    """The largest tile that fits the card."""
+    if arithmetic.is_exact:
+        return LinearGemm(arithmetic, 32, 32, 16, 2, 4)  # correctness only
+    cuts = _cuts_weight(layer, rows, arithmetic, machine.card)
+    height, width = min(_ROWS, max(16, power_of_two(rows))), min(_FEATURES, max(64, power_of_two(layer.out_channels)))
+    for stages, depth in ((3, _DEPTH), (2, _DEPTH), (3, _DEPTH // 2), (2, _DEPTH // 2)):
+        gemm = LinearGemm(arithmetic, height, width, depth, stages, 8 if height * width > 4096 else 4, cuts)
+        if not machine.card.shared_bytes or gemm.shared_bytes <= machine.card.shared_bytes:
+            break
+    return gemm
+
+
+def _cuts_weight(layer: Convolution, rows: int, arithmetic: Arithmetic, card: Card) -> bool:
+    """Packing reads the weight and writes as many bytes; cutting makes every product longer."""
+    if arithmetic.planes != 2 or layer.in_channels * item_size("float32") % _DESCRIPTOR:
+        return False
+    packing = 2 * layer.in_channels * layer.out_channels * item_size("float32") / card.rates.copy
+    return packing > _CUTTING * _product_seconds(layer, rows, arithmetic, card)
+
+
+def _product_seconds(layer: Convolution, rows: int, arithmetic: Arithmetic, card: Card) -> float:
+    return layer.flops(max(rows, _ROWS), ()) * arithmetic.products / card.rates.product
+
+
+def _slower(layer: Convolution, rows: int, gemm: LinearGemm, card: Card) -> str | None:
+    """Why cuBLAS is expected to be the faster one in fp32; None where ours is."""
+    if layer.flops(rows, ()) < card.crossovers.packing["fp32"]:
+        return "the product is too small for packing its operands to pay"
+    theirs = layer.flops(rows, ()) / (_LIBRARY * card.rates.peak.fp32)
+    product = _product_seconds(layer, rows, gemm.arithmetic, card)
+    if gemm.cuts_weight:
+        product *= 1 + _CUTTING
+    packed = layer.in_channels * (rows + (0 if gemm.cuts_weight else layer.out_channels))
+    ours = product + 2 * packed * item_size("float32") / card.rates.copy
+    # The weight is read once at least.
+    theirs = max(theirs, layer.in_channels * layer.out_channels * item_size("float32") / card.rates.copy)
+    if ours < theirs:
+        return None
+    return f"about {ours * 1e3:.2g} ms are expected of Postlude's product, {theirs * 1e3:.2g} of cuBLAS's"

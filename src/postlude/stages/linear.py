@@ -1,0 +1,151 @@
+"""The product of a linear layer, with what follows it in its launch, and the same product for its gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from postlude.chain import Chain, linear
+from postlude.plan import Pass, Plan, Store
+from postlude.plan.gemm import Arithmetic, padded_channels
+from postlude.plan.linear import LinearGemm
+from postlude.plan.problem import Spec, power_of_two
+from postlude.plan.tiles import pass_warps
+from postlude.stages.cuts import Partials, accumulator, accumulator_of, is_wide
+from postlude.stages.epilogue import Epilogue
+from postlude.stages.pack import planes
+from postlude.stages.trace import Matrix, Unread, launch, or_unread
+
+_TOGETHER = 16  # tiles along the features that run side by side: with 8 of samples, as many as an H200 has room for
+_PACK_BLOCK = 4096  # elements of a row that a program packs at a time
+
+
+class PackedRows(NamedTuple):
+    high: Tensor  # [rows, padded features]
+    low: Tensor | None
+    unscale: Tensor | None  # [rows]: what undoes the scale of each
+
+
+def columns(plan: Plan) -> Plan:
+    """The plan of a linear layer as passes over a channels-last value see it: samples are the positions of one sample,
+    features its channels. Tensors stay as they are, [N, F]."""
+    rows, features = plan.value.shape
+    value = dataclasses.replace(plan.value, shape=(1, features, rows), layout="channels_last")
+    return dataclasses.replace(plan, value=value, result_layout="channels_last")
+
+
+def multiply(plan: Plan, gemm: LinearGemm, tensors: Sequence[Tensor]) -> tuple[Tensor | None, Partials | None]:
+    """x · Wᵀ, and what the plan's first pass does with it."""
+    x, weight = (tensor.contiguous() for tensor in tensors[:2])
+    return _product(plan, gemm, x, weight, tensors)
+
+
+def linear_gradients(
+    plan: Plan, dv: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Of input and weight, from the gradient at the layer's result: dv · W and dvᵀ · x, by our product where the
+    layer's was. It reads rows of what it sums over, so that operands are turned first."""
+    own = plan.own if isinstance(plan.own, LinearGemm) else None
+    dx = dw = None
+    if needs[0] and own is not None and gives_input_gradient(plan, own):
+        dx = _turned_product(plan, own, dv, weight.t())
+    elif needs[0]:
+        dx = torch.mm(dv, weight)
+    if needs[1]:
+        dw = torch.mm(dv.t(), x) if own is None else _turned_product(plan, own, dv.t(), x.t())
+    return dx, dw
+
+
+def gives_input_gradient(plan: Plan, own: LinearGemm) -> bool:
+    """A weight that is too large to be packed is too large to be turned and packed as well: then the product is
+    PyTorch's, unless another precision was asked for than its switch says."""
+    return not own.cuts_weight or plan.problem.precision != "auto"
+
+
+def _turned_product(plan: Plan, own: LinearGemm, left: Tensor, right: Tensor) -> Tensor:
+    """left · rightᵀ"""
+    gemm = dataclasses.replace(own, cuts_weight=False)
+    result, _ = _product(_alone(plan, left, right), gemm, left.contiguous(), right.contiguous(), ())
+    assert result is not None
+    return result
+
+
+def _alone(plan: Plan, left: Tensor, right: Tensor) -> Plan:
+    """The plan of a product without anything around it: left · rightᵀ."""
+    (rows, inner), outputs = left.shape, right.shape[0]
+    dtype = plan.value.dtype
+    return dataclasses.replace(
+        plan,
+        chain=Chain(0, linear(inner, outputs), (), ("input", "weight")),
+        input=Spec((rows, inner), dtype, "contiguous"),
+        value=Spec((rows, outputs), dtype, "contiguous"),
+        passes=(Pass("own convolution", 1, 0, Store()),),
+        result_dtype=dtype,
+    )
+
+
+def _product(
+    plan: Plan, gemm: LinearGemm, x: Tensor, weight: Tensor, tensors: Sequence[Tensor]
+) -> tuple[Tensor | None, Partials | None]:
+    rows, features = plan.value.shape
+    inner = x.shape[1]
+    packed = pack_rows(x, gemm.arithmetic)
+    left, left_low = _planes(packed, (gemm.rows, gemm.block_k))
+    block = (gemm.block_c, gemm.block_k)
+    if gemm.cuts_weight:
+        right, unscale = Matrix(weight, (features, inner), (inner, 1), block), None
+        right_low: Matrix | Unread = Unread(right)
+    else:
+        cut = pack_rows(weight, gemm.arithmetic)
+        (right, right_low), unscale = _planes(cut, block), cut.unscale
+    tiles = -(-rows // gemm.rows)
+    end = Epilogue(columns(plan), tiles, gemm.block_c, "[:, None]", stored=(rows, features))
+    constants = {
+        "STEPS_FN": end.before,
+        **planes(gemm.arithmetic),
+        "IS_WEIGHT_CUT": gemm.cuts_weight,
+        **end.written,
+        "USES_INT64": is_wide(columns(plan).value),
+        **end.channels,
+        "BLOCKS_TOGETHER": _TOGETHER,
+        "BLOCK_M": gemm.rows,
+        "BLOCK_C": gemm.block_c,
+        "BLOCK_K": gemm.block_k,
+        "STAGES": gemm.stages,
+        "ACC": accumulator(accumulator_of(plan.value)),
+    }
+    product = [left, left_low, right, right_low, or_unread(packed.unscale, x), or_unread(unscale, x)]
+    numbers = (features, rows, inner, tiles)
+    return end.launch(
+        "linear", "linear_kernel", (end.programs,), product, packed.high, tensors, numbers, constants, gemm.warps
+    )
+
+
+def pack_rows(x: Tensor, arithmetic: Arithmetic) -> PackedRows:
+    """Planes of a matrix whose rows are scaled each by itself; behind a row there are zeros up to a multiple of 16."""
+    (rows, inner), dtype = x.shape, getattr(torch, arithmetic.operands)
+    padded = padded_channels(inner)
+    high = torch.empty((rows, padded), dtype=dtype, device=x.device)
+    low = torch.empty_like(high) if arithmetic.planes == 2 else None
+    unscale = torch.empty(rows, dtype=torch.float32, device=x.device) if arithmetic.scaled else None
+    block = min(_PACK_BLOCK, power_of_two(padded))
+    launch(
+        "linear",
+        "pack_rows_kernel",
+        (rows,),
+        [x, high, or_unread(low, high), or_unread(unscale, high)],
+        (inner, padded),
+        {**planes(arithmetic), "BLOCK_K": block},
+        pass_warps(block, 8, 8),
+    )
+    return PackedRows(high, low, unscale)
+
+
+def _planes(packed: PackedRows, block: tuple[int, int]) -> tuple[Matrix, Matrix | Unread]:
+    rows, padded = packed.high.shape
+    high = Matrix(packed.high, (rows, padded), (padded, 1), block)
+    return high, Unread(high) if packed.low is None else high._replace(base=packed.low)

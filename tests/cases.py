@@ -10,6 +10,7 @@ from postlude.chain import (
     Normalize,
     Operand,
     Pointwise,
+    Pool,
     Reduce,
     Role,
     Scalar,
@@ -17,6 +18,7 @@ from postlude.chain import (
     Step,
     Value,
 )
+from postlude.windows import Windows
 from postlude.words import Setting
 
 
@@ -104,6 +106,22 @@ class Builder:
 
     def reduce(self, op: str, over: str, keepdim: bool = False) -> Builder:
         self.steps.append(Reduce(op, self.value, over, keepdim))  # type: ignore[arg-type]
+        return self
+
+    def pool(
+        self,
+        op: str,
+        kernel: int | tuple[int, ...],
+        stride: int | tuple[int, ...] | None = None,
+        padding: int | tuple[int, ...] = 0,
+        *,
+        ceil: bool = False,
+        counts_padding: bool = True,
+        divisor: int | None = None,
+    ) -> Builder:
+        given = (kernel, kernel if stride is None else stride, padding)
+        sizes = [(size,) * self.dims if isinstance(size, int) else size for size in given]
+        self.steps.append(Pool(f"{op}_pool", self.value, Windows(*sizes, ceil), counts_padding, divisor))
         return self
 
     def chain(self) -> Chain:

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from postlude import encoded
-from postlude.words import NORMS, REDUCTIONS, SPANS, Setting
+from postlude.windows import Windows
+from postlude.words import NORMS, POOLS, REDUCTIONS, SPANS, Setting
 from postlude.words import POINTWISE as POINTWISE
 
 # One number for each: element (full), channel, sample and channel (row), position along the last axes (last), or for
@@ -149,6 +150,22 @@ class Reduce:
 
 
 @dataclass(frozen=True)
+class Pool:
+    """Barrier: the value that follows has one position for each window."""
+
+    op: str
+    operand: Value
+    windows: Windows
+    counts_padding: bool = True  # of avg_pool: positions in the padding count as zeros
+    divisor: int | None = None  # of avg_pool: instead of the number of positions
+
+    def __str__(self) -> str:
+        more = [] if self.counts_padding else ["without padding"]
+        more += [] if self.divisor is None else [f"divided by {self.divisor}"]
+        return f"{self.op}({', '.join([str(self.windows), *more])})"
+
+
+@dataclass(frozen=True)
 class Cast:
     """A change of dtype that autocast or the model makes between two steps."""
 
@@ -156,7 +173,7 @@ class Cast:
     dtype: str
 
 
-Step = Pointwise | Normalize | Reduce | Cast
+Step = Pointwise | Normalize | Reduce | Pool | Cast
 
 
 @dataclass(frozen=True)
@@ -264,6 +281,19 @@ def _mistakes(chain: Chain) -> Any:
             if step.over == "channels" and number < len(chain.steps):
                 yield f"step {number + 1} follows a reduction over channels"
             reduced = True
+        elif isinstance(step, Pool):
+            yield from _pool_mistakes(step, number, chain)
+
+
+def _pool_mistakes(step: Pool, number: int, chain: Chain) -> Iterator[str]:
+    sizes = (step.windows.kernel, step.windows.stride, step.windows.padding)
+    if step.op not in POOLS or any(len(each) != chain.dims for each in sizes):
+        yield f"unknown pool {step}"
+    if any(value.index < number for later in chain.steps[number:] for value in values_of(later)):
+        yield f"a step after the pool reads a value from before step {number}"
+    read = [operand for later in chain.steps[number:] for operand in operands_of(later) if isinstance(operand, Slot)]
+    if any(slot.index < len(chain.roles) and chain.roles[slot.index] in ("full", "row") for slot in read):
+        yield f"a step after the pool reads a tensor of another size than one number per channel"
 
 
 def _norm_mistakes(step: Normalize, chain: Chain) -> Iterator[str]:
@@ -287,6 +317,8 @@ def _word(step: Step, number: int, roles: tuple[Role, ...]) -> str:
             return f"{step.op} over the last {f'{step.axes} axes' if step.axes > 1 else 'axis'}"
         of = "batch" if step.over == "batch" else step.groups
         return f"{step.op}({of})" if of else step.op
+    if isinstance(step, Pool):
+        return str(step)
     if isinstance(step, Reduce):
         return f"{step.op} over {SPANS[step.over]}"
     first, *others = step.operands
@@ -317,4 +349,7 @@ def _operand(operand: Operand, roles: tuple[Role, ...]) -> str:
     return f"value {operand.index}"
 
 
-CLASSES = {cls.__name__: cls for cls in (Value, Slot, Scalar, Convolution, Pointwise, Normalize, Reduce, Cast, Chain)}
+CLASSES = {
+    cls.__name__: cls
+    for cls in (Value, Slot, Scalar, Convolution, Windows, Pointwise, Normalize, Reduce, Pool, Cast, Chain)
+}

@@ -38,6 +38,7 @@ class Machine:
     maps_large_buffers: bool = True  # the allocator gives large buffers back to the system and gets them anew
     # Norms whose result is channels-last as their input.
     norms_keeping_layout: frozenset[str] = frozenset({"group_norm", "batch_norm"})
+    pools_keeping_layout: frozenset[str] = frozenset({"max_pool2d", "max_pool3d", "avg_pool2d"})
     card: Card = NO_CARD  # of a GPU; `machine_on` makes the machine of a card
     has_nvrtc: bool = False
     compiles_cpp: bool = False  # kernels in C++ for the CPU
@@ -66,6 +67,7 @@ def _machine(device_type: str, index: int) -> Machine:
             has_triton=has_triton(),
             has_nvrtc=has_nvrtc(),
             norms_keeping_layout=norms_keeping_layout(f"cuda:{index}"),
+            pools_keeping_layout=pools_keeping_layout(f"cuda:{index}"),
             tiles=tuned_tiles(index),
         )
     if device_type != "cpu":
@@ -102,6 +104,14 @@ def norms_keeping_layout(device: str) -> frozenset[str]:
         "layer_norm": F.layer_norm(x, x.shape[-1:]),
     }
     return frozenset(name for name, result in results.items() if not result.is_contiguous())
+
+
+def pools_keeping_layout(device: str) -> frozenset[str]:
+    """As for norms."""
+    x = torch.ones(2, 4, 4, 4, 4, device=device).to(memory_format=torch.channels_last_3d)
+    flat = x[:, :, 0].contiguous(memory_format=torch.channels_last)
+    given = {"max_pool2d": flat, "max_pool3d": x, "avg_pool2d": flat, "avg_pool3d": x}
+    return frozenset(name for name, value in given.items() if not getattr(F, name)(value, 2).is_contiguous())
 
 
 def free_bytes(device: str) -> float:

@@ -17,6 +17,7 @@ from postlude.chain import (
     Step,
     Value,
 )
+from postlude.steps import too_many_tensors
 
 
 @dataclass(frozen=True)
@@ -111,11 +112,14 @@ def norm_hides_infinities(chain: Chain) -> bool:
 
 
 def last_fused_step(chain: Chain) -> int:
-    """Steps from a second barrier on run through PyTorch, on what the fused passes leave."""
+    """Steps from a second barrier on run through PyTorch, on what the fused passes leave; so do those after a pool that
+    read more tensors than a pass takes."""
     seen_norm, pool = False, fused_pool(chain)
     for number, step in enumerate(chain.steps, 1):
         is_pooled = pool is not None and number > pool.last
         if isinstance(step, Reduce) or (isinstance(step, Normalize) and (seen_norm or is_pooled)):
+            return number - 1
+        if is_pooled and too_many_tensors(chain, number) is not None and too_many_tensors(chain, number - 1) is None:
             return number - 1
         if isinstance(step, Pool) and (pool is None or not pool.first <= number <= pool.last):
             return number - 1

@@ -18,9 +18,11 @@ from postlude.reverse import keeps_inside, needs_no_more_than_its_result, unsupp
 
 def trained_part(chain: Chain) -> Chain:
     """What the backward passes cover: from moments, a convolution with its norm directly after it; else what the
-    fused passes do, up to a pool. What follows reads nothing from inside."""
+    fused passes do, up to a pool, and that one where its gradient is ours. What follows reads nothing from inside."""
     moments, last, pool = moments_only(chain), last_fused_step(chain), fused_pool(chain)
-    last = last if pool is None else min(last, pool.first)
+    if pool is not None:
+        is_taken = unsupported_gradient(chain, pool.first - 1, pool.pool) is None
+        last = pool.first if is_taken else pool.first - 1
     if last in (0, len(chain.steps)) or (moments is not None and not moments.before and chain.producer is not None):
         return chain
     is_apart = all(value.index >= last for step in chain.steps[last:] for value in values_of(step))

@@ -19,31 +19,25 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from postlude import encoded
+from postlude.chain_steps import Cast as Cast
+from postlude.chain_steps import Normalize as Normalize
+from postlude.chain_steps import Operand as Operand
+from postlude.chain_steps import Pointwise as Pointwise
+from postlude.chain_steps import Pool as Pool
+from postlude.chain_steps import Reduce as Reduce
+from postlude.chain_steps import Scalar as Scalar
+from postlude.chain_steps import Slot as Slot
+from postlude.chain_steps import Step as Step
+from postlude.chain_steps import Value as Value
+from postlude.chain_steps import operands_of as operands_of
+from postlude.chain_steps import values_of as values_of
 from postlude.windows import Windows
-from postlude.words import NORMS, POOLS, REDUCTIONS, SPANS, Setting
+from postlude.words import NORMS, POOLS, REDUCTIONS, SPANS
 from postlude.words import POINTWISE as POINTWISE
 
 # One number for each: element (full), channel, sample and channel (row), position along the last axes (last), or for
 # all of them (one). A running statistic has one for each channel, and the chain changes it.
 Role = Literal["input", "weight", "bias", "channel", "full", "row", "one", "last", "running"]
-
-
-@dataclass(frozen=True)
-class Value:
-    index: int
-
-
-@dataclass(frozen=True)
-class Slot:
-    index: int
-
-
-@dataclass(frozen=True)
-class Scalar:
-    value: float
-
-
-Operand = Value | Slot | Scalar
 
 
 @dataclass(frozen=True)
@@ -111,72 +105,6 @@ class Convolution:
 
 
 @dataclass(frozen=True)
-class Pointwise:
-    """One elementwise operation; operands other than values broadcast over the first one."""
-
-    op: str
-    operands: tuple[Operand, ...]
-    settings: tuple[tuple[str, Setting], ...] = ()
-
-
-@dataclass(frozen=True)
-class Normalize:
-    """Barrier: subtract the mean and divide by the spread of what `over` names."""
-
-    op: str
-    operand: Value
-    groups: int | None  # None: one group per channel
-    eps: float
-    weight: Slot | None = None
-    bias: Slot | None = None
-    axes: int = 0  # of layer_norm: how many of the last axes are a row
-    running: tuple[Slot, Slot] | None = None  # of batch_norm: mean and variance, moved on every forward pass
-    momentum: float = 0.0  # the part of them that the batch's statistics replace
-
-    @property
-    def over(self) -> str:
-        """ "sample": groups of channels of each sample; "batch": channels of all samples; "row": the last axes."""
-        return NORMS[self.op]
-
-
-@dataclass(frozen=True)
-class Reduce:
-    """Barrier: over space, over everything but the batch, or as a chain's end over channels."""
-
-    op: str
-    operand: Value
-    over: Literal["space", "sample", "channels"]
-    keepdim: bool = False
-
-
-@dataclass(frozen=True)
-class Pool:
-    """Barrier: the value that follows has one position for each window."""
-
-    op: str
-    operand: Value
-    windows: Windows
-    counts_padding: bool = True  # of avg_pool: positions in the padding count as zeros
-    divisor: int | None = None  # of avg_pool: instead of the number of positions
-
-    def __str__(self) -> str:
-        more = [] if self.counts_padding else ["without padding"]
-        more += [] if self.divisor is None else [f"divided by {self.divisor}"]
-        return f"{self.op}({', '.join([str(self.windows), *more])})"
-
-
-@dataclass(frozen=True)
-class Cast:
-    """A change of dtype that autocast or the model makes between two steps."""
-
-    operand: Value
-    dtype: str
-
-
-Step = Pointwise | Normalize | Reduce | Pool | Cast
-
-
-@dataclass(frozen=True)
 class Chain:
     dims: int
     producer: Convolution | None
@@ -231,19 +159,6 @@ class Chain:
         return " → ".join(([str(self.producer)] if self.producer else []) + self.words())
 
 
-def operands_of(step: Step) -> tuple[Operand, ...]:
-    """Everything that a step reads, the value it works on first."""
-    if isinstance(step, Pointwise):
-        return step.operands
-    if isinstance(step, Normalize):
-        return (step.operand, *(slot for slot in (step.weight, step.bias) if slot is not None))
-    return (step.operand,)
-
-
-def values_of(step: Step) -> tuple[Value, ...]:
-    return tuple(operand for operand in operands_of(step) if isinstance(operand, Value))
-
-
 def _mistakes(chain: Chain) -> Any:
     expected = ["input"]
     if chain.producer is not None:
@@ -293,7 +208,7 @@ def _pool_mistakes(step: Pool, number: int, chain: Chain) -> Iterator[str]:
         yield f"a step after the pool reads a value from before step {number}"
     read = [operand for later in chain.steps[number:] for operand in operands_of(later) if isinstance(operand, Slot)]
     if any(slot.index < len(chain.roles) and chain.roles[slot.index] in ("full", "row") for slot in read):
-        yield f"a step after the pool reads a tensor of another size than one number per channel"
+        yield "a step after the pool reads a tensor of another size than one number per channel"
 
 
 def _norm_mistakes(step: Normalize, chain: Chain) -> Iterator[str]:

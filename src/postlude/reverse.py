@@ -29,7 +29,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from postlude import steps
-from postlude.chain import Cast, Chain, Normalize, Operand, Pointwise, Pool, Reduce, Scalar, Slot, Step, Value, values_of
+from postlude.chain import (
+    Cast,
+    Chain,
+    Normalize,
+    Operand,
+    Pointwise,
+    Pool,
+    Reduce,
+    Scalar,
+    Slot,
+    Step,
+    Value,
+    values_of,
+)
 from postlude.expressions import Assign, Expression, Function, Gradient, Load, Name, Term, bound, call, leaves, live
 from postlude.steps import EPS, M_X, MEAN, PLACE, ROW, RSTD, L, U, X, Y, Z, pass_slots
 

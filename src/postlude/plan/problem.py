@@ -184,15 +184,16 @@ def result_layout(chain: Chain, problem: Problem, machine: Machine) -> Layout:
 
 
 def handed_on_layout(chain: Chain, problem: Problem, machine: Machine) -> Layout:
-    """The layout that eager's operators hand on from one to the next: a norm or a pool may give up channels-last, and of
-    two tensors the one that is written first gives the result its layout. A graph may want channels-last to the end."""
+    """The layout that eager's operators hand on from one to the next: a norm or a pool may give up channels-last, and
+    of two tensors the one that is written first gives the result its layout. A graph may want channels-last to the end.
+    """
     if problem.hands_on == "channels_last":
         return "channels_last"
     layout = body_layout(chain, problem)
     for step in chain.steps:
-        if isinstance(step, Normalize) and step.op not in machine.norms_keeping_layout:
+        if isinstance(step, Normalize) and step.op not in machine.keeping_layout:
             layout = "contiguous"
-        if isinstance(step, Pool) and f"{step.op}{chain.dims}d" not in machine.pools_keeping_layout:
+        if isinstance(step, Pool) and f"{step.op}{chain.dims}d" not in machine.keeping_layout:
             layout = "contiguous"
         if isinstance(step, Pointwise) and step.op in LAID_OUT_LIKE_THE_OTHER:
             other = step.operands[1]

@@ -78,7 +78,8 @@ def _is_followed(chain: Chain, problem: Problem) -> bool:
 def _seconds(chain: Chain, problem: Problem, card: Card, gemm: Gemm) -> tuple[float, float]:
     """About what a chain without a norm takes: with our convolution, and with PyTorch's and a pass.
 
-    Before a layer_norm, a pool or a reduction over channels, and in training, the same pass follows either and is left out.
+    Before a layer_norm, a pool or a reduction over channels, and in training, the same pass follows either and is left
+    out.
     Before a layer_norm PyTorch's convolution is charged with the layout of its result where that has to change: in 3-D
     (but not in fp32) cuDNN computes channels-last, and a row must lie in one piece.
     """

@@ -39,7 +39,7 @@ class Parts(NamedTuple):
     value: Tensor | None  # that the last pass read
     moments: tuple[Tensor, Tensor] | None  # the norm's means and reciprocal deviations
     partials: Partials | None
-    index: Tensor | None = None  # of a max_pool in training: where each window's largest lies
+    taps: Tensor | None = None  # of a max_pool in training: where each window's largest lies
 
 
 def forward(plan: Plan, tensors: Sequence[Tensor], keeps_value: bool = False) -> Parts:
@@ -53,11 +53,11 @@ def forward(plan: Plan, tensors: Sequence[Tensor], keeps_value: bool = False) ->
         result = finish_moments(chain, last.last + 1, last.sink.squares, spec, dtype, partials, tensors, by_cuda=few)
         return Parts(result, value, None, partials)
     assert value is not None
-    result, moments, index = value, group_moments(plan, partials, tensors), None
+    result, moments, taps = value, group_moments(plan, partials, tensors), None
     if row_norm(chain) is not None:
         result = rows_pass(plan, value, tensors, keeps_value)
     elif plan.pool is not None:
-        result, index = pools_pass(plan, value, moments, tensors)
+        result, taps = pools_pass(plan, value, moments, tensors)
     elif last.source != "own convolution":
         ends = plan.channels_end is not None
         result = (
@@ -67,7 +67,7 @@ def forward(plan: Plan, tensors: Sequence[Tensor], keeps_value: bool = False) ->
         )
     if last.last < len(chain.steps):
         result = continue_from(chain, last.last, result, tensors, moves=True)
-    return Parts(result, value, moments, partials, index)
+    return Parts(result, value, moments, partials, taps)
 
 
 def first_pass(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor | None, Partials | None]:

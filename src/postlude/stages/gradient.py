@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Collection, Sequence
 
 import torch
@@ -51,7 +52,7 @@ def gradient_passes(
     tensors: Sequence[Tensor],
     packing: Packing | None = None,
     largest: Tensor | None = None,
-    index: Tensor | None = None,
+    taps: Tensor | None = None,
 ) -> Gradients:
     """From the gradient of the last fused step's value. `needs` are the slots whose gradient is wanted. The input's and
     the weight's are made by the convolution from the gradient at the first value, which is always computed; without a
@@ -59,7 +60,7 @@ def gradient_passes(
 
     `value` is the convolution's result without its bias, or the input, or the chain's result where the plan says so;
     `moments` the norm's mean and rstd. With `packing` the gradient at the first value comes packed. `largest`, zeros as
-    pack.py has them, becomes its channels' largest magnitudes. Behind a pool dy is the pooled value's, and `index` says
+    pack.py has them, becomes its channels' largest magnitudes. Behind a pool dy is the pooled value's, and `taps` say
     where each window's largest lies.
     """
     chain, spec, last = plan.chain, plan.value, last_before_pool(plan.chain)
@@ -78,7 +79,7 @@ def gradient_passes(
     read = operands(chain, last, spec, without_unread(chain, tensors, value, loaded), value)
     g: Pointer = dy
     if unpooled is not None:  # the steps' own: the kernels load none
-        pooled = [dy] if index is None else [dy, index]
+        pooled = [dy] if taps is None else [dy, taps]
         read[place : place + len(pooled)], g = pooled, Unread(value)
     means: tuple[Pointer, Pointer] = moments or (Unread(value), Unread(value))
     group_means = means
@@ -247,6 +248,8 @@ def _tile(plan: Plan) -> Tile:
     """The plan's, with no more elements than registers last for."""
     tile, row = tile_of(plan), power_of_two(sizes_of(plan.value)[2])
     each = 4 if accumulator_of(plan.value) == torch.float64 else 1
+    # Each element loads a gradient and a tap of every window that it is in: 210 registers of 256 threads otherwise.
+    each *= 1 if plan.pool is None else math.prod(plan.pool.pool.windows.of_one_position())
     most, most_summed = _MOST // each, _MOST_SUMMED // each
     return dataclasses.replace(
         tile,

@@ -40,8 +40,8 @@ def pools_pass(
     layout = torch.contiguous_format if turns else memory_format(spec.layout, chain.dims)
     dtype = getattr(torch, plan.result_dtype)
     result = torch.empty(shape, dtype=dtype, device=value.device, memory_format=layout)
-    has_index = plan.trains and fused.pool.op == "max_pool"
-    index = torch.empty_like(result, dtype=torch.uint8) if has_index else None
+    has_taps = plan.trains and fused.pool.op == "max_pool"
+    taps = torch.empty_like(result, dtype=torch.uint8) if has_taps else None
     mean, rstd = moments or (Unread(value), Unread(value))
     tile = pool_tile(channels, windows, is_last)
     chunks = -(-windows // tile.block)
@@ -58,7 +58,7 @@ def pools_pass(
         "pools_kernel",
         (batch * chunks, -(-channels // tile.block_c)) if tile.block_c else (batch * channels * chunks,),
         [
-            *(value, result, Unread(value) if index is None else index, mean, rstd),
+            *(value, result, Unread(value) if taps is None else taps, mean, rstd),
             *operands(chain, last, spec, tensors, value, plan.resumes_at),
         ],
         (channels, chunks, per_group(norm, spec)),
@@ -67,7 +67,7 @@ def pools_pass(
             "AFTER_FN": steps_of(after, channels),
             "HAS_NORM": norm is not None,
             "OP": fused.pool.op,
-            "HAS_INDEX": has_index,
+            "HAS_TAPS": has_taps,
             **windows_constants(fused, spec.shape[2:]),
             "UNROLLED": unrolled_rows(fused.pool),
             "BLOCK_S": tile.block,
@@ -79,7 +79,7 @@ def pools_pass(
         },
         pass_warps(tile.block * max(1, tile.block_c), POOL_WARPS, _EACH),
     )
-    return result, index
+    return result, taps
 
 
 def windows_constants(fused: FusedPool, space: tuple[int, ...]) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def windows_constants(fused: FusedPool, space: tuple[int, ...]) -> dict[str, Any
     }
     found: dict[str, Any] = {name: size for names, each in sizes.items() for name, size in zip(names, each)}
     found["HAS_BORDER"] = windows.has_border(space)
-    found["COUNTS_PADDING"] = fused.pool.counts_padding
+    found["IS_PADDING_COUNTED"] = fused.pool.counts_padding
     return {**found, "DIVISOR": fused.pool.divisor or 0}
 
 

@@ -93,17 +93,13 @@ def _architecture(card: Any) -> str:
 def keeping_layout(device: str) -> frozenset[str]:
     """Asks PyTorch, whose answer differs by device and version: run each on a small channels-last tensor."""
     x = torch.ones(2, 4, 4, 4, 4, device=device).to(memory_format=torch.channels_last_3d)
-    pools = {2: x[:, :, 0].contiguous(memory_format=torch.channels_last), 3: x}
+    pools = {"2d": x[:, :, 0].contiguous(memory_format=torch.channels_last), "3d": x}
     results = {
         "group_norm": F.group_norm(x, 2),
         "instance_norm": F.instance_norm(x),
         "batch_norm": F.batch_norm(x, None, None, training=True),
         "layer_norm": F.layer_norm(x, x.shape[-1:]),
-        **{
-            f"{op}{n}d": getattr(F, f"{op}{n}d")(value, 2)
-            for n, value in pools.items()
-            for op in ("max_pool", "avg_pool")
-        },
+        **{f"{op}_pool{n}": getattr(F, f"{op}_pool{n}")(y, 2) for n, y in pools.items() for op in ("max", "avg")},
     }
     return frozenset(name for name, result in results.items() if not result.is_contiguous())
 

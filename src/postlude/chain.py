@@ -208,7 +208,7 @@ def _pool_mistakes(step: Pool, number: int, chain: Chain) -> Iterator[str]:
         yield f"a step after the pool reads a value from before step {number}"
     read = [operand for later in chain.steps[number:] for operand in operands_of(later) if isinstance(operand, Slot)]
     if any(slot.index < len(chain.roles) and chain.roles[slot.index] in ("full", "row") for slot in read):
-        yield "a step after the pool reads a tensor of another size than one number per channel"
+        yield "a step after the pool reads a tensor of more than one number per channel"
 
 
 def _norm_mistakes(step: Normalize, chain: Chain) -> Iterator[str]:

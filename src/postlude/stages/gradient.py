@@ -249,7 +249,7 @@ def _tile(plan: Plan) -> Tile:
     tile, row = tile_of(plan), power_of_two(sizes_of(plan.value)[2])
     each = 4 if accumulator_of(plan.value) == torch.float64 else 1
     # Each element loads a gradient and a tap of every window that it is in: 210 registers of 256 threads otherwise.
-    each *= 1 if plan.pool is None else math.prod(plan.pool.pool.windows.of_one_position())
+    each *= 1 if plan.pool is None else power_of_two(math.prod(plan.pool.pool.windows.of_one_position()))
     most, most_summed = _MOST // each, _MOST_SUMMED // each
     return dataclasses.replace(
         tile,

@@ -37,11 +37,12 @@ def pools_pass(
     pooled = Spec(shape, plan.result_dtype, spec.layout)
     windows, is_last = sizes_of(pooled)[2], spec.layout == "channels_last"
     turns = is_last and last == len(chain.steps) and plan.result_layout == "contiguous"
-    layout = torch.contiguous_format if turns else memory_format(spec.layout, chain.dims)
+    inside = memory_format(spec.layout, chain.dims)
+    layout = torch.contiguous_format if turns else inside
     dtype = getattr(torch, plan.result_dtype)
     result = torch.empty(shape, dtype=dtype, device=value.device, memory_format=layout)
     has_taps = plan.trains and fused.pool.op == "max_pool"
-    taps = torch.empty_like(result, dtype=torch.uint8) if has_taps else None
+    taps = torch.empty_like(result, dtype=torch.uint8, memory_format=inside) if has_taps else None
     mean, rstd = moments or (Unread(value), Unread(value))
     tile = pool_tile(channels, windows, is_last)
     chunks = -(-windows // tile.block)

@@ -47,7 +47,7 @@ def window_mean(
 def pools_kernel(
     p_x,  # [N, C, D, H, W], or [N, D, H, W, C] where BLOCK_C and not HAS_SHORT_ROWS
     p_y,  # [N, C, OD, OH, OW] in the same layout, or contiguous where IS_OUT_CONTIGUOUS, out
-    p_taps,  # as p_y, out where HAS_TAPS: the tap of each window's largest
+    p_taps,  # as p_y, in p_x's layout, out where HAS_TAPS: the tap of each window's largest
     p_mean, p_rstd,  # [N·G]
     a0, a1, a2, a3, a4, a5,
     C, CHUNKS,
@@ -88,20 +88,21 @@ def pools_kernel(
     for i_taps in tl.range(0, KD * KH, loop_unroll_factor=UNROLLED):
         i_z = z_first + i_taps // KH
         i_y = y_first + i_taps % KH
+        m_row = (i_z >= 0) & (i_z < D) & (i_y >= 0) & (i_y < H)
         for i_tap in tl.static_range(KW):
             i_x = x_first + i_tap
             i_s = (i_z * H + i_y) * W + i_x
             m_x = m_y
             if HAS_BORDER:
-                inside = (i_z >= 0) & (i_z < D) & (i_y >= 0) & (i_y < H) & (i_x >= 0) & (i_x < W)
-                m_x = m_y & (inside if BLOCK_C == 0 else inside[:, None])
+                m_in = m_row & (i_x >= 0) & (i_x < W)
+                m_x = m_y & (m_in if BLOCK_C == 0 else m_in[:, None])
             o_x = i_s if BLOCK_C == 0 else places(i_s, o_c, C, S, HAS_SHORT_ROWS, USES_INT64)
             b_x = tl.load(p_x + base + o_x, mask=m_x, other=0.0).to(ACC)
             b_x = NORM_STEPS_FN(
                 b_x, mean, rstd, beside(o_c, BLOCK_C), base, o_x, beside(m_c, BLOCK_C), m_x, a0, a1, a2, a3, a4, a5
             )
             if OP == "max_pool":
-                wins = (b_x > b_y) | (b_x != b_x)  # a NaN stays
+                wins = (b_x > b_y) | ~(b_x <= float("inf"))  # a NaN stays
                 if HAS_BORDER:
                     wins = wins & m_x
                 b_y = tl.where(wins, b_x, b_y)
@@ -121,7 +122,8 @@ def pools_kernel(
     b_y = AFTER_FN(b_y, beside(o_c, BLOCK_C), base, o_y, beside(m_c, BLOCK_C), m_y, a0, a1, a2, a3, a4, a5)
     tl.store(p_y + base + o_y, b_y.to(p_y.dtype.element_ty), mask=m_y)
     if HAS_TAPS:
-        tl.store(p_taps + base + o_y, b_tap.to(tl.uint8), mask=m_y)
+        o_taps = o_s if BLOCK_C == 0 else places(o_s, o_c, C, OS, HAS_SHORT_ROWS, USES_INT64)
+        tl.store(p_taps + base + o_taps, b_tap.to(tl.uint8), mask=m_y)
 
 
 @triton.jit
@@ -154,8 +156,9 @@ def pool_gradient(
                 t_d = z - o_d * STRIDE_D  # and where in it
                 t_h = y - o_h * STRIDE_H
                 t_w = x - o_w * STRIDE_W
-                m_g = m_x & (o_d >= 0) & (o_d < OD) & (o_h >= 0) & (o_h < OH) & (o_w >= 0) & (o_w < OW)
-                m_g = m_g & (t_d < KD) & (t_h < KH) & (t_w < KW)
+                m_g = m_x & (o_d >= 0) & (o_d < OD) & (t_d < KD)
+                m_g = m_g & (o_h >= 0) & (o_h < OH) & (t_h < KH)
+                m_g = m_g & (o_w >= 0) & (o_w < OW) & (t_w < KW)
                 i_o = (o_d * OH + o_h) * OW + o_w
                 o_g = base + (i_o * C + i_c if IS_CHANNELS_LAST else i_c * OS + i_o)
                 g = tl.load(p_g + o_g, mask=m_g, other=0.0).to(like.dtype)

@@ -10,6 +10,7 @@ from postlude.chain import (
     Normalize,
     Operand,
     Pointwise,
+    Pool,
     Reduce,
     Role,
     Scalar,
@@ -17,6 +18,7 @@ from postlude.chain import (
     Step,
     Value,
 )
+from postlude.windows import Windows
 from postlude.words import Setting
 
 
@@ -109,6 +111,22 @@ class Builder:
 
     def reduce(self, op: str, over: str, keepdim: bool = False) -> Builder:
         self.steps.append(Reduce(op, self.value, over, keepdim))  # type: ignore[arg-type]
+        return self
+
+    def pool(
+        self,
+        op: str,
+        kernel: int | tuple[int, ...],
+        stride: int | tuple[int, ...] | None = None,
+        padding: int | tuple[int, ...] = 0,
+        *,
+        ceil: bool = False,
+        counts_padding: bool = True,
+        divisor: int | None = None,
+    ) -> Builder:
+        given = (kernel, kernel if stride is None else stride, padding)
+        sizes = [(size,) * self.dims if isinstance(size, int) else size for size in given]
+        self.steps.append(Pool(f"{op}_pool", self.value, Windows(*sizes, ceil), counts_padding, divisor))
         return self
 
     def chain(self) -> Chain:
@@ -289,7 +307,41 @@ CASES = [
     Case("row norm amin", _start(3).op("mul", "row").norm(1).reduce("amin", "channels", True).chain(), (3, 9, 3, 2, 5)),
     Case("layer_norm min", _start(2).layer_norm().reduce("min", "channels").chain(), (2, 3, 5, 4)),
 ]
-BY_NAME = {case.name: case for case in CASES}
+# A CPU leaves them to PyTorch.
+POOLED = [
+    Case(
+        "conv norm relu max_pool",
+        _start(2, conv(2, (4, 8), padding=1)).norm(4).op("relu").pool("max", 2).chain(),
+        (3, 4, 9, 12),
+    ),
+    Case(
+        "conv mul max_pool clamp",
+        _start(3, conv(3, (3, 6)))
+        .op("mul", "channel")
+        .op("silu")
+        .pool("max", 2)
+        .op("clamp", low=-0.1, high=0.4)
+        .op("add", "channel")
+        .chain(),
+        (2, 3, 7, 8, 9),
+    ),
+    Case(
+        "norm overlapping windows in padding",
+        _start(2).norm(None).op("leaky_relu", slope=0.1).pool("max", 3, 2, 1).chain(),
+        (2, 5, 10, 9),
+    ),
+    Case(
+        "norm avg_pool gelu mean",
+        _start(3).norm(3).pool("avg", 2).op("gelu", approximate="none").reduce("mean", "space").chain(),
+        (3, 6, 6, 5, 7),
+    ),
+    Case(
+        "conv pool of pool norm",
+        _start(2, conv(2, (4, 6))).op("tanh").pool("avg", 2).pool("avg", (2, 3)).op("mul", 2.0).norm(2).chain(),
+        (2, 4, 14, 20),
+    ),
+]
+BY_NAME = {case.name: case for case in [*CASES, *POOLED]}
 
 
 def _word(op: str, *others: Operand | str | float, **settings: Setting) -> Case:

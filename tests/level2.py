@@ -102,3 +102,85 @@ OVER_CHANNELS: dict[str, tuple[Chain, tuple[int, ...]]] = {
         (128, 8, 128, 128),
     ),
 }
+
+# Those with pools, as far as their last passes go.
+POOLED: dict[str, tuple[Chain, tuple[int, ...]]] = {
+    "8": (
+        Builder(3, conv(3, (8, 16))).op("div", 2.0).pool("max", 2).reduce("mean", "space", True).chain(),
+        (128, 8, 16, 64, 64),
+    ),
+    "10": (
+        Builder(2, conv(2, (64, 64), transposed=True, padding=1))
+        .pool("max", 2)
+        .op("hardtanh", low=-1.0, high=1.0)
+        .reduce("mean", "space", True)
+        .op("tanh")
+        .chain(),
+        (128, 64, 256, 256),
+    ),
+    "11": (
+        Builder(2, conv(2, (64, 128), 5, transposed=True, padding=1))
+        .batch_norm()
+        .op("tanh")
+        .pool("max", 2)
+        .norm(8)
+        .chain(),
+        (512, 64, 32, 32),
+    ),
+    "35": (
+        Builder(2, conv(2, (64, 128))).op("sub", 0.5).op("hardswish").pool("max", 2).op("mish").chain(),
+        (128, 64, 128, 128),
+    ),
+    "46": (
+        Builder(2, conv(2, (64, 128))).op("sub", 0.5).op("tanh").op("sub", 0.2).pool("avg", 2).chain(),
+        (128, 64, 128, 128),
+    ),
+    "50": (
+        Builder(3, up(3, (3, 16), 3, 1, 0))
+        .op("mul", "one")
+        .pool("avg", 2)
+        .op("add", "channel")
+        .op("mul", "one")
+        .chain(),
+        (128, 3, 16, 32, 32),
+    ),
+    "65": (
+        Builder(2, conv(2, (8, 64))).pool("avg", 4).op("sigmoid").reduce("sum", "sample").chain(),
+        (128, 8, 384, 384),
+    ),
+    "72": (
+        Builder(3, up(3, (3, 16), 3, 1, 0)).batch_norm().pool("avg", 2).pool("avg", 2).chain(),
+        (64, 3, 32, 32, 32),
+    ),
+    "74": (
+        Builder(3, up(3, (16, 32)))
+        .op("leaky_relu", slope=0.2)
+        .op("mul", "channel")
+        .op("leaky_relu", slope=0.2)
+        .pool("max", 2)
+        .chain(),
+        (16, 16, 16, 32, 32),
+    ),
+    "82": (
+        Builder(2, conv(2, (8, 64))).op("tanh").op("mul", 2.0).op("add", "channel").pool("max", 4).chain(),
+        (128, 8, 256, 256),
+    ),
+    "85": (
+        Builder(2, conv(2, (8, 64)))
+        .norm(16)
+        .op("mul", "channel")
+        .pool("max", 4)
+        .op("clamp", low=0.0, high=1.0)
+        .chain(),
+        (128, 8, 128, 128),
+    ),
+    "96": (
+        Builder(3, up(3, (3, 16), 3, 1, 0))
+        .op("mul", 0.5)
+        .pool("max", 2)
+        .reduce("adaptive_avg_pool", "space", True)
+        .op("clamp", low=0.0, high=1.0)
+        .chain(),
+        (128, 3, 16, 32, 32),
+    ),
+}

@@ -53,7 +53,7 @@ def a_card(
 def some_cards(monkeypatch: pytest.MonkeyPatch, *found: SimpleNamespace, triton: bool = True) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found[index])
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(hardware, "norms_keeping_layout", lambda _device: frozenset({"group_norm"}))
+    monkeypatch.setattr(hardware, "keeping_layout", lambda _device: frozenset({"group_norm"}))
     monkeypatch.setattr(hardware, "has_triton", lambda: triton)
 
 
@@ -183,7 +183,7 @@ def test_other_devices_are_declined_without_being_asked(device: str, monkeypatch
     def asked(*_: object) -> None:
         raise AssertionError("a device that is not here was asked")
 
-    monkeypatch.setattr(hardware, "norms_keeping_layout", asked)
+    monkeypatch.setattr(hardware, "keeping_layout", asked)
     found = outcome(device)
     assert isinstance(found, Refusal)
     assert found.reasons == (f"there are no fused passes for {device} devices",)

@@ -32,7 +32,7 @@ from torch import Tensor
 
 import postlude
 from postlude import cards, hardware, reference
-from postlude.chain import Chain, Convolution, Normalize, Operand, Pointwise, Reduce, Role, Slot, Step, Value
+from postlude.chain import Chain, Convolution, Normalize, Operand, Pointwise, Pool, Reduce, Role, Slot, Step, Value
 from postlude.check import tensors_for
 from postlude.check.modes import pytorch_switches
 from postlude.graph.upsample import gradient_is_right
@@ -44,7 +44,8 @@ from postlude.plan.upsample import Upsampling
 from postlude.run import ahead, execute, launch, nvrtc
 from postlude.stages.program import traced
 from postlude.stages.upsample import upsample_gradient
-from postlude.words import REDUCTIONS
+from postlude.windows import Windows
+from postlude.words import POOLS, REDUCTIONS
 
 KERNELS = Path(postlude.__file__).parent / "kernels"
 HOPPER = machine_on(cards.H200)
@@ -110,7 +111,8 @@ def convolution(
 
 
 def chain_of(producer: Convolution | None, dims: int, *steps: tuple[Any, ...]) -> Chain:
-    """Steps in short: ("relu",), ("mul", "row"), ("norm", groups), ("layer_norm", axes), ("mean", "space")."""
+    """Steps in short: ("relu",), ("mul", "row"), ("norm", groups), ("layer_norm", axes), ("mean", "space"),
+    ("max_pool", kernel, stride, padding)."""
     roles: list[Role] = ["input"]
     if producer is not None:
         roles += ["weight", "bias"] if producer.has_bias else ["weight"]
@@ -129,6 +131,8 @@ def chain_of(producer: Convolution | None, dims: int, *steps: tuple[Any, ...]) -
         elif word == "layer_norm":
             roles += ["last", "last"]
             made.append(Normalize(word, value, None, 1e-5, Slot(len(roles) - 2), Slot(len(roles) - 1), rest[0]))
+        elif word in POOLS:
+            made.append(Pool(word, value, Windows(*((size,) * dims for size in rest))))
         elif word in REDUCTIONS:
             made.append(Reduce(word, value, rest[0]))
         else:
@@ -160,6 +164,9 @@ def runs() -> list[Run]:
     pooled = chain_of(convolution(3, (17, 24)), 3, ("norm", 8), ("mul", "row"), ("mean", "space"))
     summed = chain_of(None, 3, ("relu",), ("sum", "space"))
     soft = chain_of(convolution(2, (9, 12), 1), 2, ("norm", 3), ("mul", "row"), ("logsumexp", "channels"))
+    halved = chain_of(convolution(3, (9, 12), 1), 3, ("norm", 3), ("silu",), ("max_pool", 2, 2, 0), ("mul", "channel"))
+    strided = chain_of(None, 2, ("norm", 3), ("mul", "channel"), ("avg_pool", 3, 2, 1))
+    thinned = chain_of(convolution(2, (9, 12), 1), 2, ("norm", 3), ("silu",), ("max_pool", 3, 2, 1))
     top = chain_of(None, 3, ("mul", "full"), ("amax", "channels"))
     beside = chain_of(convolution(3, (3, 20), 1), 3, ("gelu",), ("norm", 5), ("silu",))
     few = chain_of(convolution(3, (3, 24)), 3, ("norm", 8), ("mean", "sample"))
@@ -202,6 +209,11 @@ def runs() -> list[Run]:
         Run("channels-fp32", soft, flat),
         Run("channels-fp16", soft, flat, "float16", last, trains=False),
         Run("channels-bf16", top, (3, 5, 9, 11, 13), "bfloat16", trains=False),
+        Run("pools-fp32", halved, (2, 9, 5, 7, 9)),
+        Run("pools-fp16", halved, (2, 9, 5, 7, 9), "float16", last),
+        Run("pools-fp64", strided, (3, 9, 45, 47), "float64"),
+        Run("pools-bf16", strided, (3, 9, 13, 11), "bfloat16", last),
+        Run("packed-pools-bf16", thinned, (2, 9, 3, 64), "bfloat16"),
         Run("few-fp32", few, small),
         Run("few-tf32", few, small, layout=last, precision="tf32", frozen=(0,)),
         Run("few-bf16", few, small, "bfloat16", frozen=(1,)),

@@ -18,84 +18,27 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from postlude import encoded
+from postlude.chain_steps import Cast as Cast
+from postlude.chain_steps import Normalize as Normalize
+from postlude.chain_steps import Operand as Operand
+from postlude.chain_steps import Pointwise as Pointwise
+from postlude.chain_steps import Pool as Pool
+from postlude.chain_steps import Reduce as Reduce
+from postlude.chain_steps import Scalar as Scalar
+from postlude.chain_steps import Slot as Slot
+from postlude.chain_steps import Step as Step
+from postlude.chain_steps import Value as Value
+from postlude.chain_steps import operands_of as operands_of
+from postlude.chain_steps import values_of as values_of
 from postlude.convolution import Convolution as Convolution
 from postlude.convolution import linear as linear
-from postlude.words import NORMS, REDUCTIONS, SPANS, Setting
+from postlude.windows import Windows
+from postlude.words import NORMS, POOLS, REDUCTIONS, SPANS
 from postlude.words import POINTWISE as POINTWISE
 
 # One number for each: element (full), channel, sample and channel (row), position along the last axes (last), or for
 # all of them (one). A running statistic has one for each channel, and the chain changes it.
 Role = Literal["input", "weight", "bias", "channel", "full", "row", "one", "last", "running"]
-
-
-@dataclass(frozen=True)
-class Value:
-    index: int
-
-
-@dataclass(frozen=True)
-class Slot:
-    index: int
-
-
-@dataclass(frozen=True)
-class Scalar:
-    value: float
-
-
-Operand = Value | Slot | Scalar
-
-
-@dataclass(frozen=True)
-class Pointwise:
-    """One elementwise operation; operands other than values broadcast over the first one."""
-
-    op: str
-    operands: tuple[Operand, ...]
-    settings: tuple[tuple[str, Setting], ...] = ()
-
-
-@dataclass(frozen=True)
-class Normalize:
-    """Barrier: subtract the mean and divide by the spread of what `over` names."""
-
-    op: str
-    operand: Value
-    groups: int | None  # None: one group per channel
-    eps: float
-    weight: Slot | None = None
-    bias: Slot | None = None
-    axes: int = 0  # of layer_norm: how many of the last axes are a row
-    running: tuple[Slot, Slot] | None = None  # of batch_norm: mean and variance, moved on every forward pass
-    momentum: float = 0.0  # the part of them that the batch's statistics replace
-
-    @property
-    def over(self) -> str:
-        """ "sample": groups of channels of each sample; "batch": channels of all samples; "row": the last axes."""
-        return NORMS[self.op]
-
-
-@dataclass(frozen=True)
-class Reduce:
-    """Barrier: over space, over everything but the batch, or as a chain's end over channels.
-
-    The features of a linear layer are both of the last: words that go over one of them go over the other there."""
-
-    op: str
-    operand: Value
-    over: Literal["space", "sample", "channels"]
-    keepdim: bool = False
-
-
-@dataclass(frozen=True)
-class Cast:
-    """A change of dtype that autocast or the model makes between two steps."""
-
-    operand: Value
-    dtype: str
-
-
-Step = Pointwise | Normalize | Reduce | Cast
 
 
 @dataclass(frozen=True)
@@ -158,19 +101,6 @@ class Chain:
         return " → ".join(([str(self.producer)] if self.producer else []) + self.words())
 
 
-def operands_of(step: Step) -> tuple[Operand, ...]:
-    """Everything that a step reads, the value it works on first."""
-    if isinstance(step, Pointwise):
-        return step.operands
-    if isinstance(step, Normalize):
-        return (step.operand, *(slot for slot in (step.weight, step.bias) if slot is not None))
-    return (step.operand,)
-
-
-def values_of(step: Step) -> tuple[Value, ...]:
-    return tuple(operand for operand in operands_of(step) if isinstance(operand, Value))
-
-
 def _mistakes(chain: Chain) -> Any:
     expected = ["input"]
     if chain.producer is not None:
@@ -208,6 +138,19 @@ def _mistakes(chain: Chain) -> Any:
             if step.over == "channels" and number < len(chain.steps) and chain.dims:
                 yield f"step {number + 1} follows a reduction over channels"
             reduced = True
+        elif isinstance(step, Pool):
+            yield from _pool_mistakes(step, number, chain)
+
+
+def _pool_mistakes(step: Pool, number: int, chain: Chain) -> Iterator[str]:
+    sizes = (step.windows.kernel, step.windows.stride, step.windows.padding)
+    if step.op not in POOLS or any(len(each) != chain.dims for each in sizes):
+        yield f"unknown pool {step}"
+    if any(value.index < number for later in chain.steps[number:] for value in values_of(later)):
+        yield f"a step after the pool reads a value from before step {number}"
+    read = [operand for later in chain.steps[number:] for operand in operands_of(later) if isinstance(operand, Slot)]
+    if any(slot.index < len(chain.roles) and chain.roles[slot.index] in ("full", "row") for slot in read):
+        yield "a step after the pool reads a tensor of more than one number per channel"
 
 
 def _norm_mistakes(step: Normalize, chain: Chain) -> Iterator[str]:
@@ -230,6 +173,8 @@ def _word(step: Step, number: int, chain: Chain) -> str:
             return f"{step.op} over the last {f'{step.axes} axes' if step.axes > 1 else 'axis'}"
         of = "batch" if step.over == "batch" else step.groups
         return f"{step.op}({of})" if of else step.op
+    if isinstance(step, Pool):
+        return str(step)
     if isinstance(step, Reduce):
         return f"{step.op} over {SPANS[step.over] if chain.dims else 'features'}"
     first, *others = step.operands
@@ -260,4 +205,7 @@ def _operand(operand: Operand, roles: tuple[Role, ...]) -> str:
     return f"value {operand.index}"
 
 
-CLASSES = {cls.__name__: cls for cls in (Value, Slot, Scalar, Convolution, Pointwise, Normalize, Reduce, Cast, Chain)}
+CLASSES = {
+    cls.__name__: cls
+    for cls in (Value, Slot, Scalar, Convolution, Windows, Pointwise, Normalize, Reduce, Pool, Cast, Chain)
+}

@@ -36,8 +36,8 @@ class Machine:
     has_triton: bool
     has_onednn: bool = False
     maps_large_buffers: bool = True  # the allocator gives large buffers back to the system and gets them anew
-    # Norms whose result is channels-last as their input.
-    norms_keeping_layout: frozenset[str] = frozenset({"group_norm", "batch_norm"})
+    # Norms and pools whose result is channels-last as their input.
+    keeping_layout: frozenset[str] = frozenset({"group_norm", "batch_norm", "max_pool2d", "max_pool3d", "avg_pool2d"})
     card: Card = NO_CARD  # of a GPU; `machine_on` makes the machine of a card
     has_nvrtc: bool = False
     compiles_cpp: bool = False  # kernels in C++ for the CPU
@@ -65,15 +65,13 @@ def _machine(device_type: str, index: int) -> Machine:
             _card(torch.cuda.get_device_properties(index)),
             has_triton=has_triton(),
             has_nvrtc=has_nvrtc(),
-            norms_keeping_layout=norms_keeping_layout(f"cuda:{index}"),
+            keeping_layout=keeping_layout(f"cuda:{index}"),
             tiles=tuned_tiles(index),
         )
     if device_type != "cpu":
         return Machine(device_type, 0, 0, has_triton=False)  # nothing of ours runs there, so nothing is asked
-    threads, cache = torch.get_num_threads(), last_level_cache_bytes()
-    maps, keeping = not malloc_is_tuned(), norms_keeping_layout(device_type)
-    facts = (threads, cache, has_triton(), has_onednn(), maps, keeping)
-    return Machine(device_type, *facts, compiles_cpp=why_no_cpp() is None)
+    facts = (torch.get_num_threads(), last_level_cache_bytes(), has_triton(), has_onednn(), not malloc_is_tuned())
+    return Machine(device_type, *facts, keeping_layout(device_type), compiles_cpp=why_no_cpp() is None)
 
 
 def _card(found: Any) -> Card:
@@ -92,14 +90,16 @@ def _architecture(card: Any) -> str:
     return f"sm_{card.major}{card.minor}"
 
 
-def norms_keeping_layout(device: str) -> frozenset[str]:
-    """Asks PyTorch, whose answer differs by device and version: run each norm on a small channels-last tensor."""
-    x = torch.ones(2, 4, 3, 3, 3, device=device).to(memory_format=torch.channels_last_3d)
+def keeping_layout(device: str) -> frozenset[str]:
+    """Asks PyTorch, whose answer differs by device and version: run each on a small channels-last tensor."""
+    x = torch.ones(2, 4, 4, 4, 4, device=device).to(memory_format=torch.channels_last_3d)
+    pools = {"2d": x[:, :, 0].contiguous(memory_format=torch.channels_last), "3d": x}
     results = {
         "group_norm": F.group_norm(x, 2),
         "instance_norm": F.instance_norm(x),
         "batch_norm": F.batch_norm(x, None, None, training=True),
         "layer_norm": F.layer_norm(x, x.shape[-1:]),
+        **{f"{op}_pool{n}": getattr(F, f"{op}_pool{n}")(y, 2) for n, y in pools.items() for op in ("max", "avg")},
     }
     return frozenset(name for name, result in results.items() if not result.is_contiguous())
 

@@ -19,6 +19,7 @@ from postlude.chain import (
     Convolution,
     Operand,
     Pointwise,
+    Pool,
     Reduce,
     Scalar,
     Step,
@@ -102,6 +103,21 @@ REDUCTIONS: dict[str, Callable[..., Tensor]] = {
 _POOLS: dict[int, Callable[..., Tensor]] = {2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d}
 
 
+def _max_pool(x: Tensor, step: Pool) -> Tensor:
+    function = torch.max_pool2d if x.dim() == 4 else torch.max_pool3d
+    windows = step.windows
+    return function(x, windows.kernel, windows.stride, windows.padding, 1, windows.is_ceil)
+
+
+def _avg_pool(x: Tensor, step: Pool) -> Tensor:
+    function, windows = F.avg_pool2d if x.dim() == 4 else F.avg_pool3d, step.windows
+    how = (windows.kernel, windows.stride, windows.padding, windows.is_ceil, step.counts_padding, step.divisor)
+    return function(x, *how)
+
+
+POOLS: dict[str, Callable[[Tensor, Pool], Tensor]] = {"max_pool": _max_pool, "avg_pool": _avg_pool}
+
+
 def evaluate(
     chain: Chain,
     tensors: Sequence[Tensor],
@@ -155,6 +171,8 @@ def apply(
         return x if keep_dtype else x.to(getattr(torch, step.dtype))
     if isinstance(step, Reduce):
         return REDUCTIONS[step.op](x, dim=reduced_axes(chain, step), keepdim=step.keepdim)
+    if isinstance(step, Pool):
+        return POOLS[step.op](x, step)
     weight, bias = (None if slot is None else parameter(tensors[slot.index], x) for slot in (step.weight, step.bias))
     moved = [tensors[slot.index] for slot in step.running] if moves and step.running is not None else [None, None]
     return NORMS[step.op](x, step, weight, bias, *moved)

@@ -13,6 +13,9 @@ what else they take is as in steps.py:
     dn     the gradient at the norm's result γ · x̂ + β: its sums over a channel are β's gradient and, times x̂, γ's
     A, B   means of γ · dn and of γ · dn · x̂ over a group: the norm's operand gets rstd · (γ · dn − A − x̂ · B)
 
+Where the last step is followed by a pool, `unpooled` is what g is made of instead: an expression of the pooled value's
+gradient.
+
 A layer_norm's group is a row of the block, so that one function does all of it:
 
     gradient(v0, g, o_l, L, …)
@@ -26,7 +29,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from postlude import steps
-from postlude.chain import Cast, Chain, Normalize, Operand, Pointwise, Reduce, Scalar, Slot, Step, Value, values_of
+from postlude.chain import (
+    Cast,
+    Chain,
+    Normalize,
+    Operand,
+    Pointwise,
+    Pool,
+    Reduce,
+    Scalar,
+    Slot,
+    Step,
+    Value,
+    values_of,
+)
 from postlude.expressions import Assign, Expression, Function, Gradient, Load, Name, Term, bound, call, leaves, live
 from postlude.steps import EPS, M_X, MEAN, PLACE, ROW, RSTD, L, U, X, Y, Z, pass_slots
 
@@ -80,10 +96,10 @@ def wanted(chain: Chain, last: int, needs: frozenset[int]) -> Wanted:
     return Wanted(tuple(s for s in asked if s in late), tuple(s for s in asked if s in early), full)
 
 
-def unsupported_gradient(chain: Chain, last: int) -> str | None:
-    """Why the gradients of steps 1 to `last` cannot be computed here, or None."""
+def unsupported_gradient(chain: Chain, last: int, pool: Pool | None = None) -> str | None:
+    """Why the gradients of steps 1 to `last`, and of a pool behind them, cannot be computed here, or None."""
     fused = chain.steps[:last]
-    if not fused:
+    if not fused and pool is None:
         return "no step is fused"
     if any(isinstance(step, Reduce) for step in fused):
         return "a reduction is among the steps"
@@ -97,21 +113,25 @@ def unsupported_gradient(chain: Chain, last: int) -> str | None:
         return f"no fused step reads value {min(unread)}"
     if sum(chain.roles[slot] == "full" for slot in pass_slots(chain, last)) > MOST_FULL:
         return f"the steps read more than {MOST_FULL} tensors of the value's size"
-    return steps.too_many_tensors(chain, last)
+    # Those of the pooled value's gradient and of a max_pool's taps.
+    more = 0 if pool is None else 1 + (pool.op == "max_pool")
+    return steps.too_many_tensors(chain, last, more)
 
 
-def sums(chain: Chain, last: int, needs: frozenset[int]) -> Function:
+def sums(chain: Chain, last: int, needs: frozenset[int], unpooled: Term | None = None) -> Function:
     """The first pass, of a chain with a norm: from the last step back to the norm's result."""
     norm, slots = norm_step(chain, last), wanted(chain, last, needs).sums
     assert norm is not None
-    body = [*_forward(chain, last), *_backward(chain, norm, last, slots)]
+    body = [*_forward(chain, last), *_unpooled(unpooled), *_backward(chain, norm, last, slots)]
     dn = Gradient(Value(norm))
     returns = (dn, dn * X_HAT, *(Gradient(Slot(slot)) for slot in slots))
     takes = (Value(0), G, MEAN, RSTD, *PLACE)
     return Function("sums", takes, live(body, returns), returns, pass_slots(chain, last))
 
 
-def gradient(chain: Chain, last: int, needs: frozenset[int], from_result: bool = False) -> Function:
+def gradient(
+    chain: Chain, last: int, needs: frozenset[int], from_result: bool = False, unpooled: Term | None = None
+) -> Function:
     """The second pass: from the last step back to the first value. `from_result`: the block is the last one's value."""
     want = wanted(chain, last, needs)
     slots = want.totals + want.full
@@ -124,8 +144,12 @@ def gradient(chain: Chain, last: int, needs: frozenset[int], from_result: bool =
     if from_result:
         loads = [line for line in forward if isinstance(line.value, Load)]
         forward = [Assign((Value(last),), Value(0)), *loads]
-    body = live([*forward, *_backward(chain, 0, last, slots)], returns)
+    body = live([*forward, *_unpooled(unpooled), *_backward(chain, 0, last, slots)], returns)
     return Function("gradient", (Value(0), G, *given, *PLACE), body, returns, pass_slots(chain, last))
+
+
+def _unpooled(term: Term | None) -> list[Assign]:
+    return [] if term is None else [Assign((G,), term)]
 
 
 def slots_needed(chain: Chain, last: int, from_result: bool = False) -> frozenset[int]:
@@ -231,7 +255,7 @@ def _passed_back(step: Step, number: int) -> list[tuple[Operand, Term]]:
         return [(operand, bound(term, meant)) for operand, term in zip(step.operands, derivatives(step))]
     if isinstance(step, Cast):
         return [(step.operand, g)]  # blocks stay in the accumulator's dtype
-    raise ValueError("a reduction is no step of a block")
+    raise ValueError("a reduction or a pool is no step of a block")
 
 
 def _row_means(step: Step, number: int) -> list[Assign]:

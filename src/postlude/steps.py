@@ -17,7 +17,7 @@ import functools
 import math
 from collections.abc import Callable
 
-from postlude.chain import Cast, Chain, Normalize, Pointwise, Reduce, Scalar, Slot, Step, Value, operands_of
+from postlude.chain import Cast, Chain, Normalize, Pointwise, Pool, Reduce, Scalar, Slot, Step, Value, operands_of
 from postlude.expressions import Assign, Call, Expression, Function, Load, Name, Term, bound, call, live
 
 OPERANDS = 6  # pointers that the kernels take
@@ -70,8 +70,9 @@ def reads_rows(chain: Chain, last: int, first: int = 0) -> bool:
     return any(chain.roles[slot] == "row" for slot in pass_slots(chain, last, first))
 
 
-def too_many_tensors(chain: Chain, last: int) -> str | None:
-    most = OPERANDS - reads_rows(chain, last)  # the size of a sample takes one place
+def too_many_tensors(chain: Chain, last: int, more: int = 0) -> str | None:
+    """`more` are read beside those of the steps."""
+    most = OPERANDS - more - reads_rows(chain, last)  # the size of a sample takes one place
     return f"the steps read more than {most} tensors" if len(pass_slots(chain, last)) > most else None
 
 
@@ -136,8 +137,8 @@ def _value(step: Step) -> Term:
         scale = RSTD if step.weight is None else RSTD * step.weight
         scaled = call("-", step.operand, MEAN) * scale
         return scaled if step.bias is None else scaled + step.bias
-    if isinstance(step, Reduce):
-        raise ValueError("a reduction is no step of a block")
+    if isinstance(step, Reduce | Pool):
+        raise ValueError("a reduction or a pool is no step of a block")
     if (inverse := _exact_inverse(step)) is not None:
         return call("mul", step.operands[0], Scalar(inverse))
     return Call(device_function(step), tuple(meanings(step).values()))

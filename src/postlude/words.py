@@ -1,4 +1,4 @@
-"""The vocabulary: every elementwise word of a chain, its operands and settings; the norms and reductions.
+"""The vocabulary: every elementwise word of a chain, its operands and settings; the norms, reductions and pools.
 
 What PyTorch computes for a word is in reference.py, how it is written in graph/spellings.py, how a card computes it in
 kernels/triton/pointwise.py and its gradient in derivatives.py beside it. tests/test_tables.py names what is missing.
@@ -78,4 +78,6 @@ REDUCTIONS = {
     "adaptive_avg_pool": ("space",),
     **dict.fromkeys(("logsumexp", "amax", "amin", "max", "min"), ("channels",)),
 }
+# Each window's mean, or its largest, of equal ones the first; a NaN stays.
+POOLS = ("max_pool", "avg_pool")
 SPANS = {"space": "space", "sample": "all but batch", "channels": "channels"}  # as a chain's line names them

@@ -178,6 +178,23 @@ SMALL_PROBLEMS = [
         tolerance=2e-2,
     ),
     Problem(
+        "windows of channels that leave lanes",
+        "self.conv = nn.Conv2d(cin, cout, 3); self.norm = nn.GroupNorm(3, cout); self.pool = nn.MaxPool2d(2); "
+        "self.v = nn.Parameter(torch.randn(cout, 1, 1))",
+        "return torch.clamp(self.pool(self.norm(self.conv(x)) * self.v), 0.0, 1.0)",
+        (2, 8, 9, 8),
+        6,
+        ("convolve_kernel", "pools_kernel"),
+    ),
+    Problem(
+        "means over windows in padding",
+        "self.conv = nn.Conv3d(cin, cout, 3, stride=2)",
+        "return F.gelu(F.avg_pool3d(torch.tanh(self.conv(x)), 3, 2, 1))",
+        (2, 4, 9, 11, 9),
+        6,
+        ("pools_kernel",),
+    ),
+    Problem(
         "norm alone",
         "self.norm = nn.GroupNorm(3, cin); self.head = nn.Linear(cin, cout)",
         "x = F.relu(self.norm(x)); return self.head(x.mean(dim=(2, 3)))",

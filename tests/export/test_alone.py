@@ -143,6 +143,8 @@ TRAINED = (
     "norm alone",
     "by phase of the strides, no norm after it",
     "layer_norm",
+    "windows of channels that leave lanes",
+    "means over windows in padding",
 )
 
 

@@ -100,6 +100,14 @@ SPELLINGS: dict[str, list[Body]] = {
         lambda x: x.max(1, keepdim=True).values,
     ],
     "min over channels": [lambda x: torch.min(x, 1)[0], lambda x: x.min(dim=-3).values],
+    "max_pool(2)": [nn.MaxPool2d(2), lambda x: F.max_pool2d(x, 2, 2), lambda x: torch.max_pool2d(x, (2, 2))],
+    "max_pool(3, s2, p1)": [nn.MaxPool2d(3, 2, 1), lambda x: F.max_pool2d(x, 3, stride=2, padding=1)],
+    "max_pool(2×3, s1×2, p1, ceil)": [nn.MaxPool2d((2, 3), (1, 2), 1, ceil_mode=True)],
+    "avg_pool(2)": [nn.AvgPool2d(2), lambda x: F.avg_pool2d(x, (2, 2), count_include_pad=False)],
+    "avg_pool(3, s2, p1, without padding)": [nn.AvgPool2d(3, 2, 1, count_include_pad=False)],
+    "avg_pool(2, divided by 3)": [nn.AvgPool2d(2, divisor_override=3)],
+    "relu → max_pool(2) → mul(per channel) → tanh": [lambda x: torch.tanh(F.max_pool2d(F.relu(x), 2) * VECTOR)],
+    "max_pool(2) → group_norm(2) → avg_pool(2)": [lambda x: F.avg_pool2d(F.group_norm(F.max_pool2d(x, 2), 2), 2)],
     "relu → mul(value 0, value 1)": [lambda x: x * F.relu(x)],
     "tanh → sub(value 0, value 1)": [lambda x: x - torch.tanh(x)],
     "tanh → sub(value 0)": [lambda x: torch.tanh(x) - x],
@@ -155,6 +163,9 @@ DECLINED: dict[str, Body] = {
     "aten.logsumexp over axes [1, 2]": lambda x: torch.logsumexp(x, (1, 2)),
     "aten.amax over axes []": lambda x: torch.amax(x),
     "aten.mean.dim over axes [1]": lambda x: x.mean(1),
+    "aten.max_pool2d with a dilation": nn.MaxPool2d(2, dilation=2),
+    "aten.avg_pool2d with gaps between its windows": nn.AvgPool2d(2, 3),
+    "max_pool2d_with_indices is not in the vocabulary": lambda x: torch.add(*F.max_pool2d(x, 2, return_indices=True)),
     "celu with an alpha": lambda x: F.celu(x, -1.0),
     "neither full nor per channel": lambda x: x + torch.randn(N, 1, 1, 1),
     "clamp.Tensor is not in the vocabulary": lambda x: torch.clamp(x, VECTOR, VECTOR),
@@ -166,6 +177,34 @@ def test_what_is_not_understood_says_why(reason: str, body: Body) -> None:
     found, declined = found_in(body, torch.randn(N, C, 5, 6))
     assert found == []
     assert any(reason in item.reason for item in declined), declined
+
+
+# Where a value is read from before the pool or beside it, the chain ends before it; so do tensors of the pooled size.
+POOLED: dict[str, tuple[str, Body]] = {
+    "a skip": ("relu", lambda x: (h := F.relu(x), F.interpolate(F.max_pool2d(h, 2), size=(5, 6)) + h)[1]),
+    "a norm of what is pooled": ("relu", lambda x: F.max_pool2d(h := F.relu(x), 1) + F.group_norm(h, 2)),
+    "a sum with what is pooled": ("relu", lambda x: F.max_pool2d(h := F.relu(x), 3, 1, 1) + h),
+    "a tensor after it": ("relu → max_pool(1)", lambda x: F.max_pool2d(F.relu(x), 1) + FULL),
+    "windows of 289 positions": ("relu", lambda x: F.avg_pool2d(F.relu(x), 17, 17, 8)),
+}
+
+
+@pytest.mark.parametrize("name", POOLED)
+def test_where_a_chain_ends_at_a_pool(name: str) -> None:
+    line, body = POOLED[name]
+    found, _ = found_in(body, torch.randn(N, C, 5, 6))
+    assert str(found[0].chain).removeprefix("conv2d(4→4, k3, p1) → ") == line
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_on_a_cpu_a_chain_ends_before_the_pool() -> None:
+    backend = Backend(rest="eager")
+    body = nn.Sequential(CONV, nn.GroupNorm(2, C), nn.ReLU(), nn.MaxPool2d(2))
+    x = torch.randn(N, C, 5, 6)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(body, backend=backend)(x), body(x))
+    (captured,) = backend.captured
+    assert [str(site.chain).rpartition("→ ")[2] for site in captured.sites] == ["relu"]
 
 
 class Block(nn.Module):

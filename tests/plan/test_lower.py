@@ -183,7 +183,7 @@ def test_on_a_gpu_a_norm_is_two_passes_over_the_librarys_convolution() -> None:
     assert found.launches == 3
     assert found.tile is not None
     assert found.tile.block_c == 0
-    keeping = dataclasses.replace(CARD, norms_keeping_layout=frozenset({"group_norm"}))
+    keeping = dataclasses.replace(CARD, keeping_layout=frozenset({"group_norm"}))
     last = plan(STRIDED, problem(STRIDED, (4, 64, 64, 64, 64), "channels_last", device="cuda"), keeping)
     assert last.tile is not None
     assert last.tile.block * last.tile.block_c == 8192

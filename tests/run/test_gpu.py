@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases import BY_NAME, CASES, Builder, Case, conv
+from cases import BY_NAME, CASES, POOLED, Builder, Case, conv
 from machines import SMALL_H200
 from postlude import reference
 from postlude.chain import Chain, Normalize
@@ -106,13 +106,13 @@ def library_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [*CASES, *POOLED], ids=lambda c: c.name)
 @pytest.mark.usefixtures("poisoned_memory")
 def test_every_case_in_every_dtype_that_the_interpreter_gets_right(
     case: Case, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Every case in fp32; 16 bits and float64 differ in loads and accumulators, which all cases share: in turns.
-    other = ((torch.float16, 2e-2), (torch.float64, 1e-10))[CASES.index(case) % 2]
+    other = ((torch.float16, 2e-2), (torch.float64, 1e-10))[[*CASES, *POOLED].index(case) % 2]
     for dtype, tolerance in ((torch.float32, 1e-5), other)[: 2 if layout == "contiguous" else 1]:
         if dtype == torch.float64 or layout == "channels_last":  # and as with more channels than the cases have
             monkeypatch.setattr("postlude.plan.convolve.unfolded_product_for", lambda *_: None)

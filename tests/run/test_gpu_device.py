@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import postlude
-from cases import BY_NAME, CASES, Case
+from cases import BY_NAME, CASES, POOLED, Case
 from postlude import hardware, reference
 from postlude.chain import Chain
 from postlude.check import chain_points, tensors_for, verify_chain
@@ -33,7 +33,7 @@ def fused(chain: Chain, tensors: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("case", [*CASES, LONG], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [*CASES, *POOLED, LONG], ids=lambda c: c.name)
 def test_is_right_by_the_rule(case: Case, layout: str, dtype: torch.dtype) -> None:
     points = chain_points(case.chain, case.shape, dtype, "cuda", layout=layout)
     verdict = verify_chain(fused, case.chain, points)
@@ -42,7 +42,7 @@ def test_is_right_by_the_rule(case: Case, layout: str, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [*CASES, *POOLED], ids=lambda c: c.name)
 def test_strides_are_pytorchs_and_bits_are_the_same_every_time(case: Case, layout: str) -> None:
     tensors = tensors_for(case.chain, case.shape, torch.float32, "cuda", 0, "normal", layout)
     ours, theirs = fused(case.chain, tensors), reference.evaluate(case.chain, tensors)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from postlude.chain import Chain
+from postlude.chain import Chain, Pool
 
 # Forward convolutions in float64 beside the points themselves: two null candidates at two points, NaN, infinity.
 EXTRA = 6
@@ -51,13 +51,24 @@ def largest_value(chain: Chain, shape: Sequence[int]) -> int:
     return shape[0] * max(after, math.prod(shape[1:]))
 
 
+def _covered(chain: Chain) -> list[int]:
+    """Positions of the input, at least, for two windows of every pool that follows."""
+    stride = (1,) * chain.dims if chain.producer is None or chain.producer.transposed else chain.producer.stride
+    covered = [0] * chain.dims
+    for step in reversed(chain.steps):
+        if isinstance(step, Pool):
+            windows = step.windows
+            covered = [max(n, 2) * s + k for n, s, k in zip(covered, windows.stride, windows.kernel)]
+    return [size * s for size, s in zip(covered, stride)]
+
+
 def affordable_shape(
     chain: Chain, shape: Sequence[int], points: int, budget: Budget, *, backward: bool
 ) -> tuple[int, ...]:
     """The same shape with fewer samples, then less space, until a verdict on it is affordable."""
     now = list(shape)
     kernel = (1,) * chain.dims if chain.producer is None else chain.producer.kernel
-    least = [max(LEAST, 2 * size) for size in kernel]
+    least = [max(LEAST, 2 * size) + covered for size, covered in zip(kernel, _covered(chain))]
     while not is_affordable(chain, now, points, budget, backward=backward):
         if now[0] > SAMPLES:
             now[0] = max(SAMPLES, now[0] // 2)

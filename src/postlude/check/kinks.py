@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from postlude.check.budget import ULPS, WORST_FACTOR
+from postlude.check.pooled import MAX_POOLS, ahead_of_the_second
 
 # No more than this part of a value is spared, or little would be left to compare.
 MOST = 0.125
@@ -218,6 +219,9 @@ def _met(name: str, args: tuple[Any, ...], given: Mapping[str, Any], in_place: b
         return (x - args[1]).detach(), (0.0,), args[1].shape == x.shape or args[1].numel() == 1
     if name in _EXTREMES:
         return _runner_up(name, x, args[1] if len(args) > 1 else given.get("dim"), given)
+    if name in MAX_POOLS:
+        gap = ahead_of_the_second(name, args, given)
+        return None if gap is None else (gap, (0.0,), False)
     if name not in _BOUNDS:
         return None
     bounds = tuple(float(bound) for bound in _BOUNDS[name](args, given) if isinstance(bound, (int, float)))

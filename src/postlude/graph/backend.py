@@ -27,6 +27,7 @@ from postlude.graph.layout import (
 )
 from postlude.graph.match import Declined, Match, match
 from postlude.graph.norms import keep_layouts
+from postlude.graph.pools import left_to_pytorch
 from postlude.graph.splice import splice, use_operator
 from postlude.graph.tidy import functionalise, restore
 from postlude.graph.upsample import gather_gradients
@@ -100,7 +101,7 @@ class Backend:
         # Operators that give up channels-last convert it back by themselves in eager PyTorch; Inductor fuses that.
         lays_out = rest == "inductor" and layout == "auto"
         conversions = read_channels_last(traced, self._allows_tf32()) if lays_out else []
-        found, declined = match(traced)
+        found, declined = match(traced, functools.partial(left_to_pytorch, _device_of(inputs)))
         left_out = [item for item in found if self.wanted is not None and not self.wanted(item.name, item)]
         found = [item for item in found if item not in left_out]
         sites, fused = self._decided(traced, inputs, found, rest, conversions, before)
@@ -169,7 +170,7 @@ class Backend:
         return "inductor" if has_inductor and not self._is_all_fused(traced, inputs) else "eager"
 
     def _is_all_fused(self, traced: fx.GraphModule, inputs: Sequence[Any]) -> bool:
-        found, _ = match(traced)
+        found, _ = match(traced, functools.partial(left_to_pytorch, _device_of(inputs)))
         taken = {node for item in found for node in item.nodes}
         others = {node for node in traced.graph.nodes if node.op == "call_function" and node.target not in MODE_CHANGES}
         if not found or others - taken or self.wanted is not None:

@@ -202,6 +202,10 @@ REDUCTIONS: dict[str, tuple[OpOverload, ...]] = {
     "max": (aten.max.dim,),
     "min": (aten.min.dim,),
 }
+POOLS: dict[str, tuple[OpOverload, ...]] = {
+    "max_pool": (aten.max_pool2d.default, aten.max_pool3d.default),
+    "avg_pool": (aten.avg_pool2d.default, aten.avg_pool3d.default),
+}
 CONVOLUTIONS: dict[OpOverload, str] = {
     aten.conv2d.default: "conv2d",
     aten.conv3d.default: "conv3d",
@@ -224,6 +228,7 @@ _POINTWISE_BY_OVERLOAD = {
 }
 _NORM_BY_OVERLOAD = {overload: op for op, overload in NORMS.items()}
 _REDUCTION_BY_OVERLOAD = {overload: op for op, overloads in REDUCTIONS.items() for overload in overloads}
+_POOL_BY_OVERLOAD = {overload: op for op, overloads in POOLS.items() for overload in overloads}
 
 
 def pointwise(node: fx.Node) -> Read | None:
@@ -250,6 +255,10 @@ def is_softmax_of_features(node: fx.Node) -> bool:
 
 def reduction(node: fx.Node) -> str | None:
     return _REDUCTION_BY_OVERLOAD.get(cast(OpOverload, node.target))
+
+
+def pool(node: fx.Node) -> str | None:
+    return _POOL_BY_OVERLOAD.get(cast(OpOverload, node.target))
 
 
 def is_convolution(node: fx.Node) -> bool:

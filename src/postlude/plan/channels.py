@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from postlude.chain import Chain, Normalize, Reduce
 from postlude.plan.problem import Problem, body_shape, power_of_two
-from postlude.plan.program import channels_end, row_norm
+from postlude.plan.program import channels_end, fused_pool, row_norm
 
 MOST_CHANNELS = 512  # a tile has all of them, for so many positions that memory is read in whole pieces
 # Elements of a tile, positions at least and at most. On an H200 over (128, 64, 126²) in fp32, logsumexp of tanh and
@@ -28,6 +28,8 @@ def why_apart(chain: Chain, problem: Problem) -> str | None:
         why = f"more than {MOST_CHANNELS} channels do not fit a tile"
     if row_norm(chain) is not None:
         why = "the tiles of a layer_norm are rows of one channel"
+    if fused_pool(chain) is not None:
+        why = "it follows a pool"
     if sum(isinstance(step, Normalize) for step in chain.steps) > 1:
         why = "it follows a second norm"
     return None if why is None else f"{end.op} over channels is PyTorch's: {why}"

@@ -70,7 +70,7 @@ def _with_room(chain: Chain, gemm: Gemm, machine: Machine) -> Gemm:
     """Half the rows where long words precede the norm: with them and the moments a thread's 128 sums spill, 2 KiB of
     them with gelu (conv_transpose2d(64→64) → gelu → group_norm at 128×64×256²: 5.3 instead of 7.2 ms)."""
     norm = first_barrier(chain)
-    before = () if norm is None else chain.steps[: norm - 1]
+    before = () if norm is None or not has_norm(chain) else chain.steps[: norm - 1]
     is_long = any(isinstance(step, Pointwise) and POINTWISE[step.op].long for step in before)
     sums = gemm.rows * gemm.columns // (32 * gemm.warps)
     if not machine.card.abilities.has_wgmma or not is_long or sums < 128 or gemm.arithmetic.planes == 2:

@@ -47,7 +47,7 @@ def _may_leave_onednn(chain: Chain, problem: Problem) -> bool:
 def turns(chain: Chain, problem: Problem, machine: Machine) -> bool:
     """True where the kernel makes a contiguous result of a channels-last value, as PyTorch's norm would have."""
     norm = fused_norm(chain)
-    if norm is None or norm.op in machine.norms_keeping_layout or problem.hands_on == "channels_last":
+    if norm is None or norm.op in machine.keeping_layout or problem.hands_on == "channels_last":
         return False
     is_plain = body_dtype(chain, problem) == result_dtype(chain, problem) == "float32" and "full" not in chain.roles
     return is_plain and body_layout(chain, problem) == "channels_last" and moments_only(chain) is None

@@ -13,6 +13,7 @@ from postlude.plan.channels import takes_channels, why_apart
 from postlude.plan.convolve import Own, own_convolution, packs_gradient
 from postlude.plan.gemm import Gemm
 from postlude.plan.linear import LinearGemm, own_linear
+from postlude.plan.pools import why_pool_is_apart
 from postlude.plan.problem import (
     Layout,
     Problem,
@@ -29,6 +30,7 @@ from postlude.plan.problem import (
 )
 from postlude.plan.program import (
     first_barrier,
+    fused_pool,
     is_all_that_is_read,
     last_fused_step,
     moments_only,
@@ -120,7 +122,8 @@ def _passes(chain: Chain, problem: Problem, own: Own | LinearGemm | str, from_re
         if chain.dims or rows > last or not _is_finished_before(chain, problem, rows):
             return (Pass(source, 1, 0, Store(raw=True)), Pass("load", 1, last, Store()))
         return (Pass(source, 1, rows - 1, Store()), Pass("load", rows, last, Store()))
-    if barrier is not None and barrier <= last and rows_from(chain) is None:
+    is_norm = barrier is not None and barrier <= last and isinstance(chain.steps[barrier - 1], Normalize)
+    if barrier is not None and is_norm and rows_from(chain) is None:
         finished = is_own and _is_finished_before(chain, problem, barrier)
         if finished and isinstance(own, Gemm) and has_moments_apart(own):
             return (
@@ -130,7 +133,8 @@ def _passes(chain: Chain, problem: Problem, own: Own | LinearGemm | str, from_re
             )
         sink = Moments(True, stores=is_own, finished=finished)
         return (Pass(source, 1, barrier - 1, sink), Pass("load", barrier if finished else 1, end, Store()))
-    if is_own and (end > last or (problem.needs_grad and not from_result)):
+    is_pooled = fused_pool(chain) is not None
+    if is_own and (end > last or is_pooled or (problem.needs_grad and not from_result)):
         return (Pass(source, 1, 0, Store(raw=True)), Pass("load", 1, end, Store()))
     return (Pass(source, 1, end, Store()),)
 
@@ -167,7 +171,7 @@ def _reasons_for(
     sink = passes[0].sink
     is_twice = len(passes) == 2 and isinstance(sink, Moments) and not sink.finished
     twice = ("the steps before the norm are computed twice rather than stored",) if is_twice else ()
-    apart = () if (why := why_apart(chain, problem)) is None else (why,)
+    apart = tuple(why for why in (why_apart(chain, problem), why_pool_is_apart(chain)) if why is not None)
     if chain.producer is None:
         return (*(twice or ("one pass",)), *apart)
     what = "product" if chain.is_linear else "convolution"

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from postlude.chain import POINTWISE, Cast, Chain, Normalize, Pointwise, Reduce, Slot, Value, values_of
+from postlude.chain import POINTWISE, Cast, Chain, Normalize, Pointwise, Pool, Reduce, Slot, Value, values_of
 from postlude.hardware import Machine, default_fp32_precision
 from postlude.plan.program import channels_end
 
@@ -130,6 +130,8 @@ def result_shape(chain: Chain, problem: Problem) -> tuple[int, ...]:
                 return (shape[0], *((1,) if step.keepdim else ()), *shape[2:])
             kept = 2 if step.over == "space" else 1
             shape = shape[:kept] + ((1,) * (len(shape) - kept) if step.keepdim else ())
+        elif isinstance(step, Pool):
+            shape = (*shape[:2], *step.windows.output_space(shape[2:]))
     return shape
 
 
@@ -189,13 +191,16 @@ def result_layout(chain: Chain, problem: Problem, machine: Machine) -> Layout:
 
 
 def handed_on_layout(chain: Chain, problem: Problem, machine: Machine) -> Layout:
-    """The layout that eager's operators hand on from one to the next: a norm may give up channels-last, and of two
-    tensors the one that is written first gives the result its layout. A graph may want channels-last to the end."""
+    """The layout that eager's operators hand on from one to the next: a norm or a pool may give up channels-last, and
+    of two tensors the one that is written first gives the result its layout. A graph may want channels-last to the end.
+    """
     if problem.hands_on == "channels_last":
         return "channels_last"
     layout = body_layout(chain, problem)
     for step in chain.steps:
-        if isinstance(step, Normalize) and step.op not in machine.norms_keeping_layout:
+        if isinstance(step, Normalize) and step.op not in machine.keeping_layout:
+            layout = "contiguous"
+        if isinstance(step, Pool) and f"{step.op}{chain.dims}d" not in machine.keeping_layout:
             layout = "contiguous"
         if isinstance(step, Pointwise) and step.op in LAID_OUT_LIKE_THE_OTHER:
             other = step.operands[1]

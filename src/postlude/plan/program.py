@@ -10,12 +10,14 @@ from postlude.chain import (
     Chain,
     Normalize,
     Pointwise,
+    Pool,
     Reduce,
     Scalar,
     Slot,
     Step,
     Value,
 )
+from postlude.steps import too_many_tensors
 
 
 @dataclass(frozen=True)
@@ -27,9 +29,21 @@ class MomentsOnly:
     squares: bool
 
 
+@dataclass(frozen=True)
+class FusedPool:
+    """The pool that the last pass ends in, from steps `first` to `last`."""
+
+    first: int
+    last: int
+    pool: Pool
+
+
+BARRIERS = (Normalize, Reduce, Pool)
+
+
 def first_barrier(chain: Chain) -> int | None:
     """The number of the first step (from 1) that needs more than one element at a time: a pass ends before it."""
-    return next((number for number, step in enumerate(chain.steps, 1) if isinstance(step, Normalize | Reduce)), None)
+    return next((number for number, step in enumerate(chain.steps, 1) if isinstance(step, BARRIERS)), None)
 
 
 def channels_end(chain: Chain) -> Reduce | None:
@@ -42,8 +56,43 @@ def without_channels_end(chain: Chain) -> Chain:
     return chain if channels_end(chain) is None else replace(chain, steps=chain.steps[:-1])
 
 
+def fused_pool(chain: Chain) -> FusedPool | None:
+    """The first pool, with those right behind it that are one with it; None where a reduction, a second norm or a
+    layer_norm, whose tiles are rows, comes before it."""
+    seen_norm = False
+    for number, step in enumerate(chain.steps, 1):
+        if isinstance(step, Reduce) or (isinstance(step, Normalize) and (seen_norm or step.over == "row")):
+            return None
+        seen_norm |= isinstance(step, Normalize)
+        if isinstance(step, Pool):
+            pool, last = step, number
+            while last < len(chain.steps) and (both := joined(pool, chain.steps[last], last)) is not None:
+                pool, last = both, last + 1
+            return FusedPool(number, last, pool)
+    return None
+
+
+def joined(pool: Pool, step: Step, number: int) -> Pool | None:
+    """The pool that one and another right behind it, on value `number`, are together: the largest of the largest, and
+    the mean of means over windows that do not overlap. None where they are not one."""
+    if not isinstance(step, Pool) or step.op != pool.op or step.operand != Value(number):
+        return None
+    if pool.divisor is not None or step.divisor is not None:
+        return None
+    windows = pool.windows.joined(step.windows, may_overlap=pool.op == "max_pool")
+    return None if windows is None else replace(pool, windows=windows)
+
+
+def last_before_pool(chain: Chain) -> int:
+    """The last fused step that works on a value of the first one's size."""
+    pool, last = fused_pool(chain), last_fused_step(chain)
+    return last if pool is None else min(last, pool.first - 1)
+
+
 def has_norm(chain: Chain) -> bool:
-    return any(isinstance(step, Normalize) for step in chain.steps)
+    """Before a pool: one after it is PyTorch's."""
+    pool = fused_pool(chain)
+    return any(isinstance(step, Normalize) for step in chain.steps[: None if pool is None else pool.first])
 
 
 def norm_hides_infinities(chain: Chain) -> bool:
@@ -54,6 +103,8 @@ def norm_hides_infinities(chain: Chain) -> bool:
     """
     lost = 0
     for step in chain.steps:
+        if isinstance(step, Pool):  # windows may leave the last positions out
+            return False
         if isinstance(step, Normalize):
             return lost < 2 and step.over != "row"  # a row is less than what an infinity reaches
         lost += POINTWISE[step.op].finite_at if isinstance(step, Pointwise) else 0
@@ -61,12 +112,19 @@ def norm_hides_infinities(chain: Chain) -> bool:
 
 
 def last_fused_step(chain: Chain) -> int:
-    """Steps from a second barrier on run through PyTorch, on what the fused passes leave."""
-    seen_norm, in_rows = False, has_whole_rows(chain)
+    """Steps from a second barrier on run through PyTorch, on what the fused passes leave; so do those after a pool that
+    read more tensors than a pass takes."""
+    seen_norm, in_rows, pool = False, has_whole_rows(chain), fused_pool(chain)
     for number, step in enumerate(chain.steps, 1):
         if in_rows and _is_of_whole_rows(step):
             continue  # a program has a whole row, and any number of barriers in it
-        if isinstance(step, Reduce) or (isinstance(step, Normalize) and (seen_norm or in_rows)):
+        is_pooled = pool is not None and number > pool.last
+        is_second = isinstance(step, Normalize) and (seen_norm or in_rows or is_pooled)
+        if isinstance(step, Reduce) or is_second:
+            return number - 1
+        if is_pooled and too_many_tensors(chain, number) is not None and too_many_tensors(chain, number - 1) is None:
+            return number - 1
+        if isinstance(step, Pool) and (pool is None or not pool.first <= number <= pool.last):
             return number - 1
         seen_norm |= isinstance(step, Normalize)
     return len(chain.steps)

@@ -12,17 +12,28 @@ from postlude.plan.few_channels import FewChannels
 from postlude.plan.few_channels_gradient import GradientPlan, few_channels_gradient_for
 from postlude.plan.gemm import Gemm, WeightGemm
 from postlude.plan.problem import Layout, Problem, body_dtype, fp32_mode, result_layout, value_dtypes
-from postlude.plan.program import has_norm, last_fused_step, moments_only, row_norm, rows_from
+from postlude.plan.program import (
+    fused_pool,
+    has_norm,
+    last_before_pool,
+    last_fused_step,
+    moments_only,
+    row_norm,
+    rows_from,
+)
 from postlude.reverse import keeps_inside, needs_no_more_than_its_result, unsupported_gradient
 
 
 def trained_part(chain: Chain) -> Chain:
     """What the backward passes cover: from moments, a convolution with its norm directly after it; else what the
-    fused passes do. What follows reads nothing from inside."""
+    fused passes do, up to a pool, and that one where its gradient is ours. What follows reads nothing from inside."""
     moments, last, rows = moments_only(chain), last_fused_step(chain), rows_from(chain)
     if chain.is_linear and rows is not None:  # barriers over features are PyTorch's in training, with their gradients
         reads = [value.index for step in chain.steps[rows - 1 :] for value in values_of(step)]
         return dataclasses.replace(chain, steps=chain.steps[: rows - 1]) if min(reads) >= rows - 1 else chain
+    if (pool := fused_pool(chain)) is not None:
+        is_taken = unsupported_gradient(chain, pool.first - 1, pool.pool) is None
+        last = pool.first if is_taken else pool.first - 1
     if last in (0, len(chain.steps)) or (moments is not None and not moments.before and chain.producer is not None):
         return chain
     is_apart = all(value.index >= last for step in chain.steps[last:] for value in values_of(step))
@@ -54,8 +65,9 @@ def why_not_ours(chain: Chain, problem: Problem) -> str | None:
 
 def reasons_against_training(chain: Chain, problem: Problem, library_tf32: bool | None, from_result: bool) -> list[str]:
     reasons = []
-    last = last_fused_step(chain)
-    can_keep = from_result or is_lean(chain, problem) or keeps_inside(chain, last)
+    last, pool = last_before_pool(chain), fused_pool(chain)
+    # PyTorch's pools keep what they read, as large as the convolution's result.
+    can_keep = from_result or is_lean(chain, problem) or pool is not None or keeps_inside(chain, last)
     # A linear layer's result is small beside its weight and that weight's gradient, as a rule.
     if not has_norm(chain) and not can_keep and not chain.is_linear:
         reasons.append("training would save the convolution's result, where PyTorch saves only the chain's")
@@ -69,7 +81,7 @@ def reasons_against_training(chain: Chain, problem: Problem, library_tf32: bool 
         return reasons
     if chain.is_linear and not chain.steps:
         return reasons
-    unsupported = unsupported_gradient(chain, last)
+    unsupported = unsupported_gradient(chain, last, None if pool is None else pool.pool)
     return reasons if unsupported is None else [*reasons, unsupported]
 
 

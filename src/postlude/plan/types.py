@@ -15,7 +15,7 @@ from postlude.plan.few_channels_gradient import GradientPlan
 from postlude.plan.gemm import Arithmetic, Gemm, WeightGemm
 from postlude.plan.linear import LinearGemm
 from postlude.plan.problem import Layout, Problem, Spec, compulsory_bytes
-from postlude.plan.program import channels_end
+from postlude.plan.program import FusedPool, channels_end, fused_pool
 
 Source = Literal["own convolution", "library convolution", "load"]
 # eager: PyTorch's own call. direct: oneDNN, without PyTorch's choice of library and layout. buffer: the same into
@@ -173,6 +173,11 @@ class Plan:
     def channels_end(self) -> Reduce | None:
         """The reduction over channels that the last pass ends in."""
         return channels_end(self.chain) if self.passes[-1].last == len(self.chain.steps) else None
+
+    @property
+    def pool(self) -> FusedPool | None:
+        """The pool that the last pass ends in, but for the steps after it."""
+        return fused_pool(self.chain)
 
     @property
     def largest_found(self) -> Arithmetic | None:

@@ -9,7 +9,7 @@ from postlude.chain import Chain
 from postlude.plan.channels import takes_channels
 from postlude.plan.gemm import Gemm
 from postlude.plan.problem import Problem, body_bytes, body_dtype, fp32_mode
-from postlude.plan.program import has_norm, row_norm
+from postlude.plan.program import fused_pool, has_norm, row_norm
 
 _FEW = 16  # input channels below which cuDNN's tensor cores multiply zeros too; then bytes count, not operations
 
@@ -72,13 +72,14 @@ def _is_followed(chain: Chain, problem: Problem) -> bool:
     """Whether the same pass follows the convolution, whoever makes it."""
     if has_norm(chain):
         return row_norm(chain) is not None
-    return problem.needs_grad or takes_channels(chain, problem)
+    return problem.needs_grad or takes_channels(chain, problem) or fused_pool(chain) is not None
 
 
 def _seconds(chain: Chain, problem: Problem, card: Card, gemm: Gemm) -> tuple[float, float]:
     """About what a chain without a norm takes: with our convolution, and with PyTorch's and a pass.
 
-    Before a layer_norm or a reduction over channels, and in training, the same pass follows either and is left out.
+    Before a layer_norm, a pool or a reduction over channels, and in training, the same pass follows either and is left
+    out.
     Before a layer_norm PyTorch's convolution is charged with the layout of its result where that has to change: in 3-D
     (but not in fp32) cuDNN computes channels-last, and a row must lie in one piece.
     """

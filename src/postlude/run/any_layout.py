@@ -65,14 +65,14 @@ class _Norm(torch.autograd.Function):
 
 
 def _grouped(value: Tensor, groups: int) -> Tensor:
-    return value.unflatten(1, (groups, -1))  # [N, C] as [N, G, C / G]
+    return value.reshape(value.shape[0], groups, -1)  # [N, C] as [N, G, C / G]
 
 
 def _of_channels(value: Tensor, like: Tensor) -> Tensor:
     """[N, G], repeated for the channels of each group, to be broadcast over space."""
-    each = like.shape[1] // value.shape[1]
-    channels = value.unsqueeze(2).expand(-1, -1, each).reshape(value.shape[0], -1)
-    return channels[(..., *[None] * (like.dim() - 2))]
+    batch, channels = like.shape[:2]
+    repeated = value.unsqueeze(2).expand(-1, -1, channels // value.shape[1])
+    return repeated.reshape(batch, channels, *[1] * (like.dim() - 2))
 
 
 def _along_channels(vector: Tensor, like: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ def backward(
             largest = none_found(plan.value.shape[1], plan.largest_found, dy.device)
         packing = packing_of_gradient(plan) if plan.packs_gradient else None
         seen = columns(plan) if chain.is_linear else plan
-        dv, found = gradient_passes(seen, wanted, value, parts.moments, dy, tensors, packing, largest)
+        dv, found = gradient_passes(seen, wanted, value, parts.moments, dy, tensors, packing, largest, parts.taps)
     grads = [found.get(slot) for slot in range(len(needs))]
     if chain.producer is None:
         grads[0] = dv.to(tensors[0].dtype) if needs[0] else None

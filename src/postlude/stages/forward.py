@@ -31,6 +31,7 @@ from postlude.stages.library import cast_for_convolution, convolve_by_pytorch
 from postlude.stages.linear import columns, multiply
 from postlude.stages.moments import finish_moments
 from postlude.stages.normalize import combine_moments, finish_pass, moments_pass
+from postlude.stages.pools import pools_pass
 from postlude.stages.rows import rows_pass
 from postlude.stages.trace import settle_layout
 
@@ -40,6 +41,7 @@ class Parts(NamedTuple):
     value: Tensor | None  # that the last pass read
     moments: tuple[Tensor, Tensor] | None  # the norm's means and reciprocal deviations
     partials: Partials | None
+    taps: Tensor | None = None  # of a max_pool in training: where each window's largest lies
 
 
 def forward(plan: Plan, tensors: Sequence[Tensor], keeps_value: bool = False) -> Parts:
@@ -53,9 +55,11 @@ def forward(plan: Plan, tensors: Sequence[Tensor], keeps_value: bool = False) ->
         result = finish_moments(chain, last.last + 1, last.sink.squares, spec, dtype, partials, tensors, by_cuda=few)
         return Parts(result, value, None, partials)
     assert value is not None
-    result, moments = value, group_moments(plan, partials, tensors)
+    result, moments, taps = value, group_moments(plan, partials, tensors), None
     if rows_from(chain) is not None:
         result = rows_pass(plan, value, tensors, keeps_value)
+    elif plan.pool is not None:
+        result, taps = pools_pass(plan, value, moments, tensors)
     elif last.source != "own convolution":
         ends = plan.channels_end is not None
         result = (
@@ -65,7 +69,7 @@ def forward(plan: Plan, tensors: Sequence[Tensor], keeps_value: bool = False) ->
         )
     if last.last < len(chain.steps):
         result = continue_from(chain, last.last, result, tensors, moves=True)
-    return Parts(result, value, moments, partials)
+    return Parts(result, value, moments, partials, taps)
 
 
 def first_pass(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor | None, Partials | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Collection, Sequence
 
 import torch
@@ -14,7 +15,7 @@ from postlude.chain import Chain, Normalize
 from postlude.expressions import Function
 from postlude.plan import Plan
 from postlude.plan.problem import Spec, memory_format, power_of_two
-from postlude.plan.program import fused_norm, last_fused_step
+from postlude.plan.program import fused_norm, last_before_pool
 from postlude.plan.types import Tile
 from postlude.stages.batch import combine_batch_sums
 from postlude.stages.cuts import (
@@ -32,7 +33,9 @@ from postlude.stages.cuts import (
 from postlude.stages.normalize import per_group
 from postlude.stages.pack import Packing
 from postlude.stages.pack_gradient import LastPass, packed_gradient
+from postlude.stages.pools import gradient_term
 from postlude.stages.trace import Pointer, Unread, launch, or_unread
+from postlude.steps import pass_slots
 
 # Elements of a tile at most, a quarter in float64: each needs registers for two values and, in the first pass, sums.
 # On an H200, channels-last in fp16: the last pass over (2, 32, 128³) 0.194 ms with 2048 and 4 warps, 0.213 with 4096
@@ -51,6 +54,7 @@ def gradient_passes(
     tensors: Sequence[Tensor],
     packing: Packing | None = None,
     largest: Tensor | None = None,
+    taps: Tensor | None = None,
 ) -> Gradients:
     """From the gradient of the last fused step's value. `needs` are the slots whose gradient is wanted. The input's and
     the weight's are made by the convolution from the gradient at the first value, which is always computed; without a
@@ -58,32 +62,39 @@ def gradient_passes(
 
     `value` is the convolution's result without its bias, or the input, or the chain's result where the plan says so;
     `moments` the norm's mean and rstd. With `packing` the gradient at the first value comes packed. `largest`, zeros as
-    pack.py has them, becomes its channels' largest magnitudes.
+    pack.py has them, becomes its channels' largest magnitudes. Behind a pool dy is the pooled value's, and `taps` say
+    where each window's largest lies.
     """
-    chain, spec, last = plan.chain, plan.value, last_fused_step(plan.chain)
-    reason = reverse.unsupported_gradient(chain, last)
+    chain, spec, last = plan.chain, plan.value, last_before_pool(plan.chain)
+    reason = reverse.unsupported_gradient(chain, last, None if plan.pool is None else plan.pool.pool)
     if reason is not None:
         raise ValueError(f"no gradient passes: {reason}")
     wanted, layout = reverse.wanted(chain, last, needs), memory_format(spec.layout, chain.dims)
     norm = fused_norm(chain)
     value = value.contiguous(memory_format=layout)
     dy = dy.to(getattr(torch, plan.result_dtype)).contiguous(memory_format=layout)
-    function = reverse.gradient(chain, last, needs, plan.from_result)
-    before = None if norm is None else reverse.sums(chain, last, needs)
+    place = len(pass_slots(chain, last))
+    unpooled = gradient_term(plan, place)
+    function = reverse.gradient(chain, last, needs, plan.from_result, unpooled)
+    before = None if norm is None else reverse.sums(chain, last, needs, unpooled)
     loaded = function.loaded | (frozenset() if before is None else before.loaded)
     read = operands(chain, last, spec, without_unread(chain, tensors, value, loaded), value)
+    g: Pointer = dy
+    if unpooled is not None:  # the steps' own: the kernels load none
+        pooled = [dy] if taps is None else [dy, taps]
+        read[place : place + len(pooled)], g = pooled, Unread(value)
     means: tuple[Pointer, Pointer] = moments or (Unread(value), Unread(value))
     group_means = means
     sums = None
     if norm is not None and before is not None:
-        sums = _sums_pass(plan, before, 2 + len(wanted.sums), norm, value, dy, means, read)
+        sums = _sums_pass(plan, before, 2 + len(wanted.sums), norm, value, g, means, read)
         weight = None if norm.weight is None else tensors[norm.weight.index].contiguous()
         group_means = (combine_batch_sums if norm.over == "batch" else functools.partial(_combine_sums, norm))(
             spec, sums, weight
         )
     steps, dtypes = steps_of(function, spec.shape[1]), [tensors[slot].dtype for slot in wanted.full]
     each, all_means = per_group(norm, spec), (*means, *group_means)
-    last_pass = LastPass(spec, norm, wanted, steps, each, value, dy, all_means, read, dtypes)
+    last_pass = LastPass(spec, norm, wanted, steps, each, value, g, all_means, read, dtypes)
     if packing is not None:
         dv, totals, full = packed_gradient(last_pass, packing)
     else:
@@ -148,7 +159,7 @@ def _sums_pass(
     count: int,
     norm: Normalize,
     value: Tensor,
-    dy: Tensor,
+    dy: Pointer,
     means: tuple[Pointer, Pointer],
     read: list[Pointer],
 ) -> Tensor:
@@ -239,6 +250,8 @@ def _tile(plan: Plan) -> Tile:
     """The plan's, with no more elements than registers last for."""
     tile, row = tile_of(plan), power_of_two(sizes_of(plan.value)[2])
     each = 4 if accumulator_of(plan.value) == torch.float64 else 1
+    # Each element loads a gradient and a tap of every window that it is in: 210 registers of 256 threads otherwise.
+    each *= 1 if plan.pool is None else power_of_two(math.prod(plan.pool.pool.windows.of_one_position()))
     most, most_summed = _MOST // each, _MOST_SUMMED // each
     return dataclasses.replace(
         tile,

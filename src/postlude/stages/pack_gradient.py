@@ -27,7 +27,7 @@ class LastPass:
     steps: Steps
     per_group: int
     value: Tensor
-    dy: Tensor
+    dy: Pointer
     means: tuple[Pointer, ...]  # the norm's mean and rstd, and what `combine_sums` gives
     read: list[Pointer]  # the steps' tensors
     dtypes: list[torch.dtype]  # of gradients of the value's size

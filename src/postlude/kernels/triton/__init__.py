@@ -9,13 +9,14 @@ of slices of samples.
     C_PACKED                               channels of a position of a packed operand: padded, or those of several taps
     GROUPS, C_PER_GROUP                    a norm's groups in a sample, and the channels of one
     L, ROWS, ROWS_PER_CHANNEL              layer_norm: elements of a row; rows in all, and of a sample's channel
-    KD, KH, KW, TAPS, TAP_ROWS             a convolution's taps along each axis, in all, and without the last axis
+    KD, KH, KW, TAPS, TAP_ROWS             a convolution's or window's taps along each axis, in all, without the last
     PD, PH, PW                             zeros in front of each axis of the input
-    STRIDE_D, STRIDE_H, STRIDE_W           a transposed convolution's strides
+    STRIDE_D, STRIDE_H, STRIDE_W           strides of a transposed convolution or of a pool's windows
     CROP_D, CROP_H, CROP_W                 a transposed convolution's padding, which crops its output
     KERNEL, STRIDE, CROP, PAD              of one axis: K, STRIDE_, CROP_ and P as above
+    DIVISOR, UNROLLED                      an average's, where it is given, else 0; a window's rows of taps side by side
     REACH_D, REACH_H, REACH_W, NTH         upsampled positions that may read one, and which of them
-    SIZE                                   positions along an axis before it is upsampled
+    SIZE                                   positions along an axis before it is upsampled or pooled
     PADDED_KH, PADDED_KW                   KH and KW rounded up to multiples of the strides
     UNFOLDED_H, UNFOLDED_W, UNFOLDED_TAPS  taps side by side in a packed position (im2col): along y, x, and in all
     PACKED_TAPS                            positions of a packed weight: TAPS / UNFOLDED_TAPS
@@ -38,10 +39,10 @@ of slices of samples.
     BLOCK_L, BLOCK_ROWS, BLOCK_PAD         a tile's elements of a row, and rows; PW rounded up
     BLOCK_PARTS, BLOCK_SAMPLES             PARTS, and samples, at a time
     ALIGN, ACC, POSITION_AXIS              a power of two in a row's length; the accumulator's dtype; positions' axis
-    STORE, MOMENTS, OP                     words: what an epilogue stores, which moments it keeps; a reduction
+    STORE, MOMENTS, OP                     words: what an epilogue stores, which moments it keeps; a reduction or pool
     STEPS_FN, NORM_STEPS_FN, ROW_STEPS_FN  a chain's steps as one function: without a norm, with one, by rows
     MOMENTS_FN, SUMS_FN, SCALE_FN          steps on moments; sums for a norm's gradient; the scale of a magnitude
-    GRADIENT_FN, ROW_GRADIENT_FN           all gradients of a chain's steps, also by rows
+    AFTER_FN, GRADIENT_FN, ROW_GRADIENT_FN  the steps after a pool; all gradients of a chain's steps, also by rows
     IS_CHANNELS_LAST, IS_CONTIGUOUS, IS_OUT_CONTIGUOUS  a value is [N, S, C]; it, or the result, is [N, C, S]
     HAS_SHORT_ROWS, IS_WHOLE_SAMPLE, HAS_ONE_CHANNEL  a tile has whole rows; a row is a sample; rows are of one channel
     HAS_GROUPS, IS_REDUCED                 rows are groups of a sample's features; a pass leaves one number of each
@@ -51,6 +52,7 @@ of slices of samples.
     IS_SCALED, KEEPS_INF, FLAGS_INF, HAS_LARGEST  operands are scaled; infinities kept, flagged; magnitudes are found
     IS_FLIPPED, IS_TRANSPOSED, IS_AB_SWAPPED  taps run backwards; a tile is stored transposed; A and B are swapped
     HAS_NORM, HAS_GAMMA, HAS_BETA, HAS_BIAS, HAS_M2, HAS_PADDING, HAS_RUNNING_STATS  whether there are such
+    HAS_BORDER, IS_PADDING_COUNTED, HAS_TAPS  windows leave the value; averages count that; a largest's place is kept
     IS_LINEAR, HAS_CENTRES                 upsampling: of two neighbours, else the nearest; positions lie at half a step
     USES_INT64, dtype                      offsets in a sample need 64 bits; of a result
     alpha, beta, bound, eps, exponent, high, input_scale, low, momentum, scale, slope, threshold  settings of a step

@@ -1,0 +1,108 @@
+"""The steps of a chain: what each does, and the values, tensors and numbers that it reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from postlude.windows import Windows
+from postlude.words import NORMS, Setting
+
+
+@dataclass(frozen=True)
+class Value:
+    index: int
+
+
+@dataclass(frozen=True)
+class Slot:
+    index: int
+
+
+@dataclass(frozen=True)
+class Scalar:
+    value: float
+
+
+Operand = Value | Slot | Scalar
+
+
+@dataclass(frozen=True)
+class Pointwise:
+    """One elementwise operation; operands other than values broadcast over the first one."""
+
+    op: str
+    operands: tuple[Operand, ...]
+    settings: tuple[tuple[str, Setting], ...] = ()
+
+
+@dataclass(frozen=True)
+class Normalize:
+    """Barrier: subtract the mean and divide by the spread of what `over` names."""
+
+    op: str
+    operand: Value
+    groups: int | None  # None: one group per channel
+    eps: float
+    weight: Slot | None = None
+    bias: Slot | None = None
+    axes: int = 0  # of layer_norm: how many of the last axes are a row
+    running: tuple[Slot, Slot] | None = None  # of batch_norm: mean and variance, moved on every forward pass
+    momentum: float = 0.0  # the part of them that the batch's statistics replace
+
+    @property
+    def over(self) -> str:
+        """ "sample": groups of channels of each sample; "batch": channels of all samples; "row": the last axes."""
+        return NORMS[self.op]
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """Barrier: over space, over everything but the batch, or as a chain's end over channels.
+
+    The features of a linear layer are both of the last: words that go over one of them go over the other there."""
+
+    op: str
+    operand: Value
+    over: Literal["space", "sample", "channels"]
+    keepdim: bool = False
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Barrier: the value that follows has one position for each window."""
+
+    op: str
+    operand: Value
+    windows: Windows
+    counts_padding: bool = True  # of avg_pool: positions in the padding count as zeros
+    divisor: int | None = None  # of avg_pool: instead of the number of positions
+
+    def __str__(self) -> str:
+        more = [] if self.counts_padding else ["without padding"]
+        more += [] if self.divisor is None else [f"divided by {self.divisor}"]
+        return f"{self.op}({', '.join([str(self.windows), *more])})"
+
+
+@dataclass(frozen=True)
+class Cast:
+    """A change of dtype that autocast or the model makes between two steps."""
+
+    operand: Value
+    dtype: str
+
+
+Step = Pointwise | Normalize | Reduce | Pool | Cast
+
+
+def operands_of(step: Step) -> tuple[Operand, ...]:
+    """Everything that a step reads, the value it works on first."""
+    if isinstance(step, Pointwise):
+        return step.operands
+    if isinstance(step, Normalize):
+        return (step.operand, *(slot for slot in (step.weight, step.bias) if slot is not None))
+    return (step.operand,)
+
+
+def values_of(step: Step) -> tuple[Value, ...]:
+    return tuple(operand for operand in operands_of(step) if isinstance(operand, Value))

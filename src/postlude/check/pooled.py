@@ -1,0 +1,41 @@
+"""How far the largest of each window of a max_pool is ahead: another one may win by rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from postlude.windows import Windows
+
+MAX_POOLS = {f"max_pool{dims}d{end}": dims for dims in (2, 3) for end in ("", "_with_indices")}
+_ARGUMENTS = {"kernel_size": None, "stride": None, "padding": 0, "dilation": 1, "ceil_mode": False}
+
+
+def ahead_of_the_second(name: str, args: tuple[Any, ...], given: Mapping[str, Any]) -> Tensor | None:
+    """For each window, as what the pool gives; None where the call is not understood."""
+    x, dims = args[0].detach(), MAX_POOLS[name]
+    call = {**_ARGUMENTS, **given, **dict(zip(_ARGUMENTS, args[1:]))}
+    if x.dim() != dims + 2 or any(size != 1 for size in _each(call["dilation"], dims)):
+        return None
+    kernel, padding = _each(call["kernel_size"], dims), _each(call["padding"], dims)
+    stride = _each(call["stride"], dims) if call["stride"] else kernel
+    windows = Windows(kernel, stride, padding, bool(call["ceil_mode"]))
+    if windows.taps < 2:
+        return None
+    sizes = windows.output_space(tuple(x.shape[2:]))
+    # From behind, as F.pad wants it; ceil_mode asks for positions past the padding.
+    ends = [(n - 1) * s + k - p for n, s, k, p in zip(sizes, stride, kernel, padding)]
+    amounts = [(p, max(0, end - size)) for p, end, size in zip(padding, ends, x.shape[2:])]
+    x = F.pad(x, [amount for both in reversed(amounts) for amount in both], value=-float("inf"))
+    for axis in range(dims):
+        x = x.unfold(2 + axis, kernel[axis], stride[axis]).narrow(2 + axis, 0, sizes[axis])
+    best = x.flatten(2 + dims).topk(2, dim=-1).values
+    return best[..., 0] - best[..., 1]
+
+
+def _each(sizes: Any, dims: int) -> tuple[int, ...]:
+    given = (sizes,) if isinstance(sizes, int) else tuple(sizes)
+    return given * dims if len(given) == 1 else given

@@ -1,0 +1,117 @@
+"""The last pass of a chain that ends in a pool: one reading of the value, one writing of what its windows give."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from postlude import steps
+from postlude.chain import Scalar, Value
+from postlude.expressions import Name, Term, call
+from postlude.plan import Plan
+from postlude.plan.pools import POOL_WARPS, pool_tile, pooled_shape, unrolled_rows
+from postlude.plan.problem import Spec, memory_format
+from postlude.plan.program import FusedPool, fused_norm
+from postlude.plan.tiles import pass_warps
+from postlude.stages.cuts import accumulator, accumulator_of, is_wide, operands, sizes_of, steps_of
+from postlude.stages.normalize import per_group
+from postlude.stages.trace import Unread, launch
+from postlude.steps import pass_slots
+
+_EACH = 4  # windows of a thread where a tile is small
+
+
+def pools_pass(
+    plan: Plan, value: Tensor, moments: tuple[Tensor, Tensor] | None, tensors: Sequence[Tensor]
+) -> tuple[Tensor, Tensor | None]:
+    """All steps that are left before the pool, the pool, and those after it; in training also where each window's
+    largest lies."""
+    chain, spec, last, fused = plan.chain, plan.value, plan.passes[-1].last, plan.pool
+    assert fused is not None
+    batch, channels, _ = sizes_of(spec)
+    shape, norm = pooled_shape(fused, spec.shape), fused_norm(chain)
+    pooled = Spec(shape, plan.result_dtype, spec.layout)
+    windows, is_last = sizes_of(pooled)[2], spec.layout == "channels_last"
+    turns = is_last and last == len(chain.steps) and plan.result_layout == "contiguous"
+    inside = memory_format(spec.layout, chain.dims)
+    layout = torch.contiguous_format if turns else inside
+    dtype = getattr(torch, plan.result_dtype)
+    result = torch.empty(shape, dtype=dtype, device=value.device, memory_format=layout)
+    has_taps = plan.trains and fused.pool.op == "max_pool"
+    taps = torch.empty_like(result, dtype=torch.uint8, memory_format=inside) if has_taps else None
+    mean, rstd = moments or (Unread(value), Unread(value))
+    tile = pool_tile(channels, windows, is_last)
+    chunks = -(-windows // tile.block)
+    slots = pass_slots(chain, last, plan.resumes_at)
+    before, after = (
+        dataclasses.replace(function, slots=slots)
+        for function in (
+            steps.forward(chain, "whole", fused.first - 1, plan.resumes_at),
+            steps.forward(chain, "after", last, fused.last + 1),
+        )
+    )
+    launch(
+        "pools",
+        "pools_kernel",
+        (batch * chunks, -(-channels // tile.block_c)) if tile.block_c else (batch * channels * chunks,),
+        [
+            *(value, result, Unread(value) if taps is None else taps, mean, rstd),
+            *operands(chain, last, spec, tensors, value, plan.resumes_at),
+        ],
+        (channels, chunks, per_group(norm, spec)),
+        {
+            "NORM_STEPS_FN": steps_of(before, channels),
+            "AFTER_FN": steps_of(after, channels),
+            "HAS_NORM": norm is not None,
+            "OP": fused.pool.op,
+            "HAS_TAPS": has_taps,
+            **windows_constants(fused, spec.shape[2:]),
+            "UNROLLED": unrolled_rows(fused.pool),
+            "BLOCK_S": tile.block,
+            "BLOCK_C": tile.block_c,
+            "HAS_SHORT_ROWS": tile.is_short,
+            "USES_INT64": bool(tile.block_c) and is_wide(spec),
+            "IS_OUT_CONTIGUOUS": turns,
+            "ACC": accumulator(accumulator_of(spec)),
+        },
+        pass_warps(tile.block * max(1, tile.block_c), POOL_WARPS, _EACH),
+    )
+    return result, taps
+
+
+def windows_constants(fused: FusedPool, space: tuple[int, ...]) -> dict[str, Any]:
+    """Sizes of the value's space, of the windows' and of a window, with a depth of one in 2-D."""
+    windows = fused.pool.windows
+    out, flat = windows.output_space(space), (1,) * (3 - len(space))
+    sizes = {
+        ("D", "H", "W"): (*flat, *space),
+        ("OD", "OH", "OW"): (*flat, *out),
+        ("KD", "KH", "KW"): (*flat, *windows.kernel),
+        ("STRIDE_D", "STRIDE_H", "STRIDE_W"): (*flat, *windows.stride),
+        ("PD", "PH", "PW"): (*(0 for _ in flat), *windows.padding),
+    }
+    found: dict[str, Any] = {name: size for names, each in sizes.items() for name, size in zip(names, each)}
+    found["HAS_BORDER"] = windows.has_border(space)
+    found["IS_PADDING_COUNTED"] = fused.pool.counts_padding
+    return {**found, "DIVISOR": fused.pool.divisor or 0}
+
+
+def gradient_term(plan: Plan, place: int) -> Term | None:
+    """The gradient at the value before the pool, as an expression of a block whose steps have `place` tensors: those of
+    the pooled value's gradient and, of a max_pool, of its taps follow them. None without a pool."""
+    fused, spec = plan.pool, plan.value
+    if fused is None:
+        return None
+    pointers = [Name(f"a{place}"), Name(f"a{place + 1}" if fused.pool.op == "max_pool" else f"a{place}")]
+    constants = {
+        "IS_CHANNELS_LAST": spec.layout == "channels_last",
+        "OP": fused.pool.op,
+        "C": spec.shape[1],
+        **windows_constants(fused, spec.shape[2:]),
+    }
+    block = (Value(0), Name("base"), Name("o_x"), Name("m_x"))
+    return call("pool_gradient", *pointers, *block, *(Scalar(constant) for constant in constants.values()))

@@ -1,0 +1,62 @@
+"""The windows of a pool: which positions each of them covers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Windows:
+    """One number for each axis of space."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    is_ceil: bool = False  # a last window that is only partly inside counts
+
+    @property
+    def taps(self) -> int:
+        return math.prod(self.kernel)
+
+    def output_space(self, space: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(self.output_size(axis, size) for axis, size in enumerate(space))
+
+    def output_size(self, axis: int, size: int) -> int:
+        kernel, stride, padding = self.kernel[axis], self.stride[axis], self.padding[axis]
+        more = stride - 1 if self.is_ceil else 0
+        count = (size + 2 * padding - kernel + more) // stride + 1
+        # The last window must begin inside, or in the padding in front.
+        return count - 1 if self.is_ceil and (count - 1) * stride >= size + padding else count
+
+    def has_border(self, space: tuple[int, ...]) -> bool:
+        """Whether a window covers positions outside of the space."""
+        ends = [(n - 1) * s + k for n, s, k in zip(self.output_space(space), self.stride, self.kernel)]
+        return any(self.padding) or any(end > size for end, size in zip(ends, space))
+
+    def of_one_position(self) -> tuple[int, ...]:
+        """Windows, at most, that cover a position, along each axis."""
+        return tuple(-(-kernel // stride) for kernel, stride in zip(self.kernel, self.stride))
+
+    def joined(self, after: Windows, may_overlap: bool) -> Windows | None:
+        """The windows of this pool and of one behind it as one, or None: without a border, without gaps, and unless
+        they `may_overlap` with every position in one of these windows."""
+        if any((*self.padding, *after.padding, self.is_ceil, after.is_ceil)):
+            return None
+        if any(s > k or (s < k and not may_overlap) for s, k in zip(self.stride, self.kernel)):
+            return None
+        kernel = tuple(k + (more - 1) * s for k, s, more in zip(self.kernel, self.stride, after.kernel))
+        stride = tuple(s * more for s, more in zip(self.stride, after.stride))
+        return Windows(kernel, stride, self.padding)
+
+    def __str__(self) -> str:
+        words = [_sizes(self.kernel)]
+        if self.stride != self.kernel:
+            words.append(f"s{_sizes(self.stride)}")
+        if any(self.padding):
+            words.append(f"p{_sizes(self.padding)}")
+        return ", ".join([*words, *(["ceil"] if self.is_ceil else [])])
+
+
+def _sizes(sizes: tuple[int, ...]) -> str:
+    return str(sizes[0]) if len(set(sizes)) == 1 else "×".join(map(str, sizes))

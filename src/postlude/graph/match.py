@@ -12,7 +12,8 @@ from torch._ops import HigherOrderOperator
 from postlude.chain import Chain, Normalize, Step
 from postlude.graph import spellings
 from postlude.graph.capture import MODE_CHANGES
-from postlude.graph.draft import Draft, start_with_convolution, start_with_input
+from postlude.graph.convolutions import start_with_convolution
+from postlude.graph.draft import Draft, start_with_input
 from postlude.graph.linear import start_with_linear
 from postlude.graph.spellings import describe
 from postlude.graph.tidy import mutated_storages, storage_of

@@ -84,24 +84,17 @@ def gradient_passes(
         pooled = [dy] if taps is None else [dy, taps]
         read[place : place + len(pooled)], g = pooled, Unread(value)
     means: tuple[Pointer, Pointer] = moments or (Unread(value), Unread(value))
-    group_means = means
-    sums = None
+    sums, group_means = None, means
     if norm is not None and before is not None:
         sums = _sums_pass(plan, before, 2 + len(wanted.sums), norm, value, g, means, read)
-        weight = None if norm.weight is None else tensors[norm.weight.index].contiguous()
-        group_means = (combine_batch_sums if norm.over == "batch" else functools.partial(_combine_sums, norm))(
-            spec, sums, weight
-        )
+        group_means = _combined(norm, spec, sums, tensors)
     steps, dtypes = steps_of(function, spec.shape[1]), [tensors[slot].dtype for slot in wanted.full]
-    each, all_means = per_group(norm, spec), (*means, *group_means)
-    last_pass = LastPass(spec, norm, wanted, steps, each, value, g, all_means, read, dtypes)
-    if packing is not None:
-        dv, totals, full = packed_gradient(last_pass, packing)
-    else:
-        dv, totals, full = _gradient_pass(plan, last_pass, largest)
-    found = dict(zip(wanted.full, full))
-    found |= _vectors(chain, spec, _places(norm, wanted, needs), sums, totals, tensors)
-    return dv, found
+    made_of = (steps, per_group(norm, spec), value, g, (*means, *group_means), read, dtypes)
+    last_pass = LastPass(spec, norm, wanted, *made_of)
+    made = _gradient_pass(plan, last_pass, largest) if packing is None else packed_gradient(last_pass, packing)
+    dv, totals, full = made
+    vectors = _vectors(chain, spec, _places(norm, wanted, needs), sums, totals, tensors)
+    return dv, {**dict(zip(wanted.full, full)), **vectors}
 
 
 def without_unread(chain: Chain, tensors: Sequence[Tensor], value: Tensor, loaded: Collection[int]) -> list[Tensor]:
@@ -179,6 +172,13 @@ def _sums_pass(
         _warps(cut, spec),
     )
     return sums
+
+
+def _combined(norm: Normalize, value: Spec, sums: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    weight = None if norm.weight is None else tensors[norm.weight.index].contiguous()
+    if norm.over == "batch":
+        return combine_batch_sums(value, sums, weight)
+    return _combine_sums(norm, value, sums, weight)
 
 
 def _combine_sums(norm: Normalize, value: Spec, sums: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from postlude.export.layout import WIDTH
 from postlude.export.measured import Measured
 from postlude.plan import Plan
 from postlude.plan.few_channels import FewChannels
+from postlude.plan.through import Through
 
 _LABEL = 10
 
@@ -53,6 +54,8 @@ def _arithmetic(plan: Plan) -> str:
     own = plan.own
     if own is None:
         return "fp32; the convolution is PyTorch's" if plan.chain.producer else "fp32"
+    if isinstance(own, Through):
+        return "sums in fp32, their product in fp64"
     planes = own.planes if isinstance(own, FewChannels) else own.arithmetic.planes
     if plan.input.dtype != "float32":
         return f"products of {plan.input.dtype}, summed in fp32"

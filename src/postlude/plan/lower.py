@@ -8,11 +8,12 @@ import math
 from postlude.chain import Chain
 from postlude.hardware import Machine
 from postlude.plan.cpu import lower_for_cpu
-from postlude.plan.gpu import lower_for_gpu
-from postlude.plan.problem import Problem, body_shape, result_shape
+from postlude.plan.gpu import lower_for_gpu, tile_for
+from postlude.plan.problem import Problem, body_shape, body_spec, result_dtype, result_layout, result_shape
 from postlude.plan.program import fused_pool, takes_the_batch
+from postlude.plan.through import INFINITIES, through_for
 from postlude.plan.trained import trained_part, why_not_ours
-from postlude.plan.types import Plan, Refusal
+from postlude.plan.types import Pass, Plan, Refusal, Store
 
 _ASKED = "it was asked for"
 # Devices with backward passes of ours; elsewhere a chain in training is PyTorch's.
@@ -29,6 +30,8 @@ def lower(
     reasons = _unsupported(chain, problem)
     if reasons:
         return Refusal(reasons)
+    if problem.device == "cuda" and (through := _through(chain, problem, machine, even_if_slower)) is not None:
+        return through
     if problem.device == "cuda":
         planned = trained_part(chain) if problem.needs_grad else chain
         asked = _ASKED if problem.convolution == "pytorch" else None
@@ -41,6 +44,30 @@ def lower(
     if chain.is_linear:
         return Refusal(("a linear layer is PyTorch's on a CPU, where its product takes nearly all of the time",))
     return lower_for_cpu(chain, problem, machine, even_if_slower)
+
+
+def _through(chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool) -> Plan | None:
+    """Without the producer, where a sum goes through it."""
+    own = through_for(chain, problem, machine.card, even_if_slower)
+    if own is None:
+        return None
+    planned = dataclasses.replace(chain, steps=chain.steps[: own.reduction]) if problem.needs_grad else chain
+    value = body_spec(chain, problem, "contiguous")
+    return Plan(
+        chain=planned,
+        problem=problem,
+        input=problem.x,
+        value=value,
+        passes=(Pass("own convolution", 1, own.reduction, Store()),),
+        slab=problem.x.shape[0],
+        convolve="own",
+        result_layout=result_layout(planned, problem, machine),
+        result_dtype=result_dtype(planned, problem),
+        reasons=("no product of this size is needed", *([INFINITIES] if chain.is_linear else [])),
+        tile=tile_for(chain, problem, machine, "contiguous"),
+        own=own,
+        trains=problem.needs_grad,
+    )
 
 
 def _unsupported(chain: Chain, problem: Problem) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from postlude.plan.boxes import Boxes
 from postlude.plan.few_channels import FewChannels
 from postlude.plan.gemm import Gemm, WeightGemm, input_gradient_of
 from postlude.plan.linear import LinearGemm
+from postlude.plan.through import Through
 from postlude.plan.tiles import answers, few_channels_question, pass_question, product_questions
 from postlude.plan.types import Plan, Store, reads_moments
 from postlude.tile_table import Question, Row
@@ -66,7 +67,7 @@ def _products(plan: Plan, machine: Machine) -> list[tuple[tuple[Question, ...], 
     conv = plan.chain.producer
     if conv is None:
         return []
-    own = None if isinstance(plan.own, LinearGemm) else plan.own  # whose tiles are in no table
+    own = None if isinstance(plan.own, LinearGemm | Through) else plan.own  # whose tiles are in no table
     given: list[tuple[str, Convolution, Product | FewChannels | None]] = [
         (_kind_of(own), conv, own),
         (_back_kind_of(plan.input_gradient), input_gradient_of(conv), plan.input_gradient),

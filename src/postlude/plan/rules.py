@@ -3,16 +3,20 @@ has an identity in float64 for each."""
 
 from __future__ import annotations
 
+from postlude.plan.through import Through
 from postlude.plan.types import Moments, Plan
 
 MEAN = "mean through the norm"
 TURNED = "transposed as plain"
 PHASES = "by phase"
 AFFINE = "affine gradient"
+THROUGH = "sum through the producer"
 RULES = {
     MEAN: "steps between a norm and a mean or sum are affine in each sample and channel, so moments are all they need",
     TURNED: "a transposed convolution of stride 1 is a convolution with its taps reversed",
     PHASES: "a transposed convolution with strides is a convolution of stride 1 for each remainder of its outputs",
+    THROUGH: "a convolution or a linear layer is linear, so a sum of its result is a product with sums of its input or "
+    "of its weight",
     AFFINE: "where moments are all that is needed, the gradient at the convolution's result is affine in that result: "
     "the norm's sums need no pass over data",
 }
@@ -22,6 +26,8 @@ def rules_of(plan: Plan) -> tuple[str, ...]:
     """The names of those that a plan rests on."""
     found = []
     conv = plan.chain.producer
+    if isinstance(plan.own, Through):
+        return (THROUGH,)
     if conv is not None and conv.transposed and plan.convolve == "own":
         found.append(PHASES if any(size > 1 for size in conv.stride) else TURNED)
     if isinstance(plan.passes[-1].sink, Moments):

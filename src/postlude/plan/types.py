@@ -16,6 +16,7 @@ from postlude.plan.gemm import Arithmetic, Gemm, WeightGemm
 from postlude.plan.linear import LinearGemm
 from postlude.plan.problem import Layout, Problem, Spec, compulsory_bytes
 from postlude.plan.program import FusedPool, channels_end, fused_pool
+from postlude.plan.through import Through
 
 Source = Literal["own convolution", "library convolution", "load"]
 # eager: PyTorch's own call. direct: oneDNN, without PyTorch's choice of library and layout. buffer: the same into
@@ -106,7 +107,7 @@ class Plan:
     norms_in_place: bool = False  # a norm overwrites its value, which saves a second buffer and costs a pass
     tile: Tile | None = None  # None on the CPU
     is_compiled: bool = False  # on the CPU: kernels of ours in C++ are the passes; else PyTorch's operators are
-    own: Gemm | Boxes | FewChannels | LinearGemm | None = None  # our convolution, where `convolve` says so
+    own: Gemm | Boxes | FewChannels | LinearGemm | Through | None = None  # our convolution, where `convolve` says so
     own_on_cpu: CpuFewChannels | None = None  # the same on a CPU
     library_tf32: bool | None = (
         None  # where PyTorch convolves in fp32 and its switch says otherwise; None: as it is set
@@ -163,7 +164,7 @@ class Plan:
         """Of the chain's first value that is in memory at a time."""
         sink = self.passes[-1].sink
         is_moments = isinstance(sink, Moments) and not sink.stores
-        if (self.own is not None or self.own_on_cpu is not None) and is_moments:
+        if isinstance(self.own, Through) or ((self.own is not None or self.own_on_cpu is not None) and is_moments):
             return 0
         if self.on_gpu:
             return self.value.bytes
@@ -230,7 +231,7 @@ class Plan:
         sink = self.passes[-1].sink
         if self.from_result:
             return "nothing but the result"
-        if self.is_lean or (isinstance(sink, Moments) and not sink.stores):
+        if self.is_lean or isinstance(self.own, Through) or (isinstance(sink, Moments) and not sink.stores):
             return "nothing of the convolution's size"
         return "the input" if self.chain.producer is None else "the convolution's result"
 

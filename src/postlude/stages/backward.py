@@ -28,6 +28,7 @@ from postlude.plan import Plan
 from postlude.plan.gemm import volume_for
 from postlude.plan.problem import memory_format
 from postlude.plan.program import row_norm
+from postlude.plan.through import Through
 from postlude.plan.types import Moments as MomentsSink
 from postlude.reverse import reads_no_value
 from postlude.stages.convolution_gradients import convolution_gradients, packing_of_gradient
@@ -41,6 +42,7 @@ from postlude.stages.moments import closed_form, combined_by_pytorch
 from postlude.stages.moments_gradient import combined_moments, moments_gradient, table_of
 from postlude.stages.pack import Packed, none_found
 from postlude.stages.rows import rows_gradient
+from postlude.stages.through import gradients_through
 from postlude.stages.trace import derived, settle_layout
 
 Found = list[Tensor | None]  # one per slot; None where no gradient is wanted
@@ -50,6 +52,8 @@ def backward(
     plan: Plan, tensors: Sequence[Tensor], parts: Parts, moments: Moments | None, dy: Tensor, needs: Sequence[bool]
 ) -> Found:
     """The gradient of every slot that needs one; `parts` and `moments` are the forward pass's."""
+    if isinstance(plan.own, Through):
+        return gradients_through(plan.chain, plan.own.reduction, tensors, dy, needs)
     if moments is not None:
         return _from_moments(plan, tensors, parts.value, moments, dy, needs)
     value, chain = _value(plan, tensors, parts, dy), plan.chain

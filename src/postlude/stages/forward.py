@@ -19,6 +19,7 @@ from postlude.plan.gemm import volume_for
 from postlude.plan.linear import LinearGemm
 from postlude.plan.problem import memory_format
 from postlude.plan.program import fused_norm, rows_from
+from postlude.plan.through import Through
 from postlude.plan.types import Moments, reads_moments
 from postlude.reference import continue_from
 from postlude.stages.batch import combine_batch
@@ -33,6 +34,7 @@ from postlude.stages.moments import finish_moments
 from postlude.stages.normalize import combine_moments, finish_pass, moments_pass
 from postlude.stages.pools import pools_pass
 from postlude.stages.rows import rows_pass
+from postlude.stages.through import sum_through
 from postlude.stages.trace import settle_layout
 
 
@@ -47,6 +49,9 @@ class Parts(NamedTuple):
 def forward(plan: Plan, tensors: Sequence[Tensor], keeps_value: bool = False) -> Parts:
     """`keeps_value`: the last pass leaves the convolution's result as it is, for a backward pass to read."""
     chain, last = plan.chain, plan.passes[-1]
+    if isinstance(plan.own, Through):
+        result = sum_through(chain, last.last, tensors)
+        return Parts(continue_from(chain, last.last, result, tensors), None, None, None)
     value, partials = first_pass(plan, tensors)
     if isinstance(last.sink, Moments):
         assert partials is not None
@@ -111,4 +116,5 @@ def _convolved(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor | None, Pa
         x, weight, *more = cast_for_convolution(chain, tensors)
         padding = volume_for(conv, plan.input.shape[2:], 1).padding
         return None, convolve_moments(x, weight, more[0] if conv.has_bias else None, padding, own, conv.transposed)
+    assert not isinstance(own, Through)
     return convolve_boxes(plan, own, tensors) if isinstance(own, Boxes) else convolve(plan, own, tensors)

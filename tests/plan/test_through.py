@@ -1,0 +1,123 @@
+"""Sums that go through their producer: identities in float64, gradients, and what they must not be used for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from cases import Builder, conv
+from gpu_plans import planned_for_a_gpu
+from machines import H200
+from plan.test_lower import problem
+from postlude import reference
+from postlude.chain import Chain, Value
+from postlude.check import tensors_for
+from postlude.plan import Plan, lower
+from postlude.plan.rules import THROUGH, rules_of
+from postlude.plan.through import Through, through_for
+from postlude.run.execute import prepare
+from postlude.stages import through
+
+UP = conv(2, (3, 4), 3, transposed=True, stride=2, padding=1, output_padding=1)
+CASES: dict[str, tuple[Chain, tuple[int, ...]]] = {
+    "features": (
+        Builder(0, conv(0, (6, 5))).op("div", 2.0).reduce("sum", "sample", True).op("mul", 1.5).chain(),
+        (4, 6),
+    ),
+    "features, scaled each": (
+        Builder(0, conv(0, (6, 5))).op("mul", "channel").op("sub", "channel").reduce("mean", "sample").chain(),
+        (4, 6),
+    ),
+    "space": (
+        Builder(2, conv(2, (3, 4), padding=1)).op("add", "channel").reduce("mean", "space").chain(),
+        (2, 3, 5, 6),
+    ),
+    "space, dilated": (
+        Builder(2, dataclasses.replace(conv(2, (3, 4), padding=3), dilation=(2, 2))).reduce("sum", "space").chain(),
+        (2, 3, 5, 6),
+    ),
+    "space, upwards": (Builder(2, UP).op("mul", 0.5).reduce("mean", "space", True).op("relu").chain(), (2, 3, 5, 6)),
+    "space, no border": (Builder(3, conv(3, (2, 3))).op("rsub", 1.0).reduce("mean", "space").chain(), (2, 2, 4, 5, 6)),
+    "short": (Builder(2, conv(2, (2, 3), 5, padding=2)).reduce("mean", "space").chain(), (2, 2, 2, 3)),
+    "all": (Builder(2, conv(2, (3, 4), padding=1)).op("mul", "channel").reduce("sum", "sample").chain(), (2, 3, 5, 6)),
+}
+
+
+def planned(chain: Chain, shape: tuple[int, ...], trains: bool = False) -> Plan:
+    given = dataclasses.replace(problem(chain, shape, device="cuda"), needs_grad=trains)
+    plan = lower(chain, given, H200, even_if_slower=True)
+    assert isinstance(plan, Plan), plan
+    return plan
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_is_an_identity(name: str) -> None:
+    chain, shape = CASES[name]
+    tensors = tensors_for(chain, shape, torch.float64)
+    plan = planned(chain, shape)
+    assert rules_of(plan) == (THROUGH,)
+    assert isinstance(plan.own, Through)
+    truth = reference.evaluate(chain, tensors)
+    ours = through.sum_through(chain, plan.own.reduction, tensors)
+    torch.testing.assert_close(reference.continue_from(chain, plan.own.reduction, ours, tensors), truth)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_runs_and_has_gradients(name: str) -> None:
+    chain, shape = CASES[name]
+    tensors = [tensor.requires_grad_() for tensor in tensors_for(chain, shape, torch.float32)]
+    with planned_for_a_gpu():
+        ours = prepare(chain, planned(chain, shape, trains=True))(tensors)
+    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    truth = reference.evaluate(chain, exact)
+    dy = torch.randn(truth.shape)
+    torch.testing.assert_close(ours, truth.float(), rtol=1e-4, atol=1e-4)
+    for found, wanted in zip(torch.autograd.grad(ours, tensors, dy), torch.autograd.grad(truth, exact, dy.double())):
+        torch.testing.assert_close(found, wanted.float(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_tap_that_meets_one_position_more_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant."""
+    honest = through._runs
+
+    def wrong(*given: object) -> list[tuple[int, int]]:
+        (low, high), *rest = honest(*given)  # type: ignore[arg-type]
+        return [(max(0, low - 1), high), *rest]
+
+    monkeypatch.setattr(through, "_runs", wrong)
+    with pytest.raises(AssertionError):
+        test_is_an_identity("space, upwards")
+
+
+def test_infinities_of_a_convolutions_input_stay_where_they_are() -> None:
+    chain, shape = CASES["space, no border"]
+    tensors = tensors_for(chain, shape, torch.float64)
+    tensors[0][0, 0, 0, 0, 0], tensors[0][1, 1, 2, 2, 3] = torch.inf, torch.nan
+    tensors[1].abs_()
+    truth = reference.evaluate(chain, tensors)
+    assert truth.isinf().any()
+    torch.testing.assert_close(through.sum_through(chain, 2, tensors), truth, equal_nan=True)
+
+
+OTHERS = {
+    "not affine": Builder(2, conv(2, (3, 4))).op("relu").reduce("mean", "space").chain(),
+    "not a sum": Builder(0, conv(0, (6, 5))).reduce("amax", "channels").chain(),
+    "a value twice": Builder(2, conv(2, (3, 4))).op("mul", Value(0)).reduce("mean", "space").chain(),
+    "strides": Builder(2, conv(2, (3, 4), stride=2)).reduce("mean", "space").chain(),
+    "no producer": Builder(2).op("mul", 2.0).reduce("mean", "space").chain(),
+    "a full tensor": Builder(2, conv(2, (3, 4))).op("add", "full").reduce("mean", "space").chain(),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_is_not_used(name: str) -> None:
+    chain = OTHERS[name]
+    shape = (4, 6) if not chain.dims else (2, 3, 8, 8)
+    assert through_for(chain, problem(chain, shape, device="cuda"), H200.card, even_if_slower=True) is None
+
+
+def test_small_products_stay() -> None:
+    chain, shape = CASES["features"]
+    assert through_for(chain, problem(chain, shape, device="cuda"), H200.card) is None

@@ -78,8 +78,10 @@ def _of_features(x: Tensor, weight: Tensor, bias: Coefficient, slope: Coefficien
         rows = torch.mv(weight.t(), each)
     else:
         rows = weight.sum(0) * slope
-    constant = torch.as_tensor(bias * slope + shift, dtype=torch.float64, device=x.device)
-    return torch.mv(x, rows) + constant.expand(weight.shape[0]).sum()
+    total, constant = torch.mv(x, rows), bias * slope + shift
+    if isinstance(constant, Tensor):
+        return total + constant.expand(weight.shape[0]).sum()
+    return total + constant * weight.shape[0] if constant else total
 
 
 def _sums_by_tap(conv: Convolution, x: Tensor) -> Tensor:

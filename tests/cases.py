@@ -337,7 +337,7 @@ POOLED = [
     ),
     Case(
         "conv pool of pool norm",
-        _start(2, conv(2, (4, 6))).op("tanh").pool("avg", 2).pool("avg", (2, 3)).op("mul", 2.0).norm(2).chain(),
+        _start(2, conv(2, (4, 6))).op("silu").pool("avg", 2).pool("avg", (2, 3)).op("mul", 2.0).norm(2).chain(),
         (2, 4, 14, 20),
     ),
 ]

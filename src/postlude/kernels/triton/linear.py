@@ -24,7 +24,8 @@ def unscale_of(scale):
 @triton.jit
 def pack_rows_kernel(
     p_x,  # [ROWS, K]
-    p_high, p_low,  # [ROWS, C_PACKED], out; the second where PLANES is 2
+    p_high,  # [ROWS, C_PACKED], out
+    p_low,  # [ROWS, C_PACKED], out; where PLANES is 2
     p_unscale,  # [ROWS], out; where IS_SCALED
     K, C_PACKED,
     PLANES: tl.constexpr, IS_SCALED: tl.constexpr, KEEPS_INF: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -62,9 +63,9 @@ def linear_kernel(
     d_x,  # descriptor [S, C_PACKED] of the high plane of the input
     d_x_low,  # its low plane, where PLANES is 2
     d_w,  # descriptor of the weight: its high plane [C_OUT, C_PACKED], or [C_OUT, K] in fp32 where IS_WEIGHT_CUT
-    d_w_low,  # its low plane, where PLANES is 2 and not IS_WEIGHT_CUT
+    d_w_low,  # its low plane, of a packed one
     p_x_unscale,  # [S] where IS_SCALED
-    p_w_unscale,  # [C_OUT] where IS_SCALED and not IS_WEIGHT_CUT
+    p_w_unscale,  # [C_OUT], of a packed one
     p_y,  # [S, C_OUT], out; where STORE
     p_mean, p_m2,  # [C_OUT, TILES], out, where MOMENTS
     p_count,  # [TILES], out, where MOMENTS
@@ -83,6 +84,7 @@ def linear_kernel(
     size = tl.minimum(BLOCKS_C - i_first, BLOCKS_TOGETHER)
     i_b = i_first + tl.program_id(0) % together % size
     i_tile = tl.program_id(0) % together // size
+    i_n = tl.program_id(0) // (TILES * BLOCKS_C)  # 0: all rows are of one sample
     row0 = i_tile * BLOCK_M
     c0 = i_b * BLOCK_C
     acc = tl.zeros([BLOCK_C, BLOCK_M], ACC)
@@ -92,8 +94,9 @@ def linear_kernel(
         w = d_w.load([c0, i * BLOCK_K])  # [BLOCK_C, BLOCK_K]
         if IS_WEIGHT_CUT:
             w_high, w_low, unscale = cut(w, KEEPS_INF)
-            zeros = tl.zeros([BLOCK_C, BLOCK_M], ACC)
-            acc += multiply(w_high, w_low, high.T, low.T, zeros, PLANES, ACC) * unscale[:, None]
+            b_step = tl.zeros([BLOCK_C, BLOCK_M], ACC)
+            b_step = multiply(w_high, w_low, high.T, low.T, b_step, PLANES, ACC)
+            acc += b_step * unscale[:, None]
         else:
             w_low = d_w_low.load([c0, i * BLOCK_K]) if PLANES == 2 else w
             acc = multiply(w, w_low, high.T, low.T, acc, PLANES, ACC)
@@ -102,8 +105,9 @@ def linear_kernel(
         if tl.max(tl.max(tl.where(tl.abs(acc) < float("inf"), 0, 1), axis=1), axis=0) > 0:
             alone = tl.zeros([BLOCK_C, BLOCK_M], ACC)
             for i in tl.range(0, tl.cdiv(K, BLOCK_K)):
-                w = d_w.load([c0, i * BLOCK_K])
-                w_high = cut(w, KEEPS_INF)[0] if IS_WEIGHT_CUT else w
+                w_high = d_w.load([c0, i * BLOCK_K])
+                if IS_WEIGHT_CUT:
+                    w_high, w_low, unscale = cut(w_high, KEEPS_INF)
                 alone = tl.dot(w_high, d_x.load([row0, i * BLOCK_K]).T, alone, out_dtype=ACC)
             acc = tl.where(tl.abs(alone) < float("inf"), acc, alone)
     o_c = c0 + tl.arange(0, BLOCK_C)
@@ -115,7 +119,7 @@ def linear_kernel(
         if not IS_WEIGHT_CUT:
             acc = acc * tl.load(p_w_unscale + o_c, mask=m_c, other=0.0)[:, None]
     epilogue(
-        acc, o_c, m_c, o_s, m_s, tl.program_id(1), i_b, i_tile, p_y, p_mean, p_m2, p_count,
+        acc, o_c, m_c, o_s, m_s, i_n, i_b, i_tile, p_y, p_mean, p_m2, p_count,
         a0, a1, a2, a3, a4, a5, C_OUT, S, TILES, STEPS_FN, STORE, MOMENTS,
         IS_CHANNELS_LAST, USES_INT64, IS_EVEN_C, 1, ACC,
     )  # fmt: skip

@@ -88,7 +88,7 @@ def chain_text(
 def _name(chain: Chain) -> str:
     words = ["norm" if isinstance(step, Normalize) else getattr(step, "op", "") for step in chain.steps]
     first = "" if chain.producer is None else "linear" if chain.is_linear else "conv"
-    return "_".join(word for word in (first, *words) if word)
+    return "_".join(word for word in (first, *(words or ["product"])) if word)
 
 
 def _same(one: Sequence[Buffer], other: Sequence[Buffer]) -> bool:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from postlude.kernels.triton.epilogue import epilogue
-from postlude.kernels.triton.planes import finite_magnitude, high_plane, multiply, rest_of, scale_for, store_planes
+from postlude.kernels.triton.planes import finite_magnitude, high_plane, multiply, scale_for, store_planes
 
 
 @triton.jit
@@ -50,12 +50,23 @@ def pack_rows_kernel(
 
 
 @triton.jit
-def cut(b_w, KEEPS_INF: tl.constexpr):
-    """Both planes of a block [BLOCK_C, BLOCK_K] in fp32, and what undoes the scale of each of its rows."""
-    scale = scale_for(tl.max(finite_magnitude(b_w), axis=1))
+def cut(b_w):
+    """Both planes of a block [BLOCK_C, BLOCK_K] in fp32, and what undoes the scale of each of its rows.
+
+    A row with an infinity or NaN gives nothing finite here, as it should, and `cut_high` says what: caution would cost
+    each element a dozen instructions of some twenty.
+    """
+    scale = scale_for(tl.max(tl.abs(b_w), axis=1))
     b_scaled = b_w * scale[:, None]
-    b_high = high_plane(b_w, b_scaled, KEEPS_INF, tl.float16)
-    return b_high, rest_of(b_scaled, b_high).to(tl.float16), unscale_of(scale)
+    b_high = b_scaled.to(tl.float16)
+    return b_high, (b_scaled - b_high.to(tl.float32)).to(tl.float16), unscale_of(scale)
+
+
+@triton.jit
+def cut_high(b_w):
+    """The high plane, with infinities as they are and no zero that was none."""
+    b_scaled = b_w * scale_for(tl.max(finite_magnitude(b_w), axis=1))[:, None]
+    return high_plane(b_w, b_scaled, True, tl.float16)
 
 
 @triton.jit
@@ -93,7 +104,7 @@ def linear_kernel(
         low = d_x_low.load([row0, i * BLOCK_K]) if PLANES == 2 else high
         w = d_w.load([c0, i * BLOCK_K])  # [BLOCK_C, BLOCK_K]
         if IS_WEIGHT_CUT:
-            w_high, w_low, unscale = cut(w, KEEPS_INF)
+            w_high, w_low, unscale = cut(w)
             b_step = tl.zeros([BLOCK_C, BLOCK_M], ACC)
             b_step = multiply(w_high, w_low, high.T, low.T, b_step, PLANES, ACC)
             acc += b_step * unscale[:, None]
@@ -107,7 +118,7 @@ def linear_kernel(
             for i in tl.range(0, tl.cdiv(K, BLOCK_K)):
                 w_high = d_w.load([c0, i * BLOCK_K])
                 if IS_WEIGHT_CUT:
-                    w_high, w_low, unscale = cut(w_high, KEEPS_INF)
+                    w_high = cut_high(w_high)
                 alone = tl.dot(w_high, d_x.load([row0, i * BLOCK_K]).T, alone, out_dtype=ACC)
             acc = tl.where(tl.abs(alone) < float("inf"), acc, alone)
     o_c = c0 + tl.arange(0, BLOCK_C)

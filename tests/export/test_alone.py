@@ -130,7 +130,7 @@ def test_every_kind_of_chain_runs_alone(tmp_path: Path) -> None:
     quick = ("norm alone", "PyTorch's convolution without a norm")
     cases = [small_case(tmp_path, problem, is_quick=problem.name in quick) for problem in SMALL_PROBLEMS]
     made, model, inputs = export_text(TWO_BLOCKS, tmp_path)
-    assert len(made.chains) == 3
+    assert len(made.chains) == 4  # the head is a linear layer
     cases.append(case_of(tmp_path, "two_blocks.py", made, model, inputs, [4, 5], 2e-5))
     kept = ("61", "im2col, a copy apart, and a number as a tensor")
     cases += [small_case(tmp_path, BY_NAME[name], convolution="pytorch") for name in kept]
@@ -172,7 +172,7 @@ def test_a_wrong_derivative_is_seen(tmp_path: Path) -> None:
     text = (tmp_path / right["file"]).read_text("utf-8")
     mutants = {"F.group_norm(x, 3,": "F.group_norm(x, 2,", "next(grads) if needed else None": "None"}
     for number, (before, after) in enumerate(mutants.items()):
-        assert text.count(before) == 1
+        assert before in text
         (tmp_path / f"mutant_{number}.py").write_text(text.replace(before, after), encoding="utf-8")
     lines = run_alone(tmp_path, [{**right, "file": f"mutant_{number}.py"} for number in range(2)]).splitlines()
     assert {line.split(":")[0] for line in lines} == {"mutant_0.py", "mutant_1.py"}
@@ -231,7 +231,7 @@ def test_a_wrong_file_is_seen(tmp_path: Path) -> None:
     text = (tmp_path / right["file"]).read_text("utf-8")
     mutants = {"(v - mean) * (rstd * gamma)": "(v - mean) * rstd", "F.relu(self.norm(x))": "self.norm(x)"}
     for number, (before, after) in enumerate(mutants.items()):
-        assert text.count(before) == 1
+        assert before in text
         (tmp_path / f"mutant_{number}.py").write_text(text.replace(before, after), encoding="utf-8")
     cases = [{**right, "file": f"mutant_{number}.py"} for number in range(len(mutants))]
     first, *others = run_alone(tmp_path, [right, *cases]).splitlines()

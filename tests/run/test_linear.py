@@ -40,7 +40,7 @@ CHAINS: dict[str, tuple[Chain, tuple[int, ...]]] = {
     "layer_norm": (layer(20, 24).layer_norm().op("mul", "channel").chain(), (9, 20)),
     "a row without affine": (layer(20, 24).layer_norm(affine=False).op("add", "full").chain(), (9, 20)),
     "softmax": (layer(20, 24).op("gelu", approximate="none").softmax().chain(), (9, 20)),
-    "two barriers": (layer(20, 24).norm(1).op("tanh").reduce("max", "channels").op("abs").chain(), (9, 20)),
+    "two barriers": (layer(20, 24).norm(1).op("silu").reduce("max", "channels").op("abs").chain(), (9, 20)),
     "sum": (layer(20, 24).op("sigmoid").reduce("sum", "sample").op("mul", 0.5).chain(), (9, 20)),
     "mean": (layer(20, 30, bias=False).op("sub", "channel").reduce("mean", "sample", True).chain(), (9, 20)),
     "logsumexp": (layer(20, 30).op("mul", 2.0).reduce("logsumexp", "channels", True).op("mish").chain(), (9, 20)),
@@ -136,6 +136,17 @@ def test_infinities_of_either_operand_come_out_as_pytorchs(cuts: bool) -> None:
         assert torch.equal(ours.isinf(), theirs.isinf())
 
 
+def test_an_infinity_times_a_tiny_number_is_infinite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In half precision that number is zero, which must not be what the infinity is multiplied by."""
+    chain = layer(36, 20).op("relu").chain()
+    tensors = [t.clone() for t in tensors_for(chain, (37, 36), torch.float32)]
+    tensors[0][3, 5], tensors[1][:, 5] = float("inf"), 1e-15
+    for cuts in (False, True):
+        assert run_plan(planned(chain, tensors, cuts), tensors)[3].isinf().all()
+    replace_text(monkeypatch, "linear", "high_plane(b_w, b_scaled, True, tl.float16)", "b_scaled.to(tl.float16)")
+    assert run_plan(planned(chain, tensors, cuts=True), tensors)[3].isnan().all()
+
+
 def test_magnitudes_of_each_row_have_a_scale_of_their_own() -> None:
     chain = layer(64, 20, bias=False).op("mul", 1.0).chain()
     x, weight = tensors_for(chain, (37, 64), torch.float32)
@@ -158,7 +169,7 @@ MUTANTS = {
     "no low plane": (
         "pointwise",
         "linear",
-        "rest_of(b_scaled, b_high).to(tl.float16)",
+        "(b_scaled - b_high.to(tl.float32)).to(tl.float16)",
         "(b_high * 0.0).to(tl.float16)",
     ),
     "the other tile": ("pointwise", "linear", "i_tile = tl.program_id(0) % together // size", "i_tile = 0"),

@@ -38,8 +38,8 @@ CHAINS: dict[str, tuple[Chain, tuple[int, ...]]] = {
     "odd groups, then a reduction": (layer(100, 195).norm(13).reduce("min", "channels", True).chain(), (67, 100)),
     "layer_norm": (layer(100, 300).layer_norm().op("mul", "channel").chain(), (67, 100)),
     "softmax": (layer(100, 300).op("gelu", approximate="none").softmax().chain(), (67, 100)),
-    "two barriers": (layer(100, 300).norm(1).op("tanh").reduce("max", "channels").op("abs").chain(), (67, 100)),
-    "sum": (layer(100, 300).op("sigmoid").reduce("sum", "sample").op("mul", 0.5).chain(), (67, 100)),
+    "two barriers": (layer(100, 300).norm(1).op("silu").reduce("max", "channels").op("abs").chain(), (67, 100)),
+    "sum": (layer(100, 300).op("tanh").reduce("sum", "sample").op("mul", 0.5).chain(), (67, 100)),
     "logsumexp": (layer(100, 300).op("mul", 2.0).reduce("logsumexp", "channels", True).op("mish").chain(), (67, 100)),
 }
 

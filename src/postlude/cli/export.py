@@ -85,6 +85,7 @@ def _made(settings: Settings, opened: Opened, path: Path, training: bool) -> Exp
             machine=machine,
             precision=settings.precision,
             allows_tf32=hardware.default_fp32_precision() == "tf32",
+            multiplies_tf32=hardware.default_fp32_precision(is_linear=True) == "tf32",
             measured=from_records(H200),
             training=training,
             convolution=settings.convolution,

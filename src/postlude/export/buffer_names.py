@@ -49,6 +49,8 @@ BACKWARD = {
     "pack_weight_kernel": "pack_flipped_kernel",
     "convolve_kernel": "input_gradient_kernel",
     "convolve_boxes_kernel": "input_gradient_kernel",
+    "pack_rows_kernel": "pack_turned_kernel",
+    "linear_kernel": "gradient_product_kernel",
 }
 _REMARKS = {
     "largest_kernel": "The largest magnitude of each channel, which decides its scale.",
@@ -58,6 +60,8 @@ _REMARKS = {
     "convolve_kernel": "Implicit GEMM: every tap is a shifted read of the packed input.",
     "convolve_boxes_kernel": "Implicit GEMM: every tap is a box of the input where it lies.",
     "convolve_phases_kernel": "Implicit GEMM, one for each phase of the strides.",
+    "pack_rows_kernel": "A matrix in two planes, each row scaled by a power of two of its own.",
+    "linear_kernel": "Matrix product of rows by rows, with the steps that follow it.",
     "moments_kernel": "Mean and squared deviations of each chunk of a channel.",
     "combine_moments_kernel": "The moments of tiles to those of groups, by Chan's formula.",
     "combine_batch_kernel": "The moments of tiles to those of channels, by Chan's formula.",

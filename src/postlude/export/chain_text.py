@@ -87,7 +87,8 @@ def chain_text(
 
 def _name(chain: Chain) -> str:
     words = ["norm" if isinstance(step, Normalize) else getattr(step, "op", "") for step in chain.steps]
-    return "_".join(word for word in ("conv" if chain.producer is not None else "", *words) if word)
+    first = "" if chain.producer is None else "linear" if chain.is_linear else "conv"
+    return "_".join(word for word in (first, *(words or ["product"])) if word)
 
 
 def _same(one: Sequence[Buffer], other: Sequence[Buffer]) -> bool:

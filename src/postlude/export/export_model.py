@@ -54,6 +54,7 @@ def export(
     machine: Machine = HOPPER,
     precision: str = "fp32",
     allows_tf32: bool = False,
+    multiplies_tf32: bool = False,
     measured: Measured | None = None,
     training: bool = False,
     even_if_slower: bool = False,
@@ -72,7 +73,8 @@ def export(
     made: dict[object, ChainText] = {}  # chains that are alike share one text
     for found in traced.chains:
         specs = tuple(spec_of(node.meta["val"]) for node in found.match.tensors)
-        chain, problem = found.match.chain, Problem(specs, "cuda", precision, training, allows_tf32)
+        chain = found.match.chain
+        problem = Problem(specs, "cuda", precision, training, allows_tf32, multiplies_tf32=multiplies_tf32)
         outcome = lower(chain, problem, machine, even_if_slower=even_if_slower)
         if not isinstance(outcome, Plan):
             reasons[found.calls[0].name] = f"{chain}: {outcome}"

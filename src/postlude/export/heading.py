@@ -46,14 +46,15 @@ def _launches(chain: ChainText) -> str:
     conv = chain.plan.chain.producer
     words = f"{chain.launches} of our kernels"
     if conv is not None and chain.plan.own is None:
-        words += " after PyTorch's convolution"
+        words += f" after PyTorch's {'product' if conv.is_linear else 'convolution'}"
     return words
 
 
 def _arithmetic(plan: Plan) -> str:
     own = plan.own
     if own is None:
-        return "fp32; the convolution is PyTorch's" if plan.chain.producer else "fp32"
+        what = "product" if plan.chain.is_linear else "convolution"
+        return f"fp32; the {what} is PyTorch's" if plan.chain.producer else "fp32"
     if isinstance(own, Through):
         return "sums in fp32, their product in fp64"
     planes = own.planes if isinstance(own, FewChannels) else own.arithmetic.planes

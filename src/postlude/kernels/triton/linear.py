@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from postlude.kernels.triton.epilogue import epilogue
-from postlude.kernels.triton.planes import finite_magnitude, high_plane, multiply, rest_of, scale_for, store_planes
+from postlude.kernels.triton.planes import finite_magnitude, high_plane, multiply, scale_for, store_planes
 
 
 @triton.jit
@@ -24,7 +24,8 @@ def unscale_of(scale):
 @triton.jit
 def pack_rows_kernel(
     p_x,  # [ROWS, K]
-    p_high, p_low,  # [ROWS, C_PACKED], out; the second where PLANES is 2
+    p_high,  # [ROWS, C_PACKED], out
+    p_low,  # [ROWS, C_PACKED], out; where PLANES is 2
     p_unscale,  # [ROWS], out; where IS_SCALED
     K, C_PACKED,
     PLANES: tl.constexpr, IS_SCALED: tl.constexpr, KEEPS_INF: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -49,12 +50,23 @@ def pack_rows_kernel(
 
 
 @triton.jit
-def cut(b_w, KEEPS_INF: tl.constexpr):
-    """Both planes of a block [BLOCK_C, BLOCK_K] in fp32, and what undoes the scale of each of its rows."""
-    scale = scale_for(tl.max(finite_magnitude(b_w), axis=1))
+def cut(b_w):
+    """Both planes of a block [BLOCK_C, BLOCK_K] in fp32, and what undoes the scale of each of its rows.
+
+    A row with an infinity or NaN gives nothing finite here, as it should, and `cut_high` says what: caution would cost
+    each element a dozen instructions of some twenty.
+    """
+    scale = scale_for(tl.max(tl.abs(b_w), axis=1))
     b_scaled = b_w * scale[:, None]
-    b_high = high_plane(b_w, b_scaled, KEEPS_INF, tl.float16)
-    return b_high, rest_of(b_scaled, b_high).to(tl.float16), unscale_of(scale)
+    b_high = b_scaled.to(tl.float16)
+    return b_high, (b_scaled - b_high.to(tl.float32)).to(tl.float16), unscale_of(scale)
+
+
+@triton.jit
+def cut_high(b_w):
+    """The high plane, with infinities as they are and no zero that was none."""
+    b_scaled = b_w * scale_for(tl.max(finite_magnitude(b_w), axis=1))[:, None]
+    return high_plane(b_w, b_scaled, True, tl.float16)
 
 
 @triton.jit
@@ -62,9 +74,9 @@ def linear_kernel(
     d_x,  # descriptor [S, C_PACKED] of the high plane of the input
     d_x_low,  # its low plane, where PLANES is 2
     d_w,  # descriptor of the weight: its high plane [C_OUT, C_PACKED], or [C_OUT, K] in fp32 where IS_WEIGHT_CUT
-    d_w_low,  # its low plane, where PLANES is 2 and not IS_WEIGHT_CUT
+    d_w_low,  # its low plane, of a packed one
     p_x_unscale,  # [S] where IS_SCALED
-    p_w_unscale,  # [C_OUT] where IS_SCALED and not IS_WEIGHT_CUT
+    p_w_unscale,  # [C_OUT], of a packed one
     p_y,  # [S, C_OUT], out; where STORE
     p_mean, p_m2,  # [C_OUT, TILES], out, where MOMENTS
     p_count,  # [TILES], out, where MOMENTS
@@ -83,6 +95,7 @@ def linear_kernel(
     size = tl.minimum(BLOCKS_C - i_first, BLOCKS_TOGETHER)
     i_b = i_first + tl.program_id(0) % together % size
     i_tile = tl.program_id(0) % together // size
+    i_n = tl.program_id(0) // (TILES * BLOCKS_C)  # 0: all rows are of one sample
     row0 = i_tile * BLOCK_M
     c0 = i_b * BLOCK_C
     acc = tl.zeros([BLOCK_C, BLOCK_M], ACC)
@@ -91,9 +104,10 @@ def linear_kernel(
         low = d_x_low.load([row0, i * BLOCK_K]) if PLANES == 2 else high
         w = d_w.load([c0, i * BLOCK_K])  # [BLOCK_C, BLOCK_K]
         if IS_WEIGHT_CUT:
-            w_high, w_low, unscale = cut(w, KEEPS_INF)
-            zeros = tl.zeros([BLOCK_C, BLOCK_M], ACC)
-            acc += multiply(w_high, w_low, high.T, low.T, zeros, PLANES, ACC) * unscale[:, None]
+            w_high, w_low, unscale = cut(w)
+            b_step = tl.zeros([BLOCK_C, BLOCK_M], ACC)
+            b_step = multiply(w_high, w_low, high.T, low.T, b_step, PLANES, ACC)
+            acc += b_step * unscale[:, None]
         else:
             w_low = d_w_low.load([c0, i * BLOCK_K]) if PLANES == 2 else w
             acc = multiply(w, w_low, high.T, low.T, acc, PLANES, ACC)
@@ -102,8 +116,9 @@ def linear_kernel(
         if tl.max(tl.max(tl.where(tl.abs(acc) < float("inf"), 0, 1), axis=1), axis=0) > 0:
             alone = tl.zeros([BLOCK_C, BLOCK_M], ACC)
             for i in tl.range(0, tl.cdiv(K, BLOCK_K)):
-                w = d_w.load([c0, i * BLOCK_K])
-                w_high = cut(w, KEEPS_INF)[0] if IS_WEIGHT_CUT else w
+                w_high = d_w.load([c0, i * BLOCK_K])
+                if IS_WEIGHT_CUT:
+                    w_high = cut_high(w_high)
                 alone = tl.dot(w_high, d_x.load([row0, i * BLOCK_K]).T, alone, out_dtype=ACC)
             acc = tl.where(tl.abs(alone) < float("inf"), acc, alone)
     o_c = c0 + tl.arange(0, BLOCK_C)
@@ -115,7 +130,7 @@ def linear_kernel(
         if not IS_WEIGHT_CUT:
             acc = acc * tl.load(p_w_unscale + o_c, mask=m_c, other=0.0)[:, None]
     epilogue(
-        acc, o_c, m_c, o_s, m_s, tl.program_id(1), i_b, i_tile, p_y, p_mean, p_m2, p_count,
+        acc, o_c, m_c, o_s, m_s, i_n, i_b, i_tile, p_y, p_mean, p_m2, p_count,
         a0, a1, a2, a3, a4, a5, C_OUT, S, TILES, STEPS_FN, STORE, MOMENTS,
         IS_CHANNELS_LAST, USES_INT64, IS_EVEN_C, 1, ACC,
     )  # fmt: skip

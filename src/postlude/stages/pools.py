@@ -11,7 +11,7 @@ from torch import Tensor
 
 from postlude import steps
 from postlude.chain import Scalar, Value
-from postlude.expressions import Name, Term, call
+from postlude.expressions import Function, Name, Term, call
 from postlude.plan import Plan
 from postlude.plan.pools import POOL_WARPS, pool_tile, pooled_shape, unrolled_rows
 from postlude.plan.problem import Spec, memory_format
@@ -34,26 +34,13 @@ def pools_pass(
     assert fused is not None
     batch, channels, _ = sizes_of(spec)
     shape, norm = pooled_shape(fused, spec.shape), fused_norm(chain)
-    pooled = Spec(shape, plan.result_dtype, spec.layout)
-    windows, is_last = sizes_of(pooled)[2], spec.layout == "channels_last"
+    windows, is_last = sizes_of(Spec(shape, plan.result_dtype, spec.layout))[2], spec.layout == "channels_last"
     turns = is_last and last == len(chain.steps) and plan.result_layout == "contiguous"
-    inside = memory_format(spec.layout, chain.dims)
-    layout = torch.contiguous_format if turns else inside
-    dtype = getattr(torch, plan.result_dtype)
-    result = torch.empty(shape, dtype=dtype, device=value.device, memory_format=layout)
-    has_taps = plan.trains and fused.pool.op == "max_pool"
-    taps = torch.empty_like(result, dtype=torch.uint8, memory_format=inside) if has_taps else None
+    result, taps = _results(plan, fused, value, shape, turns)
     mean, rstd = moments or (Unread(value), Unread(value))
     tile = pool_tile(channels, windows, is_last)
     chunks = -(-windows // tile.block)
-    slots = pass_slots(chain, last, plan.resumes_at)
-    before, after = (
-        dataclasses.replace(function, slots=slots)
-        for function in (
-            steps.forward(chain, "whole", fused.first - 1, plan.resumes_at),
-            steps.forward(chain, "after", last, fused.last + 1),
-        )
-    )
+    before, after = _steps(plan, fused, last)
     launch(
         "pools",
         "pools_kernel",
@@ -68,7 +55,7 @@ def pools_pass(
             "AFTER_FN": steps_of(after, channels),
             "HAS_NORM": norm is not None,
             "OP": fused.pool.op,
-            "HAS_TAPS": has_taps,
+            "HAS_TAPS": taps is not None,
             **windows_constants(fused, spec.shape[2:]),
             "UNROLLED": unrolled_rows(fused.pool),
             "BLOCK_S": tile.block,
@@ -81,6 +68,26 @@ def pools_pass(
         pass_warps(tile.block * max(1, tile.block_c), POOL_WARPS, _EACH),
     )
     return result, taps
+
+
+def _results(
+    plan: Plan, fused: FusedPool, value: Tensor, shape: tuple[int, ...], turns: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Memory for both. `turns`: a contiguous result of a channels-last value."""
+    inside = memory_format(plan.value.layout, plan.chain.dims)
+    layout, dtype = torch.contiguous_format if turns else inside, getattr(torch, plan.result_dtype)
+    result = torch.empty(shape, dtype=dtype, device=value.device, memory_format=layout)
+    if not plan.trains or fused.pool.op != "max_pool":
+        return result, None
+    return result, torch.empty_like(result, dtype=torch.uint8, memory_format=inside)
+
+
+def _steps(plan: Plan, fused: FusedPool, last: int) -> tuple[Function, Function]:
+    """Before the pool and after it; both find the tensors of all of them."""
+    chain, slots = plan.chain, pass_slots(plan.chain, last, plan.resumes_at)
+    before = steps.forward(chain, "whole", fused.first - 1, plan.resumes_at)
+    after = steps.forward(chain, "after", last, fused.last + 1)
+    return dataclasses.replace(before, slots=slots), dataclasses.replace(after, slots=slots)
 
 
 def windows_constants(fused: FusedPool, space: tuple[int, ...]) -> dict[str, Any]:

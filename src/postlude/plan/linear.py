@@ -87,9 +87,10 @@ def linear_gemm(layer: Convolution, rows: int, arithmetic: Arithmetic, machine: 
         return LinearGemm(arithmetic, 32, 32, 16, 2, 4)  # correctness only
     height, width = min(_ROWS, max(16, power_of_two(rows))), min(_FEATURES, max(64, power_of_two(layer.out_channels)))
     pipelines = [(3, _DEPTH), (2, _DEPTH), (3, _DEPTH // 2), (2, _DEPTH // 2)]
-    if cuts := _cuts_weight(layer, rows, arithmetic, machine.card):
-        width, pipelines = _CUT_FEATURES, pipelines[1:]  # two blocks share a multiprocessor's memory
-    for stages, depth in pipelines:
+    cuts = _cuts_weight(layer, rows, arithmetic, machine.card)
+    width = _CUT_FEATURES if cuts else width
+    # Two blocks that cut share a multiprocessor's memory; without wgmma the epilogue takes up to 48 KiB of it.
+    for stages, depth in pipelines[cuts or not machine.card.abilities.has_wgmma :]:
         gemm = LinearGemm(arithmetic, height, width, depth, stages, 8 if height * width > 8192 else 4, cuts)
         if not machine.card.shared_bytes or gemm.shared_bytes <= machine.card.shared_bytes:
             break

@@ -105,8 +105,10 @@ def linear_kernel(
         w = d_w.load([c0, i * BLOCK_K])  # [BLOCK_C, BLOCK_K]
         if IS_WEIGHT_CUT:
             w_high, w_low, unscale = cut(w)
-            b_step = tl.zeros([BLOCK_C, BLOCK_M], ACC)
-            b_step = multiply(w_high, w_low, high.T, low.T, b_step, PLANES, ACC)
+            # As `multiply`; the sum over one block has scales of its own, undone in the same instruction.
+            b_step = tl.dot(w_low, high.T)
+            b_step = tl.dot(w_high, low.T, b_step)
+            b_step = tl.dot(w_high, high.T, b_step)
             acc += b_step * unscale[:, None]
         else:
             w_low = d_w_low.load([c0, i * BLOCK_K]) if PLANES == 2 else w

@@ -62,7 +62,8 @@ class Draft:
         if spelled is not None:
             return _pointwise(self, node, spelled)
         if spellings.norm(node) is not None:
-            return _normalize(self, node)
+            # No pass goes on after a pool's: the norm's own pass reads what it leaves.
+            return f"{describe(node)} after a pool begins a chain" if _last_pool(self) else _normalize(self, node)
         reduction = read_reduction(node, self.dims)
         if reduction is not None:
             return reduction if isinstance(reduction, str) else _reduce(self, node, reduction)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from postlude.check.budget import ULPS, WORST_FACTOR
-from postlude.check.pooled import MAX_POOLS, ahead_of_the_second
+from postlude.check.pooled import MAX_POOLS, Holding, ahead_of_the_second
 
 # No more than this part of a value is spared, or little would be left to compare.
 MOST = 0.125
@@ -39,6 +39,7 @@ class Meeting:
     bounds: tuple[float, ...]
     result: Tensor  # with its graph
     moves: bool  # whether adding to the first argument moves `value` by as much
+    windows: Holding | None = None  # of a max_pool
 
     def nearest(self, value: Tensor) -> Tensor:
         """The bound nearest to each element."""
@@ -83,7 +84,8 @@ class Kinks(TorchFunctionMode):
         result = func(*args, **given)
         value, bounds, moves = found
         tensor = result[0] if isinstance(result, tuple) else result
-        self.meetings.append(Meeting(value, bounds, tensor, moves))
+        windows = Holding(func, args[1:], given, args[0].shape) if name in MAX_POOLS else None
+        self.meetings.append(Meeting(value, bounds, tensor, moves, windows))
         return result
 
 
@@ -124,8 +126,24 @@ def all_ambiguous(exact: Sequence[Meeting], *others: Sequence[Meeting]) -> list[
     seen = [[(meeting.value.shape, meeting.bounds) for meeting in side] for side in (exact, *others)]
     if not exact or any(one != seen[0] for one in seen):
         return None
-    found = [ambiguous(one, across) for one, *across in zip(exact, *others, strict=True)]
+    found: list[Near] = []
+    for one, *across in zip(exact, *others, strict=True):
+        near = ambiguous(one, across)
+        found.append(near if one.windows is None else _with_ties(one, near, found))
     return found if bool(torch.stack([near.possible.any() for near in found]).any()) else None
+
+
+def _with_ties(pool: Meeting, near: Near, before: Sequence[Near]) -> Near:
+    """Of a max_pool: where all of a window is at a bound of an operator before it, as relu's zeros are, one element
+    that a kernel sees on the other side is ahead."""
+    assert pool.windows is not None
+    is_tie = pool.gap(pool.value) == 0
+    possible, likely = near.possible, near.likely
+    for one in before:
+        if one.possible.shape == pool.windows.shape:
+            possible = possible | (pool.windows(one.possible) & is_tie)
+            likely = likely | (pool.windows(one.likely) & is_tie)
+    return Near(possible, likely)
 
 
 def spared(

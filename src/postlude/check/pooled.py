@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -34,6 +36,21 @@ def ahead_of_the_second(name: str, args: tuple[Any, ...], given: Mapping[str, An
         x = x.unfold(2 + axis, kernel[axis], stride[axis]).narrow(2 + axis, 0, sizes[axis])
     best = x.flatten(2 + dims).topk(2, dim=-1).values
     return best[..., 0] - best[..., 1]
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Of one call of a max_pool: the windows that hold an element of a mask."""
+
+    pool: Callable[..., Any]
+    how: tuple[Any, ...]
+    given: Mapping[str, Any]
+    shape: torch.Size  # of what is pooled
+
+    def __call__(self, mask: Tensor) -> Tensor:
+        found = self.pool(mask.double(), *self.how, **self.given)
+        values: Tensor = found[0] if isinstance(found, tuple) else found
+        return values > 0.5
 
 
 def _each(sizes: Any, dims: int) -> tuple[int, ...]:

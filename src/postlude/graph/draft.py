@@ -64,7 +64,8 @@ class Draft:
         if spelled is not None:
             return _pointwise(self, node, spelled)
         if spellings.norm(node) is not None:
-            return _normalize(self, node)
+            # No pass goes on after a pool's: the norm's own pass reads what it leaves.
+            return f"{describe(node)} after a pool begins a chain" if _last_pool(self) else _normalize(self, node)
         row_norm = read_row_norm(node) if self.dims == 0 else None
         if row_norm is not None:
             return _normalize_rows(self, row_norm)

@@ -91,6 +91,27 @@ def test_a_norm_that_stays_pytorchs_keeps_the_layout(
         torch.testing.assert_close(ours, theirs)
 
 
+def test_a_weight_is_cast_by_the_operator_that_returns_its_gradient_as_the_weight_lies(
+    graphs: list[fx.GraphModule],
+) -> None:
+    plain = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Conv2d(8, 4, 3, bias=False))
+    plain[1].weight.requires_grad_(False)
+    model, x = copy.deepcopy(plain), torch.randn(2, 3, 8, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        postlude.optimize(model, x, rest="inductor", verify=False)
+        ours, theirs = model(x), plain(x)
+    torch.testing.assert_close(ours, theirs)
+    casts = [node for node in graphs[0].graph.nodes if node.target is torch.ops.postlude.weight.default]
+    assert [node.meta["val"].dtype for node in casts] == [torch.bfloat16]  # no gradient is wanted of the other
+    grads = [
+        torch.autograd.grad(y.float().square().sum(), list(m[0].parameters()))
+        for m, y in ((model, ours), (plain, theirs))
+    ]
+    for mine, other in zip(*grads):
+        torch.testing.assert_close(mine, other, rtol=2e-2, atol=2e-2)
+        assert mine.is_contiguous()
+
+
 class _Regions(torch.nn.Module):
     """One that is all ours, then two convolutions that nothing is fused with."""
 

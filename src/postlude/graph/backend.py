@@ -14,7 +14,7 @@ import torch.fx as fx
 from postlude import hardware
 from postlude.errors import PostludeError
 from postlude.graph.capture import MODE_CHANGES, capture
-from postlude.graph.casts import cast_inputs
+from postlude.graph.casts import cast_inputs, cast_weights
 from postlude.graph.decide import decide
 from postlude.graph.expected import questions_of, wanting_gradients
 from postlude.graph.layout import (
@@ -113,6 +113,7 @@ class Backend:
         splice(traced, list(fused), [site for site, _ in fused.values()])
         if conversions:
             keep_layouts(traced)
+            cast_weights(traced, wanting_gradients(traced, inputs))
         restore(traced)
         if rest == "inductor":
             for item, (site, _) in fused.items():

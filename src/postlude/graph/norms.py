@@ -7,7 +7,7 @@ import torch.fx as fx
 
 from postlude.graph import spellings
 from postlude.plan.problem import layout_of
-from postlude.run import any_layout as any_layout  # defines the operator
+from postlude.run import layouts as layouts  # defines the operator
 
 _COMPUTED = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # as PyTorch's kernels do
 

@@ -1,4 +1,4 @@
-"""group_norm and instance_norm in any layout: PyTorch's results and gradients, without a conversion on the way."""
+"""The operators that graphs hold for the sake of layouts: results and gradients as PyTorch has them, laid out as said."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from postlude.plan.problem import CHANNELS_LAST
-from postlude.run import any_layout
+from postlude.run import layouts
 
 CASES = {
     "groups": (4, True, torch.float64),
@@ -55,7 +55,19 @@ def test_results_and_gradients_are_pytorchs(case: str, dims: int) -> None:
 
 def test_groups_taken_for_one_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutant."""
-    honest = any_layout._grouped
-    monkeypatch.setattr(any_layout, "_grouped", lambda value, groups: honest(value, groups) * 0 + value.mean())
+    honest = layouts._grouped
+    monkeypatch.setattr(layouts, "_grouped", lambda value, groups: honest(value, groups) * 0 + value.mean())
     with pytest.raises(AssertionError):
         test_results_and_gradients_are_pytorchs("groups", 2)
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_weights_gradient_has_its_own_layout(is_last: bool) -> None:
+    own = torch.channels_last if is_last else torch.contiguous_format
+    weight = torch.randn(4, 3, 3, 3).contiguous(memory_format=own).requires_grad_()
+    cast = torch.ops.postlude.weight(weight, torch.bfloat16)
+    torch.testing.assert_close(cast, weight.to(torch.bfloat16))
+    dy = torch.randn(4, 3, 3, 3).bfloat16().contiguous(memory_format=torch.channels_last)
+    (found,) = torch.autograd.grad(cast, weight, dy)
+    assert found.is_contiguous(memory_format=own)
+    torch.testing.assert_close(found, dy.float())

@@ -1,9 +1,12 @@
-"""group_norm and instance_norm in whatever layout their input has: an operator that graphs hold in place of PyTorch's.
+"""Operators that graphs hold for the sake of layouts, made of PyTorch's own, so that a compiler fuses them.
 
-PyTorch's group_norm on a GPU is contiguous, forward and backward. Between channels-last convolutions that is a
-conversion of the value before it, and one of the gradient inside each `convolution_backward` (1.2 of the 15.7 ms that
-a training step of resnet50_gn keeps an H200 busy). This operator is made of PyTorch's own that keep layouts, so that a
-compiler fuses it as it would the other: one reduction over space and one pass, in both directions.
+`norm` is group_norm or instance_norm in whatever layout its input has. PyTorch's group_norm on a GPU is contiguous,
+forward and backward. Between channels-last convolutions that is a conversion of the value before it, and one of the
+gradient inside each `convolution_backward` (1.2 of the 15.7 ms that a training step of resnet50_gn keeps an H200 busy).
+This one is a reduction over space and one pass, in both directions.
+
+`weight` is the cast of a convolution's weight that autocast makes. cuDNN returns the gradient channels-last, and
+autograd copies it into the weight's own layout, one launch for each weight. Here the cast back does that on its way.
 """
 
 from __future__ import annotations
@@ -13,12 +16,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from postlude.plan.problem import layout_of, memory_format
 from postlude.run.operator import LIBRARY
 
+LIBRARY.define("weight(Tensor weight, ScalarType dtype) -> Tensor")
 LIBRARY.define(
     "norm(Tensor x, Tensor? weight, Tensor? bias, int groups, float eps, ScalarType computed, ScalarType dtype)"
     " -> Tensor"
 )
+
+
+class _Weight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype, ctx.layout = weight.dtype, memory_format(layout_of(weight), weight.dim() - 2)
+        return weight.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy.to(ctx.dtype).contiguous(memory_format=ctx.layout), None
+
+
+def weight(given: Tensor, dtype: torch.dtype) -> Tensor:
+    result: Tensor = _Weight.apply(given, dtype)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Norm(torch.autograd.Function):
@@ -92,4 +113,5 @@ def norm(
     return result
 
 
+LIBRARY.impl("weight", weight, "CompositeImplicitAutograd")
 LIBRARY.impl("norm", norm, "CompositeImplicitAutograd")

@@ -1,4 +1,4 @@
-"""The operators that graphs hold for the sake of layouts: results and gradients as PyTorch has them, laid out as said."""
+"""The operators that graphs hold for the sake of layouts: results and gradients are PyTorch's, laid out as promised."""
 
 from __future__ import annotations
 

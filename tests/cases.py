@@ -146,13 +146,16 @@ def _start(dims: int, producer: Convolution | None = None) -> Builder:
 CHAIN_61 = _start(3, conv(3, (64, 128), transposed=True, bias=False)).op("relu").norm(8).chain()
 CHAIN_23 = _start(3, conv(3, (3, 24))).norm(8).reduce("mean", "sample").chain()
 
+# No plan of a CPU's: tests/run/test_linear.py runs more of them.
+LINEAR = [
+    Case("linear gelu softmax", _start(0, conv(0, (6, 10))).op("gelu", approximate="none").softmax().chain(), (5, 6)),
+]
 CASES = [
     Case(
         "61 small",
         _start(3, conv(3, (4, 8), transposed=True, bias=False)).op("relu").norm(2).chain(),
         (3, 4, 5, 6, 7),
     ),
-    Case("linear gelu softmax", _start(0, conv(0, (6, 10))).op("gelu", approximate="none").softmax().chain(), (5, 6)),
     Case("23 small", _start(3, conv(3, (3, 6))).norm(2).reduce("mean", "sample").chain(), (5, 3, 6, 7, 8)),
     Case(
         "conv instance_norm leaky_relu",

@@ -217,3 +217,15 @@ def test_untested_versions_are_said_once(
     backend._warn_once.cache_clear()
     assert len(caplog.messages) == len(sentences)
     assert all(part in message for part, message in zip(sentences, caplog.messages))
+
+
+def test_matrix_products_have_a_switch_of_their_own() -> None:
+    conv, matmul = torch.backends.cudnn.conv, torch.backends.cuda.matmul  # type: ignore[attr-defined]
+    before = conv.fp32_precision, matmul.fp32_precision
+    try:
+        for switches in (("tf32", "ieee"), ("ieee", "tf32")):
+            conv.fp32_precision, matmul.fp32_precision = switches
+            found = [hardware.default_fp32_precision(is_linear) for is_linear in (False, True)]
+            assert found == ["fp32" if one == "ieee" else one for one in switches]
+    finally:
+        conv.fp32_precision, matmul.fp32_precision = before

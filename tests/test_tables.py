@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import postlude
-from cases import CASES, WORDS
+from cases import CASES, LINEAR, WORDS
 from postlude import moments, reference, reverse, steps, words
 from postlude.chain import Chain, Normalize, Pointwise, Reduce, Scalar, Value
 from postlude.check import tensors_for
@@ -137,10 +137,10 @@ def test_affine_words_go_through_moments() -> None:
 
 def test_every_word_is_in_the_table_of_cases() -> None:
     assert {s.op for case in WORDS for s in case.chain.steps if isinstance(s, Pointwise)} == set(words.POINTWISE)
-    every = [step for case in CASES for step in case.chain.steps]
+    every = [step for case in (*CASES, *LINEAR) for step in case.chain.steps]
     assert {s.op for s in every if isinstance(s, Normalize)} == set(words.NORMS)
     assert {s.op for s in every if isinstance(s, Reduce)} == set(words.REDUCTIONS)
-    assert {case.chain.producer.name for case in CASES if case.chain.producer} == {
+    assert {case.chain.producer.name for case in (*CASES, *LINEAR) if case.chain.producer} == {
         "conv2d",
         "conv3d",
         "conv_transpose2d",

@@ -32,7 +32,20 @@ from torch import Tensor
 
 import postlude
 from postlude import cards, hardware, reference
-from postlude.chain import Chain, Convolution, Normalize, Operand, Pointwise, Pool, Reduce, Role, Slot, Step, Value
+from postlude.chain import (
+    Chain,
+    Convolution,
+    Normalize,
+    Operand,
+    Pointwise,
+    Pool,
+    Reduce,
+    Role,
+    Slot,
+    Step,
+    Value,
+    linear,
+)
 from postlude.check import tensors_for
 from postlude.check.modes import pytorch_switches
 from postlude.graph.upsample import gradient_is_right
@@ -169,6 +182,9 @@ def runs() -> list[Run]:
     thinned = chain_of(convolution(2, (9, 12), 1), 2, ("norm", 3), ("silu",), ("max_pool", 3, 2, 1))
     top = chain_of(None, 3, ("mul", "full"), ("amax", "channels"))
     beside = chain_of(convolution(3, (3, 20), 1), 3, ("gelu",), ("norm", 5), ("silu",))
+    normed = chain_of(linear(50, 70, has_bias=True), 0, ("mul", "channel"), ("batch_norm",), ("silu",))
+    rows = chain_of(linear(52, 70, has_bias=True), 0, ("relu",), ("norm", 7), ("add", "full"))
+    wide = chain_of(linear(17, 33), 0, ("gelu",), ("sum", "sample"))
     few = chain_of(convolution(3, (3, 24)), 3, ("norm", 8), ("mean", "sample"))
     fewer = chain_of(convolution(2, (2, 40), 1), 2, ("norm", 8), ("mean", "space"))
     cube, flat, last = (2, 17, 5, 6, 7), (3, 9, 13, 11), "channels_last"
@@ -214,6 +230,11 @@ def runs() -> list[Run]:
         Run("pools-fp64", strided, (3, 9, 45, 47), "float64"),
         Run("pools-bf16", strided, (3, 9, 13, 11), "bfloat16", last),
         Run("packed-pools-bf16", thinned, (2, 9, 3, 64), "bfloat16"),
+        Run("linear-fp32", normed, (37, 50)),
+        Run("linear-tf32", normed, (37, 50), precision="tf32", trains=False),
+        Run("linear-rows-fp32", rows, (37, 52), trains=False),
+        Run("linear-rows-fp16", rows, (37, 52), "float16", trains=False),
+        Run("linear-fp64", wide, (5, 17), "float64"),
         Run("few-fp32", few, small),
         Run("few-tf32", few, small, layout=last, precision="tf32", frozen=(0,)),
         Run("few-bf16", few, small, "bfloat16", frozen=(1,)),

@@ -20,6 +20,7 @@ BLOCK = Builder(3, conv(3, (32, 32), padding=1)).norm(None).op("leaky_relu", slo
 SMALL: dict[str, tuple[Chain, tuple[int, ...]]] = {
     "transposed": (Builder(2, conv(2, (4, 6), transposed=True, stride=2)).op("relu").chain(), (2, 4, 5, 7)),
     "grouped": (Builder(2, conv(2, (4, 8), groups=2)).op("relu").chain(), (3, 4, 9, 7)),
+    "linear": (Builder(0, conv(0, (4, 8))).op("relu").chain(), (3, 4)),
 }
 
 
@@ -29,6 +30,12 @@ def test_a_convolutions_work_is_what_pytorch_counts(name: str) -> None:
     with FlopCounterMode(display=False) as counter:
         reference.evaluate(chain, tensors_for(chain, shape, torch.float64))
     assert convolution_flops(chain, shape) == counter.get_total_flops()
+
+
+def test_of_a_linear_layer_there_are_fewer_samples_and_no_less() -> None:
+    chain = Builder(0, conv(0, (8192, 8192))).batch_norm().chain()
+    assert affordable_shape(chain, (1024, 8192), 11, Budget(1e11, 1 << 25), backward=False) == (32, 8192)
+    assert affordable_shape(chain, (1024, 8192), 11, Budget(1e6, 1 << 25), backward=False) == (2, 8192)
 
 
 @pytest.mark.parametrize(("precision", "backward"), [("fp32", False), ("fp32", True), ("tf32", True)])

@@ -225,3 +225,27 @@ def test_inductor_is_not_called_where_nothing_is_left_for_it(
     postlude.optimize(model, x, verify=False)
     torch.testing.assert_close(model(x), plain(x), rtol=1e-4, atol=1e-4)
     assert bool(graphs) == leaves_something
+
+
+class Headed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.head = Net(), torch.nn.Linear(4, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.net(x).mean((2, 3))).relu()
+
+
+def test_a_linear_head_has_one_layout(graphs: list[fx.GraphModule]) -> None:
+    """Its matrix is neither channels-last nor converted."""
+    plain, x = Headed().double(), torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    channels = plain.net(x).shape[1]
+    plain.head = torch.nn.Linear(channels, 6).double()
+    model = copy.deepcopy(plain)
+    result = postlude.optimize(model, x.clone().requires_grad_(), rest="inductor", verify=False)
+    assert [site.problem.hands_on for site in result.sites] == ["channels_last", "channels_last", "", ""]
+    assert str(result.sites[-1].chain) == f"linear({channels}→6) → relu"
+    for ours, theirs in zip(step(model, x), step(plain, x), strict=True):
+        torch.testing.assert_close(ours, theirs)
+        assert ours.stride() == theirs.stride()
+    assert [node.target for node in graphs[0].graph.nodes].count(torch.ops.postlude.chain.default) == 4

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from cases import BY_NAME, CASES, CHAIN_23, CHAIN_61, Builder, Case, conv
+from cases import BY_NAME, CASES, CHAIN_23, CHAIN_61, LINEAR, Builder, Case, conv
 from machines import H200
 from postlude import cards, reference
 from postlude.chain import Chain, Value
@@ -116,7 +116,7 @@ def test_small_strided_and_empty_problems_are_left_to_pytorch() -> None:
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [*CASES, *LINEAR], ids=lambda c: c.name)
 def test_predicted_results_are_pytorchs(case: Case, layout: str) -> None:
     tensors = tensors_for(case.chain, case.shape, torch.float32, "cpu", 0, "normal", layout)
     if case.shape[0] == 1:

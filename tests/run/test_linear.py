@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cases import Builder, conv
 from postlude import reference
-from postlude.chain import Chain, Pointwise, Scalar, Value
+from postlude.chain import Cast, Chain, Pointwise, Scalar, Value, values_of
 from postlude.check import chain_points, tensors_for, verify_chain
 from postlude.plan import Plan, lower, problem_of
 from postlude.plan.gpu import lower_for_gpu
@@ -192,3 +192,39 @@ def test_mutants_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     verdict = verify_chain(run, chain, chain_points(chain, shape))
     compose.cache_clear()
     assert verdict.outcome == "wrong", verdict
+
+
+def under_autocast(chain: Chain) -> Chain:
+    """The layer in half precision, and fp32 again before the last step, as autocast has it before a norm."""
+    producer = dataclasses.replace(chain.convolution, dtype="float16")
+    *before, last = chain.steps
+    (value,) = values_of(last)
+    steps = (*before, Cast(value, "float32"), dataclasses.replace(last, operand=Value(len(chain.steps))))  # type: ignore[call-arg]
+    return dataclasses.replace(chain, producer=producer, steps=steps)
+
+
+CASTED = {
+    "softmax": layer(20, 24).op("gelu", approximate="none").softmax(),
+    "layer_norm": layer(20, 24).op("tanh").layer_norm(),
+    "batch_norm": layer(20, 24).batch_norm(),
+}
+
+
+@pytest.mark.parametrize("name", CASTED)
+def test_autocasts_layer_and_what_follows_in_fp32(name: str) -> None:
+    chain, shape = under_autocast(CASTED[name].chain()), (9, 20)
+    tensors = list(tensors_for(chain, shape, torch.float32))
+    with torch.no_grad():
+        plan = lower_for_gpu(chain, problem_of(tensors), CARD, even_if_slower=True)
+    assert isinstance(plan, Plan), plan
+    assert plan.own is None
+    ours, theirs = run_plan(plan, [t.clone() for t in tensors]), reference.evaluate(chain, tensors)
+    assert (ours.dtype, ours.stride()) == (theirs.dtype, theirs.stride())
+    torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2 * float(theirs.abs().max()))
+    for slot, tensor in enumerate(tensors):
+        tensor.requires_grad_(slot not in chain.moved)
+    run = trained(chain, tensors)
+    truth = gradients(lambda ts: reference.evaluate(chain, ts), tensors)
+    for ours, true in zip(gradients(run, tensors), truth, strict=True):
+        assert ours.dtype == true.dtype
+        torch.testing.assert_close(ours, true, rtol=2e-2, atol=2e-2 * float(true.abs().max() + 1))

@@ -235,7 +235,8 @@ def spreads_of(points: Sequence[Point]) -> list[float]:
 
 
 def is_constant(point: Point, spread: float) -> bool:
-    return not spread > MIN_SPREAD_ULPS * point.scale.eps * point.scale.rms
+    """What lies below the smallest number of its dtype is, too: gradients of a saturated softmax."""
+    return not spread > max(MIN_SPREAD_ULPS * point.scale.eps * point.scale.rms, point.scale.ulp.rms)
 
 
 def _ulp(point: Point) -> Errors:

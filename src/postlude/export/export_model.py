@@ -67,7 +67,8 @@ def export(
     values = arguments_of(type(model), *arguments)
     traced = trace(model, inputs, training)
     if convolution == "pytorch":
-        traced = replace(traced, chains=tuple(map(without_convolution, traced.chains)))
+        convolved = [found for found in traced.chains if not found.match.chain.is_linear]
+        traced = replace(traced, chains=tuple(map(without_convolution, convolved)))
     reasons = dict(traced.declined)
     texts: dict[FoundChain, ChainText] = {}
     made: dict[object, ChainText] = {}  # chains that are alike share one text

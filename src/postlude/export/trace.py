@@ -21,7 +21,6 @@ from postlude.errors import PostludeError
 from postlude.graph.capture import capture_function
 from postlude.graph.match import Match, match
 from postlude.graph.tidy import functionalise
-from postlude.plan.program import without_channels_end
 
 # Modules that compute one thing in training and another in evaluation.
 _MODAL = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)
@@ -248,4 +247,4 @@ def _without_pair(item: Match) -> Match | None:
     if item.nodes[-1].target is not operator.getitem or len(item.chain.steps) < 2:
         return None
     pair = item.nodes.index(item.nodes[-1].args[0])
-    return replace(item, chain=without_channels_end(item.chain), nodes=item.nodes[:pair])
+    return replace(item, chain=replace(item.chain, steps=item.chain.steps[:-1]), nodes=item.nodes[:pair])

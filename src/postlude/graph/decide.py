@@ -67,9 +67,11 @@ def _entry(ledger: Ledger, question: Question, by_inductor: bool) -> Entry | Non
     a residual's sum goes into the moments of the norm behind it."""
     entry = ledger.planned(question)
     plan = entry.outcome if entry is not None else None
-    is_a_pass = isinstance(plan, Plan) and plan.on_gpu and plan.own is None and first_barrier(question.chain) is None
+    is_library = isinstance(plan, Plan) and plan.on_gpu and plan.own is None
+    is_a_pass = is_library and (first_barrier(question.chain) is None or question.chain.is_linear)
     if by_inductor and is_a_pass:
-        return ledger.refuse(question, "PyTorch's convolution and one pass after it, which Inductor fuses with more")
+        what = "product" if question.chain.is_linear else "convolution"
+        return ledger.refuse(question, f"PyTorch's {what} and one pass after it, which Inductor fuses with more")
     return entry
 
 

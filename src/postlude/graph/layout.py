@@ -108,7 +108,9 @@ class _Strides(fx.Interpreter):
 
 
 def _hands_on(item: Match) -> bool:
-    """A chain's result can be channels-last where its input is; one of one channel is."""
+    """A chain's result can be channels-last where its input is; one of one channel is. A linear layer's is a matrix."""
+    if item.chain.is_linear:
+        return False
     x = item.tensors[0].meta["val"]
     is_whole = not any(isinstance(step, Reduce) for step in item.chain.steps)
     return is_whole and x.is_contiguous(memory_format=CHANNELS_LAST[item.chain.dims])

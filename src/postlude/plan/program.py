@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from postlude.chain import (
     POINTWISE,
@@ -50,10 +50,6 @@ def channels_end(chain: Chain) -> Reduce | None:
     """The reduction over channels that a chain ends in."""
     last = chain.steps[-1] if chain.steps and chain.dims else None  # features are a linear layer's rows
     return last if isinstance(last, Reduce) and last.over == "channels" else None
-
-
-def without_channels_end(chain: Chain) -> Chain:
-    return chain if channels_end(chain) is None else replace(chain, steps=chain.steps[:-1])
 
 
 def fused_pool(chain: Chain) -> FusedPool | None:

@@ -15,6 +15,7 @@ from postlude.chain import (
     Role,
     Scalar,
     Slot,
+    Softmax,
     Step,
     Value,
 )
@@ -122,6 +123,10 @@ class Builder:
         given = (kernel, kernel if stride is None else stride, padding)
         sizes = [(size,) * self.dims if isinstance(size, int) else size for size in given]
         self.steps.append(Pool(f"{op}_pool", self.value, Windows(*sizes, ceil), counts_padding, divisor))
+        return self
+
+    def softmax(self, op: str = "softmax") -> Builder:
+        self.steps.append(Softmax(op, self.value))
         return self
 
     def chain(self) -> Chain:

@@ -16,7 +16,20 @@ from __future__ import annotations
 import functools
 import math
 
-from postlude.chain import Cast, Chain, Normalize, Pointwise, Pool, Reduce, Scalar, Slot, Step, Value, operands_of
+from postlude.chain import (
+    Cast,
+    Chain,
+    Normalize,
+    Pointwise,
+    Pool,
+    Reduce,
+    Scalar,
+    Slot,
+    Softmax,
+    Step,
+    Value,
+    operands_of,
+)
 from postlude.expressions import Assign, Call, Expression, Function, Load, Name, Term, bound, call, live
 
 OPERANDS = 6  # pointers that the kernels take
@@ -117,6 +130,8 @@ def _value(step: Step) -> Term:
         scale = RSTD if step.weight is None else RSTD * step.weight
         scaled = call("-", step.operand, MEAN) * scale
         return scaled if step.bias is None else scaled + step.bias
+    if isinstance(step, Softmax):  # of a block that has all channels
+        return call(f"channel_{step.op}", step.operand, M_C)
     if isinstance(step, Reduce | Pool):
         raise ValueError("a reduction or a pool is no step of a block")
     if (inverse := _exact_inverse(step)) is not None:

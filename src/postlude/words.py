@@ -66,11 +66,12 @@ NORMS = {"group_norm": "sample", "instance_norm": "sample", "batch_norm": "batch
 # What each may go over; adaptive_avg_pool is to size 1: the mean over space. max and min give values alone, and are not
 # amax and amin: of equal ones they choose one for the gradient, those divide it among them.
 REDUCTIONS = {
-    "mean": ("space", "sample"),
-    "sum": ("space", "sample"),
+    "mean": ("space", "sample", "channels"),
+    "sum": ("space", "sample", "channels"),
     "adaptive_avg_pool": ("space",),
     **dict.fromkeys(("logsumexp", "amax", "amin", "max", "min"), ("channels",)),
 }
 # Each window's mean, or its largest, of equal ones the first; a NaN stays.
 POOLS = ("max_pool", "avg_pool")
+SOFTMAXES = ("softmax", "log_softmax")  # over channels
 SPANS = {"space": "space", "sample": "all but batch", "channels": "channels"}  # as a chain's line names them

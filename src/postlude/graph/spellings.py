@@ -201,6 +201,7 @@ REDUCTIONS: dict[str, tuple[OpOverload, ...]] = {
     "max": (aten.max.dim,),
     "min": (aten.min.dim,),
 }
+SOFTMAXES: dict[str, OpOverload] = {"softmax": aten.softmax.int, "log_softmax": aten.log_softmax.int}
 POOLS: dict[str, tuple[OpOverload, ...]] = {
     "max_pool": (aten.max_pool2d.default, aten.max_pool3d.default),
     "avg_pool": (aten.avg_pool2d.default, aten.avg_pool3d.default),
@@ -219,6 +220,7 @@ _POINTWISE_BY_OVERLOAD = {
 }
 _NORM_BY_OVERLOAD = {overload: op for op, overload in NORMS.items()}
 _REDUCTION_BY_OVERLOAD = {overload: op for op, overloads in REDUCTIONS.items() for overload in overloads}
+_SOFTMAX_BY_OVERLOAD = {overload: op for op, overload in SOFTMAXES.items()}
 _POOL_BY_OVERLOAD = {overload: op for op, overloads in POOLS.items() for overload in overloads}
 
 
@@ -237,6 +239,10 @@ def norm(node: fx.Node) -> str | None:
 
 def reduction(node: fx.Node) -> str | None:
     return _REDUCTION_BY_OVERLOAD.get(cast(OpOverload, node.target))
+
+
+def softmax(node: fx.Node) -> str | None:
+    return _SOFTMAX_BY_OVERLOAD.get(cast(OpOverload, node.target))
 
 
 def pool(node: fx.Node) -> str | None:

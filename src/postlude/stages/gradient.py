@@ -71,25 +71,18 @@ def gradient_passes(
     norm = fused_norm(chain)
     value = value.contiguous(memory_format=layout)
     dy = dy.to(getattr(torch, plan.result_dtype)).contiguous(memory_format=layout)
-    place = len(pass_slots(chain, last))
-    unpooled = gradient_term(plan, place)
+    unpooled = gradient_term(plan, len(pass_slots(chain, last)))
     function = reverse.gradient(chain, last, needs, plan.from_result, unpooled)
     before = None if norm is None else reverse.sums(chain, last, needs, unpooled)
     loaded = function.loaded | (frozenset() if before is None else before.loaded)
-    read = operands(chain, last, spec, without_unread(chain, tensors, value, loaded), value)
-    g: Pointer = dy
-    if unpooled is not None:  # the steps' own: the kernels load none
-        pooled = [dy] if taps is None else [dy, taps]
-        read[place : place + len(pooled)], g = pooled, Unread(value)
+    g, read = _read(plan, last, value, dy, taps, without_unread(chain, tensors, value, loaded))
     means: tuple[Pointer, Pointer] = moments or (Unread(value), Unread(value))
-    group_means = means
-    sums = None
+    group_means, sums = means, None
     if norm is not None and before is not None:
         sums = _sums_pass(plan, before, 2 + len(wanted.sums), norm, value, g, means, read)
         weight = None if norm.weight is None else tensors[norm.weight.index].contiguous()
-        group_means = (combine_batch_sums if norm.over == "batch" else functools.partial(_combine_sums, norm))(
-            spec, sums, weight
-        )
+        combine = combine_batch_sums if norm.over == "batch" else functools.partial(_combine_sums, norm)
+        group_means = combine(spec, sums, weight)
     steps, dtypes = steps_of(function, spec.shape[1]), [tensors[slot].dtype for slot in wanted.full]
     each, all_means = per_group(norm, spec), (*means, *group_means)
     last_pass = LastPass(spec, norm, wanted, steps, each, value, g, all_means, read, dtypes)
@@ -100,6 +93,18 @@ def gradient_passes(
     found = dict(zip(wanted.full, full))
     found |= _vectors(chain, spec, _places(norm, wanted, needs), sums, totals, tensors)
     return dv, found
+
+
+def _read(
+    plan: Plan, last: int, value: Tensor, dy: Tensor, taps: Tensor | None, tensors: Sequence[Tensor]
+) -> tuple[Pointer, list[Pointer]]:
+    """The gradient that the kernels load, and the steps' tensors. Behind a pool the steps load it, with its taps."""
+    chain = plan.chain
+    read = operands(chain, last, plan.value, tensors, value)
+    if plan.pool is None:
+        return dy, read
+    place, pooled = len(pass_slots(chain, last)), [dy] if taps is None else [dy, taps]
+    return Unread(value), [*read[:place], *pooled, *read[place + len(pooled) :]]
 
 
 def without_unread(chain: Chain, tensors: Sequence[Tensor], value: Tensor, loaded: Collection[int]) -> list[Tensor]:

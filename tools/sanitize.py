@@ -32,7 +32,20 @@ from torch import Tensor
 
 import postlude
 from postlude import cards, hardware, reference
-from postlude.chain import Chain, Convolution, Normalize, Operand, Pointwise, Pool, Reduce, Role, Slot, Step, Value
+from postlude.chain import (
+    Chain,
+    Convolution,
+    Normalize,
+    Operand,
+    Pointwise,
+    Pool,
+    Reduce,
+    Role,
+    Slot,
+    Softmax,
+    Step,
+    Value,
+)
 from postlude.check import tensors_for
 from postlude.check.modes import pytorch_switches
 from postlude.graph.upsample import gradient_is_right
@@ -45,7 +58,7 @@ from postlude.run import ahead, execute, launch, nvrtc
 from postlude.stages.program import traced
 from postlude.stages.upsample import upsample_gradient
 from postlude.windows import Windows
-from postlude.words import POOLS, REDUCTIONS
+from postlude.words import POOLS, REDUCTIONS, SOFTMAXES
 
 KERNELS = Path(postlude.__file__).parent / "kernels"
 HOPPER = machine_on(cards.H200)
@@ -131,6 +144,8 @@ def chain_of(producer: Convolution | None, dims: int, *steps: tuple[Any, ...]) -
         elif word == "layer_norm":
             roles += ["last", "last"]
             made.append(Normalize(word, value, None, 1e-5, Slot(len(roles) - 2), Slot(len(roles) - 1), rest[0]))
+        elif word in SOFTMAXES:
+            made.append(Softmax(word, value))
         elif word in POOLS:
             made.append(Pool(word, value, Windows(*((size,) * dims for size in rest))))
         elif word in REDUCTIONS:
@@ -214,6 +229,12 @@ def runs() -> list[Run]:
         Run("pools-fp64", strided, (3, 9, 45, 47), "float64"),
         Run("pools-bf16", strided, (3, 9, 13, 11), "bfloat16", last),
         Run("packed-pools-bf16", thinned, (2, 9, 3, 64), "bfloat16"),
+        Run(
+            "softmax-fp32",
+            chain_of(convolution(2, (9, 12), 1), 2, ("softmax",), ("mul", "channel")),
+            flat,
+            trains=False,
+        ),
         Run("few-fp32", few, small),
         Run("few-tf32", few, small, layout=last, precision="tf32", frozen=(0,)),
         Run("few-bf16", few, small, "bfloat16", frozen=(1,)),

@@ -216,7 +216,8 @@ another question, which `postlude explain` answers.
 
 batch_norm takes the batch's statistics in training. A layer_norm's row may have 8192 elements on a GPU, and is shown
 over the last axis. mean and sum also go over channels. A reduction or softmax over more than {channels} channels is
-PyTorch's on a GPU, and in training every one over channels, after the fused passes before it. In no table because no fused pass exists: active dropout.
+PyTorch's on a GPU, and in training every one over channels, after the fused passes before it. In no table because no
+fused pass exists: active dropout.
 
 A pool may have any stride up to its window, padding, ceil_mode and up to 256 positions in a window. Elementwise steps
 after it are fused too, but are PyTorch's in training. A pool after a layer_norm is PyTorch's; on a CPU a chain ends

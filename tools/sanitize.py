@@ -182,6 +182,7 @@ def runs() -> list[Run]:
     halved = chain_of(convolution(3, (9, 12), 1), 3, ("norm", 3), ("silu",), ("max_pool", 2, 2, 0), ("mul", "channel"))
     strided = chain_of(None, 2, ("norm", 3), ("mul", "channel"), ("avg_pool", 3, 2, 1))
     thinned = chain_of(convolution(2, (9, 12), 1), 2, ("norm", 3), ("silu",), ("max_pool", 3, 2, 1))
+    normed = chain_of(convolution(2, (9, 12), 1), 2, ("softmax",), ("mul", "channel"))
     top = chain_of(None, 3, ("mul", "full"), ("amax", "channels"))
     beside = chain_of(convolution(3, (3, 20), 1), 3, ("gelu",), ("norm", 5), ("silu",))
     few = chain_of(convolution(3, (3, 24)), 3, ("norm", 8), ("mean", "sample"))

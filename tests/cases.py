@@ -195,6 +195,16 @@ CASES = [
     Case("norm relu without conv", _start(3).norm(3).op("relu").chain(), (2, 6, 5, 4, 7)),
     Case("silu norm without conv", _start(2).op("silu").norm(None).chain(), (3, 5, 9, 8)),
     Case(
+        "conv smallest of channels tanh",
+        _start(2, conv(2, (3, 5))).op("silu").reduce("min", "channels", True).op("tanh").op("mul", "one").chain(),
+        (3, 3, 6, 7),
+    ),
+    Case(
+        "norm mean over channels relu",
+        _start(3).norm(2).op("silu").reduce("mean", "channels").op("relu").chain(),
+        (2, 6, 5, 4, 3),
+    ),
+    Case(
         "conv relu mean over space",
         _start(3, conv(3, (4, 6))).op("relu").reduce("mean", "space").chain(),
         (3, 4, 6, 7, 5),

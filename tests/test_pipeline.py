@@ -335,7 +335,7 @@ def test_fused_chain_is_a_sequential_with_one_chain() -> None:
         assert fused(x).dtype == modules(x).dtype
     assert copy.deepcopy(fused)(x).shape == (2,)
     with pytest.raises(postlude.PostludeError, match=r"not one chain .*max_pool3d"):
-        postlude.nn.FusedChain(nn.Conv3d(3, 6, 3), nn.MaxPool3d(2))(x)
+        postlude.nn.FusedChain(nn.Conv3d(3, 6, 3), nn.MaxPool3d(2, dilation=2))(x)
 
 
 def test_functional_runs_a_chain_and_complains_in_a_sentence() -> None:

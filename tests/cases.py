@@ -15,6 +15,7 @@ from postlude.chain import (
     Role,
     Scalar,
     Slot,
+    Softmax,
     Step,
     Value,
 )
@@ -104,11 +105,6 @@ class Builder:
         self.steps.append(Normalize("layer_norm", value, None, eps, weight, bias, axes))
         return self
 
-    def softmax(self) -> Builder:
-        """Over the features of a linear layer."""
-        self.steps.append(Normalize("softmax", self.value, None, 0.0, axes=1))
-        return self
-
     def reduce(self, op: str, over: str, keepdim: bool = False) -> Builder:
         self.steps.append(Reduce(op, self.value, over, keepdim))  # type: ignore[arg-type]
         return self
@@ -127,6 +123,10 @@ class Builder:
         given = (kernel, kernel if stride is None else stride, padding)
         sizes = [(size,) * self.dims if isinstance(size, int) else size for size in given]
         self.steps.append(Pool(f"{op}_pool", self.value, Windows(*sizes, ceil), counts_padding, divisor))
+        return self
+
+    def softmax(self, op: str = "softmax") -> Builder:
+        self.steps.append(Softmax(op, self.value))
         return self
 
     def chain(self) -> Chain:
@@ -198,6 +198,16 @@ CASES = [
     ),
     Case("norm relu without conv", _start(3).norm(3).op("relu").chain(), (2, 6, 5, 4, 7)),
     Case("silu norm without conv", _start(2).op("silu").norm(None).chain(), (3, 5, 9, 8)),
+    Case(
+        "conv smallest of channels tanh",
+        _start(2, conv(2, (3, 5))).op("silu").reduce("min", "channels", True).op("tanh").op("mul", "one").chain(),
+        (3, 3, 6, 7),
+    ),
+    Case(
+        "norm mean over channels relu",
+        _start(3).norm(2).op("silu").reduce("mean", "channels").op("relu").chain(),
+        (2, 6, 5, 4, 3),
+    ),
     Case(
         "conv relu mean over space",
         _start(3, conv(3, (4, 6))).op("relu").reduce("mean", "space").chain(),

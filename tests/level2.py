@@ -103,6 +103,31 @@ OVER_CHANNELS: dict[str, tuple[Chain, tuple[int, ...]]] = {
     ),
 }
 
+# Those with a softmax over channels, or with steps after a reduction over them.
+SOFTMAXED: dict[str, tuple[Chain, tuple[int, ...]]] = {
+    "25": (
+        Builder(2, conv(2, (16, 64))).reduce("min", "channels", True).op("tanh").op("tanh").chain(),
+        (128, 16, 256, 256),
+    ),
+    "49": (Builder(3, up(3, (32, 64))).softmax().op("sigmoid").chain(), (16, 32, 16, 32, 32)),
+    "58": (
+        Builder(3, up(3, (3, 16), 3, 1, 0))
+        .reduce("logsumexp", "channels", True)
+        .op("add", 3.0)
+        .op("sigmoid")
+        .op("mul", Value(1))
+        .op("div", 6.0)
+        .op("sub", "one")
+        .op("clamp", low=-1.0, high=1.0)
+        .chain(),
+        (128, 3, 16, 32, 32),
+    ),
+    "91": (
+        Builder(2, up(2, (64, 128), 4)).softmax().op("add", "channel").op("mul", 2.0).op("sigmoid").chain(),
+        (128, 64, 64, 64),
+    ),
+}
+
 # Those with pools, as far as their last passes go.
 POOLED: dict[str, tuple[Chain, tuple[int, ...]]] = {
     "8": (

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from cases import BY_NAME, CASES, CHAIN_23, CHAIN_61, Case, conv
-from postlude.chain import Chain, Normalize, Pointwise, Reduce, Scalar, Slot, Value
+from postlude.chain import Chain, Normalize, Pointwise, Reduce, Scalar, Slot, Softmax, Value
 
 
 def test_prints_as_one_line() -> None:
@@ -44,11 +44,12 @@ def test_is_hashable_and_survives_text(case: Case) -> None:
             "no running statistic",
         ),
         ((Reduce("max", Value(0), "space"),), ("input",), "unknown reduction max over space"),
-        ((Reduce("mean", Value(0), "channels"),), ("input",), "unknown reduction mean over channels"),
+        ((Reduce("amax", Value(0), "sample"),), ("input",), "unknown reduction amax over sample"),
+        ((Softmax("softmin", Value(0)),), ("input",), "unknown softmax softmin"),
         (
-            (Reduce("amax", Value(0), "channels"), Pointwise("relu", (Value(1),))),
-            ("input",),
-            "step 2 follows a reduction over channels",
+            (Reduce("amax", Value(0), "channels"), Pointwise("add", (Value(1), Slot(1)))),
+            ("input", "channel"),
+            "after a reduction",
         ),
         (
             (Reduce("mean", Value(0), "space"), Pointwise("add", (Value(1), Slot(1)))),

@@ -42,6 +42,7 @@ from postlude.chain import (
     Reduce,
     Role,
     Slot,
+    Softmax,
     Step,
     Value,
     linear,
@@ -58,7 +59,7 @@ from postlude.run import ahead, execute, launch, nvrtc
 from postlude.stages.program import traced
 from postlude.stages.upsample import upsample_gradient
 from postlude.windows import Windows
-from postlude.words import POOLS, REDUCTIONS
+from postlude.words import POOLS, REDUCTIONS, SOFTMAXES
 
 KERNELS = Path(postlude.__file__).parent / "kernels"
 HOPPER = machine_on(cards.H200)
@@ -144,6 +145,8 @@ def chain_of(producer: Convolution | None, dims: int, *steps: tuple[Any, ...]) -
         elif word == "layer_norm":
             roles += ["last", "last"]
             made.append(Normalize(word, value, None, 1e-5, Slot(len(roles) - 2), Slot(len(roles) - 1), rest[0]))
+        elif word in SOFTMAXES:
+            made.append(Softmax(word, value))
         elif word in POOLS:
             made.append(Pool(word, value, Windows(*((size,) * dims for size in rest))))
         elif word in REDUCTIONS:
@@ -180,6 +183,7 @@ def runs() -> list[Run]:
     halved = chain_of(convolution(3, (9, 12), 1), 3, ("norm", 3), ("silu",), ("max_pool", 2, 2, 0), ("mul", "channel"))
     strided = chain_of(None, 2, ("norm", 3), ("mul", "channel"), ("avg_pool", 3, 2, 1))
     thinned = chain_of(convolution(2, (9, 12), 1), 2, ("norm", 3), ("silu",), ("max_pool", 3, 2, 1))
+    shared = chain_of(convolution(2, (9, 12), 1), 2, ("softmax",), ("mul", "channel"))
     top = chain_of(None, 3, ("mul", "full"), ("amax", "channels"))
     beside = chain_of(convolution(3, (3, 20), 1), 3, ("gelu",), ("norm", 5), ("silu",))
     normed = chain_of(linear(50, 70, has_bias=True), 0, ("mul", "channel"), ("batch_norm",), ("silu",))
@@ -235,6 +239,7 @@ def runs() -> list[Run]:
         Run("linear-rows-fp32", rows, (37, 52), trains=False),
         Run("linear-rows-fp16", rows, (37, 52), "float16", trains=False),
         Run("linear-fp64", wide, (5, 17), "float64"),
+        Run("softmax-fp32", shared, flat, trains=False),
         Run("few-fp32", few, small),
         Run("few-tf32", few, small, layout=last, precision="tf32", frozen=(0,)),
         Run("few-bf16", few, small, "bfloat16", frozen=(1,)),

@@ -22,6 +22,7 @@ from postlude.chain import (
     Role,
     Scalar,
     Slot,
+    Softmax,
     Step,
     Value,
     linear,
@@ -31,7 +32,7 @@ from postlude.plan import Plan, Problem, Refusal, lower
 from postlude.plan.channels import MOST_CHANNELS
 from postlude.plan.problem import Spec
 from postlude.windows import Windows
-from postlude.words import NORMS, POINTWISE, POOLS, REDUCTIONS
+from postlude.words import NORMS, POINTWISE, POOLS, REDUCTIONS, SOFTMAXES
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "support.md"
 CHANNELS, SPACE, BATCH = 32, 32, 8
@@ -110,14 +111,16 @@ def rows() -> Iterator[tuple[str, Chain]]:
     ):
         yield f"mul, {name}", word("mul", (role,))  # type: ignore[arg-type]
     for op, over in NORMS.items():
-        if op == "softmax":  # over the features of a linear layer
-            yield op, chain_of(layer, relu, Normalize(op, last, None, 0.0, axes=1))
-            continue
         groups, axes = 8 if op == "group_norm" else None, 1 if over == "row" else 0
         yield norm_name(op), chain_of(convolution(3), Normalize(op, Value(0), groups, 1e-5, axes=axes))
     for op, spans in REDUCTIONS.items():
         step = Normalize("group_norm", Value(0), 8, 1e-5)
         yield f"{op} over {spans[0]}", chain_of(convolution(3), step, Reduce(op, Value(1), spans[0], True))  # type: ignore[arg-type]
+    for op in SOFTMAXES:
+        yield (
+            f"{op} over channels",
+            chain_of(convolution(3), Normalize("group_norm", Value(0), 8, 1e-5), Softmax(op, Value(1))),
+        )
     for op in POOLS:
         step = Normalize("group_norm", Value(0), 8, 1e-5)
         yield op, chain_of(convolution(3), step, Pool(op, Value(1), Windows((2,) * 3, (2,) * 3, (0,) * 3)))
@@ -192,7 +195,14 @@ def page() -> str:
             continue
         cells = [cell.split(", ours")[0] for cell in cells]  # as for conv3d
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    for name in ("conv3d", "linear", *map(norm_name, NORMS), "logsumexp over channels", *POOLS):
+    for name in (
+        "conv3d",
+        "linear",
+        *map(norm_name, NORMS),
+        "logsumexp over channels",
+        "softmax over channels",
+        *POOLS,
+    ):
         cells = [notes.cell(outcomes(dict(rows())[name], machine, needs_grad=True)) for machine in MACHINES.values()]
         cells = cells if name in ("conv3d", "linear") else [cell.split(", ours")[0] for cell in cells]
         lines.append(f"| {name}, with gradients | " + " | ".join(cells) + " |")
@@ -225,11 +235,11 @@ another question, which `postlude explain` answers.
 {notes}
 
 batch_norm takes the batch's statistics in training. A layer_norm's row may have 8192 elements on a GPU, and is shown
-over the last axis. A reduction over more than {channels} channels is PyTorch's on a GPU, and in training every one over
-channels, after the fused passes before it. A linear layer takes matrices, [N, F]; its features are its channels. It is
-ours on a GPU in strict fp32, where tensor cores are three times as fast as ordinary instructions; in TF32 and 16 bits
-the product is cuBLAS's. In training its barriers over features are PyTorch's, after our product. In no table because no
-fused pass exists: active dropout.
+over the last axis. mean and sum also go over channels. A reduction or softmax over more than {channels} channels is
+PyTorch's on a GPU, and in training every one over channels, after the fused passes before it. A linear layer takes
+matrices, [N, F]; its features are its channels. It is ours on a GPU in strict fp32, where tensor cores are three times
+as fast as ordinary instructions; in TF32 and 16 bits the product is cuBLAS's. In training its barriers over features
+are PyTorch's, after our product. In no table because no fused pass exists: active dropout.
 
 A pool may have any stride up to its window, padding, ceil_mode and up to 256 positions in a window. Elementwise steps
 after it are fused too, but are PyTorch's in training. A pool after a layer_norm is PyTorch's; on a CPU a chain ends

@@ -26,6 +26,7 @@ from postlude.chain_steps import Pool as Pool
 from postlude.chain_steps import Reduce as Reduce
 from postlude.chain_steps import Scalar as Scalar
 from postlude.chain_steps import Slot as Slot
+from postlude.chain_steps import Softmax as Softmax
 from postlude.chain_steps import Step as Step
 from postlude.chain_steps import Value as Value
 from postlude.chain_steps import operands_of as operands_of
@@ -33,7 +34,7 @@ from postlude.chain_steps import values_of as values_of
 from postlude.convolution import Convolution as Convolution
 from postlude.convolution import linear as linear
 from postlude.windows import Windows
-from postlude.words import NORMS, POOLS, REDUCTIONS, SPANS
+from postlude.words import NORMS, POOLS, REDUCTIONS, SOFTMAXES, SPANS
 from postlude.words import POINTWISE as POINTWISE
 
 # One number for each: element (full), channel, sample and channel (row), position along the last axes (last), or for
@@ -111,14 +112,14 @@ def _mistakes(chain: Chain) -> Any:
         chain.roles[len(expected) :]
     ):
         yield f"slots start with {', '.join(expected)}, not {', '.join(chain.roles)}"
-    reduced = False
+    reduced: Reduce | None = None
     for number, step in enumerate(chain.steps, 1):
         for operand in operands_of(step):
             if isinstance(operand, Value) and not 0 <= operand.index < number:
                 yield f"step {number} reads value {operand.index}, which does not exist yet"
             if isinstance(operand, Slot) and not 0 < operand.index < len(chain.roles):
                 yield f"step {number} reads slot {operand.index}, which does not exist"
-            if isinstance(operand, Slot) and reduced:
+            if isinstance(operand, Slot) and reduced is not None and not _may_follow(operand, reduced, chain.roles):
                 yield f"step {number} reads a tensor after a reduction"
             if isinstance(operand, Scalar) and not math.isfinite(operand.value):
                 yield f"step {number} reads a number that is not finite"
@@ -135,11 +136,16 @@ def _mistakes(chain: Chain) -> Any:
         elif isinstance(step, Reduce):
             if step.over not in REDUCTIONS.get(step.op, ()):
                 yield f"unknown reduction {step.op} over {step.over}"
-            if step.over == "channels" and number < len(chain.steps) and chain.dims:
-                yield f"step {number + 1} follows a reduction over channels"
-            reduced = True
+            reduced = step
+        elif isinstance(step, Softmax) and step.op not in SOFTMAXES:
+            yield f"unknown softmax {step.op}"
         elif isinstance(step, Pool):
             yield from _pool_mistakes(step, number, chain)
+
+
+def _may_follow(slot: Slot, reduced: Reduce, roles: tuple[Role, ...]) -> bool:
+    """One number for all may be read after a reduction over channels."""
+    return reduced.over == "channels" and slot.index < len(roles) and roles[slot.index] == "one"
 
 
 def _pool_mistakes(step: Pool, number: int, chain: Chain) -> Iterator[str]:
@@ -167,14 +173,14 @@ def _word(step: Step, number: int, chain: Chain) -> str:
     if isinstance(step, Cast):
         return f"to {step.dtype}"
     if isinstance(step, Normalize):
-        if step.op == "softmax":
-            return "softmax over features"
         if step.over == "row":
             return f"{step.op} over the last {f'{step.axes} axes' if step.axes > 1 else 'axis'}"
         of = "batch" if step.over == "batch" else step.groups
         return f"{step.op}({of})" if of else step.op
     if isinstance(step, Pool):
         return str(step)
+    if isinstance(step, Softmax):
+        return f"{step.op} over {'channels' if chain.dims else 'features'}"
     if isinstance(step, Reduce):
         return f"{step.op} over {SPANS[step.over] if chain.dims else 'features'}"
     first, *others = step.operands
@@ -207,5 +213,5 @@ def _operand(operand: Operand, roles: tuple[Role, ...]) -> str:
 
 CLASSES = {
     cls.__name__: cls
-    for cls in (Value, Slot, Scalar, Convolution, Windows, Pointwise, Normalize, Reduce, Pool, Cast, Chain)
+    for cls in (Value, Slot, Scalar, Convolution, Windows, Pointwise, Normalize, Reduce, Pool, Softmax, Cast, Chain)
 }

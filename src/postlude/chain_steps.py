@@ -85,6 +85,14 @@ class Pool:
 
 
 @dataclass(frozen=True)
+class Softmax:
+    """Barrier: over channels, which stay."""
+
+    op: str
+    operand: Value
+
+
+@dataclass(frozen=True)
 class Cast:
     """A change of dtype that autocast or the model makes between two steps."""
 
@@ -92,7 +100,7 @@ class Cast:
     dtype: str
 
 
-Step = Pointwise | Normalize | Reduce | Pool | Cast
+Step = Pointwise | Normalize | Reduce | Pool | Softmax | Cast
 
 
 def operands_of(step: Step) -> tuple[Operand, ...]:

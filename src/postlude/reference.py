@@ -22,6 +22,7 @@ from postlude.chain import (
     Pool,
     Reduce,
     Scalar,
+    Softmax,
     Step,
     Value,
     values_of,
@@ -88,7 +89,6 @@ NORMS: dict[str, Callable[..., Tensor]] = {
         x, mean, variance, weight, bias, training=True, momentum=step.momentum, eps=step.eps
     ),
     "layer_norm": lambda x, step, weight, bias, *_: F.layer_norm(x, x.shape[-step.axes :], weight, bias, step.eps),
-    "softmax": lambda x, *_: torch.softmax(x, -1),
 }
 REDUCTIONS: dict[str, Callable[..., Tensor]] = {
     "mean": torch.mean,
@@ -115,6 +115,7 @@ def _avg_pool(x: Tensor, step: Pool) -> Tensor:
     return function(x, *how)
 
 
+SOFTMAXES: dict[str, Callable[..., Tensor]] = {"softmax": torch.softmax, "log_softmax": torch.log_softmax}
 POOLS: dict[str, Callable[[Tensor, Pool], Tensor]] = {"max_pool": _max_pool, "avg_pool": _avg_pool}
 
 
@@ -173,6 +174,8 @@ def apply(
         return REDUCTIONS[step.op](x, dim=reduced_axes(chain, step), keepdim=step.keepdim)
     if isinstance(step, Pool):
         return POOLS[step.op](x, step)
+    if isinstance(step, Softmax):
+        return SOFTMAXES[step.op](x, dim=1)
     weight, bias = (None if slot is None else parameter(tensors[slot.index], x) for slot in (step.weight, step.bias))
     moved = [tensors[slot.index] for slot in step.running] if moves and step.running is not None else [None, None]
     return NORMS[step.op](x, step, weight, bias, *moved)

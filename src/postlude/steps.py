@@ -17,7 +17,20 @@ import functools
 import math
 from collections.abc import Callable
 
-from postlude.chain import Cast, Chain, Normalize, Pointwise, Pool, Reduce, Scalar, Slot, Step, Value, operands_of
+from postlude.chain import (
+    Cast,
+    Chain,
+    Normalize,
+    Pointwise,
+    Pool,
+    Reduce,
+    Scalar,
+    Slot,
+    Softmax,
+    Step,
+    Value,
+    operands_of,
+)
 from postlude.expressions import Assign, Call, Expression, Function, Load, Name, Term, bound, call, live
 
 OPERANDS = 6  # pointers that the kernels take
@@ -95,6 +108,8 @@ def forward(chain: Chain, name: str, last: int, first: int = 0) -> Function:
             body.append(Assign((MEAN, RSTD), call("row_statistics", step.operand, M_X, L, Scalar(step.eps))))
         if isinstance(step, Reduce) and name == "rows":
             body.append(Assign((Value(number),), ROW_REDUCTIONS[step.op](step.operand)))
+        elif isinstance(step, Softmax) and name == "rows":
+            body.append(Assign((Value(number),), call(f"row_{step.op}", step.operand, M_X)))
         else:
             body.append(Assign((Value(number),), _value(step)))
     takes = (Value(start - 1), *{"whole": (MEAN, RSTD), "rows": ROW}.get(name, ()), *PLACE)
@@ -103,7 +118,7 @@ def forward(chain: Chain, name: str, last: int, first: int = 0) -> Function:
 
 def _has_row_statistics(step: Normalize, name: str) -> bool:
     """Rows of a tile are what the norm goes over, groups of a linear layer's features as well."""
-    return step.op != "softmax" and (step.over == "row" or name == "rows")
+    return step.over == "row" or name == "rows"
 
 
 def moments(chain: Chain, first: int, last: int) -> Function:
@@ -131,12 +146,12 @@ def meanings(step: Pointwise) -> dict[Term, Term]:
 def _value(step: Step) -> Term:
     if isinstance(step, Cast):
         return step.operand  # blocks stay in the accumulator's dtype: what is stored is rounded once
-    if isinstance(step, Normalize) and step.op == "softmax":
-        return call("row_softmax", step.operand, M_X)
     if isinstance(step, Normalize):
         scale = RSTD if step.weight is None else RSTD * step.weight
         scaled = call("-", step.operand, MEAN) * scale
         return scaled if step.bias is None else scaled + step.bias
+    if isinstance(step, Softmax):  # of a block that has all channels
+        return call(f"channel_{step.op}", step.operand, M_C)
     if isinstance(step, Reduce | Pool):
         raise ValueError("a reduction or a pool is no step of a block")
     if (inverse := _exact_inverse(step)) is not None:

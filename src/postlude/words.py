@@ -62,22 +62,21 @@ POINTWISE: dict[str, PointwiseRow] = {
     "batch_norm": PointwiseRow(5, ("eps",), (1e-5,), affine=True, vectors=True),
 }
 # Over what each takes its statistics; see `Normalize.over`. batch_norm is this one where it takes the batch's.
-# softmax is one over the features of a linear layer alone, without eps, weight or bias.
 NORMS = {
     "group_norm": "sample",
     "instance_norm": "sample",
     "batch_norm": "batch",
     "layer_norm": "row",
-    "softmax": "row",
 }
 # What each may go over; adaptive_avg_pool is to size 1: the mean over space. max and min give values alone, and are not
 # amax and amin: of equal ones they choose one for the gradient, those divide it among them.
 REDUCTIONS = {
-    "mean": ("space", "sample"),
-    "sum": ("space", "sample"),
+    "mean": ("space", "sample", "channels"),
+    "sum": ("space", "sample", "channels"),
     "adaptive_avg_pool": ("space",),
     **dict.fromkeys(("logsumexp", "amax", "amin", "max", "min"), ("channels",)),
 }
 # Each window's mean, or its largest, of equal ones the first; a NaN stays.
 POOLS = ("max_pool", "avg_pool")
+SOFTMAXES = ("softmax", "log_softmax")  # over channels, or the features of a linear layer
 SPANS = {"space": "space", "sample": "all but batch", "channels": "channels"}  # as a chain's line names them

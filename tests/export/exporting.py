@@ -195,6 +195,22 @@ SMALL_PROBLEMS = [
         ("pools_kernel",),
     ),
     Problem(
+        "softmax and what follows",
+        "self.conv = nn.ConvTranspose2d(cin, cout, 3, stride=2); self.v = nn.Parameter(torch.randn(cout, 1, 1))",
+        "return torch.sigmoid((torch.softmax(self.conv(x), dim=1) + self.v) * 2.0)",
+        (2, 8, 5, 4),
+        6,
+        ("channels_kernel",),
+    ),
+    Problem(
+        "steps after the smallest of channels",
+        "self.conv = nn.Conv2d(cin, cout, 3); self.b = nn.Parameter(torch.randn(1, 1, 1, 1))",
+        "x = torch.min(self.conv(x), dim=1, keepdim=True)[0]; return torch.tanh(x * torch.sigmoid(x + 3)) - self.b",
+        (2, 8, 6, 5),
+        6,
+        ("channels_kernel",),
+    ),
+    Problem(
         "norm alone",
         "self.norm = nn.GroupNorm(3, cin); self.head = nn.Linear(cin, cout)",
         "x = F.relu(self.norm(x)); return self.head(x.mean(dim=(2, 3)))",

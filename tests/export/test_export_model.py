@@ -214,9 +214,15 @@ def test_values_of_a_pair_are_the_chains(taken: str, tmp_path: Path) -> None:
     assert ruff(tmp_path / "file.py") == ""
 
 
-@pytest.mark.parametrize("used", ["p[0] + p.values", "p[0] * p.indices"])
-def test_a_pair_that_is_used_as_such_stays_plain(used: str, tmp_path: Path) -> None:
-    forward = f"p = torch.max(F.relu(self.norm(x)), dim=1)\n        return {used}"
+def test_values_of_a_pair_that_are_taken_twice_are_one_value(tmp_path: Path) -> None:
+    forward = "p = torch.max(F.relu(self.norm(x)), dim=1)\n        return p[0] + p.values"
+    made, _, _ = export_text(MAX.text.replace(MAX.forward, forward), tmp_path)
+    chain = "group_norm(3) → relu → max over channels → add(value 3)"
+    assert [str(one.chain) for one in made.chains] == [chain]
+
+
+def test_a_pair_that_is_used_as_such_stays_plain(tmp_path: Path) -> None:
+    forward = "p = torch.max(F.relu(self.norm(x)), dim=1)\n        return p[0] * p.indices"
     made, _, _ = export_text(MAX.text.replace(MAX.forward, forward), tmp_path)
     assert [str(chain.chain) for chain in made.chains] == ["group_norm(3) → relu"]
     assert "x = torch.max(x, dim=1)\n" in made.text

@@ -151,7 +151,7 @@ CAPTURES = [
     Capture(
         "logsumexp and more",
         lambda m, x: m.norm(m.conv(x)).logsumexp(1, keepdim=True).relu() + x,
-        (f"{C} → {G} → logsumexp over channels",),
+        (f"{C} → {G} → logsumexp over channels → relu",),
     ),
     Capture("amax in autocast", _autocast_amax, ("conv3d(4→4, k3, p1, bfloat16) → amax over channels",)),
     Capture(

@@ -93,6 +93,13 @@ SPELLINGS: dict[str, list[Body]] = {
     "adaptive_avg_pool over space": [nn.AdaptiveAvgPool2d(1), lambda x: F.adaptive_avg_pool2d(x, (1, 1))],
     "mean over space": [lambda x: x.mean((2, 3)), lambda x: x.mean((-2, -1), keepdim=True)],
     "logsumexp over channels": [lambda x: torch.logsumexp(x, dim=1), lambda x: x.logsumexp((-3,), keepdim=True)],
+    "softmax over channels": [nn.Softmax(1), lambda x: torch.softmax(x, -3), lambda x: F.softmax(x, dim=1)],
+    "log_softmax over channels → mul(2)": [lambda x: F.log_softmax(x, 1) * 2.0],
+    "mean over channels": [lambda x: x.mean(1), lambda x: torch.mean(x, (1,), keepdim=True)],
+    "sum over channels → gelu": [lambda x: F.gelu(x.sum(1))],
+    "min over channels → tanh → sub(one number)": [
+        lambda x: torch.tanh(torch.min(x, dim=1, keepdim=True)[0]) - ONE,
+    ],
     "amax over channels": [lambda x: x.amax(1), lambda x: torch.amax(x, (1,), keepdim=True)],
     "amin over channels": [lambda x: x.amin(1), lambda x: torch.amin(x, dim=-3)],
     "max over channels": [
@@ -161,7 +168,8 @@ DECLINED: dict[str, Body] = {
     "aten.min.dim over axes [2]: only channels is understood": lambda x: torch.min(x, dim=2)[0],
     "aten.logsumexp over axes [1, 2]": lambda x: torch.logsumexp(x, (1, 2)),
     "aten.amax over axes []": lambda x: torch.amax(x),
-    "aten.mean.dim over axes [1]": lambda x: x.mean(1),
+    "aten.mean.dim over axes [2]": lambda x: x.mean(2),
+    "aten.softmax.int over axis 2": lambda x: torch.softmax(x, 2),
     "aten.max_pool2d with a dilation": nn.MaxPool2d(2, dilation=2),
     "aten.avg_pool2d with gaps between its windows": nn.AvgPool2d(2, 3),
     "max_pool2d_with_indices is not in the vocabulary": lambda x: torch.add(*F.max_pool2d(x, 2, return_indices=True)),

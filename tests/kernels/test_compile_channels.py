@@ -9,7 +9,7 @@ import pytest
 from cases import Builder, conv
 from kernels import offline
 from kernels.offline import Compiled
-from level2 import OVER_CHANNELS
+from level2 import OVER_CHANNELS, SOFTMAXED
 from plan.test_convolve import card as machine_of
 from plan.test_lower import problem
 from postlude.chain import Chain
@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 pytestmark = [pytest.mark.compile, pytest.mark.filterwarnings("ignore")]
 card = offline.card
 WIDE = Builder(2, conv(2, (16, 300))).norm(4).op("gelu", approximate="none").op("add", "full").op("mul", "row")
-CHAINS = {**OVER_CHANNELS, "300 channels": (WIDE.reduce("amin", "channels").chain(), (8, 16, 64, 64))}
+CHAINS = {**OVER_CHANNELS, **SOFTMAXED, "300 channels": (WIDE.reduce("amin", "channels").chain(), (8, 16, 64, 64))}
 
 
 def compiled(chain: Chain, shape: tuple[int, ...], layout: str, dtype: str, card: int) -> tuple[Compiled, KernelCall]:

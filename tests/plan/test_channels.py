@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cases import Builder, conv
-from level2 import OVER_CHANNELS
+from level2 import OVER_CHANNELS, SOFTMAXED
 from plan.test_convolve import card
 from plan.test_lower import problem
 from postlude.chain import Chain
@@ -18,6 +18,9 @@ from postlude.plan.types import Store
 def planned(chain: Chain, shape: tuple[int, ...], **changes: object) -> Plan | Refusal:
     given = problem(chain, shape, device="cuda", **{"precision": "fp32", **changes})
     return lower(chain, given, card(90), even_if_slower=True)
+
+
+SHAPE = (32, 8, 64, 64)
 
 
 def soft(outputs: int = 64, inputs: int = 8) -> Builder:
@@ -102,6 +105,29 @@ def test_in_training_the_plan_is_of_the_chain_before_it() -> None:
     )
     assert isinstance(without_norm, Plan)
     assert without_norm.from_result
+
+
+@pytest.mark.parametrize("name", SOFTMAXED)
+def test_softmax_and_steps_after_a_reduction_are_in_the_last_pass(name: str) -> None:
+    chain, shape = SOFTMAXED[name]
+    plan = planned(chain, shape)
+    assert isinstance(plan, Plan)
+    assert plan.passes[-1].last == len(chain.steps)
+    assert plan.over_channels is not None
+    assert (plan.channels_end is None) == (name in ("49", "91"))
+    assert result_shape(chain, problem(chain, shape))[1] == (1 if plan.channels_end else plan.value.shape[1])
+
+
+def test_a_softmax_of_too_many_channels_is_pytorchs() -> None:
+    def start() -> Builder:
+        return Builder(2, conv(2, (8, 528))).norm(16).op("relu")
+
+    plan, shorter = planned(start().softmax().op("tanh").chain(), SHAPE), planned(start().chain(), SHAPE)
+    assert isinstance(plan, Plan)
+    assert isinstance(shorter, Plan)
+    assert plan.passes == shorter.passes
+    assert plan.over_channels is None
+    assert any("softmax over channels is PyTorch's" in line for line in plan.reasons)
 
 
 def test_moments_are_not_all_that_is_needed() -> None:

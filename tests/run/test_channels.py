@@ -81,6 +81,53 @@ def test_after_our_own_convolution_without_a_norm(layout: str) -> None:
         assert worst(built.reduce("amin", "channels").chain(), (2, 3, 5, 6), torch.float64, layout) < 1e-13
 
 
+SOFT_ENDS = [
+    Builder(2).softmax("log_softmax").op("mul", "channel"),
+    Builder(2, conv(2, (3, 6))).softmax().op("add", "channel").op("mul", 2.0).op("sigmoid"),
+    Builder(2).norm(1).op("tanh").softmax().op("add", "full").op("mul", Value(1)).op("mul", "row"),
+    Builder(2).op("silu").reduce("min", "channels", True).op("tanh").op("tanh"),
+    Builder(2).op("silu").reduce("logsumexp", "channels", True).op("sub", "one").op("clamp", low=-1.0, high=1.0),
+    Builder(2).softmax().op("sub", "channel").op("silu").reduce("max", "channels").op("relu"),
+    Builder(2).op("mul", 2.0).reduce("mean", "channels").op("relu"),
+    Builder(2).op("mul", "channel").reduce("sum", "channels", True),
+    Builder(2).softmax().pool("max", 2),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("built", SOFT_ENDS, ids=lambda built: str(built.chain()))
+@pytest.mark.usefixtures("poisoned_memory", "short_tiles")
+def test_softmax_and_what_follows(built: Builder, layout: str) -> None:
+    count = 3 if built.producer is not None else 17
+    for dtype, tolerance in ((torch.float64, 1e-13), (torch.float32, 2e-6), (torch.float16, 2e-3)):
+        assert worst(built.chain(), (2, count, 5, 7), dtype, layout) < tolerance
+
+
+@pytest.mark.parametrize("op", ["softmax", "log_softmax"])
+def test_softmax_of_what_is_not_finite_is_pytorchs(op: str) -> None:
+    x = torch.tensor(COLUMNS).T.reshape(1, 3, 3, 3)
+    chain = Builder(2).softmax(op).chain()
+    assert fused(chain, [x]).isclose(reference.evaluate(chain, [x]), equal_nan=True).all()
+    large = Builder(2).op("mul", 1e4).softmax(op).chain()
+    assert worst(large, (2, 5, 3, 4), torch.float32, "contiguous") < 1e-6
+
+
+def test_a_softmax_over_lanes_past_the_last_channel_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: they count."""
+    module = importlib.import_module("postlude.kernels.triton.channels")
+    source, right = (
+        Path(str(module.__file__)).read_text(),
+        "tl.where(m_c[None, :], exp(b_x - row_shift(b_x, m_c)), 0.0)",
+    )
+    assert source.count(right) == 1
+    made = compose(HEADER + source.replace(right, "exp(b_x - row_shift(b_x, m_c))"))
+    monkeypatch.setattr(module, "channel_softmax", made["channel_softmax"])
+    compose.cache_clear()
+    assert worst(Builder(2).softmax().chain(), (2, 5, 3, 4), torch.float64, "contiguous") > 1e-3
+    monkeypatch.undo()
+    compose.cache_clear()
+
+
 def test_large_values_do_not_overflow() -> None:
     chain = Builder(2).op("mul", 1e4).reduce("logsumexp", "channels").chain()
     assert worst(chain, (2, 5, 3, 4), torch.float32, "contiguous") < 1e-6
@@ -136,6 +183,15 @@ def trained(chain: Chain, tensors: Sequence[Tensor], memory: str = "default") ->
     assert plan.trains
     assert plan.is_lean == (memory == "lean" and chain.producer is not None)
     return execute.prepare(chain, plan)
+
+
+@pytest.mark.usefixtures("library_convolution")
+def test_gradients_of_a_softmax_are_pytorchs_after_the_backward_passes() -> None:
+    chain = Builder(2, conv(2, (2, 4))).norm(2).op("silu").softmax().op("mul", "channel").chain()
+    tensors = [t.requires_grad_() for t in tensors_for(chain, (2, 2, 5, 4), torch.float64)]
+    truth = gradients(lambda ts: reference.evaluate(chain, ts), tensors)
+    for ours, true in zip(gradients(trained(chain, tensors), tensors), truth, strict=True):
+        torch.testing.assert_close(ours, true, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("memory", ["default", "lean"])

@@ -35,7 +35,13 @@ MUTANTS: list[tuple[str, str, str, Chain, str]] = [
     ("convolve", "(x < OW // ALIGN)", "(x < OW // ALIGN + 1)", BLOCK, "normal"),
     ("convolve", "* ALIGN + o_p % ALIGN", "* ALIGN", VALID, "normal"),
     ("convolve", "FIRST_SLICE - z_last", "FIRST_SLICE + 1 - z_last", BY_NAME["61 small"].chain, "normal"),
-    ("channels", 'tl.where(m_c[None, :], b_x, float("-inf"))', "b_x", SOFT, "normal"),
+    (
+        "channels",
+        'else float("-inf"))\n        if OP == "logsumexp"',
+        'else b_x)\n        if OP == "logsumexp"',
+        SOFT,
+        "normal",
+    ),
     ("channels", "exp(b_x - shift[:, None])", "exp(b_x)", SOFT, "normal"),
     ("channels", "own_rows(i_n, o_c, C, BLOCK_C) // C_PER_GROUP", "o_c // C_PER_GROUP", GROUPS, "normal"),
 ]

@@ -16,7 +16,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor, nn
 
-from postlude.chain import Convolution, Normalize, Reduce, Scalar, Slot, Step
+from postlude.chain import Convolution, Normalize, Reduce, Scalar, Slot, Softmax, Step
 from postlude.errors import PostludeError
 from postlude.graph.capture import capture_function
 from postlude.graph.match import Match, match
@@ -106,8 +106,8 @@ def _unwritten(training: bool, over_batch: bool, step: Step) -> str | None:
     """Why the kernels of a file end before a step, where they do."""
     if isinstance(step, Normalize) and step.over == "batch" and not over_batch:
         return "a chain over this batch_norm could not be written as calls"
-    if isinstance(step, Reduce) and step.over == "channels" and training:
-        return "no kernels are written for the gradients of a reduction over channels"
+    if training and (isinstance(step, Softmax) or (isinstance(step, Reduce) and step.over == "channels")):
+        return "no kernels are written for the gradients of a reduction or softmax over channels"
     return None
 
 

@@ -18,7 +18,6 @@ from postlude.chain import (
     Normalize,
     Operand,
     Pointwise,
-    Pool,
     Reduce,
     Role,
     Scalar,
@@ -29,7 +28,7 @@ from postlude.chain import (
 from postlude.graph import spellings
 from postlude.graph.capture import same_shape
 from postlude.graph.idioms import with_idioms
-from postlude.graph.pools import read_pool
+from postlude.graph.pools import last_pool, pooled, softmaxed
 from postlude.graph.reductions import Reduction, read_reduction
 from postlude.graph.row_norms import RowNorm, read_row_norm
 from postlude.graph.spellings import arguments_of, describe
@@ -52,11 +51,10 @@ class Draft:
 
     def extend(self, node: fx.Node) -> Draft | str:
         """This draft with one more step, or a sentence why `node` cannot be one."""
-        if any(self.values[one].index < _last_pool(self) for one in node.all_input_nodes if one in self.values):
+        if any(self.values[one].index < last_pool(self.steps) for one in node.all_input_nodes if one in self.values):
             return f"{describe(node)} reads a value from before a pool"
         reduced = next((step for step in self.steps if isinstance(step, Reduce)), None)
-        is_end = reduced is not None and reduced.over == "channels" and self.dims > 0
-        if reduced is not None and (is_end or spellings.pointwise(node) is None):
+        if reduced is not None and spellings.pointwise(node) is None:
             return f"{describe(node)} comes after a reduction"
         spelled = spellings.pointwise(node)
         if isinstance(spelled, str):
@@ -65,7 +63,7 @@ class Draft:
             return _pointwise(self, node, spelled)
         if spellings.norm(node) is not None:
             # No pass goes on after a pool's: the norm's own pass reads what it leaves.
-            return f"{describe(node)} after a pool begins a chain" if _last_pool(self) else _normalize(self, node)
+            return f"{describe(node)} after a pool begins a chain" if last_pool(self.steps) else _normalize(self, node)
         row_norm = read_row_norm(node) if self.dims == 0 else None
         if row_norm is not None:
             return _normalize_rows(self, row_norm)
@@ -73,7 +71,9 @@ class Draft:
         if reduction is not None:
             return reduction if isinstance(reduction, str) else _reduce(self, node, reduction)
         if spellings.pool(node) is not None:
-            return _pool(self, node)
+            return pooled(self, node)
+        if spellings.softmax(node) is not None:
+            return softmaxed(self, node)
         if node.target is torch.ops.aten.to.dtype:
             return self._add(node, Cast(self.values[node.args[0]], name_of(dtype_of(node))))  # type: ignore[index]
         return f"{describe(node)} is not in the vocabulary"
@@ -167,13 +167,14 @@ def _operand(draft: Draft, node: fx.Node, first: fx.Node, item: Any, is_vector: 
         if not same_shape(shape, other):
             return f"{describe(node)} broadcasts one of the chain's values"
         return draft, draft.values[item]
-    if any(isinstance(step, Reduce) for step in draft.steps):
+    reduced = [step.over for step in draft.steps if isinstance(step, Reduce)]
+    if reduced and (reduced != ["channels"] or not _are_ones(other)):
         return f"{describe(node)} brings another tensor in after a reduction"
-    pooled = any(isinstance(step, Pool) for step in draft.steps)
     role = _vector_role(shape, other) if is_vector else _broadcast_role(shape, other)
+    role = "one" if reduced else role  # with one channel a number per channel is that as well
     if role is None:
         return f"{describe(node)} broadcasts a tensor of shape {tuple(other)}, which is neither full nor per channel"
-    if pooled and role in ("full", "row"):
+    if last_pool(draft.steps) and role in ("full", "row"):
         return f"{describe(node)} brings a tensor of more than one number per channel in after a pool"
     return draft._slot(item, role)
 
@@ -264,20 +265,6 @@ def _reduce(draft: Draft, node: fx.Node, found: Reduction) -> Draft | str:
     draft, value = draft._cast(draft.values[operand], dtype_of(result))
     draft = dataclasses.replace(draft, nodes=(*draft.nodes, *found.nodes[:-1]))
     return draft._add(result, Reduce(found.op, value, found.over, found.keepdim))  # type: ignore[arg-type]
-
-
-def _pool(draft: Draft, node: fx.Node) -> Draft | str:
-    operand = arguments_of(node)["self"]
-    if operand not in draft.values:
-        return f"{describe(node)} does not work on the chain's value"
-    draft, value = draft._cast(draft.values[operand], dtype_of(node))
-    pool = read_pool(node, draft.dims, value)
-    return draft._add(node, pool) if isinstance(pool, Pool) else str(pool)
-
-
-def _last_pool(draft: Draft) -> int:
-    """The number of the last pool; values from before it have other sizes."""
-    return max((number for number, step in enumerate(draft.steps, 1) if isinstance(step, Pool)), default=0)
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -1,15 +1,19 @@
-"""How a pool is read: its windows, and what of it is not understood."""
+"""How a pool is read, its windows and what of it is not understood; and a softmax."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch.fx as fx
 
-from postlude.chain import Pool, Step, Value
+from postlude.chain import Pool, Softmax, Step, Value
 from postlude.graph import spellings
 from postlude.graph.spellings import arguments_of, describe
 from postlude.windows import Windows
+
+if TYPE_CHECKING:
+    from postlude.graph.draft import Draft
 
 MOST_TAPS = 256  # positions of a window: where its largest lies is kept in one byte
 
@@ -38,9 +42,37 @@ def read_pool(node: fx.Node, dims: int, value: Value) -> Pool | str | None:
     return Pool(op, value, windows, counts, None if divisor is None else int(divisor))
 
 
+def pooled(draft: Draft, node: fx.Node) -> Draft | str:
+    """The draft with a pool, or a sentence why not."""
+    operand = arguments_of(node)["self"]
+    if operand not in draft.values:
+        return f"{describe(node)} does not work on the chain's value"
+    draft, value = draft._cast(draft.values[operand], node.meta["val"].dtype)
+    pool = read_pool(node, draft.dims, value)
+    return draft._add(node, pool) if isinstance(pool, Pool) else str(pool)
+
+
+def last_pool(steps: Sequence[Step]) -> int:
+    """The number of the last pool; values from before it have other sizes."""
+    return max((number for number, step in enumerate(steps, 1) if isinstance(step, Pool)), default=0)
+
+
+def softmaxed(draft: Draft, node: fx.Node) -> Draft | str:
+    """The draft with a softmax over channels, or a sentence why not."""
+    call, op = arguments_of(node), spellings.softmax(node)
+    if call["self"] not in draft.values:
+        return f"{describe(node)} does not work on the chain's value"
+    if call["dim"] % (draft.dims + 2) != 1:
+        return f"{describe(node)} over axis {call['dim']}: only channels is understood"
+    if call["dtype"] is not None:
+        return f"{describe(node)} with a dtype of its own"
+    draft, value = draft._cast(draft.values[call["self"]], node.meta["val"].dtype)
+    return draft._add(node, Softmax(str(op), value))
+
+
 def left_to_pytorch(device: str, step: Step) -> str | None:
-    """Why a chain ends before a pool on this device, where it does: PyTorch's own pools follow it there."""
-    if isinstance(step, Pool) and device == "cpu":
+    """Why a chain ends before a pool or a softmax on this device, where it does: PyTorch's own follow it there."""
+    if isinstance(step, Pool | Softmax) and device == "cpu":
         return f"{step.op} is PyTorch's on a CPU"
     return None
 

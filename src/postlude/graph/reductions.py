@@ -11,7 +11,7 @@ from postlude.graph import spellings
 from postlude.graph.spellings import Arguments, arguments_of, describe
 from postlude.words import REDUCTIONS
 
-_UNDERSTOOD = {("space", "sample"): "space, or all but the batch,", ("channels",): "channels"}
+_UNDERSTOOD = {("space", "sample", "channels"): "space, channels, or all but the batch,", ("channels",): "channels"}
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Norms over the features of a linear layer that are spelled in a way of their own: softmax, and an instance_norm of
-features that stand for the positions of one channel."""
+"""A norm over the features of a linear layer that is spelled in a way of its own: an instance_norm of features that stand
+for the positions of one channel."""
 
 from __future__ import annotations
 
@@ -22,15 +22,8 @@ class RowNorm:
     nodes: tuple[fx.Node, ...]  # the last one holds the values
 
 
-def read_row_norm(node: fx.Node) -> RowNorm | None:
-    """That which begins with a node, or None."""
-    if spellings.is_softmax_of_features(node):
-        return RowNorm("softmax", 0.0, arguments_of(node)["self"], (node,))
-    return _instance_norm(node)
-
-
-def _instance_norm(first: fx.Node) -> RowNorm | None:
-    """[N, F] → [N, 1, …, F] → instance_norm → [N, F]: without affine it is layer_norm's normalisation."""
+def read_row_norm(first: fx.Node) -> RowNorm | None:
+    """That which begins with a node, or None: [N, F] → [N, 1, …, F] → instance_norm → [N, F]: without affine it is layer_norm's normalisation."""
     nodes: list[fx.Node] = []
     node: fx.Node | None = first
     while node is not None and _adds_an_axis(node):

@@ -190,7 +190,6 @@ NORMS: dict[str, OpOverload] = {
     "instance_norm": aten.instance_norm.default,
     "batch_norm": aten.batch_norm.default,
     "layer_norm": aten.layer_norm.default,
-    "softmax": aten.softmax.int,
 }
 REDUCTIONS: dict[str, tuple[OpOverload, ...]] = {
     "mean": (aten.mean.dim,),
@@ -202,6 +201,7 @@ REDUCTIONS: dict[str, tuple[OpOverload, ...]] = {
     "max": (aten.max.dim,),
     "min": (aten.min.dim,),
 }
+SOFTMAXES: dict[str, OpOverload] = {"softmax": aten.softmax.int, "log_softmax": aten.log_softmax.int}
 POOLS: dict[str, tuple[OpOverload, ...]] = {
     "max_pool": (aten.max_pool2d.default, aten.max_pool3d.default),
     "avg_pool": (aten.avg_pool2d.default, aten.avg_pool3d.default),
@@ -228,6 +228,7 @@ _POINTWISE_BY_OVERLOAD = {
 }
 _NORM_BY_OVERLOAD = {overload: op for op, overload in NORMS.items()}
 _REDUCTION_BY_OVERLOAD = {overload: op for op, overloads in REDUCTIONS.items() for overload in overloads}
+_SOFTMAX_BY_OVERLOAD = {overload: op for op, overload in SOFTMAXES.items()}
 _POOL_BY_OVERLOAD = {overload: op for op, overloads in POOLS.items() for overload in overloads}
 
 
@@ -239,22 +240,17 @@ def pointwise(node: fx.Node) -> Read | None:
 
 
 def norm(node: fx.Node) -> str | None:
-    """The norm that a node spells; batch_norm is one where it takes the batch's statistics, else a word. softmax is
-    none but behind a linear layer (`is_softmax_of_features`)."""
+    """The norm that a node spells; batch_norm is one where it takes the batch's statistics, else a word."""
     op = _NORM_BY_OVERLOAD.get(cast(OpOverload, node.target))
-    return None if op == "softmax" or (op == "batch_norm" and not arguments_of(node)["training"]) else op
-
-
-def is_softmax_of_features(node: fx.Node) -> bool:
-    """Over the last axis of a matrix, in its dtype."""
-    if node.target is not NORMS["softmax"]:
-        return False
-    call = arguments_of(node)
-    return call["dim"] in (1, -1) and call["dtype"] is None
+    return None if op == "batch_norm" and not arguments_of(node)["training"] else op
 
 
 def reduction(node: fx.Node) -> str | None:
     return _REDUCTION_BY_OVERLOAD.get(cast(OpOverload, node.target))
+
+
+def softmax(node: fx.Node) -> str | None:
+    return _SOFTMAX_BY_OVERLOAD.get(cast(OpOverload, node.target))
 
 
 def pool(node: fx.Node) -> str | None:

@@ -1,10 +1,10 @@
-"""A chain's end in a reduction over channels on a GPU: whether the last pass takes it in, and how that is cut."""
+"""What a chain does over channels on a GPU: whether the last pass takes it in, and how that is cut."""
 
 from __future__ import annotations
 
-from postlude.chain import Chain, Normalize, Reduce
+from postlude.chain import Chain, Normalize
 from postlude.plan.problem import Problem, body_shape, power_of_two
-from postlude.plan.program import channels_end, fused_pool, row_norm
+from postlude.plan.program import fused_pool, is_over_channels, over_channels, row_norm
 
 MOST_CHANNELS = 512  # a tile has all of them, for so many positions that memory is read in whole pieces
 # Elements of a tile, positions at least and at most. On an H200 over (128, 64, 126²) in fp32, logsumexp of tanh and
@@ -14,14 +14,14 @@ CHANNELS_WARPS = 4
 
 
 def takes_channels(chain: Chain, problem: Problem) -> bool:
-    """Whether the last pass ends in the chain's reduction over channels."""
-    return channels_end(chain) is not None and why_apart(chain, problem) is None
+    """Whether the last pass takes the chain's reduction or softmax over channels in."""
+    return over_channels(chain) is not None and why_apart(chain, problem) is None
 
 
 def why_apart(chain: Chain, problem: Problem) -> str | None:
-    """Why a chain's reduction over channels is PyTorch's, where it is."""
-    end = channels_end(chain)
-    if end is None:
+    """Why a chain's reduction or softmax over channels is PyTorch's, where it is."""
+    step = next((step for step in chain.steps if is_over_channels(step)), None)
+    if step is None:
         return None
     why = None
     if body_shape(chain, problem)[1] > MOST_CHANNELS:
@@ -32,12 +32,12 @@ def why_apart(chain: Chain, problem: Problem) -> str | None:
         why = "it follows a pool"
     if sum(isinstance(step, Normalize) for step in chain.steps) > 1:
         why = "it follows a second norm"
-    return None if why is None else f"{end.op} over channels is PyTorch's: {why}"
+    return None if why is None else f"{step.op} over channels is PyTorch's: {why}"
 
 
-def channels_kind(end: Reduce) -> str:
-    """The operator whose values it gives."""
-    return {"max": "amax", "min": "amin"}.get(end.op, end.op)
+def channels_kind(op: str) -> str:
+    """The reduction whose values it gives."""
+    return {"max": "amax", "min": "amin"}.get(op, op)
 
 
 def channels_tile(channels: int, positions: int) -> tuple[int, int]:

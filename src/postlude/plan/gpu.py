@@ -34,6 +34,7 @@ from postlude.plan.program import (
     is_all_that_is_read,
     last_fused_step,
     moments_only,
+    over_channels,
     row_norm,
     row_parts,
     rows_from,
@@ -113,7 +114,7 @@ def _passes(chain: Chain, problem: Problem, own: Own | LinearGemm | str, from_re
     is_own = not isinstance(own, str)
     source = "own convolution" if is_own else first_source(chain)
     moments, last, barrier = moments_only(chain), last_fused_step(chain), first_barrier(chain)
-    end = last + takes_channels(chain, problem)  # of the last pass
+    end = _end(chain, problem)
     if moments is not None:
         # A convolution of few channels is computed again inside the kernel of its gradients.
         kept = problem.needs_grad and isinstance(own, Gemm | Boxes) and not is_lean(chain, problem)
@@ -137,6 +138,12 @@ def _passes(chain: Chain, problem: Problem, own: Own | LinearGemm | str, from_re
     if is_own and (end > last or is_pooled or (problem.needs_grad and not from_result)):
         return (Pass(source, 1, 0, Store(raw=True)), Pass("load", 1, end, Store()))
     return (Pass(source, 1, end, Store()),)
+
+
+def _end(chain: Chain, problem: Problem) -> int:
+    """The last step of the last pass."""
+    found = over_channels(chain)
+    return found.last if found is not None and takes_channels(chain, problem) else last_fused_step(chain)
 
 
 def _is_finished_before(chain: Chain, problem: Problem, norm: int) -> bool:
@@ -222,8 +229,8 @@ def _reasons_against(chain: Chain, problem: Problem, machine: Machine) -> list[s
         reasons.append(
             f"the GPU passes need an NVIDIA card of Ampere or later, not {machine.card.architecture or 'this one'}"
         )
-    last = last_fused_step(chain)
-    if last == 0 and chain.steps and moments_only(chain) is None and not takes_channels(chain, problem):
+    last = _end(chain, problem)
+    if last == 0 and chain.steps and moments_only(chain) is None:
         reasons.append("nothing before the reduction can be fused")
     if any(value.index < last for step in chain.steps[last:] for value in values_of(step)):
         reasons.append("a step after the last fused one reads a value from inside the fused passes")

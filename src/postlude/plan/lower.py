@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from postlude.chain import Chain
+from postlude.chain import Chain, Pool, Softmax
 from postlude.hardware import Machine
 from postlude.plan.cpu import lower_for_cpu
 from postlude.plan.gpu import lower_for_gpu, tile_for
 from postlude.plan.problem import Problem, body_shape, body_spec, result_dtype, result_layout, result_shape
-from postlude.plan.program import fused_pool, takes_the_batch
+from postlude.plan.program import takes_the_batch
 from postlude.plan.through import INFINITIES, through_for
 from postlude.plan.trained import trained_part, why_not_ours
 from postlude.plan.types import Pass, Plan, Refusal, Store
@@ -76,8 +76,8 @@ def _unsupported(chain: Chain, problem: Problem) -> tuple[str, ...]:
         reasons.append(f"there are no fused passes for {problem.device} devices")
     if problem.needs_grad and problem.device not in TRAINS:
         reasons.append(f"gradients are needed, and the fused passes for {problem.device} devices have no backward pass")
-    if fused_pool(chain) is not None and problem.device == "cpu":
-        reasons.append("pools are PyTorch's on a CPU")
+    if any(isinstance(step, Pool | Softmax) for step in chain.steps) and problem.device == "cpu":
+        reasons.append("pools and softmax are PyTorch's on a CPU")
     if min(result_shape(chain, problem)) < 1:
         reasons.append("a window of the pool is larger than what it goes over, for which PyTorch raises its own error")
     if any(spec.elements == 0 for spec in problem.tensors):

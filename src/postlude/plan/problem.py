@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from postlude.chain import POINTWISE, Cast, Chain, Normalize, Pointwise, Pool, Reduce, Slot, Value, values_of
+from postlude.chain import POINTWISE, Cast, Chain, Normalize, Pointwise, Pool, Reduce, Slot, Softmax, Value, values_of
 from postlude.hardware import Machine, default_fp32_precision
 from postlude.plan.program import channels_end
 
@@ -127,7 +127,8 @@ def result_shape(chain: Chain, problem: Problem) -> tuple[int, ...]:
     for step in chain.steps:
         if isinstance(step, Reduce):
             if step.over == "channels":
-                return (shape[0], *((1,) if step.keepdim else ()), *shape[2:])
+                shape = (shape[0], *((1,) if step.keepdim else ()), *shape[2:])
+                continue
             kept = 2 if step.over == "space" else 1
             shape = shape[:kept] + ((1,) * (len(shape) - kept) if step.keepdim else ())
         elif isinstance(step, Pool):
@@ -199,6 +200,8 @@ def handed_on_layout(chain: Chain, problem: Problem, machine: Machine) -> Layout
     layout = body_layout(chain, problem)
     for step in chain.steps:
         if isinstance(step, Normalize) and step.op not in machine.keeping_layout:
+            layout = "contiguous"
+        if isinstance(step, Softmax):  # on every device
             layout = "contiguous"
         if isinstance(step, Pool) and f"{step.op}{chain.dims}d" not in machine.keeping_layout:
             layout = "contiguous"

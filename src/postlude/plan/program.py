@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 from postlude.chain import (
     POINTWISE,
@@ -14,8 +15,10 @@ from postlude.chain import (
     Reduce,
     Scalar,
     Slot,
+    Softmax,
     Step,
     Value,
+    values_of,
 )
 from postlude.steps import too_many_tensors
 
@@ -38,7 +41,7 @@ class FusedPool:
     pool: Pool
 
 
-BARRIERS = (Normalize, Reduce, Pool)
+BARRIERS = (Normalize, Reduce, Pool, Softmax)
 
 
 def first_barrier(chain: Chain) -> int | None:
@@ -46,10 +49,44 @@ def first_barrier(chain: Chain) -> int | None:
     return next((number for number, step in enumerate(chain.steps, 1) if isinstance(step, BARRIERS)), None)
 
 
+@dataclass(frozen=True)
+class OverChannels:
+    """Steps that a pass takes in whose tiles have all channels, up to `last`: softmaxes, elementwise ones, and a
+    reduction (step `reduce`) with what follows it."""
+
+    reduce: int | None
+    last: int
+
+
+def over_channels(chain: Chain) -> OverChannels | None:
+    """Right behind the last fused step; a linear layer's features are rows."""
+    if not chain.dims:
+        return None
+    first = last = last_fused_step(chain)
+    reduce: int | None = None
+    for number, step in enumerate(chain.steps[first:], first + 1):
+        is_reduction = isinstance(step, Reduce) and step.over == "channels"
+        is_new = number > first + 1 and isinstance(step, Pointwise | Cast) and not _goes_back(step, reduce)
+        is_over = reduce is None and (is_reduction or isinstance(step, Softmax))
+        if not (is_new or is_over) or too_many_tensors(chain, number) is not None:
+            break
+        reduce, last = number if is_reduction else reduce, number
+    return None if last == first else OverChannels(reduce, last)
+
+
+def is_over_channels(step: Step) -> TypeGuard[Softmax | Reduce]:
+    return isinstance(step, Softmax) or (isinstance(step, Reduce) and step.over == "channels")
+
+
+def _goes_back(step: Step, reduce: int | None) -> bool:
+    """True where a step reads a value from before a reduction."""
+    return reduce is not None and any(value.index < reduce for value in values_of(step))
+
+
 def channels_end(chain: Chain) -> Reduce | None:
-    """The reduction over channels that a chain ends in."""
-    last = chain.steps[-1] if chain.steps and chain.dims else None  # features are a linear layer's rows
-    return last if isinstance(last, Reduce) and last.over == "channels" else None
+    """A chain's reduction over channels; features are a linear layer's rows."""
+    found = (step for step in chain.steps if isinstance(step, Reduce) and step.over == "channels")
+    return next(found, None) if chain.dims else None
 
 
 def fused_pool(chain: Chain) -> FusedPool | None:
@@ -57,7 +94,7 @@ def fused_pool(chain: Chain) -> FusedPool | None:
     layer_norm, whose tiles are rows, comes before it."""
     seen_norm = False
     for number, step in enumerate(chain.steps, 1):
-        if isinstance(step, Reduce) or (isinstance(step, Normalize) and (seen_norm or step.over == "row")):
+        if isinstance(step, Reduce | Softmax) or (isinstance(step, Normalize) and (seen_norm or step.over == "row")):
             return None
         seen_norm |= isinstance(step, Normalize)
         if isinstance(step, Pool):
@@ -116,7 +153,7 @@ def last_fused_step(chain: Chain) -> int:
             continue  # a program has a whole row, and any number of barriers in it
         is_pooled = pool is not None and number > pool.last
         is_second = isinstance(step, Normalize) and (seen_norm or in_rows or is_pooled)
-        if isinstance(step, Reduce) or is_second:
+        if isinstance(step, Reduce | Softmax) or is_second:
             return number - 1
         if is_pooled and too_many_tensors(chain, number) is not None and too_many_tensors(chain, number - 1) is None:
             return number - 1
@@ -157,7 +194,7 @@ def has_whole_rows(chain: Chain) -> bool:
 def _is_of_whole_rows(step: Step) -> bool:
     if isinstance(step, Normalize):
         return step.over == "row" or (step.over == "sample" and step.groups == 1)
-    return isinstance(step, Reduce)
+    return isinstance(step, Reduce | Softmax)
 
 
 def row_parts(chain: Chain) -> int:

@@ -25,7 +25,7 @@ def questions_of(plan: Plan, machine: Machine) -> list[Question]:
     if isinstance(plan.own, FewChannels) and plan.chain.producer is not None:
         kinds = ("few channels", *(["few channels' gradients"] if plan.few_gradient is not None else []))
         asked += [few_channels_question(kind, plan.chain.producer, plan.own.planes, machine) for kind in kinds]
-    is_stored, ends = isinstance(plan.passes[-1].sink, Store), plan.channels_end is not None or plan.pool is not None
+    is_stored, ends = isinstance(plan.passes[-1].sink, Store), plan.over_channels is not None or plan.pool is not None
     for kind, is_run in (
         ("moments pass", reads_moments(plan.passes) or (plan.trains and is_stored)),
         ("last pass", is_stored and (plan.trains or (not ends and plan.passes[-1].source != "own convolution"))),

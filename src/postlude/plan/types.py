@@ -15,7 +15,7 @@ from postlude.plan.few_channels_gradient import GradientPlan
 from postlude.plan.gemm import Arithmetic, Gemm, WeightGemm
 from postlude.plan.linear import LinearGemm
 from postlude.plan.problem import Layout, Problem, Spec, compulsory_bytes
-from postlude.plan.program import FusedPool, channels_end, fused_pool
+from postlude.plan.program import FusedPool, OverChannels, fused_pool, last_fused_step, over_channels
 from postlude.plan.through import Through
 
 Source = Literal["own convolution", "library convolution", "load"]
@@ -171,9 +171,16 @@ class Plan:
         return self.value.bytes * self.slab // self.input.shape[0]
 
     @property
+    def over_channels(self) -> OverChannels | None:
+        """What the last pass does over channels."""
+        return over_channels(self.chain) if self.passes[-1].last > last_fused_step(self.chain) else None
+
+    @property
     def channels_end(self) -> Reduce | None:
         """The reduction over channels that the last pass ends in."""
-        return channels_end(self.chain) if self.passes[-1].last == len(self.chain.steps) else None
+        found = self.over_channels
+        step = None if found is None or found.reduce is None else self.chain.steps[found.reduce - 1]
+        return step if isinstance(step, Reduce) else None
 
     @property
     def pool(self) -> FusedPool | None:

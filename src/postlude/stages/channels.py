@@ -1,51 +1,65 @@
-"""The last pass of a chain that ends in a reduction over channels: one reading of the value, no such writing."""
+"""The last pass of a chain with a softmax or a reduction over channels: one reading of the value, and one writing of it
+at most."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from postlude import steps
 from postlude.plan import Plan
 from postlude.plan.channels import CHANNELS_WARPS, channels_kind, channels_tile
 from postlude.plan.problem import power_in
 from postlude.plan.program import fused_norm
 from postlude.plan.tiles import pass_warps
-from postlude.stages.cuts import accumulator, accumulator_of, forward_steps, is_wide, operands, sizes_of
+from postlude.stages.cuts import accumulator, accumulator_of, is_wide, operands, sizes_of, steps_of
 from postlude.stages.normalize import per_group
 from postlude.stages.trace import Unread, launch
+from postlude.steps import pass_slots
 
 _EACH = 16  # elements of a thread where a tile is small
 _SPREAD = "[None, :]"  # of a number per channel over positions
 
 
 def channels_pass(
-    plan: Plan, value: Tensor, moments: tuple[Tensor, Tensor] | None, tensors: Sequence[Tensor]
+    plan: Plan,
+    value: Tensor,
+    moments: tuple[Tensor, Tensor] | None,
+    tensors: Sequence[Tensor],
+    keeps_value: bool = False,
 ) -> Tensor:
-    """All steps that are left, and the reduction of what they give."""
-    chain, spec, before, end = plan.chain, plan.value, plan.passes[-1].last - 1, plan.channels_end
-    assert end is not None
+    """All steps that are left before a reduction over channels, that one, and those after it; or all of them where
+    there is no reduction."""
+    chain, spec, last, over = plan.chain, plan.value, plan.passes[-1].last, plan.over_channels
+    assert over is not None
     batch, channels, positions = sizes_of(spec)
-    norm = fused_norm(chain)
+    norm, end = fused_norm(chain), plan.channels_end
     block, block_c = channels_tile(channels, positions)
     chunks, is_last = -(-positions // block), spec.layout == "channels_last"
-    shape = (batch, *((1,) if end.keepdim else ()), *spec.shape[2:])
-    result = torch.empty(shape, dtype=getattr(torch, plan.result_dtype), device=value.device)
+    turns = over.reduce is None and is_last and plan.result_layout == "contiguous"
+    result, first = _result(plan, value, turns, keeps_value), plan.resumes_at
     mean, rstd = moments or (Unread(value), Unread(value))
+    before = steps.forward(chain, "whole", last if over.reduce is None else over.reduce - 1, first)
+    after = steps.forward(chain, "after", last, (last if over.reduce is None else over.reduce) + 1)
+    slots = pass_slots(chain, last, first)
     launch(
         "channels",
         "channels_kernel",
         (batch * chunks,),
-        [value, result, mean, rstd, *operands(chain, before, spec, tensors, value, plan.resumes_at)],
+        [value, result, mean, rstd, *operands(chain, last, spec, tensors, value, first)],
         (channels, positions, chunks, per_group(norm, spec)),
         {
-            "NORM_STEPS_FN": forward_steps(chain, "whole", before, channels, plan.resumes_at, _SPREAD),
-            "OP": channels_kind(end),
+            "NORM_STEPS_FN": steps_of(dataclasses.replace(before, slots=slots), channels, _SPREAD),
+            "AFTER_FN": steps_of(dataclasses.replace(after, slots=slots), channels),
+            "OP": "none" if end is None else channels_kind(end.op),
             "HAS_NORM": norm is not None,
             "BLOCK_S": block,
             "BLOCK_C": block_c,
             "IS_CHANNELS_LAST": is_last,
+            "IS_OUT_CONTIGUOUS": turns,
             "ALIGN": 1 if is_last else power_in(positions, 16),
             "USES_INT64": is_wide(spec),
             "ACC": accumulator(accumulator_of(spec)),
@@ -53,3 +67,15 @@ def channels_pass(
         pass_warps(block * block_c, CHANNELS_WARPS, _EACH),
     )
     return result
+
+
+def _result(plan: Plan, value: Tensor, turns: bool, keeps_value: bool) -> Tensor:
+    """The value itself where its memory may be written to; without channels, or in another layout, a new one."""
+    spec, end, dtype = plan.value, plan.channels_end, getattr(torch, plan.result_dtype)
+    if end is not None:
+        shape = (spec.shape[0], *((1,) if end.keepdim else ()), *spec.shape[2:])
+        return torch.empty(shape, dtype=dtype, device=value.device)
+    if turns:
+        return torch.empty(value.shape, dtype=dtype, device=value.device)
+    is_ours = plan.chain.producer is not None and not keeps_value
+    return value if is_ours and spec.dtype == plan.result_dtype else torch.empty_like(value, dtype=dtype)

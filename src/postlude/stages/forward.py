@@ -66,12 +66,8 @@ def forward(plan: Plan, tensors: Sequence[Tensor], keeps_value: bool = False) ->
     elif plan.pool is not None:
         result, taps = pools_pass(plan, value, moments, tensors)
     elif last.source != "own convolution":
-        ends = plan.channels_end is not None
-        result = (
-            channels_pass(plan, value, moments, tensors)
-            if ends
-            else finish_pass(columns(plan) if chain.is_linear else plan, value, moments, tensors, keeps_value)
-        )
+        finish = finish_pass if plan.over_channels is None else channels_pass
+        result = finish(columns(plan) if chain.is_linear else plan, value, moments, tensors, keeps_value)
     if last.last < len(chain.steps):
         result = continue_from(chain, last.last, result, tensors, moves=True)
     return Parts(result, value, moments, partials, taps)

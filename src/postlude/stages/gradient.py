@@ -73,16 +73,11 @@ def gradient_passes(
     norm = fused_norm(chain)
     value = value.contiguous(memory_format=layout)
     dy = dy.to(getattr(torch, plan.result_dtype)).contiguous(memory_format=layout)
-    place = len(pass_slots(chain, last))
-    unpooled = gradient_term(plan, place)
+    unpooled = gradient_term(plan, len(pass_slots(chain, last)))
     function = reverse.gradient(chain, last, needs, plan.from_result, unpooled)
     before = None if norm is None else reverse.sums(chain, last, needs, unpooled)
     loaded = function.loaded | (frozenset() if before is None else before.loaded)
-    read = operands(chain, last, spec, without_unread(chain, tensors, value, loaded), value)
-    g: Pointer = dy
-    if unpooled is not None:  # the steps' own: the kernels load none
-        pooled = [dy] if taps is None else [dy, taps]
-        read[place : place + len(pooled)], g = pooled, Unread(value)
+    g, read = _read(plan, last, value, dy, taps, without_unread(chain, tensors, value, loaded))
     means: tuple[Pointer, Pointer] = moments or (Unread(value), Unread(value))
     sums, group_means = None, means
     if norm is not None and before is not None:
@@ -95,6 +90,18 @@ def gradient_passes(
     dv, totals, full = made
     vectors = _vectors(chain, spec, _places(norm, wanted, needs), sums, totals, tensors)
     return dv, {**dict(zip(wanted.full, full)), **vectors}
+
+
+def _read(
+    plan: Plan, last: int, value: Tensor, dy: Tensor, taps: Tensor | None, tensors: Sequence[Tensor]
+) -> tuple[Pointer, list[Pointer]]:
+    """The gradient that the kernels load, and the steps' tensors. Behind a pool the steps load it, with its taps."""
+    chain = plan.chain
+    read = operands(chain, last, plan.value, tensors, value)
+    if plan.pool is None:
+        return dy, read
+    place, pooled = len(pass_slots(chain, last)), [dy] if taps is None else [dy, taps]
+    return Unread(value), [*read[:place], *pooled, *read[place + len(pooled) :]]
 
 
 def without_unread(chain: Chain, tensors: Sequence[Tensor], value: Tensor, loaded: Collection[int]) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,10 +12,11 @@ from torch import Tensor
 
 from postlude import steps
 from postlude.chain import Scalar, Value
-from postlude.expressions import Function, Name, Term, call
+from postlude.expressions import Name, Term, call
 from postlude.plan import Plan
+from postlude.plan.calls import Steps
 from postlude.plan.pools import POOL_WARPS, pool_tile, pooled_shape, unrolled_rows
-from postlude.plan.problem import Spec, memory_format
+from postlude.plan.problem import memory_format
 from postlude.plan.program import FusedPool, fused_norm
 from postlude.plan.tiles import pass_warps
 from postlude.stages.cuts import accumulator, accumulator_of, is_wide, operands, sizes_of, steps_of
@@ -30,29 +32,27 @@ def pools_pass(
 ) -> tuple[Tensor, Tensor | None]:
     """All steps that are left before the pool, the pool, and those after it; in training also where each window's
     largest lies."""
-    chain, spec, last, fused = plan.chain, plan.value, plan.passes[-1].last, plan.pool
+    chain, spec, fused, acc = plan.chain, plan.value, plan.pool, accumulator_of(plan.value)
     assert fused is not None
-    batch, channels, _ = sizes_of(spec)
-    shape, norm = pooled_shape(fused, spec.shape), fused_norm(chain)
-    windows, is_last = sizes_of(Spec(shape, plan.result_dtype, spec.layout))[2], spec.layout == "channels_last"
-    turns = is_last and last == len(chain.steps) and plan.result_layout == "contiguous"
-    result, taps = _results(plan, fused, value, shape, turns)
+    (batch, channels, _), norm = sizes_of(spec), fused_norm(chain)
+    result, taps, turns = _results(plan, fused, value)
+    windows = math.prod(result.shape[2:])
     mean, rstd = moments or (Unread(value), Unread(value))
-    tile = pool_tile(channels, windows, is_last)
+    tile = pool_tile(channels, windows, spec.layout == "channels_last")
     chunks = -(-windows // tile.block)
-    before, after = _steps(plan, fused, last)
+    before, after = _functions(plan, fused)
     launch(
         "pools",
         "pools_kernel",
         (batch * chunks, -(-channels // tile.block_c)) if tile.block_c else (batch * channels * chunks,),
         [
             *(value, result, Unread(value) if taps is None else taps, mean, rstd),
-            *operands(chain, last, spec, tensors, value, plan.resumes_at),
+            *operands(chain, plan.passes[-1].last, spec, tensors, value, plan.resumes_at),
         ],
         (channels, chunks, per_group(norm, spec)),
         {
-            "NORM_STEPS_FN": steps_of(before, channels),
-            "AFTER_FN": steps_of(after, channels),
+            "NORM_STEPS_FN": before,
+            "AFTER_FN": after,
             "HAS_NORM": norm is not None,
             "OP": fused.pool.op,
             "HAS_TAPS": taps is not None,
@@ -63,31 +63,35 @@ def pools_pass(
             "HAS_SHORT_ROWS": tile.is_short,
             "USES_INT64": bool(tile.block_c) and is_wide(spec),
             "IS_OUT_CONTIGUOUS": turns,
-            "ACC": accumulator(accumulator_of(spec)),
+            "ACC": accumulator(acc),
         },
         pass_warps(tile.block * max(1, tile.block_c), POOL_WARPS, _EACH),
     )
     return result, taps
 
 
-def _results(
-    plan: Plan, fused: FusedPool, value: Tensor, shape: tuple[int, ...], turns: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Memory for both. `turns`: a contiguous result of a channels-last value."""
-    inside = memory_format(plan.value.layout, plan.chain.dims)
-    layout, dtype = torch.contiguous_format if turns else inside, getattr(torch, plan.result_dtype)
+def _results(plan: Plan, fused: FusedPool, value: Tensor) -> tuple[Tensor, Tensor | None, bool]:
+    """Memory for the pooled value and, in training, for the taps of a max_pool, in the value's layout; and whether the
+    pooled value is contiguous where the value is not, as PyTorch would have left it."""
+    spec, shape = plan.value, pooled_shape(fused, plan.value.shape)
+    is_end = plan.passes[-1].last == len(plan.chain.steps)
+    turns = spec.layout == "channels_last" and is_end and plan.result_layout == "contiguous"
+    inside = memory_format(spec.layout, plan.chain.dims)
+    layout = torch.contiguous_format if turns else inside
+    dtype = getattr(torch, plan.result_dtype)
     result = torch.empty(shape, dtype=dtype, device=value.device, memory_format=layout)
-    if not plan.trains or fused.pool.op != "max_pool":
-        return result, None
-    return result, torch.empty_like(result, dtype=torch.uint8, memory_format=inside)
+    has_taps = plan.trains and fused.pool.op == "max_pool"
+    return result, torch.empty_like(result, dtype=torch.uint8, memory_format=inside) if has_taps else None, turns
 
 
-def _steps(plan: Plan, fused: FusedPool, last: int) -> tuple[Function, Function]:
-    """Before the pool and after it; both find the tensors of all of them."""
-    chain, slots = plan.chain, pass_slots(plan.chain, last, plan.resumes_at)
-    before = steps.forward(chain, "whole", fused.first - 1, plan.resumes_at)
+def _functions(plan: Plan, fused: FusedPool) -> tuple[Steps, Steps]:
+    """The steps before the pool and after it, which share their pointers."""
+    chain, last, start = plan.chain, plan.passes[-1].last, plan.resumes_at
+    slots = pass_slots(chain, last, start)
+    before = steps.forward(chain, "whole", fused.first - 1, start)
     after = steps.forward(chain, "after", last, fused.last + 1)
-    return dataclasses.replace(before, slots=slots), dataclasses.replace(after, slots=slots)
+    first, second = (steps_of(dataclasses.replace(one, slots=slots), plan.value.shape[1]) for one in (before, after))
+    return first, second
 
 
 def windows_constants(fused: FusedPool, space: tuple[int, ...]) -> dict[str, Any]:

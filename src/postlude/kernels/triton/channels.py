@@ -1,14 +1,15 @@
-"""The last pass of a chain that ends in a reduction over channels: they all lie in one tile.
+"""The last pass of a chain with a softmax or a reduction over channels: they all lie in one tile.
 
-Names as in normalize.py, and NORM_STEPS_FN as there: all steps that are left before the reduction. It takes channels
-along one axis: loaded along two, each number was loaded four times. Lanes past the last channel count for nothing.
+Names as in normalize.py, and NORM_STEPS_FN as there: all steps that are left, softmaxes among them, or those before the
+reduction. It takes channels along one axis: loaded along two, each number was loaded four times. Lanes past the last
+channel count for nothing.
 """
 
 import triton
 import triton.language as tl
 
 from postlude.kernels.triton.pointwise import exp
-from postlude.kernels.triton.tiles import of_groups, own_channels, own_rows, own_tile
+from postlude.kernels.triton.tiles import of_groups, own_channels, own_rows, own_tile, places
 
 
 @triton.jit
@@ -27,19 +28,38 @@ def row_logsumexp(b_x):
 
 
 @triton.jit
+def channel_softmax(b_x, m_c):
+    """exp(x) / Σ exp(x) of each row [BLOCK_C]; an infinity makes NaN of it, as in PyTorch."""
+    b_e = tl.where(m_c[None, :], exp(b_x - row_shift(b_x, m_c)), 0.0)
+    return b_e / tl.sum(b_e, axis=1)[:, None]
+
+
+@triton.jit
+def channel_log_softmax(b_x, m_c):
+    b_x = b_x - row_shift(b_x, m_c)
+    return b_x - tl.log(tl.sum(tl.where(m_c[None, :], exp(b_x), 0.0), axis=1))[:, None]
+
+
+@triton.jit
+def row_shift(b_x, m_c):
+    return tl.max(tl.where(m_c[None, :], b_x, float("-inf")), axis=1)[:, None]
+
+
+@triton.jit
 def channels_kernel(
     p_x,  # [N, C, S], or [N, S, C] where IS_CHANNELS_LAST
-    p_y,  # [N, S], out
+    p_y,  # [N, S], or where OP is "none" as p_x, which it may be, or [N, C, S] where IS_OUT_CONTIGUOUS, out
     p_mean, p_rstd,  # [N·G]
     a0, a1, a2, a3, a4, a5,
     C, S, CHUNKS,
     C_PER_GROUP,
     NORM_STEPS_FN: tl.constexpr,
-    OP: tl.constexpr,  # "logsumexp", "amax" or "amin"
+    AFTER_FN: tl.constexpr,  # the steps after the reduction
+    OP: tl.constexpr,  # "logsumexp", "amax", "amin", "sum", "mean", or "none"
     HAS_NORM: tl.constexpr,
     BLOCK_S: tl.constexpr,  # positions of a tile
     BLOCK_C: tl.constexpr,  # C or more
-    IS_CHANNELS_LAST: tl.constexpr,
+    IS_CHANNELS_LAST: tl.constexpr, IS_OUT_CONTIGUOUS: tl.constexpr,
     ALIGN: tl.constexpr,  # a power of two that divides S, or 1 where IS_CHANNELS_LAST
     USES_INT64: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -50,14 +70,26 @@ def channels_kernel(
     o_g = own_rows(i_n, o_c, C, BLOCK_C) // C_PER_GROUP
     mean, rstd = of_groups(p_mean, p_rstd, o_g, m_c, HAS_NORM, ACC)
     b_x = NORM_STEPS_FN(b_x, mean, rstd, o_c, base, o_x, m_c, m_x, a0, a1, a2, a3, a4, a5)
-    if OP == "amin":
-        b_x = -b_x
-    b_x = tl.where(m_c[None, :], b_x, float("-inf"))
-    if OP == "logsumexp":
-        b_y = row_logsumexp(b_x)
-    elif OP == "amax":
-        b_y = row_largest(b_x)
-    else:
-        b_y = -row_largest(b_x)
     o_s = i_chunk * BLOCK_S + tl.arange(0, BLOCK_S)  # [BLOCK_S]
-    tl.store(p_y + i_n.to(tl.int64) * S + o_s, b_y.to(p_y.dtype.element_ty), mask=o_s < S)
+    if OP == "none":
+        if IS_OUT_CONTIGUOUS:
+            o_x = places(o_s, o_c, C, S, True, USES_INT64)
+        tl.store(p_y + base + o_x, b_x.to(p_y.dtype.element_ty), mask=m_x)
+    else:
+        if OP == "amin":
+            b_x = -b_x
+        b_x = tl.where(m_c[None, :], b_x, 0.0 if OP == "sum" or OP == "mean" else float("-inf"))
+        if OP == "logsumexp":
+            b_y = row_logsumexp(b_x)
+        elif OP == "amax":
+            b_y = row_largest(b_x)
+        elif OP == "amin":
+            b_y = -row_largest(b_x)
+        elif OP == "mean":
+            b_y = tl.sum(b_x, axis=1) / tl.cast(C, ACC)
+        else:
+            b_y = tl.sum(b_x, axis=1)
+        m_s = o_s < S
+        base = i_n.to(tl.int64) * S
+        b_y = AFTER_FN(b_y, o_c, base, o_s, m_c, m_s, a0, a1, a2, a3, a4, a5)
+        tl.store(p_y + base + o_s, b_y.to(p_y.dtype.element_ty), mask=m_s)

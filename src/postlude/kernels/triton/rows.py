@@ -57,6 +57,11 @@ def row_softmax(x, m_x):
 
 
 @triton.jit
+def row_log_softmax(x, m_x):
+    return x - row_log_sum_exp(x, m_x)
+
+
+@triton.jit
 def rows_kernel(
     p_x,  # [ROWS, L]
     p_y,  # [ROWS, L], out; may be p_x. [ROWS] where IS_REDUCED

@@ -1,5 +1,5 @@
-"""A norm over the features of a linear layer that is spelled in a way of its own: an instance_norm of features that stand
-for the positions of one channel."""
+"""A norm over the features of a linear layer that is spelled in a way of its own: an instance_norm of features that
+stand for the positions of one channel."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class RowNorm:
 
 
 def read_row_norm(first: fx.Node) -> RowNorm | None:
-    """That which begins with a node, or None: [N, F] → [N, 1, …, F] → instance_norm → [N, F]: without affine it is layer_norm's normalisation."""
+    """That which begins with a node, or None: [N, F] → [N, 1, …, F] → instance_norm → [N, F] is layer_norm's
+    normalisation, where there is no affine."""
     nodes: list[fx.Node] = []
     node: fx.Node | None = first
     while node is not None and _adds_an_axis(node):

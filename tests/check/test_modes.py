@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import mutants
 from postlude.chain import Chain
-from postlude.check.modes import RoundedOperands, pytorch_switches, resolve
+from postlude.check.modes import RoundedOperands, has_no_convolution, pytorch_switches, resolve
 from postlude.check.points import tensors_for
 from postlude.errors import PrecisionError
 from postlude.reference import evaluate, round_to_format
@@ -63,3 +64,18 @@ def test_switches_are_set_and_put_back(precision: str, word: str) -> None:
     assert [switch.fp32_precision for switch in switches] == before
     with pytorch_switches(precision, CPU):
         assert [switch.fp32_precision for switch in switches] == before
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), "fp32"),
+        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 2)), "tf32"),
+        (nn.ParameterDict({"weight": nn.Parameter(torch.ones(4, 3, 3, 3))}), "tf32"),  # F.conv2d
+        (nn.ParameterDict({"bias": nn.Parameter(torch.ones(1, 8, 1, 1))}), "fp32"),
+    ],
+)
+def test_products_follow_their_own_switch(model: nn.Module, expected: str) -> None:
+    """PyTorch's defaults: convolutions in TF32, matrix products in IEEE fp32. A budget for TF32 would let a product of
+    rounded operands pass where PyTorch's is exact."""
+    assert resolve("auto", torch.float32, torch.device("cuda"), has_no_convolution(model)) == expected

@@ -7,7 +7,8 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from postlude.check.doubles import FastDoubles
@@ -43,6 +44,13 @@ def resolve(precision: str, dtype: torch.dtype, device: torch.device, is_linear:
     if precision == "auto":
         return default_fp32_precision(is_linear) if device.type == "cuda" else "fp32"
     return precision
+
+
+def has_no_convolution(model: nn.Module) -> bool:
+    """By its weights: a convolution's has several output channels, and axes of space behind its input channels. Then
+    fp32 follows the switch for matrix products, which PyTorch leaves in IEEE fp32 where convolutions are in TF32."""
+    weights = [parameter for parameter in model.parameters() if parameter.dim() > 3 and parameter.shape[0] > 1]
+    return not weights and not any(isinstance(module, _ConvNd) for module in model.modules())
 
 
 class RoundedOperands(TorchDispatchMode):

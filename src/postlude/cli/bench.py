@@ -17,7 +17,7 @@ from postlude.check.ceilings import ceilings_of, work_of
 from postlude.check.clock import Contestant
 from postlude.check.floor import Ceilings, Work, holds, judge_times
 from postlude.check.isolation import Candidate, CandidateFailed
-from postlude.check.modes import resolve
+from postlude.check.modes import has_no_convolution, resolve
 from postlude.check.points import random_state
 from postlude.check.sides import leaves_of
 from postlude.check.verdict import combine
@@ -107,7 +107,8 @@ def _opened(settings: Settings, options: Options) -> Bench:
     """The problem with random parameters, so that results can tell; γ and β of a fresh model are 1 and 0."""
     opened = open_problem(settings, options.file)
     floating = next((x for x in leaves_of(list(opened.inputs)) if x.is_floating_point()), opened.output)
-    mode = resolve(settings.precision, floating.dtype, torch.device(settings.device))
+    device, is_linear = torch.device(settings.device), has_no_convolution(opened.model)
+    mode = resolve(settings.precision, floating.dtype, device, is_linear)
     own = copy.deepcopy(opened.model.state_dict())
     state = random_state(opened.model, STATE_SEED)
     opened.model.load_state_dict(state)

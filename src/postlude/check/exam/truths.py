@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from postlude.check.compare import Quantities, first_line
 from postlude.check.kinks import Kinks, all_ambiguous, either_side, few, spared
-from postlude.check.modes import FORMATS, RoundedOperands, pytorch_switches, resolve
+from postlude.check.modes import FORMATS, RoundedOperands, has_no_convolution, pytorch_switches, resolve
 from postlude.check.points import inputs_like, map_tensors, random_state
 from postlude.check.sides import Question, Side, UnanswerableError, leaves_of
 
@@ -45,7 +45,7 @@ class Truths:
         self.dtype = _dtype_of(reference, inputs)
         self._one_at_a_time = threading.Lock()  # candidates in several threads may share a reference
         self.seconds = 0.0, 0.0  # that the last answers of PyTorch and of the truth took
-        self.mode = resolve(precision, self.dtype, self.device)
+        self.mode = resolve(precision, self.dtype, self.device, has_no_convolution(reference))
 
     def known(self, question: Question, with_nulls: bool = False) -> Known:
         begin = time.monotonic()

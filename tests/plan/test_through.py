@@ -10,11 +10,12 @@ import torch
 from cases import Builder, conv
 from gpu_plans import planned_for_a_gpu
 from machines import H200
-from plan.test_lower import problem
+from plan.test_lower import CPU, problem
 from postlude import reference
 from postlude.chain import Chain, Value
 from postlude.check import tensors_for
-from postlude.plan import Plan, lower
+from postlude.plan import Plan, lower, problem_of
+from postlude.plan import through as plans
 from postlude.plan.rules import THROUGH, rules_of
 from postlude.plan.through import Through, through_for
 from postlude.run.execute import prepare
@@ -26,8 +27,8 @@ CASES: dict[str, tuple[Chain, tuple[int, ...]]] = {
         Builder(0, conv(0, (6, 5))).op("div", 2.0).reduce("sum", "sample", True).op("mul", 1.5).chain(),
         (4, 6),
     ),
-    "features, scaled each": (
-        Builder(0, conv(0, (6, 5))).op("mul", "channel").op("sub", "channel").reduce("mean", "sample").chain(),
+    "features, shifted each": (
+        Builder(0, conv(0, (6, 5))).op("sub", "channel").op("mul", -1.5).reduce("mean", "sample").chain(),
         (4, 6),
     ),
     "space": (
@@ -101,7 +102,27 @@ def test_infinities_of_a_convolutions_input_stay_where_they_are() -> None:
     torch.testing.assert_close(through.sum_through(chain, 2, tensors), truth, equal_nan=True)
 
 
+@pytest.mark.parametrize("one_sign", [False, True])
+def test_infinities_of_a_linear_layers_input_are_pytorchs(one_sign: bool) -> None:
+    chain, shape = CASES["features, shifted each"]
+    tensors = tensors_for(chain, shape, torch.float64)
+    tensors[0][0, 0], tensors[0][1, 1], tensors[0][2, 2] = torch.inf, -torch.inf, torch.nan
+    if one_sign:
+        tensors[1].abs_()
+    truth = reference.evaluate(chain, tensors)
+    assert bool(truth.isinf().any()) == one_sign
+    torch.testing.assert_close(through.sum_through(chain, 3, tensors), truth, equal_nan=True)
+
+
+def test_an_infinity_where_pytorch_has_none_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant."""
+    monkeypatch.setattr(through, "_as_infinite", lambda total, x, weight: total)
+    with pytest.raises(AssertionError):
+        test_infinities_of_a_linear_layers_input_are_pytorchs(False)
+
+
 OTHERS = {
+    "features scaled each": Builder(0, conv(0, (6, 5))).op("mul", "channel").reduce("sum", "sample").chain(),
     "not affine": Builder(2, conv(2, (3, 4))).op("relu").reduce("mean", "space").chain(),
     "not a sum": Builder(0, conv(0, (6, 5))).reduce("amax", "channels").chain(),
     "a value twice": Builder(2, conv(2, (3, 4))).op("mul", Value(0)).reduce("mean", "space").chain(),
@@ -121,3 +142,15 @@ def test_is_not_used(name: str) -> None:
 def test_small_products_stay() -> None:
     chain, shape = CASES["features"]
     assert through_for(chain, problem(chain, shape, device="cuda"), H200.card) is None
+
+
+@pytest.mark.parametrize("name", ["features", "space, upwards"])
+def test_is_used_on_a_cpu_as_well(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "_OPERATIONS", 1)
+    chain, shape = CASES[name]
+    tensors = tensors_for(chain, shape, torch.float32)
+    plan = lower(chain, problem_of(tensors), CPU)
+    assert isinstance(plan, Plan)
+    assert rules_of(plan) == (THROUGH,)
+    torch.testing.assert_close(prepare(chain, plan)(tensors), reference.evaluate(chain, tensors))
+    assert "by sums of what it would have multiplied" in str(plan)

@@ -11,7 +11,7 @@ from postlude.plan.cpu import lower_for_cpu
 from postlude.plan.gpu import lower_for_gpu, tile_for
 from postlude.plan.problem import Problem, body_shape, body_spec, result_dtype, result_layout, result_shape
 from postlude.plan.program import takes_the_batch
-from postlude.plan.through import INFINITIES, through_for
+from postlude.plan.through import through_for
 from postlude.plan.trained import trained_part, why_not_ours
 from postlude.plan.types import Pass, Plan, Refusal, Store
 
@@ -30,7 +30,7 @@ def lower(
     reasons = _unsupported(chain, problem)
     if reasons:
         return Refusal(reasons)
-    if problem.device == "cuda" and (through := _through(chain, problem, machine, even_if_slower)) is not None:
+    if (through := _through(chain, problem, machine, even_if_slower and problem.device == "cuda")) is not None:
         return through
     if problem.device == "cuda":
         planned = trained_part(chain) if problem.needs_grad else chain
@@ -63,8 +63,8 @@ def _through(chain: Chain, problem: Problem, machine: Machine, even_if_slower: b
         convolve="own",
         result_layout=result_layout(planned, problem, machine),
         result_dtype=result_dtype(planned, problem),
-        reasons=("no product of this size is needed", *([INFINITIES] if chain.is_linear else [])),
-        tile=tile_for(chain, problem, machine, "contiguous"),
+        reasons=("no product of this size is needed",),
+        tile=tile_for(chain, problem, machine, "contiguous") if problem.device == "cuda" else None,
         own=own,
         trains=problem.needs_grad,
     )

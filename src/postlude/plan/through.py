@@ -6,7 +6,12 @@ all features, makes of their result is therefore a small product with sums of th
     sum over features of (x Wᵀ + b)         =  x · (sum of W's rows) + sum of b
     sum over space of a convolution of x    =  for each tap, the sum of the input's positions that it meets, times W
 
-Steps between the two may be affine in each channel. For 1024×8192 → 8192 that is 0.3 instead of 137 GFLOP.
+Steps between the two may be affine: in each channel of a convolution, with one slope for all features of a linear
+layer. For 1024×8192 → 8192 that is 0.3 instead of 137 GFLOP.
+
+Infinities stay as PyTorch has them. An infinite position of a convolution's input meets every tap that it would have
+met. An infinite feature of a linear layer's input gives infinities of both signs, whose sum is NaN, unless its weights
+all have one sign: the largest and the smallest weight of each input feature tell (stages/through.py).
 """
 
 from __future__ import annotations
@@ -20,8 +25,8 @@ from postlude.plan.worth import pytorch_seconds
 
 AFFINE = ("add", "sub", "rsub", "mul", "div")  # in their first operand
 _ADDS = ("sum", "mean", "adaptive_avg_pool")
-_SECONDS = 100e-6  # that PyTorch's producer takes at least: a dozen small operators take its place
-INFINITIES = "of an infinite input the result is an infinity, where PyTorch's sum of both signs may be NaN"
+# What PyTorch's producer takes at least: a dozen small operators take its place. On a CPU in operations, some 2 ms.
+_SECONDS, _OPERATIONS = 100e-6, 100e6
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,14 @@ def through_for(chain: Chain, problem: Problem, card: Card, even_if_slower: bool
     reads = [value.index for step in chain.steps[number:] for value in values_of(step)]
     if min(reads, default=number) < number:
         return None
-    return Through(number) if even_if_slower or pytorch_seconds(chain, problem, card) > _SECONDS else None
+    return Through(number) if even_if_slower or _is_large(chain, problem, card) else None
+
+
+def _is_large(chain: Chain, problem: Problem, card: Card) -> bool:
+    if problem.device == "cuda":
+        return pytorch_seconds(chain, problem, card) > _SECONDS
+    batch, _, *space = problem.x.shape
+    return chain.convolution.flops(batch, tuple(space)) > _OPERATIONS
 
 
 def _adds_up(chain: Chain, number: int) -> bool:
@@ -67,6 +79,8 @@ def _is_affine(chain: Chain, number: int) -> bool:
     if not isinstance(step, Pointwise) or step.op not in AFFINE or step.settings:
         return False
     first, second = step.operands
+    if chain.is_linear and step.op in ("mul", "div") and not isinstance(second, Scalar):
+        return False
     is_constant = isinstance(second, Scalar) or (
         isinstance(second, Slot) and chain.roles[second.index] in ("channel", "one")
     )

@@ -135,7 +135,7 @@ class Plan:
 
     @property
     def has_program(self) -> bool:
-        return self.on_gpu or self.is_compiled
+        return self.on_gpu or self.is_compiled or isinstance(self.own, Through)
 
     @property
     def launches(self) -> int:

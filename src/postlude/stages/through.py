@@ -72,16 +72,18 @@ def _number(operand: object, tensors: Sequence[Tensor]) -> Coefficient:
 
 
 def _of_features(x: Tensor, weight: Tensor, bias: Coefficient, slope: Coefficient, shift: Coefficient) -> Tensor:
-    """[N], of all features of a linear layer: the weight, which is large, is read once and in its own dtype."""
-    if isinstance(slope, Tensor):
-        each = slope.to(weight.dtype).expand(weight.shape[0])
-        rows = torch.mv(weight.t(), each)
-    else:
-        rows = weight.sum(0) * slope
-    total, constant = torch.mv(x, rows), bias * slope + shift
-    if isinstance(constant, Tensor):
-        return total + constant.expand(weight.shape[0]).sum()
-    return total + constant * weight.shape[0] if constant else total
+    """[N], of all features of a linear layer."""
+    total, features = _as_infinite(torch.mv(x, weight.sum(0)), x.detach(), weight.detach()), weight.shape[0]
+    constant = bias * slope + shift
+    added = constant.expand(features).sum() if isinstance(constant, Tensor) else constant * features
+    return total * slope + added
+
+
+def _as_infinite(total: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """With PyTorch's NaN where infinities of both signs would have met: the largest and the smallest weight of an input
+    feature have the signs of all of them."""
+    least, most = torch.aminmax(weight, dim=0)
+    return torch.where(total.abs() < torch.inf, total, torch.mv(x, least) + torch.mv(x, most))
 
 
 def _sums_by_tap(conv: Convolution, x: Tensor) -> Tensor:

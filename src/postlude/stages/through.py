@@ -11,6 +11,7 @@ from torch import Tensor
 from postlude.chain import Chain, Convolution, Pointwise, Reduce, Scalar, Slot
 from postlude.stages.trace import derived
 
+_ADDED = 128  # rows of a weight that are added up in its own dtype
 Coefficient = Tensor | float  # of every channel in float64, or one for all
 
 
@@ -72,8 +73,12 @@ def _number(operand: object, tensors: Sequence[Tensor]) -> Coefficient:
 
 
 def _of_features(x: Tensor, weight: Tensor, bias: Coefficient, slope: Coefficient, shift: Coefficient) -> Tensor:
-    """[N], of all features of a linear layer."""
-    total, features = _as_infinite(torch.mv(x, weight.sum(0)), x.detach(), weight.detach()), weight.shape[0]
+    """[N] in float64, of all features of a linear layer. The weight, which is large, is added up in its own dtype, but
+    for the last sums: what follows is small, and its rounding would be all that there is."""
+    features = weight.shape[0]
+    each = math.gcd(features, _ADDED)
+    rows = weight.reshape(features // each, each, -1).sum(1).double().sum(0)
+    total = _as_infinite(torch.mv(x.double(), rows), x.detach(), weight.detach())
     constant = bias * slope + shift
     added = constant.expand(features).sum() if isinstance(constant, Tensor) else constant * features
     return total * slope + added
@@ -83,7 +88,7 @@ def _as_infinite(total: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """With PyTorch's NaN where infinities of both signs would have met: the largest and the smallest weight of an input
     feature have the signs of all of them."""
     least, most = torch.aminmax(weight, dim=0)
-    return torch.where(total.abs() < torch.inf, total, torch.mv(x, least) + torch.mv(x, most))
+    return torch.where(total.abs() < torch.inf, total, (torch.mv(x, least) + torch.mv(x, most)).double())
 
 
 def _sums_by_tap(conv: Convolution, x: Tensor) -> Tensor:

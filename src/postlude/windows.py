@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,12 @@ class Windows:
         if any(self.padding):
             words.append(f"p{_sizes(self.padding)}")
         return ", ".join([*words, *(["ceil"] if self.is_ceil else [])])
+
+
+def per_axis(sizes: Any, dims: int) -> tuple[int, ...]:
+    """As PyTorch's operators take them: a number for all axes, or one for each."""
+    given = (sizes,) if isinstance(sizes, int) else tuple(int(size) for size in sizes)
+    return given * dims if len(given) == 1 else given
 
 
 def _sizes(sizes: tuple[int, ...]) -> str:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from postlude.windows import Windows
+from postlude.windows import Windows, per_axis
 
 MAX_POOLS = {f"max_pool{dims}d{end}": dims for dims in (2, 3) for end in ("", "_with_indices")}
 _ARGUMENTS = {"kernel_size": None, "stride": None, "padding": 0, "dilation": 1, "ceil_mode": False}
@@ -20,10 +20,10 @@ def ahead_of_the_second(name: str, args: tuple[Any, ...], given: Mapping[str, An
     """For each window, as what the pool gives; None where the call is not understood."""
     x, dims = args[0].detach(), MAX_POOLS[name]
     call = {**_ARGUMENTS, **given, **dict(zip(_ARGUMENTS, args[1:]))}
-    if x.dim() != dims + 2 or any(size != 1 for size in _each(call["dilation"], dims)):
+    if x.dim() != dims + 2 or any(size != 1 for size in per_axis(call["dilation"], dims)):
         return None
-    kernel, padding = _each(call["kernel_size"], dims), _each(call["padding"], dims)
-    stride = _each(call["stride"], dims) if call["stride"] else kernel
+    kernel, padding = per_axis(call["kernel_size"], dims), per_axis(call["padding"], dims)
+    stride = per_axis(call["stride"], dims) if call["stride"] else kernel
     windows = Windows(kernel, stride, padding, bool(call["ceil_mode"]))
     if windows.taps < 2:
         return None
@@ -51,8 +51,3 @@ class Holding:
         found = self.pool(mask.double(), *self.how, **self.given)
         values: Tensor = found[0] if isinstance(found, tuple) else found
         return values > 0.5
-
-
-def _each(sizes: Any, dims: int) -> tuple[int, ...]:
-    given = (sizes,) if isinstance(sizes, int) else tuple(sizes)
-    return given * dims if len(given) == 1 else given

@@ -101,7 +101,7 @@ class Backend:
         # Operators that give up channels-last convert it back by themselves in eager PyTorch; Inductor fuses that.
         lays_out = rest == "inductor" and layout == "auto"
         conversions = read_channels_last(traced, self._allows_tf32()) if lays_out else []
-        found, declined = match(traced, functools.partial(left_to_pytorch, _device_of(inputs)))
+        found, declined = _match(traced, inputs)
         left_out = [item for item in found if self.wanted is not None and not self.wanted(item.name, item)]
         found = [item for item in found if item not in left_out]
         sites, fused = self._decided(traced, inputs, found, rest, conversions, before)
@@ -171,7 +171,7 @@ class Backend:
         return "inductor" if has_inductor and not self._is_all_fused(traced, inputs) else "eager"
 
     def _is_all_fused(self, traced: fx.GraphModule, inputs: Sequence[Any]) -> bool:
-        found, _ = match(traced, functools.partial(left_to_pytorch, _device_of(inputs)))
+        found, _ = _match(traced, inputs)
         taken = {node for item in found for node in item.nodes}
         others = {node for node in traced.graph.nodes if node.op == "call_function" and node.target not in MODE_CHANGES}
         if not found or others - taken or self.wanted is not None:
@@ -194,6 +194,10 @@ class Backend:
             )
             return graph.forward
         return cast("Callable[..., Any]", compiled)
+
+
+def _match(traced: fx.GraphModule, inputs: Sequence[Any]) -> tuple[list[Match], list[Declined]]:
+    return match(traced, functools.partial(left_to_pytorch, _device_of(inputs)))
 
 
 @functools.cache

@@ -109,6 +109,19 @@ class Draft:
         )
 
 
+def start_with(producer: Convolution, node: fx.Node, tensors: tuple[fx.Node, ...]) -> Draft:
+    """A chain whose first value `node` computes, from its input, weight and perhaps bias."""
+    roles: tuple[Role, ...] = ("input", "weight", "bias")
+    dtypes = (dtype_of(node),)
+    return Draft(producer.dims, producer, (node,), {node: Value(0)}, dtypes, (), roles[: len(tensors)], tensors)
+
+
+def cast_to(node: fx.Node, tensors: tuple[fx.Node, ...]) -> str | None:
+    """What autocast casts a producer's tensors to, where it does."""
+    dtype = dtype_of(node)
+    return name_of(dtype) if any(dtype_of(tensor) != dtype for tensor in tensors) else None
+
+
 def start_with_input(node: fx.Node) -> Draft | str:
     """A chain without a convolution begins at the tensor that `node` works on."""
     shape = shape_of(node)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch.fx as fx
 
-from postlude.chain import Role, Value, linear
+from postlude.chain import linear
 from postlude.graph import spellings
 from postlude.graph.capture import same_shape
-from postlude.graph.draft import Draft, dtype_of, name_of, shape_of
+from postlude.graph.draft import Draft, cast_to, shape_of, start_with
 from postlude.graph.spellings import describe
 
 
@@ -23,8 +23,4 @@ def start_with_linear(node: fx.Node) -> Draft | str:
     if bias is not None and not same_shape(shape_of(bias), (out_features,)):
         return f"{describe(node)} with a bias that is not one number per feature"
     tensors = (x, weight) if bias is None else (x, weight, bias)
-    dtype = dtype_of(node)
-    mixed = any(dtype_of(tensor) != dtype for tensor in tensors)
-    layer = linear(in_features, out_features, bias is not None, name_of(dtype) if mixed else None)
-    roles: tuple[Role, ...] = ("input", "weight") if bias is None else ("input", "weight", "bias")
-    return Draft(0, layer, (node,), {node: Value(0)}, (dtype,), (), roles, tensors)
+    return start_with(linear(in_features, out_features, bias is not None, cast_to(node, tensors)), node, tensors)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.fx as fx
 
 from postlude.chain import Pool, Softmax, Step, Value
 from postlude.graph import spellings
 from postlude.graph.spellings import arguments_of, describe
-from postlude.windows import Windows
+from postlude.windows import Windows, per_axis
 
 if TYPE_CHECKING:
     from postlude.graph.draft import Draft
@@ -26,8 +26,8 @@ def read_pool(node: fx.Node, dims: int, value: Value) -> Pool | str | None:
     call, name = arguments_of(node), describe(node)
     if int(name[-2]) != dims:
         return f"{name} in a {dims}-D chain"
-    kernel, padding, dilation = (_each(call.get(word, 1), dims) for word in ("kernel_size", "padding", "dilation"))
-    stride = _each(call["stride"] or kernel, dims)
+    kernel, padding, dilation = (per_axis(call.get(word, 1), dims) for word in ("kernel_size", "padding", "dilation"))
+    stride = per_axis(call["stride"] or kernel, dims)
     if any(size != 1 for size in dilation):
         return f"{name} with a dilation"
     windows = Windows(kernel, stride, padding, bool(call["ceil_mode"]))
@@ -75,8 +75,3 @@ def left_to_pytorch(device: str, step: Step) -> str | None:
     if isinstance(step, Pool | Softmax) and device == "cpu":
         return f"{step.op} is PyTorch's on a CPU"
     return None
-
-
-def _each(sizes: Any, dims: int) -> tuple[int, ...]:
-    given = (sizes,) if isinstance(sizes, int) else tuple(int(size) for size in sizes)
-    return given * dims if len(given) == 1 else given

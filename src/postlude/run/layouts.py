@@ -37,11 +37,6 @@ class _Weight(torch.autograd.Function):
         return dy.to(ctx.dtype).contiguous(memory_format=ctx.layout), None
 
 
-def weight(given: Tensor, dtype: torch.dtype) -> Tensor:
-    result: Tensor = _Weight.apply(given, dtype)  # type: ignore[no-untyped-call]
-    return result
-
-
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -61,7 +56,7 @@ class _Norm(torch.autograd.Function):
         apart = (_grouped(mean, groups) - of_groups).square()
         spread = torch.rsqrt((_grouped(variance, groups) + apart).mean(2) + eps)  # [N, G]
         ctx.save_for_backward(x, weight, of_groups.squeeze(2), spread)
-        scaled = _of_channels(spread, x) if weight is None else _of_channels(spread, x) * _along_channels(weight, x)
+        scaled = _scale(spread, weight, x)
         result = (x.to(computed) - _of_channels(of_groups.squeeze(2), x)) * scaled
         return (result if bias is None else result + _along_channels(bias, x)).to(dtype)
 
@@ -74,7 +69,7 @@ class _Norm(torch.autograd.Function):
         weighted = [value if weight is None else value * weight.to(ctx.computed) for value in (sums, products)]
         per_group = [_grouped(value, groups).sum(2) * spread for value in weighted]  # [N, G]
         count = x[0].numel() // groups
-        scaled = _of_channels(spread, x) if weight is None else _of_channels(spread, x) * _along_channels(weight, x)
+        scaled = _scale(spread, weight, x)
         shift, slope = per_group[0] / count, per_group[1] * spread.square() / count
         dx = (dy * scaled - _of_channels(shift, x) - centred * _of_channels(slope, x)).to(x.dtype)
         dweight = dbias = None
@@ -96,22 +91,14 @@ def _of_channels(value: Tensor, like: Tensor) -> Tensor:
     return repeated.reshape(batch, channels, *[1] * (like.dim() - 2))
 
 
+def _scale(spread: Tensor, weight: Tensor | None, like: Tensor) -> Tensor:
+    channels = _of_channels(spread, like)
+    return channels if weight is None else channels * _along_channels(weight, like)
+
+
 def _along_channels(vector: Tensor, like: Tensor) -> Tensor:
     return vector.reshape(1, -1, *[1] * (like.dim() - 2))
 
 
-def norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    groups: int,
-    eps: float,
-    computed: torch.dtype,
-    dtype: torch.dtype,
-) -> Tensor:
-    result: Tensor = _Norm.apply(x, weight, bias, groups, eps, computed, dtype)  # type: ignore[no-untyped-call]
-    return result
-
-
-LIBRARY.impl("weight", weight, "CompositeImplicitAutograd")
-LIBRARY.impl("norm", norm, "CompositeImplicitAutograd")
+LIBRARY.impl("weight", _Weight.apply, "CompositeImplicitAutograd")
+LIBRARY.impl("norm", _Norm.apply, "CompositeImplicitAutograd")

@@ -3,22 +3,19 @@ at most."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from postlude import steps
 from postlude.plan import Plan
 from postlude.plan.channels import CHANNELS_WARPS, channels_kind, channels_tile
 from postlude.plan.problem import power_in
 from postlude.plan.program import fused_norm
 from postlude.plan.tiles import pass_warps
-from postlude.stages.cuts import accumulator, accumulator_of, is_wide, operands, sizes_of, steps_of
+from postlude.stages.cuts import accumulator, accumulator_of, is_wide, operands, sizes_of, steps_around
 from postlude.stages.normalize import per_group
 from postlude.stages.trace import Unread, launch
-from postlude.steps import pass_slots
 
 _EACH = 16  # elements of a thread where a tile is small
 _SPREAD = "[None, :]"  # of a number per channel over positions
@@ -42,9 +39,8 @@ def channels_pass(
     turns = over.reduce is None and is_last and plan.result_layout == "contiguous"
     result, first = _result(plan, value, turns, keeps_value), plan.resumes_at
     mean, rstd = moments or (Unread(value), Unread(value))
-    before = steps.forward(chain, "whole", last if over.reduce is None else over.reduce - 1, first)
-    after = steps.forward(chain, "after", last, (last if over.reduce is None else over.reduce) + 1)
-    slots = pass_slots(chain, last, first)
+    around = (last, last + 1) if over.reduce is None else (over.reduce - 1, over.reduce + 1)
+    before, after = steps_around(plan, *around, _SPREAD)
     launch(
         "channels",
         "channels_kernel",
@@ -52,8 +48,8 @@ def channels_pass(
         [value, result, mean, rstd, *operands(chain, last, spec, tensors, value, first)],
         (channels, positions, chunks, per_group(norm, spec)),
         {
-            "NORM_STEPS_FN": steps_of(dataclasses.replace(before, slots=slots), channels, _SPREAD),
-            "AFTER_FN": steps_of(dataclasses.replace(after, slots=slots), channels),
+            "NORM_STEPS_FN": before,
+            "AFTER_FN": after,
             "OP": "none" if end is None else channels_kind(end.op),
             "HAS_NORM": norm is not None,
             "BLOCK_S": block,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +57,16 @@ def steps_of(function: Function, channels: int = 0, spread: str = "") -> Steps:
 
 def forward_steps(chain: Chain, name: str, last: int, channels: int, first: int = 0, spread: str = "") -> Steps:
     return steps_of(forward(chain, name, last, first), channels, spread)
+
+
+def steps_around(plan: Plan, before: int, after: int, spread: str = "") -> tuple[Steps, Steps]:
+    """What a pass does up to step `before`, and from step `after` on, with something of its own in between; both find
+    the tensors of all of its steps."""
+    chain, last, start = plan.chain, plan.passes[-1].last, plan.resumes_at
+    slots, channels = pass_slots(chain, last, start), plan.value.shape[1]
+    functions = forward(chain, "whole", before, start), forward(chain, "after", last, after)
+    first, second = (replace(function, slots=slots) for function in functions)
+    return steps_of(first, channels, spread), steps_of(second, channels)
 
 
 @dataclass(frozen=True)

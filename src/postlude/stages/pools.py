@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -10,19 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from postlude import steps
 from postlude.chain import Scalar, Value
 from postlude.expressions import Name, Term, call
 from postlude.plan import Plan
-from postlude.plan.calls import Steps
 from postlude.plan.pools import POOL_WARPS, pool_tile, pooled_shape, unrolled_rows
 from postlude.plan.problem import memory_format
 from postlude.plan.program import FusedPool, fused_norm
 from postlude.plan.tiles import pass_warps
-from postlude.stages.cuts import accumulator, accumulator_of, is_wide, operands, sizes_of, steps_of
+from postlude.stages.cuts import accumulator, accumulator_of, is_wide, operands, sizes_of, steps_around
 from postlude.stages.normalize import per_group
 from postlude.stages.trace import Unread, launch
-from postlude.steps import pass_slots
 
 _EACH = 4  # windows of a thread where a tile is small
 
@@ -40,7 +36,7 @@ def pools_pass(
     mean, rstd = moments or (Unread(value), Unread(value))
     tile = pool_tile(channels, windows, spec.layout == "channels_last")
     chunks = -(-windows // tile.block)
-    before, after = _functions(plan, fused)
+    before, after = steps_around(plan, fused.first - 1, fused.last + 1)
     launch(
         "pools",
         "pools_kernel",
@@ -82,16 +78,6 @@ def _results(plan: Plan, fused: FusedPool, value: Tensor) -> tuple[Tensor, Tenso
     result = torch.empty(shape, dtype=dtype, device=value.device, memory_format=layout)
     has_taps = plan.trains and fused.pool.op == "max_pool"
     return result, torch.empty_like(result, dtype=torch.uint8, memory_format=inside) if has_taps else None, turns
-
-
-def _functions(plan: Plan, fused: FusedPool) -> tuple[Steps, Steps]:
-    """The steps before the pool and after it, which share their pointers."""
-    chain, last, start = plan.chain, plan.passes[-1].last, plan.resumes_at
-    slots = pass_slots(chain, last, start)
-    before = steps.forward(chain, "whole", fused.first - 1, start)
-    after = steps.forward(chain, "after", last, fused.last + 1)
-    first, second = (steps_of(dataclasses.replace(one, slots=slots), plan.value.shape[1]) for one in (before, after))
-    return first, second
 
 
 def windows_constants(fused: FusedPool, space: tuple[int, ...]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from postlude.graph.splice import splice, use_operator
 from postlude.graph.tidy import functionalise, restore
 from postlude.graph.upsample import gather_gradients
 from postlude.plan import Plan, Refusal
+from postlude.run.direct import tell_inductor
 from postlude.run.execute import check_convolution, check_precision
 from postlude.run.ledger import Ledger
 from postlude.run.operator_call import judged_by
@@ -183,6 +184,7 @@ class Backend:
     def _by_inductor(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
 
+        tell_inductor()
         try:
             compiled = compile_fx(graph, list(inputs), config_patches=self.inductor or None)
         except Exception as error:

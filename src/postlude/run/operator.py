@@ -23,10 +23,11 @@ from postlude.errors import PostludeError
 from postlude.plan import Plan, Problem, Refusal
 from postlude.plan.calls import Buffer, Program
 from postlude.run.apart import apart
-from postlude.run.chain_run import Training, laid_out, like, on_device_of
+from postlude.run.chain_run import Training, like, on_device_of
 from postlude.run.differentiable import differentiable
 from postlude.run.execute import prepared
-from postlude.run.operator_call import Call, is_made, outcome_of, program_of, read, ready, runner_for, traced
+from postlude.run.operator_call import Call, is_made, outcome_of, program_of, read, runner_for, traced
+from postlude.run.passes import passes
 from postlude.stages.library import cast_for_convolution, without_autocast
 from postlude.stages.program import given_by
 
@@ -64,30 +65,14 @@ def call_operator(chain: Chain, problem: Problem, tensors: Sequence[Tensor]) -> 
 
 def _forward(tensors: list[Tensor], text: str) -> list[Tensor]:
     call = read(text)
-    given = _as_traced(call, tensors)
-    moved = [given[slot].clone() for slot in call.chain.moved]
-    for slot, tensor in zip(call.chain.moved, moved):
-        given[slot] = tensor
-    with torch.no_grad(), on_device_of(given[0]), without_autocast(given[0]):
-        found = ready(text, given[0].device)[0](*given) if call.made else [runner_for(call, given)(given)]
-    results = _as_declared(call.made, found)
+    with torch.no_grad(), on_device_of(tensors[0]), without_autocast(tensors[0]):
+        if call.made:
+            return passes(text, tensors[0].device).forward(tensors)
+        given = [tensor.clone() if slot in call.chain.moved else tensor for slot, tensor in enumerate(tensors)]
+        result = runner_for(call, given)(given)
     # An operator must not return one of its arguments; a chain of no-ops could.
-    if any(results[0] is tensor for tensor in given):
-        results[0] = results[0].clone()
-    return [*results, *moved]
-
-
-def _as_declared(buffers: Sequence[Buffer], found: Sequence[Tensor | None]) -> list[Tensor]:
-    """As the compiler was told: a library's kernel may lay its result out otherwise."""
-    tensors = [tensor for tensor in found if tensor is not None]
-    return [like(buffer, tensor) for buffer, tensor in zip(buffers, tensors, strict=True)] if buffers else tensors
-
-
-def _as_traced(call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """A program reads through the strides that it was made for."""
-    if not call.given:
-        return list(tensors)
-    return [laid_out(tensor, *given) for tensor, given in zip(tensors, call.tensors, strict=True)]
+    is_given = any(result is tensor for tensor in given)
+    return [result.clone() if is_given else result, *(given[slot] for slot in call.chain.moved)]
 
 
 def _forward_shapes(tensors: list[Tensor], text: str) -> list[Tensor]:
@@ -107,15 +92,7 @@ def _backward(dy: Tensor, saved: list[Tensor], text: str) -> list[Tensor]:
     """The gradients of the slots that need one and have one; of those that share their memory, that once."""
     call = read(text)
     with torch.no_grad(), on_device_of(dy), without_autocast(dy):
-        if call.made:
-            run, program = ready(text, dy.device)[1], program_of(text)
-            assert run is not None
-            assert program is not None
-            found = _as_declared(call.found, run(*saved, like(program.gradient, dy)))
-        else:
-            found = _again(call, saved, dy)
-    given = {tensor.data_ptr() for tensor in (dy, *saved)}
-    return [base.clone() if base.data_ptr() in given else base for base in found]
+        return passes(text, dy.device).backward(dy, saved) if call.made else _again(call, saved, dy)
 
 
 def _again(call: Call, tensors: Sequence[Tensor], dy: Tensor) -> list[Tensor]:

@@ -40,12 +40,14 @@ _POOLED = 64 << 10  # bytes of a buffer that shares an allocation, at most
 _ROUND = 256  # bytes to which places in a shared allocation are rounded
 
 
-def runner_of(given: Sequence[Buffer], calls: Sequence[Call], results: Sequence[Buffer | None], device: str) -> Run:
+def runner_of(
+    given: Sequence[Buffer], calls: Sequence[Call], results: Sequence[Buffer | None], device: str
+) -> ProgramRunner:
     """A function of the tensors that are given, which returns the tensors of `results`."""
-    return _Runner(given, live(calls, results), results, torch.device(device))
+    return ProgramRunner(given, live(calls, results), results, torch.device(device))
 
 
-class _Runner:
+class ProgramRunner:
     """Through Triton's front end at first, which compiles; then by launches with all but their pointers bound."""
 
     def __init__(

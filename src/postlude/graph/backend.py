@@ -21,6 +21,7 @@ from postlude.graph.layout import (
     Conversion,
     UnsuitedError,
     conversions_in,
+    hold,
     read_channels_last,
     restore_results,
     results_of,
@@ -113,6 +114,7 @@ class Backend:
         self.captured.append(Captured(tuple(sites), tuple(declined), left, tuple(gathered)))
         splice(traced, list(fused), [site for site, _ in fused.values()])
         if conversions:
+            hold(traced)
             keep_layouts(traced)
             cast_weights(traced, wanting_gradients(traced, inputs))
         restore(traced)

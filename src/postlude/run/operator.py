@@ -22,6 +22,7 @@ from postlude.chain import Chain
 from postlude.errors import PostludeError
 from postlude.plan import Plan, Problem, Refusal
 from postlude.plan.calls import Buffer, Program
+from postlude.plan.problem import CHANNELS_LAST
 from postlude.run.apart import apart
 from postlude.run.chain_run import Training, like, on_device_of
 from postlude.run.differentiable import differentiable
@@ -151,8 +152,24 @@ def _pull(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None], No
     call, dy = read(ctx.text), grads[0]
     if dy is None:
         return [None] * len(call.needs), None
+    program = program_of(ctx.text)
+    if program is not None and program.gradient is not None:
+        dy = _converted(dy, program.gradient.strides)
     found = torch.ops.postlude.chain_backward(dy, list(ctx.saved_tensors), ctx.text)
-    return _gradients(call, program_of(ctx.text), found), None
+    gradients = _gradients(call, program, found)
+    if call.given and call.chain.producer is not None and (weight := gradients[1]) is not None:
+        gradients[1] = _converted(weight, call.given[1][1])
+    return gradients, None
+
+
+def _converted(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """In another layout, by an operator that a compiler sees and makes part of the pass that wrote the tensor. A copy
+    inside of `chain_backward`, or autograd's of a weight's gradient, would be a pass of its own."""
+    if tensor.stride() == strides:
+        return tensor
+    formats = [torch.contiguous_format, *filter(None, [CHANNELS_LAST.get(tensor.dim() - 2)])]
+    found = (tensor.contiguous(memory_format=layout) for layout in formats)
+    return next((one for one in found if one.stride() == strides), tensor)
 
 
 def _gradients(call: Call, program: Program | None, found: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -92,20 +92,22 @@ def test_a_norm_that_stays_pytorchs_keeps_the_layout(
         torch.testing.assert_close(ours, theirs)
 
 
-def test_a_weight_is_cast_by_the_operator_that_returns_its_gradient_as_the_weight_lies(
+def test_weights_are_cast_by_the_operator_that_returns_their_gradients_as_they_lie(
     graphs: list[fx.GraphModule],
 ) -> None:
-    plain = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Conv2d(8, 4, 3, bias=False))
-    plain[1].weight.requires_grad_(False)
+    layers = [torch.nn.Conv2d(3, 8, 3), torch.nn.Conv2d(8, 8, 3), torch.nn.Conv2d(8, 4, 3, bias=False)]
+    plain = torch.nn.Sequential(*layers)
+    plain[2].weight.requires_grad_(False)
     model, x = copy.deepcopy(plain), torch.randn(2, 3, 8, 8)
     with torch.autocast("cpu", torch.bfloat16):
         postlude.optimize(model, x, rest="inductor", verify=False)
         ours, theirs = model(x), plain(x)
     torch.testing.assert_close(ours, theirs)
-    casts = [node for node in graphs[0].graph.nodes if node.target is torch.ops.postlude.weight.default]
-    assert [node.meta["val"].dtype for node in casts] == [torch.bfloat16]  # no gradient is wanted of the other
+    casts = [node for node in graphs[0].graph.nodes if node.target is torch.ops.postlude.weights.default]
+    assert [len(node.args[0]) for node in casts] == [2, 1]  # together, but for the one without a gradient
+    assert {value.dtype for node in casts for value in node.meta["val"]} == {torch.bfloat16}
     grads = [
-        torch.autograd.grad(y.float().square().sum(), list(m[0].parameters()))
+        torch.autograd.grad(y.float().square().sum(), [*m[0].parameters(), *m[1].parameters()])
         for m, y in ((model, ours), (plain, theirs))
     ]
     for mine, other in zip(*grads):

@@ -14,7 +14,7 @@ from postlude.plan.calls import KernelCall
 
 # Without a depth there is no slice to leave out.
 _FLAT = {
-    """        # Taps that meet only the padding in front of or behind the volume are left out.
+    """        # Skip taps along z that read only padding.
         z_last = tl.minimum(s0 + BLOCK_M * NEIGHBOURS - 1, OD * SLICE_PITCH - 1) // SLICE_PITCH
         kd_first = tl.maximum(0, FIRST_SLICE - z_last)
         kd_end = tl.minimum(KD, LAST_SLICE + 1 - s0 // SLICE_PITCH)
@@ -122,7 +122,7 @@ def _changes(kernel: str, known: Mapping[str, int]) -> dict[str, str]:
         changes["blocks = tl.cdiv(C, BLOCK_C)"] = "blocks = C"
     if kernel == "convolve_kernel":
         changes["S = OD * OH * OW // ALIGN * ALIGN"] = "S = OD * OH * OW"
-        changes["  # the same number, seen to be a multiple: stores are as wide as that"] = ""
+        changes["  # same value; the compiler sees the alignment and widens the stores"] = ""
         if known["KD"] == known["OD"] == 1:
             changes |= _FLAT
         if known["NEIGHBOURS"] == 1:

@@ -118,8 +118,8 @@ def moments_cut(value: Spec, tile: Tile) -> Cut:
 
 
 def adding(parts: int, most: int = 4096) -> tuple[int, int]:
-    """How many numbers a program loads at a time, and its warps. With few programs latency dominates, so both are
-    large."""
+    """How many numbers a program loads at a time, and its warps: programs are few, so each needs many loads in
+    flight."""
     block = min(most, max(32, power_of_two(parts)))
     return block, 16 if block > 4096 else 8 if block > 1024 else 4
 

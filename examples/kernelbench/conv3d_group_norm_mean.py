@@ -21,14 +21,14 @@ from torch.utils.cpp_extension import CUDA_HOME
 SHAPES = ((128, 3, 24, 32, 32), (24, 3, 3, 3, 3), (24,), (24,), (24,))
 
 SOURCE = r"""
-// Direct convolution of 1 to 4 input channels on tensor cores that stores nothing of the convolution's size: it
-// gives the moments of (convolution + bias) per sample, channel and tile. A block walks over tiles of
-// BLOCK_D×BLOCK_H×32 outputs. It stages a tile's input in shared memory, a slot for each position: its channels, as
-// 4 numbers of 16 bits, and, where there are 1 or 2, those of its right neighbours (TAPS_PER_SLOT positions in
-// all). A slot serves a chunk of as many neighbouring taps. A product m16n8k16 takes 4 chunks, K = 4 × 4 numbers,
-// in such an order that lane (g, t) = (lane / 4, lane % 4) reads for row g the whole slot of chunk t at once. fp32
-// input is scaled by powers of two, per tile and per channel of the weight; in two planes, fp16 and what that
-// leaves over, a slot is as precise as fp32.
+// Direct convolution of 1 to 4 input channels on tensor cores. It never stores the convolution's result, only the
+// moments of (convolution + bias) per sample, channel and tile. A block loops over tiles of BLOCK_D×BLOCK_H×32
+// outputs. It stages a tile's input in shared memory, one slot of four 16-bit numbers per position: the position's
+// channels and, if there are only 1 or 2, those of its right neighbours (TAPS_PER_SLOT positions in all). A slot
+// therefore serves a chunk of TAPS_PER_SLOT neighbouring taps. One m16n8k16 instruction takes 4 chunks, K = 4 × 4
+// numbers, ordered so that lane (g, t) = (lane / 4, lane % 4) reads the whole slot of chunk t for row g in one
+// load. fp32 input is scaled by powers of two, per tile and per output channel of the weight. With two planes (fp16
+// and the fp16 remainder) a slot is as precise as fp32.
 
 #define UNROLL _Pragma("unroll")
 constexpr int C_IN = 3, C_OUT = 24, NFRAG = 3, KD = 3, KH = 3, KW = 3;
@@ -59,14 +59,14 @@ __device__ float unpack(u16 bits) {
     return value;
 }
 
-// Of the largest of a warp's magnitudes, at least −112: then 2^(14 − it), which brings it just below 2¹⁵, is a number
+// The exponent of the warp's largest magnitude, at least −112 so that 2^(14 − exponent) is finite
 __device__ int warp_exponent(float magnitude) {
     return max((int)(__reduce_max_sync(~0u, __float_as_uint(magnitude)) >> 23) - 127, -112);
 }
 
 __device__ float power_of_two(int exponent) { return __uint_as_float((u32)(127 + exponent) << 23); }
 
-// x, y: four numbers times `scale`, of 16 bits; z, w: what that leaves over of them, or 0
+// x, y: four numbers times `scale` in 16 bits (high plane); z, w: the remainders (low plane), or 0
 __device__ uint4 make_slot(const float (&v)[4], float scale) {
     float a = v[0] * scale, b = v[1] * scale, c = v[2] * scale, d = v[3] * scale;
     uint4 slot;
@@ -85,8 +85,8 @@ constexpr int TAP_CHUNKS_W = (KW + TAPS_PER_SLOT - 1) / TAPS_PER_SLOT;  // chunk
 constexpr int TAP_CHUNKS = KD * KH * TAP_CHUNKS_W, K_STEPS = (TAP_CHUNKS + 3) / 4;
 constexpr int FRAGMENT_SLOTS = K_STEPS * NFRAG * 32;
 constexpr int IN_H = BLOCK_H + KH - 1, IN_W = 32 + (TAP_CHUNKS_W - 1) * TAPS_PER_SLOT;  // rows, slots of a row
-// The 4 chunks of a product may lie in two neighbouring rows. Reads are free of bank conflicts where those are half
-// of the banks apart, also from the last row of one kd to the first of the next: HALF_BANKS slots are 64 bytes.
+// The 4 chunks of a product may lie in two neighbouring rows. Reads have no bank conflicts if these rows are half of
+// the banks apart, also from the last row of one kd to the first of the next. HALF_BANKS slots are 64 bytes.
 constexpr int HALF_BANKS = 64 / sizeof(uint4);
 constexpr int ROW_PITCH = (IN_W + HALF_BANKS - 1) / (2 * HALF_BANKS) * (2 * HALF_BANKS) + HALF_BANKS;
 constexpr int SLICE_PITCH = IN_H * ROW_PITCH + (BLOCK_H % 2 == 0 ? HALF_BANKS : 0);
@@ -108,7 +108,7 @@ __device__ int weight_offset(int o, int c, int tap) {
     return o * W_O + c * W_C + tap / (KH * KW) * W_D + tap / KW % KH * W_H + tap % KW * W_W;
 }
 
-// The weight of the channels from c0 on as fragments [K_STEPS, NFRAG, lane], and the exponents it is scaled by
+// Writes the weight of the channels from c0 on as fragments [K_STEPS, NFRAG, lane], and the exponents of its scales
 __device__ void prepare(const float* p_w, int c0, uint4* fragments, int* exponents) {
     for (int c = threadIdx.x / 32; c < BLOCK_C; c += WARPS) {
         float largest = 0.0f;
@@ -129,20 +129,20 @@ __device__ void prepare(const float* p_w, int c0, uint4* fragments, int* exponen
     }
 }
 
-// ROWS_PER_WARP rows of 32 outputs, as fragments: row m / 2, x = 16·(m % 2) + g and the same + 8
+// ROWS_PER_WARP rows of 32 outputs as fragments m: row m / 2, x = 16·(m % 2) + g, and the same x + 8
 typedef float Sums[2 * ROWS_PER_WARP][NFRAG][4];
 
 __device__ void multiply(const uint4* at, const int* offsets, const uint4* weights, u32 zero, Sums& sums) {
-    _Pragma("unroll 1") for (int j = 0; j < K_STEPS; j++) {  // all at once needs more registers than there are
+    _Pragma("unroll 1") for (int j = 0; j < K_STEPS; j++) {  // unrolled, it needs more registers than there are
         const uint4* from = at + offsets[j * 4];
         uint4 b[NFRAG];
         UNROLL for (int n = 0; n < NFRAG; n++) b[n] = weights[(j * NFRAG + n) * 32];
         UNROLL for (int m = 0; m < 2 * ROWS_PER_WARP; m++) {
             uint4 top = from[m / 2 * ROW_PITCH + m % 2 * 16], bottom = from[m / 2 * ROW_PITCH + m % 2 * 16 + 8];
-            // Copied once, here; if it knew that `zero` is 0, the compiler would copy them for every product
+            // Copied once, here. If the compiler knew that `zero` is 0, it would copy them for every product
             u32 high[4] = {top.x ^ zero, bottom.x ^ zero, top.y ^ zero, bottom.y ^ zero};
             u32 low[4] = {top.z ^ zero, bottom.z ^ zero, top.w ^ zero, bottom.w ^ zero};
-            // Tensor cores cut off what does not fit a sum: it stays short, small products first
+            // Tensor cores truncate while they accumulate: the sum is kept short, with small products first
             float part[NFRAG][4] = {};
             UNROLL for (int n = 0; n < NFRAG; n++) mma(part[n], low, b[n].x, b[n].y);
             UNROLL for (int n = 0; n < NFRAG; n++) mma(part[n], high, b[n].z, b[n].w);
@@ -152,10 +152,10 @@ __device__ void multiply(const uint4* at, const int* offsets, const uint4* weigh
     }
 }
 
-// Stages a tile. Exponents are [WARPS + 1]: the last is what it is scaled by. Ends in a barrier.
+// Stages a tile. `exponents` is [WARPS + 1]; the last one is the tile's scale. Ends with a barrier.
 __device__ void stage(const float* p_x, int positions, int z0, int y0, int x0, uint4* tile, int* exponents) {
     int first = threadIdx.x;
-    asm volatile("" : "+r"(first));  // or places of a tile would be computed once, and wait in registers
+    asm volatile("" : "+r"(first));  // or the compiler hoists all addresses of a tile into registers
     float largest = 0.0f;
     _Pragma("unroll 4") for (int i = first; i < positions; i += THREADS) {  // loads in flight together
         float v[4];
@@ -168,17 +168,17 @@ __device__ void stage(const float* p_x, int positions, int z0, int y0, int x0, u
     int exponent = __reduce_max_sync(~0u, exponents[threadIdx.x % WARPS]);
     exponents[WARPS] = exponent;
     _Pragma("unroll 4") for (int i = first; i < positions; i += THREADS) {
-        float4 raw = *(float4*)&tile[place_of(i)];  // which this thread has stored itself
+        float4 raw = *(float4*)&tile[place_of(i)];  // stored by this same thread
         float v[4] = {raw.x, raw.y, raw.z, raw.w};
         tile[place_of(i)] = make_slot(v, power_of_two(14 - exponent));
     }
     __syncthreads();
 }
 
-// Of one lane's outputs of 2·NFRAG channels: 8·(c / 2) + 2t + c % 2. m2 is the squared distance from the mean.
+// The moments of one lane's outputs in 2·NFRAG channels, 8·(c / 2) + 2t + c % 2; m2 sums squared deviations.
 struct Moments { float count, mean[2 * NFRAG], m2[2 * NFRAG]; };
 
-// Adds sums, of which `rows` rows and, from this lane's first column on, `columns` are outputs: Chan's formula
+// Adds a warp's outputs by Chan's formula. `rows` of its rows are valid, and `columns` from this lane's first one on.
 __device__ void take_in(Moments& have, const Sums& sums, int rows, int columns) {
     float count = min(rows, ROWS_PER_WARP) * max(0, min(4, (columns + 7) / 8));
     float share = __fdividef(1.0f, fmaxf(count, 1.0f)), weight = __fdividef(count, fmaxf(have.count + count, 1.0f));
@@ -202,8 +202,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) few_channel
     const float* __restrict__ p_w,  // [C_OUT, C_IN, KD, KH, KW] through its strides
     const float* __restrict__ p_bias,  // [C_OUT]
     float* __restrict__ p_mean,  // [N, C_OUT, TILES], out
-    float* __restrict__ p_m2, float* __restrict__ p_count,  // squared distances from it; [N, TILES], both out
-    int units, u32 zero)  // tiles of all samples; 0, which the compiler cannot know
+    float* __restrict__ p_m2, float* __restrict__ p_count,  // squared deviations; [N, TILES]; both out
+    int units, u32 zero)  // tiles of all samples; always 0, unknown to the compiler
 {
     extern __shared__ uint4 shared[];
     uint4* tile = (uint4*)shared;  // [BLOCK_D + KD - 1, IN_H, IN_W] with SLICE_PITCH and ROW_PITCH
@@ -211,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) few_channel
     __shared__ int offsets[THREADS], weight_exponents[BLOCK_C], exponents[WARPS + 1];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     int c0 = blockIdx.y * BLOCK_C;
-    int chunk = min((int)threadIdx.x, TAP_CHUNKS - 1);  // past the last, any: its weights are 0
+    int chunk = min((int)threadIdx.x, TAP_CHUNKS - 1);  // past the last one any will do: the weights are 0
     offsets[threadIdx.x] = chunk / (KH * TAP_CHUNKS_W) * SLICE_PITCH + chunk / TAP_CHUNKS_W % KH * ROW_PITCH +
                            chunk % TAP_CHUNKS_W * TAPS_PER_SLOT;
     prepare(p_w, c0, fragments, weight_exponents);
@@ -236,13 +236,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) few_channel
         __syncthreads();
         int c = threadIdx.x;
         if (c < BLOCK_C && c0 + c < C_OUT) {
-            float3 all = parts[c];  // count, mean and m2 of the lanes in their order: the same bits every run
+            float3 all = parts[c];  // count, mean, m2; lanes in a fixed order, so every run gives the same bits
             _Pragma("unroll 8") for (int i = 1; i < LANES; i++) {
                 float3 more = parts[i * BLOCK_C + c];
                 float apart = more.y - all.y, weight = __fdividef(more.x, fmaxf(all.x + more.x, 1.0f));
                 all = {all.x + more.x, all.y + apart * weight, all.z + more.z + apart * apart * (all.x * weight)};
             }
-            // Scales and bias are applied to a tile's moments, once, not to each of its outputs
+            // Scale and bias are applied once to a tile's moments instead of to each output
             int power = exponents[WARPS] + weight_exponents[c] - 28;
             all.y = ldexpf(all.y, power), all.z = ldexpf(all.z, 2 * power);
             all.y += p_bias[c0 + c];
@@ -254,8 +254,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) few_channel
     }
 }
 
-// A sample's result from the moments of its tiles: a norm over groups of channels, then the mean of everything. A
-// lane for each channel; in double, for the mean of what a norm gives is a small difference of large numbers.
+// A sample's result from the moments of its tiles: a norm over groups of channels, then the mean of everything. One
+// lane per channel. In double, because the mean of a norm's result is a small difference of large numbers.
 
 constexpr int C_PER_GROUP = 3;
 constexpr double EPS = 1e-05;

@@ -24,7 +24,7 @@ SHAPES = ((16, 64, 32, 32, 32), (64, 128, 3, 3, 3), (128,), (128,))
 
 @triton.jit
 def finite_magnitude(x):
-    """|x|, and 0 where x is not finite: an infinity must not set the scale of a whole
+    """|x|, or 0 where x is not finite: an infinity must not set the scale of a whole
     channel."""
     magnitude = tl.abs(x.to(tl.float32))
     return tl.where(magnitude < float("inf"), magnitude, 0.0)  # also 0 for NaN
@@ -33,9 +33,7 @@ def finite_magnitude(x):
 @triton.jit
 def largest_kernel(
     p_x,  # [N, 64, S]
-    # [64], int32 bits of non-negative floats, which order as the floats do; 0 before,
-    # and the flag
-    p_largest,
+    p_largest,  # [64], bits of floats ≥ 0 as int32, which sort alike; zero at first
     S: tl.constexpr = 32768,
     CHUNKS: tl.constexpr = 2,  # of a sample's positions
     BLOCK_S: tl.constexpr = 4096,
@@ -59,7 +57,7 @@ def largest_kernel(
 
 @triton.jit
 def scale_for(largest):
-    """The power of two that brings `largest` to 2¹⁴…2¹⁵; 1 for 0. Clamped where the
+    """The power of two that scales `largest` to 2¹⁴…2¹⁵; 1 for 0. Clamped where the
     power itself would overflow."""
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) - 127
     exponent = tl.where(largest == 0.0, 14, tl.maximum(exponent, -100))
@@ -68,7 +66,7 @@ def scale_for(largest):
 
 @triton.jit
 def rest_of(x, high):
-    """What the high plane leaves over of x; 0 for an infinity, which would be NaN."""
+    """x minus its high plane; 0 for an infinity, which would give NaN."""
     rest = x - high.to(tl.float32)
     return tl.where(tl.abs(rest) < float("inf"), rest, 0.0)
 
@@ -86,8 +84,8 @@ def pack_input_kernel(
     BLOCK_W: tl.constexpr = 32,  # positions of the input
     BLOCK_C: tl.constexpr = 64,
 ):
-    # One row a program, counted by the input's positions: the compiler then sees that
-    # neighbours lie side by side.
+    # One row per program, indexed by the input's positions: the compiler then sees that
+    # the loads are contiguous.
     i_row = tl.program_id(0)
     i_n = i_row // SAMPLE_ROWS
     z = (i_row % SAMPLE_ROWS) // 34 - 2
@@ -121,9 +119,9 @@ def pack_input_kernel(
 def pack_weight_kernel(
     p_w,  # [128, 64, taps] through its strides
     p_out,  # [columns, 2·K], K = TAP_ROWS·3·64
-    p_largest,  # [64] of the input in two planes one more
+    p_largest,  # [64] of the input
     p_unscale,  # [128], out
-    TAP_ROWS: tl.constexpr = 9,  # taps but for the last axis
+    TAP_ROWS: tl.constexpr = 9,  # KD·KH
     BLOCK_K: tl.constexpr = 1024,
 ):
     i_o = tl.program_id(0)  # up to 128 rounded to 128
@@ -171,7 +169,7 @@ def convolve_kernel(
     p_y,  # [N, 128, S], out
     p_mean,  # [N, 128, TILES], out
     p_m2,  # [N, 128, TILES], out
-    p_count,  # [N, TILES], out: a tile's outputs that are none of the padding
+    p_count,  # [N, TILES], out: how many of a tile's outputs are not padding
     TILES: tl.constexpr = 308,  # per sample
     SLICE_PITCH: tl.constexpr = 1156,
     BLOCK_M: tl.constexpr = 128,
@@ -186,7 +184,7 @@ def convolve_kernel(
     i_n = unit // TILES
     s0 = i_tile * BLOCK_M
     row0 = i_n * 39304 + i_tile * BLOCK_M
-    # Taps that meet only the padding in front of or behind the volume are left out.
+    # Skip taps along z that read only padding.
     z_last = tl.minimum(s0 + BLOCK_M - 1, 34 * SLICE_PITCH - 1) // SLICE_PITCH
     kd_first = tl.maximum(0, 2 - z_last)
     kd_end = tl.minimum(3, 34 - s0 // SLICE_PITCH)
@@ -202,8 +200,8 @@ def convolve_kernel(
         w_high = d_w.load([0, i * BLOCK_K])  # [BLOCK_C, BLOCK_K]
         low = d_x_low.load([row, column])
         w_low = d_w.load([0, K + i * BLOCK_K])
-        # Tensor cores cut off what does not fit while they accumulate: the sum over one
-        # block stays short, small products first, and is added up in ordinary fp32.
+        # Tensor cores truncate while they accumulate: they sum over one block only,
+        # small products first, and its sum is added in ordinary fp32 (promotion).
         part = tl.dot(low, w_high.T)
         part = tl.dot(high, w_low.T, part)
         part = tl.dot(high, w_high.T, part)

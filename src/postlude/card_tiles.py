@@ -1,4 +1,4 @@
-"""The tiles that are shipped, one table for each kind of card: measured ones for Hopper, rules for the rest."""
+"""The tiles that ship with Postlude, one table for each kind of card: measured for Hopper, by rule for the others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from postlude.tile_table import Question, Row, TileTable
 MEASURED = "shipped for sm_90, measured on an H200"
 BY_RULE_80 = "shipped for sm_80, by rule and not measured"
 RULE = "by rule, not measured on this kind of card"
-# Of passes whose tiles depend on more than a `Question` says; only Hopper has them.
+# The origin of tiles that depend on more than a `Question` holds; only Hopper has them.
 IN_CODE = {
     "product in place": MEASURED,  # `Tiles.in_place`
     "input's gradient in place": MEASURED,  # `Tiles.in_place_back`
@@ -21,18 +21,18 @@ Settings = tuple[tuple[str, int], ...]
 
 
 class WeightTile(NamedTuple):
-    """How the weight's gradient is cut, besides its rows and columns."""
+    """The tile of the weight gradient's GEMM, besides its rows and columns."""
 
-    turned: bool  # the longer side is the other operand's
+    turned: bool  # A and B are swapped, because tensor cores are faster with the longer side as columns
     block_k: int
     stages: int
     warps: int
-    programs: int  # for each multiprocessor
+    programs: int  # per multiprocessor
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """All that is shipped for one kind of card."""
+    """All tiles that ship for one kind of card."""
 
     table: TileTable
     in_place: tuple[tuple[int, Settings], ...] = ()  # by the rows of a tile
@@ -63,7 +63,7 @@ def _phases(origin: str, planes: str, **settings: int) -> Row:
 
 
 def _unfolded() -> Iterator[Row]:
-    """Of few input channels: two planes of so short a product leave room for more than one block of four warps."""
+    """Rows for few input channels. The GEMM is so short that several blocks of four warps fit even with two planes."""
     for inputs in (1, 2, 4, 8):
         for planes, outputs in (("1 plane", (16, 32, 64)), ("2 planes", (16, 32))):
             for count in outputs:
@@ -88,28 +88,31 @@ def _passes(origin: str, layout: str, summed: int, programs: int, last: int) -> 
     return _row(origin, moments, elements=summed, programs=programs), _row(origin, rest, elements=last)
 
 
-# Products: rows of a tile, stages of its pipeline, warps. On an H200 on chain 61 (docs/gpu.md): with one plane, 96 KiB,
-# two blocks an SM hide each other's epilogue; with two planes, 192 KiB, there is room for one block.
+# All times are from an H200.
 #
-# Products by phase, in 4 warps and short tiles, of which several hide each other's short loops: conv_transpose2d(64→64,
-# k3, s2) → mish … at 128×64×128² in TF32 1.48 ms (128 rows and 8 warps 2.17), in fp32 1.87 (2.49).
+# GEMMs: rows of a tile, pipeline stages, warps. Chain 61 (docs/gpu.md): with one plane a block takes 96 KiB of shared
+# memory, and two blocks per SM hide each other's epilogue; with two planes it takes 192 KiB, and one block fits.
 #
-# Few input channels, whose product is as short: conv2d(8→32) → … → group_norm at 128×8×256² in fp32 2.38 ms with 256
-# rows and 4 warps, 2.97 with 128 and 8; conv2d(8→64) → group_norm in TF32 0.80 instead of 0.86.
+# GEMMs by phase: 4 warps and short tiles, so that several blocks hide each other's short loops.
+# conv_transpose2d(64→64, k3, s2) → mish … at 128×64×128² takes 1.48 ms in TF32 (2.17 with 128 rows and 8 warps) and
+# 1.87 in fp32 (2.49).
 #
-# The input's gradient, where 64 channels come out: 0.48 instead of 0.51 ms on chain 61 in one plane, 1.51 instead of
-# 1.66 in two; where 32 do, 0.163 instead of 0.181 (64→32 at 2×64³). It has no epilogue to hide. Its width are
-# neighbouring outputs.
+# Few input channels, whose GEMM is equally short: conv2d(8→32) → … → group_norm at 128×8×256² in fp32 takes 2.38 ms
+# with 256 rows and 4 warps, 2.97 with 128 and 8; conv2d(8→64) → group_norm in TF32 takes 0.80 instead of 0.86.
 #
-# Passes over a value: elements of a tile, and programs of the moments pass for each multiprocessor. On an H200 in fp16:
-# the last pass over (2, 32, 128³) contiguous 0.128 ms with 2048, 0.134 with 8192 (in fp32, where a thread then has four
-# loads under way, (128, 128, 126²) 0.62 ms with 2048 and 0.52 with 1024); the moments pass 0.064 with 1024 and
-# 16 tiles a program, 0.069 with 4096 and one. Channels-last 0.137 and 0.091 (2048 in the moments pass: 0.089, but 0.012
-# instead of 0.008 over (2, 128, 32³)).
+# The input's gradient has no epilogue to hide. With 64 output channels: 0.48 instead of 0.51 ms on chain 61 in one
+# plane, 1.51 instead of 1.66 in two; with 32: 0.163 instead of 0.181 (64→32 at 2×64³). `width` is its neighbouring
+# outputs.
 #
-# Few channels: the largest tile that is tried, and blocks of a multiprocessor. On an H200 on chain 23: tiles of 11 × 10
-# rows 0.189 ms in two planes, 6 × 10 0.232, 8 × 8 0.216; two blocks an SM walking over the tiles. Their gradients:
-# both 0.61 ms in two planes and 0.38 in one, 0.94 and 0.57 in tiles of 8 rows.
+# Passes over a value: elements of a tile, and programs of the moments pass per multiprocessor. In fp16, contiguous,
+# (2, 32, 128³): the last pass takes 0.128 ms with 2048 and 0.134 with 8192; the moments pass 0.064 with 1024 and 16
+# tiles per program, 0.069 with 4096 and one. In fp32 a thread has four loads in flight with 1024: (128, 128, 126²)
+# takes 0.52 ms with 1024 and 0.62 with 2048. Channels-last: 0.137 and 0.091 (with 2048 in the moments pass 0.089, but
+# 0.012 instead of 0.008 over (2, 128, 32³)).
+#
+# Few channels: the largest tile that is tried, and blocks per multiprocessor. Chain 23 in two planes: 0.189 ms with
+# tiles of 11 × 10 rows, 0.232 with 6 × 10, 0.216 with 8 × 8; two blocks per SM loop over the tiles. Both gradients:
+# 0.61 ms in two planes and 0.38 in one; 0.94 and 0.57 with tiles of 8 rows.
 _HOPPER_ROWS = (
     *_unfolded(),
     _product(MEASURED, "1 plane", rows=128, stages=3, warps=4),
@@ -134,10 +137,10 @@ HOPPER = Tiles(
         (64, _settings(columns=256, steps=32, stages=4, warps=4)),
         (128, _settings(columns=128, steps=64, stages=3, warps=4)),
     ),
-    # The input's gradient, which has no epilogue to hide: 0.434 ms on chain 61 in bf16, 0.457 in the tile above, 0.465
-    # by the best packed product, whose rows of 34 are computed whole.
+    # The input's gradient, which has no epilogue to hide: 0.434 ms on chain 61 in bf16, 0.457 with the tile above,
+    # 0.465 with the best packed GEMM, which also computes the padding in its rows of 34.
     in_place_back=_settings(columns=256, steps=64, stages=3, warps=8),
-    # Chain 61 in one plane 0.346 ms (0.412 by `weight_gemm_for`'s rule; in two 1.54 and 1.71), 32→32 at 2×128³ 0.665
+    # Chain 61: 0.346 ms in one plane (0.412 by `weight_gemm_for`'s rule), 1.54 in two (1.71). 32→32 at 2×128³: 0.665
     # (0.703).
     weight=(
         ((1, 128, 64), WeightTile(True, 64, 4, 4, 1)),
@@ -148,7 +151,7 @@ HOPPER = Tiles(
 
 
 def _by_rule(origin: str) -> Tiles:
-    """Of products the largest tiles that do not spill: before Hopper their operands wait in registers."""
+    """Tiles by rule: for GEMMs the largest that do not spill, because before Hopper operands take registers too."""
     return Tiles(
         TileTable(
             (

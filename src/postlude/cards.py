@@ -1,7 +1,7 @@
-"""GPUs as values: what a card has, what it can do, how fast it is, and in which tiles it computes.
+"""GPUs as values: a card's sizes, abilities, rates and tiles.
 
-Only here does the name of an architecture decide anything. The H200's figures were measured. Those of other cards come
-from what NVIDIA publishes, or from the properties that the driver reports, and say so.
+No other file makes a decision by an architecture's name. The H200's figures were measured. Those of other cards come
+from NVIDIA's publications or from the driver's properties, and say so.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from postlude import card_tiles
 from postlude.card_tiles import Tiles
 
 Figures = Literal["measured", "published", "estimated"]
-WGMMA_ROWS = 64  # of Hopper's matrix instruction
-_OLDEST = 80  # Ampere: the kernels are compiled and tested for nothing older
+WGMMA_ROWS = 64  # rows of Hopper's wgmma instruction
+_OLDEST = 80  # Ampere: kernels are not compiled or tested for anything older
 
 
 @dataclass(frozen=True)
@@ -37,53 +37,56 @@ class ByMode:
 
 @dataclass(frozen=True)
 class Abilities:
-    has_tma: bool = False  # hardware reads boxes of a tensor by a descriptor that the host makes
-    has_wgmma: bool = False  # `WGMMA_ROWS` rows an instruction, operands from shared memory: registers are for sums
+    has_tma: bool = False  # TMA: hardware copies boxes of a tensor by a descriptor that the host makes
+    has_wgmma: bool = False  # operands come from shared memory, so registers are free for accumulators
     few_channel_rows: int = 1  # rows that a warp of the few-channel kernel computes together without spilling
-    has_few_channel_gradients: bool = False  # their kernel was measured to be ahead of cuDNN's
+    has_few_channel_gradients: bool = False  # their kernel was measured to be faster than cuDNN's
 
     @property
     def reads_boxes_in_place(self) -> bool:
-        """A box that TMA brought in reaches the instruction after a reshape; mma.sync would load it into registers."""
+        """Whether the GEMM can read TMA boxes in place: wgmma takes a reshaped box, mma.sync would load it to
+        registers."""
         return self.has_tma and self.has_wgmma
 
     @property
     def has_weight_gradients(self) -> bool:
-        """Where the operands wait in registers too, the sums of the weight's gradient spill."""
+        """Whether our weight gradient is used: without wgmma operands take registers too, and its accumulators
+        spill."""
         return self.has_wgmma
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Operations and bytes a second."""
+    """Rates in operations or bytes per second."""
 
     peak: ByMode  # dense
     bandwidth: float  # of memory, as published
-    library: ByMode  # what PyTorch's convolutions reach, contiguous in 3-D
-    library_flat: float  # times as many on tensor cores in 2-D
-    library_last: float  # and channels-last
+    library: ByMode  # PyTorch's convolutions, contiguous in 3-D
+    library_flat: float  # factor for 2-D on tensor cores
+    library_last: float  # factor for channels-last
     product: float  # our implicit GEMM
-    cache: float  # from the second-level cache into shared memory
-    copy: float  # of memory, read and written
-    # By the steps of a product's loop: the share of `cache` that is left where they are short.
+    cache: float  # from L2 to shared memory
+    copy: float  # of memory, read plus written
+    # By the depth of a GEMM's step: the share of `cache` that short steps reach.
     short_steps: tuple[tuple[int, float], ...] = ((64, 1.0), (32, 0.85), (16, 0.5))
 
 
 @dataclass(frozen=True)
 class Crossovers:
-    """From where on our kernels pay. Sizes stand for what launches cost the host."""
+    """The sizes from which our kernels pay. Below them the host time of launches dominates."""
 
-    packing: ByMode  # operations of a convolution; below, the packing launches cost more than a better one gains
-    # Bytes of a result whose moments are worth the launches of our convolution where cuDNN's is as fast. On an H200
-    # 2×128→128×32³, 16 MiB, takes 0.15 to 0.17 ms through cuDNN, and 0.24 to 0.25 of the host's time through ours.
+    packing: ByMode  # operations of a convolution; below this, packing costs more than a faster GEMM gains
+    # Bytes of a result from which moments in the epilogue are worth our launches even if cuDNN's convolution is as
+    # fast. On an H200 2×128→128×32³ (16 MiB) takes 0.15 to 0.17 ms with cuDNN, and 0.24 to 0.25 ms of host time with
+    # ours.
     reading: int
-    smallest: int  # bytes of a value: below, three launches cost the host more than they save the card
-    # The same in training, unless PyTorch's three convolutions take `step_seconds`: so long is the host busy with a
-    # step (2×128→128×32³ in fp16: 1.0 to 1.2 ms, eager 0.8 to 1.0).
+    smallest: int  # bytes of a value; below this, three launches take more host time than they save on the card
+    # The same in training, unless PyTorch's three convolutions take at least `step_seconds`, the host time of one of
+    # our steps (2×128→128×32³ in fp16: 1.0 to 1.2 ms, eager 0.8 to 1.0).
     smallest_trained: int
     step_seconds: float = 1e-3
-    trained_channels: int = 64  # of an input: above, cuDNN's gradients are faster in 16 bits
-    in_place_channels: int = 128  # of input and output: above, cuDNN is faster (485 to 674 TFLOP/s on an H200)
+    trained_channels: int = 64  # of an input; above this, cuDNN's gradients are faster in 16 bits
+    in_place_channels: int = 128  # of input and output; above this, cuDNN is faster (485 to 674 TFLOP/s on an H200)
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ class Card:
     name: str
     architecture: str  # "sm_90" on an NVIDIA card, "gfx942" on an AMD one
     multiprocessors: int
-    shared_bytes: int  # shared memory that one block may have; 0: nobody knows
+    shared_bytes: int  # most shared memory of one block; 0: unknown
     l2_bytes: int
     rates: Rates
     crossovers: Crossovers
@@ -122,10 +125,10 @@ _WORDS: dict[Figures, str] = {
 class _Family:
     """What the cards of an architecture have in common."""
 
-    per_clock: ByMode  # operations of a multiprocessor
-    l2_per_clock: int  # bytes of the second-level cache that a multiprocessor gets
-    # The share of its peak that PyTorch's convolutions are taken to reach, generous where nobody measured: ours is
-    # then chosen only where it should win clearly.
+    per_clock: ByMode  # operations per clock of a multiprocessor
+    l2_per_clock: int  # bytes per clock from L2 to a multiprocessor
+    # The share of the peak that PyTorch's convolutions are assumed to reach. It is generous where nothing was measured:
+    # ours is then chosen only if it should win clearly.
     library: ByMode = ByMode(0.6, 0.4, 0.4)
     library_flat: float = 1.5
     library_last: float = 1.25
@@ -155,7 +158,7 @@ _HOPPER = _Family(
     card_tiles.HOPPER,
 )
 _AMPERE = _Family(ByMode(128, 1024, 2048), 32, tiles=card_tiles.AMPERE)
-_SMALL = ByMode(256, 512, 1024)  # of a GeForce half as much on tensor cores, where sums are fp32
+_SMALL = ByMode(256, 512, 1024)  # a GeForce has half of this on tensor cores with fp32 accumulation
 _FAMILIES = {
     80: _AMPERE,
     86: _Family(_SMALL, 16),
@@ -167,7 +170,7 @@ _FAMILIES = {
 
 
 def capability_of(architecture: str) -> tuple[int, int]:
-    """(9, 0) for "sm_90"; (0, 0) for what is no NVIDIA card."""
+    """(9, 0) for "sm_90"; (0, 0) for a card that is not NVIDIA's."""
     return divmod(_number(architecture), 10)
 
 
@@ -177,12 +180,12 @@ def _number(architecture: str) -> int:
 
 
 def _family(architecture: str) -> _Family:
-    """That of the newest known architecture that is not newer; older ones, and AMD's, are not served anyway."""
+    """The family of the newest known architecture that is not newer than this one. Older ones and AMD's are refused."""
     number = _number(architecture)
     return _FAMILIES[max((known for known in _FAMILIES if known <= number), default=_OLDEST)]
 
 
-Sizes = tuple[int, int, int]  # multiprocessors, bytes of shared memory of a block and of the second-level cache
+Sizes = tuple[int, int, int]  # multiprocessors, bytes of a block's shared memory, bytes of L2
 
 
 def estimated(
@@ -194,7 +197,8 @@ def estimated(
     peak: ByMode | None = None,
     figures: Figures = "estimated",
 ) -> Card:
-    """A card that nobody measured. `clock` is in Hz, `bandwidth` in bytes a second; without `peak` the clock tells."""
+    """A card without measurements. `clock` is in Hz, `bandwidth` in bytes per second; `peak` defaults to the
+    clock's."""
     family, multiprocessors = _family(architecture), sizes[0]
     if peak is None:
         tensor = multiprocessors * clock * (0.5 if "GeForce" in name else 1.0)
@@ -213,8 +217,10 @@ def estimated(
 
 
 def _crossovers(rates: Rates) -> Crossovers:
-    """The H200's in seconds: a launch costs the host as much with any card. Sizes are of values that lie in the
-    second-level cache, so its rate makes seconds of them."""
+    """The H200's crossovers, converted so that they take the same time: a launch costs the host the same on any card.
+
+    Values of these sizes are in L2, so its rate converts sizes to seconds.
+    """
     then, now = _H200_RATES, rates.library
     ratios = ByMode(now.fp32 / then.library.fp32, now.tf32 / then.library.tf32, now.half / then.library.half)
     sizes = (_H200_CROSSOVERS.reading, _H200_CROSSOVERS.smallest, _H200_CROSSOVERS.smallest_trained)
@@ -246,12 +252,15 @@ RTX_5090 = _published(
     "RTX 5090", "sm_120", (170, 101_376, 96 << 20), 2.41e9, 1.792e12, ByMode(104.8e12, 104.8e12, 209.5e12)
 )
 KNOWN = (H200, H100, A100, L40S, B200, RTX_4090, RTX_5090)
-NO_CARD = estimated("no card", "", (1, 0, 0), 1e9, 1e12)  # of a machine without one: nothing of it is read
+NO_CARD = estimated("no card", "", (1, 0, 0), 1e9, 1e12)  # for a machine without a GPU; its figures are never read
 
 
 def card_for(name: str, architecture: str, sizes: Sizes, clock: float, bandwidth: float) -> Card:
-    """The card that a driver calls `name`. One that is cut down, as a part of a MIG device or a laptop's, has fewer
-    multiprocessors than its namesake and is estimated. A `clock` or `bandwidth` of 0 is not known."""
+    """The card that the driver calls `name`.
+
+    One with fewer multiprocessors than its namesake, such as a MIG slice or a laptop version, is estimated. A `clock`
+    or `bandwidth` of 0 means unknown.
+    """
     multiprocessors, shared_bytes, l2_bytes = sizes
     for known in KNOWN:
         is_named = re.search(rf"\b{known.name}\b", name) is not None
@@ -261,10 +270,10 @@ def card_for(name: str, architecture: str, sizes: Sizes, clock: float, bandwidth
     return estimated(name, architecture, sizes, clock or _CLOCK, bandwidth or multiprocessors * _BANDWIDTH)
 
 
-_CLOCK, _BANDWIDTH = 1.5e9, 10e9  # where a driver says neither; the second of each multiprocessor
+_CLOCK, _BANDWIDTH = 1.5e9, 10e9  # if the driver reports neither; bandwidth per multiprocessor
 
 
 def _with_bandwidth(card: Card, bandwidth: float) -> Card:
-    """Cards of one name come with different memories."""
+    """The card with another bandwidth: cards of one name come with different memory."""
     rates = dataclasses.replace(card.rates, bandwidth=bandwidth, copy=_COPY * bandwidth)
     return dataclasses.replace(card, rates=rates)

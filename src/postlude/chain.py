@@ -1,10 +1,10 @@
 """What is computed: an optional convolution, then a short straight-line program over its result.
 
-A `Chain` is frozen and hashable and holds no tensors. Its tensor arguments are named by their position
-(`Slot`), intermediate results by the order in which they arise (`Value`):
+A `Chain` is frozen and hashable and holds no tensors. It refers to its tensor arguments by position (`Slot`) and to
+intermediate results by number (`Value`):
 
-    Value(0)      what the convolution gives, or the chain's input where there is no convolution
-    Value(i)      what step i gives, counting from 1
+    Value(0)      the convolution's result, or the chain's input if there is no convolution
+    Value(i)      the result of step i, counting from 1
 
 A value may be used more than once (residuals, x·sigmoid(x)); the last one is the chain's result.
 """
@@ -37,8 +37,8 @@ from postlude.windows import Windows
 from postlude.words import NORMS, POOLS, REDUCTIONS, SOFTMAXES, SPANS
 from postlude.words import POINTWISE as POINTWISE
 
-# One number for each: element (full), channel, sample and channel (row), position along the last axes (last), or for
-# all of them (one). A running statistic has one for each channel, and the chain changes it.
+# A tensor has one number per element (full), per channel, per sample and channel (row), per position along the last
+# axes (last), or one in all (one). A running statistic has one per channel, and the chain updates it.
 Role = Literal["input", "weight", "bias", "channel", "full", "row", "one", "last", "running"]
 
 
@@ -56,13 +56,13 @@ class Chain:
 
     @property
     def convolution(self) -> Convolution:
-        """The producer, of a chain that is known to have one."""
+        """The producer; the chain must have one."""
         assert self.producer is not None
         return self.producer
 
     @functools.cached_property
     def is_linear(self) -> bool:
-        """Whether the producer is a linear layer: the chain's values are matrices then."""
+        """Whether the producer is a linear layer; the chain's values are then matrices."""
         return self.producer is not None and self.producer.is_linear
 
     @functools.cached_property
@@ -74,7 +74,7 @@ class Chain:
 
     @functools.cached_property
     def moved(self) -> tuple[int, ...]:
-        """The slots that a call of the chain changes."""
+        """The slots that a call of the chain updates: running statistics."""
         return tuple(slot for slot, role in enumerate(self.roles) if role == "running")
 
     def dumps(self) -> str:
@@ -144,7 +144,7 @@ def _mistakes(chain: Chain) -> Any:
 
 
 def _may_follow(slot: Slot, reduced: Reduce, roles: tuple[Role, ...]) -> bool:
-    """One number for all may be read after a reduction over channels."""
+    """Whether a step after a reduction may read this slot. After one over channels, only a single number."""
     return reduced.over == "channels" and slot.index < len(roles) and roles[slot.index] == "one"
 
 
@@ -193,7 +193,7 @@ def _word(step: Step, number: int, chain: Chain) -> str:
 
 
 def _settings(step: Pointwise) -> list[str]:
-    """Those up to the last one that is not as usual."""
+    """The settings as text, up to the last one that is not a default."""
     values, usual = [value for _, value in step.settings], POINTWISE[step.op].usual
     while values and usual[len(values) - 1 : len(values)] == (values[-1],):
         values.pop()

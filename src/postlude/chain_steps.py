@@ -29,7 +29,7 @@ Operand = Value | Slot | Scalar
 
 @dataclass(frozen=True)
 class Pointwise:
-    """One elementwise operation; operands other than values broadcast over the first one."""
+    """One elementwise operation. Operands other than values are broadcast over the first one."""
 
     op: str
     operands: tuple[Operand, ...]
@@ -38,7 +38,7 @@ class Pointwise:
 
 @dataclass(frozen=True)
 class Normalize:
-    """Barrier: subtract the mean and divide by the spread of what `over` names."""
+    """Barrier: subtracts the mean and divides by the standard deviation of what `over` names."""
 
     op: str
     operand: Value
@@ -46,9 +46,9 @@ class Normalize:
     eps: float
     weight: Slot | None = None
     bias: Slot | None = None
-    axes: int = 0  # of layer_norm: how many of the last axes are a row
-    running: tuple[Slot, Slot] | None = None  # of batch_norm: mean and variance, moved on every forward pass
-    momentum: float = 0.0  # the part of them that the batch's statistics replace
+    axes: int = 0  # layer_norm: how many of the last axes form a row
+    running: tuple[Slot, Slot] | None = None  # batch_norm: running mean and variance, updated by every forward pass
+    momentum: float = 0.0  # the weight of the batch's statistics in that update
 
     @property
     def over(self) -> str:
@@ -58,9 +58,10 @@ class Normalize:
 
 @dataclass(frozen=True)
 class Reduce:
-    """Barrier: over space, over everything but the batch, or as a chain's end over channels.
+    """Barrier: reduces over space, over everything but the batch, or over channels.
 
-    The features of a linear layer are both of the last: words that go over one of them go over the other there."""
+    The features of a linear layer are channels and everything but the batch alike.
+    """
 
     op: str
     operand: Value
@@ -70,13 +71,13 @@ class Reduce:
 
 @dataclass(frozen=True)
 class Pool:
-    """Barrier: the value that follows has one position for each window."""
+    """Barrier: the result has one position for each window."""
 
     op: str
     operand: Value
     windows: Windows
-    counts_padding: bool = True  # of avg_pool: positions in the padding count as zeros
-    divisor: int | None = None  # of avg_pool: instead of the number of positions
+    counts_padding: bool = True  # avg_pool: positions in the padding count as zeros
+    divisor: int | None = None  # avg_pool: replaces the number of positions
 
     def __str__(self) -> str:
         more = [] if self.counts_padding else ["without padding"]
@@ -86,7 +87,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Softmax:
-    """Barrier: over channels, which stay."""
+    """Barrier: softmax over channels."""
 
     op: str
     operand: Value
@@ -94,7 +95,7 @@ class Softmax:
 
 @dataclass(frozen=True)
 class Cast:
-    """A change of dtype that autocast or the model makes between two steps."""
+    """A cast that autocast or the model makes between two steps."""
 
     operand: Value
     dtype: str
@@ -104,7 +105,7 @@ Step = Pointwise | Normalize | Reduce | Pool | Softmax | Cast
 
 
 def operands_of(step: Step) -> tuple[Operand, ...]:
-    """Everything that a step reads, the value it works on first."""
+    """Everything that a step reads, its main operand first."""
     if isinstance(step, Pointwise):
         return step.operands
     if isinstance(step, Normalize):

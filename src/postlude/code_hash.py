@@ -1,4 +1,4 @@
-"""A hash of what source files do, for what was measured with them."""
+"""Hashes of source code. Measurements record them, so that a change of the code shows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def kernel_hash(paths: Path | Sequence[Path]) -> str:
 
 @functools.cache
 def source_digest() -> str:
-    """Of every byte of this package that can change what runs, for what is kept from one process to another."""
+    """A hash of every byte of this package that can change what runs, for caches that outlive a process."""
     digest = hashlib.sha256()
     code = (*_CODE, ".h")
     for path in sorted(p for p in Path(__file__).parent.rglob("*") if p.suffix in code and "cli" not in p.parts):

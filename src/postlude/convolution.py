@@ -24,7 +24,7 @@ class Convolution:
     output_padding: tuple[int, ...]
     groups: int = 1
     has_bias: bool = False
-    # What input, weight and bias are cast to first: autocast's dtype where it was on, else None.
+    # The dtype to which input, weight and bias are cast first: autocast's if it was on, else None.
     dtype: str | None = None
 
     @property
@@ -40,7 +40,7 @@ class Convolution:
         return not self.kernel
 
     def as_plain(self) -> Convolution | None:
-        """The plain convolution that a stride-1 transposed one is with its weight flipped, or None."""
+        """A stride-1 transposed convolution as the equivalent ordinary one, whose taps are flipped; else None."""
         if not self.transposed:
             return self
         if any(size != 1 for size in self.stride) or any(self.output_padding) or self.groups != 1:
@@ -60,7 +60,7 @@ class Convolution:
         return (size + 2 * self.padding[axis] - reach - 1) // self.stride[axis] + 1
 
     def flops(self, batch: int, space: tuple[int, ...]) -> int:
-        """Multiply-adds counted twice; a transposed convolution's taps outside its cropped border included."""
+        """Operations, two per multiply-add. A transposed convolution's cropped outputs count as well."""
         places = batch * math.prod(space if self.transposed else self.output_space(space))
         return 2 * places * math.prod(self.kernel) * self.in_channels * self.out_channels // self.groups
 

@@ -3,9 +3,9 @@
 Its names, besides those that the function takes:
 
     v0, t3, d2, dt3  a value, the tensor of a slot, and their gradients
-    a0 … a5          pointers to the tensors; where one of them has a number per sample and channel, a5 is how many
-                     elements a sample has: with the number of channels, in the text, it tells from `base` which
-                     sample this is, and the kernels need not say it to chains that do not ask
+    a0 … a5          pointers to the tensors. If one of them has a number per sample and channel, a5 is the number of
+                     elements in a sample: with it and the number of channels the text computes the sample from `base`,
+                     so kernels need no extra argument for it
 """
 
 from __future__ import annotations
@@ -16,14 +16,19 @@ from postlude.steps import COUNT, OPERANDS, L
 
 POINTERS = [f"a{number}" for number in range(OPERANDS)]
 _BINDING = {"+": 1, "-": 1, "*": 2, "/": 2, "//": 2}
-_SIGN = 3  # binds tighter than the operators of two operands
+_SIGN = 3  # precedence of a sign, above the binary operators
 
 
 def emit(function: Function, channels: int = 0, spread: str = "", masks_channels: bool = True) -> str:
-    """`channels` of the value are asked for where a number per sample and channel is loaded. `spread` brings a number
-    per channel to the block's shape where `o_c` has one axis: a kernel whose block is a product's accumulator wants it
-    so. With a load of two axes the compiler moved the whole block into that load's layout, three times.
-    `masks_channels` is False where every lane has a channel.
+    """The text of a Triton function.
+
+    Args:
+        function: What it computes.
+        channels: The value's channels, needed if a number per sample and channel is loaded.
+        spread: An index such as "[None, :]" that broadcasts a number per channel to the block. A GEMM's epilogue needs
+            it: with a two-dimensional load the compiler converted the whole accumulator to that load's layout, three
+            times.
+        masks_channels: False if every lane has a channel.
     """
     lines = ["@triton.jit", f"def {function.name}({', '.join([*map(text, function.takes), *POINTERS])}):"]
     for line in function.body:
@@ -37,7 +42,7 @@ def emit(function: Function, channels: int = 0, spread: str = "", masks_channels
 
 
 def text(term: Term, binding: int = 0) -> str:
-    """In parentheses where an operator around it binds tighter than its own."""
+    """A term as text, in parentheses if the operator around it binds tighter."""
     if isinstance(term, Call):
         return _call(term, binding)
     if isinstance(term, Scalar):
@@ -78,11 +83,11 @@ def _load(load: Load, function: Function, channels: int, spread: str, masks_chan
 
 
 def _row(function: Function, channels: int) -> tuple[str, str]:
-    """Where a number per sample and channel lies, and its mask."""
-    if COUNT in function.takes:  # one program for each sample
+    """The offset of a number per sample and channel, and its mask."""
+    if COUNT in function.takes:  # a program has one sample
         return "tl.program_id(0).to(tl.int64) * C + o_c", "m_c"
     if not channels:
         raise ValueError("a number per sample and channel cannot be found without the number of channels")
-    # A tile of rows may hold those of several samples.
+    # A tile of rows may hold rows of several samples.
     base, mask = ("(base + o_x)", "m_x") if L in function.takes else ("base", "m_c")
     return f"{base} // {POINTERS[-1]} * {channels} + o_c", mask

@@ -1,4 +1,4 @@
-"""Prints a function of expressions as C++: emit.py's printer, with numbers and loads as kernels/cpp spells them."""
+"""Prints a function of expressions as C++: emit.py's printer, with the numbers and loads of kernels/cpp."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from postlude.steps import O_C, PLACE
 
 
 def emit_cpp(function: Function, name: str, slots: Sequence[int]) -> str:
-    """As a struct `name` with a function `run` of the place (kernels/cpp/operands.h), the number of lanes that count,
-    and vectors. `slots` are the kernel's operands in their order: those of all of its functions."""
+    """A struct `name` with a function `run`, which takes the place (kernels/cpp/operands.h), the number of valid lanes,
+    and vectors. `slots` are the operands of all functions of the kernel, in order."""
     taken = [term for term in function.takes if term not in PLACE]
     given = ", ".join(["const At& at", "int64_t count", *(f"V {text(term)}" for term in taken)])
     lines, known = [], set(taken)
@@ -27,7 +27,7 @@ def emit_cpp(function: Function, name: str, slots: Sequence[int]) -> str:
 
 
 def emit_cpp_end(function: Function, result: str, slots: Sequence[int]) -> str:
-    """The same for a function of moments (steps.moments), on all channels of one sample, which gives a `result`."""
+    """The same for a function of moments (steps.moments) on all channels of one sample, which returns `result`."""
     lines = []
     for line in function.body:
         if isinstance(line.value, Load):
@@ -44,7 +44,7 @@ def emit_cpp_end(function: Function, result: str, slots: Sequence[int]) -> str:
 
 
 def _of_channels(term: Term) -> Term:
-    """As kernels/cpp/moments_end.h spells it: no lane is without a channel, so there is nothing to mask."""
+    """The term as in kernels/cpp/moments_end.h, where every lane has a channel and nothing is masked."""
     if not isinstance(term, Call):
         return Name(repr(term.value)) if isinstance(term, Scalar) else term
     if term.word == "tl.where":
@@ -60,7 +60,7 @@ def _written(term: Term, slots: Sequence[int]) -> str:
 
 
 def _spelled(term: Term) -> Term:
-    """With numbers as C++ writes them."""
+    """The term with numbers in C++ syntax."""
     if isinstance(term, Call):
         return Call(term.word, tuple(map(_spelled, term.operands)))
     return Name(_number(term.value)) if isinstance(term, Scalar) else term

@@ -13,7 +13,7 @@ def dumps(item: Any) -> str:
 
 
 def loads(text: str, classes: Mapping[str, Any]) -> Any:
-    """What `dumps` wrote; `classes` are the dataclasses that may be in it."""
+    """Reads what `dumps` wrote. `classes` are the dataclasses that may be in it."""
     return _decode(json.loads(text), classes)
 
 

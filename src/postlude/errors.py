@@ -2,7 +2,7 @@
 
 
 class PostludeError(Exception):
-    """Base of everything that Postlude raises on purpose; the message is meant for people."""
+    """Base class of all errors that Postlude raises on purpose. The message is one sentence for the user."""
 
 
 class ProblemFileError(PostludeError):

@@ -1,7 +1,7 @@
-"""Expressions: what a pass computes on one block, and all that is to be known about it before it is printed.
+"""Expressions: what a pass computes on one block, before it is printed.
 
-The leaves are a chain's own operands (`Value`, `Slot`, `Scalar`), gradients of them, and names that the kernel gives.
-A `Function` is a straight line of assignments and what it returns. Liveness, the tensors that it loads and the values
+The leaves are a chain's operands (`Value`, `Slot`, `Scalar`), their gradients, and names that the kernel defines. A
+`Function` is straight-line code: assignments and what is returned. Liveness, the tensors that it loads and the values
 that it reads are computed here; emit.py prints it.
 """
 
@@ -18,7 +18,7 @@ def _operator(word: str) -> Callable[[Expression, Term], Call]:
 
 
 class Expression:
-    """Python's operators make calls of the same name."""
+    """Base of expressions. Python's operators on them build calls of the same name."""
 
     __add__, __sub__, __mul__, __truediv__ = _operator("+"), _operator("-"), _operator("*"), _operator("/")
 
@@ -28,7 +28,7 @@ class Expression:
 
 @dataclass(frozen=True)
 class Name(Expression):
-    """What the kernel gives, as its mean, or an operand that a table's row leaves open."""
+    """A name that the kernel defines, such as its mean, or a placeholder for an operand in a table's row."""
 
     text: str
 
@@ -87,14 +87,14 @@ def leaves(term: Term) -> Iterator[Term]:
 
 
 def bound(term: Term, meant: Mapping[Term, Term]) -> Term:
-    """With leaves replaced by what they stand for."""
+    """The term with its leaves replaced by what they stand for."""
     if isinstance(term, Call):
         return Call(term.word, tuple(bound(operand, meant) for operand in term.operands))
     return meant.get(term, term)
 
 
 def live(body: Iterable[Assign], returns: Iterable[Term]) -> tuple[Assign, ...]:
-    """The assignments that lead to what is returned, and no others."""
+    """Only the assignments on which the returned terms depend."""
     read = {leaf for term in returns for leaf in leaves(term)}
     kept = []
     for line in reversed(list(body)):

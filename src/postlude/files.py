@@ -1,4 +1,4 @@
-"""Files written whole or not at all: what a user asked for, and what is kept from process to process."""
+"""Files that are written completely or not at all: the user's files, and caches that outlive a process."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from postlude.errors import PostludeError
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes beside the file and moves it into place, so that nobody ever reads half of it."""
+    """Writes a temporary file and moves it into place, so that no reader sees an incomplete one."""
     try:
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         partial = Path(name)
         try:
             with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
                 file.write(text)
-            partial.chmod(0o666 & ~_umask())  # mkstemp's files are for their owner alone
+            partial.chmod(0o666 & ~_umask())  # mkstemp's files are readable by their owner only
             partial.replace(path)
         except BaseException:
             partial.unlink(missing_ok=True)
@@ -35,7 +35,7 @@ def _umask() -> int:
 
 
 def read_kept(path: Path) -> bytes | None:
-    """None where there is nothing, or not what was once written."""
+    """The content of a cached file; None if it does not exist or its hash does not match."""
     try:
         kept = path.read_bytes()
     except OSError:
@@ -45,7 +45,7 @@ def read_kept(path: Path) -> bytes | None:
 
 
 def write_kept(path: Path, content: bytes) -> None:
-    """All at once or not at all; a folder that cannot be written only costs the next process its time."""
+    """Writes a cached file completely or not at all. If the folder cannot be written, nothing is cached."""
     temporary: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,16 @@ __all__ = ["run"]
 
 
 def run(chain: Chain, *tensors: Tensor, precision: str = "auto") -> Tensor:
-    """Runs `chain` on one tensor per slot, in the order of `chain.roles`; the result is differentiable."""
+    """Runs a chain on the given tensors.
+
+    Args:
+        chain: What to compute, for example `result.sites[0].chain`.
+        tensors: One tensor per slot, in the order of `chain.roles`, all on one device.
+        precision: "fp32" or "tf32"; "auto" follows PyTorch's own switches.
+
+    Returns:
+        The chain's result, which is differentiable.
+    """
     if len(tensors) != len(chain.roles):
         raise PostludeError(
             f"this chain takes {len(chain.roles)} tensors ({', '.join(chain.roles)}), but {len(tensors)} were given."

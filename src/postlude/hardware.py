@@ -1,4 +1,4 @@
-"""The only file that asks the machine anything. Every answer is lazy and cached; nothing is asked at import."""
+"""The only file that queries the machine. Every answer is lazy and cached; nothing is queried at import."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ class Machine:
 
     device: str  # torch's device type
     threads: int  # multiprocessors on a GPU
-    cache_bytes: int  # what stays close to the cores: the last-level cache
+    cache_bytes: int  # last-level cache
     has_triton: bool
     has_onednn: bool = False
-    maps_large_buffers: bool = True  # the allocator gives large buffers back to the system and gets them anew
-    # Norms and pools whose result is channels-last as their input.
+    maps_large_buffers: bool = True  # the allocator returns large buffers to the system and maps them again
+    # Norms and pools whose result is channels-last if their input is.
     keeping_layout: frozenset[str] = frozenset({"group_norm", "batch_norm", "max_pool2d", "max_pool3d", "avg_pool2d"})
     card: Card = NO_CARD  # of a GPU; `machine_on` makes the machine of a card
     has_nvrtc: bool = False
     compiles_cpp: bool = False  # kernels in C++ for the CPU
-    tiles: TileTable = NO_TILES  # that the user has measured on this card
+    tiles: TileTable = NO_TILES  # tuned by the user on this card
 
 
 def machine_on(card: Card, *, has_triton: bool = True, has_nvrtc: bool = True, **facts: Any) -> Machine:
-    """A machine with this card, which need not be here."""
+    """A machine with this card, which need not be present."""
     sizes = (card.multiprocessors, card.l2_bytes)
     return Machine("cuda", *sizes, has_triton=has_triton, has_nvrtc=has_nvrtc, card=card, **facts)
 
 
 def machine_for(device: torch.device | str) -> Machine:
-    """What is known of a device. Each GPU of a machine has its own answer; "cuda" is the current one."""
+    """The facts about a device. Each GPU of a machine has its own; "cuda" is the current one."""
     where = torch.device(device)
     if where.type != "cuda":
         return _machine(where.type, 0)
@@ -69,13 +69,13 @@ def _machine(device_type: str, index: int) -> Machine:
             tiles=tuned_tiles(index),
         )
     if device_type != "cpu":
-        return Machine(device_type, 0, 0, has_triton=False)  # nothing of ours runs there, so nothing is asked
+        return Machine(device_type, 0, 0, has_triton=False)  # nothing of ours runs there, so nothing is queried
     facts = (torch.get_num_threads(), last_level_cache_bytes(), has_triton(), has_onednn(), not malloc_is_tuned())
     return Machine(device_type, *facts, keeping_layout(device_type), compiles_cpp=why_no_cpp() is None)
 
 
 def _card(found: Any) -> Card:
-    # Clocks come in kHz, and memory moves two words a cycle. Old drivers report 0.
+    # Clocks are in kHz, and memory transfers two words per cycle. Old drivers report 0.
     clock, memory = (getattr(found, name, 0) * 1e3 for name in ("clock_rate", "memory_clock_rate"))
     shared = int(getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block))
     sizes = (found.multi_processor_count, shared, found.L2_cache_size)
@@ -84,14 +84,14 @@ def _card(found: Any) -> Card:
 
 
 def _architecture(card: Any) -> str:
-    """ROCm calls its devices "cuda" and numbers them too, as 9.4 for instance: its name tells them apart."""
+    """The architecture's name. ROCm also calls its devices "cuda" and numbers them (9.4), so its own name is used."""
     if torch.version.hip is not None:
         return str(getattr(card, "gcnArchName", "an AMD card")).split(":")[0]
     return f"sm_{card.major}{card.minor}"
 
 
 def keeping_layout(device: str) -> frozenset[str]:
-    """Asks PyTorch, whose answer differs by device and version: run each on a small channels-last tensor."""
+    """The operators that keep channels-last. It differs by device and version, so each runs once on a small tensor."""
     x = torch.ones(2, 4, 4, 4, 4, device=device).to(memory_format=torch.channels_last_3d)
     pools = {"2d": x[:, :, 0].contiguous(memory_format=torch.channels_last), "3d": x}
     results = {
@@ -105,7 +105,7 @@ def keeping_layout(device: str) -> frozenset[str]:
 
 
 def free_bytes(device: str) -> float:
-    """Memory that can still be had, with what PyTorch's allocator holds unused; without a limit on a CPU."""
+    """Memory that can still be allocated, including what PyTorch's allocator has cached; no limit on a CPU."""
     if not device.startswith("cuda"):
         return math.inf
     free, _ = torch.cuda.mem_get_info(device)
@@ -121,12 +121,12 @@ def has_triton() -> bool:
 
 
 def can_compile() -> bool:
-    """True where Triton can build what it needs besides a GPU's code: it asks for the compiler by these names."""
+    """Whether there is a C compiler for Triton's launchers, under one of the names that Triton looks for."""
     return has_triton() and any(shutil.which(name) for name in (os.environ.get("CC", ""), "gcc", "clang", "cl") if name)
 
 
 def nvrtc_libraries() -> list[str]:
-    """Where NVRTC may be, best first: next to torch's other CUDA packages, then wherever the system finds it."""
+    """Paths to try for NVRTC, best first: next to torch's other CUDA packages, then the system's search path."""
     cuda = torch.version.cuda
     majors = sorted(("13", "12"), key=lambda major: cuda is None or not cuda.startswith(major))
     spec = importlib.util.find_spec("nvidia")
@@ -137,12 +137,12 @@ def nvrtc_libraries() -> list[str]:
 
 
 def has_nvrtc() -> bool:
-    """True where CUDA C++ can be compiled at run time: every CUDA build of torch carries NVRTC."""
+    """Whether CUDA C++ can be compiled at run time. Every CUDA build of torch includes NVRTC."""
     return torch.version.cuda is not None or Path(nvrtc_libraries()[0]).exists()
 
 
 def has_onednn() -> bool:
-    """True where oneDNN serves CPU convolutions and can be called without PyTorch's choice of library."""
+    """Whether oneDNN runs CPU convolutions and can be called directly."""
     operators = hasattr(torch, "mkldnn_convolution") and hasattr(torch.ops.mkldnn, "_convolution_pointwise_")
     return torch.backends.mkldnn.is_available() and operators
 
@@ -157,11 +157,11 @@ def cpp_compiler() -> str | None:
     return next((found for name in (named, "g++", "clang++") if name and (found := shutil.which(name))), None)
 
 
-VECTORS = ("AVX2", "AVX512")  # instructions that the CPU's kernels were measured with
+VECTORS = ("AVX2", "AVX512")  # vector instructions with which the CPU's kernels were measured
 
 
 def why_no_cpp() -> str | None:
-    """Why kernels in C++ cannot be had on the CPU, or None."""
+    """Why C++ kernels cannot be used on the CPU, or None."""
     if os.environ.get("POSTLUDE_CPP") == "0":
         return "POSTLUDE_CPP=0 is set"
     if cpu_capability() not in VECTORS or not has_glibc():
@@ -170,13 +170,13 @@ def why_no_cpp() -> str | None:
 
 
 def threads() -> int:
-    """PyTorch's, as they are set now."""
+    """PyTorch's current number of threads."""
     return torch.get_num_threads()
 
 
 @functools.cache
 def last_level_cache_bytes() -> int:
-    """Size of the largest cache of core 0; 8 MiB where the system does not say."""
+    """The size of core 0's largest cache; 8 MiB if the system does not report it."""
     sizes = []
     for entry in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = entry.read_text().strip()
@@ -186,12 +186,12 @@ def last_level_cache_bytes() -> int:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use; only Linux says which, elsewhere torch's threads stand for them."""
+    """Cores that this process may use; only Linux reports them, elsewhere torch's threads are counted."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else torch.get_num_threads()
 
 
 def load_average() -> float | None:
-    """Processes that wanted to run during the last minute; None where the system does not say."""
+    """The load average of the last minute; None if the system does not report it."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
@@ -200,12 +200,12 @@ def has_glibc() -> bool:
 
 
 def malloc_is_tuned() -> bool:
-    """True where the environment keeps the C library from mapping and unmapping every large buffer."""
+    """Whether the environment keeps the C library from mapping and unmapping every large buffer."""
     return "MALLOC_MMAP_THRESHOLD_" in os.environ or "jemalloc" in os.environ.get("LD_PRELOAD", "")
 
 
 def cache_folder() -> Path | None:
-    """Where what outlives a process is kept; None for a user without a home."""
+    """The cache folder; None for a user without a home folder."""
     named = os.environ.get("POSTLUDE_CACHE_DIR")
     if named:
         return Path(named)
@@ -215,7 +215,7 @@ def cache_folder() -> Path | None:
 
 
 def tile_key(index: int | None = None) -> Key:
-    """What tiles that are measured on this GPU, or the current one, depend on."""
+    """What tuned tiles of this GPU, or the current one, depend on."""
     found, here = versions(), Path(__file__).parent
     programs = [here / f"{name}.py" for name in ("expressions", "steps", "reverse", "emit")]
     kernels = kernel_hash([here / "kernels", *programs])
@@ -227,9 +227,9 @@ TILES_ADVICE = "`postlude tune FILE.py` makes new ones, `postlude doctor --clear
 
 
 def found_tiles(index: int | None = None) -> FoundTiles:
-    """The user's own tiles on disk for this GPU, or the current one, and what else lies there."""
+    """The user's tuned tiles on disk for this GPU, or the current one, and which other files are there."""
     folder = cache_folder()
-    with suppress(OSError):  # a folder that cannot be read holds nothing for us
+    with suppress(OSError):  # an unreadable folder counts as empty
         if folder is not None and next(folder.glob("tiles-*.json"), None) is not None:
             found = read_tables(folder, tile_key(index))
             return dataclasses.replace(found, foreign=found.foreign - _for_other_cards(folder, found))
@@ -237,7 +237,7 @@ def found_tiles(index: int | None = None) -> FoundTiles:
 
 
 def _for_other_cards(folder: Path, found: FoundTiles) -> int:
-    """Of files that are not for this GPU, those for another one of this machine: nothing is wrong with them."""
+    """How many of the files are for another GPU of this machine; those are in order."""
     count = torch.cuda.device_count() if found.foreign and torch.cuda.is_available() else 0
     keys = {tile_key(index) for index in range(count)} if count > 1 else set()
     return len({file for key in keys for file in read_tables(folder, key).files} - set(found.files))
@@ -245,7 +245,7 @@ def _for_other_cards(folder: Path, found: FoundTiles) -> int:
 
 @functools.cache
 def tuned_tiles(index: int | None = None) -> TileTable:
-    """The user's own tiles. Asked once a GPU, and so is the warning about tables that are no good here."""
+    """The user's tuned tiles. Read once per GPU, with one warning about tables that cannot be used."""
     found = found_tiles(index)
     if found.problem is not None:
         warnings.warn(f"Tuned tiles in {cache_folder()} are not used: {found.problem}; {TILES_ADVICE}.", stacklevel=2)
@@ -253,11 +253,11 @@ def tuned_tiles(index: int | None = None) -> TileTable:
 
 
 def clock_mhz(device_type: str) -> int | None:
-    """The clock now, of the GPU's multiprocessors or the mean over the CPU's cores; None where nobody says."""
+    """The current clock of the GPU, or the mean over the CPU's cores; None if it is not reported."""
     if device_type == "cuda":
         try:
             return int(torch.cuda.clock_rate())
-        except (ModuleNotFoundError, RuntimeError):  # NVML's Python package is not there to ask
+        except (ModuleNotFoundError, RuntimeError):  # NVML's Python package is not installed
             return None
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
@@ -266,19 +266,19 @@ def clock_mhz(device_type: str) -> int | None:
 
 
 def default_fp32_precision(is_linear: bool = False) -> str:
-    """What PyTorch does with fp32 convolutions on a GPU now, or with matrix products: "tf32" or "fp32"."""
+    """PyTorch's current precision for fp32 convolutions, or matrix products, on a GPU: "tf32" or "fp32"."""
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     if hasattr(cudnn, "conv"):  # once the new switch was set, reading the old one raises
         return "tf32" if (matmul if is_linear else cudnn.conv).fp32_precision == "tf32" else "fp32"
     return "tf32" if (matmul if is_linear else cudnn).allow_tf32 else "fp32"
 
 
-# What the tests were run with: from the first to the last, both included.
+# The tested versions: first and last, both included.
 TESTED = {"torch": ((2, 11), (2, 13)), "triton": ((3, 6), (3, 6))}
 
 
 def untested_versions() -> list[str]:
-    """A sentence for each package whose version is outside of what was tested."""
+    """A sentence for each package whose version is outside the tested range."""
     found = versions()
     sentences = []
     for package, (first, last) in TESTED.items():
@@ -290,7 +290,7 @@ def untested_versions() -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """What a result depends on, for reports and records."""
+    """The versions on which a result depends, for reports and records."""
     found = {
         "postlude": _version("postlude"),
         "torch": torch.__version__,

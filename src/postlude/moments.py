@@ -1,6 +1,7 @@
 """Moments: the mean and variance per sample and channel, and the part of a chain that needs nothing else.
 
-Variances come from E[x²] − E[x]² only where the mean is small beside the spread; else the mean is subtracted first.
+Variances come from E[x²] − E[x]² only if the mean is small compared with the standard deviation; otherwise the mean is
+subtracted first.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from torch import Tensor
 from postlude.chain import Cast, Chain, Normalize, Operand, Pointwise, Reduce, Scalar, Slot
 from postlude.reference import continue_from
 
-# Squares are taken as the value is where no mean is further from 0 than this many variances, else it is centred
-# first: the error of E[x²] − E[x]² grows with 1 + this ratio.
+# Largest mean² / variance for which a value is squared without centring: the error of E[x²] − E[x]² grows with 1 + this
+# ratio.
 _FAR = 4.0
 
 
 @dataclass(frozen=True)
 class Moments:
     mean: Tensor  # [N, C], float64
-    variance: Tensor | None  # [N, C], over the positions of one channel; None where nothing needs it
+    variance: Tensor | None  # [N, C], over the positions of one channel; None if it is not needed
     positions: int
 
     @staticmethod
@@ -38,7 +39,7 @@ class Moments:
 
 
 def channel_moments(value: Tensor, squares: bool, overwrite: bool) -> tuple[Moments, Tensor | float]:
-    """Moments of a value, and what was subtracted from it in place ([N, C] float64, or 0.0 where nothing was)."""
+    """The moments of a value, and what was subtracted from it in place ([N, C] float64, or 0.0)."""
     positions = math.prod(value.shape[2:])
     if squares and not value.is_contiguous() and value.dtype in (torch.float32, torch.float64):
         return _channels_last_moments(value, positions), 0.0
@@ -48,22 +49,22 @@ def channel_moments(value: Tensor, squares: bool, overwrite: bool) -> tuple[Mome
     variance = _squares_over_space(value) / positions - mean.square()
     if bool((mean.square() <= _FAR * variance).all()):
         return Moments(mean, variance, positions), 0.0
-    wide = value if value.dtype.itemsize >= 4 else value.float()  # differences of 16-bit values are none
+    wide = value if value.dtype.itemsize >= 4 else value.float()  # 16-bit differences would be too coarse
     centre = mean.to(wide.dtype)
     each = centre.view(-1, value.shape[1], *[1] * (value.dim() - 2))
     centred = wide - each if wide is value and not overwrite else wide.sub_(each)
-    rest = _sum_over_space(centred) / positions  # of the mean, which short runs rounded
+    rest = _sum_over_space(centred) / positions  # corrects the mean's rounding error
     variance = _squares_over_space(centred) / positions - rest.square()
-    # What is left of an infinity is NaN: there the mean is what it was.
+    # Centring turns an infinity into NaN: there the first mean stays.
     mean = torch.where(mean.isfinite(), centre.double() + rest, mean)
     return Moments(mean, variance, positions), centre.double() if centred is value else 0.0
 
 
 def _channels_last_moments(value: Tensor, positions: int) -> Moments:
-    """One call per sample of PyTorch's batch statistics, over rows of width times channels.
+    """Moments by PyTorch's batch statistics, called once per sample on rows of width × channels columns.
 
-    It subtracts the mean before it squares, runs on whole vectors whatever the number of channels, and each of the
-    row's columns adds up only a fraction of the positions; columns are combined by Chan's formula.
+    They subtract the mean before squaring, use whole vectors for any number of channels, and sum only a fraction of the
+    positions per column. Chan's formula combines the columns.
     """
     batch, channels = value.shape[:2]
     width = value.shape[-1]
@@ -76,7 +77,7 @@ def _channels_last_moments(value: Tensor, positions: int) -> Moments:
 
 
 def _sum_over_space(value: Tensor) -> Tensor:
-    """[N, C] in float64. Short runs are added in the value's dtype (16-bit: in float32), the rest in float64."""
+    """The sum over space, [N, C] in float64. Short runs are summed in the value's dtype (16-bit in float32)."""
     value = value if value.dtype.itemsize >= 4 else value.float()
     inner = tuple(range(3, value.dim()))
     return value.sum(inner).sum(2, dtype=torch.float64)
@@ -97,10 +98,10 @@ def finish(
     channels_last: bool = False,
     moves: bool = False,
 ) -> Tensor:
-    """Steps `first` to the end, from moments; what follows the reduction runs as written, on its few numbers.
+    """Steps `first` to the end, from moments. The steps after the reduction run as they are, on its few numbers.
 
-    `channels_last`: what PyTorch would have reduced is.
-    `moves`: a batch_norm moves its running statistics.
+    `channels_last` says whether the value that PyTorch would have reduced is channels-last, `moves` whether a
+    batch_norm updates its running statistics.
     """
     for number in range(first, len(chain.steps) + 1):
         step = chain.steps[number - 1]
@@ -129,7 +130,7 @@ def _reduce(chain: Chain, moments: Moments, step: Reduce) -> Tensor:
 
 
 def laid_out(result: Tensor, step: Reduce, channels_last: bool) -> Tensor:
-    """With PyTorch's strides: its pooling keeps channels-last in those of the last axes, though their size is 1."""
+    """The result with PyTorch's strides: its pooling returns channels-last strides even for spatial axes of size 1."""
     if not channels_last or step.op != "adaptive_avg_pool":
         return result
     channels = result.shape[1]
@@ -137,7 +138,7 @@ def laid_out(result: Tensor, step: Reduce, channels_last: bool) -> Tensor:
 
 
 def group_moments(moments: Moments, groups: int) -> tuple[Tensor, Tensor]:
-    """[N, G, 1] means and variances of groups of channels, from their channels'."""
+    """Means and variances [N, G, 1] of groups of channels, from those of the channels."""
     assert moments.variance is not None
     means, variances = moments.mean.unflatten(1, (groups, -1)), moments.variance.unflatten(1, (groups, -1))
     mean = means.mean(2, keepdim=True)
@@ -145,7 +146,7 @@ def group_moments(moments: Moments, groups: int) -> tuple[Tensor, Tensor]:
 
 
 def statistics(moments: Moments, step: Normalize) -> tuple[Tensor, Tensor]:
-    """The means and variances of a norm for each channel, [N, C]; of batch_norm [1, C]."""
+    """The means and variances that a norm uses for each channel, [N, C]; for batch_norm [1, C]."""
     assert moments.variance is not None
     channels = moments.mean.shape[1]
     if step.over == "batch":
@@ -157,7 +158,7 @@ def statistics(moments: Moments, step: Normalize) -> tuple[Tensor, Tensor]:
 
 
 def move_running(step: Normalize, tensors: Sequence[Tensor], mean: Tensor, variance: Tensor, count: int) -> None:
-    """Moves a batch_norm's running statistics towards those of `count` values; that variance is unbiased."""
+    """Updates a batch_norm's running statistics with those of `count` values; their variance is the unbiased one."""
     for slot, found in zip(step.running or (), (mean, variance * (count / (count - 1)))):
         old = tensors[slot.index]
         old.copy_((1 - step.momentum) * old.double() + step.momentum * found.detach().reshape(-1))

@@ -1,4 +1,4 @@
-"""`FusedChain`: modules in sequence that run as one chain."""
+"""`FusedChain`: a sequence of modules that runs as one chain."""
 
 from __future__ import annotations
 
@@ -19,13 +19,18 @@ __all__ = ["FusedChain", "Mean"]
 _COUNT = torch.ops.aten.add_.Tensor
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN = frozenset((bool, int, float, str))
-_OWN = frozenset(vars(nn.Module()))  # dictionaries of hooks, of tensors and of modules
-_REMEMBERED = 64  # chains per module before the look-up starts anew
-_EXAMPLE = 32  # the size of an example along each axis of space: more than any kernel's reach
+_OWN = frozenset(vars(nn.Module()))  # nn.Module's own attributes: dictionaries of hooks, tensors and modules
+_REMEMBERED = 64  # chains per module before the cache is cleared
+_EXAMPLE = 32  # the size of an example along each spatial axis: larger than any kernel
 
 
 class Mean(nn.Module):
-    """`x.mean(dim)` as a module; by default over everything but the batch of a 3-D volume."""
+    """`x.mean(dim)` as a module. By default the mean is over everything but the batch of a 3-D volume.
+
+    Args:
+        dim: The axes to average over.
+        keepdim: Whether they stay, with size 1.
+    """
 
     def __init__(self, dim: tuple[int, ...] = (1, 2, 3, 4), keepdim: bool = False) -> None:
         super().__init__()
@@ -39,13 +44,17 @@ class Mean(nn.Module):
 
 
 class FusedChain(nn.Sequential):
-    """An `nn.Sequential` that is one chain: same modules, same `state_dict` keys, fused forward.
+    """An `nn.Sequential` whose forward runs as one fused chain, with the same modules and `state_dict` keys.
 
         FusedChain(nn.Conv3d(3, 24, 3), nn.GroupNorm(8, 24), Mean())
 
-    The modules are read on the first call for each dtype and mode, and again when a module or one of its settings
-    changes. Modules that do not form one chain raise an error that says why. While a module inside has a hook, this
-    runs as a plain `nn.Sequential`. A compiler that traces through it reads the settings when it compiles.
+    The modules are read at the first call for each dtype and mode, and again when a module or one of its settings
+    changes. If they do not form one chain, the call raises an error that says why. While a module inside has a hook,
+    this runs as a plain `nn.Sequential`. A compiler reads the settings when it compiles.
+
+    Args:
+        modules: The modules in order.
+        precision: "fp32" or "tf32"; "auto" follows PyTorch's own switches.
     """
 
     def __init__(self, *modules: nn.Module, precision: str = "auto") -> None:
@@ -70,12 +79,12 @@ class FusedChain(nn.Sequential):
         return site(*(x if name is None else self._tensor(name) for name in names))  # type: ignore[no-any-return]
 
     def _is_watched(self) -> bool:
-        """True where somebody's hook has to see what goes into a module inside or comes out of it."""
+        """Whether a hook needs to see the input or output of a module inside."""
         inside = (module for module in self.modules() if module is not self)
         return hooks_of_all_modules() or any(getattr(module, kind) for module in inside for kind in _HOOKS)
 
     def _key(self, *call: Any) -> tuple[Any, ...]:
-        """All that the chain depends on: what the call brings, and the modules as they are now."""
+        """Everything that the chain depends on: the call's properties and the modules' current settings."""
         return (*call, *_settings(self))
 
     def _remember(self, key: Any, example: Tensor) -> None:
@@ -84,8 +93,8 @@ class FusedChain(nn.Sequential):
         self._read[key] = self._read_chain(example)
 
     def _as_operator(self, x: Tensor, device: str, autocast: torch.dtype | None) -> Tensor:
-        """For compilers that trace through this module: one registered operator, no break in their graph."""
-        modes = tuple(module.training for module in self.modules())  # read here, so that the compiler looks at them
+        """The forward pass for compilers: one registered operator, without a graph break."""
+        modes = tuple(module.training for module in self.modules())  # read here, so that the compiler guards on them
         text, names, moved, counters = self._text(x.dtype, x.dim(), device, autocast, modes)
         held = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         for name in counters:
@@ -98,9 +107,9 @@ class FusedChain(nn.Sequential):
     def _text(
         self, dtype: torch.dtype, dims: int, device: str, autocast: torch.dtype | None, modes: tuple[bool, ...]
     ) -> tuple[str, tuple[str | None, ...], tuple[str, ...], tuple[str, ...]]:
-        """The chain, the names of its tensors, of those that it moves and of counters of calls.
+        """The chain, the names of its tensors, of its running statistics, and of call counters.
 
-        Read off an example that is made here: a compiler's has no values.
+        The chain is read with an example that is made here, because a compiler's tensors have no values.
         """
         key = self._key(dtype, dims, device, autocast, modes)
         if key not in self._read:
@@ -114,7 +123,7 @@ class FusedChain(nn.Sequential):
         return site.chain.dumps(), still, tuple(name for name in moved if name is not None), tuple(counters)
 
     def _tensor(self, name: str) -> Tensor:
-        """A parameter or buffer, as it is now."""
+        """The current parameter or buffer of this name."""
         path, _, own = name.rpartition(".")
         tensor: Tensor = getattr(self.get_submodule(path), own)
         return tensor
@@ -127,7 +136,7 @@ class FusedChain(nn.Sequential):
         raise PostludeError("this FusedChain has neither a convolution nor a norm: there is nothing to fuse.")
 
     def _read_chain(self, x: Tensor) -> tuple[Site, tuple[str | None, ...], tuple[str, ...]]:
-        """The chain, the names of its tensors (None: the input), and of the counters that each call moves by one."""
+        """The chain, the names of its tensors (None: the input), and of the counters that each call increments."""
         names = [name for name, _ in (*self.named_parameters(), *self.named_buffers())]
         plain = nn.Sequential(*self)
 
@@ -176,7 +185,7 @@ def _why_not_one(found: list[Match]) -> str:
 
 
 def _settings(module: nn.Module) -> list[Any]:
-    """What a module's forward can depend on, tensors aside: numbers by value, all else by identity."""
+    """What a module's forward can depend on besides tensors: numbers by value, all else by identity."""
     found: list[Any] = [id(module), type(module)]
     for name, value in vars(module).items():
         if type(value) in _PLAIN or (type(value) is tuple and all(type(item) in _PLAIN for item in value)):
@@ -192,7 +201,7 @@ def _settings(module: nn.Module) -> list[Any]:
 
 
 def _counts_itself(module: nn.Module) -> bool:
-    """True where a batch_norm takes the average over all batches, by a counter whose value it reads."""
+    """Whether a batch_norm averages over all batches so far, for which it reads its counter."""
     return (
         isinstance(module, _BatchNorm)
         and module.training

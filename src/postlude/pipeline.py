@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 MEMORIES = ("default", "lean")
 OPTIONS = frozenset({"precision", "rest", "memory", "convolution", "layout", "verify"})  # of the torch.compile backend
 NOTHING_CAPTURED = "PyTorch's compiler captured nothing of this call: it is disabled, or it gave up on this code"
-# An attribute of what the model is called through: it goes with the model, and copies of the model are without it.
+# An attribute of the function through which the model is called, so that copies of the model do not have it.
 _RESULT = "postlude_result"
 Only = Callable[[str, Chain], bool] | Iterable[str] | str | None
 
@@ -62,7 +62,7 @@ class Optimized:
     model: nn.Module
     sites: tuple[SiteReport, ...]
     declined: tuple[Declined, ...]
-    verdict: Verdict | None  # on the fused chains; None where there is none, or with verify=False
+    verdict: Verdict | None  # on the fused chains; None if nothing was fused, or with verify=False
     failure: str | None  # why the model could not be captured, if it could not
     backend: Backend = field(repr=False)
 
@@ -73,19 +73,21 @@ class Optimized:
 
     @property
     def gathered(self) -> tuple[str, ...]:
-        """Upsampling whose gradient a kernel of ours gathers."""
+        """Upsampling whose gradient our kernel gathers."""
         return tuple(name for captured in self.backend.captured for name in captured.gathered)
 
     def undo(self) -> nn.Module:
-        """Makes the model run as it did before; a model optimized again since then is left alone."""
+        """Makes the model run as before. Does nothing if the model has been optimized again since."""
         if _result_of(self.model) is self:
             self.model._compiled_call_impl = None
         return self.model
 
     def report(self, path: str | Path | None = None, *, title: str = "") -> Report:
-        """Returns what was done as one value, and writes it to `path` if given: .html, .json or .csv.
+        """A report of what was done, without times; `postlude bench FILE.py --report PATH` measures them.
 
-        It holds no times; `postlude bench FILE.py --report PATH` measures them.
+        Args:
+            path: If given, the report is written there; the suffix (.html, .json or .csv) chooses the format.
+            title: The report's title.
         """
         from postlude.report import gather, write
 
@@ -136,7 +138,7 @@ def optimize(
         mode: A mode of torch.compile, for Inductor.
         only: The chains to fuse: names with wildcards (`"decoder.*"`), or a function of a chain's name and the chain.
         verify: Whether to check every plan before its first use, including those for later shapes and modes.
-        progress: A function that is told what is being done; by default a terminal shows it.
+        progress: A function that is called with a sentence at each step; by default a terminal shows it.
 
     Returns:
         What was found and done: the sites, what was declined, and the verdict. `undo()` restores the model.
@@ -167,7 +169,7 @@ def _optimized(model: nn.Module, backend: Backend) -> Optimized:
 
 
 def postlude_backend(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-    """What `torch.compile(model, backend="postlude", options={...})` calls."""
+    """The backend that `torch.compile(model, backend="postlude", options={...})` calls."""
     given = dict(options.get("options") or {})
     settings = {name: value for name, value in given.items() if name in OPTIONS}
     inductor = _inductor_settings(options.get("mode"), {name: given[name] for name in given.keys() - OPTIONS})
@@ -176,7 +178,7 @@ def postlude_backend(graph: fx.GraphModule, inputs: Sequence[Any], **options: An
 
 
 def _inductor_settings(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    """A mode of torch.compile and single options of Inductor's, which are none of ours."""
+    """Inductor's options: those of a torch.compile mode, and those in `options` that are not ours."""
     if mode in (None, "default") and not options:
         return {}
     import torch._inductor as inductor
@@ -194,7 +196,7 @@ def _inductor_settings(mode: str | None, options: dict[str, Any]) -> dict[str, A
 
 
 def is_optimized(model: nn.Module) -> bool:
-    """True while `model` itself runs fused; a deep copy or an unpickled model is plain and gives False."""
+    """Whether `model` itself runs fused. A deep copy or an unpickled model is plain, so it gives False."""
     return _result_of(model) is not None
 
 
@@ -204,10 +206,10 @@ def _result_of(model: nn.Module) -> Optimized | None:
 
 
 def _compile(model: nn.Module, backend: Backend) -> Callable[..., Any]:
-    """What `model.compile(backend=backend)` does, one frame further out.
+    """Does what `model.compile(backend=backend)` does, one frame further out.
 
-    Dynamo passes over frames inside torch.nn, so a model whose class is PyTorch's own (`nn.Sequential`) would never
-    reach the backend. It counts what it compiles by code object and gives up after a few: each model gets its own.
+    Dynamo skips frames inside torch.nn, so a model whose class is PyTorch's own (`nn.Sequential`) would never reach the
+    backend. Dynamo also limits recompilations per code object, so each model gets its own.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -217,7 +219,7 @@ def _compile(model: nn.Module, backend: Backend) -> Callable[..., Any]:
     compiled = torch.compile(own, backend=backend)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        # Another tracer wants the model's own operators, and hooks of all modules the model's own modules.
+        # Another tracer needs the model's own operators, and global module hooks need its own modules.
         if is_traced() or hooks_of_all_modules():
             return call(*args, **kwargs)
         with hooks_are_watched():
@@ -273,7 +275,7 @@ def _filter(only: Only) -> Callable[[str, Match], bool] | None:
 
 @contextlib.contextmanager
 def _left_as_found(model: nn.Module) -> Iterator[None]:
-    """Random state and buffers after this are what they were before (gradients and mode are never touched)."""
+    """Restores random state and buffers on exit. Gradients and mode are never touched."""
     devices = sorted(
         {t.device.index for t in model.parameters() if t.device.type == "cuda" and t.device.index is not None}
     )

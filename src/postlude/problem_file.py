@@ -1,7 +1,6 @@
 """Problem files in KernelBench's format: `Model`, `get_inputs()`, `get_init_inputs()`.
 
-A candidate has `ModelNew` in place of `Model`. Whatever is wrong with a file is said in one sentence, as a
-`ProblemFileError`.
+A candidate has `ModelNew` instead of `Model`. A file that cannot be used raises a `ProblemFileError` of one sentence.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class ProblemFile:
-    """A file that was executed and has the model class; nothing of it has been called yet."""
+    """A file that was executed and has the model class; nothing in it has been called yet."""
 
     path: Path
     module: types.ModuleType
     model_class: type[nn.Module]
 
     def build(self, device: str = "cpu", *, seed: int = 0, like: ProblemFile | None = None) -> nn.Module:
-        """The model, its parameters drawn under `seed`; a candidate is built with `like`'s arguments."""
+        """The model, with parameters drawn under `seed`. A candidate is built with the arguments of `like`."""
         args, kwargs = (like or self).init_arguments(seed)
         what = f"{self.model_class.__name__}.__init__"
         with _seeded(seed):
             return self._call(what, lambda: self.model_class(*args, **kwargs).to(device))
 
     def inputs(self, device: str = "cpu", *, seed: int = 0) -> tuple[Any, ...]:
-        """What `get_inputs()` gives under `seed`, tensors moved to the device."""
+        """The result of `get_inputs()` under `seed`, with tensors moved to the device."""
         made = self._function("get_inputs", seed)
         if not isinstance(made, (list, tuple)):
             raise self._error(f"get_inputs() must return a list or a tuple, not {_a(type(made))}.")
@@ -52,7 +51,7 @@ class ProblemFile:
         return self._call("moving the inputs to the device", lambda: tuple(map(move, made)))
 
     def with_sizes(self, **sizes: int) -> ProblemFile:
-        """The same file after its module-level sizes (`batch_size`, `depth`, …) were set to others."""
+        """The same file with other values for its module-level sizes (`batch_size`, `depth`, …)."""
         for name, size in sizes.items():
             if not hasattr(self.module, name):
                 raise self._error(f"it has no size named {name}.")
@@ -60,7 +59,7 @@ class ProblemFile:
         return self
 
     def run(self, model: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
-        """One forward without gradients, which must give one tensor."""
+        """One forward pass without gradients, which must return one tensor."""
         name = type(model).__name__
         with torch.no_grad(), _seeded(0):
             result = self._call(f"{name}.forward", lambda: model(*inputs))
@@ -70,7 +69,7 @@ class ProblemFile:
         raise self._error(f"{name} returns {_a(type(result))}{size}; Postlude judges models that return one tensor.")
 
     def init_arguments(self, seed: int = 0) -> tuple[list[Any], dict[str, Any]]:
-        """What the model's constructor is given: positional and by name."""
+        """The arguments of the model's constructor, positional and by name."""
         if not hasattr(self.module, "get_init_inputs"):
             return [], {}
         made = self._function("get_init_inputs", seed)
@@ -100,7 +99,7 @@ class ProblemFile:
 
 
 def load(path: str | Path, class_name: str = "Model") -> ProblemFile:
-    """Executes the file as a module of its own name and finds `class_name` in it."""
+    """Executes the file as a module and finds `class_name` in it."""
     path = Path(path)
     module = _execute(path, _compile(path, _read(path)))
     model_class = getattr(module, class_name, None)
@@ -114,7 +113,7 @@ def load(path: str | Path, class_name: str = "Model") -> ProblemFile:
 
 
 def check_candidate(path: str | Path, class_name: str = "ModelNew") -> None:
-    """Says what is plainly wrong with a stranger's file, without running any of it."""
+    """Raises if something is obviously wrong with a candidate's file, without running any of it."""
     path = Path(path)
     source = _read(path)
     _compile(path, source)
@@ -138,7 +137,7 @@ def _bound_by(node: ast.AST) -> list[str]:
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Random numbers under `seed`, and the caller's state afterwards; a GPU is not started for it."""
+    """Seeds random numbers, and restores the caller's state afterwards, without initializing CUDA."""
     started = torch.cuda.is_initialized()
     devices = range(torch.cuda.device_count()) if started else ()
     with torch.random.fork_rng(devices=devices):
@@ -183,7 +182,7 @@ def _execute(path: Path, code: types.CodeType) -> types.ModuleType:
     module.__file__ = code.co_filename
     sys.modules[module.__name__] = module  # inspect, pickle and Triton look modules up there
     folder = str(Path(code.co_filename).parent)
-    sys.path.append(folder)  # at the end: a neighbour may be imported, but hides no installed package
+    sys.path.append(folder)  # at the end, so that a neighbouring file cannot hide an installed package
     try:
         exec(code, module.__dict__)
     except (Exception, SystemExit) as error:  # the file's own code may raise anything
@@ -198,7 +197,7 @@ def _execute(path: Path, code: types.CodeType) -> types.ModuleType:
 
 
 def _line_in(filename: str, error: BaseException) -> str:
-    """The last line of the file itself on the way to the error."""
+    """The last line of the file itself in the error's traceback."""
     lines, trace = [], error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == filename:

@@ -1,7 +1,7 @@
 """The truth: a Chain evaluated by plain PyTorch, one operator per step, in any dtype.
 
-With `dtype=None` this is what the model did before Postlude touched it, operator by operator and dtype by
-dtype; with `dtype=torch.float64` it is the truth that every error is measured against.
+With `dtype=None` this is what the model computed before, operator by operator and dtype by dtype. With
+`dtype=torch.float64` it is the truth against which every error is measured.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def as_tensor(other: Tensor | float, like: Tensor) -> Tensor:
 
 
 def _vector(other: Tensor | float) -> Tensor | None:
-    """One number per channel without the axes that broadcast; a number stands for what was not given."""
+    """A tensor with one number per channel as a vector; None for a plain number, which means that none was given."""
     return other.reshape(-1) if isinstance(other, Tensor) else None
 
 
@@ -44,7 +44,7 @@ def _batch_norm(x: Tensor, others: list[Tensor | None], eps: float) -> Tensor:
     mean, variance, weight, bias = others
     assert mean is not None
     assert variance is not None
-    # PyTorch refuses statistics that ask for a gradient.
+    # PyTorch refuses statistics that require a gradient.
     return F.batch_norm(x, mean.detach(), variance.detach(), weight, bias, training=False, eps=eps)
 
 
@@ -77,11 +77,11 @@ POINTWISE: dict[str, Callable[..., Tensor]] = {
     "rdiv": lambda x, y: torch.div(as_tensor(y, x), x),
     "maximum": lambda x, y: torch.maximum(x, as_tensor(y, x)),
     "minimum": lambda x, y: torch.minimum(x, as_tensor(y, x)),
-    # PyTorch takes no weight of another dtype than the value's; where there is one, autocast has cast it.
+    # PyTorch accepts only a weight of the value's dtype; if it differs here, autocast has cast it.
     "prelu": lambda x, weight: torch.prelu(x, as_tensor(weight, x).reshape(-1).to(x.dtype)),
     "batch_norm": lambda x, *others, eps: _batch_norm(x, [_vector(other) for other in others], eps),
 }
-# The last two arguments are the running statistics to move, or None twice.
+# The last two arguments are the running statistics to update, or None.
 NORMS: dict[str, Callable[..., Tensor]] = {
     "group_norm": lambda x, step, weight, bias, *_: F.group_norm(x, step.groups, weight, bias, step.eps),
     "instance_norm": lambda x, step, weight, bias, *_: F.instance_norm(x, None, None, weight, bias, eps=step.eps),
@@ -127,12 +127,15 @@ def evaluate(
     rounded_to: str | None = None,
     moves: bool = False,
 ) -> Tensor:
-    """The chain's result for `tensors` (one per slot).
+    """The chain's result.
 
-    `dtype` computes everything in that dtype, casts inside the chain left out. `rounded_to` ("tf32", "float16",
-    "bfloat16") rounds the convolution's operands to that format first: with float64 this is a precision
-    mode's own error and nothing else. `moves` lets a batch_norm move its running statistics, as the model did; else
-    they are left alone.
+    Args:
+        chain: What to compute.
+        tensors: One tensor per slot.
+        dtype: If given, everything is computed in this dtype, and casts inside the chain are skipped.
+        rounded_to: "tf32", "float16" or "bfloat16": rounds the convolution's operands to this format first. With
+            float64 this gives the error of a precision and nothing else.
+        moves: Whether a batch_norm updates its running statistics, as the model did.
     """
     if dtype is not None:
         tensors = [tensor.to(dtype) for tensor in tensors]
@@ -143,7 +146,7 @@ def evaluate(
         values.append(apply(chain, step, values, tensors, keep_dtype=dtype is not None, moves=moves))
         for value in values_of(step):
             if last_uses[value.index] == number:
-                values[value.index] = None  # as eager does: a value is freed when nothing will read it
+                values[value.index] = None  # freed after its last use, as in eager
     return _present(values[-1])
 
 
@@ -163,7 +166,7 @@ def apply(
     keep_dtype: bool = False,
     moves: bool = False,
 ) -> Tensor:
-    """One step on the values so far."""
+    """The result of one step on the values so far."""
     if isinstance(step, Pointwise):
         operands = [fetch(chain, operand, values, tensors) for operand in step.operands]
         return POINTWISE[step.op](*operands, **dict(step.settings))
@@ -191,8 +194,11 @@ def fetch(chain: Chain, operand: Operand, values: Sequence[Tensor | None], tenso
 
 
 def parameter(vector: Tensor, x: Tensor) -> Tensor:
-    """A norm's weight or bias as PyTorch's norm takes it: it may be wider than the value, but not narrower, and where
-    it is, autocast has widened it with the value (as CUDA's does for the group_norm of a half-precision model)."""
+    """A norm's weight or bias in a dtype that PyTorch's norm accepts.
+
+    It may be wider than the value, but not narrower. If it is narrower, autocast has widened it together with the
+    value, as on CUDA for the group_norm of a half-precision model.
+    """
     return vector.to(torch.promote_types(vector.dtype, x.dtype))
 
 

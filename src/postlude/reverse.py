@@ -1,25 +1,24 @@
 """The steps of a pass in reverse: the gradients of its first value and of its tensors, as expressions of one block.
 
-Both functions compute the values again from the block v0, and go back from g, the gradient of the last step's value;
-what else they take is as in steps.py:
+Both functions recompute the values from the block v0 and go back from g, the gradient of the last step's value. Their
+other arguments are as in steps.py:
 
     sums(v0, g, mean, rstd, …)
-        dn, dn · x̂, then the gradient of each vector of `sums`: blocks to be summed per channel
+        returns dn, dn · x̂, then the gradient of each vector in `sums`: blocks to be summed per channel
     gradient(v0, g, mean, rstd, A, B, …)
-        the gradient at v0, of each vector of `totals` (to be summed), of each tensor of `full`; where the last value is
-        enough for them, the block may be that one
+        returns the gradients at v0, of each vector in `totals` (to be summed), and of each tensor in `full`; the block
+        may be the last value instead of v0 if that is enough for them
 
     x̂      (x − mean) · rstd, x being the norm's operand
     dn     the gradient at the norm's result γ · x̂ + β: its sums over a channel are β's gradient and, times x̂, γ's
     A, B   means of γ · dn and of γ · dn · x̂ over a group: the norm's operand gets rstd · (γ · dn − A − x̂ · B)
 
-Where the last step is followed by a pool, `unpooled` is what g is made of instead: an expression of the pooled value's
-gradient.
+If a pool follows the last step, g is the expression `unpooled` of the pooled value's gradient.
 
-A layer_norm's group is a row of the block, so that one function does all of it:
+A layer_norm's group is a row of the block, so one function computes everything:
 
     gradient(v0, g, o_l, L, …)
-        as above, then dn and dn · x̂, to be summed per place in the row
+        as above, then dn and dn · x̂, to be summed per position in the row
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from postlude.chain import (
 from postlude.expressions import Assign, Expression, Function, Gradient, Load, Name, Term, bound, call, leaves, live
 from postlude.steps import EPS, M_X, MEAN, PLACE, ROW, RSTD, L, U, X, Y, Z, pass_slots
 
-MOST_FULL = 2  # gradients of whole tensors that the kernels store beside the value's
+MOST_FULL = 2  # gradients of full-size tensors that the kernels can store besides the value's
 G, V = Name("g"), Name("v")
 X_HAT, A, B, ROW_A, ROW_B = map(Name, ("x_hat", "A", "B", "row_a", "row_b"))
 _NOTHING = call("nothing", G)
@@ -77,7 +76,7 @@ DERIVATIVES: dict[str, tuple[Expression, ...]] = {
 
 @dataclass(frozen=True)
 class Wanted:
-    """What each pass gives beside dn, dn · x̂ and the gradient at the first value, as slots of the chain."""
+    """What each pass returns besides dn, dn · x̂ and the gradient at the first value, as slots of the chain."""
 
     sums: tuple[int, ...]  # vectors, per channel or per sample and channel, that only steps after the norm read
     totals: tuple[int, ...]  # the convolution's bias, and the vectors that are not in `sums`
@@ -86,7 +85,7 @@ class Wanted:
 
 @functools.lru_cache(maxsize=1024)
 def wanted(chain: Chain, last: int, needs: frozenset[int]) -> Wanted:
-    """Those of steps 1 to `last` whose gradient is needed; γ and β need nothing but dn and dn · x̂."""
+    """The slots of steps 1 to `last` whose gradient is needed; γ's and β's follow from dn and dn · x̂."""
     norm = None if has_rows(chain, last) else norm_step(chain, last)
     asked = [slot for slot in pass_slots(chain, last) if slot in needs]
     full = tuple(slot for slot in asked if chain.roles[slot] == "full")
@@ -97,7 +96,7 @@ def wanted(chain: Chain, last: int, needs: frozenset[int]) -> Wanted:
 
 
 def unsupported_gradient(chain: Chain, last: int, pool: Pool | None = None) -> str | None:
-    """Why the gradients of steps 1 to `last`, and of a pool behind them, cannot be computed here, or None."""
+    """Why the gradients of steps 1 to `last`, and of a pool after them, cannot be computed here, or None."""
     fused = chain.steps[:last]
     if not fused and pool is None:
         return "no step is fused"
@@ -113,7 +112,7 @@ def unsupported_gradient(chain: Chain, last: int, pool: Pool | None = None) -> s
         return f"no fused step reads value {min(unread)}"
     if sum(chain.roles[slot] == "full" for slot in pass_slots(chain, last)) > MOST_FULL:
         return f"the steps read more than {MOST_FULL} tensors of the value's size"
-    # Those of the pooled value's gradient and of a max_pool's taps.
+    # The pooled value's gradient and a max_pool's taps take one pointer each.
     more = 0 if pool is None else 1 + (pool.op == "max_pool")
     return steps.too_many_tensors(chain, last, more)
 
@@ -132,7 +131,7 @@ def sums(chain: Chain, last: int, needs: frozenset[int], unpooled: Term | None =
 def gradient(
     chain: Chain, last: int, needs: frozenset[int], from_result: bool = False, unpooled: Term | None = None
 ) -> Function:
-    """The second pass: from the last step back to the first value. `from_result`: the block is the last one's value."""
+    """The second pass: from the last step back to the first value. `from_result`: the block is the last value."""
     want = wanted(chain, last, needs)
     slots = want.totals + want.full
     returns: tuple[Term, ...] = (Gradient(Value(0)), *(Gradient(Slot(slot)) for slot in slots))
@@ -163,20 +162,22 @@ def slots_needed(chain: Chain, last: int, from_result: bool = False) -> frozense
 
 
 def keeps_inside(chain: Chain, last: int) -> bool:
-    """Whether PyTorch's own backward pass keeps a value from inside steps 1 to `last`: its derivatives read what ours
-    read. The last step's value does not count: it is there for whoever comes next."""
+    """Whether PyTorch's own backward pass would keep a value inside steps 1 to `last`; its derivatives read what ours
+    do.
+
+    The last step's value does not count, because the next operator reads it anyway.
+    """
     return bool(_values_read(chain, last, ()) - {last})
 
 
 def needs_no_more_than_its_result(chain: Chain, last: int) -> bool:
-    """Whether the gradients of steps 1 to `last` can be told from the last one's value alone, as those of relu and of
-    what is added before it."""
+    """Whether the gradients of steps 1 to `last` follow from the last value, as for relu and additions before it."""
     plain = all(isinstance(step, Pointwise) for step in chain.steps[:last])
     return plain and _values_read(chain, last, range(len(chain.roles))) <= {last}
 
 
 def reads_no_value(chain: Chain, last: int) -> bool:
-    """Whether the gradients of steps 1 to `last` depend on none of their values, as those of sums."""
+    """Whether the gradients of steps 1 to `last` depend on none of their values, as for additions."""
     return not _values_read(chain, last, range(len(chain.roles)))
 
 
@@ -185,31 +186,32 @@ def norm_step(chain: Chain, last: int) -> int | None:
 
 
 def has_rows(chain: Chain, last: int) -> bool:
-    """True where the norm of steps 1 to `last` goes over rows."""
+    """Whether the norm among steps 1 to `last` goes over rows."""
     return any(isinstance(step, Normalize) and step.over == "row" for step in chain.steps[:last])
 
 
 def derivatives(step: Pointwise) -> tuple[Expression, ...]:
-    """The table's row, or the function that is named after the word's."""
+    """The table's row, or the function named `<word>_gradient`."""
     settings = [Name(name) for name, value in step.settings if not isinstance(value, str)]
     return DERIVATIVES.get(step.op) or (call(f"{steps.device_function(step)}_gradient", G, X, *settings),)
 
 
 def _values_read(chain: Chain, last: int, slots: Iterable[int]) -> set[int]:
-    """By the derivatives of steps 1 to `last`, for the first value and these slots; a norm reads its x̂ instead."""
+    """The values that the derivatives of steps 1 to `last` read, for the first value and these slots; a norm reads
+    x̂."""
     returns = [Gradient(Value(0)), *(Gradient(Slot(slot)) for slot in slots)]
     body = live(_backward(chain, 0, last, slots), returns)
     return {leaf.index for line in body for leaf in leaves(line.value) if isinstance(leaf, Value)}
 
 
 def _read_pointwise(chain: Chain, last: int) -> set[int]:
-    """The slots that steps 1 to `last` read, but for a norm's γ and β."""
+    """The slots that steps 1 to `last` read, except a norm's γ and β."""
     operands = [operand for step in chain.steps[:last] if isinstance(step, Pointwise) for operand in step.operands]
     return {operand.index for operand in operands if isinstance(operand, Slot)}
 
 
 def _forward(chain: Chain, last: int) -> list[Assign]:
-    """The values again, and x̂."""
+    """Recomputes the values, and x̂."""
     body, norm = [*steps.forward(chain, "whole", last).body], norm_step(chain, last)
     if norm is not None:
         (operand,) = values_of(chain.steps[norm - 1])
@@ -220,7 +222,7 @@ def _forward(chain: Chain, last: int) -> list[Assign]:
 def _backward(chain: Chain, root: int, last: int, slots: Iterable[int]) -> list[Assign]:
     """The gradients of the values of steps `last` back to `root`, then those of `slots`.
 
-    A value's readers come after it, so that its terms are complete when its own step is reached.
+    Going backwards, all readers of a value come before its own step, so the terms of its gradient are complete there.
     """
     body: list[Assign] = []
     terms: dict[Operand, Term] = {Value(last): G}
@@ -245,7 +247,7 @@ def _backward(chain: Chain, root: int, last: int, slots: Iterable[int]) -> list[
 
 
 def _passed_back(step: Step, number: int) -> list[tuple[Operand, Term]]:
-    """What a step passes back to each of its operands; a norm's weight and bias get theirs from the sums."""
+    """The gradient that a step contributes to each operand; those of a norm's weight and bias come from the sums."""
     g = Gradient(Value(number))
     if isinstance(step, Normalize):
         a, b = (ROW_A, ROW_B) if step.over == "row" else (A, B)

@@ -1,4 +1,4 @@
-"""What a long call is doing, on a terminal."""
+"""Shows the progress of a long call on a terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Progress = Callable[[str], None]
 
 @contextlib.contextmanager
 def shown(progress: Progress | None) -> Iterator[Progress | None]:
-    """`progress` itself, or a line on the terminal that is gone at the end; None where there is neither."""
+    """`progress` itself, or a line on the terminal that disappears at the end; None without both."""
     if progress is not None or not sys.stderr.isatty():
         yield progress
         return

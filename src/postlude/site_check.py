@@ -1,8 +1,8 @@
-"""Checks what runs at a site against float64: the very plan, kernels and tiles, on the problem that they are for.
+"""Checks what runs at a site against float64: the same plan, kernels and tiles, on the problem that they are for.
 
-The chain runs on its whole batch. The truth is computed for a few samples of it, other ones at every point: float64
-costs far more than the kernels do, and a sample's result must be right whatever the others hold. Only where one whole
-sample is more than the budget allows is the check made on a piece of it, by the plan for that piece.
+The chain runs on its whole batch. The truth is computed for a few samples, different ones at every point: float64 costs
+far more than the kernels do, and a sample's result must be right whatever the other samples hold. Only if one whole
+sample exceeds the limits below, a crop of it is checked, with the plan for that crop.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ from postlude.run.execute import execute
 from postlude.run.ledger import Call
 
 RANDOM_POINTS = 5
-MOST_SAMPLES = 3  # of the truth at one point
-LARGE = 1 << 20  # elements of a result: as many tell as much as five points of a small one
-# An H200 does 1 to 5 TFLOP/s in float64 convolutions with their gradients: a second or two. Two cores do 10 GFLOP/s.
+MOST_SAMPLES = 3  # for which the truth is computed at one point
+LARGE = 1 << 20  # elements of a result that tell as much as five points of a small one
+# Limits of the truth's cost. An H200 computes float64 convolutions with gradients at 1 to 5 TFLOP/s, so this takes a
+# second or two; two CPU cores reach 10 GFLOP/s.
 FLOPS = {"cuda": 4e12, "cpu": 2e10}
 ELEMENTS = {"cuda": 1 << 28, "cpu": 1 << 23}  # unless memory is short
-BUFFERS = 16  # of float64, of the largest value's size, that a verdict has at a time
+BUFFERS = 16  # float64 buffers of the largest value's size that exist at a time during a check
 
 
 class SiteCheck:
-    """Judges calls, each once: equal ones are remembered, in this process and, where they are right, on disk."""
+    """Judges calls, each once: verdicts are remembered in this process and, if right, on disk."""
 
     def __init__(self) -> None:
         self.known: dict[str, Verdict] = {}
@@ -82,7 +83,7 @@ def _judge(call: Call, tensors: Sequence[Tensor] | None) -> Verdict:
 
 
 def _points(chain: Chain, samples: Sequence[Tensor], is_large: bool) -> list[ChainPoint | Sequence[Tensor]]:
-    """What the site received, and drawn points: plain ones, and such with a large offset."""
+    """The points: what the site received, and random ones, with and without a large offset."""
     plain, offset = (1, 1) if is_large else (RANDOM_POINTS, RANDOM_POINTS)
     points: list[ChainPoint | Sequence[Tensor]] = [samples]
     points += [tensors_like(chain, samples, seed) for seed in range(plain)]
@@ -96,7 +97,7 @@ def _count(is_large: bool) -> int:
 
 
 def _is_large(call: Call) -> bool:
-    """Whether few points tell enough: of a result that is large for each sample."""
+    """Whether few points are enough, because the result is large for each sample."""
     return math.prod(result_shape(call.chain, call.problem)[1:]) >= LARGE
 
 
@@ -111,7 +112,7 @@ Run = Callable[[Chain, Sequence[Tensor]], Tensor]
 def _piece(
     call: Call, tensors: Sequence[Tensor], budget: Budget, points: int
 ) -> tuple[list[Tensor], Run, tuple[str, ...]]:
-    """Tensors to take the truth for, what the candidate makes of such tensors, and what has to be said about it."""
+    """The tensors for which the truth is computed, the candidate's function of them, and a note for the verdict."""
     chain, problem, (batch, *rest) = call.chain, call.problem, tensors[0].shape
     counts = [batch, *range(min(batch - 1, MOST_SAMPLES), 0, -1)] if not takes_the_batch(chain) else [batch]
     for count in counts:
@@ -131,11 +132,11 @@ def _piece(
 
 
 class _Embedded:
-    """The plan on its whole batch, asked about a few samples of it: others each time it is asked anew."""
+    """Runs the plan on its whole batch with a few samples replaced, at different places for each question."""
 
     def __init__(self, call: Call, tensors: Sequence[Tensor], count: int) -> None:
         self.call, self.tensors, self.count = call, tensors, count
-        self.seen: dict[int, int] = {}  # by the first tensor's place in memory, so that a repeated question is one
+        self.seen: dict[int, int] = {}  # by the first tensor's address: a repeated question gets the same places
 
     def __call__(self, _: Chain, samples: Sequence[Tensor]) -> Tensor:
         turn = self.seen.setdefault(samples[0].data_ptr(), len(self.seen))
@@ -143,7 +144,7 @@ class _Embedded:
         step = max(1, (batch - 1) // max(1, self.count - 1))
         places = [(turn + number * step) % batch for number in range(self.count)]
         where = torch.tensor(places, device=self.tensors[0].device)
-        # index_copy may give another layout, for which the plan is not.
+        # index_copy may change the layout, and the plan is not for that one.
         whole = [
             sample
             if sample.shape == full.shape
@@ -154,13 +155,13 @@ class _Embedded:
 
 
 def _drawn(call: Call) -> list[Tensor]:
-    """Tensors of the problem where there are none yet."""
+    """Random tensors for the problem, if there are none yet."""
     blank = [empty(spec, call.chain.dims, call.problem.place) for spec in call.problem.tensors]
     return list(tensors_like(call.chain, blank, seed=RANDOM_POINTS))
 
 
 def _key(call: Call) -> str:
-    """Of all that the answer depends on: of a GPU that is its card, not its number."""
+    """A key of everything on which the verdict depends; for a GPU its card, not its index."""
     problem, card = replace(call.problem, index=0), hardware.machine_for(call.problem.place).card
     what = (
         call.chain.dumps(),

@@ -1,14 +1,14 @@
 """The steps of a pass as expressions of one block, and the tensors that they read.
 
-A function of steps works on the block v0, or on the value of the step before its first one. What else it takes:
+A function of steps reads the block v0, or the value of the step before its first one. Its other arguments:
 
     mean, rstd      the norm's, in `whole`
-    o_l, L          in `rows`, where each row of the block is one of a layer_norm: place in it, and its length
+    o_l, L          in `rows`, where each row of the block is a row of layer_norm: position in the row, and its length
     o_c, m_c        channel of each element and its mask
-    base, o_x, m_x  where the row or sample begins, each element's offset from there, and its mask
+    base, o_x, m_x  start of the row or sample, each element's offset from there, and its mask
 
-Where a chain needs only moments, `moments` carries them: mean, var [BLOCK_C] per channel of one sample, each over
-`count` positions.
+If a chain needs only moments, `moments` applies the steps to them: mean, var [BLOCK_C] per channel of one sample, each
+over `count` positions.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ O_C, M_C, M_X, C, L = map(Name, ("o_c", "m_c", "m_x", "C", "L"))
 EPS = Name("eps")
 ROW = (Name("o_l"), L)
 PLACE = (O_C, Name("base"), Name("o_x"), M_C, M_X)
-# What an affine word makes of a variance.
+# The variance after an affine word.
 VARIANCE: dict[str, Expression] = {
     "add": X,
     "sub": X,
@@ -59,7 +59,7 @@ REDUCTIONS: dict[tuple[str, str], Expression] = {
     ("sum", "sample"): _SUM * COUNT,
 }
 
-# Over a linear layer's features, in a pass by rows; of equal ones max and amax have the same value.
+# Reductions over a linear layer's features, in a pass by rows. max and amax differ only in their gradients.
 ROW_REDUCTIONS: dict[str, Callable[[Value], Call]] = {
     "sum": lambda x: call("row_sum", x, M_X),
     "mean": lambda x: call("row_mean", x, M_X, L),
@@ -79,25 +79,26 @@ def pass_slots(chain: Chain, last: int, first: int = 0) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def reads_rows(chain: Chain, last: int, first: int = 0) -> bool:
-    """True where a step up to `last` reads a number per sample and channel."""
+    """Whether a step up to `last` reads a number per sample and channel."""
     return any(chain.roles[slot] == "row" for slot in pass_slots(chain, last, first))
 
 
 def too_many_tensors(chain: Chain, last: int, more: int = 0) -> str | None:
-    """`more` are read beside those of the steps."""
-    most = OPERANDS - more - reads_rows(chain, last)  # the size of a sample takes one place
+    """Why steps up to `last` read too many tensors for one pass, or None. `more` tensors are read besides theirs."""
+    most = OPERANDS - more - reads_rows(chain, last)  # the size of a sample takes one pointer's place
     return f"the steps read more than {most} tensors" if len(pass_slots(chain, last)) > most else None
 
 
 def forward(chain: Chain, name: str, last: int, first: int = 0) -> Function:
-    """Steps up to `last`; a norm among them takes its mean and rstd in `whole`, or finds them in `rows`.
+    """The steps up to `last`. A norm among them takes its mean and rstd as arguments in `whole`, or computes them in
+    `rows`.
 
-    They begin with the convolution's bias where `first` is 0; else with step `first`, on what the one before it gave.
-    A tensor is loaded before the first step that reads it.
+    If `first` is 0, they begin with the convolution's bias; otherwise with step `first`, on the value before it. A
+    tensor is loaded before the first step that reads it.
     """
     start, body = max(first, 1), []
     loaded: set[Slot] = set()
-    if _has_bias(chain) and not first:  # the library's convolution adds it in a pass of its own over the whole result
+    if _has_bias(chain) and not first:  # PyTorch's convolution would add it in another pass
         body += [_load(chain, _BIAS), Assign((Value(0),), call("+", Value(0), _BIAS))]
     for number, step in enumerate(chain.steps[start - 1 : last], start):
         for operand in operands_of(step):
@@ -117,12 +118,13 @@ def forward(chain: Chain, name: str, last: int, first: int = 0) -> Function:
 
 
 def _has_row_statistics(step: Normalize, name: str) -> bool:
-    """Rows of a tile are what the norm goes over, groups of a linear layer's features as well."""
+    """Whether the norm goes over rows of the tile: layer_norm's, or groups of a linear layer's features."""
     return step.over == "row" or name == "rows"
 
 
 def moments(chain: Chain, first: int, last: int) -> Function:
-    """Steps `first` to `last`, the reduction, on moments: the mean of an affine image is the image of the mean."""
+    """Steps `first` to `last`, the reduction, on moments: the mean of an affine function is the function of the
+    mean."""
     slots = pass_slots(chain, last, first)
     body = [_load(chain, Slot(slot)) for slot in slots]
     *before, end = chain.steps[first - 1 : last]
@@ -133,24 +135,25 @@ def moments(chain: Chain, first: int, last: int) -> Function:
 
 
 def device_function(step: Pointwise) -> str:
-    """Named as the word is (kernels/triton/pointwise.py); one setting chooses between two."""
+    """The name of a word's device function (kernels/triton/pointwise.py): the word itself, except where a setting
+    chooses between two."""
     return "gelu_tanh" if ("approximate", "tanh") in step.settings else step.op
 
 
 def meanings(step: Pointwise) -> dict[Term, Term]:
-    """What a table's row leaves open: the operands x, y, …, and the settings by their names."""
+    """What the placeholders in a table's row stand for: the operands x, y, …, and the settings by name."""
     meant: dict[Term, Term] = dict(zip(OPERAND_NAMES, step.operands))
     return meant | {Name(name): Scalar(value) for name, value in step.settings if not isinstance(value, str)}
 
 
 def _value(step: Step) -> Term:
     if isinstance(step, Cast):
-        return step.operand  # blocks stay in the accumulator's dtype: what is stored is rounded once
+        return step.operand  # blocks stay in the accumulator's dtype; only what is stored is rounded
     if isinstance(step, Normalize):
         scale = RSTD if step.weight is None else RSTD * step.weight
         scaled = call("-", step.operand, MEAN) * scale
         return scaled if step.bias is None else scaled + step.bias
-    if isinstance(step, Softmax):  # of a block that has all channels
+    if isinstance(step, Softmax):  # the block has all channels
         return call(f"channel_{step.op}", step.operand, M_C)
     if isinstance(step, Reduce | Pool):
         raise ValueError("a reduction or a pool is no step of a block")
@@ -160,17 +163,17 @@ def _value(step: Step) -> Term:
 
 
 def _exact_inverse(step: Pointwise) -> float | None:
-    """By what a division by a power of two can be multiplied instead: a division takes eight instructions."""
+    """The factor that replaces a division by a power of two exactly; a division takes eight instructions."""
     divisor = step.operands[1] if step.op == "div" else None
     if not isinstance(divisor, Scalar) or abs(math.frexp(divisor.value)[0]) != 0.5:
         return None
-    if not 2.0**-64 <= abs(divisor.value) <= 2.0**64:  # else the inverse may be infinite, or no normal number
+    if not 2.0**-64 <= abs(divisor.value) <= 2.0**64:  # else the inverse may be infinite or subnormal
         return None
     return 1.0 / divisor.value
 
 
 def _moments(step: Step) -> list[Assign]:
-    """What one step makes of mean and var."""
+    """The effect of one step on mean and var."""
     if isinstance(step, Pointwise):
         return _affine(step.op, meanings(step))
     if not isinstance(step, Normalize):

@@ -1,8 +1,8 @@
-"""Tables of tiles as values, and a user's own as files: what `postlude tune` measured, for one card and one software.
+"""Tables of tiles as values, and the user's own as files: what `postlude tune` measured, for one card and software.
 
-A table is a list of rows; the first that fits a question answers it. Every writer makes a file of its own, whole or not
-at all, and deletes those whose rows it took over; readers join what they find. So nobody waits for anybody, and what
-two processes wrote at once is all there.
+A table is a list of rows; the first row that matches a question answers it. Every writer makes a new file, completely
+or not at all, and deletes the files whose rows it took over; readers merge all files. So no process waits for another,
+and nothing is lost if two write at the same time.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 
 from postlude.files import write_whole
 
-FORMAT = 1  # another number where a setting means something else than before
-# The kinds of pass, their settings, and the values that a user's table may give them.
+FORMAT = 1  # changes when the meaning of a setting changes
+# The kinds of pass, their settings, and the values that a user's table may have.
 SETTINGS: dict[str, dict[str, tuple[int, ...]]] = {
     "product": {"rows": (64, 128, 256), "stages": (2, 3, 4), "warps": (4, 8)},
     "product by phase": {"rows": (64, 128, 256), "stages": (2, 3, 4), "warps": (4, 8)},
@@ -33,17 +33,17 @@ SETTINGS: dict[str, dict[str, tuple[int, ...]]] = {
     "few channels": {"depth": (4, 6, 8, 11, 16), "height": (4, 6, 8, 10, 12), "blocks": (1, 2)},
     "few channels' gradients": {"height": (4, 6, 8, 12, 16)},
 }
-NAME = re.compile(r"\.?tiles-(?P<key>[0-9a-f]{16})-[0-9a-f]{8}\.json(\.\w+)?")  # with what a broken-off write leaves
-_ATTEMPTS = 3  # at reading a folder in which files come and go
+NAME = re.compile(r"\.?tiles-(?P<key>[0-9a-f]{16})-[0-9a-f]{8}\.json(\.\w+)?")  # also what an interrupted write leaves
+_ATTEMPTS = 3  # to read a folder in which other processes create and delete files
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a tile is wanted for. In a row, an empty word and a 0 stand for any."""
+    """What a tile is needed for. In a row, an empty string or 0 matches anything."""
 
     kind: str
     architecture: str = ""
-    arithmetic: str = ""  # of a product "1 plane" or "2 planes", of a pass the value's dtype
+    arithmetic: str = ""  # "1 plane" or "2 planes" for a GEMM, the value's dtype for a pass
     channels: tuple[int, int] = (0, 0)  # in and out, rounded up to powers of two
     layout: str = ""
 
@@ -62,8 +62,8 @@ class Question:
 class Row:
     question: Question
     settings: tuple[tuple[str, int], ...]
-    origin: str = ""  # of a shipped row: who says so
-    tuned: str = ""  # of a user's row: when it was measured, as ISO 8601 has it
+    origin: str = ""  # of a shipped row: where it comes from
+    tuned: str = ""  # of a user's row: when it was measured, in ISO 8601
 
     @property
     def values(self) -> dict[str, int]:
@@ -81,7 +81,7 @@ class TileTable:
         return next((row for row in self.rows if question.is_covered_by(row.question)), None)
 
     def joined(self, other: TileTable) -> TileTable:
-        """The rows of both; of two for one question the newer one."""
+        """The rows of both tables; if both answer a question, the newer row."""
         found: dict[Question, Row] = {}
         for row in sorted((*self.rows, *other.rows), key=lambda row: row.tuned):
             found[row.question] = row
@@ -107,7 +107,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Found:
-    """What a folder holds for a key."""
+    """What was found in a folder for a key."""
 
     table: TileTable
     files: tuple[Path, ...]  # that were read
@@ -116,7 +116,7 @@ class Found:
 
     @property
     def problem(self) -> str | None:
-        """What is wrong with the folder, as the end of a sentence."""
+        """What is wrong with the folder, as the end of a sentence, or None."""
         if self.damaged:
             return f"{len(self.damaged)} of them cannot be read" if self.files else "they cannot be read"
         if self.foreign and not self.files:
@@ -133,7 +133,7 @@ def read_tables(folder: Path, key: Key) -> Found:
 
 
 def _read_once(folder: Path, key: Key) -> Found | None:
-    """None where a file went away under our hands: its rows are in a newer one."""
+    """The folder's tables; None if a file was deleted meanwhile, because its rows are then in a newer one."""
     table, files, damaged, foreign = TileTable(), [], [], 0
     for path in sorted(folder.glob("tiles-*.json")):
         match = NAME.fullmatch(path.name)
@@ -151,7 +151,7 @@ def _read_once(folder: Path, key: Key) -> Found | None:
 
 
 def write_table(folder: Path, key: Key, table: TileTable) -> Path:
-    """Adds the rows to what the folder holds."""
+    """Adds rows to those in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     before = read_tables(folder, key)
     path = folder / f"tiles-{key.digest}-{secrets.token_hex(4)}.json"
@@ -170,7 +170,7 @@ def dumps(table: TileTable, key: Key) -> str:
 
 
 def loads(text: str, key: Key) -> TileTable:
-    """Raises ValueError for whatever `dumps` would not have written for this key."""
+    """Reads a table; raises ValueError for a text that `dumps` would not have written for this key."""
     try:
         data = json.loads(text)
         if data["format"] != FORMAT or Key(data["card"], data["torch"], data["triton"], data["kernels"]) != key:

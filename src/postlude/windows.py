@@ -1,4 +1,4 @@
-"""The windows of a pool: which positions each of them covers."""
+"""The windows of a pool, and which positions they cover."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Windows:
-    """One number for each axis of space."""
+    """A pool's settings, one number per spatial axis."""
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
     padding: tuple[int, ...]
-    is_ceil: bool = False  # a last window that is only partly inside counts
+    is_ceil: bool = False  # ceil_mode: a last window that is only partly inside counts
 
     @property
     def taps(self) -> int:
@@ -27,21 +27,24 @@ class Windows:
         kernel, stride, padding = self.kernel[axis], self.stride[axis], self.padding[axis]
         more = stride - 1 if self.is_ceil else 0
         count = (size + 2 * padding - kernel + more) // stride + 1
-        # The last window must begin inside, or in the padding in front.
+        # The last window must begin inside the value or in the padding before it.
         return count - 1 if self.is_ceil and (count - 1) * stride >= size + padding else count
 
     def has_border(self, space: tuple[int, ...]) -> bool:
-        """Whether a window covers positions outside of the space."""
+        """Whether a window covers positions outside the value."""
         ends = [(n - 1) * s + k for n, s, k in zip(self.output_space(space), self.stride, self.kernel)]
         return any(self.padding) or any(end > size for end, size in zip(ends, space))
 
     def of_one_position(self) -> tuple[int, ...]:
-        """Windows, at most, that cover a position, along each axis."""
+        """The most windows along each axis that cover one position."""
         return tuple(-(-kernel // stride) for kernel, stride in zip(self.kernel, self.stride))
 
     def joined(self, after: Windows, may_overlap: bool) -> Windows | None:
-        """The windows of this pool and of one behind it as one, or None: without a border, without gaps, and unless
-        they `may_overlap` with every position in one of these windows."""
+        """The windows of one pool that equals this pool followed by another, or None.
+
+        There is one if the windows have no border and no gaps and, unless they `may_overlap`, each position is in only
+        one window of this pool.
+        """
         if any((*self.padding, *after.padding, self.is_ceil, after.is_ceil)):
             return None
         if any(s > k or (s < k and not may_overlap) for s, k in zip(self.stride, self.kernel)):
@@ -60,7 +63,7 @@ class Windows:
 
 
 def per_axis(sizes: Any, dims: int) -> tuple[int, ...]:
-    """As PyTorch's operators take them: a number for all axes, or one for each."""
+    """One size per axis, from PyTorch's arguments: one number for all axes, or one for each."""
     given = (sizes,) if isinstance(sizes, int) else tuple(int(size) for size in sizes)
     return given * dims if len(given) == 1 else given
 

@@ -17,25 +17,25 @@ class PointwiseRow:
 
     arity: int
     settings: tuple[str, ...] = ()
-    usual: tuple[Setting, ...] = ()  # settings that a chain's line does not mention
-    affine: bool = False  # in its first operand, the others being numbers, or the same for a whole channel
+    usual: tuple[Setting, ...] = ()  # default settings, which a chain's text does not mention
+    affine: bool = False  # in its first operand, if the others are numbers or constant per channel
     swapped: str | None = None  # the word for two operands in the other order
-    vectors: bool = False  # the other operands are one number per channel, or one: they do not broadcast or promote
-    finite_at: int = 0  # how many of the two infinities it makes finite
-    long: bool = False  # about ten instructions or more on a card: a large tile and its moments leave them no registers
+    vectors: bool = False  # the other operands have one number per channel or in all: no broadcasting, no promotion
+    finite_at: int = 0  # how many of the two infinities give a finite result
+    long: bool = False  # ten instructions or more on a card: a large tile with moments leaves no registers for it
 
 
 POINTWISE: dict[str, PointwiseRow] = {
     "relu": PointwiseRow(1, finite_at=1),
-    # Neither is relu or hardtanh: at exactly a bound clamp passes the gradient on, they do not.
+    # Not the same as relu and hardtanh: exactly at a bound clamp passes the gradient, they do not.
     "clamp_min": PointwiseRow(1, ("bound",), finite_at=1),
     "clamp_max": PointwiseRow(1, ("bound",), finite_at=1),
     "clamp": PointwiseRow(1, ("low", "high"), finite_at=2),
-    "hardtanh": PointwiseRow(1, ("low", "high"), (-1.0, 1.0), finite_at=2),  # relu6 is the one from 0 to 6
+    "hardtanh": PointwiseRow(1, ("low", "high"), (-1.0, 1.0), finite_at=2),  # relu6 has low 0 and high 6
     "leaky_relu": PointwiseRow(1, ("slope",)),
     "elu": PointwiseRow(
         1, ("alpha", "scale", "input_scale"), (1.0, 1.0, 1.0), finite_at=1, long=True
-    ),  # celu and selu are among them
+    ),  # includes celu and selu
     "silu": PointwiseRow(1, long=True),
     "gelu": PointwiseRow(1, ("approximate",), ("none",), long=True),
     "mish": PointwiseRow(1, long=True),
@@ -47,7 +47,7 @@ POINTWISE: dict[str, PointwiseRow] = {
     "abs": PointwiseRow(1),
     "sqrt": PointwiseRow(1),
     "reciprocal": PointwiseRow(1, finite_at=2),
-    "pow": PointwiseRow(1, ("exponent",)),  # an int from 1 on
+    "pow": PointwiseRow(1, ("exponent",)),  # an int, at least 1
     "detach": PointwiseRow(1),
     "add": PointwiseRow(2, affine=True, swapped="add"),
     "sub": PointwiseRow(2, affine=True, swapped="rsub"),
@@ -61,22 +61,23 @@ POINTWISE: dict[str, PointwiseRow] = {
     # In evaluation: mean, variance, weight (or 1), bias (or 0). In training it is a norm.
     "batch_norm": PointwiseRow(5, ("eps",), (1e-5,), affine=True, vectors=True),
 }
-# Over what each takes its statistics; see `Normalize.over`. batch_norm is this one where it takes the batch's.
+# What each norm's statistics go over; see `Normalize.over`. batch_norm is a norm only if it uses the batch's
+# statistics.
 NORMS = {
     "group_norm": "sample",
     "instance_norm": "sample",
     "batch_norm": "batch",
     "layer_norm": "row",
 }
-# What each may go over; adaptive_avg_pool is to size 1: the mean over space. max and min give values alone, and are not
-# amax and amin: of equal ones they choose one for the gradient, those divide it among them.
+# What each reduction may go over. adaptive_avg_pool is to size 1, the mean over space. max and min return only values.
+# Among equal elements they give the gradient to one; amax and amin divide it among them.
 REDUCTIONS = {
     "mean": ("space", "sample", "channels"),
     "sum": ("space", "sample", "channels"),
     "adaptive_avg_pool": ("space",),
     **dict.fromkeys(("logsumexp", "amax", "amin", "max", "min"), ("channels",)),
 }
-# Each window's mean, or its largest, of equal ones the first; a NaN stays.
+# The mean or the largest of each window; the gradient of a largest goes to the first of equal ones; NaN is kept.
 POOLS = ("max_pool", "avg_pool")
 SOFTMAXES = ("softmax", "log_softmax")  # over channels, or the features of a linear layer
-SPANS = {"space": "space", "sample": "all but batch", "channels": "channels"}  # as a chain's line names them
+SPANS = {"space": "space", "sample": "all but batch", "channels": "channels"}  # their names in a chain's text

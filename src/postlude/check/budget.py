@@ -24,8 +24,8 @@ WORST_FACTOR = 4.0
 ULPS = 4
 MIN_POINTS = 5
 TOLERANCE = 1e-5  # atol and rtol of the strict fp32 rule
-EASILY = 0.5  # of what allclose allows: nearer to the limit, which of two honest results passes is luck
-# Fewer elements than this say little about their own spread: the points of a pool then share one.
+EASILY = 0.5  # of what allclose allows: closer to the limit, it is luck which of two honest results passes
+# With fewer elements than this a point's own spread means little, and the points of a pool share one.
 FEW_ELEMENTS = 8
 # A truth that varies by fewer ulp than this cannot tell a right result from a constant.
 MIN_SPREAD_ULPS = 8
@@ -33,15 +33,15 @@ BLOCK = 1 << 22  # elements compared at a time, so that the float64 copies stay 
 
 
 class MismatchError(PostludeError):
-    """A result that cannot be compared with the truth because its shape is another one."""
+    """A result that cannot be compared with the truth because its shape differs."""
 
 
 @dataclass(frozen=True)
 class Deviation:
-    """Absolute error against the truth; infinite where non-finite values are not the truth's."""
+    """Absolute error against the truth; infinite if non-finite values differ from the truth's."""
 
     errors: Errors
-    nearness: float  # the largest error by what allclose allows there: up to 1 it passes
+    nearness: float  # the largest error relative to what allclose allows there; up to 1 it passes
 
     @property
     def allclose(self) -> bool:
@@ -70,10 +70,10 @@ class Point:
     scale: Scale
     result: Deviation
     own: Deviation  # PyTorch's, in the same mode
-    mode: Deviation  # of the mode itself: operands rounded, the rest in float64
+    mode: Deviation  # of the precision itself: operands rounded, the rest in float64
     nulls: Mapping[str, Errors] = field(default_factory=dict)
-    floor: float = 0.0  # errors count relative to at least this: for gradients, which may vanish in truth
-    kinks: Errors = NONE  # what elements within rounding of a kink may add, where no cotangent spares them
+    floor: float = 0.0  # errors are relative to at least this; for gradients whose truth may be zero
+    kinks: Errors = NONE  # the error that elements within rounding of a kink may add, if no cotangent spares them
 
 
 def deviation(result: Tensor, truth: Tensor) -> Deviation:
@@ -82,7 +82,7 @@ def deviation(result: Tensor, truth: Tensor) -> Deviation:
     found = [_compared(ours, true) for ours, true in _blocks(result.to(truth.device), truth)]
     if not found:
         return Deviation(Errors(0.0, 0.0), 0.0)
-    # Added up where the tensors are: the one transfer is all that the host waits for.
+    # Summed on the device: the host waits for one transfer only.
     squares, worst, strays, nearness, count = _on_host(torch.stack(found), largest=(1, 3))
     if strays:
         return Deviation(Errors(math.inf, math.inf), math.inf)
@@ -90,7 +90,8 @@ def deviation(result: Tensor, truth: Tensor) -> Deviation:
 
 
 def _compared(ours: Tensor, true: Tensor) -> Tensor:
-    """Of one block: squared error, worst error, strays among the non-finite, nearness, finite elements."""
+    """For one block: squared error, worst error, mismatches among the non-finite, nearness, number of finite
+    elements."""
     finite = torch.isfinite(true)
     agrees = torch.where(finite, torch.isfinite(ours), (ours == true) | (ours.isnan() & true.isnan()))
     error = torch.where(finite & agrees, (ours - true).abs(), 0.0)
@@ -99,7 +100,7 @@ def _compared(ours: Tensor, true: Tensor) -> Tensor:
 
 
 def _on_host(parts: Tensor, largest: tuple[int, ...]) -> list[float]:
-    """Columns of a table added up, but for those of which the largest counts."""
+    """The sum of each column of a table; for the columns `largest`, the maximum."""
     columns = [column.max() if place in largest else column.sum() for place, column in enumerate(parts.unbind(1))]
     return [float(one) for one in torch.stack(columns).tolist()]
 
@@ -123,7 +124,7 @@ def scale_of(truth: Tensor, dtype: torch.dtype) -> Scale:
 
 
 def _measured(block: Tensor, info: torch.finfo) -> Tensor:
-    """Of one block's finite elements: how many, their sum, the largest, their squared ulps."""
+    """For one block's finite elements: how many, their sum, the largest, their squared ulps."""
     finite = torch.isfinite(block)
     values = torch.where(finite, block, 0.0)
     magnitude = values.abs().clamp(min=info.tiny)
@@ -133,7 +134,7 @@ def _measured(block: Tensor, info: torch.finfo) -> Tensor:
 
 
 def pooled(errors: Sequence[Errors], spreads: Sequence[float]) -> Errors:
-    """Absolute errors made relative to the spreads and pooled, every point weighing the same."""
+    """Absolute errors divided by the spreads and pooled; every point has the same weight."""
     squares = [(error.rms / spread) ** 2 for error, spread in zip(errors, spreads, strict=True)]
     return Errors(
         math.sqrt(sum(squares) / len(squares)),
@@ -157,7 +158,7 @@ def within(errors: Errors, budget: Errors) -> bool:
 
 
 def nulls_rejected(points: Sequence[Point], spreads: Sequence[float], budget: Errors) -> dict[str, bool]:
-    """Null candidate → whether these very points and this budget reject it."""
+    """Null candidate → whether these points and this budget reject it."""
     names = dict.fromkeys(name for point in points for name in point.nulls)
     rejected = {}
     for name in names:
@@ -235,7 +236,8 @@ def spreads_of(points: Sequence[Point]) -> list[float]:
 
 
 def is_constant(point: Point, spread: float) -> bool:
-    """What lies below the smallest number of its dtype is, too: gradients of a saturated softmax."""
+    """Whether a truth is constant. One below its dtype's smallest number counts too, as a saturated softmax's
+    gradient."""
     return not spread > max(MIN_SPREAD_ULPS * point.scale.eps * point.scale.rms, point.scale.ulp.rms)
 
 

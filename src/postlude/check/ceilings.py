@@ -1,4 +1,4 @@
-"""What one call must do, and how fast this machine copies and multiplies: measured on the spot."""
+"""The work of one call, and how fast this machine copies and multiplies, measured when needed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from postlude.check.floor import Ceilings, Work
 from postlude.check.modes import pytorch_switches
 from postlude.check.sides import leaves_of
 
-LEAST_BYTES = 8 << 20  # below, a launch and not the memory would be timed
+LEAST_BYTES = 8 << 20  # below this, the launch would be timed and not the memory
 MOST_BYTES = 1 << 30
 SIDES = {"cuda": 8192, "cpu": 1024}  # of the matrices
 VOLUMES = {"cuda": (64, 256, 64), "cpu": (8, 64, 56)}  # batch, channels and space of the convolution
@@ -25,7 +25,7 @@ WINDOW_S = 0.01
 
 
 def work_of(model: nn.Module, inputs: Any, output: Tensor) -> Work:
-    """Counted on the model as it is written."""
+    """The work of one call, counted on the original model."""
     tensors = [*leaves_of(list(inputs)), *model.parameters(), *model.buffers(), output]
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(*inputs)
@@ -33,7 +33,7 @@ def work_of(model: nn.Module, inputs: Any, output: Tensor) -> Work:
 
 
 def held_bytes(tensor: Tensor) -> int:
-    """What a tensor really holds: an expanded one is read from where it came."""
+    """The bytes that a tensor really holds: an expanded axis counts once."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
@@ -43,7 +43,7 @@ def ceilings_of(work: Work, dtype: torch.dtype, mode: str, device: str) -> Ceili
 
 
 def memory_speed(size: int, device: str) -> float:
-    """Bytes per second of a copy or a reading of `size` bytes, whichever is faster."""
+    """Bytes per second when `size` bytes are copied or read, whichever is faster."""
     values = torch.ones(size // 4, device=device)
     source, target = values[: size // 8], values[size // 8 :][: size // 8]
     copied, read = 2 * source.numel() * 4, values.numel() * 4
@@ -66,7 +66,7 @@ def product_speed(dtype: torch.dtype, mode: str, device: str) -> float:
 
 
 def best_seconds(calls: Iterable[Callable[[int], object]], clock: Callable[[], float] = time.perf_counter) -> float:
-    """The least time per call over several windows: a ceiling is what the machine can do, not what it mostly does."""
+    """The shortest time per call over several windows: a ceiling is the machine's best, not its average."""
     best = float("inf")
     for call in calls:
         contestant, count = Calls(call, clock), 1

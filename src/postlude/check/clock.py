@@ -1,6 +1,6 @@
-"""Timing that can be believed: variants take turns, so that whatever slows the machine slows all of them.
+"""Timing: variants take turns, so that whatever slows the machine down affects all of them.
 
-The host's clock around whole windows of calls is the authority; CUDA events are noted beside it.
+The host's clock around whole windows of calls decides; CUDA events are recorded for comparison.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Variant = Callable[[int], object]
 CONFIDENCE = 0.95
 GROWTH = 10  # how much a calibrated window may grow at once
 HEADROOM = 1.25  # calibrated windows are this much longer than the shortest that counts
-CHECKED = 0.4  # the part of the windows in which one call's result is kept to be looked at
+CHECKED = 0.4  # the share of windows in which one call's result is kept and checked
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A median with a distribution-free interval; `coverage` is how surely it holds the true median."""
+    """A median with a distribution-free interval, which contains the true median with probability `coverage`."""
 
     median: float
     low: float
@@ -62,7 +62,7 @@ Timing = Estimate  # seconds per call, one sample per round
 
 
 def interval_rank(count: int) -> tuple[int, float]:
-    """How many samples to cut off at either end so that the rest still covers the median, and how surely.
+    """How many samples to cut off at either end so that the rest still contains the median, and with what probability.
 
     A sample is below the median with probability 1/2, so the number below it is binomial, whatever the
     distribution. Fewer than six samples cannot reach 95 %; their whole range is then the interval.
@@ -78,14 +78,14 @@ def interval_rank(count: int) -> tuple[int, float]:
 
 
 def ratio(a: Estimate, b: Estimate) -> Estimate:
-    """a / b, round by round: how many times faster b is. Paired, since both were timed in the same round."""
+    """a / b, round by round: how many times faster b is. Paired, because both were timed in the same round."""
     if len(a.samples) != len(b.samples):
         raise ValueError(f"ratios are paired: {len(a.samples)} samples do not go with {len(b.samples)}")
     return Estimate.of([x / y for x, y in zip(a.samples, b.samples, strict=True)])
 
 
 def difference(a: Estimate, b: Estimate) -> Estimate | None:
-    """a − b, round by round; None where b hides what is left."""
+    """a − b, round by round; None if b is too large for the difference to mean anything."""
     if len(a.samples) != len(b.samples):
         raise ValueError(f"differences are paired: {len(a.samples)} samples do not go with {len(b.samples)}")
     samples = [x - y for x, y in zip(a.samples, b.samples, strict=True)]
@@ -94,24 +94,24 @@ def difference(a: Estimate, b: Estimate) -> Estimate | None:
 
 @dataclass(frozen=True)
 class Window:
-    """Calls one after another, by our clock, and the result of one of them where it was asked for."""
+    """Consecutive calls, timed by our clock, and the result of one of them if requested."""
 
     seconds: float
     calls: int
     index: int | None = None  # of the call whose result is here
     output: object = None
-    event_seconds: float | None = None  # the same window by the device's own events: advisory
+    event_seconds: float | None = None  # the same window by the device's events, for information
 
 
 class Contestant(Protocol):
-    """Whatever can be timed."""
+    """Something that can be timed."""
 
     def window(self, first: int, calls: int, kept: int | None) -> Window:
         """Calls number `first` to `first + calls - 1`, with the result of call number `kept`."""
 
 
 class Stopwatch(Protocol):
-    """A second clock, which sees only the work that it is shown."""
+    """A second clock, which sees only the work between its start and stop."""
 
     def start(self) -> None: ...
 
@@ -138,7 +138,7 @@ class CudaEvents:
 
 @dataclass(frozen=True)
 class Calls:
-    """A function called in this process; `around` holds what must be so while it runs."""
+    """A function called in this process, inside the context `around`."""
 
     call: Variant
     clock: Callable[[], float] = time.perf_counter
@@ -166,7 +166,7 @@ class Calls:
 
 
 def rotating(function: Callable[..., object], inputs: Sequence[Sequence[Any]]) -> Variant:
-    """`function` on the next set of inputs at each call, so that no call finds its own input in the cache."""
+    """Calls `function` on the next set of inputs each time, so that no call finds its input in the cache."""
     if not inputs:
         raise ValueError("nothing to rotate through")
     return lambda index: function(*inputs[index % len(inputs)])
@@ -217,19 +217,19 @@ class _Running:
         self.min_window_s = min_window_s
         self.done = 0
         self.calls = 1
-        self.random = random.SystemRandom()  # which calls are looked at is nobody's to foresee
+        self.random = random.SystemRandom()  # a candidate must not be able to predict which calls are checked
 
     def prepare(self, warmup: int) -> None:
         for _ in range(warmup):
             self._run(1)
         while (window := self._run(self.calls)).seconds < self.min_window_s:
             self._grow(window)
-        # Only now may a little be added: a window that was long enough is what the rest goes by.
+        # Only after a window that was long enough may the number of calls change a little.
         if window.seconds > 0:
             self.calls = max(self.calls, math.ceil(HEADROOM * self.min_window_s * self.calls / window.seconds))
 
     def timed(self, keeps: bool) -> Window:
-        """A window that is long enough; one that is not does not count."""
+        """A window of sufficient length; shorter ones are discarded."""
         while True:
             kept = self.done + self.random.randrange(self.calls) if keeps and self.random.random() < CHECKED else None
             window = self._run(self.calls, kept)

@@ -21,19 +21,19 @@ GRADIENT = "gradient of "
 LARGE_OFFSET = "large offset"
 # Gradients below this part of the largest one are judged by absolute error: the norm may cancel them.
 FLOOR_FRACTION = 1e-3
-# At a large offset the error is little more than the rounding of a few means: too few numbers for two honest
-# results to agree within 2×. What these points are for, cancellation, is beyond this by orders of magnitude.
+# At a large offset the error is mostly the rounding of a few means: too few numbers for two honest results to agree
+# within 2×. These points are to find cancellation, which exceeds this slack by orders of magnitude.
 OFFSET_SLACK = 4.0
 FAINT = 10.0  # times the usual budget
-# PyTorch sums float32 in float64, and float64 in nothing wider: there its instance_norm, the truth itself, is off by 15
-# to 36 times its scaled error in float32 (24³ and 48³ positions).
+# PyTorch sums float32 in float64, but float64 in nothing wider: there the error of its instance_norm, which is the
+# truth, is 15 to 36 times its scaled error in float32 (24³ and 48³ positions).
 NOTHING_WIDER = 32.0
 EXACT = Deviation(NONE, 0.0)
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Every quantity at one point, by the candidate, by PyTorch, in float64, and in the bare mode."""
+    """Every quantity at one point: by the candidate, by PyTorch, in float64, and in float64 with rounded operands."""
 
     result: Quantities
     own: Quantities
@@ -42,10 +42,10 @@ class Answers:
     repeated: Quantities | None = None  # the candidate's second answer to the same question
     nulls: Mapping[str, Quantities] | None = None  # further answers that must be rejected, for outputs
     single: tuple[Quantities, Quantities] | None = None  # for float64 data: PyTorch in float32, and its truth
-    # What another candidate's answer at the same point was measured by: everything but the result is known then.
+    # Everything but the result, as measured for another candidate at the same point.
     before: Mapping[str, Point] | None = None
-    guesses: bool = True  # whether answers that can be guessed from the truth's statistics are tried as well
-    flipped: tuple[Quantities, ...] = ()  # the truth with ambiguous elements at kinks on one side, on the other
+    guesses: bool = True  # whether to try null candidates that are guessed from the truth's statistics as well
+    flipped: tuple[Quantities, ...] = ()  # the truth with ambiguous elements on either side of their kinks
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Round:
 
 
 def compare(answers: Answers, findings: list[str]) -> dict[str, Point]:
-    """Measures each quantity; what cannot be measured (shape, dtype, no gradient) becomes a finding."""
+    """Measures each quantity. What cannot be measured (shape, dtype, no gradient) becomes a finding."""
     points = {}
     for name, truth in answers.truth.items():
         problem = contract_problem(name, answers.result.get(name), answers.own[name])
@@ -74,7 +74,7 @@ def compare(answers: Answers, findings: list[str]) -> dict[str, Point]:
 
 
 def contract_problem(name: str, result: Tensor | None, own: Tensor) -> str | None:
-    """Why a result cannot stand in for PyTorch's, whatever its values are."""
+    """Why a result cannot replace PyTorch's, whatever its values are."""
     if result is None:
         return f"{name}: missing"
     for what, ours, theirs in (
@@ -90,11 +90,11 @@ def contract_problem(name: str, result: Tensor | None, own: Tensor) -> str | Non
 def verdict_of(
     rounds: Sequence[Round], findings: Sequence[str], precision: str, faint: bool = False, least: int = MIN_POINTS
 ) -> Verdict:
-    """Plain points must be able to tell; points with a large offset, judged apart, can only find faults.
+    """The verdict. Plain points decide; points with a large offset are judged separately and can only find faults.
 
-    PyTorch's own error is far larger at a large offset: in one pool it would hide errors at the plain points. The
-    same holds for plain points whose truth varies little; with `faint` these are judged apart as well. Fewer points
-    than `least` say nothing.
+    PyTorch's own error is far larger at a large offset, so in one pool it would hide errors at the plain points. The
+    same holds for plain points whose truth varies little; with `faint` these are judged separately as well. With fewer
+    points than `least` the verdict is "cannot tell".
     """
     rounds = [_with_floors(one) for one in rounds]
     plain = [one for one in rounds if one.family != LARGE_OFFSET]
@@ -109,14 +109,14 @@ def verdict_of(
 
 
 def _without_faint(rounds: Sequence[Round]) -> tuple[list[Round], list[Round]]:
-    """Apart, quantity by quantity: the points whose own budget is far above that of most."""
+    """Separates, for each quantity, the points whose own budget is far above that of most."""
     faint: set[tuple[int, str]] = set()
     for name in dict.fromkeys(name for one in rounds for name in one.points):
         places = [place for place, one in enumerate(rounds) if name in one.points]
         own = [rounds[place].points[name] for place in places]
         budgets = [budget_of([p], [s]).rms if s > 0 else math.inf for p, s in zip(own, spreads_of(own))]
         limit = FAINT * sorted(budgets)[len(budgets) // 2]
-        # Enough must remain to judge by.
+        # Enough points must remain.
         weakest = sorted(zip(budgets, places), reverse=True)[: max(0, len(places) - MIN_POINTS)]
         faint |= {(place, name) for budget, place in weakest if budget > limit}
 
@@ -131,7 +131,7 @@ def _without_faint(rounds: Sequence[Round]) -> tuple[list[Round], list[Round]]:
 
 
 def nonfinite_problem(result: Tensor, own: Tensor, truth: Tensor, what: str) -> str | None:
-    """Where PyTorch and the truth agree on what is finite, NaN or infinite, the result must agree as well."""
+    """A problem if PyTorch and the truth agree on what is finite, NaN or infinite, and the result does not."""
     kinds = [_kind(tensor.to(truth.device)) for tensor in (result, own, truth)]
     wrong = (kinds[0] != kinds[2]) & (kinds[1] == kinds[2])
     if not bool(wrong.any()):
@@ -142,10 +142,10 @@ def nonfinite_problem(result: Tensor, own: Tensor, truth: Tensor, what: str) -> 
 
 
 def cotangent(like: Tensor, seed: int, narrowest: torch.dtype | None = None) -> Tensor:
-    """A random weight for each output, to take gradients with; drawn where the output is.
+    """A random weight for each output, with which gradients are taken; drawn on the output's device.
 
-    Where a gradient on the way is float16 (`narrowest`, else the output's dtype), weights are small if many are
-    summed, as a scaled loss would make them: sums above 65504 are infinite.
+    If a gradient on the way is float16 (`narrowest`, else the output's dtype), weights are small when many are summed,
+    as with a scaled loss: sums above 65504 are infinite.
     """
     dtype = like.dtype if like.is_floating_point() else torch.float32
     weights = draw(like.shape, "normal", generator_for(seed + 20_000, like.device), dtype).to(like.device)
@@ -155,7 +155,7 @@ def cotangent(like: Tensor, seed: int, narrowest: torch.dtype | None = None) -> 
 
 
 def poison(like: Tensor) -> None:
-    """Leaves NaN in memory that the next allocation of this size is likely to get."""
+    """Leaves NaN in memory that the next allocation of this size is likely to reuse."""
     scratch = [torch.full_like(like, math.nan) for _ in range(3) if like.is_floating_point()]
     del scratch
 
@@ -166,7 +166,7 @@ def first_line(error: BaseException) -> str:
 
 
 def same_bits(a: Any, b: Any) -> bool:
-    """Equal, NaN counting as equal to itself."""
+    """Whether two results are equal, where NaN equals NaN."""
     return a.shape == b.shape and bool(torch.equal(a, b) or ((a == b) | ((a != a) & (b != b))).all())
 
 
@@ -179,7 +179,7 @@ def _point(name: str, answers: Answers, truth: Tensor) -> Point:
         result = larger(result, second)
     if answers.before is not None and name in answers.before:
         return replace(answers.before[name], result=result)
-    # Every channel may rightly have the same gradient, so only zeros are no answer there.
+    # All channels may have the same gradient, so only zeros are tried as a null candidate.
     nulls = {"zeros": torch.zeros_like(truth)} if name.startswith(GRADIENT) else null_candidates(truth)
     nulls = nulls if answers.guesses else {}
     if name.startswith("output"):
@@ -195,7 +195,7 @@ def _point(name: str, answers: Answers, truth: Tensor) -> Point:
 
 
 def _at_kinks(name: str, answers: Answers, truth: Tensor) -> Errors:
-    """What gradients may differ by: some elements on one side of a kink, others on the other."""
+    """How much gradients may differ because elements lie on either side of a kink."""
     if not name.startswith(GRADIENT):
         return NONE
     found = [deviation(side[name], truth).errors for side in answers.flipped]
@@ -203,7 +203,7 @@ def _at_kinks(name: str, answers: Answers, truth: Tensor) -> Errors:
 
 
 def _own_deviation(name: str, answers: Answers, truth: Tensor) -> Deviation:
-    """PyTorch's error. In float64 it is its own truth, so its error in float32 is taken, scaled down."""
+    """PyTorch's error. In float64 PyTorch is the truth, so its error in float32 is used, scaled down."""
     if answers.single is None:
         return deviation(answers.own[name], truth)
     own, exact = answers.single
@@ -226,7 +226,7 @@ def _kind(tensor: Tensor) -> Tensor:
 
 
 def _with_floors(one: Round) -> Round:
-    """Gradients count relative to their size, and to a floor where the norm cancels them."""
+    """Makes gradients relative to their size, but at least to a floor, because a norm may cancel them."""
     gradients = {name for name in one.points if name.startswith(GRADIENT)}
     largest = max((one.points[name].scale.rms for name in gradients), default=0.0)
     least = FLOOR_FRACTION * largest

@@ -10,10 +10,10 @@ from torch import Tensor
 
 BINS_PER_DECADE = 4
 SMALLEST = 1e-12  # smaller errors share the first bin
-# What a timed result may differ from PyTorch's own, in RMS, relative to the spread of the latter: more than
-# rounding makes, far less than a lower precision or another input does.
+# How much a timed result may differ from PyTorch's own, in RMS relative to the spread of the latter: more than rounding
+# causes, far less than a lower precision or another input would.
 CLOSE = {"fp32": 5e-5, "tf32": 5e-3, "fp16": 2e-2, "bf16": 1e-1}
-TELLING = 0.1  # of the size: rounding grows with the size, so a result that spreads less is measured by that
+TELLING = 0.1  # of the size: rounding grows with the size, so a result with less spread is measured by its size
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class Distribution:
 
 
 def distribution(result: Tensor, truth: Tensor) -> Distribution | None:
-    """None where the truth is constant or the shapes differ; elements that are not finite are left out."""
+    """The distribution of a result's errors, without non-finite elements; None if the truth is constant or the shapes
+    differ."""
     if result.shape != truth.shape or truth.numel() < 2:
         return None
     spread = float(truth.double().std())

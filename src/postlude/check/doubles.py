@@ -1,8 +1,8 @@
-"""Convolutions in float64 on a GPU by ways that are fast there.
+"""Fast float64 convolutions on a GPU.
 
-cuDNN convolves forward at 4 to 15 TFLOP/s in float64 on an H200, and at 1 to 3 where it computes gradients. So an
-input's gradient, and a transposed convolution, is computed as the forward convolution that it also is, and a weight's
-gradient as one matrix product for each tap. The numbers are float64's either way; only the order of sums differs.
+On an H200 cuDNN's float64 reaches 4 to 15 TFLOP/s in forward convolutions, but only 1 to 3 in gradients. So an input's
+gradient, and a transposed convolution, is computed as the equivalent forward convolution, and a weight's gradient as
+one matrix product per tap. All of it is float64; only the order of summation differs.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _aten = torch.ops.aten
-_CHUNK = 4096  # positions that one product of a batch of them sums over
+_CHUNK = 4096  # positions over which one product of a batched product sums
 
 
 class FastDoubles(TorchDispatchMode):
-    """Everything as it was, but for convolutions of float64 tensors of one group, with no stride and no dilation."""
+    """Replaces float64 convolutions with one group, stride 1 and no dilation; everything else runs as before."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -49,7 +49,7 @@ def _is_plain(
 
 
 def as_forward(x: Tensor, weight: Tensor, padding: Sequence[int], bias: Tensor | None = None) -> Tensor:
-    """A transposed convolution of stride 1: the convolution with its kernel turned round."""
+    """A transposed convolution of stride 1 as an ordinary one with its taps flipped."""
     axes = tuple(range(2, weight.dim()))
     turned = weight.transpose(0, 1).flip(axes)
     reach = [k - 1 - p for k, p in zip(weight.shape[2:], padding)]
@@ -69,12 +69,12 @@ def gradients(
     _groups: int,
     wanted: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """As `aten.convolution_backward`."""
+    """The same as `aten.convolution_backward`."""
     dx = dw = db = None
     if wanted[0]:
         dx = _convolve(dy, weight, None, padding) if transposed else as_forward(dy, weight, padding)
     if wanted[1]:
-        # The roles of both are swapped in a transposed convolution.
+        # In a transposed convolution x and dy swap roles.
         dw = by_taps(dy, x, weight, padding) if transposed else by_taps(x, dy, weight, padding)
     if wanted[2]:
         db = dy.sum([0, *range(2, dy.dim())])
@@ -82,7 +82,8 @@ def gradients(
 
 
 def by_taps(x: Tensor, dy: Tensor, weight: Tensor, padding: Sequence[int]) -> Tensor:
-    """[channels of dy, channels of x, taps]: for each tap the product over positions of dy and x, shifted by it."""
+    """The weight's gradient [channels of dy, channels of x, taps]: for each tap, the product over positions of dy and
+    x shifted by the tap."""
     padded = F.pad(x, [p for p in reversed(padding) for _ in range(2)])
     left, out = _in_chunks(dy), dy.shape[2:]
     result = torch.empty_like(weight)
@@ -95,7 +96,7 @@ def by_taps(x: Tensor, dy: Tensor, weight: Tensor, padding: Sequence[int]) -> Te
 
 
 def _in_chunks(value: Tensor) -> Tensor:
-    """[pieces, channels, positions of one], the last piece of a sample filled up with zeros."""
+    """The value as [pieces, channels, positions of a piece]; the last piece of a sample is padded with zeros."""
     flat = value.flatten(2)
     chunk = min(_CHUNK, flat.shape[2])
     flat = F.pad(flat, [0, -flat.shape[2] % chunk])

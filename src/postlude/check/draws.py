@@ -1,4 +1,4 @@
-"""Tensors of random numbers, by the families that points are drawn from."""
+"""Random tensors, from the families of distributions that points use."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import Tensor
 Family = Literal["uniform", "normal", "hierarchical", "large offset", "heavy-tailed", "sparse", "small"]
 LARGEST_OFFSET = 300.0
 TAIL = 100.0
-# A spread whose square is about the eps of a norm, so that a wrong eps shows in every precision.
+# A standard deviation whose square is about a norm's eps, so that a wrong eps shows in every precision.
 SMALL = 3e-3
-DENSITY = 0.1  # of values that are not zero in a sparse tensor
+DENSITY = 0.1  # share of nonzero values in a sparse tensor
 
 
 def generator_for(seed: int, device: torch.device | str = "cpu") -> torch.Generator:
-    """Numbers come from the device itself where it has a generator of its own."""
+    """A generator on the device if it has one, else on the CPU."""
     kind = torch.device(device)
     return torch.Generator(kind if kind.type == "cuda" else "cpu").manual_seed(seed)
 
 
 def offset_for(dtype: torch.dtype, largest: float = LARGEST_OFFSET) -> float:
-    """A mean that is large against a spread of 1, as far as the dtype can still hold that spread."""
+    """A mean that is large compared with a spread of 1, but not so large that the dtype loses that spread."""
     return min(largest, 0.05 / torch.finfo(dtype).eps)
 
 
@@ -34,7 +34,7 @@ def draw(
     dtype: torch.dtype,
     largest: float = LARGEST_OFFSET,
 ) -> Tensor:
-    """A tensor of a family; where there are two dimensions or more, the first two are sample and channel."""
+    """A tensor from a family. With two or more axes, the first two are sample and channel."""
     noise = normal(shape, generator)
     if family == "uniform":
         return uniform(shape, generator).to(dtype)

@@ -1,4 +1,4 @@
-"""What a verdict costs: operations in float64, and a shape for which they are affordable."""
+"""The cost of a verdict in float64 operations, and a shape for which it is affordable."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from dataclasses import dataclass
 
 from postlude.chain import Chain, Pool
 
-# Forward convolutions in float64 beside the points themselves: two null candidates at two points, NaN, infinity.
+# Forward convolutions in float64 besides those of the points: two null candidates at two points, NaN, infinity.
 EXTRA = 6
-GRADIENTS = 2  # a convolution's input and weight, each as much work as the convolution
-LEAST = 8  # positions along an axis, beside twice the kernel
+GRADIENTS = 2  # of a convolution's input and weight, each as much work as the convolution
+LEAST = 8  # positions along an axis, in addition to twice the kernel
 SAMPLES = 2
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What one verdict may take: operations in float64, and elements of its largest value."""
+    """What one verdict may cost: operations in float64, and elements of its largest value."""
 
     flops: float
     elements: float
 
 
 def convolution_flops(chain: Chain, shape: Sequence[int]) -> float:
-    """Of one forward convolution of an input of this shape; 0 where the chain has none."""
+    """Operations of one forward convolution of an input of this shape; 0 if the chain has none."""
     conv = chain.producer
     if conv is None:
         return 0.0
@@ -34,7 +34,7 @@ def convolution_flops(chain: Chain, shape: Sequence[int]) -> float:
 
 
 def verdict_flops(chain: Chain, shape: Sequence[int], points: int, *, backward: bool) -> float:
-    """Of `verify_chain` with so many points, where PyTorch's own error excuses the result's."""
+    """Operations of `verify_chain` with so many points, if the error of the precision itself is not needed."""
     passes = 1 + GRADIENTS if backward else 1
     return convolution_flops(chain, shape) * (points * passes + EXTRA)
 
@@ -45,14 +45,14 @@ def is_affordable(chain: Chain, shape: Sequence[int], points: int, budget: Budge
 
 
 def largest_value(chain: Chain, shape: Sequence[int]) -> int:
-    """Elements of the input, or of what the convolution makes of it."""
+    """Elements of the input or of the convolution's result, whichever is larger."""
     conv = chain.producer
     after = math.prod(conv.output_space(tuple(shape[2:]))) * conv.out_channels if conv else 0
     return shape[0] * max(after, math.prod(shape[1:]))
 
 
 def _covered(chain: Chain) -> list[int]:
-    """Positions of the input, at least, for two windows of every pool that follows."""
+    """The least positions of the input for which every following pool has two windows."""
     stride = (1,) * chain.dims if chain.producer is None or chain.producer.transposed else chain.producer.stride
     covered = [0] * chain.dims
     for step in reversed(chain.steps):

@@ -1,6 +1,7 @@
-"""What a time cannot be: faster than the bytes that must move, and not without a question than the work to be done.
+"""Which times are impossible or implausible, by a roofline measured on this machine.
 
-Pure logic on numbers that were measured elsewhere.
+A time below that of the compulsory bytes is a failure. A time below that of the declared operations raises a question,
+because a candidate may have found a way to do less. Pure logic on numbers that were measured elsewhere.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ DISAGREEMENT = 0.10  # between the host's clock and the device's events
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The fastest that this machine was seen to be, just before."""
+    """The highest rates that were just measured on this machine."""
 
     bytes_per_second: float  # copying or reading as many bytes as the problem has
     operations_per_second: float  # in a matrix product or convolution of the same precision
@@ -32,18 +33,18 @@ class Work:
     """What one call must do."""
 
     bytes: int  # inputs and parameters read once, the result written once
-    operations: int  # as PyTorch counts them for the model as it is written
+    operations: int  # as PyTorch counts them for the original model
 
     def floor_seconds(self, ceilings: Ceilings) -> float:
         return max(self.bytes / ceilings.bytes_per_second, self.operations / ceilings.operations_per_second)
 
     def share(self, seconds: float, ceilings: Ceilings) -> float:
-        """Of the speed that the ceilings allow."""
+        """The share of the speed that the ceilings allow."""
         return self.floor_seconds(ceilings) / seconds
 
 
 def too_fast(name: str, timing: Estimate, work: Work, ceilings: Ceilings) -> str | None:
-    """A failure: even the upper end of the interval is below the time of the compulsory bytes."""
+    """A failure if even the upper end of the interval is below the time of the compulsory bytes, else None."""
     least = work.bytes / ceilings.bytes_per_second
     if timing.high >= least:
         return None
@@ -54,7 +55,7 @@ def too_fast(name: str, timing: Estimate, work: Work, ceilings: Ceilings) -> str
 
 
 def question_about(name: str, timing: Estimate, work: Work, ceilings: Ceilings) -> str | None:
-    """Asked where the declared operations would need more than this machine was seen to do in that precision."""
+    """A question if the declared operations need a higher rate than was measured in that precision, else None."""
     least = work.operations / ceilings.operations_per_second
     if timing.high >= least or not work.operations:
         return None
@@ -66,7 +67,7 @@ def question_about(name: str, timing: Estimate, work: Work, ceilings: Ceilings) 
 
 
 def clocks_apart(name: str, host: Sequence[float], events: Sequence[float]) -> str | None:
-    """A finding where the two clocks differ by more than a tenth over the windows that both timed."""
+    """A finding if the two clocks differ by more than a tenth over the windows that both timed, else None."""
     if not host or len(host) != len(events):
         return None
     seen = sum(events) / sum(host)
@@ -79,14 +80,14 @@ def clocks_apart(name: str, host: Sequence[float], events: Sequence[float]) -> s
 
 
 def holds(eager: Estimate, work: Work, ceilings: Ceilings) -> bool:
-    """False where PyTorch itself is below the floor: then not every byte need be moved, and it says nothing."""
+    """Whether the floor is valid. If PyTorch itself is below it, not every byte has to move, and it means nothing."""
     return too_fast("eager", eager, work, ceilings) is None
 
 
 def judge_times(
     timings: Mapping[str, Estimate], eager: str, work: Work, ceilings: Ceilings
 ) -> tuple[dict[str, str], list[str]]:
-    """Variant → why its time cannot be, and the questions to ask."""
+    """Variant → why its time is impossible; and the questions."""
     questions = [q for name, t in timings.items() if (q := question_about(name, t, work, ceilings)) is not None]
     if not holds(timings[eager], work, ceilings):
         return {}, questions

@@ -1,4 +1,4 @@
-"""What a call takes besides time: memory at its peak, memory kept for the backward pass, launches."""
+"""What a call costs besides time: peak memory, memory saved for the backward pass, launches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Call = Callable[[], object]
 
 
 def peak_bytes(call: Call, device: str) -> int:
-    """Memory that one call takes at most, beyond what was there before it."""
+    """The peak memory of one call, beyond what was allocated before it."""
     return _peak_on_gpu(call) if device == "cuda" else _peak_on_cpu(call)
 
 
@@ -26,7 +26,7 @@ def _peak_on_gpu(call: Call) -> int:
 
 
 def _peak_on_cpu(call: Call) -> int:
-    """From the profiler's record of PyTorch's allocator; scratch memory that a library keeps is not in it."""
+    """The same from the profiler's record of PyTorch's allocator, which does not include a library's own scratch."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as found:
         call()
     events = found.profiler.kineto_results.events()
@@ -34,7 +34,7 @@ def _peak_on_cpu(call: Call) -> int:
 
 
 def highest(changes: Iterable[int]) -> int:
-    """The largest sum that a walk of allocations (positive) and releases (negative) reaches."""
+    """The highest running sum of allocations (positive) and releases (negative)."""
     now = most = 0
     for change in changes:
         now += change
@@ -60,7 +60,7 @@ def saved_bytes(call: Call, known: Iterable[Tensor]) -> int:
 
 
 def launches(call: Call) -> int:
-    """Kernels that one call starts on a GPU; copies and fills count, as each of them is a launch."""
+    """Kernels that one call launches on a GPU; copies and fills count as launches."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
         call()
         torch.cuda.synchronize()
@@ -68,6 +68,6 @@ def launches(call: Call) -> int:
 
 
 def count_kernels(events: Iterable[Any]) -> int:
-    """Ranges that somebody named, as torch.compile does, lie on the device's line too and are no launches."""
+    """The launches among the profiler's events. Named ranges, such as torch.compile's, do not count."""
     on_device = (event for event in events if event.device_type == torch.profiler.DeviceType.CUDA)
     return sum(not getattr(event, "is_user_annotation", False) for event in on_device)

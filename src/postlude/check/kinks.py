@@ -1,10 +1,10 @@
-"""Kinks: where a derivative jumps, so that a rounding error decides whether an element's gradient is there or not.
+"""Kinks: points where a derivative jumps, so that a rounding error decides whether an element has a gradient.
 
-A relu whose argument is 1e-8 has derivative 1 in float64 and 0 in an honest kernel whose sum came out as −1e-8, and
-gradients then differ by a whole term. `Kinks` records what such operators meet. The elements that an honest kernel may
-see on either side (`ambiguous`) are kept out of the comparison by the cotangents, which are chosen so that no gradient
-reaches them (`spared`). Everything else is compared as strictly as without a kink. Where no choice of cotangents does
-that, behind a mean for one, the truth is computed with these elements on either side, and the difference is allowed.
+If a relu's argument is 1e-8 in float64, an honest kernel's sum may be −1e-8; the derivatives are then 1 and 0, and the
+gradients differ by a whole term. `Kinks` records the arguments of such operators. Elements that an honest kernel may
+place on either side (`ambiguous`) are kept out of the comparison: cotangents are chosen so that no gradient reaches
+them (`spared`). Everything else is compared as strictly as without a kink. Where no choice of cotangents does that, for
+example before a mean, the truth is computed with these elements on either side, and the difference is allowed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch.overrides import TorchFunctionMode
 from postlude.check.budget import ULPS, WORST_FACTOR
 from postlude.check.pooled import MAX_POOLS, Holding, ahead_of_the_second
 
-# No more than this part of a value is spared, or little would be left to compare.
+# At most this share of a value is spared; otherwise little would be left to compare.
 MOST = 0.125
-LIKELY = 4.0  # times the usual error: what lies further off is on the other side once in 10⁴ elements
-# Of so many likely elements dozens are on the other side, in PyTorch's gradients as in a kernel's: the budget has them.
+LIKELY = 4.0  # times the usual error: beyond it, one in 10⁴ elements is on the other side
+# With so many likely elements, dozens are on the other side in PyTorch's gradients too, so the budget includes them.
 MANY = 400
-ROUNDS = 4  # each leaves at most the ambiguous part of a norm's group of what was there
+ROUNDS = 4  # each reduces what is left to at most the ambiguous share of a norm's group
 LARGEST_WEIGHT = 8.0
-RESIDUE = 16  # eps of the cotangents' dtype, beside the gradient's size: what rounding the cotangents leaves
+RESIDUE = 16  # eps of the cotangents' dtype, relative to the gradient: what the cotangents' rounding leaves
 SEED = 7
 
 
@@ -38,7 +38,7 @@ class Meeting:
     value: Tensor  # what is compared with the bounds, without its graph
     bounds: tuple[float, ...]
     result: Tensor  # with its graph
-    moves: bool  # whether adding to the first argument moves `value` by as much
+    moves: bool  # whether adding to the first argument changes `value` by the same amount
     windows: Holding | None = None  # of a max_pool
 
     def nearest(self, value: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class Shift:
 
 
 class Kinks(TorchFunctionMode):
-    """Records every call of an operator with kinks; with a shift, moves what it is given."""
+    """Records every call of an operator with kinks; with a shift, adds it to the operator's argument."""
 
     def __init__(self, shift: Shift | None = None) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Kinks(TorchFunctionMode):
         amount = self._shift.amounts[self._calls] if self._shift and self._calls < len(self._shift.amounts) else None
         self._calls += 1
         if amount is not None:
-            # In place where the call is: its caller goes on with the same tensor.
+            # In place if the call is in place, because its caller continues with the same tensor.
             moved = args[0].add_(amount) if name.endswith("_") else args[0] + amount
             args = (moved, *args[1:])
         result = func(*args, **given)
@@ -91,14 +91,17 @@ class Kinks(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Near:
-    """The elements of one call that an honest kernel may see on either side of a bound."""
+    """The elements of one call that an honest kernel may place on either side of a bound."""
 
     possible: Tensor  # by the worst error that the rule allows
     likely: Tensor  # by the usual one
 
 
 def ambiguous(exact: Meeting, others: Sequence[Meeting]) -> Near:
-    """`others` are PyTorch and the bare mode at the same call: a kernel's error is bounded by theirs, by the rule."""
+    """The ambiguous elements of a call.
+
+    `others` are PyTorch and the rounded float64 at the same call: by the error rule they bound a kernel's error.
+    """
     value = exact.value.double()
     gap = exact.gap(value)
     finite = torch.isfinite(value)
@@ -108,7 +111,7 @@ def ambiguous(exact: Meeting, others: Sequence[Meeting]) -> Near:
     beyond = max(map(abs, exact.bounds))
     worst = WORST_FACTOR * (errors.abs().max() + eps * known.abs().max().clamp(min=beyond))
     usual = LIKELY * _rms(errors, 1).max() + eps * _rms(known, 0).clamp(min=beyond)
-    # At a bound exactly, on every side: what an earlier operator wrote there, no rounding.
+    # Exactly at a bound on every side: an earlier operator wrote the bound, so no rounding is involved.
     is_tie = torch.stack([o.gap(o.value) == 0 for o in others]).all(0) & (gap == 0)
     gap = torch.where(is_tie | ~finite, torch.inf, gap)
     most = int(MOST * gap.numel())
@@ -122,7 +125,7 @@ def _rms(values: Tensor, kept: int) -> Tensor:
 
 
 def all_ambiguous(exact: Sequence[Meeting], *others: Sequence[Meeting]) -> list[Near] | None:
-    """For each call; None where there is none or the sides did not meet the same calls."""
+    """The same for each call; None if there is none, or if the sides did not make the same calls."""
     seen = [[(meeting.value.shape, meeting.bounds) for meeting in side] for side in (exact, *others)]
     if not exact or any(one != seen[0] for one in seen):
         return None
@@ -134,8 +137,8 @@ def all_ambiguous(exact: Sequence[Meeting], *others: Sequence[Meeting]) -> list[
 
 
 def _with_ties(pool: Meeting, near: Near, before: Sequence[Near]) -> Near:
-    """Of a max_pool: where all of a window is at a bound of an operator before it, as relu's zeros are, one element
-    that a kernel sees on the other side is ahead."""
+    """Adds ties of a max_pool: if a whole window is at a bound of an earlier operator (relu's zeros), an element that a
+    kernel places on the other side of that bound wins the window."""
     assert pool.windows is not None
     is_tie = pool.gap(pool.value) == 0
     possible, likely = near.possible, near.likely
@@ -151,8 +154,8 @@ def spared(
 ) -> tuple[Tensor, list[Tensor] | None]:
     """Cotangents with which no gradient reaches the ambiguous elements, and the likely ones that it still reaches.
 
-    Between a kink and the output lie elementwise steps and norms, so an element's gradient follows its own cotangent,
-    and the norm's sums a little: correcting each by its own slope converges.
+    Only elementwise steps and norms lie between a kink and the output, so an element's gradient depends mostly on its
+    own cotangent and a little on the norm's sums: correcting each cotangent by its own slope converges.
     """
     places = [place for place, one in enumerate(meetings) if one.result.requires_grad]
     results = [meetings[place].result for place in places]
@@ -180,7 +183,7 @@ def spared(
 
 
 def few(left: Sequence[Tensor]) -> list[Tensor] | None:
-    """Without the calls at which so many elements are left that the budget has them; None where none are."""
+    """`left` without calls that have so many elements that the budget includes them; None if nothing is left."""
     counts = torch.stack([one.sum() for one in left]).tolist()
     if not any(0 < count <= MANY for count in counts):
         return None
@@ -202,7 +205,7 @@ def either_side(meetings: Sequence[Meeting], left: Sequence[Tensor]) -> list[Shi
 
 
 def _slopes(gradients: Callable[[Tensor], list[Tensor]], masks: Sequence[Tensor], like: Tensor) -> list[Tensor]:
-    """How much of its own cotangent reaches each ambiguous element; random signs keep the others' share small."""
+    """How much of its own cotangent reaches each ambiguous element; random signs keep the share of others small."""
     generator = torch.Generator(like.device).manual_seed(SEED)
     signs = torch.randint(0, 2, like.shape, generator=generator, device=like.device).double() * 2 - 1
     found = []
@@ -229,7 +232,7 @@ Met = tuple[Tensor, tuple[float, ...], bool]
 
 
 def _met(name: str, args: tuple[Any, ...], given: Mapping[str, Any], in_place: bool) -> Met | None:
-    """What an operator compares with which bounds, if it is one with kinks."""
+    """The value that an operator compares and its bounds, or None if it has no kinks."""
     x = args[0] if args else None
     if not isinstance(x, Tensor) or not x.is_floating_point() or not x.numel():
         return None
@@ -248,7 +251,7 @@ def _met(name: str, args: tuple[Any, ...], given: Mapping[str, Any], in_place: b
 
 
 def _runner_up(name: str, x: Tensor, dim: Any, given: Mapping[str, Any]) -> Met | None:
-    """How far the largest is ahead of the second: another one may win by rounding."""
+    """The lead of the largest over the second: by rounding another element may win."""
     axes = list(dim) if isinstance(dim, (list, tuple)) else [dim]
     if len(axes) != 1 or not isinstance(axes[0], int) or x.shape[axes[0]] < 2:
         return None
@@ -281,7 +284,7 @@ def _shrink(args: tuple[Any, ...], given: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _elu(args: tuple[Any, ...], given: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Its slopes meet at 0 unless alpha · input_scale is another number than 1."""
+    """elu has a kink at 0 unless alpha · input_scale is 1."""
     slope = _argument(1, "alpha", 1.0)(args, given) * _argument(3, "input_scale", 1.0)(args, given)
     return () if slope == 1 else (0.0,)
 

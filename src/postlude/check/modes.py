@@ -35,8 +35,8 @@ _PRODUCTS: dict[Any, tuple[int, ...]] = {
 
 
 def resolve(precision: str, dtype: torch.dtype, device: torch.device, is_linear: bool = False) -> str:
-    """The mode in plain words: 16-bit data runs in its own format, "auto" follows PyTorch's switch for convolutions, or
-    the one for matrix products where `is_linear`."""
+    """The precision mode by name. 16-bit data has its own; "auto" follows PyTorch's switch for convolutions, or with
+    `is_linear` the one for matrix products."""
     if precision != "auto" and precision not in FORMATS:
         raise PrecisionError(f"unknown precision {precision!r}: choose one of auto, {', '.join(FORMATS)}")
     if dtype in _WORDS:
@@ -47,14 +47,17 @@ def resolve(precision: str, dtype: torch.dtype, device: torch.device, is_linear:
 
 
 def has_no_convolution(model: nn.Module) -> bool:
-    """By its weights: a convolution's has several output channels, and axes of space behind its input channels. Then
-    fp32 follows the switch for matrix products, which PyTorch leaves in IEEE fp32 where convolutions are in TF32."""
+    """Whether no weight looks like a convolution's: several output channels, and spatial axes after the input channels.
+
+    fp32 then follows PyTorch's switch for matrix products, whose default is IEEE fp32 while that of convolutions is
+    TF32.
+    """
     weights = [parameter for parameter in model.parameters() if parameter.dim() > 3 and parameter.shape[0] > 1]
     return not weights and not any(isinstance(module, _ConvNd) for module in model.modules())
 
 
 class RoundedOperands(TorchDispatchMode):
-    """Rounds the operands of every product to a format, forward and backward, and changes nothing else."""
+    """Rounds the operands of every matrix product and convolution to a format, forward and backward."""
 
     def __init__(self, name: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -77,11 +80,11 @@ class RoundedOperands(TorchDispatchMode):
 
 @contextmanager
 def pytorch_switches(precision: str, device: torch.device) -> Iterator[None]:
-    """PyTorch's own switches set for "fp32" or "tf32" on a GPU, and put back afterwards."""
+    """Sets PyTorch's own switches for "fp32" or "tf32" on a GPU, and restores them afterwards."""
     if device.type != "cuda" or precision not in ("fp32", "tf32"):
         yield
         return
-    # Only the new interface is touched: once it was set, reading the old one raises.
+    # Only the new interface is used: once it has been set, reading the old one raises.
     switches: tuple[Any, ...] = (torch.backends.cudnn.conv, torch.backends.cuda.matmul)  # type: ignore[attr-defined]
     before = [switch.fp32_precision for switch in switches]
     try:
@@ -95,14 +98,14 @@ def pytorch_switches(precision: str, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def in_double(device: torch.device) -> Iterator[None]:
-    """Around what is computed in float64: no search for algorithms, and on a GPU the fast ways."""
+    """The context for float64 computations: no algorithm search, and on a GPU our faster convolutions (doubles.py)."""
     with library_unsearched(), FastDoubles() if device.type == "cuda" else nullcontext():
         yield
 
 
 @contextmanager
 def library_unsearched() -> Iterator[None]:
-    """cuDNN's first choice of algorithm. A search (`benchmark`) takes seconds, for a handful of calls."""
+    """Turns cuDNN's algorithm search (`benchmark`) off: it takes seconds, and there are only a few calls."""
     before = torch.backends.cudnn.benchmark
     try:
         torch.backends.cudnn.benchmark = False

@@ -1,4 +1,4 @@
-"""Is a module of our own a drop-in for another one? Strangers' files are judged in a process of their own."""
+"""Judges whether one module can replace another, in this process. Files of others are judged in a separate process."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def verify_modules(
 ) -> Verdict:
     """Judges `candidate` by `reference` in this process, both on the device that they are on.
 
-    Both get the same random states and inputs, the file's own inputs among them; the candidate always answers
-    first. Its state and mode are put back afterwards, the reference is only copied.
+    Both get the same random states and inputs, including the file's own inputs; the candidate always runs first. Its
+    state and mode are restored afterwards; the reference is only copied.
     """
     findings = key_findings(keys_of(reference), keys_of(candidate))
     if findings:

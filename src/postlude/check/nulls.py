@@ -1,4 +1,4 @@
-"""Null candidates: answers that compute nothing. Points that would accept one of them prove nothing."""
+"""Null candidates: trivial answers. Points that would accept one of them prove nothing."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Test points: random parameters and inputs that leave a wrong result nowhere to hide.
+"""Test points: random parameters and inputs that expose wrong results.
 
-Independent noise averages out of global reductions and default parameters (γ = 1, β = 0) hide what is left
-out, so inputs also come with an offset and a scale per sample and channel, and every parameter is drawn. The points
-of a chain are drawn on the device of its tensors: a seed gives the same point every time, and another one on a GPU
-than on a CPU. Those of a module are drawn on the CPU.
+Independent noise averages out in global reductions, and default parameters (γ = 1, β = 0) hide missing terms. So inputs
+also have an offset and a scale per sample and channel, and every parameter is random. The points of a chain are drawn
+on the device of its tensors: a seed gives the same point every time, but another one on a GPU than on a CPU. Those of a
+module are drawn on the CPU.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class ChainPoint:
 
 
 def inputs_like(inputs: Any, family: Family, seed: int, largest: float = LARGEST_OFFSET) -> Any:
-    """The same nested inputs with every floating tensor drawn anew; strides, layout and the rest are kept."""
+    """The same nested inputs with new random numbers in every floating tensor; strides and everything else are kept."""
     generators: dict[torch.device, torch.Generator] = {}
 
     def renew(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
-        # Where the tensor is: a large one takes the CPU seconds.
+        # On the tensor's device: the CPU would take seconds for a large one.
         generator = generators.setdefault(tensor.device, generator_for(seed, tensor.device))
         return laid_out_like(draw(tensor.shape, family, generator, tensor.dtype, largest), tensor)
 
@@ -74,7 +74,7 @@ def map_tensors(function: Callable[[Tensor], Any], item: Any) -> Any:
 
 
 def laid_out_like(values: Tensor, like: Tensor) -> Tensor:
-    """`values` with the device, strides and `requires_grad` of `like`, gaps and repeats included."""
+    """`values` with the device, strides (gaps and expanded axes too) and `requires_grad` of `like`."""
     if like.numel() == 0:
         return torch.empty_like(like)
     # A dimension of stride 0 holds one value only.
@@ -109,9 +109,9 @@ def random_state(
 
 
 def input_family(family: Family, seed: int, has_bias: bool = True) -> Family:
-    """The family of the inputs: a large offset sits in the producers' bias at even seeds, else in the inputs.
+    """The family of the inputs: a large offset is in the producers' bias at even seeds, else in the inputs.
 
-    A large mean of the input gives every channel another large mean, and a group of them a large spread.
+    A large mean of the input gives every channel a different large mean, so a group of channels a large spread.
     """
     return "normal" if family == "large offset" and has_bias and seed % 2 == 0 else family
 

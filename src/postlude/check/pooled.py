@@ -1,4 +1,4 @@
-"""How far the largest of each window of a max_pool is ahead: another one may win by rounding."""
+"""By how much the largest element of each max_pool window leads: by rounding another one may win."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ARGUMENTS = {"kernel_size": None, "stride": None, "padding": 0, "dilation": 1, 
 
 
 def ahead_of_the_second(name: str, args: tuple[Any, ...], given: Mapping[str, Any]) -> Tensor | None:
-    """For each window, as what the pool gives; None where the call is not understood."""
+    """The lead in each window, in the shape of the pool's result; None if the call is not supported."""
     x, dims = args[0].detach(), MAX_POOLS[name]
     call = {**_ARGUMENTS, **given, **dict(zip(_ARGUMENTS, args[1:]))}
     if x.dim() != dims + 2 or any(size != 1 for size in per_axis(call["dilation"], dims)):
@@ -28,7 +28,7 @@ def ahead_of_the_second(name: str, args: tuple[Any, ...], given: Mapping[str, An
     if windows.taps < 2:
         return None
     sizes = windows.output_space(tuple(x.shape[2:]))
-    # From behind, as F.pad wants it; ceil_mode asks for positions past the padding.
+    # Last axis first, as F.pad expects; ceil_mode needs positions past the padding.
     ends = [(n - 1) * s + k - p for n, s, k, p in zip(sizes, stride, kernel, padding)]
     amounts = [(p, max(0, end - size)) for p, end, size in zip(padding, ends, x.shape[2:])]
     x = F.pad(x, [amount for both in reversed(amounts) for amount in both], value=-float("inf"))
@@ -40,7 +40,7 @@ def ahead_of_the_second(name: str, args: tuple[Any, ...], given: Mapping[str, An
 
 @dataclass(frozen=True)
 class Holding:
-    """Of one call of a max_pool: the windows that hold an element of a mask."""
+    """For one call of a max_pool: the windows that contain an element of a mask."""
 
     pool: Callable[..., Any]
     how: tuple[Any, ...]

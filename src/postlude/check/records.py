@@ -46,8 +46,8 @@ class Record:
     budget_rms: float | None = None
     budget_worst: float | None = None
     peak_mib: float | None = None
-    saved_mib: float | None = None  # kept between forward and backward, beside what was given
-    launches: int | None = None  # kernels of ours in one call
+    saved_mib: float | None = None  # saved between forward and backward, besides inputs and parameters
+    launches: int | None = None  # of our kernels in one call
     clock_mhz: int | None = None  # of the GPU's multiprocessors, while it was busy
     threads: int | None = None
     malloc: str = ""
@@ -88,21 +88,21 @@ def environment(device_type: str) -> dict[str, str]:
 
 
 def merge(old: Iterable[Record], new: Iterable[Record]) -> list[Record]:
-    """A new row takes the place of the old one with its key; others are appended."""
+    """A new row replaces the old one with the same key; others are appended."""
     rows = {record.key: record for record in old}
     rows.update((record.key, record) for record in new)
     return list(rows.values())
 
 
 def update(path: Path, records: Iterable[Record]) -> list[Record]:
-    """Merges `records` into the file and answers what it now holds."""
+    """Merges `records` into the file and returns all its rows."""
     rows = merge(read(path) if path.exists() else [], records)
     write(path, rows)
     return rows
 
 
 def write(path: Path, records: Iterable[Record]) -> None:
-    """Writes all rows at once: a reader sees the old file or the new one, never half of it."""
+    """Writes all rows at once: a reader sees the old file or the new one, never an incomplete one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, COLUMNS, lineterminator="\n")
@@ -121,7 +121,7 @@ def read(path: Path) -> list[Record]:
 
 @functools.cache
 def commit() -> str:
-    """The commit that this code is at, with a + where files changed since; "unknown" elsewhere."""
+    """This code's commit, with a + if files have changed since; "unknown" outside a repository."""
     here = Path(__file__)
     if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
         return UNKNOWN

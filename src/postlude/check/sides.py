@@ -1,4 +1,4 @@
-"""One side of a comparison of modules: it is given a state and inputs and asked for its answers."""
+"""One side of a comparison of modules: it gets a state and inputs and returns its results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ StateKeys = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class CandidateError(Exception):
-    """The candidate gave no answer where the reference does."""
+    """The candidate gave no result where the reference does."""
 
 
 class UnanswerableError(Exception):
@@ -35,39 +35,39 @@ class Question:
     seed: int
     training: bool = True
     backward: bool = False
-    # One weight per tensor of the result, to take gradients with; made from the reference's shapes.
+    # One weight per tensor of the result, with which gradients are taken; shaped like the reference's results.
     cotangents: tuple[Tensor | None, ...] = ()
-    shifts: tuple[Shift, ...] = ()  # that put what lies within rounding of a kink on one side, on the other
+    shifts: tuple[Shift, ...] = ()  # put elements within rounding of a kink on one side, and on the other
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a candidate answered, and how it broke its contract on the way."""
+    """A candidate's results, and how it broke its contract, if it did."""
 
     quantities: Quantities
     findings: tuple[str, ...] = field(default=())
 
 
 class Answering(Protocol):
-    """A candidate: a module in this process, or one in a process of its own."""
+    """A candidate: a module in this process or in a separate one."""
 
     def state_keys(self) -> StateKeys: ...
 
     def ask(self, question: Question, *, keep: bool = False) -> Answer:
-        """Raises CandidateError where it gives no answer."""
+        """The results for a question; raises CandidateError if there are none."""
 
     def kept(self) -> Quantities:
         """The results of the last question asked with `keep`, as they are now."""
 
 
 class Side:
-    """A module of ours."""
+    """The reference, or another trusted module."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Writes a state in place, leaving version counters alone, so that a cache keyed on them shows."""
+        """Writes a state in place without changing version counters, so that a cache keyed on them is exposed."""
         for key, tensor in self.module.state_dict().items():
             if isinstance(tensor, Tensor):
                 tensor.data.copy_(state[key])
@@ -118,7 +118,7 @@ class Side:
 
 
 class InProcess:
-    """A candidate in this process: for modules of our own, never for a stranger's file."""
+    """A candidate in this process: for our own modules, never for a file of others."""
 
     def __init__(self, module: nn.Module) -> None:
         self.side = Side(module)
@@ -147,7 +147,7 @@ class InProcess:
         return self._kept
 
     def _refreshed(self, inputs: list[Any]) -> list[Any]:
-        """The inputs in memory that stays in place, so that answers remembered by address show."""
+        """The inputs at the same addresses as before, so that results cached by address are exposed."""
         new, old = leaves_of(inputs), leaves_of(self._live)
         if [(t.shape, t.stride(), t.dtype) for t in new] != [(t.shape, t.stride(), t.dtype) for t in old]:
             self._live = map_tensors(lambda tensor: laid_out_like(tensor.detach(), tensor), inputs)
@@ -157,7 +157,7 @@ class InProcess:
 
 
 def parameter_findings(parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> list[str]:
-    """Parameters may not change in a call; buffers are compared as quantities."""
+    """Findings for parameters that a call changed. Buffers may change; they are compared as quantities."""
     changed = [name for name, value in parameters.items() if name in state and not same_bits(value, state[name])]
     return [f"the candidate changed its parameters: {some(changed)}"] if changed else []
 
@@ -202,7 +202,7 @@ def some(names: Sequence[str]) -> str:
 
 
 def _weight(given: Tensor | None, like: Tensor, seed: int) -> Tensor:
-    """A candidate's result of another shape is a finding of its own, and gets weights of its own."""
+    """The given weight, or a new one for a result of another shape, which is a finding already."""
     return given if given is not None and given.shape == like.shape else cotangent(like, seed)
 
 
@@ -211,7 +211,7 @@ def _leaf(tensor: Tensor, backward: bool) -> Tensor:
 
 
 def _overwrite(buffer: Tensor, values: Tensor) -> None:
-    # Through .data: the version counter stays, as with optimisers that write that way.
+    # Through .data, which keeps the version counter, as some optimizers do.
     distinct = [1 if stride == 0 else size for size, stride in zip(buffer.shape, buffer.stride(), strict=True)]
     place = tuple(slice(size) for size in distinct)
     buffer.data[place].copy_(values[place])

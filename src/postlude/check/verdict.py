@@ -1,4 +1,4 @@
-"""What checking hands back: errors, the judgement of one quantity, the verdict on a whole result."""
+"""What checking returns: errors, the judgement of one quantity, the verdict on a whole result."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ class Judged:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found out about a result; `reasons` says why it is not right."""
+    """The verdict on a result; `reasons` says why it is not right."""
 
     outcome: Outcome
     reasons: tuple[str, ...] = ()
     precision: str = ""
     quantities: tuple[Judged, ...] = ()
-    notes: tuple[str, ...] = ()  # what was seen but decides nothing, and what was left out
+    notes: tuple[str, ...] = ()  # observations that do not affect the verdict, and what was left out
 
     @property
     def right(self) -> bool:
@@ -69,7 +69,7 @@ class Verdict:
 
     @property
     def errors(self) -> Errors | None:
-        """Of the first quantity, the output."""
+        """The errors of the first quantity, the output."""
         return self.quantities[0].errors if self.quantities else None
 
     @property
@@ -77,7 +77,7 @@ class Verdict:
         return self.quantities[0].budget if self.quantities else None
 
     def as_dict(self) -> dict[str, Any]:
-        """The numbers as JSON takes them; infinities and NaN are spelled out as text."""
+        """The numbers for JSON; infinities and NaN are text."""
         return {
             "outcome": self.outcome,
             "reasons": list(self.reasons),
@@ -104,7 +104,8 @@ class Verdict:
 def conclude(
     precision: str, findings: Sequence[str], required: Sequence[Judged], extra: Sequence[Judged] = ()
 ) -> Verdict:
-    """Findings and any wrong quantity make the whole wrong; the required quantities must be able to tell."""
+    """The verdict on the whole: wrong if there is a finding or a wrong quantity; the required quantities must be
+    telling."""
     quantities = (*required, *extra)
     wrong = [reason for judged in quantities if judged.outcome == "wrong" for reason in judged.reasons]
     faults = [*findings, *wrong]

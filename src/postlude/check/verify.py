@@ -1,4 +1,4 @@
-"""Is an implementation of a chain right? Its answers against float64, PyTorch's own, and null candidates."""
+"""Judges an implementation of a chain: its results against float64, PyTorch's own, and null candidates."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _T = TypeVar("_T")
 
 
 class CandidateError(Exception):
-    """Carries what the implementation under test raised, apart from errors of our own."""
+    """Wraps what the implementation under test raised, to tell it from our own errors."""
 
 
 def verify_chain(
@@ -60,12 +60,11 @@ def verify_chain(
     least: int = MIN_POINTS,
     progress: Progress = None,
 ) -> Verdict:
-    """Judges `run` on the points given (see `chain_points`), with gradients on request: of all slots, or one word for
-    each. Fewer points than `least` cannot tell.
+    """Judges `run` on the given points (see `chain_points`), on request with gradients: for all slots, or slot by slot.
 
-    Two more points carry a NaN and an infinity in one sample of the first point, and must keep them in place. The error
-    of the mode itself is computed only where PyTorch's alone does not excuse the result's: most results need no such
-    excuse, and it takes as much as the truth.
+    With fewer points than `least` the verdict is "cannot tell". Two more points have a NaN or an infinity in one sample
+    of the first point, which must stay there. The error of the precision itself is computed only if PyTorch's own error
+    does not cover the result's: it costs as much as the truth, and most results do not need it.
     """
     given = [point if isinstance(point, ChainPoint) else ChainPoint(tuple(point)) for point in points]
     dtype, device = _product_dtype(chain, given[0].tensors), given[0].tensors[0].device
@@ -84,8 +83,10 @@ def verify_chain(
 
 
 def _worse(first: Round, second: Round) -> Round:
-    """The second round with no better outputs than the first: what a race spoils now and then has been spoilt.
-    Gradients are the second's alone, whose cotangents spare more elements."""
+    """The second round, but with outputs no better than in the first, so that a race that shows only sometimes counts.
+
+    Gradients are those of the second round, whose cotangents spare more elements.
+    """
     points = dict(second.points)
     for name, point in second.points.items():
         if not name.startswith(GRADIENT):
@@ -104,7 +105,7 @@ def _rounds(
     findings: list[str],
     rounded: bool,
 ) -> list[Round]:
-    """One for each point, up to the first finding."""
+    """One round per point, up to the first finding."""
     rounds: list[Round] = []
     for seed, point in enumerate(points):
         with_nulls = point.family != LARGE_OFFSET and sum(map(_can_tell, rounds)) < NULL_POINTS
@@ -121,14 +122,14 @@ def _rounds(
 
 @dataclass(frozen=True)
 class Call:
-    """One forward call: its leaves and its result, which gradients are taken from afterwards."""
+    """One forward call: its leaves and its result, from which gradients are taken later."""
 
     chain: Chain
     leaves: list[Tensor]
     output: Tensor
 
     def quantities(self, weights: Tensor | None) -> Quantities:
-        """The output, what running statistics became, and the gradients of the slots that ask for one."""
+        """The output, the updated running statistics, and the gradients of the slots that need one."""
         found: Quantities = {"output": self.output.detach()}
         if weights is not None:
             wanted = [slot for slot, leaf in enumerate(self.leaves) if leaf.requires_grad]
@@ -138,7 +139,7 @@ class Call:
             for slot, gradient in zip(wanted, gradients, strict=True):
                 if gradient is not None:
                     found[f"{GRADIENT}slot {slot} ({self.chain.roles[slot]})"] = gradient
-        # After the gradients: a backward pass must not move them again.
+        # Read after the gradients, because a backward pass must not update them again.
         found.update({f"slot {slot} (running)": self.leaves[slot].detach() for slot in self.chain.moved})
         return found
 
@@ -164,7 +165,7 @@ def _answers(
     with_nulls: bool,
     rounded: bool,
 ) -> Answers:
-    """The candidate answers first: memory that it gets must not hold the right answer."""
+    """The candidate runs first: memory that it is given must not hold the right result."""
     tensors = point.tensors
     before = [tensor.clone() for tensor in tensors]
     asked = _candidate(lambda: _call(run, chain, tensors, backward))
@@ -191,7 +192,7 @@ def _can_tell(one: Round) -> bool:
 
 
 class _Sides:
-    """What the candidate is judged by at one point: PyTorch, float64, and float64 in the bare mode."""
+    """What the candidate is compared with at one point: PyTorch, float64, and float64 with rounded operands."""
 
     def __init__(self, chain: Chain, tensors: Sequence[Tensor], mode: str, backward: Backward, rounded: bool) -> None:
         self.chain, self.mode, self.backward = chain, mode, backward
@@ -208,7 +209,7 @@ class _Sides:
                 self.bare = _call(_in_double, chain, self.doubles, backward)
 
     def cotangents(self, seed: int) -> tuple[Tensor, list[Tensor] | None]:
-        """A weight for each output, and the elements at a kink whose gradient it does not take away."""
+        """A weight for each output, and the elements at a kink that a gradient still reaches."""
         weights = cotangent(self.own.output, seed, _product_dtype(self.chain, self.own.leaves))
         own, exact, bare = (kinks.meetings for kinks in self._met)
         near = all_ambiguous(exact, own, *([bare] if self.bare is not None else []))
@@ -225,7 +226,7 @@ class _Sides:
             return own, truth, self.bare.quantities(weights)
 
     def flipped(self, left: Sequence[Tensor], weights: Tensor | None) -> tuple[Quantities, ...]:
-        """The truth with the elements left at a kink on either side of it."""
+        """The truth with those elements on either side of their kink."""
         found = []
         for shift in either_side(self._met[1].meetings, left):
             with in_double(self.device), Kinks(shift):
@@ -255,7 +256,7 @@ def _single(chain: Chain, tensors: Sequence[Tensor], weights: Tensor | None) -> 
 def _candidate(ask: Callable[[], _T]) -> _T:
     try:
         return ask()
-    except torch.OutOfMemoryError:  # says nothing about the implementation
+    except torch.OutOfMemoryError:  # not the implementation's fault
         raise
     except Exception as error:
         raise CandidateError(f"the implementation raised {first_line(error)}") from error
@@ -286,7 +287,7 @@ def _nonfinite_findings(run: Run, chain: Chain, tensors: Sequence[Tensor], mode:
 
 
 def _product_dtype(chain: Chain, tensors: Sequence[Tensor]) -> torch.dtype:
-    """What the convolution multiplies in: autocast's dtype where there is one."""
+    """The dtype in which the convolution multiplies: autocast's, if there is one."""
     if chain.producer is not None and chain.producer.dtype is not None:
         dtype: torch.dtype = getattr(torch, chain.producer.dtype)
         return dtype

@@ -1,4 +1,4 @@
-"""`postlude bench`: variants in turns, and no speed-up for what is not right."""
+"""`postlude bench`: times variants in turns; a wrong result gets no speed-up."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ def bench(settings: Settings, options: Options) -> Answer:
 def run(
     settings: Settings, options: Options, when_prepared: Callable[[], None] | None = None
 ) -> tuple[model.Report, list[records.Record]]:
-    """Optimises, verifies and times one problem; `when_prepared` may wait: all before it is no measurement."""
+    """Optimizes, verifies and times one problem. `when_prepared` is called before the first measurement and may
+    wait."""
     one = _opened(settings, options)
     _enter(one)
     with ExitStack() as stack:
@@ -94,7 +95,7 @@ def run(
                 one.runners, one.opened.output, settings.device, options.rounds, options.seconds, progress=update
             )
             _time(one, timer, watch, candidate)
-        # Twice: whatever else the machine did the first time must not lower the roof.
+        # Measured twice, so that other work on the machine during the first time does not lower the roof.
         ceilings = before.or_faster(_ceilings(one, work))
         _judge(one, watch, work, ceilings)
         histograms, why = _histograms(one, candidate, work)
@@ -104,7 +105,7 @@ def run(
 
 
 def _opened(settings: Settings, options: Options) -> Bench:
-    """The problem with random parameters, so that results can tell; γ and β of a fresh model are 1 and 0."""
+    """The problem with random parameters: with a fresh model's γ = 1 and β = 0 some mistakes would not show."""
     opened = open_problem(settings, options.file)
     floating = next((x for x in leaves_of(list(opened.inputs)) if x.is_floating_point()), opened.output)
     device, is_linear = torch.device(settings.device), has_no_convolution(opened.model)
@@ -147,7 +148,7 @@ def _works(one: Bench) -> tuple[str, ...]:
 
 
 def _warm(one: Bench) -> None:
-    """First calls of what had none; cuDNN's own trials are measurements and left to the race."""
+    """Makes first calls. cuDNN's algorithm search is a measurement and happens in the race."""
     for runner in one.runners:
         if runner.name not in (COMPILE, AUTOTUNED, BENCHMARKED):
             first_calls(runner.model, _works(one), runner.sets[:1], one.opened.output)
@@ -157,7 +158,7 @@ def _postlude(one: Bench) -> Runner:
     fused = with_state(one.opened.problem.build(one.settings.device), one.state)
     result = one.result = fuse(one.settings, fused, one.opened.inputs)
     verdicts = [result.verdict]
-    if one.options.train:  # training has plans of its own
+    if one.options.train:  # training has its own plans
         trained = fuse(one.settings, fused, one.opened.inputs, train=True)
         verdicts += [trained.verdict] if any(site.is_fused for site in trained.sites) else []
         whole = [site for site in trained.sites if isinstance(site.outcome, Refusal)]
@@ -175,7 +176,7 @@ def _postlude(one: Bench) -> Runner:
 
 
 def _candidate(one: Bench, stack: ExitStack) -> Candidate | None:
-    """In its process, where it may be timed at all."""
+    """The candidate in its process, if it may be timed."""
     path = one.options.candidate
     if path is None or not one.verdicts[CANDIDATE].right:
         return None
@@ -191,7 +192,7 @@ def _watch(one: Bench) -> Watch:
     expected = expected_results(one.opened.model, one.sets, one.mode)
     if not expected:
         one.left_out.append(RANDOM)
-    # A right result and PyTorch's own are each within their part of the budget.
+    # A right result and PyTorch's own are each within their share of the budget.
     allowed = {
         name: (1 + RMS_FACTOR) * verdict.budget.rms
         for name, verdict in one.verdicts.items()
@@ -224,7 +225,7 @@ def _time(one: Bench, timer: Timer, watch: Watch, candidate: Candidate | None) -
 
 
 def _judge(one: Bench, watch: Watch, work: Work, ceilings: Ceilings) -> None:
-    """What the races themselves say about the results and the times."""
+    """Adds what the races found about results and times."""
     warm = one.races[0][2]
     impossible, questions = judge_times(warm, EAGER, work, ceilings)
     for name, reason in (*watch.wrong.items(), *impossible.items()):

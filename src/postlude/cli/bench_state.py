@@ -1,4 +1,4 @@
-"""What `postlude bench` was asked for, and everything that it knows so far."""
+"""The options of `postlude bench`, and its results so far."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Options:
     baselines: str | None = None  # one of LEVELS; None: all on a GPU, the usual ones on a CPU
     csv: Path | None = None
     report: Path | None = None
-    beside_others: bool = False  # of ours, while it prepares: the machine's load says nothing then
+    beside_others: bool = False  # other problems of a suite prepare at the same time: ignore the machine's load
 
 
 @dataclass
 class Bench:
-    """Everything that is known so far."""
+    """The results so far."""
 
     settings: Settings
     options: Options
@@ -55,13 +55,13 @@ class Bench:
 
     @property
     def refused(self) -> frozenset[str]:
-        """Variants without a speed-up: what is not right, and what is PyTorch itself under another name."""
+        """Variants that get no speed-up: wrong ones, and those that are just PyTorch under another name."""
         wrong = {name for name, verdict in self.verdicts.items() if not verdict.right}
         fused = self.result is not None and any(site.is_fused for site in self.result.sites)
         return frozenset(wrong if fused else {*wrong, POSTLUDE})
 
     def reject(self, name: str, reason: str) -> None:
-        """What was found while timing: for what is judged it is the verdict, for PyTorch's ways a finding."""
+        """Records what was found while timing: a verdict for a judged variant, a finding for PyTorch's own."""
         if name not in (POSTLUDE, CANDIDATE):
             self.findings.append(reason)
             return

@@ -1,4 +1,4 @@
-"""`postlude optimize` and `postlude explain`: what was found in a model and what becomes of it."""
+"""`postlude optimize` and `postlude explain`: the chains of a model and how they run."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _show_cards(sites: Sequence[SiteReport]) -> None:
 
 
 def explain_site(site: SiteReport) -> None:
-    """The passes of one chain, what they move, and why it was done this way."""
+    """Shows the passes of one chain, their memory traffic, and the reasons for the plan."""
     say(f"{site.name}: {site.chain}", "bold")
     x = site.problem.x
     shape, layout = "×".join(map(str, x.shape)), x.layout.replace("_", " ")
@@ -105,7 +105,7 @@ def _raise_if_not_captured(result: Optimized, path: Path) -> None:
 
 
 def _show_layout(result: Optimized) -> None:
-    """Where values change their layout, in a model that is channels-last in between."""
+    """Shows where values change their layout, if the model is channels-last in between."""
     if result.conversions:
         say("Convolutions read channels-last values here; these are all the conversions:", "bold")
         rows = [[c.name, c.layout, "×".join(map(str, c.shape)), megabytes(c.bytes)] for c in result.conversions]
@@ -128,7 +128,7 @@ def _how(site: SiteReport) -> str:
 
 
 def _matters(site: SiteReport) -> bool:
-    """False where the fused way was found right but is not the one that runs."""
+    """Whether the verdict matters: not if the fused plan is right but is not what runs."""
     return isinstance(site.outcome, Plan) or (site.verdict is not None and not site.verdict.right)
 
 

@@ -74,8 +74,8 @@ def optimize(
 ) -> None:
     """Find the chains of a model, say how each one will run and why, and check it against float64.
 
-    With -o, write a file of its own instead: ModelNew with the same constructor and parameters, which needs only torch
-    and Triton. A file that is there already is replaced by a complete and verified one or not at all.
+    With -o, write a self-contained file instead: ModelNew with the same constructor and parameters, which needs only
+    torch and Triton. An existing file is replaced by a complete and verified one or not at all.
 
     Exit code: 0 fused (or written) and right, 1 nothing to fuse, no file possible, or wrong, 2 could not run.
     """
@@ -143,7 +143,7 @@ def verify(
 ) -> None:
     """Judge a candidate against the float64 truth, on random states and inputs that tell right from wrong.
 
-    The candidate runs in a process of its own, as your user: docs/security.md says what that does not stop.
+    The candidate runs in a separate process, as your user: docs/security.md says what that does not protect against.
 
     Exit code: 0 right, 1 wrong or the candidate fails, 2 could not run or cannot tell.
     """
@@ -180,7 +180,7 @@ def bench(
     json: Json = None,
     debug: Debug = False,
 ) -> None:
-    """Time PyTorch's own ways, torch.compile and Postlude in turns; a speed-up is shown only for what is right.
+    """Time eager PyTorch, torch.compile and Postlude in turns; a speed-up is shown only for right results.
 
     Exit code: 0 done, 1 something failed verification, 2 could not run.
     """
@@ -216,7 +216,7 @@ def suite(
     json: Json = None,
     debug: Debug = False,
 ) -> None:
-    """Optimize, verify and time every problem of a folder, each in a process of its own; go on where it stopped.
+    """Optimize, verify and time every problem of a folder, each in a separate process; resume where it stopped.
 
     Exit code: 0 nothing failed and nothing is wrong, 1 something did or is, 2 could not run.
     """
@@ -242,7 +242,8 @@ def tune(
 ) -> None:
     """Measure other tiles for the model's chains on this card, and keep what is better for later processes.
 
-    Each candidate has to give the untuned tiles' result before it is timed. Nothing is measured when a model runs.
+    Each candidate must give the same result as the untuned tiles before it is timed. A model run never measures
+    anything.
 
     Exit code: 0 done, 2 could not run.
     """
@@ -306,7 +307,7 @@ def doctor(
         bool, typer.Option("--clear-cache", help="Delete the compiled kernels that are kept.")
     ] = False,
 ) -> None:
-    """Look at this machine and run a tiny self-test; or delete the compiled kernels that are kept on disk.
+    """Check this machine and run a tiny self-test; or delete the compiled kernels that are cached on disk.
 
     Exit code: 0 all well, 1 something is bad, with what to change.
     """

@@ -1,4 +1,4 @@
-"""The one place where `bench` meets a stranger's file: a verdict on it, and its model to be timed."""
+"""A candidate's file in `bench`: its verdict, and its model to be timed."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ WINDOW_LIMIT_S = 120.0  # for one window of timed calls
 
 
 def verdict_on(settings: Settings, opened: Opened, path: Path, backward: bool = False) -> Verdict:
-    """Is the file's ModelNew right? Nothing of it is timed before this says so."""
+    """The verdict on the file's ModelNew, which is not timed unless this says right."""
     return judge.judged_file(settings, opened, path, backward)
 
 
 @contextmanager
 def started(settings: Settings, opened: Opened, path: Path, state: dict[str, Tensor]) -> Iterator[Candidate]:
-    """The file's ModelNew in a process of its own, with the state that every variant has."""
+    """The file's ModelNew in a separate process, with the state that all variants have."""
     with judge.started(settings, opened, path, WINDOW_LIMIT_S) as candidate:
         candidate.load_state(state)
         yield candidate

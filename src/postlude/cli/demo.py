@@ -25,7 +25,7 @@ from postlude.report import Report, gather, write
 
 @dataclass
 class Shown:
-    """One problem of the demo and everything that was found out about it."""
+    """One problem of the demo and its results."""
 
     case: Case
     shape: str
@@ -126,7 +126,7 @@ def _conclude(settings: Settings, shown: list[Shown]) -> None:
 
 
 def _report(one: Shown) -> Report:
-    """What was found out about a problem, with the times under this process's malloc."""
+    """The report of a problem, with the times under this process's malloc."""
     found = one.result.report(title=one.name)
     refused = frozenset() if one.is_right else frozenset({POSTLUDE})
     races = (gather.race_of("forward", "warm", one.timings[malloc_word()], refused),)
@@ -135,7 +135,7 @@ def _report(one: Shown) -> Report:
 
 
 def _disappointments(shown: list[Shown]) -> list[str]:
-    """What a reader of the table should not have to find for himself."""
+    """Losses that the table shows, said in words."""
     sentences = [f"{one.name}: {one.result.verdict}; no speed-up is shown." for one in shown if not one.is_right]
     for base, name in ((EAGER, "eager PyTorch"), (COMPILE, "torch.compile")):
         slower: list[str] = []

@@ -74,7 +74,7 @@ CASES = (
 
 
 def compile_case(case: Case, settings: Settings, opened: Opened) -> tuple[Call | None, str]:
-    """The case's model under torch.compile, or None and why there is none."""
+    """The case's model under torch.compile, or None and the reason."""
     return compile_model(case.open(settings.device).model, _course(opened), settings.device)
 
 

@@ -24,7 +24,7 @@ Timings = dict[str, dict[str, Estimate]]
 
 
 def time_elsewhere(settings: Settings, update: Callable[[str], None]) -> Timings:
-    """Case key → timings, measured under the malloc setting that this process does not have."""
+    """Case key → timings, measured in another process with the other malloc setting."""
     command = [sys.executable, "-m", "postlude.cli.demo_child", settings.device, settings.precision]
     found: Timings = {}
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
@@ -65,7 +65,7 @@ def main(device: str, precision: str) -> None:
     def tell(**event: Any) -> None:
         print(json.dumps(event), file=events, flush=True)
 
-    # Only events go to stdout; whatever else is printed goes where errors go.
+    # Only events go to stdout; everything else that is printed goes to stderr.
     with quiet(debug=False), contextlib.redirect_stdout(sys.stderr):
         for case in (case for case in CASES if case.has_other_malloc):
             opened, fused = case.open(device), case.open(device).model

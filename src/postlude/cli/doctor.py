@@ -1,4 +1,4 @@
-"""`postlude doctor`: is this machine fit, and what should be changed where it is not?"""
+"""`postlude doctor`: checks whether this machine is set up well, and says what to change."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def _self_test(settings: Settings) -> Finding:
         inputs = (torch.randn(2, 3, 8, 8, 8, device=settings.device),)
         try:
             result = optimize(model, inputs, rest="eager")
-        except Exception as error:  # whatever is broken here is what the doctor is asked about
+        except Exception as error:  # any error is a finding
             text = f"{type(error).__name__}: {error}".splitlines()[0]
             return Finding(name, text, "bad", "run postlude doctor --debug and report what it prints")
     if result.failure is not None:

@@ -1,4 +1,4 @@
-"""Where the command line begins and ends."""
+"""The entry point of the command line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from postlude.cli.commands import app
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """The entry point; every way out is an exit code, and a mistake in the options is one sentence."""
+    """Runs the command line. It always ends with an exit code; a mistake in the options is one sentence."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # → and × under an ASCII locale
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except (KeyboardInterrupt, typer.Abort):
         code = frame.INTERRUPTED
     except Exception as error:
-        explain_it = getattr(error, "format_message", None)  # typer brings its own copy of click, or needs click
+        explain_it = getattr(error, "format_message", None)  # typer has its own copy of click, or imports click
         if explain_it is None:
             raise
         output.complain(f"{explain_it().rstrip('.')}. See postlude --help.")

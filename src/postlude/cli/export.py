@@ -1,4 +1,4 @@
-"""`postlude optimize FILE.py -o OUT.py`: the model as a file of its own, checked before it is written."""
+"""`postlude optimize FILE.py -o OUT.py`: the model as a self-contained file, checked before it is written."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from postlude.report.model import Interval
 from postlude.report.words import comparison
 
 FILE = "the file"
-SECONDS = 6.0  # of the check, after which no point is begun that is not required
-LARGE = 1 << 22  # elements of a result: a few points with so many tell as much as many points of few
-FEW = 3  # points, beside one with a NaN, one with an infinity and one of a large offset
+SECONDS = 6.0  # of the check, after which only required points are started
+LARGE = 1 << 22  # elements of a result: a few points with so many tell as much as many small points
+FEW = 3  # points, besides one with a NaN, one with an infinity and one with a large offset
 ROUNDS, TIMING_SECONDS = 10, 1.0
 
 
@@ -66,11 +66,11 @@ def export(settings: Settings, path: Path, output: Path, *, training: bool, veri
 
 @dataclass(frozen=True)
 class Checked:
-    """The verdict on a file, and its model where that may run here."""
+    """The verdict on a file, and its model if that can run here."""
 
     model: nn.Module | None
     verdict: Verdict | None
-    ran_kernels: bool = True  # False where a check whether tensors fit always said no
+    ran_kernels: bool = True  # False if no tensors ever fitted the kernels
 
 
 def _made(settings: Settings, opened: Opened, path: Path, training: bool) -> Export:
@@ -93,10 +93,11 @@ def _made(settings: Settings, opened: Opened, path: Path, training: bool) -> Exp
 
 
 def _checked(settings: Settings, opened: Opened, text: str, name: str, training: bool) -> Checked:
-    """The verdict by the rule of `postlude verify`, on the gradients too where the file is to train.
+    """The verdict by the rule of `postlude verify`, including gradients if the file is for training.
 
-    On a GPU the file runs in this process, for it is ours, and at the declared shape, for which its kernels are: a
-    process of its own and copies between the two took most of a minute. Without a GPU it is judged as a stranger's."""
+    On a GPU the file, which is ours, runs in this process and at the declared shape, for which its kernels are: a
+    separate process and the copies to it took most of a minute. Without a GPU it is judged like a candidate's file.
+    """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / name
         file.write_text(text, encoding="utf-8")
@@ -120,7 +121,7 @@ def _checked(settings: Settings, opened: Opened, text: str, name: str, training:
 
 
 def _counting(module: ModuleType) -> list[bool]:
-    """What a file's check whether tensors fit says, from now on."""
+    """Records from now on what the file's check of its tensors returns."""
     answers: list[bool] = []
     fits = module.fits
 

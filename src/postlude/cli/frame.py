@@ -1,4 +1,4 @@
-"""What every command shares: the request, quiet libraries, one sentence for what goes wrong, exit codes."""
+"""What every command shares: its options, quiet libraries, one sentence for an error, exit codes."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Settings:
-    """A request that this machine can do."""
+    """A request with its defaults filled in, which this machine can run."""
 
     device: str
     precision: str
-    convolution: str = "auto"  # or "pytorch": its own call, digit for digit
+    convolution: str = "auto"  # or "pytorch": PyTorch's own call, bit for bit
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def _run(name: str, request: Request, command: Callable[[Settings], Answer]) -> 
     try:
         with quiet(request.debug):
             check_writable(request.json)
-            if request.json is not None and request.json.suffix == ".py":  # a problem, by a slip of the hand
+            if request.json is not None and request.json.suffix == ".py":  # a problem file, by mistake
                 raise PostludeError(
                     f"{request.json}: --json would overwrite a Python file with results; name another file."
                 )
@@ -76,7 +76,7 @@ def _run(name: str, request: Request, command: Callable[[Settings], Answer]) -> 
 
 
 def end_like_an_interrupt() -> None:
-    """A `kill` and a closed terminal do what Ctrl-C does: no process and no folder of ours is left behind."""
+    """Makes `kill` and a closed terminal act like Ctrl-C, so that no process and no folder of ours is left."""
 
     def interrupt(*_: object) -> NoReturn:
         raise KeyboardInterrupt
@@ -88,7 +88,7 @@ def end_like_an_interrupt() -> None:
 
 
 def check_word(option: str, word: str | None, choices: Sequence[str]) -> None:
-    """Raises in one sentence where an option's word is none of its choices."""
+    """Raises, with one sentence, if an option's value is not one of its choices."""
     if word is not None and word not in choices:
         raise PostludeError(f"{option} {word} is unknown; use {', '.join(choices[:-1])} or {choices[-1]}.")
 
@@ -123,8 +123,8 @@ def settled(request: Request) -> Iterator[Settings]:
 
 @contextlib.contextmanager
 def quiet(debug: bool) -> Iterator[None]:
-    """Keeps warnings and logs of libraries out of the output: what matters is in the results."""
-    # Children (Inductor's workers) and torch's C++ part read these once, at their start.
+    """Keeps warnings and logs of libraries out of the output."""
+    # Child processes (Inductor's workers) and torch's C++ code read these once, when they start.
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")

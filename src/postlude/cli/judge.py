@@ -1,4 +1,4 @@
-"""`postlude verify`: the verdict on somebody's `ModelNew`, which runs in a process of its own."""
+"""`postlude verify`: the verdict on a candidate's `ModelNew`, which runs in a separate process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from postlude.cli.session import Opened, machine_data, open_problem
 from postlude.errors import PostludeError, ProblemFileError
 
 CODES = {"right": DONE, "wrong": NO, "cannot tell": COULD_NOT_RUN}
-# How the sentence of a file begins that never became a model: it could not be judged.
+# Prefixes of the message for a file that never became a model, so it could not be judged.
 UNUSABLE = ("an import fails", "running the file fails", "it has no class", "syntax error", "it cannot be compiled")
 SPARE_BYTES = 64 << 20
 SEED_BITS = 30
@@ -29,11 +29,11 @@ SEED_BITS = 30
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says about an examination."""
+    """The options of an examination."""
 
     backward: bool = False
     seeds: int = 5
-    seed: int | None = None  # None: drawn, so that nobody can bring answers along
+    seed: int | None = None  # None: random, so that a candidate cannot bring answers along
     seconds: float = 60.0
     timeout: float = 60.0  # per call of the candidate
     declared_only: bool = False
@@ -48,7 +48,7 @@ class Options:
 class Judgement:
     verdict: Verdict
     said: str = ""  # what the candidate printed
-    checked: SelfCheck | None = None  # the examination itself, on request
+    checked: SelfCheck | None = None  # the self-check, on request
 
 
 def verify(settings: Settings, reference: Path, candidate: Path | None, options: Options) -> Answer:
@@ -117,7 +117,7 @@ def check_exam(exam: Exam) -> SelfCheck:
 def started(
     settings: Settings, opened: Opened, path: Path, timeout: float = 60.0, poisoned: bool = False
 ) -> Iterator[Candidate]:
-    """The file's ModelNew in its process, built with the reference's arguments and the seed that it was built with."""
+    """The file's ModelNew in its process, built with the reference's arguments and seed."""
     args, kwargs = opened.problem.init_arguments()
     limits = Limits(start_s=max(120.0, timeout), call_s=timeout, output_bytes=_most_bytes(opened))
     with Candidate(
@@ -127,14 +127,14 @@ def started(
 
 
 def judged_file(settings: Settings, opened: Opened, path: Path, backward: bool = False) -> Verdict:
-    """The verdict on a file by the usual rules, for what is timed afterwards."""
+    """The verdict on a file by the usual rules, before it is timed."""
     problem_file.check_candidate(path)
     protect_this_process()
     return judge_file(settings, opened, path, Options(backward).rules(settings)).verdict
 
 
 def show_verdict(verdict: Verdict) -> None:
-    """The verdict first, then why, then the numbers."""
+    """Shows the verdict, then the reasons, then the numbers."""
     say(f"{verdict.outcome.capitalize()} ({verdict.precision}).", "bold")
     for reason in verdict.reasons:
         say(f"  {reason}")
@@ -166,6 +166,6 @@ def _row(judged: Judged) -> list[str]:
 
 
 def _most_bytes(opened: Opened) -> int:
-    """What one honest answer can be: the result, gradients of inputs and parameters, or the state; doubled."""
+    """The limit for one answer: twice the result, the gradients of inputs and parameters, or the state."""
     held = leaves_of([opened.output, list(opened.inputs), dict(opened.model.state_dict())])
     return 2 * sum(tensor.numel() * tensor.element_size() for tensor in held) + SPARE_BYTES

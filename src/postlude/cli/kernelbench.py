@@ -1,4 +1,4 @@
-"""`postlude verify --like-kernelbench`: the rule that KernelBench itself judges by, to know what it will say."""
+"""`postlude verify --like-kernelbench`: KernelBench's own rule, to know what KernelBench will say."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from postlude.errors import PostludeError, ProblemFileError
 from postlude.problem_file import ProblemFile
 
 SEED = 42
-TRIALS = 5  # what its scripts ask for
+TRIALS = 5  # as in its scripts
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-2}
 WEAKER = (
     "KernelBench's rule is weaker than `postlude verify`: parameters at their initial values (γ = 1, β = 0), inputs "
@@ -25,7 +25,7 @@ WEAKER = (
 
 
 def verify(settings: Settings, reference: Path, candidate: Path | None) -> Answer:
-    """In this process, as KernelBench does it: the file may do whatever it likes."""
+    """Judges in this process, as KernelBench does: the file may do whatever it likes."""
     if candidate is None:
         raise PostludeError("--like-kernelbench judges a candidate; name its file after the reference's.")
     problem, other = problem_file.load(reference), problem_file.load(candidate, "ModelNew")
@@ -42,7 +42,7 @@ def verify(settings: Settings, reference: Path, candidate: Path | None) -> Answe
 
 
 def judged(settings: Settings, problem: ProblemFile, candidate: ProblemFile) -> tuple[list[float], str | None]:
-    """The largest difference of each trial up to the first that fails, and why that one does."""
+    """The largest difference of each trial up to the first that fails, and why it fails."""
     model = problem.build(settings.device, seed=SEED)
     try:
         new = candidate.build(settings.device, seed=SEED, like=problem)

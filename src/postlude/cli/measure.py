@@ -42,15 +42,15 @@ class Timer:
     progress: Progress = None
 
     def forward(self, watch: Watch, others: Mapping[str, Contestant]) -> Timings:
-        """Warm, with whatever else can only be called forward."""
+        """The warm forward race, including variants that have no backward pass."""
         ours = {one.name: one.contestant(FORWARD, self.output, device=self.device) for one in self.runners}
         return self._race({**ours, **others}, watch)
 
     def flushed(self, watch: Watch) -> tuple[Timings, list[str]]:
-        """With the caches flushed before every call: the time of flush and call, less that of the flush."""
+        """The race with caches flushed before every call: the time of flush and call minus that of the flush."""
         flush = flusher(self.device)
         contestants = {one.name: one.contestant(FORWARD, self.output, flush, self.device) for one in self.runners}
-        # The second clock is shown the flush too, so it has nothing to say about the call.
+        # The second clock would include the flush, so it is not used.
         quiet = dataclasses.replace(watch, host={}, events={}, per_call={})
 
         def watched(name: str, window: Window) -> None:
@@ -62,7 +62,7 @@ class Timer:
         return _less(found, dict.fromkeys(found, alone), "flushed caches")
 
     def training(self, watch: Watch) -> tuple[Timings, Timings, list[str]]:
-        """A training step, and the backward pass: the step less a forward pass that keeps what it needs."""
+        """A training step, and the backward pass: the step minus a forward pass that saves what it needs."""
         contestants = {
             f"{work}: {one.name}": one.contestant(work, self.output, device=self.device)
             for one in self.runners
@@ -139,7 +139,7 @@ def histograms_of(
             exact = copy.deepcopy(reference).double()
             truth = exact(*map_tensors(lambda x: x.double() if x.is_floating_point() else x, list(few)))
             found = {name: distribution(answer(*few), truth) for name, answer in answers.items()}
-    except (RuntimeError, ValueError, TypeError) as error:  # the model takes no smaller batch, or no float64
+    except (RuntimeError, ValueError, TypeError) as error:  # the model does not accept a smaller batch or float64
         return [], [f"error distribution: the model did not run on two samples in float64 ({first_line(error)})"]
     return [
         model.Histogram(name, one.edges, one.counts, one.exact, one.worst)

@@ -1,4 +1,4 @@
-"""What people read: results on stdout, progress on stderr, files written whole or not at all."""
+"""Output: results on stdout, progress on stderr, files written completely or not at all."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
     "write_json",
     "write_whole",
 ]
-_PIPE_WIDTH = 240  # a file has no width: cutting or folding a table for it would only harm
+_PIPE_WIDTH = 240  # for a pipe or file, where cutting or folding a table would only do harm
 
 
 def say(text: str = "", style: str = "") -> None:
@@ -44,7 +44,7 @@ def say(text: str = "", style: str = "") -> None:
 
 
 def _wrapped(line: str, width: int) -> str:
-    """Between words, with the line's indentation; a word that does not fit, a path perhaps, stays whole."""
+    """The line wrapped between words, with its indentation; a word that does not fit, such as a path, stays whole."""
     if len(line) <= width:
         return line
     indent = " " * (len(line) - len(line.lstrip()) + 2)
@@ -58,7 +58,7 @@ def complain(text: str) -> None:
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()) -> None:
-    """A table; columns named in `numbers` are set to the right."""
+    """Shows a table; columns named in `numbers` are right-aligned."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for column in columns:
         table.add_column(Text(column), justify="right" if column in numbers else "left", overflow="fold")
@@ -68,16 +68,16 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: S
     if console.is_terminal:
         console.print(table)
         return
-    with console.capture() as captured:  # rich pads lines to the table's width; a file is better without
+    with console.capture() as captured:  # rich pads lines to the table's width; the padding is removed
         console.print(table)
     sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
 
 
 @contextlib.contextmanager
 def working(text: str, *, timed: bool = False) -> Iterator[Callable[[str], None]]:
-    """Says on stderr what is being done; the function it gives updates the words.
+    """Shows on stderr what is being done; the returned function updates the text.
 
-    While something is timed nothing may run beside it, so the line then moves only when it is told to.
+    While something is timed nothing else may run, so the line then changes only when it is updated.
     """
     console = _console(sys.stderr)
     if not console.is_terminal:
@@ -117,7 +117,7 @@ def megabytes(count: float) -> str:
 
 
 def check_writable(path: Path | None) -> None:
-    """Raises in one sentence where a result could not be written: said before the work, not after it."""
+    """Raises, with one sentence, if a result could not be written: before the work, not after it."""
     if path is None:
         return
     if path.is_dir():
@@ -134,5 +134,5 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 
 def _console(stream: TextIO) -> Console:
     width = None if stream.isatty() else _PIPE_WIDTH
-    # Whether there is a terminal is the stream's to say; NO_COLOR and TERM=dumb are rich's to honour.
+    # The stream says whether it is a terminal; rich handles NO_COLOR and TERM=dumb.
     return Console(file=stream, width=width, highlight=False, markup=False, emoji=False, force_terminal=stream.isatty())

@@ -1,4 +1,4 @@
-"""Variants of one model timed in turns, with the ratios that may be shown."""
+"""Times variants of one model in turns, with the ratios that may be shown."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Course:
 
 
 def no_compiler(device: str) -> str:
-    """Why torch.compile cannot run here, or nothing."""
+    """Why torch.compile cannot run here; empty if it can."""
     if device == "cpu" and hardware.cpp_compiler() is None:
         return "no C++ compiler here, which torch.compile needs on a CPU"
     if device == "cuda" and not hardware.has_triton():
@@ -37,7 +37,7 @@ def no_compiler(device: str) -> str:
 
 
 def compile_model(model: nn.Module, course: Course, device: str) -> tuple[Call | None, str]:
-    """The model under torch.compile after its first calls, or None and why there is none."""
+    """The model under torch.compile after its first calls, or None and the reason."""
     if why := no_compiler(device):
         return None, why
     compiled = torch.compile(model)

@@ -1,4 +1,4 @@
-"""Results of the repository's benchmarks that travel with the package."""
+"""Results of the repository's benchmarks that ship with the package."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from postlude.check import records
 from postlude.check.records import Record
 
 _PACKAGE = Path(postlude.__file__).parent
-# A wheel brings the file along (pyproject.toml); in a checkout it lies with the benchmarks.
+# A wheel contains the file (pyproject.toml); in a checkout it is with the benchmarks.
 _PLACES = (_PACKAGE / "recorded" / "h200.csv", _PACKAGE.parents[1] / "benchmarks" / "results" / "h200.csv")
 H200 = next((path for path in _PLACES if path.exists()), _PLACES[0])
 
 
 def rows_of(chain: str, precision: str, shape: str) -> dict[str, Record]:
-    """Variant → row of one contiguous chain in inference on the H200; empty where the results are not at hand."""
+    """Variant → row of one contiguous chain in inference on the H200; empty if the results are not available."""
     if not H200.exists():
         return {}
     wanted = (chain, precision, shape, "forward", "contiguous")

@@ -24,7 +24,7 @@ def report(source: Path, target: Path) -> Answer:
 
 
 def check_report(path: Path | None) -> None:
-    """Said before the work, not after it."""
+    """Raises if the report could not be written: before the work, not after it."""
     if path is not None:
         check_form(path)
         check_writable(path)

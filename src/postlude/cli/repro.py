@@ -1,4 +1,4 @@
-"""`postlude explain --repro SITE`: one chain as a small script, to be sent along with a report of a fault."""
+"""`postlude explain --repro SITE`: one chain as a small script, to be sent with a bug report."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def write_repro(sites: Sequence[SiteReport], wanted: str) -> Path:
 
 def script_for(site: SiteReport) -> str:
     tensors = [(one.shape, one.dtype, one.layout) for one in site.problem.tensors]
-    # The chain is written as it would be read again; only what it names is imported.
+    # The chain's repr is valid Python; only the names in it are imported.
     words = sorted({word for word in re.findall(r"([A-Z]\w+)\(", repr(site.chain)) if hasattr(chain_words, word)})
     return _SCRIPT.format(
         words=", ".join(words),

@@ -1,4 +1,4 @@
-"""A problem opened on a device, and the records of what Postlude made of it."""
+"""A problem opened on a device, and the data about what Postlude did with it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Opened:
     problem: ProblemFile
     model: nn.Module
     inputs: tuple[Any, ...]
-    output: Tensor  # what the model itself gives
+    output: Tensor  # the original model's result
 
 
 def open_problem(settings: Settings, path: Path) -> Opened:
-    """Loads, builds and runs the model once, so that whatever is wrong with the file is said first."""
+    """Loads, builds and runs the model once, so that a problem with the file is reported first."""
     problem = problem_file.load(path)
     with working(f"Running {path.name} as it is"):
         model = problem.build(settings.device)
@@ -38,7 +38,7 @@ def open_problem(settings: Settings, path: Path) -> Opened:
 
 
 def fuse(settings: Settings, model: nn.Module, inputs: tuple[Any, ...], *, train: bool = False) -> Optimized:
-    """`postlude.optimize` in the mode that will run: training has other plans than inference."""
+    """`postlude.optimize` in the mode that will be used: training has other plans than inference."""
     with working("Finding chains and checking them against float64") as progress, torch.set_grad_enabled(train):
         precision, convolution = settings.precision, settings.convolution
         return optimize_model(model, inputs, precision=precision, convolution=convolution, progress=progress)
@@ -51,7 +51,7 @@ def fuse_silently(settings: Settings, model: nn.Module, inputs: tuple[Any, ...])
 
 
 def machine_data(settings: Settings) -> dict[str, Any]:
-    """What a number depends on, for --json."""
+    """What measurements depend on, for --json."""
     machine = hardware.machine_for(settings.device)
     return {
         "device": settings.device,

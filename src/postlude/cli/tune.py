@@ -1,4 +1,4 @@
-"""`postlude tune`: the tiles of a model's passes, measured on this card and kept for later processes."""
+"""`postlude tune`: measures tiles for a model's passes on this card and keeps the best for later processes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def tune(settings: Settings, options: Options, make_bench: MakeBench = Card) -> 
     machine, folder = hardware.machine_for("cuda"), _folder()
     cases = list(_cases(settings, options))
     asked = [(case, question) for case in cases for question in _questions(case, machine)]
-    unique = {question: (case, question) for case, question in reversed(asked)}  # the first chain that asks it
+    unique = {question: (case, question) for case, question in reversed(asked)}  # the first chain with this question
     work = [pair for pair in asked if unique[pair[1]] == pair]
     if not work:
         say("Nothing to tune: no chain of this model runs in Postlude's kernels on this card.", "bold")
@@ -61,7 +61,7 @@ def tune(settings: Settings, options: Options, make_bench: MakeBench = Card) -> 
     bench: Bench | None = None
     for case, question in work:
         if bench is None or case != rows[-1][0]:
-            bench = None  # its tensors go before the next ones come
+            bench = None  # frees its tensors before the next ones are allocated
             bench = make_bench(case.chain, case.problem, machine.cache_bytes)
         found = _tuned(case, question, machine, bench)
         if found.best is not None:
@@ -75,7 +75,7 @@ def tune(settings: Settings, options: Options, make_bench: MakeBench = Card) -> 
 
 
 def _folder() -> Path:
-    """Where tiles will be kept: said to be wrong before the work, not after it."""
+    """The folder for tiles; raises if it cannot be used, before the work and not after it."""
     folder = hardware.cache_folder()
     if folder is None:
         raise PostludeError("there is no folder to keep tiles in; name one in POSTLUDE_CACHE_DIR.")
@@ -87,7 +87,7 @@ def _folder() -> Path:
 
 
 def _cases(settings: Settings, options: Options) -> Iterator[Case]:
-    """The chains of the model, each problem once. A list of candidates needs no card, so it is made on the CPU."""
+    """The chains of the model, each problem once. For a list of candidates no GPU is needed, so the CPU is used."""
     where = Settings("cpu", "auto") if options.dry_run else settings
     opened = open_problem(where, options.file)
     with working("Finding chains"), torch.set_grad_enabled(options.train):

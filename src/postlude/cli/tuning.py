@@ -1,4 +1,4 @@
-"""The search for better tiles: what is tried is checked first, timed in turns, and kept only beyond doubt."""
+"""The search for better tiles: a candidate is checked first, timed in turns, and kept only if it is clearly faster."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from postlude.run.nvrtc import CudaError
 FINALISTS = 3
 SCREENING = {"rounds": 5, "min_window_s": 0.02}
 FINAL = {"rounds": 15, "min_window_s": 0.05}
-LEAST_GAIN = 1.01  # that the interval of the gain must lie above
-# How far two tiles' results may be apart, as parts of their size: they add up in another order, no more.
+LEAST_GAIN = 1.01  # the lower end of the gain's interval must be above this
+# How far two tiles' results may differ, relative to their size: only the order of summation differs.
 _APART = {"float64": 1e-11, "float32": 1e-4, "float16": 2e-3, "bfloat16": 1.6e-2}
-_WORST = 16  # of one element
-_SMALL = 1e-2  # of the largest result: what is nothing in truth is measured by that
+_WORST = 16  # times as much for a single element
+_SMALL = 1e-2  # of the largest result: results that should be zero are measured relative to this
 
 
 class UnfitError(Exception):
@@ -37,14 +37,14 @@ class UnfitError(Exception):
 @dataclass(frozen=True)
 class Results:
     tensors: list[Tensor]
-    spills: int = 0  # registers that found no place, over all kernels
+    spills: int = 0  # spilled registers of all kernels
 
 
 class Bench(Protocol):
     """What runs plans and times them."""
 
     def results(self, plan: Plan) -> Results:
-        """What one call gives; raises UnfitError where the card cannot make it."""
+        """The results of one call; raises UnfitError if the card cannot run it."""
 
     def race(self, plans: Mapping[str, Plan], rounds: int, min_window_s: float) -> dict[str, Timing]: ...
 
@@ -53,7 +53,7 @@ class Bench(Protocol):
 class Found:
     """What came of one question."""
 
-    best: Candidate | None  # None: what is there is as good
+    best: Candidate | None  # None: nothing is better than the present tile
     gain: Estimate | None  # of the best finalist, kept or not
     tried: int
     dropped: Counter[str] = field(default_factory=Counter)  # reasons, and how often
@@ -62,7 +62,7 @@ class Found:
 def search(
     bench: Bench, untuned: Plan, present: Plan, given: Sequence[Candidate], progress: Callable[[str], None]
 ) -> Found:
-    """The best of the candidates for one question beside the present plan."""
+    """The best of the candidates for one question, compared with the present plan."""
     dropped: Counter[str] = Counter()
     truth = bench.results(untuned)
     right: dict[str, Candidate] = {}
@@ -93,7 +93,7 @@ def search(
 
 
 def difference(ours: Sequence[Tensor], theirs: Sequence[Tensor], dtype: str) -> str | None:
-    """Why these are not the same results, or None."""
+    """Why two results differ by more than rounding, or None."""
     allowed = _APART[dtype]
     sizes = [_rms(tensor) for tensor in theirs]
     for one, other, size in zip(ours, theirs, sizes, strict=True):
@@ -164,7 +164,7 @@ class Card:
 
 @contextlib.contextmanager
 def _spills() -> Iterator[list[int]]:
-    """Of every Triton kernel that is launched for the first time inside."""
+    """Collects the spilled registers of every Triton kernel that is launched for the first time inside."""
     found: list[int] = []
 
     def watch(_: str, compiled: Any) -> None:

@@ -28,12 +28,12 @@ BENCHMARKED, CHANNELS_LAST = "eager, cudnn.benchmark", "eager, channels-last"
 AUTOTUNED = "torch.compile, max-autotune"
 FORWARD, WITH_GRAPH, STEP = "forward", "forward with gradients", "training step"
 SETS = 3
-LEVELS = ("few", "usual", "all")  # how many of PyTorch's own ways take part
+LEVELS = ("few", "usual", "all")  # how many of PyTorch's own variants take part
 
 
 @dataclass(frozen=True)
 class Runner:
-    """A model in this process, and the inputs it gets, in its own layout."""
+    """A model in this process, with its inputs in its own layout."""
 
     name: str
     model: Call
@@ -58,7 +58,7 @@ class Runner:
 
 @dataclass(frozen=True)
 class Isolated:
-    """A candidate in its process. The sets are shuffled anew for every window: answers by position do not fit."""
+    """A candidate in its process. Input sets are shuffled for every window, so that answers by position are wrong."""
 
     candidate: Candidate
     sets: Sequence[tuple[Any, ...]]
@@ -80,7 +80,7 @@ class Baselines:
 
 
 def input_sets(opened: Opened, device: str) -> list[tuple[Any, ...]]:
-    """The file's own inputs, twice drawn, and one set whose samples and channels differ so that results can tell."""
+    """The file's own inputs, drawn twice, and one set whose samples and channels differ, so that mix-ups show."""
     telling = inputs_like(opened.inputs, "hierarchical", seed=SETS)
     return [opened.inputs, opened.problem.inputs(device, seed=1), tuple(telling)]
 
@@ -93,7 +93,7 @@ def with_state(model: nn.Module, state: dict[str, Tensor]) -> nn.Module:
 def pytorch_ways(
     opened: Opened, device: str, state: dict[str, Tensor], sets: Sequence[tuple[Any, ...]], level: str
 ) -> Baselines:
-    """Eager PyTorch in the ways that people use; what does not apply here is said."""
+    """Variants of eager PyTorch that people use, and notes on those that do not apply."""
     found = Baselines([Runner(EAGER, opened.model, sets, "PyTorch as it is")])
     if level == "few":
         found.left_out.append("all of PyTorch's own variants except eager: --baselines few")
@@ -131,7 +131,7 @@ def compiled_ways(
     for name, mode in ((COMPILE, None), (AUTOTUNED, "max-autotune-no-cudagraphs"))[: 2 if level == "all" else 1]:
         compiled = torch.compile(with_state(opened.problem.build(device), state), mode=mode)
         try:
-            with contextlib.redirect_stderr(io.StringIO()):  # the autotuner writes its tables there, unasked
+            with contextlib.redirect_stderr(io.StringIO()):  # the autotuner prints its tables there
                 first_calls(compiled, works, sets[:2], opened.output)
         except Exception as error:  # anything between Dynamo and the C++ compiler
             found.left_out.append(f"{name}: it failed ({first_line(error)})")
@@ -149,7 +149,7 @@ def first_calls(model: Call, works: Sequence[str], sets: Sequence[tuple[Any, ...
 
 
 def flusher(device: str) -> Callable[[], object]:
-    """Writes twice what the last-level cache holds."""
+    """A function that flushes the caches by writing twice the size of the last-level cache."""
     size = 2 * hardware.machine_for(device).cache_bytes
     scratch = torch.empty(max(size // 4, 1), device=device)
     return lambda: scratch.fill_(0.0)
@@ -172,12 +172,12 @@ def training_step(model: Call, weights: Tensor) -> Call:
 
 @functools.lru_cache(maxsize=1)
 def _direction(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """As large as the result: what a loss would send back, drawn and held once for all variants."""
+    """A random gradient of the result's shape, the same for all variants."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
 
 
 def _leaves(inputs: Sequence[Any]) -> list[Any]:
-    """Inputs get a gradient too, as they do for a layer inside a network."""
+    """The inputs as leaves that need a gradient, as for a layer inside a network."""
     return [x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs]
 
 
@@ -211,7 +211,7 @@ def _cudnn_benchmark() -> Iterator[None]:
 
 
 def _channels_last_form(inputs: Sequence[Any]) -> torch.memory_format | None:
-    """Of the first input with room for it."""
+    """The channels-last format of the first input that can have one."""
     forms = {4: torch.channels_last, 5: torch.channels_last_3d}
     ranks = [item.dim() for item in inputs if isinstance(item, Tensor) and item.dim() in forms]
     return forms[ranks[0]] if ranks else None

@@ -1,4 +1,4 @@
-"""What is looked at while variants are timed: results of calls picked at random, the second clock, the machine's."""
+"""What is checked while variants are timed: results of randomly chosen calls, the second clock, the machine's load."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from postlude.check.distribution import belongs
 from postlude.check.floor import clocks_apart
 from postlude.cli.race import Call
 
-CROWDED = 0.5  # of the cores, beside the one that we use ourselves
+CROWDED = 0.5  # of the cores, besides the one that we use ourselves
 RANDOM = "results of timed calls: the model's own result differs from call to call, so they were not compared"
 
 
@@ -23,7 +23,7 @@ RANDOM = "results of timed calls: the model's own result differs from call to ca
 class Watch:
     """Sees every window that counts."""
 
-    expected: Sequence[Tensor]  # PyTorch's result for each set of inputs; empty where it is random
+    expected: Sequence[Tensor]  # PyTorch's result for each set of inputs; empty if it is random
     mode: str
     device: str
     allowed: Mapping[str, float] = field(default_factory=dict)  # variant → RMS, where a verdict says it
@@ -64,7 +64,7 @@ class Watch:
 
 
 def crowded(device: str) -> str | None:
-    """A finding where others use the CPU before anything of ours is timed on it."""
+    """A finding if other processes use the CPU before ours is timed."""
     load, cores = hardware.load_average(), hardware.usable_cores()
     if device != "cpu" or load is None or load <= CROWDED * cores + 1:
         return None
@@ -74,7 +74,7 @@ def crowded(device: str) -> str | None:
 
 
 def expected_results(model: Call, sets: Sequence[tuple[Any, ...]], mode: str) -> list[Tensor]:
-    """PyTorch's result for each set; nothing where a second call gives another."""
+    """PyTorch's result for each set; empty if a second call differs from the first."""
     with torch.no_grad():
         found = [model(*inputs).detach().clone() for inputs in sets]
         again = model(*sets[0])

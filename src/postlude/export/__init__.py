@@ -1,1 +1,1 @@
-"""Self-contained files: our kernels cut down to one case."""
+"""Writes self-contained files, with our kernels specialised to one case."""

@@ -1,4 +1,4 @@
-"""What is known about a function's expressions: values, whole numbers, effects, and which assignments nobody reads."""
+"""Analysis of a function's expressions: known values, integers, side effects, and assignments that are never read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Stores = dict[str, list[tuple[ast.stmt, ast.expr | None]]]
 
 
 def value_of(node: ast.expr, known: Mapping[str, object]) -> Any:
-    """UNKNOWN where names other than the known ones decide it. No arithmetic but of whole numbers."""
+    """The value of an expression; UNKNOWN if it depends on other names. Only integer arithmetic is evaluated."""
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.Name):
@@ -33,12 +33,12 @@ def value_of(node: ast.expr, known: Mapping[str, object]) -> Any:
         if not isinstance(node.op, _WHOLE) or any(type(part) is not int for part in parts):
             return UNKNOWN
         if isinstance(node.op, _ROUNDING) and (min(parts) < 0 or parts[1] == 0):
-            return UNKNOWN  # the device cuts off towards 0, Python rounds down
+            return UNKNOWN  # the device rounds towards 0, Python rounds down
     return eval(ast.unparse(node), {"__builtins__": {}}, dict(known))
 
 
 def name_of(node: ast.expr) -> str:
-    """`tl.zeros` of such an expression; of a method of anything else `.to`."""
+    """The dotted name of an expression, such as `tl.zeros`; for a method of anything else `.to`."""
     if isinstance(node, ast.Name):
         return node.id
     if not isinstance(node, ast.Attribute):
@@ -48,7 +48,7 @@ def name_of(node: ast.expr) -> str:
 
 
 def is_pure(node: ast.AST) -> bool:
-    """Nobody sees whether it was evaluated: no store, no call of a function that is not the language's."""
+    """Whether evaluation has no side effects: no store, and no call of a function other than Triton's own."""
     for part in ast.walk(node):
         if isinstance(part, ast.Call):
             owner, _, last = name_of(part.func).rpartition(".")
@@ -70,7 +70,7 @@ def never_runs(node: ast.For) -> bool:
 
 
 def stores(function: ast.FunctionDef) -> Stores:
-    """Names that the body assigns: each time the statement, and the value where it is that of the one name."""
+    """The names that the body assigns: each statement, and its value if it assigns just this name."""
     found: Stores = {}
     for statement in ast.walk(ast.Module(function.body, [])):
         if isinstance(statement, ast.stmt):
@@ -87,7 +87,7 @@ def _one_value(node: ast.stmt) -> ast.expr | None:
 
 
 class Kinds:
-    """Which expressions are whole numbers: `x % 1` is 0 only of these, and a 0 for a block only of one number."""
+    """Which expressions are integers: `x % 1` is 0 only for those, and a 0 can replace only a scalar, not a block."""
 
     def __init__(self, function: ast.FunctionDef, known: Mapping[str, object]) -> None:
         self.names: dict[str, int] = {}
@@ -140,8 +140,8 @@ class Kinds:
 
 
 class Liveness:
-    """Assignments that nobody reads before they are overwritten, the names that are read after each statement, and
-    those that the function starts with."""
+    """Assignments that are overwritten before they are read, the names that are read after each statement, and those
+    that are live at the start."""
 
     def __init__(self, function: ast.FunctionDef) -> None:
         self.dead: list[ast.stmt] = []

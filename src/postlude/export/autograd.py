@@ -1,7 +1,7 @@
 """The autograd function around a launcher.
 
-In an ordinary file its backward pass is PyTorch's derivative of the calls that the kernels replace, which are made
-again. In a file that trains it is the library's own, from what the forward pass kept.
+In an ordinary file the backward pass runs the replaced calls again and lets PyTorch differentiate them. In a file for
+training it is the library's own backward pass, from what the forward pass kept.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def class_name(function: str) -> str:
 
 
 def recomputing_class(chain: Chain, name: str, names: Mapping[int, str], tensors: Sequence[Tensor]) -> dict[str, str]:
-    """The chain through PyTorch's functions, and the class whose backward pass differentiates that."""
+    """The chain by PyTorch's functions, and the class whose backward pass differentiates it."""
     text = _RECOMPUTING.replace("{Name}", class_name(name)).replace("{name}", name)
-    moved = chain.moved  # running statistics move on before the backward pass, which does not read them
+    moved = chain.moved  # running statistics are updated before the backward pass, which does not read them
     kept = f"*(None if n in {moved} else t for n, t in enumerate(tensors))" if moved else "*tensors"
     text = text.replace("{kept}", kept).replace(
         "{alias}", "t if t is None else t.view_as(t)" if moved else "t.view_as(t)"
@@ -71,7 +71,7 @@ def plain_function(chain: Chain, name: str, names: Mapping[int, str], tensors: S
 def rest_lines(
     chain: Chain, first: int, names: Mapping[int, str], tensors: Sequence[Tensor], value: Tensor, word: str
 ) -> list[str]:
-    """Statements for the steps after step `first`, through PyTorch, on the value that goes by `word`."""
+    """Statements for the steps after step `first`, by PyTorch, on the value named `word`."""
     if first == len(chain.steps):
         return []
     program = rest_program(chain, first, value, tensors)
@@ -83,7 +83,7 @@ def rest_lines(
 
 
 def _is_straight(program: Program) -> bool:
-    """Where each call reads just the value before it, all can go by one name."""
+    """Whether each call reads only the value before it, so that all values can have one name."""
     given, previous = {b.number for b in program.given}, -1
     for item in program.forward:
         read = {b.number for b in buffers_in(item)} - given
@@ -95,7 +95,7 @@ def _is_straight(program: Program) -> bool:
 
 
 def kept_class(chain: Chain, name: str, names: Mapping[int, str], text: ProgramText) -> dict[str, str]:
-    """The class whose passes are the library's own, with what the second reads of the first kept between them."""
+    """The class whose forward and backward pass are the library's own; it saves what the backward pass reads."""
     program, kept, slots = text.program, text.kept(), [names[slot] for slot in range(len(chain.roles))]
     assert program.gradient is not None
     text.indent = 8

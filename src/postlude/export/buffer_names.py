@@ -1,4 +1,4 @@
-"""Words for the buffers of a program and for its kernels, and what each launch is for."""
+"""Names for the buffers of a program and for its kernels, and the purpose of each launch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from postlude.plan.calls import Buffer, Call, CudaCall, Descriptor, KernelCall, Program, TorchCall, buffers_in
 
-# What a kernel's parameter is called in a launcher, where its name without p_ or d_ is not good enough.
+# A kernel parameter's name in a launcher, if its own name without p_ or d_ is not clear enough.
 _BY_KERNEL = {
     ("pack_weight_kernel", "p_out"): "packed_weight",
     ("pack_phases_kernel", "p_out"): "packed_weight",
@@ -42,7 +42,7 @@ KERNELS = {
     "packed_gradient_kernel": "gradient_kernel",
     "rows_gradient_kernel": "gradient_kernel",
 }
-# The same kernels in a backward pass, where the forward pass has others of the name.
+# Names in a backward pass of kernels that the forward pass has as well.
 BACKWARD = {
     "largest_kernel": "largest_kernel_2",
     "pack_input_kernel": "pack_gradient_kernel",
@@ -96,7 +96,7 @@ def remark(call: KernelCall | CudaCall) -> str | None:
 
 
 def words_for(program: Program, slots: Mapping[int, str], taken: Iterable[str] = ()) -> dict[int, str]:
-    """A word for each buffer, by its number: the slot's, or one for what the first kernel makes of it."""
+    """A name for each buffer, by its number: the slot's, or one for what the first kernel writes to it."""
     words = {buffer.number: slots[slot] for slot, buffer in enumerate(program.given)}
     used = {*words.values(), *taken}
 

@@ -28,15 +28,15 @@ class ChainText:
     name: str  # of its launcher
     chain: Chain
     plan: Plan
-    given: tuple[Buffer, ...]  # what the kernels were cut for, one per slot
-    shapes_name: str  # of the constant that says so
-    kernels: tuple[Kernel, ...]  # with those of the chains before it in the file
+    given: tuple[Buffer, ...]  # the tensors that the kernels are specialised to, one per slot
+    shapes_name: str  # of the constant with their shapes
+    kernels: tuple[Kernel, ...]  # including those of the chains before it in the file
     functions: Mapping[str, str]  # the launcher and what stands around it, by name, in order
     sources: Mapping[str, str]  # CUDA C++, by the name of its constant
     launches: int
     called: str  # what the model calls: the autograd function, or one around it
-    trains: bool  # its backward pass has kernels of its own
-    is_aligned: bool  # a tensor that is given is read through a descriptor: it must begin where those may
+    trains: bool  # its backward pass has kernels
+    is_aligned: bool  # a given tensor is read through a descriptor and must be aligned
 
 
 def chain_text(
@@ -47,12 +47,14 @@ def chain_text(
     training: bool,
     before: Sequence[ChainText] = (),
 ) -> ChainText:
-    """`names` has a word for each slot; `training` writes the backward pass that the library runs. What the chains
-    `before` it in the file define under the same name is shared or gets a number."""
+    """The text of a chain. `names` has a name for each slot; with `training` the library's backward pass is included.
+
+    A function that a chain `before` it in the file defines under the same name is shared, or gets a number.
+    """
     number = str(len(before) + 1) if before else ""
     name = _name(chain)
     name += f"_{number}" if name in {other.name for other in before} else ""
-    # Chains of which only moments are kept differentiate those by autograd, which is no list of calls.
+    # A chain that keeps only moments is differentiated by autograd, which is not a list of calls.
     training = training and (plan.few_gradient is not None or not isinstance(plan.passes[-1].sink, Moments))
     kernels = {kernel.name: kernel for other in before for kernel in other.kernels}
     called = f"{class_name(name)}.apply"
@@ -98,7 +100,7 @@ def _same(one: Sequence[Buffer], other: Sequence[Buffer]) -> bool:
 def _continued(
     chain: Chain, plan: Plan, name: str, names: Mapping[int, str], tensors: Sequence[Tensor], result: Buffer
 ) -> dict[str, str]:
-    """The chain with its last steps, which the kernels leave out, by PyTorch and with its gradients."""
+    """The chain including its last steps, which PyTorch runs, with their gradients."""
     dtype = getattr(torch, result.dtype)
     value = torch.empty_strided(result.shape, result.strides, dtype=dtype, device="meta")
     rest = rest_lines(chain, len(plan.chain.steps), names, tensors, value, "value")

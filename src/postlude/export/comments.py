@@ -1,4 +1,4 @@
-"""Comments after decisions: `where FLAG` is cut or cuts its clause, numbers stand in place of names."""
+"""Comments of specialised kernels: `where FLAG` is resolved, together with its clause, and names become numbers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ _CONDITION = (
     r'(?: (?:is not|is|==|!=|<=|>=|<|>) (?:[\w.]+|"\w*"))?)(?!\w)'
 )
 _PART = r"(?:\[[^\]]*\]|[^,;:\[\]])"  # of a clause; commas inside brackets do not end it
-# "[N, C, S], or [N, S, C] where IS_CHANNELS_LAST" is one of the two, "[N, C] where IS_OVER_SPACE, else [N]" as well.
+# "[N, C, S], or [N, S, C] where IS_CHANNELS_LAST" becomes one of the two, and so does "[N, C] where IS_OVER_SPACE, else
+# [N]".
 _OR = re.compile(rf"(?P<no>{_PART}*?(?:, {_PART}+?)??), or (?P<yes>{_PART}+?) {_CONDITION}")
 _ELSE = re.compile(rf"(?P<yes>{_PART}+?) {_CONDITION}, else (?P<no>{_PART}+)")
 _CLAUSE = re.compile(rf"(?P<separator>^|[,;] ?| )(?P<clause>{_PART}*?) ?\b{_CONDITION}")
-_FALSE_WORDS = ("no", "none", "")  # what a flag of words says where it is off
+_FALSE_WORDS = ("no", "none", "")  # string values that mean "off"
 
 
 def decided(comment: str, known: Mapping[str, object]) -> str:
@@ -54,7 +55,8 @@ def _truth(match: re.Match[str], known: Mapping[str, object]) -> bool | None:
 
 
 def with_words(text: str, words: Mapping[str, str]) -> str:
-    """Names put as numbers or other names; products with 1 are left out, products of numbers worked out."""
+    """The text with names replaced by numbers or other names; products with 1 vanish, products of numbers are
+    computed."""
     changed = re.sub(r"\b[A-Za-z_]\w*\b", lambda m: words.get(m[0], m[0]), text)
     if changed == text:
         return text

@@ -1,4 +1,4 @@
-"""CUDA C++ cut down to one launch: includes put in, conditions of the preprocessor decided, sizes as constants."""
+"""CUDA C++ specialised to one launch: includes inlined, preprocessor conditions resolved, sizes as constants."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from postlude.plan.calls import CudaCall
 
 _WIDTH = 116
 _UNROLL = '#define UNROLL _Pragma("unroll")'
-# Constants that stand on one line; strides of one tensor are another.
+# Constants that share a line; the strides of a tensor get a line of their own.
 _ROWS = {
     "kernel": "C_IN C_OUT NFRAG C_PER_GROUP TILES KD KH KW PD PH PW",
     "tensor": "D H W X_N X_C X_D X_H X_W",
@@ -43,8 +43,8 @@ def compiled(source: str, name: str, shared_bytes: int, device: int) -> Any:
 
 
 def cuda_text(call: CudaCall, before: str = "") -> str:
-    """The source of a kernel of kernels/cuda for one launch, its macros as constants, after what the text `before` it
-    defines."""
+    """The source of a kernel of kernels/cuda for one launch, with macros as constants. `before` is the text before it,
+    whose definitions it may use."""
     macros = dict(call.macros)
     text = _with_constants(_preprocessed(_included(call.source), macros), macros, before)
     text = re.sub(r"\n{3,}", "\n\n", _rewrapped(_compact(_plain_types(_without_unused(text)), before)))
@@ -69,7 +69,7 @@ def _included(name: str) -> str:
 
 
 def _preprocessed(text: str, macros: Mapping[str, float]) -> str:
-    """#if and its like decided by `macros`; what is defined on the way joins them."""
+    """The text with #if and the like resolved by `macros`; a #define adds to them."""
     known = dict(macros)
     kept: list[str] = []
     stack: list[tuple[bool, bool]] = []  # of each open #if: is this branch taken, was one taken before
@@ -103,8 +103,7 @@ def _value(expression: str, known: Mapping[str, float]) -> int:
 
 
 def _with_constants(text: str, values: Mapping[str, float], before: str) -> str:
-    """Macros as constants below the comment at the top, as far as the text reads them; nothing is added for padding
-    that there is not."""
+    """The text with the macros that it reads as constants below its top comment; terms for zero padding are removed."""
     text = re.sub(r"static_assert\(.*?\);\n", "", text, flags=re.DOTALL)
     for name in ("PD", "PH", "PW"):
         if values.get(name) == 0:
@@ -117,7 +116,7 @@ def _with_constants(text: str, values: Mapping[str, float], before: str) -> str:
 
 
 def _plain_types(text: str) -> str:
-    """Types by their own names; a float need not be made one."""
+    """The text with typedefs replaced by their types, and without conversions from float to float."""
     for name, word in re.findall(r"(?m)^typedef (\w+) (\w+_t);", text):
         text = re.sub(rf"\b{word}\b", name, text.replace(f"typedef {name} {word};\n", ""))
     if "as_float(u16" not in text:
@@ -127,7 +126,7 @@ def _plain_types(text: str) -> str:
 
 
 def _compact(text: str, before: str) -> str:
-    """Pragmas on the line of their loop, and signatures on one line with their brace where that has room."""
+    """The text with pragmas on the line of their loop, and signatures on one line with their brace if they fit."""
     text = text.replace("__device__ __forceinline__", "__device__")
     text = re.sub(r"(?m)^#pragma (unroll.*?)(?:  (//.*))?\n( +)for (.*)$", _loop, text)
     text = re.sub(r"(?m)^(__device__ [^{;]*?\))\n\{", lambda m: _signature(m[1]), text)
@@ -136,7 +135,7 @@ def _compact(text: str, before: str) -> str:
 
 
 def _rewrapped(text: str) -> str:
-    """The comment at the top, its paragraphs wrapped anew: words have gone from it."""
+    """The text with the paragraphs of its top comment rewrapped, because words were removed from them."""
     top, rest = text.split("\n\n", 1)
     paragraphs = re.split(r"\n//\n", top)
     words = [" ".join(line.removeprefix("//").strip() for line in part.split("\n")) for part in paragraphs]
@@ -161,7 +160,7 @@ def _one_line(match: re.Match[str]) -> str:
 
 
 def _rows(names: list[str]) -> list[tuple[str, list[str]]]:
-    """What stands on a line of constants: the kernel, tensors, tiles."""
+    """The constants by line: kernel, tensors, tiles."""
     rows: dict[str, list[str]] = {}
     for name in names:
         kind = next((key for key, members in _ROWS.items() if name in members.split()), name.rpartition("_")[0])
@@ -170,7 +169,7 @@ def _rows(names: list[str]) -> list[tuple[str, list[str]]]:
 
 
 def _without_unused(text: str) -> str:
-    """Functions that nobody calls any more go, with the comments above them."""
+    """The text without functions that are no longer called, and without the comments above them."""
     body = r"(?:\s*\{.*\}\n\n?|\n\{\n(?:.*\n)*?\}\n\n?)"
     pattern = rf"(?:^//.*\n)*(?:^template <.*\n)?^__device__ __forceinline__ [\w ]+ (\w+)\((?:[^{{]|\n)*?\){body}"
     while True:

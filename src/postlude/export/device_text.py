@@ -1,4 +1,4 @@
-"""The library's device functions as text, and one of them cut down to a case."""
+"""The library's device functions as text, and their specialisation to one case."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Kernel:
 
 @functools.cache
 def library() -> dict[str, str]:
-    """The text of every function in kernels/triton, by name, but for those that are put in place of their calls."""
+    """The text of every function in kernels/triton by name, except those that are inlined."""
     found = {}
     files = [file for file in resources.files("postlude.kernels.triton").iterdir() if file.name.endswith(".py")]
     for file in sorted(files, key=lambda file: file.name):
@@ -38,7 +38,7 @@ def library() -> dict[str, str]:
 
 
 def changed(source: str, changes: Mapping[str, str]) -> str:
-    """A kernel's text with pieces of it put differently; each must be there once."""
+    """A kernel's text with pieces replaced; each piece must occur exactly once."""
     for before, after in changes.items():
         if source.count(before) != 1:
             raise ValueError(f"the kernel says {before!r} {source.count(before)} times, not once")
@@ -47,9 +47,9 @@ def changed(source: str, changes: Mapping[str, str]) -> str:
 
 
 def cut(source: str, constants: Mapping[str, object], names: Mapping[str, str], keep: tuple[str, ...] = ()) -> Kernel:
-    """A function's text for these constants; what the text does not have is left out of them."""
+    """A function's text for these constants; constants that do not occur in it are ignored."""
     words = set(re.findall(r"\w+", source))
-    # With their types: True is 1 as a key, and another text.
+    # With their types: as a key True equals 1, but the text differs.
     known = tuple((name, type(value), value) for name, value in constants.items() if name in words)
     kept = frozenset(name for name, _, _ in known if name in keep)
     return _cut(source, known, tuple(names.items()), kept)
@@ -69,7 +69,7 @@ def _cut(
 
 
 def _without_unread(text: str) -> str:
-    """Names of a tuple that nobody reads become _."""
+    """The text with unread names of a tuple replaced by _."""
     for names in re.findall(r"(?m)^ +(\w+(?:, \w+)+) = ", text):
         words = [word if len(re.findall(rf"\b{word}\b", text)) > 1 else "_" for word in names.split(", ")]
         text = text.replace(f"{names} = ", f"{', '.join(words)} = ")

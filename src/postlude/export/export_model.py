@@ -1,4 +1,4 @@
-"""A problem's model as one file of its own."""
+"""Writes a problem's model as one self-contained file."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from postlude.hardware import Machine, machine_on
 from postlude.plan import Plan, Problem, lower
 from postlude.plan.problem import spec_of
 
-# What a file is written for where no GPU is at hand to ask.
+# The machine that a file is written for if there is no GPU here.
 HOPPER = machine_on(cards.H200, keeping_layout=frozenset({"max_pool2d", "max_pool3d", "avg_pool2d"}))
 
-# What launchers and kernels call their own values; a model's tensor of such a name gets another one.
+# Names that launchers and kernels use themselves; a model's tensor with such a name gets another one.
 _WORDS = (
     "v mean rstd var count base value result keep x weight bias batch depth height width out positions pitch "
     "plane_rows sample_rows plane step rows high low grid block blocks sizes columns weight_scale unscale scale shape "
@@ -60,9 +60,10 @@ def export(
     even_if_slower: bool = False,
     convolution: str = "auto",
 ) -> Export:
-    """`source` is the text of the problem's file, `model` was built from it with `arguments`.
+    """The exported file. `source` is the text of the problem's file, from which `model` was built with `arguments`.
 
-    `convolution="pytorch"` leaves the model's own calls of convolutions, digit for digit, and fuses what follows."""
+    `convolution="pytorch"` keeps the model's own convolutions, bit for bit, and fuses what follows them.
+    """
     original = read(source)
     values = arguments_of(type(model), *arguments)
     traced = trace(model, inputs, training)
@@ -71,7 +72,7 @@ def export(
         traced = replace(traced, chains=tuple(map(without_convolution, convolved)))
     reasons = dict(traced.declined)
     texts: dict[FoundChain, ChainText] = {}
-    made: dict[object, ChainText] = {}  # chains that are alike share one text
+    made: dict[object, ChainText] = {}  # equal chains share one text
     for found in traced.chains:
         specs = tuple(spec_of(node.meta["val"]) for node in found.match.tensors)
         chain = found.match.chain
@@ -118,7 +119,7 @@ def _slot_names(found: FoundChain) -> dict[int, str]:
 
 
 def _free(word: str, names: Mapping[int, str]) -> str:
-    """A name that neither another tensor nor anything in a launcher or kernel goes by."""
+    """A name that no other tensor, and nothing in a launcher or kernel, has."""
     word = word if word.isidentifier() and not keyword.iskeyword(word) else "other"
     if word in RESERVED or word in library():
         word = f"{word}_tensor"

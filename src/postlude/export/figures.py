@@ -1,4 +1,4 @@
-"""Figures of how a file reads, which a person can check by counting."""
+"""Readability figures of a file, which a person can check by counting."""
 
 from __future__ import annotations
 

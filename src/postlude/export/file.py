@@ -12,7 +12,7 @@ from postlude.export.layout import call
 from postlude.export.original import Original, model_text
 from postlude.plan.calls import Buffer
 
-# What a text that has this needs.
+# The import that a text needs if it contains this.
 _IMPORTS = {
     r"torch\.": "import torch",
     r"F\.": "import torch.nn.functional as F",
@@ -39,7 +39,7 @@ def assemble(
     architecture: str,
     reads_settings: bool = False,
 ) -> str:
-    """The chains' plans are for cards of this architecture; `reads_settings` as in original.py."""
+    """The whole text. The chains' plans are for cards of this architecture; `reads_settings` as in original.py."""
     functions = {name: text for chain in chains for name, text in chain.functions.items()}
     sources = {name: source for chain in chains for name, source in chain.sources.items()}
     shapes = {chain.shapes_name: shapes_text(chain) for chain in chains}
@@ -54,7 +54,7 @@ def assemble(
 
 
 def import_text(body: str, own: Sequence[str]) -> str:
-    """What the text reads, sorted as formatters sort imports."""
+    """The imports that the text needs, sorted as formatters sort them."""
     lines = {*own, *(line for word, line in _IMPORTS.items() if re.search(rf"(?<![\w.]){word}", body))}
     start = "from torch import "
     names = sorted({line for line in lines if line.startswith(start)}, key=lambda n: (not n[len(start)].isupper(), n))
@@ -68,12 +68,12 @@ def import_text(body: str, own: Sequence[str]) -> str:
 
 
 def _is_plain(chain: ChainText) -> bool:
-    """Whether all tensors are contiguous and of one dtype: then shapes are all there is to say of them."""
+    """Whether all tensors are contiguous and have one dtype, so that shapes describe them completely."""
     return len({buffer.dtype for buffer in chain.given}) == 1 and all(buffer.is_contiguous for buffer in chain.given)
 
 
 def shapes_text(chain: ChainText) -> str:
-    """What the kernels of a chain take, one entry for each tensor."""
+    """The tensors that a chain's kernels accept, one entry for each."""
     parts = [str(buffer.shape) if _is_plain(chain) else _entry(buffer) for buffer in chain.given]
     return "\n".join(call("", parts if len(parts) > 1 else [f"{parts[0]},"], f"{chain.shapes_name} = ", indent=0))
 
@@ -96,7 +96,7 @@ def fits(tensors: tuple[Tensor, ...], expected: tuple[Any, ...]) -> bool:
 
 
 def fits_text(chains: Sequence[ChainText], architecture: str) -> str:
-    """Exactly the shapes, dtypes and layouts that the kernels were cut for; all else goes through PyTorch."""
+    """The check for exactly the shapes, dtypes and layouts of the kernels; PyTorch runs anything else."""
     if all(chain.plan.own is None for chain in chains):
         checks = ["capability >= (8, 0)"]
     else:

@@ -1,4 +1,4 @@
-"""A forward as text: one statement for each call, chains by their launchers where the tensors fit."""
+"""The forward method as text: one statement per call, with a chain's launcher where the tensors fit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ForwardText:
 
     def __init__(self, traced: Traced, chains: Mapping[FoundChain, ChainText], reasons: Mapping[str, str]) -> None:
         self.traced, self.chains, self.reasons = traced, chains, reasons
-        self.names: dict[fx.Node, ast.expr] = {}  # what each value goes by
+        self.names: dict[fx.Node, ast.expr] = {}  # the name of each value
         self.lines: list[str] = []
         self.inside = {node: chain for chain in chains for node in chain.calls}
         self.place = {node: number for number, node in enumerate(traced.graph.nodes)}
@@ -52,7 +52,7 @@ class ForwardText:
         return self.lines
 
     def _chain(self, chain: FoundChain) -> None:
-        """The launcher where everything fits it, else the calls as they were written."""
+        """The launcher if all tensors fit it, else the original calls."""
         last, text = chain.calls[-1], self.chains[chain]
         tensors = [written(self.value(item)) if isinstance(item, fx.Node) else _path(item) for item in chain.tensors]
         self.lines += _tensors(tensors, self._taken())
@@ -72,7 +72,7 @@ class ForwardText:
             self.names[last] = ast.Name(start.removesuffix(" ="))
 
     def _plain(self, chain: FoundChain, start: str) -> list[str]:
-        """The calls of a chain as they were: one expression where that is short and computes nothing twice."""
+        """The original calls of a chain, as one expression if that is short and computes nothing twice."""
         *calls, last = (node for node in self.traced.graph.nodes if node in chain.calls)
         is_all = all(node in chain.calls for node in self.traced.graph.nodes if node.op.startswith("call"))
         if is_all and start.endswith("return "):
@@ -121,8 +121,10 @@ class ForwardText:
         return {name.id for name in self.names.values() if isinstance(name, ast.Name)}
 
     def _name(self, node: fx.Node, first: fx.Node, is_inner: bool = False) -> str:
-        """The name of what it is made from, where nobody reads that later; else one of its own. A chain is written
-        where its last call was, unless it is one of its own calls that is named."""
+        """The name of the value that it replaces, if that is not read later; otherwise a new one.
+
+        A chain is written at the place of its last call, except if one of its own calls is named.
+        """
         for source in first.all_input_nodes:
             chains = [None if is_inner else self.inside.get(user) for user in source.users]
             users = [user if chain is None else chain.calls[-1] for user, chain in zip(source.users, chains)]
@@ -143,7 +145,7 @@ class ForwardText:
         elif node.target is getattr:
             return ast.Attribute(arguments[0], str(node.args[1]))
         elif getattr(operator, name, None) is node.target and name in {**magic_methods, **inplace_methods}:
-            # What is changed in place inside a chain is nobody else's.
+            # Nothing else reads a value that is changed in place inside a chain.
             sign = magic_methods.get(name) or inplace_methods[name].replace("=", "")
             words = {f"_{number}": argument for number, argument in enumerate(arguments)}
             return Replaced(words).visit(_parsed(sign.format(*words)))  # type: ignore[no-any-return]
@@ -178,12 +180,12 @@ def _value(item: Any, of: Callable[[fx.Node], ast.expr] | None = None) -> ast.ex
 
 
 def literal(item: Any) -> str:
-    """A value that a file can hold, as source."""
+    """A value as source text, if a file can hold it."""
     return written(_value(item))
 
 
 def _is_question(node: fx.Node) -> bool:
-    """x.shape, x.shape[2:], x.size(0): no tensor, and asked where it is needed."""
+    """Whether a node is x.shape, x.shape[2:], x.size(0) or the like: not a tensor, and written where it is read."""
     if node.target is operator.getitem:
         return isinstance(node.args[0], fx.Node) and _is_question(node.args[0])
     return node.target in (getattr, "size", "dim")
@@ -200,7 +202,7 @@ def _is_default(node: fx.Node, key: str, item: Any) -> bool:
 
 
 def _tensors(expressions: list[str], taken: set[str]) -> list[str]:
-    """`tensors = (…)`; where that is too long, modules go by a name first."""
+    """`tensors = (…)`; if that is too long, modules get names first."""
     if len(expressions) == 1:
         return [f"        tensors = ({expressions[0]},)"]
     lines = call("", expressions, "tensors = ", indent=8)
@@ -216,7 +218,7 @@ def _tensors(expressions: list[str], taken: set[str]) -> list[str]:
 
 
 def _path(path: str) -> str:
-    """self.blocks[0].weight, of blocks.0.weight."""
+    """self.blocks[0].weight for blocks.0.weight."""
     return "self" + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in path.split("."))
 
 

@@ -1,4 +1,4 @@
-"""The device functions that a kernel calls, each cut down to what all of the kernel's calls of it have in common."""
+"""The device functions that a kernel calls, each specialised to what the kernel's calls of it have in common."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def kernel_of(function: ast.FunctionDef) -> Kernel:
 
 
 def with_helpers(functions: Sequence[Kernel], values: Mapping[str, object]) -> list[Kernel]:
-    """The functions with their helpers in front. `values`: the kernel's numbers that go by names."""
+    """The functions with their helpers before them. `values` are the kernel's numbers that keep their names."""
     trees = {function.name: parse(function.text) for function in functions}
     helpers: list[str] = []
     while (helper := _next_helper(trees)) is not None:
@@ -35,14 +35,14 @@ def with_helpers(functions: Sequence[Kernel], values: Mapping[str, object]) -> l
 
 
 def _next_helper(trees: Mapping[str, ast.FunctionDef]) -> str | None:
-    """A device function that is called and not yet there, and that no other such one calls."""
+    """A device function that is called but not included yet, and that no other such function calls."""
     nodes = (node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.Call))
     wanted = {node.func.id for node in nodes if isinstance(node.func, ast.Name)} & library().keys() - trees.keys()
     return next((name for name in sorted(wanted) if not any(name in _reached(other) for other in wanted)), None)
 
 
 def _reached(name: str) -> set[str]:
-    """The functions that one calls, and those that they call."""
+    """The functions that a function calls, directly or indirectly."""
     found = {word for word in re.findall(r"(?<![\w.])(\w+)\(", library()[name]) if word in library()} - {name}
     return found.union(*(_reached(other) for other in found))
 
@@ -53,7 +53,7 @@ def _calls(function: ast.FunctionDef, name: str) -> list[ast.Call]:
 
 
 def _shared(arguments: Sequence[ast.expr], values: Mapping[str, object]) -> object | None:
-    """The constant that an argument is in every call, if it is one."""
+    """The constant that an argument has in every call, if there is one."""
     if len({ast.unparse(argument) for argument in arguments}) != 1:
         return None
     argument = arguments[0]

@@ -1,7 +1,7 @@
-"""The library's kernels as whole texts: what several of them share is put in place of its calls.
+"""The library's kernels with their shared functions inlined.
 
-A reader of an exported file wants one kernel from top to bottom. Names of a shared function that it hands back become
-those that the caller gives them, its other names stay, so they must not be in the caller's way.
+A reader of an exported file wants to read one kernel from top to bottom. Names that a shared function returns become
+the caller's names. Its other names stay, so they must not collide with the caller's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from postlude.export.analysis import Liveness, name_of, reads, stored_names
 from postlude.export.rules import rewritten
 from postlude.export.source import Comment, parse, text_of
 
-# The functions of kernels/triton that are put in place; every other one stays a function of its own.
+# The functions of kernels/triton that are inlined; all others stay functions.
 SHARED = frozenset(
     [
         *("epilogue", "store_full"),
@@ -27,7 +27,7 @@ SHARED = frozenset(
 
 
 def whole_texts(functions: Mapping[str, str]) -> dict[str, str]:
-    """The functions that are no shared ones, by name, without a call of a shared one."""
+    """All functions but the shared ones, by name, with calls of shared ones inlined."""
     trees = {name: parse(text) for name, text in functions.items()}
     whole = dict[str, ast.FunctionDef]()
     for name in trees:
@@ -36,7 +36,7 @@ def whole_texts(functions: Mapping[str, str]) -> dict[str, str]:
 
 
 def _make_whole(name: str, trees: Mapping[str, ast.FunctionDef], whole: dict[str, ast.FunctionDef]) -> None:
-    """Puts the function among the whole ones, after those that it calls."""
+    """Adds a function to the inlined ones, after those that it calls."""
     if name in whole:
         return
     function = trees[name]
@@ -51,7 +51,7 @@ def _make_whole(name: str, trees: Mapping[str, ast.FunctionDef], whole: dict[str
 
 
 def _called(node: ast.AST) -> str:
-    """The shared function that is called, if it is one."""
+    """The name of the called function, if it is a shared one."""
     name = name_of(node.func) if isinstance(node, ast.Call) else ""
     return name if name in SHARED else ""
 
@@ -66,7 +66,7 @@ def _given(call: ast.Call, shared: ast.FunctionDef) -> dict[str, ast.expr]:
 
 
 class _InPlace(ast.NodeTransformer):
-    """Names become other names, or expressions where they are only read."""
+    """Replaces names by other names, or by expressions if they are only read."""
 
     def __init__(self, words: Mapping[str, ast.expr]) -> None:
         self.words = words
@@ -81,7 +81,7 @@ class _InPlace(ast.NodeTransformer):
 
 
 class _Expressions(ast.NodeTransformer):
-    """Calls of functions that are one expression become it."""
+    """Replaces calls of functions that consist of one expression."""
 
     def __init__(self, functions: Mapping[str, ast.FunctionDef]) -> None:
         self.functions = functions
@@ -95,7 +95,7 @@ class _Expressions(ast.NodeTransformer):
 
 
 def _statements(node: ast.stmt, functions: Mapping[str, ast.FunctionDef], after: set[str]) -> list[ast.stmt]:
-    """What stands for a statement, after which the names `after` are read."""
+    """The statements that replace a statement, after which the names `after` are read."""
     call = node.value if isinstance(node, ast.Assign | ast.Expr) else None
     if not isinstance(call, ast.Call) or not (name := _called(call)):
         return [node]
@@ -122,7 +122,7 @@ def _parts(node: ast.expr | None) -> list[ast.expr]:
 def _check(
     shared: ast.FunctionDef, words: Mapping[str, ast.expr], given: Mapping[str, ast.expr], after: set[str]
 ) -> None:
-    """No name that the shared text assigns may be one that the caller, or an argument, reads afterwards."""
+    """Raises if the shared text assigns a name that the caller or an argument reads afterwards."""
     for statement, later in Liveness(shared).after.items():
         stored = stored_names(statement)
         read = after.union(*(reads(given[name]) for name in (later & given.keys()) - stored))

@@ -1,4 +1,4 @@
-"""The kernels of a program, each cut down to its one call, with the device functions that they call."""
+"""The kernels of a program, each specialised to its one call, with the device functions that they call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from postlude.export.specialise import Inline, rename
 from postlude.plan.calls import Argument, Buffer, Descriptor, KernelCall, Steps
 
 _INFIX = {"add": Inline("{0} + {1}"), "mul": Inline("{0} * {1}")}
-# Sizes of space and of tiles that a kernel reads several times keep their names; all other numbers are put in.
+# Spatial sizes and tile sizes that a kernel reads several times keep their names; other names become numbers.
 _SIZE_WORDS = (
     "D H W S L OD OH OW ROW_PITCH SLICE_PITCH SLICE_ROWS SAMPLE_ROWS M_PER_SAMPLE ROWS PACKED_ROWS TAP_ROWS PRODUCT_M "
     "CHUNKS CHUNKS_FIRST PARTS SUM_STRIDE TILES TILES_H TILES_PER_PROGRAM"
@@ -35,7 +35,7 @@ _HINT = re.compile(r"(?m)^ +(\w+) = \1 // ALIGN \* ALIGN.*\n")
 
 @dataclass(frozen=True)
 class CutKernel:
-    """A kernel for one call: the functions that it consists of, it being the last, and the arguments that it reads."""
+    """A kernel for one call: its functions, the kernel itself last, and the arguments that it reads."""
 
     functions: tuple[Kernel, ...]
     arguments: tuple[Argument, ...]
@@ -45,7 +45,7 @@ class CutKernel:
         return self.functions[-1]
 
     def renamed(self, name: str, new: str) -> CutKernel:
-        """With another name for one of the functions."""
+        """The same with another name for one of the functions."""
         functions = []
         for f in self.functions:
             text = fold(re.sub(rf"(?<![\w.]){name}(?=\()", new, f.text))
@@ -54,7 +54,7 @@ class CutKernel:
 
 
 def cut_kernel(call: KernelCall, words: Mapping[int, str], slots: Mapping[int, str], name: str) -> CutKernel:
-    """`words` names buffers by their number, `slots` the chain's tensors, as the emitted steps count them."""
+    """A kernel specialised to a call. `words` names buffers by number, `slots` the chain's tensors by slot."""
     given = dict(zip(call.parameters, call.arguments))
     source = _prepared(call, given)
     constants: dict[str, Any] = dict(call.numbers) | dict(call.constants)
@@ -77,7 +77,7 @@ def cut_kernel(call: KernelCall, words: Mapping[int, str], slots: Mapping[int, s
     values = {word: constants[word] for word in keep}
     *functions, kernel = with_helpers([*functions, kernel], values)
     uses = _uses(kernel)
-    unread = {word: values.pop(word) for word in keep if not uses[word]}  # but by a helper, which has the number now
+    unread = {word: values.pop(word) for word in keep if not uses[word]}  # except by a helper, which has the number now
     kernel = _with_defaults(cut(kernel.text, unread, {}), values)
     places = {names.get(word, word): value for word, value in given.items()}
     return CutKernel((*functions, kernel), tuple(places[word] for word in kernel.parameters if word not in values))
@@ -90,7 +90,7 @@ def _uses(kernel: Kernel) -> Counter[str]:
 
 
 def _prepared(call: KernelCall, given: Mapping[str, Argument]) -> str:
-    """The library's text with what this call alone decides: dtypes, the axes of the grid, one unit a program."""
+    """The library's text with what this call determines: dtypes, axes of the grid, one unit per program."""
     source = simplified(call, library()[call.kernel])
     for word, value in given.items():
         if isinstance(value, Buffer | Descriptor):
@@ -106,7 +106,7 @@ def _prepared(call: KernelCall, given: Mapping[str, Argument]) -> str:
 
 
 def _one_unit(source: str) -> str:
-    """A program for each unit: no loop over them."""
+    """The text without the loop over units, because each program has one."""
     loop = "    for unit in range(tl.program_id(0), UNITS, tl.num_programs(0)):\n"
     head, body = changed(source, {loop: "\f"}).split("\f")
     return f"{head}    unit = tl.program_id(0)\n" + re.sub(r"(?m)^    (?=    )", "", body)
@@ -115,7 +115,7 @@ def _one_unit(source: str) -> str:
 def _named_sizes(
     source: str, constants: Mapping[str, object], names: Mapping[str, str]
 ) -> tuple[tuple[str, ...], Kernel]:
-    """The kernel, and its numbers that stay under their names: tiles, and sizes that the text reads several times."""
+    """The kernel, and the numbers that keep their names: tiles, and sizes that the text reads several times."""
     numbers = {word: value for word, value in constants.items() if type(value) is int}
     named = tuple(word for word in numbers if word in _SIZES | _TILES and numbers[word] > 1)
     kernel = cut(source, constants, names, named)
@@ -125,7 +125,7 @@ def _named_sizes(
 
 
 def _with_defaults(kernel: Kernel, values: Mapping[str, Any]) -> Kernel:
-    """The numbers that go by names stand in the signature, where a launch need not give them."""
+    """The kernel with named numbers as defaults in its signature, so that a launch need not pass them."""
     function = parse(kernel.text)
     found = [arg for arg in function.args.args if arg.arg in values]
     for arg in found:
@@ -137,7 +137,7 @@ def _with_defaults(kernel: Kernel, values: Mapping[str, Any]) -> Kernel:
 def _steps(
     steps: Steps, pointers: Mapping[str, str], slots: Mapping[int, str], channels: object
 ) -> tuple[Kernel | None, Inline]:
-    """The steps of a pass: a function of its own where they are more than one expression, and how they are called."""
+    """The steps of a pass, as a function if they are more than one expression, and the text of its call."""
     renamed = {f"t{slot}": word for slot, word in slots.items()} | dict(pointers)
     text = re.sub(r"    (\w+) = (.+)\n    return \1\n$", r"    return \2\n", steps.text)
     if _is_straight(text):
@@ -156,7 +156,7 @@ def _steps(
 
 
 def _is_straight(text: str) -> bool:
-    """Where each line reads just the value that the line before it made, all can go by one name."""
+    """Whether each line reads only the value of the line before it, so that all values can have one name."""
     made = [(m[1], m[2]) for m in re.finditer(r"(?m)^    (?:(v\d+) = |return )(.+)$", text)]
     previous = ""
     for place, (word, expression) in enumerate(made):
@@ -168,7 +168,7 @@ def _is_straight(text: str) -> bool:
 
 
 def inlined(kernel: Kernel, function: Kernel) -> Kernel | None:
-    """The kernel with the statements of a function in place of its one call, `name = function(…)`."""
+    """The kernel with a function inlined at its one call, `name = function(…)`."""
     outer, inner = parse(kernel.text), parse(function.text)
     *body, last = inner.body
     calls = [node for node in ast.walk(outer) if isinstance(node, ast.Call) and name_of(node.func) == function.name]
@@ -184,6 +184,6 @@ def inlined(kernel: Kernel, function: Kernel) -> Kernel | None:
 
 
 def written_places(kernel: Kernel) -> set[int]:
-    """Places of the parameters that a kernel's text stores to."""
+    """Indices of the parameters that a kernel stores to."""
     stored = set(re.findall(r"(?:tl\.store|tl\.atomic_\w+|flag_infinity)\(\s*(p_\w+)", kernel.text))
     return {place for place, word in enumerate(kernel.parameters) if word in stored}

@@ -1,4 +1,4 @@
-"""Text in 88 columns, as formatters of Python lay it out: calls broken after their bracket, long comments wrapped."""
+"""Lays text out in 88 columns as Python's formatters do: calls broken after their bracket, long comments wrapped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _DOCSTRING = re.compile(r'(?ms)^( *)"""(.*?)"""$')
 
 
 def call(function: str, arguments: Sequence[str], before: str = "", after: str = "", indent: int = 4) -> list[str]:
-    """The lines of one call, or tuple where there is no function: one, or its arguments on one, or each on its own."""
+    """The lines of a call, or of a tuple if there is no function: all on one line, arguments on one line, or one
+    each."""
     line = f"{' ' * indent}{before}{function}({', '.join(arguments)}){after}"
     return [line] if len(line) <= WIDTH else _opened(f"{before}{function}(", arguments, f"){after}", indent)
 
@@ -27,7 +28,7 @@ def comment(text: str, indent: int = 4) -> list[str]:
 
 
 def docstring(text: str, indent: int = 4) -> list[str]:
-    """Its first sentence on the first line where there is room, paragraphs wrapped."""
+    """A docstring with its first sentence on the first line if it fits, and its paragraphs wrapped."""
     pad = " " * indent
     one = f'{pad}"""{text}"""'
     if len(one) <= WIDTH and "\n" not in text:
@@ -44,7 +45,7 @@ def docstring(text: str, indent: int = 4) -> list[str]:
 
 
 def fold(text: str) -> str:
-    """A function's or a class's text with every line brought within the width, as far as it can be."""
+    """The text of a function or class with its lines broken to the width where that is possible."""
     text = _DOCSTRING.sub(_docstring_within, _COMMENT.sub(_comment_within, text))
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     strings = [t for t in tokens if t.type == tokenize.STRING and t.start[0] < t.end[0]]
@@ -71,7 +72,7 @@ def _docstring_within(match: re.Match[str]) -> str:
 
 
 def _folded(line: str) -> list[str]:
-    """A remark that leaves no room goes above; a shape belongs to the end of the line that makes it."""
+    """A line broken to the width. A comment that does not fit moves above it; a shape stays at the end of its line."""
     pad = len(line) - len(line.lstrip())
     code, remark = _split_comment(line)
     lines = [code] if len(code) <= WIDTH else _broken(code.strip(), pad)
@@ -91,7 +92,8 @@ def _split_comment(line: str) -> tuple[str, str]:
 
 
 def _broken(text: str, pad: int) -> list[str]:
-    """One statement over several lines: after its last bracket that begins in time, anything else in parentheses."""
+    """A statement over several lines: broken after its last bracket that begins within the width, else in
+    parentheses."""
     space = " " * pad
     is_head = text.startswith(("def ", "for "))
     try:
@@ -112,7 +114,7 @@ def _broken(text: str, pad: int) -> list[str]:
 
 
 def _operators(value: ast.expr) -> int:
-    """How many operators of the weakest kind an expression has."""
+    """How many operators of the lowest precedence an expression has."""
     if isinstance(value, ast.Compare):
         return len(value.ops)
     if isinstance(value, ast.BoolOp):
@@ -125,12 +127,12 @@ def _operators(value: ast.expr) -> int:
 
 
 def parts_of(text: str) -> list[str]:
-    """What commas outside of brackets part."""
+    """The parts of a text between commas that are outside brackets."""
     return _brackets(f"({text})")[0][2]
 
 
 def _brackets(text: str) -> list[tuple[int, int, list[str]]]:
-    """The outermost brackets of a line: where they begin and end, and the parts between their commas."""
+    """The outermost brackets of a line: their start and end, and the parts between their commas."""
     found, depth, start, cuts = [], 0, 0, list[int]()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         place = token.start[1]
@@ -151,7 +153,7 @@ def _brackets(text: str) -> list[tuple[int, int, list[str]]]:
 
 
 def _opened(head: str, parts: Sequence[str], tail: str, pad: int) -> list[str]:
-    """What stands in brackets on one line, where it is a call's or one part alone; else each part on its own."""
+    """The content of brackets: on one line for a call's arguments or a single part, else one part per line."""
     is_call = re.search(r"[\w)\]]\($", head) is not None
     inner = [" " * (pad + 4) + ", ".join(parts)]
     if len(inner[0]) > WIDTH or not (is_call or len(parts) == 1):
@@ -162,7 +164,7 @@ def _opened(head: str, parts: Sequence[str], tail: str, pad: int) -> list[str]:
 
 
 def _operands(expression: str, pad: int) -> list[str]:
-    """An expression in parentheses: on one line, or one term of a sum a line."""
+    """An expression in parentheses: on one line, or one term of a sum per line."""
     raw, node = expression.encode(), ast.parse(expression, mode="eval").body
     terms: list[str] = []
     while isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):

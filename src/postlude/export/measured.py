@@ -1,4 +1,4 @@
-"""What was measured of a chain on a card, from a record file, as one line of a docstring."""
+"""The recorded measurement of a chain on a card, as one line of a docstring."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Measured = Callable[[str, str, str, str], str | None]  # chain, shape, dtype and
 
 
 def from_records(path: Path) -> Measured:
-    """Looks a chain up by its words, shape, dtype and precision; None where it was not measured so."""
+    """A look-up by chain, shape, dtype and precision; None if that was not measured."""
     rows = []
     if path.is_file():
         with path.open(encoding="utf-8", newline="") as file:

@@ -1,4 +1,4 @@
-"""What of a problem's file its model needs: imports, helpers, and the class itself, to be written as `ModelNew`."""
+"""The parts of a problem's file that its model needs: imports, helpers, and the class, to be written as `ModelNew`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _defined_names(statement: ast.stmt) -> list[str]:
 
 
 def _needed(source: str, model: ast.stmt, defined: Mapping[str, ast.stmt]) -> set[ast.stmt]:
-    """Statements that the model's text reads names of, and those that they read names of."""
+    """The statements that define names which the model reads, directly or indirectly."""
     found, left = set[ast.stmt](), [model]
     while left:
         table = symtable.symtable(_text(source, left.pop()), "", "exec")
@@ -74,7 +74,7 @@ def _needed(source: str, model: ast.stmt, defined: Mapping[str, ast.stmt]) -> se
 
 
 def _read_outside(table: symtable.SymbolTable, is_file: bool = False) -> set[str]:
-    """Names that a text reads and its functions do not bind."""
+    """Names that a text reads but its functions do not bind."""
     names = {s.get_name() for s in table.get_symbols() if s.is_referenced() and (is_file or s.is_global())}
     return names.union(*(_read_outside(child) for child in table.get_children()))
 
@@ -89,7 +89,7 @@ def _check_import(statement: ast.Import | ast.ImportFrom) -> None:
 
 
 def _check_methods(statement: ast.stmt) -> None:
-    """A trace of the forward sees neither modes nor errors caught: what has them cannot be written as calls."""
+    """Refuses context managers and try blocks: a trace of the forward does not see them."""
     for function in ast.walk(statement):
         if isinstance(function, ast.FunctionDef) and function.name != "__init__":
             for node in ast.walk(function):
@@ -101,7 +101,7 @@ def _check_methods(statement: ast.stmt) -> None:
 
 
 def _import_lines(imports: Sequence[ast.stmt], model: ast.ClassDef, others: Sequence[ast.stmt]) -> list[str]:
-    """One name an import, so that what nobody reads is left out and the rest can be sorted."""
+    """One import per name, so that unused ones can be left out and the rest sorted."""
     read = {n.id for part in (model, *others) for n in ast.walk(part) if isinstance(n, ast.Name)}
     lines = []
     for statement in imports:
@@ -128,7 +128,7 @@ def _text(source: str, node: ast.stmt) -> str:
 def model_text(
     original: Original, forward: Sequence[str], values: Mapping[str, Any], reads_settings: bool = False
 ) -> str:
-    """The class with another name and another forward, which knows whether it was built as the problem's was."""
+    """The class with a new name and forward. It records whether it was built with the problem's arguments."""
     node, rows = original.model, original.source.splitlines()
     methods = {n.name: n for n in node.body if isinstance(n, ast.FunctionDef)}
     if "forward" not in methods:
@@ -156,7 +156,7 @@ def _is_docstring(node: ast.stmt) -> bool:
 
 
 def _known(values: Mapping[str, Any]) -> list[str]:
-    """Whether the arguments are those that the kernels were written for."""
+    """Statements that check whether the arguments are those for which the kernels were written."""
     names, wanted = list(values), [literal(value) for value in values.values()]
     if len(values) < 2:
         return [f"        self.has_kernels = {f'{names[0]} == {wanted[0]}' if values else True}"]
@@ -167,7 +167,7 @@ def _known(values: Mapping[str, Any]) -> list[str]:
 
 
 def reads_settings(original: Original, model: nn.Module) -> bool:
-    """Whether a method of the model reads attributes that are neither modules nor tensors: what it was built with."""
+    """Whether a method of the model reads attributes that are neither modules nor tensors, such as its arguments."""
     methods = [n for n in original.model.body if isinstance(n, ast.FunctionDef) and n.name != "__init__"]
     nodes = [node for method in methods for node in ast.walk(method) if isinstance(node, ast.Attribute)]
     names = {node.attr for node in nodes if isinstance(node.value, ast.Name) and node.value.id == "self"}
@@ -176,7 +176,7 @@ def reads_settings(original: Original, model: nn.Module) -> bool:
 
 
 def _forward_text(lines: list[str], old: ast.FunctionDef, body: Sequence[str], reads_settings: bool) -> list[str]:
-    """`body` with the statements that the method has now in their place in it."""
+    """The method with `body`, in which the original statements replace their placeholder."""
     start, head = _first_row(old), _typed(old)
     first, *others = old.body
     if _is_docstring(first) and others:
@@ -187,13 +187,13 @@ def _forward_text(lines: list[str], old: ast.FunctionDef, body: Sequence[str], r
     own = [re.sub(r"(?<=\S) *#(?= )", "  #", line, count=1) if line.count("#") == 1 else line for line in own]
     whole = [line for part in body for line in (own if part == ORIGINAL else [part])]
     if ORIGINAL not in body and reads_settings:
-        # Numbers that the constructor was given stand in the calls below: another model needs its own.
+        # The calls below contain the constructor's numbers. A model built with others runs its original forward.
         whole = ["        if not self.has_kernels:", *(f"    {line}" if line else "" for line in own), *whole]
     return [*head, *whole]
 
 
 def _typed(old: ast.FunctionDef) -> list[str]:
-    """Its signature; arguments that say nothing of their type are tensors."""
+    """The method's signature; arguments without annotations become tensors."""
     arguments = old.args
     for argument in (*arguments.posonlyargs, *arguments.args[1:], *arguments.kwonlyargs):
         if argument.annotation is None:
@@ -205,7 +205,7 @@ def _typed(old: ast.FunctionDef) -> list[str]:
 
 
 def arguments_of(init: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The constructor's arguments by name, defaults filled in; refused where a file cannot hold one."""
+    """The constructor's arguments by name, with defaults; refused if a file cannot hold one."""
     if init.__init__ is nn.Module.__init__ and not args and not kwargs:  # no constructor of its own
         return {}
     bound = inspect.signature(init).bind(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""A program of calls as statements of a function: allocations, launches, calls of PyTorch, in their order."""
+"""A program as the statements of a function: allocations, launches and calls of PyTorch, in order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ProgramText:
     slots: Mapping[int, str]
     reserved: tuple[str, ...] = ()
     indent: int = 4
-    joins: bool = True  # expressions of PyTorch that are read at once and once are put together
+    joins: bool = True  # an expression of PyTorch that is read once, directly afterwards, becomes part of its reader
     functions: dict[str, Kernel] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)  # CUDA C++, by the name of its constant
     launches: int = 0
@@ -39,19 +39,19 @@ class ProgramText:
         self.backward = self._cut(self.program.backward, is_backward=True)
 
     def forward_lines(self, kept: Sequence[Buffer] = ()) -> list[str]:
-        """Everything up to the result and what is kept for the backward pass."""
+        """The forward pass: up to the result and what is kept for the backward pass."""
         return self._lines(self.forward, [self.program.result, *kept], self.program.given[0])
 
     def backward_lines(self) -> list[str]:
-        """Down to the gradients; what only those of input or weight need is computed where they are wanted."""
+        """The backward pass. What only the gradient of input or weight needs is computed only if that is needed."""
         assert self.program.gradient is not None
         found = {slot: grad for slot, grad in enumerate(self.program.gradients) if grad is not None}
         live = self._live(self.backward, list(found.values()))
         return self._lines(live, list(found.values()), self.program.gradient, self._guards(live, found))
 
     def _guards(self, calls: Sequence[Call], found: Mapping[int, Buffer]) -> dict[int, str]:
-        """By a call's identity: the condition on which any gradient depends on it."""
-        needed: dict[int, set[int]] = {}  # by storage, the slots whose gradient is made from it
+        """By a call's identity: the condition under which a needed gradient depends on it."""
+        needed: dict[int, set[int]] = {}  # by storage, the slots whose gradient depends on it
         for slot, grad in found.items():
             needed.setdefault(grad.storage, set()).add(slot)
         guards = {}
@@ -74,7 +74,7 @@ class ProgramText:
         return [a for n, a in enumerate(cut.arguments) if isinstance(a, Buffer) and n in places]
 
     def kept(self) -> list[Buffer]:
-        """What the backward pass reads of the forward pass: tensors that were given, and values made on the way."""
+        """What the backward pass reads from the forward pass: given tensors and intermediate values."""
         live = self._live(self.backward, [grad for grad in self.program.gradients if grad is not None])
         made = {result.number for call in live for result in getattr(call, "results", ()) if result is not None}
         read = {buffer.number: buffer for call in live for buffer in buffers_in(self._read_by(call))}
@@ -84,7 +84,7 @@ class ProgramText:
         return [b for number, b in found.items() if number not in made and b is not gradient]
 
     def _cut(self, calls: Iterable[Call], is_backward: bool) -> list[Call]:
-        """Kernels cut to their calls; the calls then have those arguments that are read."""
+        """The calls with specialised kernels and only the arguments that these read."""
         made: list[Call] = []
         for call in calls:
             if isinstance(call, KernelCall):
@@ -104,7 +104,7 @@ class ProgramText:
         return made
 
     def _without_clash(self, cut: CutKernel, other: str) -> CutKernel:
-        """Under other names where the file has other functions of those; what is the same is one function."""
+        """The kernel, renamed if the file has a different function of that name; equal functions are shared."""
         for place, name in enumerate(function.name for function in cut.functions):
             word = other if name == cut.kernel.name else name
             for new in (name, word, *(f"{word}_{n}" for n in range(2, 99))):
@@ -118,9 +118,9 @@ class ProgramText:
         return call.arguments if not isinstance(call, TorchCall) else call
 
     def _live(self, calls: Sequence[Call], ends: Sequence[Buffer]) -> list[Call]:
-        """Without the calls of PyTorch that nothing comes of."""
+        """The calls without those of PyTorch whose results are not used."""
         read = {buffer.number for buffer in ends}
-        storages = {buffer.storage for buffer in (*ends, *self.program.given)}  # a change of what is given is seen
+        storages = {buffer.storage for buffer in (*ends, *self.program.given)}  # callers see changes of given tensors
         live: list[Call] = []
         for call in reversed(calls):
             if isinstance(call, TorchCall):
@@ -163,7 +163,7 @@ class ProgramText:
     def _is_inlined(
         self, text: TorchText, call: TorchCall, uses: Mapping[int, int], live: Sequence[Call], ends: Sequence[Buffer]
     ) -> bool:
-        """Whether a value is written where it is read: once, and as a view or as part of a short expression."""
+        """Whether a value is written where it is read: if read once, and as a view or part of a short expression."""
         result, name = call.results[0], call.function.rpartition(".")[2]
         if len(call.results) != 1 or result is None or call.changes_its_argument:
             return False

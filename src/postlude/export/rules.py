@@ -1,5 +1,5 @@
-"""The rules by which a function's tree is cut down: constants put in, expressions folded, branches decided, and what
-nobody reads left out."""
+"""The rules that specialise a function's tree: constants substituted, expressions folded, branches decided, dead code
+removed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ADDRESSED = ("tl.load", "tl.store", "tl.atomic_add", "tl.atomic_max", "tl.atomi
 
 
 class Replaced(ast.NodeTransformer):
-    """Names that are read become expressions; calls of functions in `inlined` become theirs, _0 the first argument."""
+    """Replaces names by expressions, and calls of functions in `inlined` by theirs, with _0 as the first argument."""
 
     def __init__(self, words: Mapping[str, ast.expr], inlined: Mapping[str, ast.expr] | None = None) -> None:
         self.words, self.inlined = words, inlined or {}
@@ -50,7 +50,7 @@ class Replaced(ast.NodeTransformer):
 
 
 def substitute(function: ast.FunctionDef, words: Mapping[str, ast.expr], inlined: Mapping[str, ast.expr]) -> None:
-    """A parameter that the body overwrites is replaced up to there."""
+    """Substitutes constants. A parameter that the body overwrites is replaced up to that statement."""
     left = dict(words)
     for statement in function.body:
         assigned = stored_names(statement) & left.keys()
@@ -61,11 +61,11 @@ def substitute(function: ast.FunctionDef, words: Mapping[str, ast.expr], inlined
 
 
 class Folded(ast.NodeTransformer):
-    """Expressions worked out; names alone decide conditions, and stay where they are part of arithmetic."""
+    """Folds expressions. A name alone decides a condition, but stays where it is part of arithmetic."""
 
     def __init__(self, function: ast.FunctionDef, known: Mapping[str, object]) -> None:
         self.known, self.kinds = known, Kinds(function, known)
-        self.addresses: set[ast.AST] = set()  # sums of a pointer and offsets, which are whole numbers
+        self.addresses: set[ast.AST] = set()  # sums of a pointer and offsets, which are integers
         for node in ast.walk(function):
             if isinstance(node, ast.Call) and name_of(node.func) in _ADDRESSED:
                 left = node.args[:1]
@@ -100,7 +100,7 @@ class Folded(ast.NodeTransformer):
         return other if (is_factor or is_term) and is_same else node
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
-        """Of a condition only the truth matters: what is known goes, and decides where nothing in front has effects."""
+        """Drops known parts of a condition; one decides it if nothing before it has side effects."""
         self.generic_visit(node)
         stops = isinstance(node.op, ast.Or)
         left: list[ast.expr] = []
@@ -119,7 +119,7 @@ class Folded(ast.NodeTransformer):
         return node if value is UNKNOWN else node.body if value else node.orelse
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
-        """A second axis of a block of one, as people write it: the kernels give no others to tl.expand_dims."""
+        """Writes tl.expand_dims as indexing; the kernels use it only for a second axis of a one-dimensional block."""
         self.generic_visit(node)
         axis = value_of(node.args[1], {}) if name_of(node.func) == "tl.expand_dims" else None
         if axis not in (0, 1):
@@ -133,8 +133,8 @@ def _is_not(node: ast.AST) -> bool:
 
 
 def rewritten(block: list[ast.stmt], change: Callable[[ast.stmt], list[ast.stmt]]) -> list[ast.stmt]:
-    """Statements as `change` has them, inner ones first. One that goes takes the comments above it along, and nothing
-    comes after a return."""
+    """The statements after `change`, inner ones first. Comments above a removed statement go with it, and statements
+    after a return are removed."""
     made: list[ast.stmt] = []
     for node in block:
         if isinstance(node, ast.If | ast.For):
@@ -153,7 +153,7 @@ def taken(node: ast.If, truth: bool) -> list[ast.stmt]:
 
 
 def decide(function: ast.FunctionDef, known: Mapping[str, object]) -> None:
-    """Conditions that are known give way to the branch that is taken."""
+    """Replaces known conditions by the branch that is taken."""
 
     def change(node: ast.stmt) -> list[ast.stmt]:
         value = value_of(node.test, known) if isinstance(node, ast.If) else UNKNOWN
@@ -163,7 +163,7 @@ def decide(function: ast.FunctionDef, known: Mapping[str, object]) -> None:
 
 
 def leave_out(function: ast.FunctionDef) -> None:
-    """Assignments that nobody reads, and blocks that do nothing."""
+    """Removes assignments that are never read, and blocks that do nothing."""
     dead = set(Liveness(function).dead)
     read = reads(function)
 
@@ -185,7 +185,7 @@ def _does_nothing(node: ast.stmt, read: set[str]) -> bool:
 
 
 def propagated(function: ast.FunctionDef) -> dict[str, ast.expr]:
-    """Locals that are only another name for a flag, for 0 or 1, or for another local: put in, and what they are."""
+    """Substitutes locals that are just another name for a flag, for 0 or 1, or for another local; returns them."""
     singles, assigned = single_values(function), stores(function)
     names = {arg.arg for arg in function.args.args} - set(assigned) | set(singles)
     words = {}

@@ -1,6 +1,6 @@
-"""What is always true of a kernel for one call: conditions that hold in every lane, arithmetic that changes nothing.
+"""Simplifications of a kernel for one call: conditions that hold in every lane, arithmetic that changes nothing.
 
-Each of them must be in the kernel's text; a change of the kernel that forgets this table is an error, not another file.
+Each pattern must occur in the kernel's text: if a kernel changes and this table does not, export raises an error.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from postlude.export.device_text import changed
 from postlude.export.source import parse, text_of
 from postlude.plan.calls import KernelCall
 
-# Without a depth there is no slice to leave out.
+# In 2-D there is no slice to skip.
 _FLAT = {
-    """        # Taps that meet only the padding in front of or behind the volume are left out.
+    """        # Skip taps along z that read only padding.
         z_last = tl.minimum(s0 + BLOCK_M * NEIGHBOURS - 1, OD * SLICE_PITCH - 1) // SLICE_PITCH
         kd_first = tl.maximum(0, FIRST_SLICE - z_last)
         kd_end = tl.minimum(KD, LAST_SLICE + 1 - s0 // SLICE_PITCH)
@@ -43,7 +43,7 @@ def simplified(call: KernelCall, source: str) -> str:
 
 
 class _Without(ast.NodeTransformer):
-    """Conjunctions without the conditions that hold, through any index, and loads and stores without their masks."""
+    """Removes conditions that hold from conjunctions, whatever their index, and such masks from loads and stores."""
 
     def __init__(self, holding: set[str], masks: set[str]) -> None:
         self.holding, self.masks = holding, holding | masks
@@ -84,10 +84,10 @@ def has_all_channels(call: KernelCall) -> bool:
 
 
 def _holding(call: KernelCall, known: Mapping[str, int]) -> set[str]:
-    """Conditions that are true of every lane of every program."""
+    """Conditions that are true in every lane of every program."""
     found = set[str]()
     if call.kernel == "pack_input_kernel":
-        found |= {"o_c < C_PACKED"}  # blocks of channels divide the packed ones; the given ones may be fewer
+        found |= {"o_c < C_PACKED"}  # blocks divide the packed channels; the input may have fewer
         found |= {"m_c"} if known["C"] == known["C_PACKED"] else set()
         rows = known["N"] * known["D"] * known["H"]
         if not (known["PD"] or known["PH"]) and rows == call.grid[0] == known["N"] * known["SAMPLE_ROWS"]:
@@ -105,7 +105,7 @@ def _holding(call: KernelCall, known: Mapping[str, int]) -> set[str]:
 
 
 def _changes(kernel: str, known: Mapping[str, int]) -> dict[str, str]:
-    """Other words for parts of a kernel's text."""
+    """Replacements for parts of a kernel's text."""
     changes: dict[str, str] = {}
     if kernel == "pack_input_kernel" and not known["PW"]:
         changes["    if tl.program_id(1) == 0:\n"] = "    if False:\n"
@@ -122,7 +122,7 @@ def _changes(kernel: str, known: Mapping[str, int]) -> dict[str, str]:
         changes["blocks = tl.cdiv(C, BLOCK_C)"] = "blocks = C"
     if kernel == "convolve_kernel":
         changes["S = OD * OH * OW // ALIGN * ALIGN"] = "S = OD * OH * OW"
-        changes["  # the same number, seen to be a multiple: stores are as wide as that"] = ""
+        changes["  # same value; the compiler sees the alignment and widens the stores"] = ""
         if known["KD"] == known["OD"] == 1:
             changes |= _FLAT
         if known["NEIGHBOURS"] == 1:
@@ -136,7 +136,7 @@ def _changes(kernel: str, known: Mapping[str, int]) -> dict[str, str]:
 
 
 def simplified_helper(name: str, source: str, known: Mapping[str, object]) -> str:
-    """The same for a device function, of whose parameters these are known."""
+    """The same for a device function with these known parameters."""
     if name == "phase_sum" and known.get("C_PACKED") == known.get("BLOCK_K"):
         return source.replace(" + i % BLOCKS_K * BLOCK_K", "").replace("i % BLOCKS_K * BLOCK_K", "0")
     return source

@@ -1,8 +1,8 @@
-"""A function's text as a syntax tree that keeps comments and blank lines, and the tree as text again.
+"""Parses a function's text to a syntax tree that keeps comments and blank lines, and writes the tree as text again.
 
-The text has one line for each statement, however long: `layout.fold` breaks those that are too long. What Python's tree
-does not hold is kept as attributes of its nodes: `remark`, the comment behind a statement or a parameter, and
-`is_grouped`, of an operation that was written in parentheses.
+The text has one line per statement, however long; `layout.fold` breaks long ones. What Python's tree does not hold is
+kept as attributes of its nodes: `remark`, the comment after a statement or a parameter, and `is_grouped`, for an
+operation in parentheses.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def parse(text: str) -> ast.FunctionDef:
     for arg, default in parameters(function):
         end = (default or arg).end_lineno or last
         found = [remarks[row] for row in range(min(last + 1, end), end + 1) if row in remarks]
-        # A shape is that of all parameters in its line; any other remark stays with the first.
+        # A shape applies to all parameters of its line; any other remark belongs to the first.
         vars(arg)["remark"] = " ".join(words for words in found if end > last or words.startswith("["))
         last = end
     starts = [0, *itertools.accumulate(len(line) + 1 for line in plain.split("\n"))]
@@ -116,7 +116,7 @@ def _remark(node: ast.AST) -> str:
 
 
 def _block(block: Sequence[ast.stmt], indent: int) -> list[str]:
-    """No blank line at its start or end, and no two in a row."""
+    """The lines of a block, without blank lines at its start or end and without two in a row."""
     lines: list[str] = []
     for node in block:
         is_blank = isinstance(node, Comment) and not node.text
@@ -147,12 +147,12 @@ def _statement(node: ast.stmt, indent: int) -> list[str]:
 
 
 def written(node: ast.AST) -> str:
-    """An expression or a simple statement as formatters of Python have it."""
+    """An expression or a simple statement in the style of Python's formatters."""
     return ast.unparse(_Written().visit(copy.deepcopy(node)))
 
 
 class _Written(ast.NodeTransformer):
-    """Puts names that are whole texts where ast.unparse has another style than formatters."""
+    """Replaces nodes by ready-made text where the style of ast.unparse differs from that of formatters."""
 
     def visit_Constant(self, node: ast.Constant) -> ast.expr:
         if isinstance(node.value, str):

@@ -1,7 +1,7 @@
-"""A kernel cut down to one case: compile-time flags decided, dead branches out, unread parameters gone.
+"""Specialises a kernel to one case: compile-time flags decided, dead branches and unread parameters removed.
 
-The rules are applied until none finds anything more to do. Comments stay, and what is left reads as if it had been
-written for the one case.
+The rules are applied until none changes anything. Comments stay, and the result reads as if it had been written for the
+one case.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Inline:
 @dataclass(frozen=True)
 class Specialised:
     text: str
-    parameters: tuple[str, ...]  # those that are left, in order
+    parameters: tuple[str, ...]  # the remaining ones, in order
 
 
 def specialise(
@@ -84,9 +84,9 @@ def _known(function: ast.FunctionDef, constants: Mapping[str, object]) -> dict[s
 
 
 def _decide_comments(function: ast.FunctionDef, constants: Mapping[str, object], names: Mapping[str, str]) -> None:
-    """Conditions in remarks are decided; a sentence on lines of its own may go on in the next, and keeps its own."""
+    """Resolves conditions in remarks. A comment on its own lines is left alone, because sentences span lines there."""
     words = {old: new for old, new in names.items() if re.search(r"[A-Z_\d]", old)}  # others may be plain English
-    for name, value in constants.items():  # what reads as well in prose as its name; flags do not
+    for name, value in constants.items():  # numbers read well in prose, flags do not
         if isinstance(value, Word | Inline):
             words[name] = value.text.partition("(")[0]
         elif type(value) in (int, float) and name.isupper():
@@ -99,7 +99,7 @@ def _decide_comments(function: ast.FunctionDef, constants: Mapping[str, object],
 
 
 def _say(function: ast.FunctionDef, values: Mapping[str, ast.expr]) -> None:
-    """What became of names in capitals, in remarks as well."""
+    """Replaces names in capitals by their values in remarks as well."""
     words = {name: written(value) for name, value in values.items() if name.isupper()}
     for node in ast.walk(function):
         if remark := remark_of(node):

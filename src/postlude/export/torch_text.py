@@ -26,12 +26,12 @@ _INFIX = {
 _REFLECTED = {"__radd__": "+", "__rmul__": "*", "__rsub__": "-", "__rtruediv__": "/"}
 _CONVOLUTION = ("stride", "padding", "dilation", "groups")
 _TRANSPOSED = ("stride", "padding", "output_padding", "groups", "dilation")
-# Calls whose result is a part or another view of their argument: written where it is read, if that is one place.
+# Calls whose result is a view of their argument: written where it is read, if it is read once.
 VIEWS = frozenset({"__getitem__", "view", "reshape", "expand", "unsqueeze", "squeeze"})
 
 
 class TorchText:
-    """`words` names buffers by their number; `first` is a tensor on the device that new ones are to lie on."""
+    """Writes calls of PyTorch. `words` names buffers by number; new tensors get the device of the tensor `first`."""
 
     def __init__(self, words: Mapping[int, str], first: Buffer) -> None:
         self.words, self.first = dict(words), first
@@ -113,7 +113,7 @@ class TorchText:
     def _trimmed(
         self, function: Any, arguments: list[Any], keywords: dict[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Without what is the default anyway."""
+        """The arguments without those that equal their defaults."""
         try:
             parameters = inspect.signature(function).parameters
         except (TypeError, ValueError):

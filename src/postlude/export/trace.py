@@ -1,7 +1,7 @@
 """A model's forward at two levels: calls of modules and functions, as people write it, and the ATen graph below.
 
-The chains are found in the ATen graph; each of its nodes remembers the call that it came from, so that a chain is known
-as calls of the forward. A forward that cannot be written down as a straight line of calls is refused in one sentence.
+Chains are found in the ATen graph. Each of its nodes records the call that it came from, so that a chain can be mapped
+to calls of the forward. A forward that is not a straight line of calls is refused in one sentence.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ class FoundChain:
     match: Match
     calls: tuple[fx.Node, ...]
     tensors: tuple[fx.Node | str, ...]  # a dotted path is a parameter or buffer
-    counters: tuple[str, ...] = ()  # buffers that count the batches a batch_norm has seen: its call adds 1
-    modes: tuple[tuple[str, bool], ...] = ()  # modules whose mode decides what they compute, and theirs at the time
+    counters: tuple[str, ...] = ()  # batch_norm's num_batches_tracked, which each call increments
+    modes: tuple[tuple[str, bool], ...] = ()  # modules whose mode affects their result, and the mode when traced
 
 
 @dataclass(frozen=True)
 class Traced:
     graph: fx.Graph
     chains: tuple[FoundChain, ...]
-    declined: Mapping[str, str]  # the name of a call that stays as it is, and why
+    declined: Mapping[str, str]  # the name of a call that is not fused, and why
 
 
 def trace(model: nn.Module, inputs: Sequence[Any], training: bool = False) -> Traced:
-    """Chains that go on over a batch_norm in training may fail as calls where shorter ones do not."""
+    """Traces a model. A chain that continues past a batch_norm in training may not map to calls; a shorter one may."""
     graph, tries = _calls(model), []
     for over_batch in (True, False):
         below = _Below(model, graph, inputs)
@@ -72,7 +72,7 @@ def _refusal(words: str, error: Exception) -> PostludeError:
 
 
 def _calls(model: nn.Module) -> fx.Graph:
-    """The same in both modes: what differs between them must lie inside modules, which know their mode."""
+    """The calls of the forward, which must be the same in both modes; differences must be inside modules."""
     was_training = model.training
     try:
         graphs = [fx.Tracer().trace(model.train(mode)) for mode in (not was_training, was_training)]
@@ -88,7 +88,7 @@ def _calls(model: nn.Module) -> fx.Graph:
 
 
 def _write_out_constants(model: nn.Module, graph: fx.Graph) -> None:
-    """Tensors of one number that the forward makes, as the call that makes them again."""
+    """Replaces scalar tensors that the forward creates by the call that creates them."""
     for node in list(graph.nodes):
         if node.op == "get_attr" and "_tensor_constant" in str(node.target):
             value = getattr(model, str(node.target))
@@ -103,7 +103,7 @@ def _write_out_constants(model: nn.Module, graph: fx.Graph) -> None:
 
 
 def _unwritten(training: bool, over_batch: bool, step: Step) -> str | None:
-    """Why the kernels of a file end before a step, where they do."""
+    """Why the kernels of a file end before a step, or None."""
     if isinstance(step, Normalize) and step.over == "batch" and not over_batch:
         return "a chain over this batch_norm could not be written as calls"
     if training and (isinstance(step, Softmax) or (isinstance(step, Reduce) and step.over == "channels")):
@@ -125,7 +125,7 @@ class _Interpreted(nn.Module):
 
 
 class _Below:
-    """The ATen graph below the calls; for each of its nodes the call, and for its inputs what they are."""
+    """The ATen graph of the calls; maps its nodes to calls, and its inputs to tensors."""
 
     def __init__(self, model: nn.Module, graph: fx.Graph, inputs: Sequence[Any]) -> None:
         state: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -184,14 +184,14 @@ class _Below:
         return FoundChain(item, tuple(calls), tuple(tensors), tuple(counters.values()), modes)
 
     def _counter(self, node: fx.Node) -> str | None:
-        """The counter that a batch_norm in training moves on, if a node does just that."""
+        """The counter that a node increments for a batch_norm in training, if it does just that."""
         path = self.placeholders.get(node.args[0], "") if node.args and isinstance(node.args[0], fx.Node) else ""
         adds = node.target in (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor) and node.args[1:] == (1,)
         is_copied = node.target is torch.ops.aten.copy_.default
         return path[1:] if path.endswith("num_batches_tracked") and (adds or is_copied) else None
 
     def _with_inner(self, calls: Sequence[fx.Node]) -> list[fx.Node]:
-        """With the calls between them that compute nothing: copies, questions, and numbers as tensors."""
+        """The calls, with those between them that compute nothing: copies, shape queries, and numbers as tensors."""
         computing = {name for node, name in self.origins.items() if node.op == "call_function"}
         found = set(calls)
         for node in reversed(self.calls.values()):
@@ -202,13 +202,13 @@ class _Below:
 
 
 def _number(node: fx.Node) -> float | None:
-    """What torch.tensor makes a tensor of, where that is one number."""
+    """The number from which torch.tensor makes a scalar tensor, or None."""
     number = node.args[0] if node.target is torch.tensor and node.args else None
     return number if isinstance(number, int | float) and set(node.kwargs) <= {"device"} else None
 
 
 def _with_slots(item: Match, left: Sequence[int], numbers: Mapping[int, float], producer: Convolution | None) -> Match:
-    """A match whose chain reads the slots `left`, by their places in it, and numbers in place of others."""
+    """The match with a chain that reads only the slots `left`, and numbers instead of others."""
 
     def operand(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -224,7 +224,7 @@ def _with_slots(item: Match, left: Sequence[int], numbers: Mapping[int, float], 
 
 
 def without_convolution(found: FoundChain) -> FoundChain:
-    """The chain that begins with what the convolution gives: its call stays the model's own, bias and all."""
+    """The chain without its convolution, whose call, bias included, stays the model's own."""
     conv = found.match.chain.producer
     if conv is None:
         return found
@@ -235,7 +235,7 @@ def without_convolution(found: FoundChain) -> FoundChain:
 
 
 def _values_of_pair(pair: fx.Node) -> fx.Node | None:
-    """The call that takes the values from what max or min gives, where that is all that becomes of it."""
+    """The call that takes the values from a (values, indices) pair, if nothing else reads the pair."""
     for user in pair.users:
         if len(pair.users) == 1 and (user.target, *user.args[1:]) in ((operator.getitem, 0), (getattr, "values")):
             return user
@@ -243,7 +243,7 @@ def _values_of_pair(pair: fx.Node) -> fx.Node | None:
 
 
 def _without_pair(item: Match) -> Match | None:
-    """The chain before a max or min that it ends in."""
+    """The chain without the max or min at its end."""
     if item.nodes[-1].target is not operator.getitem or len(item.chain.steps) < 2:
         return None
     pair = item.nodes.index(item.nodes[-1].args[0])

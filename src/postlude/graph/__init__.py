@@ -1,1 +1,1 @@
-"""Model to chains and back: capture, tidy, match, splice."""
+"""From a model to chains and back: capture, tidy, match, splice."""

@@ -51,11 +51,11 @@ class Captured:
     sites: tuple[Site, ...]
     declined: tuple[Declined, ...]
     conversions: tuple[Conversion, ...] = ()  # where values become channels-last, and contiguous again
-    gathered: tuple[str, ...] = ()  # upsampling whose gradient a kernel of ours gathers
+    gathered: tuple[str, ...] = ()  # upsampling whose gradient our kernel gathers
 
 
 class Backend:
-    """Fuses the chains of each graph that Dynamo hands over and keeps a list of what it did."""
+    """Fuses the chains of each graph that Dynamo passes to it, and records what it did."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Backend:
         check_convolution(convolution)
         self.precision, self.rest, self.wanted = precision, rest, wanted
         self.memory, self.convolution = memory, convolution
-        self.inductor, self.layout = inductor or {}, layout  # settings of Inductor's own; "auto" or "keep"
+        self.inductor, self.layout = inductor or {}, layout  # Inductor's options; "auto" or "keep"
         self.ledger = Ledger() if ledger is None else ledger
         self.captured: list[Captured] = []
         self.failure: str | None = None
@@ -85,7 +85,7 @@ class Backend:
         _warn_once()
         try:
             traced = capture(graph, inputs)
-        except Exception as error:  # a private interface moved, or an operator that cannot be traced
+        except Exception as error:  # a private interface has changed, or an operator cannot be traced
             self.failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             log.warning("this model could not be captured and runs as it was (%s)", self.failure)
             return graph.forward
@@ -100,7 +100,8 @@ class Backend:
         cast_inputs(traced)
         rest = self._rest_for(traced, inputs)
         before = results_of(traced)
-        # Operators that give up channels-last convert it back by themselves in eager PyTorch; Inductor fuses that.
+        # Some operators return contiguous results for channels-last inputs. Inductor fuses the conversion, eager does
+        # not.
         lays_out = rest == "inductor" and layout == "auto"
         conversions = read_channels_last(traced, self._allows_tf32()) if lays_out else []
         found, declined = _match(traced, inputs)
@@ -136,7 +137,7 @@ class Backend:
         conversions: list[fx.Node],
         before: Sequence[Any],
     ) -> tuple[list[Site], dict[Match, tuple[Site, Plan | Refusal | None]]]:
-        """A site for every chain; for those that are fused also what was planned, where sizes are known."""
+        """A site for every chain; for those that are fused also the plan, if sizes are known."""
         refused = set[Match]()
         while True:
             known = decide(
@@ -145,10 +146,10 @@ class Backend:
             )
             fused = {item: question for item, question in known.questions.items() if item not in known.refused}
             self.ledger.expect(list(fused.values()))
-            if rest == "eager":  # each call decides where sizes are symbols, and checks its plan
+            if rest == "eager":  # where sizes are symbols, each call plans and checks
                 off = {item for item in known.refused if not item.has_symbols}
                 return known.sites, {item: (site, None) for item, site in zip(found, known.sites) if item not in off}
-            # Inductor compiles what it is given once: a chain is checked before that, else with the tensors of a call.
+            # Inductor compiles the graph only once, so a chain is checked before that; otherwise at its first call.
             entries = {item: self.ledger.foresee(question) for item, question in fused.items()}
             off = {item for item, entry in entries.items() if entry.is_left_to_pytorch}
             refused, conversions = known.refused | off, known.conversions
@@ -166,8 +167,9 @@ class Backend:
         return asked or self.precision == "tf32"
 
     def _rest_for(self, traced: fx.GraphModule, inputs: Sequence[Any]) -> str:
-        """Inductor's on a GPU, unless nothing is left for it: a chain that is called directly costs the host less. On a
-        CPU Inductor compiles C++ for tens of seconds: it is asked for there."""
+        """Who runs what is not fused: Inductor on a GPU, unless nothing is left for it, because calling a chain
+        directly takes less host time. On a CPU Inductor compiles C++ for tens of seconds, so it runs only on
+        request."""
         if self.rest != "auto":
             return self.rest
         has_inductor = _device_of(inputs) == "cuda" and hardware.can_compile()

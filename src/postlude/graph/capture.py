@@ -1,6 +1,6 @@
-"""Dynamo's graph, traced again at ATen level: differentiable, parameters still inputs, dtypes as they will be.
+"""Traces Dynamo's graph again at ATen level: differentiable, with parameters still as inputs and the final dtypes.
 
-Every private interface of PyTorch that Postlude needs is in this file. It is tested on torch 2.11 and 2.13.
+Private interfaces of PyTorch that Postlude needs for this are all in this file. It is tested on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def capture(graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
 
 
 def capture_function(function: Callable[..., Any], inputs: Sequence[Any]) -> fx.GraphModule:
-    """The same for a plain function of tensors, without Dynamo: what `postlude.nn` traces its modules with."""
+    """The same for a plain function of tensors, without Dynamo. `postlude.nn` traces its modules with it."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = [mode.from_tensor(x, static_shapes=True) if isinstance(x, torch.Tensor) else x for x in inputs]
     with mode:
@@ -42,12 +42,12 @@ def capture_function(function: Callable[..., Any], inputs: Sequence[Any]) -> fx.
 
 
 def same_shape(left: Sequence[Any], right: Sequence[Any]) -> bool:
-    """True where two shapes are known to be equal; never adds a guard, as `==` on symbols would."""
+    """Whether two shapes are known to be equal. Never adds a guard, as `==` on symbols would."""
     return len(left) == len(right) and all(statically_known_true(sym_eq(a, b)) for a, b in zip(left, right))
 
 
 def example_of(value: Any) -> torch.Tensor | None:
-    """Like `value`, with the sizes of the call at hand where they are symbols; it holds no numbers."""
+    """A tensor like `value` without data. Symbolic sizes become those of the call that is being compiled."""
     if not isinstance(value, torch.Tensor):
         return None
     sizes = [_hint(size) for size in (*value.shape, *value.stride())]
@@ -59,13 +59,13 @@ def example_of(value: Any) -> torch.Tensor | None:
 
 
 def _hint(size: Any) -> int | None:
-    """Of a symbol, what it stands for in this call; asking `int` for it would add a guard."""
+    """The value of a symbolic size in this call. `int(size)` would add a guard."""
     return size if isinstance(size, int) else size.node.hint
 
 
 @contextlib.contextmanager
 def hooks_are_watched() -> Iterator[None]:
-    """What Dynamo compiles in here is compiled anew when a hook of a module comes or goes; else it would not notice."""
+    """Makes Dynamo recompile when a module's hooks change; by default it would not notice."""
     before = dynamo.skip_nnmodule_hook_guards
     dynamo.skip_nnmodule_hook_guards = False
     try:
@@ -75,13 +75,13 @@ def hooks_are_watched() -> Iterator[None]:
 
 
 def hooks_of_all_modules() -> bool:
-    """True while `register_module_forward_hook` or one of its kind is in force, which Dynamo never notices."""
+    """Whether global module hooks (`register_module_forward_hook` and the like) exist. Dynamo never notices those."""
     return bool(_has_any_global_hook())
 
 
 @contextlib.contextmanager
 def modes_left_as_found() -> Iterator[None]:
-    """Autocast and gradients are as before, however far the nodes that switch them came."""
+    """Restores autocast and grad mode on exit, even if tracing stopped between the nodes that switch them."""
     kinds = ("cuda", "cpu")
     before = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
     with torch.set_grad_enabled(torch.is_grad_enabled()):
@@ -100,14 +100,14 @@ def fakes_of(values: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
 
 
 def is_traced() -> bool:
-    """True inside of somebody's torch.compile, torch.export or torch.jit.trace."""
+    """Whether this runs inside torch.compile, torch.export or torch.jit.trace."""
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
 @contextlib.contextmanager
 def _fresh_fakes(inputs: Sequence[Any]) -> Iterator[list[Any]]:
-    # Dynamo's own fakes belong to an older mode ("Mixing fake modes"), and the context's mode is memoised by
-    # AOTAutograd: so a mode of our own over Dynamo's ShapeEnv, which shares its symbols and guards.
+    # Dynamo's own fake tensors belong to an older mode ("Mixing fake modes"), and AOTAutograd memoises the context's
+    # mode. So we make a mode of our own over Dynamo's ShapeEnv, with which it shares symbols and guards.
     context = TracingContext.get()
     old = context.fake_mode
     mode = FakeTensorMode(shape_env=old.shape_env if old else None, allow_non_fake_inputs=True)
@@ -128,11 +128,11 @@ def _fresh_fakes(inputs: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 class _AtenTracer(fx.Interpreter):
-    """Runs Dynamo's graph under make_fx, with the two kinds of nodes that make_fx would get wrong."""
+    """Runs Dynamo's graph under make_fx, and handles the two kinds of nodes that make_fx gets wrong."""
 
     def run_node(self, n: fx.Node) -> Any:
         if n.target is _enter_autocast:
-            # make_fx records the call without entering it: every dtype in the region would be wrong.
+            # make_fx records this call but does not enter autocast: every dtype in the region would be wrong.
             region = torch.amp.autocast(*n.args)  # type: ignore[arg-type]
             region.__enter__()  # records the node as well
             return region
@@ -143,7 +143,7 @@ class _AtenTracer(fx.Interpreter):
         return super().run_node(n)
 
     def _copy_untouched(self, node: fx.Node) -> Any:
-        # Tracing through autograd_function_apply loses the input's gradient, through a checkpoint it raises.
+        # Tracing through autograd_function_apply loses the input's gradient; tracing through a checkpoint raises.
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         mode = torch._ops._get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)
         tracer = mode.tracer

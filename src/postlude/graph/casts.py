@@ -1,7 +1,8 @@
-"""What autocast does to a convolution's input and weight, as operators of the graph.
+"""Autocast's casts of a convolution's input and weight, as operators of the graph.
 
-Autocast norms in fp32 and convolves in 16 bits: between them lies a cast below the level of this graph. As an operator
-of its own it is the last step of the chain before, which then writes 16 bits instead of 32, and no pass reads both.
+Autocast computes norms in fp32 and convolutions in 16 bits. The cast between them is below the level of this graph. As
+an operator it becomes the last step of the chain before it, which then writes 16 bits, and the separate pass that would
+read 32 bits and write 16 is gone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ aten = torch.ops.aten
 
 
 def cast_inputs(graph: fx.GraphModule) -> None:
-    """One cast for each convolution, as autocast has: gradients of a value that two of them read are added in fp32."""
+    """Adds one cast per convolution, as autocast does: if two read one value, its gradients are added in fp32."""
     for node in [node for node in graph.graph.nodes if spellings.is_convolution(node)]:
         x, dtype = node.args[0], node.meta["val"].dtype
         if not isinstance(x, fx.Node) or not _is_narrowed(x, dtype):
@@ -33,7 +34,7 @@ def cast_inputs(graph: fx.GraphModule) -> None:
 
 
 def cast_weights(graph: fx.GraphModule, wanting: Collection[fx.Node]) -> None:
-    """Of the convolutions that are left to PyTorch, by one operator for all weights of a dtype."""
+    """Casts the weights of convolutions left to PyTorch, by one operator for all weights of a dtype."""
     by_dtype: dict[torch.dtype, dict[fx.Node, list[fx.Node]]] = {}  # weights, and the convolutions that read each
     for node in [node for node in graph.graph.nodes if spellings.is_convolution(node)]:
         weight, dtype = node.args[1], node.meta["val"].dtype
@@ -70,6 +71,6 @@ def _cast_together(
 
 
 def _is_narrowed(x: fx.Node, dtype: torch.dtype) -> bool:
-    """By autocast. An input of the graph has no chain before it."""
+    """Whether autocast casts `x` to fewer bits. Not for an input of the graph, because no chain precedes it."""
     value = x.meta["val"]
     return x.op == "call_function" and value.is_cuda and value.dtype == torch.float32 and dtype.itemsize == 2

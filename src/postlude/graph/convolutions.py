@@ -1,4 +1,4 @@
-"""A convolution read off the graph: the start of a chain, or a sentence why it is none."""
+"""Reads a convolution from the graph as the start of a chain, or says in a sentence why it is none."""
 
 from __future__ import annotations
 

@@ -20,12 +20,12 @@ from postlude.run.site import Site
 
 @dataclass(frozen=True)
 class Decided:
-    """As far as plans tell: nothing has been compiled or checked for it."""
+    """The decision for a graph, from plans only: nothing has been compiled or checked."""
 
     sites: list[Site]  # one for each chain
-    questions: dict[Match, Question]  # where sizes are known
+    questions: dict[Match, Question]  # for chains whose sizes are known
     refused: set[Match]
-    conversions: list[fx.Node]  # to channels-last that are left
+    conversions: list[fx.Node]  # the remaining conversions to channels-last
 
 
 def decide(
@@ -39,10 +39,11 @@ def decide(
     refused: set[Match],
     by_inductor: bool,
 ) -> Decided:
-    """`before` has what the graph returned before anything was converted, `refused` what is known to be.
+    """Decides until nothing changes: a refused chain, or a region that is not worth its conversions, may change the
+    layout that other chains read, and with it their plans.
 
-    A chain that is refused hands on what PyTorch does. That may change the layout which others read, and with it their
-    plans; so may a region that is not worth its conversions."""
+    `before` are the graph's results before any conversion, `refused` the chains that are known to be refused.
+    """
     while True:
         handing_on = propagate(graph, [item for item in chains if item not in refused]) if conversions else set()
         sites = [site_for(item, "channels_last" if item in handing_on else "") for item in chains]
@@ -63,8 +64,10 @@ def decide(
 
 
 def _entry(ledger: Ledger, question: Question, by_inductor: bool) -> Entry | None:
-    """As planned. Where all that we have is the pass that Inductor makes too, Inductor's also takes in what is around:
-    a residual's sum goes into the moments of the norm behind it."""
+    """The planned entry; a refusal if the plan is PyTorch's producer and one pass, which Inductor generates as well.
+
+    Inductor also fuses what surrounds that pass: for example a residual's sum with the moments of the norm after it.
+    """
     entry = ledger.planned(question)
     plan = entry.outcome if entry is not None else None
     is_library = isinstance(plan, Plan) and plan.on_gpu and plan.own is None
@@ -76,7 +79,7 @@ def _entry(ledger: Ledger, question: Question, by_inductor: bool) -> Entry | Non
 
 
 def _plans(entries: dict[Match, Entry | None], refused: set[Match]) -> dict[Match, Plan | None]:
-    """Of the chains that are fused."""
+    """The plans of the chains that are fused."""
     fused = {item: entry for item, entry in entries.items() if item not in refused}
     return {
         item: entry.outcome if entry is not None and isinstance(entry.outcome, Plan) else None

@@ -1,4 +1,4 @@
-"""A chain while it is read off the graph: one ATen node at a time, or a sentence why it ends here."""
+"""A chain while it is read from the graph, one ATen node at a time; a sentence says why it ends."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ class Draft:
         if spelled is not None:
             return _pointwise(self, node, spelled)
         if spellings.norm(node) is not None:
-            # No pass goes on after a pool's: the norm's own pass reads what it leaves.
+            # A pass ends with a pool and the elementwise steps after it, so a norm needs a pass, and a chain, of its
+            # own.
             return f"{describe(node)} after a pool begins a chain" if last_pool(self.steps) else _normalize(self, node)
         row_norm = read_row_norm(node) if self.dims == 0 else None
         if row_norm is not None:
@@ -86,14 +87,14 @@ class Draft:
         return grown, Slot(len(self.tensors))
 
     def _cast(self, value: Value, dtype: torch.dtype) -> tuple[Draft, Value]:
-        """Autocast changes dtypes below the level of this graph: where it did, the chain says so."""
+        """Adds a cast where autocast changes a dtype, which this graph does not show."""
         if self.dtypes[value.index] == dtype:
             return self, value
         steps = (*self.steps, Cast(value, name_of(dtype)))
         return dataclasses.replace(self, steps=steps, dtypes=(*self.dtypes, dtype)), Value(len(steps))
 
     def _add_rounded(self, node: fx.Node, step: Step, dtype: torch.dtype) -> Draft:
-        """What was in place kept its value's dtype: computed in the wider one of both operands, then rounded."""
+        """Adds a step that was in place: computed in the wider dtype of its operands, then rounded to the value's."""
         steps = (*self.steps, step)
         wide = dataclasses.replace(self, steps=steps, dtypes=(*self.dtypes, dtype))
         return wide._add(node, Cast(Value(len(steps)), name_of(dtype_of(node))))
@@ -117,13 +118,13 @@ def start_with(producer: Convolution, node: fx.Node, tensors: tuple[fx.Node, ...
 
 
 def cast_to(node: fx.Node, tensors: tuple[fx.Node, ...]) -> str | None:
-    """What autocast casts a producer's tensors to, where it does."""
+    """The dtype to which autocast casts a producer's tensors, or None."""
     dtype = dtype_of(node)
     return name_of(dtype) if any(dtype_of(tensor) != dtype for tensor in tensors) else None
 
 
 def start_with_input(node: fx.Node) -> Draft | str:
-    """A chain without a convolution begins at the tensor that `node` works on."""
+    """A chain without a convolution, which begins at the tensor that `node` reads."""
     shape = shape_of(node)
     if len(shape) not in (4, 5):
         return f"{describe(node)} has {len(shape)} axes; chains are 2-D or 3-D with a batch and channels"
@@ -184,7 +185,7 @@ def _operand(draft: Draft, node: fx.Node, first: fx.Node, item: Any, is_vector: 
     if reduced and (reduced != ["channels"] or not _are_ones(other)):
         return f"{describe(node)} brings another tensor in after a reduction"
     role = _vector_role(shape, other) if is_vector else _broadcast_role(shape, other)
-    role = "one" if reduced else role  # with one channel a number per channel is that as well
+    role = "one" if reduced else role  # with one channel, one number per channel is one number
     if role is None:
         return f"{describe(node)} broadcasts a tensor of shape {tuple(other)}, which is neither full nor per channel"
     if last_pool(draft.steps) and role in ("full", "row"):
@@ -199,7 +200,7 @@ def _vector_role(shape: tuple[Any, ...], other: tuple[Any, ...]) -> Role | None:
 
 
 def _broadcast_role(shape: tuple[Any, ...], other: tuple[Any, ...]) -> Role | None:
-    """What a tensor is beside a value of `shape`, by PyTorch's rules of broadcasting."""
+    """The role of a tensor that is broadcast against a value of `shape`, by PyTorch's rules."""
     if same_shape(shape, other):
         return "full"
     if len(other) > len(shape):
@@ -225,7 +226,7 @@ def _promoted(draft: Draft, operands: list[Operand]) -> torch.dtype:
     for operand in operands:
         if isinstance(operand, Value):
             dtypes.append(draft.dtypes[operand.index])
-        elif isinstance(operand, Slot) and shape_of(draft.tensors[operand.index]):  # without axes: like a number
+        elif isinstance(operand, Slot) and shape_of(draft.tensors[operand.index]):  # 0-d promotes like a number
             dtypes.append(dtype_of(draft.tensors[operand.index]))
     result = dtypes[0]
     for dtype in dtypes[1:]:

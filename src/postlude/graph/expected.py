@@ -1,4 +1,4 @@
-"""The problems that a graph's chains are going to meet, read off the graph before it runs."""
+"""The problems that a graph's chains will have, read from the graph before it runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from postlude.run.site import Site
 def questions_of(
     graph: fx.GraphModule, inputs: Sequence[Any], matches: Sequence[Match], sites: Sequence[Site]
 ) -> list[Question | None]:
-    """One for each site; None where a size is not known before the call."""
+    """One question per site; None if a size is not known before the call."""
     wants = wanting_gradients(graph, inputs)
     return [_question(item, site, wants) for item, site in zip(matches, sites)]
 
@@ -35,7 +35,7 @@ def _question(item: Match, site: Site, wants: set[fx.Node]) -> Question | None:
 
 
 def wanting_gradients(graph: fx.GraphModule, inputs: Sequence[Any]) -> set[fx.Node]:
-    """Nodes whose value has a gradient: inputs that ask for one, and what is computed from them."""
+    """Nodes whose value needs a gradient: inputs that require one, and what is computed from them."""
     found: set[fx.Node] = set()
     if not torch.is_grad_enabled():
         return found

@@ -1,4 +1,4 @@
-"""Steps that spell one word between them: x · sigmoid(x) is silu, x · tanh(softplus(x)) is mish."""
+"""Several steps that together are one word: x · sigmoid(x) is silu, x · tanh(softplus(x)) is mish."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import dataclasses
 from postlude.chain import Chain, Operand, Pointwise, Step, Value, operands_of
 from postlude.words import POINTWISE
 
-# The words that follow one another before the product with what they began with, all with their usual settings.
+# word: the words applied to x one after the other, all with default settings, before the product with x.
 IDIOMS: dict[str, tuple[str, ...]] = {"silu": ("sigmoid",), "mish": ("softplus", "tanh")}
 
 
 def with_idioms(chain: Chain) -> Chain:
-    """The same chain in the words that its steps spell; one word takes a third of the instructions, or fewer."""
+    """The same chain with idioms replaced by single words, which take at most a third of the instructions."""
     for number, step in enumerate(chain.steps, 1):
         for word, spelled in IDIOMS.items():
             start = number - len(spelled) - 1
@@ -22,7 +22,7 @@ def with_idioms(chain: Chain) -> Chain:
 
 
 def _is_spelled(chain: Chain, step: Step, start: int, number: int, spelled: tuple[str, ...]) -> bool:
-    """True where steps `start` + 1 to `number` − 1 are these words, `step` the product, and nobody else reads them."""
+    """Whether steps `start` + 1 to `number` − 1 are these words, `step` is the product, and nothing else reads them."""
     before = chain.steps[start : number - 1]
     return (
         isinstance(step, Pointwise)
@@ -48,7 +48,7 @@ def _shortened(chain: Chain, start: int, number: int, word: str) -> Chain:
 
 
 def _renumbered(step: Step, first: int, gone: int) -> Step:
-    """The same step where values from `first` on have numbers smaller by `gone`."""
+    """The same step with the numbers of values from `first` on reduced by `gone`."""
 
     def moved(operand: Operand) -> Operand:
         return Value(operand.index - gone) if isinstance(operand, Value) and operand.index >= first else operand

@@ -1,4 +1,4 @@
-"""How a chain begins with a linear layer."""
+"""Reads a linear layer from the graph as the start of a chain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds the chains of a graph, and says for every convolution and norm that is in none, why."""
+"""Finds the chains of a graph, and says why a convolution or norm is in none."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from postlude.graph.linear import start_with_linear
 from postlude.graph.spellings import describe
 from postlude.graph.tidy import mutated_storages, storage_of
 
-_LONGEST = 24  # steps; longer straight lines do not occur, and the search stays linear
+_LONGEST = 24  # steps; longer chains do not occur in practice, and the search stays linear
 
 
 @dataclass(frozen=True)
 class Match:
-    """A chain, the nodes it replaces (in order) and the node behind each of its slots."""
+    """A chain, the nodes that it replaces (in order), and the node of each of its slots."""
 
     name: str
     chain: Chain
@@ -38,7 +38,7 @@ class Match:
 
 @dataclass(frozen=True)
 class Declined:
-    """A convolution or norm that stays as it is, or something like a checkpoint that may hold them."""
+    """A convolution or norm that is not fused, or a node that may contain some, such as a checkpoint."""
 
     name: str
     what: str
@@ -48,7 +48,7 @@ class Declined:
 def match(
     graph: fx.GraphModule, declines: Callable[[Step], str | None] = lambda _: None
 ) -> tuple[list[Match], list[Declined]]:
-    """The chains, and what is in none; `declines` says why a chain should end before a step, where it should."""
+    """The chains, and what is in none. `declines` returns why a chain should end before a step, or None."""
     finder = _Finder(graph, declines)
     for node in graph.graph.nodes:
         if spellings.is_convolution(node):
@@ -56,7 +56,7 @@ def match(
         elif spellings.linear_operands(node) is not None:
             finder.try_from(node, start_with_linear, wants_norm=False)
     for node in graph.graph.nodes:
-        # Without a convolution, a chain begins at an elementwise step or a norm, and must have a norm to pay.
+        # Without a convolution a chain begins at an elementwise step or a norm, and pays only if it has a norm.
         if node not in finder.taken and (
             spellings.norm(node) or isinstance(spellings.pointwise(node), spellings.Spelled)
         ):
@@ -105,7 +105,7 @@ class _Finder:
         self.matches.append(Match(site_name(best.nodes), best.chain(), best.nodes, best.tensors))
 
     def _grow(self, draft: Draft, first: fx.Node | None) -> tuple[list[Draft], str]:
-        """Every draft on the way to the longest one, and what stopped it."""
+        """All drafts up to the longest one, and what ended it."""
         drafts = [draft]
         refused: dict[fx.Node, str] = {}
         while len(draft.steps) < _LONGEST:
@@ -149,14 +149,17 @@ class _Finder:
         return grown
 
     def _is_overwritten(self, draft: Draft, start: fx.Node, end: fx.Node) -> bool:
-        """True where something writes to a tensor of the chain between its first and its last node."""
+        """Whether something writes to a tensor of the chain between its first and its last node."""
         read = {storage_of(node) for node in (*draft.tensors, *draft.values)}
         first, last, inside = self.place[start], self.place[end], {self.place[node] for node in draft.nodes}
         between = [(number, written) for number, written in self.writes if first < number < last]
         return any(number not in inside and not written.isdisjoint(read) for number, written in between)
 
     def _is_read_elsewhere(self, draft: Draft, start: fx.Node, end: fx.Node) -> bool:
-        """True where the chain's move of running statistics could be seen to come late: it runs where it ends."""
+        """Whether running statistics are read between the chain's first and last node.
+
+        The fused chain runs, and updates them, at the place of its last node.
+        """
         slots = list(zip(draft.tensors, draft.roles))
         moved = {storage_of(node) for node, role in slots if role == "running"}
         if not moved:
@@ -170,8 +173,8 @@ class _Finder:
         return any(first < self.place[user] <= last for user in others) or len(norms) != len(set(norms))
 
     def _stands_alone(self, draft: Draft) -> bool:
-        """True where nothing but the draft's last value is used outside it. A linear layer alone is a chain, for its
-        product is most of one."""
+        """Whether only the draft's last value is used outside it. A linear layer alone may be a chain, because its GEMM
+        is most of the work."""
         if not draft.steps:
             return draft.producer is not None and draft.producer.is_linear
         inside = set(draft.nodes)
@@ -190,7 +193,7 @@ class _Finder:
 
 
 def site_name(nodes: tuple[fx.Node, ...]) -> str:
-    """The module that the chain begins in, as `named_modules` calls it; else the node's own name."""
+    """The module in which the chain begins, by its name in `named_modules`; otherwise the node's name."""
     for node in nodes:
         stack = node.meta.get("nn_module_stack")
         if stack:

@@ -1,4 +1,4 @@
-"""Norms that stay PyTorch's between channels-last convolutions: the operator that keeps a layout takes their place."""
+"""Norms that are not fused between channels-last convolutions: replaced by an operator that keeps the layout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COMPUTED = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # as 
 
 
 def keeps_layout(node: fx.Node) -> bool:
-    """Whether `node` is a norm that the operator computes, of a value that is channels-last."""
+    """Whether `node` is a norm of a channels-last value that the operator can compute."""
     if node.op != "call_function" or spellings.norm(node) not in ("group_norm", "instance_norm"):
         return False
     call = spellings.arguments_of(node)
@@ -24,7 +24,7 @@ def keeps_layout(node: fx.Node) -> bool:
 
 
 def keep_layouts(graph: fx.GraphModule) -> None:
-    """In place of every norm that is left and whose result is expected channels-last."""
+    """Replaces every remaining norm whose result should be channels-last."""
     for node in graph.graph.nodes:
         if not keeps_layout(node) or layout_of(node.meta["val"]) != "channels_last":
             continue

@@ -1,4 +1,4 @@
-"""How a pool is read, its windows and what of it is not understood; and a softmax."""
+"""Reads a pool with its windows, or a softmax, from the graph; a sentence says why one is not supported."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from postlude.windows import Windows, per_axis
 if TYPE_CHECKING:
     from postlude.graph.draft import Draft
 
-MOST_TAPS = 256  # positions of a window: where its largest lies is kept in one byte
+MOST_TAPS = 256  # positions of a window: the argmax is kept in one byte
 
 
 def read_pool(node: fx.Node, dims: int, value: Value) -> Pool | str | None:
-    """The pool that a node spells, on `value`; a sentence why this call is not understood, or None."""
+    """The pool of `value` that a node computes; a sentence why this call is not supported; None if it is no pool."""
     op = spellings.pool(node)
     if op is None:
         return None
@@ -53,7 +53,7 @@ def pooled(draft: Draft, node: fx.Node) -> Draft | str:
 
 
 def last_pool(steps: Sequence[Step]) -> int:
-    """The number of the last pool; values from before it have other sizes."""
+    """The number of the last pool. Values before it have other sizes."""
     return max((number for number, step in enumerate(steps, 1) if isinstance(step, Pool)), default=0)
 
 
@@ -71,7 +71,7 @@ def softmaxed(draft: Draft, node: fx.Node) -> Draft | str:
 
 
 def left_to_pytorch(device: str, step: Step) -> str | None:
-    """Why a chain ends before a pool or a softmax on this device, where it does: PyTorch's own follow it there."""
+    """Why a chain ends before a pool or a softmax on this device, where PyTorch runs them; None if it does not."""
     if isinstance(step, Pool | Softmax) and device == "cpu":
         return f"{step.op} is PyTorch's on a CPU"
     return None

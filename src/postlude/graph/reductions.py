@@ -1,4 +1,4 @@
-"""How a reduction is read: what it goes over, and which node of the graph holds what it gives."""
+"""Reads a reduction from the graph: its axes, and which node holds its result."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Reduction:
     op: str
     over: str
     keepdim: bool
-    nodes: tuple[fx.Node, ...]  # the call, then what takes a pair apart; the last one holds the values
+    nodes: tuple[fx.Node, ...]  # the call, then the getitems of a pair; the last one holds the values
 
 
 def read_reduction(node: fx.Node, dims: int) -> Reduction | str | None:
-    """The reduction that a node spells, a sentence why this call is not understood, or None."""
+    """The reduction that a node computes; a sentence why this call is not supported; None if it is none."""
     op = spellings.reduction(node)
     if op is None:
         return None
@@ -39,7 +39,7 @@ def read_reduction(node: fx.Node, dims: int) -> Reduction | str | None:
     if not nodes:
         return f"{describe(node)} whose indices are used"
     axes, spans = _axes(call, dims + 2), REDUCTIONS[op]
-    if not dims:  # features are the channels, and all of a sample
+    if not dims:  # a linear layer: features are the channels, and all there is of a sample
         return Reduction(op, spans[-1], bool(call["keepdim"]), nodes) if axes == (1,) else f"{describe(node)} of rows"
     over = {tuple(range(2, dims + 2)): "space", tuple(range(1, dims + 2)): "sample", (1,): "channels"}.get(axes, "")
     if over not in spans:
@@ -54,7 +54,7 @@ def _axes(call: Arguments, rank: int) -> tuple[int, ...]:
 
 
 def _with_parts(node: fx.Node) -> tuple[fx.Node, ...]:
-    """A pair's node with those that take it apart, the values last; nothing where anything else is used of it."""
+    """The node of a (values, indices) pair with its getitems, values last; empty if the indices are used."""
     values = [user for user in node.users if user.target is operator.getitem and user.args[1] == 0]
     rest = [user for user in node.users if user not in values]
     is_all = len(values) == 1 and all(user.target is operator.getitem and not user.users for user in rest)

@@ -1,5 +1,4 @@
-"""A norm over the features of a linear layer that is spelled in a way of its own: an instance_norm of features that
-stand for the positions of one channel."""
+"""Reads a norm over a linear layer's features that is written as an instance_norm, with features as positions."""
 
 from __future__ import annotations
 
@@ -23,8 +22,10 @@ class RowNorm:
 
 
 def read_row_norm(first: fx.Node) -> RowNorm | None:
-    """That which begins with a node, or None: [N, F] → [N, 1, …, F] → instance_norm → [N, F] is layer_norm's
-    normalisation, where there is no affine."""
+    """The norm that begins with node `first`, or None.
+
+    [N, F] → [N, 1, …, F] → instance_norm without affine → [N, F] equals layer_norm without weight and bias.
+    """
     nodes: list[fx.Node] = []
     node: fx.Node | None = first
     while node is not None and _adds_an_axis(node):
@@ -45,7 +46,7 @@ def read_row_norm(first: fx.Node) -> RowNorm | None:
 
 
 def _adds_an_axis(node: fx.Node) -> bool:
-    """Behind the first one."""
+    """Whether a node inserts an axis after the first one."""
     return node.target is aten.unsqueeze.default and arguments_of(node)["dim"] == 1
 
 

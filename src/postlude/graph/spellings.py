@@ -1,4 +1,4 @@
-"""How PyTorch writes each word of the vocabulary: ATen overload → the word, its operands and settings."""
+"""The spellings of each word: from an ATen overload to the word, its operands and settings."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Arguments = dict[str, Any]
 
 @dataclass(frozen=True)
 class Spelled:
-    """An elementwise call as read: nodes or numbers for operands, settings by name."""
+    """An elementwise call that was read: operands as nodes or numbers, settings by name."""
 
     op: str
     operands: tuple[Any, ...]
     settings: tuple[tuple[str, Setting], ...] = ()
 
 
-Read = Spelled | str  # a sentence where the overload is known but this call of it is not
+Read = Spelled | str  # a sentence if the overload is known but this call of it is not supported
 Reader = Callable[[str, Arguments], Read | None]  # None: this call of the overload is another kind of step
 
 
@@ -51,7 +51,7 @@ def _unary(op: str, call: Arguments) -> Read:
 
 
 def _with(*names: str, **renamed: str) -> Reader:
-    """A word whose settings are numbers of the call, under their own names or `setting="argument"`."""
+    """Reads a word whose settings are arguments of the call, with the same names or as `setting="argument"`."""
 
     def read(op: str, call: Arguments) -> Read:
         return _numbers(op, call, {**dict(zip(names, names)), **renamed})
@@ -68,7 +68,7 @@ def _numbers(op: str, call: Arguments, names: dict[str, str]) -> Read:
 
 
 def _given(**settings: float) -> Reader:
-    """A word of which this spelling is the case with these settings."""
+    """Reads a spelling that fixes a word's settings."""
     return lambda op, call: Spelled(op, (call["self"],), tuple(settings.items()))
 
 
@@ -172,13 +172,13 @@ POINTWISE: dict[str, dict[OpOverload, Reader]] = {
         ),
         _binary,
     ),
-    "rdiv": {},  # PyTorch writes it as div, with the chain's value second
+    "rdiv": {},  # in PyTorch a div with the chain's value as the second operand
     "maximum": {aten.maximum.default: _binary, aten.max.other: _binary},
     "minimum": {aten.minimum.default: _binary, aten.min.other: _binary},
     "prelu": {aten.prelu.default: _prelu},
     "batch_norm": {aten.batch_norm.default: _batch_norm},
 }
-# What is known and not understood, and why.
+# Overloads that are known but not supported, and why.
 DECLINED: dict[OpOverload, str] = {
     **dict.fromkeys(
         (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default),
@@ -214,14 +214,14 @@ CONVOLUTIONS: dict[OpOverload, str] = {
     aten.conv_transpose2d.input: "conv_transpose2d",
     aten.conv_transpose3d.input: "conv_transpose3d",
 }
-# A linear layer: where its input, its weight and its bias are named in the call.
+# Linear layers: the names of the arguments that are input, weight and bias.
 LINEARS: dict[OpOverload, tuple[str, str, str | None]] = {
     aten.linear.default: ("input", "weight", "bias"),
     aten.matmul.default: ("self", "other", None),
     aten.mm.default: ("self", "mat2", None),
     aten.addmm.default: ("mat1", "mat2", "self"),
 }
-_TURNED = (aten.t.default, aten.numpy_T.default, aten.transpose.int, aten.permute.default)  # of a matrix, each one way
+_TURNED = (aten.t.default, aten.numpy_T.default, aten.transpose.int, aten.permute.default)  # ways to transpose a matrix
 
 _POINTWISE_BY_OVERLOAD = {
     overload: (op, reader) for op, readers in POINTWISE.items() for overload, reader in readers.items()
@@ -233,14 +233,15 @@ _POOL_BY_OVERLOAD = {overload: op for op, overloads in POOLS.items() for overloa
 
 
 def pointwise(node: fx.Node) -> Read | None:
-    """The elementwise operation that a node spells, a sentence why this call is not one, or None."""
+    """The elementwise operation that a node computes; a sentence why this call is not supported; None if it is none."""
     target = cast(OpOverload, node.target)
     row = _POINTWISE_BY_OVERLOAD.get(target)
     return DECLINED.get(target) if row is None else row[1](row[0], arguments_of(node))
 
 
 def norm(node: fx.Node) -> str | None:
-    """The norm that a node spells; batch_norm is one where it takes the batch's statistics, else a word."""
+    """The norm that a node computes. batch_norm is one if it uses the batch's statistics; otherwise it is
+    elementwise."""
     op = _NORM_BY_OVERLOAD.get(cast(OpOverload, node.target))
     return None if op == "batch_norm" and not arguments_of(node)["training"] else op
 
@@ -262,7 +263,7 @@ def is_convolution(node: fx.Node) -> bool:
 
 
 def linear_operands(node: fx.Node) -> tuple[Any, Any, Any] | None:
-    """Input, weight [out, in] and bias of a linear layer that a node spells, or None."""
+    """Input, weight [out, in] and bias if the node is a linear layer, else None."""
     names = LINEARS.get(cast(OpOverload, node.target))
     if names is None:
         return None
@@ -274,7 +275,7 @@ def linear_operands(node: fx.Node) -> tuple[Any, Any, Any] | None:
 
 
 def _turned(node: Any) -> fx.Node | None:
-    """The matrix whose transpose a node is; None where it is none."""
+    """The matrix of which a node is the transpose, or None."""
     if not isinstance(node, fx.Node) or node.target not in _TURNED or len(node.meta["val"].shape) != 2:
         return None
     call = arguments_of(node)

@@ -1,4 +1,4 @@
-"""Puts a call of each chain where its nodes were."""
+"""Replaces the nodes of each chain by one call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from postlude.run.site import Site
 
 
 def splice(graph: fx.GraphModule, matches: list[Match], sites: list[Site]) -> None:
-    """Replaces each match by a call of its site; the graph holds chains, plans are looked up at call time."""
+    """Replaces each match by a call of its site. The graph holds chains; plans are looked up at call time."""
     replaced: dict[fx.Node, fx.Node] = {}
     for number, (found, site) in enumerate(zip(matches, sites)):
         target = f"chain_{number}"
@@ -31,10 +31,10 @@ def splice(graph: fx.GraphModule, matches: list[Match], sites: list[Site]) -> No
 
 
 def use_operator(graph: fx.GraphModule, fused: Sequence[tuple[Site, object]]) -> None:
-    """Turns the calls of sites into calls of the registered operator, which Inductor can look through.
+    """Turns the calls of sites into calls of the registered operator, which Inductor can trace through.
 
-    Each says by a hash which code and plan it was compiled with: PyTorch keeps compiled graphs from one process to
-    another, by what is in them.
+    Each call carries a hash of the code and of its plan, because PyTorch caches compiled graphs across processes by
+    their content.
     """
     known = {f"chain_{number}": pair for number, pair in enumerate(fused)}
     for node in list(graph.graph.nodes):

@@ -1,4 +1,4 @@
-"""In-place operators made functional where that is safe, and put back where nothing came of it."""
+"""Makes in-place operators functional where that is safe, and restores those that were not fused."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _DROPOUTS = (aten.dropout, aten.feature_dropout, aten.alpha_dropout, aten.dropou
 
 
 def functionalise(graph: fx.GraphModule) -> None:
-    """Rewrites in-place operators on private, unviewed values; later readers then read the operator's result.
+    """Makes in-place operators functional if their value is private and has no views; later readers read the result.
 
-    Everything else (a view, an input, a parameter) stays as it was written.
+    In-place operators on anything else (a view, an input, a parameter) stay as they are.
     """
     _erase_inactive_dropout(graph)
     _erase_copies(graph)
@@ -43,7 +43,7 @@ def functionalise(graph: fx.GraphModule) -> None:
 
 
 def restore(graph: fx.GraphModule) -> None:
-    """Puts what did not fuse back in place (eager's memory and saved tensors), except on a chain's result."""
+    """Makes operators that were not fused in-place again, to save memory as in eager, except on a chain's result."""
     for node in list(graph.graph.nodes):
         if "in_place" in node.meta and node.args[0].op != "call_module":
             node.target = node.meta["in_place"]
@@ -52,7 +52,8 @@ def restore(graph: fx.GraphModule) -> None:
 
 
 def _keep_dtype(graph: fx.GraphModule, node: fx.Node) -> None:
-    """In place a value keeps its dtype; the functional operator promotes, and autocast may have a rule for it."""
+    """Casts the result back: in place a value keeps its dtype, but the functional operator promotes, or autocast
+    casts."""
     users = list(node.users)
     with graph.graph.inserting_after(node):
         kept = graph.graph.call_function(aten.to.dtype, (node, node.meta["val"].dtype))
@@ -68,7 +69,7 @@ def storage_of(node: Any) -> Any:
 
 
 def mutated_storages(node: fx.Node) -> set[Any]:
-    """The memory that a node writes to, by its schema; detach_ changes no number."""
+    """The memory that a node writes to, by its schema. detach_ does not count: it changes no number."""
     if node.target is aten.batch_norm.default and node.args[5]:  # its schema does not say so
         return {storage_of(node.args[3]), storage_of(node.args[4])} - {None}
     if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
@@ -97,7 +98,7 @@ def _functional_twin(node: fx.Node) -> OpOverload | None:
         return None
     packet = getattr(aten, schema.name[len("aten::") : -1], None)
     overloads = [] if packet is None else [getattr(packet, name) for name in packet.overloads()]
-    # By arguments, not by name: pow_.Scalar raises to a number, pow.Scalar raises a number.
+    # By arguments, not by name: pow_.Scalar has a number as exponent, pow.Scalar has a number as base.
     return next((twin for twin in overloads if _takes(twin) == _takes(node.target)), None)
 
 
@@ -115,7 +116,7 @@ def _erase_inactive_dropout(graph: fx.GraphModule) -> None:
 
 
 def _erase_copies(graph: fx.GraphModule) -> None:
-    """`clone` of a value of the graph's own, where nobody writes to either and neither is handed out."""
+    """Removes `clone` of an intermediate value if nothing writes to either and neither is a result of the graph."""
     nodes = list(graph.graph.nodes)
     touched = {storage for node in nodes for storage in mutated_storages(node)}
     touched |= {storage_of(node) for node in nodes if node.op in ("placeholder", "get_attr")}

@@ -1,4 +1,4 @@
-"""Upsampling in a graph that trains: the operator whose gradient is gathered takes the place of PyTorch's."""
+"""Upsampling in a graph that trains: replaced by an operator whose gradient is a gather."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ aten = torch.ops.aten
 _LINEAR = (aten.upsample_bilinear2d, aten.upsample_trilinear3d)
 _NEAREST = (aten.upsample_nearest2d, aten.upsample_nearest3d)
 _EXACT = (aten._upsample_nearest_exact2d, aten._upsample_nearest_exact3d)
-# Of the result's root mean square, against float64: rounding of the result, and of fp32 sums.
+# Largest error against float64, relative to the result's RMS: rounding of the result and of fp32 sums.
 _ALLOWED = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
 def gather_gradients(graph: fx.GraphModule, wanting: Collection[fx.Node], checks: bool) -> list[str]:
-    """Puts the operator where a gradient is wanted and our kernel serves; the modules' names."""
+    """Replaces upsampling that needs a gradient which our kernel can compute; returns the modules' names."""
     found = []
     for node in list(graph.graph.nodes):
         how = _upsampling_of(node) if node in wanting else None
@@ -53,7 +53,7 @@ def _upsampling_of(node: fx.Node) -> Upsampling | None:
     factors = given.get("scale_factors") or [given.get(f"scales_{axis}") for axis in "dhw"[3 - len(small) :]]
     known = tuple(float(factor or 0) for factor in factors) if any(factors) else ()
     if known and tuple(int(size * factor) for size, factor in zip(small, known)) != large:
-        return None  # a size and factors that say another one
+        return None  # the size contradicts the factors
     return Upsampling(small, large, packet in _LINEAR, bool(given.get("align_corners")), packet in _EXACT, known)
 
 
@@ -62,7 +62,7 @@ def _is_served(x: Tensor, how: Upsampling) -> bool:
 
 
 def gradient_is_right(like: Tensor, how: Upsampling) -> bool:
-    """Against PyTorch's gradient in float64, on the problem itself."""
+    """Whether our gradient agrees with PyTorch's in float64, on the problem itself."""
     layout = layout_for(like)
     form = memory_format(layout, len(how.small))
     with torch.random.fork_rng(devices=[like.device] if like.is_cuda else []):

@@ -1,1 +1,1 @@
-"""Device code. Nothing here imports anything of ours, and nothing here launches anything."""
+"""Device code. Nothing here imports another part of Postlude, and nothing here launches a kernel."""

@@ -1,4 +1,4 @@
-"""Chain to plan: what will run, for one problem, and why."""
+"""From a chain to a plan: what will run for one problem, and why."""
 
 from postlude.plan.lower import lower
 from postlude.plan.problem import CONVOLUTIONS, PRECISIONS, Problem, Spec, problem_of

@@ -1,4 +1,4 @@
-"""Our convolution that reads rows of channels where they lie, as a value: when it serves, and its tiles."""
+"""Our implicit GEMM that reads a channels-last input in place by TMA boxes: when it is used, and its tiles."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from postlude.plan.problem import Problem, power_of_two
 from postlude.plan.program import norm_hides_infinities
 from postlude.plan.tiles import answers, product_questions
 
-_WASTE = 1.1  # positions computed for one that is wanted, at most
+_WASTE = 1.1  # most positions computed per position needed
 _BACK_ROWS = 128
 
 
 @dataclass(frozen=True)
 class Boxes:
-    """One way of running it. A tile is `block_h` rows of `block_j` columns, each `width` neighbouring outputs."""
+    """One way to run it. A tile is `block_h` rows of `block_j` columns, and a column is `width` neighbouring
+    outputs."""
 
     arithmetic: Arithmetic
-    volume: Volume  # the input's sizes, the taps and the padding; the input itself has no border
-    channels: int  # of a position, padded where the input is brought into rows first
-    packs: bool  # the input is contiguous, or of other channels or dtype: it is brought into rows first
+    volume: Volume  # the input's sizes, the taps and the padding; the input itself is not padded
+    channels: int  # per position; padded if the input is copied to channels-last first
+    packs: bool  # the input is contiguous, or its channels or dtype do not fit: it is copied to channels-last first
     block_h: int
     block_j: int
     block_c: int
@@ -38,18 +39,18 @@ class Boxes:
 
     @property
     def rows(self) -> Volume:
-        """The input as rows of channels, without a border."""
+        """The input as rows of channels, without padding."""
         return Volume(self.volume.space, (1, 1, 1), (0, 0, 0), 1)
 
     @property
     def tiles(self) -> tuple[int, int, int]:
-        """Of a sample, along each axis."""
+        """Tiles per sample along each axis."""
         depth, height, width = self.volume.out
         return depth, -(-height // self.block_h), -(-width // (self.block_j * self.width))
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block at most: both operands of every stage, and the rest."""
+        """Upper bound of a block's shared memory: both operands of every pipeline stage, and the rest."""
         tiles = self.width * self.block_c + self.block_h * self.block_j
         return 2 * tiles * self.block_k * self.stages + SHARED_BESIDE
 
@@ -60,12 +61,12 @@ class Boxes:
 
 
 def boxes_for(chain: Chain, problem: Problem, arithmetic: Arithmetic, machine: Machine) -> Boxes | None:
-    """None where the packed product serves better. The convolution must be one that nothing of `unsupported` hits."""
+    """The tiles, or None if the GEMM over a packed input is better. `unsupported` must be None for the convolution."""
     conv, space = chain.convolution, problem.x.shape[2:]
     if not _serves(conv, space, arithmetic, machine):
         return None
     if _width(conv) > 1 and not norm_hides_infinities(chain):
-        return None  # products with zeros, which an infinity does not survive
+        return None  # several neighbours multiply by zeros, which turns an infinity into NaN
     packs = problem.x.layout != "channels_last" or padded_channels(conv.in_channels) != conv.in_channels
     packs = packs or problem.x.dtype != arithmetic.operands  # as under autocast
     usual = machine.card.tiles.in_place_of(_width(conv) * _block_c(conv))
@@ -75,9 +76,11 @@ def boxes_for(chain: Chain, problem: Problem, arithmetic: Arithmetic, machine: M
 def gradient_boxes_for(
     back: Convolution, space: tuple[int, ...], arithmetic: Arithmetic, machine: Machine
 ) -> Boxes | None:
-    """For the input's gradient, `back` being the convolution that finds it. The weight's gradient reads the same packed
-    values, in the input's volume: without a border there, as of a transposed convolution without padding, they are
-    rows of channels as well."""
+    """The tiles for the input's gradient, which the convolution `back` computes.
+
+    The weight's gradient reads the same packed values, in the input's volume. Only without padding there, as for a
+    transposed convolution without padding, are these plain rows of channels.
+    """
     is_flat = not any(volume_for(back, space, 1).padding) and max(back.kernel) > 1
     if not is_flat or not _serves(back, space, arithmetic, machine) or _width(back) * _block_c(back) != _BACK_ROWS:
         return None
@@ -102,7 +105,7 @@ def _in_the_best_tile(
     packs: bool,
     usual: dict[str, int],
 ) -> Boxes | None:
-    """The first that fits: a tuned one may have been measured with fewer channels, or other sizes."""
+    """The first tile that fits. A tuned one may have been measured with fewer channels or other sizes."""
     volume, channels = volume_for(conv, space, _width(conv)), padded_channels(conv.in_channels)
     tuned = (row.values for row in answers(machine, *product_questions(kind, conv, arithmetic, machine)))
     for tile in (*tuned, usual):
@@ -126,15 +129,18 @@ def _width(conv: Convolution) -> int:
 
 
 def width_for(conv: Convolution, block_c: int) -> int:
-    """Neighbouring outputs of one row. 64 channels fill the instruction alone; where the sum is long, twice as many
-    outputs read each weight half as often (64→64 at 64³: 0.238 ms, 0.261 with one; 32→64: 0.217 and 0.148)."""
+    """Neighbouring outputs per row of the GEMM.
+
+    64 channels alone fill a tensor-core instruction. With a deep sum two outputs still pay, because each weight is read
+    half as often: 64→64 at 64³ takes 0.238 ms with two and 0.261 with one, but 32→64 takes 0.217 and 0.148.
+    """
     if conv.kernel[-1] == 1:
         return 1
     return 2 if block_c == 64 and conv.in_channels > 32 else max(1, WGMMA_ROWS // block_c)
 
 
 def _shape_of(columns: int, volume: Volume) -> tuple[int, int]:
-    """The box that computes the fewest positions for nothing; of equal ones the squarest, whose border is smallest."""
+    """The box that wastes the fewest positions; among equals the squarest, whose halo is smallest."""
     _, height, width = volume.out
     across = -(-width // volume.width)
 

@@ -1,9 +1,9 @@
 """A plan's program as plain data: named buffers, and the calls that read and write them, in order.
 
-A call is a kernel of ours with its grid, its arguments in the order of its signature, its numbers, compile-time
-constants and warps; on the CPU its text, its arguments and its numbers; or a named call of PyTorch. Nothing here is a
-tensor, a module or a compiled function, so that a program prints, compares and pickles. stages/ makes it
-of a plan, run/runner.py runs it, export/ prints it.
+A call is one of three things: a GPU kernel of ours with its grid, arguments in the order of its signature, numbers,
+compile-time constants and warps; a CPU kernel of ours with its source text, arguments and numbers; or a named function
+of PyTorch. Nothing here is a tensor, a module or a compiled function, so a program can be printed, compared and
+pickled. stages/ builds it from a plan, run/runner.py executes it, export/ prints it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Buffer:
     dtype: str
     kind: Kind
     storage: int  # equal for buffers that share memory
-    offset: int = 0  # elements from the beginning of that memory
+    offset: int = 0  # in elements from the start of that memory
 
     @property
     def bytes(self) -> int:
@@ -57,7 +57,7 @@ class Descriptor:
 
 @dataclass(frozen=True)
 class Word:
-    """A compile-time constant that goes by a name: a dtype of Triton, or a device function."""
+    """A compile-time constant that is a name: a Triton dtype or a device function."""
 
     text: str
 
@@ -75,19 +75,19 @@ Argument = Buffer | Descriptor | int
 
 @dataclass(frozen=True)
 class KernelCall:
-    stem: str  # of its file in kernels/triton
+    stem: str  # file name in kernels/triton, without .py
     kernel: str
     grid: tuple[int, ...]
-    parameters: tuple[str, ...]  # of the arguments below, by the names of the signature
+    parameters: tuple[str, ...]  # names in the signature of the arguments below
     arguments: tuple[Argument, ...]
     numbers: tuple[tuple[str, float], ...]
     constants: tuple[tuple[str, Any], ...]
     warps: int
-    unread: tuple[int, ...] = ()  # places of arguments that are neither read nor written
+    unread: tuple[int, ...] = ()  # indices of arguments that are neither read nor written
 
     @property
     def touched(self) -> list[Buffer]:
-        """What is read or written, once for each time."""
+        """The buffers that are read or written, as often as they are."""
         places = [argument for place, argument in enumerate(self.arguments) if place not in self.unread]
         return list(buffers_in(places))
 
@@ -109,8 +109,10 @@ class CudaCall:
 
 @dataclass(frozen=True)
 class CppCall:
-    """A kernel on the CPU: the text of its file, which includes those of kernels/cpp. All sizes are among its numbers:
-    one text serves every shape."""
+    """A CPU kernel, given by its source text, which includes the headers of kernels/cpp.
+
+    All sizes are among its numbers, so one text serves every shape.
+    """
 
     kernel: str
     text: str
@@ -121,12 +123,12 @@ class CppCall:
 
 @dataclass(frozen=True)
 class TorchCall:
-    """`function` as PyTorch names it: torch.empty, F.conv3d, Tensor.view, torch.ops.aten.convolution_backward."""
+    """A call of PyTorch's `function`: torch.empty, F.conv3d, Tensor.view, torch.ops.aten.convolution_backward."""
 
     function: str
     arguments: tuple[Any, ...]  # buffers and literals, nested as they were given
     keywords: tuple[tuple[str, Any], ...]
-    results: tuple[Buffer | None, ...]  # None where PyTorch gives none, as for a gradient that was not asked for
+    results: tuple[Buffer | None, ...]  # None where PyTorch returns None, as for a gradient that is not needed
 
     @property
     def changes_its_argument(self) -> bool:
@@ -135,7 +137,7 @@ class TorchCall:
 
     @property
     def is_view(self) -> bool:
-        """Whether it makes nothing but other readings of memory that it is given."""
+        """Whether all its results are views of its arguments."""
         given, made = {b.storage for b in buffers_in(self)}, {b.storage for b in self.results if b is not None}
         return bool(made) and made <= given and not self.changes_its_argument
 
@@ -146,7 +148,7 @@ ALLOCATIONS = frozenset({"torch.empty", "torch.empty_like", "torch.empty_strided
 
 @dataclass(frozen=True)
 class Program:
-    """One forward pass, and where it is to be differentiated the backward pass from what the forward pass kept."""
+    """A forward pass and, for training, the backward pass that reads what the forward pass kept."""
 
     given: tuple[Buffer, ...]  # one per slot of the chain
     forward: tuple[Call, ...]
@@ -157,7 +159,8 @@ class Program:
 
     @functools.cached_property
     def kept(self) -> tuple[Buffer, ...]:
-        """What the backward pass reads of the forward pass and of what that was given, in the order of its reading."""
+        """The buffers of the forward pass, its inputs included, that the backward pass reads, in the order of
+        reading."""
         calls = live(self.backward, self.gradients)
         known = {buffer.number for buffer in (*self.given, *made_by(self.forward))}
         known -= {buffer.number for buffer in made_by(calls)}
@@ -167,20 +170,20 @@ class Program:
 
     @functools.cached_property
     def gradient_memory(self) -> tuple[Buffer, ...]:
-        """The buffers that the gradients lie in, once each: vectors that are summed together share theirs."""
+        """The buffers that hold the gradients, each once. Vectors whose gradients are summed together share one."""
         first = {buffer.storage: buffer for buffer in reversed(made_by(self.backward))}
         found = {gradient.storage: gradient for gradient in self.gradients if gradient is not None}
         return tuple(first.get(storage, gradient) for storage, gradient in found.items())
 
 
 def made_by(calls: Iterable[Call]) -> list[Buffer]:
-    """The buffers that calls of PyTorch return, views among them; kernels write to buffers that are there."""
+    """The buffers that calls of PyTorch return, views included. Kernels write only to existing buffers."""
     torch_calls = [call for call in calls if isinstance(call, TorchCall)]
     return [buffer for call in torch_calls for buffer in call.results if buffer is not None]
 
 
 def live(calls: Sequence[Call], results: Iterable[Buffer | None]) -> list[Call]:
-    """Without functions of PyTorch whose results nobody reads."""
+    """The calls without functions of PyTorch whose results are never read."""
     read = {buffer.number for buffer in results if buffer is not None}
     kept: list[Call] = []
     for call in reversed(calls):
@@ -209,14 +212,14 @@ def buffers_in(value: Any) -> Iterator[Buffer]:
 
 
 def launches(calls: Iterable[Call]) -> list[KernelCall | CudaCall | CppCall]:
-    """Of kernels of ours."""
+    """The launches of our own kernels among the calls."""
     return [call for call in calls if not isinstance(call, TorchCall)]
 
 
 def traffic(calls: Iterable[Call]) -> int:
-    """Bytes that go to memory and come from it, each buffer of a call once for every time that it is read or written.
+    """Bytes read from and written to memory: each buffer of a call counts each time it is read or written.
 
-    Views and fresh memory cost nothing; neither does a layout that is already there.
+    Views and allocations cost nothing, and neither does a conversion to a layout that a tensor already has.
     """
     return sum(buffer.bytes for call in calls for buffer in _touched(call))
 

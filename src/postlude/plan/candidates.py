@@ -1,4 +1,4 @@
-"""What else could be tried in a tile's place: the plans that other rows of the tables would make."""
+"""Candidates for tuning: the plans that other rows of the tile tables would give."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from postlude.plan.types import Plan
 from postlude.tile_table import SETTINGS, Question, Row, TileTable
 
 MOST = 24  # tiles that are tried for one question
-_ACCUMULATORS = 160  # of a thread: a product with more spills
-_NEWEST = "9999-12-31"  # while a row is tried, it is newer than any other
+_ACCUMULATORS = 160  # per thread: a GEMM with more spills registers
+_NEWEST = "9999-12-31"  # a row under trial counts as newer than any other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +30,10 @@ class Candidate:
 
 
 def candidates(chain: Chain, problem: Problem, machine: Machine, question: Question) -> list[Candidate]:
-    """Other plans than the present one that one row for this question would make, the most similar ones first.
+    """The plans other than the present one that another row for this question would give, the most similar first.
 
-    What does not fit the card's shared memory is no plan of `lower`'s; what would not fit its registers is left out.
+    `lower` makes no plan that exceeds the card's shared memory. Plans that would exceed its registers are left out
+    here.
     """
     present = lower(chain, problem, machine)
     known = SETTINGS[question.kind]
@@ -64,7 +65,7 @@ def _has_room(plan: Plan) -> bool:
 
 
 def _sums(product: Gemm | Boxes) -> int:
-    """Of one program: twice as many where it computes both phases of a row."""
+    """Accumulators of one program: twice as many if it computes both phases of a row."""
     if isinstance(product, Boxes):
         return product.width * product.block_c * product.block_h * product.block_j
     phases = 2 if product.phases is not None and product.phases.is_paired else 1

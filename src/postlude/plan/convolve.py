@@ -1,4 +1,4 @@
-"""Who convolves on a GPU: our own kernel, in which arithmetic and tiles, or PyTorch's, and why."""
+"""Who convolves on a GPU, and why: our own kernel, with its arithmetic and tiles, or PyTorch."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ from postlude.plan.program import first_barrier, has_norm, norm_hides_infinities
 from postlude.plan.tiles import answers, product_questions
 from postlude.plan.worth import has_moments_apart, slower
 
-_COLUMNS = 128  # of a tile: neighbouring outputs fill up what their channels leave (see `width_for`)
-_WIDEST_TRAINED = 5  # taps along an axis: each reads the gradient again, or two or three of them together
-_SIDE_BY_SIDE = 32  # channels of taps in one packed position, at most: a short step of the product
+_COLUMNS = 128  # columns of a tile; with few channels, neighbouring outputs fill them (see `width_for`)
+_WIDEST_TRAINED = 5  # taps along an axis: each tap, or two or three together, reads the gradient again
+_SIDE_BY_SIDE = 32  # most channels of several taps in one packed position, which is one short step of the GEMM
 
 Own = Gemm | Boxes | FewChannels
 
 
 def own_convolution(chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool = False) -> Own | str:
-    """Our convolution for this chain, or why it is PyTorch's."""
+    """Our convolution for this chain, or the reason why PyTorch convolves."""
     few = few_channels_for(chain, problem, machine)
     return gemm_for(chain, problem, machine, even_if_slower) if isinstance(few, str) else few
 
 
 def gemm_for(chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool = False) -> Gemm | Boxes | str:
-    """A matrix product, over rows of channels where they lie or over packed ones; or why PyTorch convolves."""
+    """An implicit GEMM, over a channels-last input in place or over a packed one; or the reason why PyTorch
+    convolves."""
     conv = chain.producer
     if conv is None:
         return "there is no convolution"
@@ -54,7 +55,7 @@ def gemm_for(chain: Chain, problem: Problem, machine: Machine, even_if_slower: b
     if has_phases(conv):
         gemm = phased_product_for(conv, space, arithmetic, machine)
     else:
-        # Neighbours in a row are multiplied by zeros, which an infinity does not survive.
+        # Several neighbours in a row of the GEMM multiply by zeros, which turns an infinity into NaN.
         gemm = unfolded_product_for(conv, space, arithmetic, machine) or product_for(
             conv, space, arithmetic, machine, widens=norm_hides_infinities(chain)
         )
@@ -67,8 +68,11 @@ def gemm_for(chain: Chain, problem: Problem, machine: Machine, even_if_slower: b
 
 
 def _with_room(chain: Chain, gemm: Gemm, machine: Machine) -> Gemm:
-    """Half the rows where long words precede the norm: with them and the moments a thread's 128 sums spill, 2 KiB of
-    them with gelu (conv_transpose2d(64→64) → gelu → group_norm at 128×64×256²: 5.3 instead of 7.2 ms)."""
+    """Halves the rows of a tile if long words precede the norm: with them and the moments, 128 accumulators spill.
+
+    With gelu a thread spills 2 KiB. conv_transpose2d(64→64) → gelu → group_norm at 128×64×256² takes 5.3 ms with half
+    the rows instead of 7.2.
+    """
     norm = first_barrier(chain)
     before = () if norm is None or not has_norm(chain) else chain.steps[: norm - 1]
     is_long = any(isinstance(step, Pointwise) and POINTWISE[step.op].long for step in before)
@@ -87,7 +91,7 @@ def product_for(
     kind: str = "product",
     group: int = 1,
 ) -> Gemm:
-    """The matrix product of a convolution that `unsupported` says nothing against; `group` as in `Volume`."""
+    """The GEMM of a convolution for which `unsupported` is None; `group` as in `Volume`."""
     channels, block_c = padded_channels(conv.in_channels), _block_c(conv, arithmetic)
     width = width_for(conv, block_c) if widens else 1
 
@@ -103,7 +107,7 @@ def product_for(
 def unfolded_product_for(
     conv: Convolution, space: tuple[int, ...], arithmetic: Arithmetic, machine: Machine
 ) -> Gemm | None:
-    """The matrix product with the taps of a row, or of a plane, side by side, where their channels are few enough."""
+    """The GEMM over a partial im2col: the taps along x, or along y and x, in one position, if channels are few."""
     kh, kw = (1, *conv.kernel)[-2:]
     taps = next((taps for taps in ((kh, kw), (1, kw)) if conv.in_channels * math.prod(taps) <= _SIDE_BY_SIDE), (1, 1))
     if taps == (1, 1):
@@ -120,8 +124,10 @@ def unfolded_product_for(
 
 
 def phased_product_for(conv: Convolution, space: tuple[int, ...], arithmetic: Arithmetic, machine: Machine) -> Gemm:
-    """The matrix products of a convolution that `has_phases`: where a program computes the two phases of a row, their
-    sums share the registers that one has elsewhere."""
+    """The GEMMs of a convolution that `has_phases`.
+
+    If a program computes both phases of a row, each has half of the accumulators that one phase would have.
+    """
     volume, phases = phased_volume(conv, space)
     channels = padded_channels(conv.in_channels)
     block_c = _block_c(conv, arithmetic, _COLUMNS // (2 if phases.is_paired else 1))
@@ -141,7 +147,7 @@ def _in_the_best_tile(
     machine: Machine,
     made: Callable[[Mapping[str, int]], Gemm],
 ) -> Gemm:
-    """The first that fits the card: a tile may have been tuned for fewer taps or channels."""
+    """The first tile that fits the card. A tuned one may have been measured with fewer taps or channels."""
     for tile in _tiles(kind, conv, arithmetic, machine):
         gemm = made(tile)
         if _fits(gemm, machine):
@@ -157,9 +163,9 @@ def _block_c(conv: Convolution, arithmetic: Arithmetic, most: int = _COLUMNS) ->
 def gradient_products(
     chain: Chain, problem: Problem, own: Own, machine: Machine
 ) -> tuple[Gemm | Boxes | None, WeightGemm | None]:
-    """Our products for the gradients of input and weight where our convolution made the forward pass.
+    """Our GEMMs for the gradients of input and weight, if our convolution ran in the forward pass.
 
-    With few channels only the weight's is ours: there cuDNN's takes 40 times as long as its convolution.
+    With few channels only the weight's is ours: cuDNN's takes 40 times as long there as its convolution.
     """
     conv = chain.convolution
     if not _brings_gradients(conv, own, machine):
@@ -168,14 +174,14 @@ def gradient_products(
     if is_few and (conv.dtype or problem.x.dtype) != "float32":
         return None, None
     arithmetic = Arithmetic("float16", own.planes, scaled=True) if isinstance(own, FewChannels) else own.arithmetic
-    hides = has_norm(chain)  # where an infinity is, none of its gradients is finite
+    hides = has_norm(chain)  # then an infinity has no finite gradients in any case
     arithmetic = dataclasses.replace(arithmetic, keeps_infinities=arithmetic.keeps_infinities and not hides)
     space = problem.x.shape[2:]
     if is_few:
         return None, weight_gemm_for(conv, space, arithmetic, machine)
     given = (input_gradient_of(conv), conv.output_space(space), arithmetic, machine)
     boxes, weight = gradient_boxes_for(*given), weight_gemm_for(conv, space, arithmetic, machine)
-    if boxes is not None and weight.gradient_volume.is_flat:  # the boxes know no rows behind a sample
+    if boxes is not None and weight.gradient_volume.is_flat:  # boxes cannot skip rows between samples
         return boxes, weight
     group = neighbours_for(conv, arithmetic)
     back = product_for(*given, widens=hides, kind="input's gradient", group=group)
@@ -183,7 +189,7 @@ def gradient_products(
 
 
 def _brings_gradients(conv: Convolution, own: Own, machine: Machine) -> bool:
-    """Those of a convolution by phase are PyTorch's."""
+    """Whether our kernels compute the gradients too. PyTorch computes those of a convolution by phase."""
     if not machine.card.abilities.has_weight_gradients or max(conv.kernel[-2:]) > _WIDEST_TRAINED:
         return False
     if isinstance(own, Boxes):
@@ -192,10 +198,11 @@ def _brings_gradients(conv: Convolution, own: Own, machine: Machine) -> bool:
 
 
 def packs_gradient(dx: Gemm | Boxes | None, dw: WeightGemm | None) -> bool:
-    """Whether the last pass of the gradients writes what both products read, instead of the gradient itself.
+    """Whether the last gradient pass writes the gradient packed, as both GEMMs read it.
 
-    A scale would have to be known before the gradient is. Rows of 34 with a border between them would be read and
-    written in pieces (0.27 ms on chain 61, 0.20 for the two passes); rows of 128 take 0.23 instead of 0.31 (2×32×128³).
+    Not with scaled planes, because the scale is known only after the gradient. Not with short rows: rows of 34 with a
+    border between them give uncoalesced accesses (chain 61: 0.27 ms, against 0.20 for two passes). Rows of 128 take
+    0.23 instead of 0.31 ms (2×32×128³).
     """
     if dx is None or dw is None or dx.arithmetic.scaled:
         return False
@@ -211,7 +218,7 @@ def arithmetic_for(chain: Chain, problem: Problem) -> Arithmetic:
 
 
 def width_for(conv: Convolution, block_c: int) -> int:
-    """Neighbouring outputs of one row: as many as fill the tile's columns, at most 4; 1 where nothing is read twice."""
+    """Neighbouring outputs per row of the GEMM: as many as fill the tile's columns, at most 4; 1 if KW is 1."""
     return 1 if conv.kernel[-1] == 1 else min(4, _COLUMNS // block_c)
 
 
@@ -220,7 +227,7 @@ def _fits(gemm: Gemm | WeightGemm, machine: Machine) -> bool:
 
 
 def _tiles(kind: str, conv: Convolution, arithmetic: Arithmetic, machine: Machine) -> list[dict[str, int]]:
-    """Rows, stages, warps and, where it is known, width: the best first."""
+    """Rows, stages, warps and, if known, width of the tiles to try, the best first."""
     if arithmetic.is_exact:
         return [{"rows": 32, "stages": 2, "warps": 4}]  # correctness only: no card is fast at it
     return [row.values for row in answers(machine, *product_questions(kind, conv, arithmetic, machine))]
@@ -229,9 +236,9 @@ def _tiles(kind: str, conv: Convolution, arithmetic: Arithmetic, machine: Machin
 def weight_gemm_for(
     conv: Convolution, space: tuple[int, ...], arithmetic: Arithmetic, machine: Machine, width: int = 1
 ) -> WeightGemm:
-    """The product for the weight's gradient; the convolution must be one that `unsupported` says nothing against.
+    """The GEMM for the weight's gradient, of a convolution for which `unsupported` is None.
 
-    `width` is that of the product for the input's gradient, so that both read the same packed gradient.
+    `width` is that of the GEMM for the input's gradient, so that both read the same packed gradient.
     """
     neighbours = neighbours_for(conv, arithmetic)
     channels, out_channels = padded_channels(conv.in_channels), padded_channels(conv.out_channels)
@@ -260,18 +267,18 @@ def weight_gemm_for(
 
 
 def _shared_taps(count: int) -> int:
-    """Those of a row or column of taps that read one tile of the gradient."""
+    """How many taps of a row or column share one tile of the gradient."""
     return next(taps for taps in (3, 2, 1) if count % taps == 0)
 
 
 def neighbours_for(conv: Convolution, arithmetic: Arithmetic) -> int:
-    """Positions of one row of the weight's product: as many as make the rows of wgmma of 16 or 32 output channels."""
+    """Positions per row of the weight gradient's GEMM: with 16 or 32 output channels, enough to fill wgmma's rows."""
     out_channels = padded_channels(conv.out_channels)
     is_short = out_channels in (16, 32) and conv.kernel[-1] > 1 and not arithmetic.is_exact
     return WGMMA_ROWS // out_channels if is_short else 1
 
 
 def _weight_pipeline(arithmetic: Arithmetic, neighbours: int, rows: int, columns: int) -> tuple[int, int, int]:
-    """Stages, warps and programs of a multiprocessor where nobody measured."""
+    """Stages, warps and programs per multiprocessor, for cases without a measurement."""
     stages = 2 if arithmetic.planes == 2 or arithmetic.is_exact or neighbours > 1 else 3
     return stages, 4 if rows == 64 and columns < 256 else 8, 2

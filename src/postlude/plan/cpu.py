@@ -1,9 +1,9 @@
-"""What runs on the CPU: slab size, who convolves and into what, and when eager's own way is best.
+"""What runs on the CPU: the slab size, who convolves and where to, and when to leave a chain to eager PyTorch.
 
-The thresholds were measured on 2 threads (benchmarks/cpu.py; results in benchmarks/results/cpu.csv). What decides
-is less arithmetic than memory: the C library maps and unmaps large buffers, call after call, and a page fault costs
-about 1 µs per 4 KiB, ten times what writing the page costs. Where a compiler is there, passes are kernels of ours
-(cpu_passes.py), and a convolution of few channels is too (cpu_few_channels.py); the rest stays as it is.
+The thresholds were measured with 2 threads (benchmarks/cpu.py; results in benchmarks/results/cpu.csv). Memory matters
+more than arithmetic: the C library maps and unmaps large buffers on every call, and a page fault costs about 1 µs per
+4 KiB, ten times as much as writing the page. With a C++ compiler the passes are our own kernels (cpu_passes.py), and so
+is a convolution of few channels (cpu_few_channels.py).
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from postlude.plan.program import MomentsOnly, first_barrier, moments_only, take
 from postlude.plan.types import Convolve, Keep, Moments, Pass, Plan, Refusal, Store, first_source
 
 MIB = 1 << 20
-SLAB = 8 * MIB  # of the convolution's result; 4 to 8 measured alike, smaller pays per call, larger leaves the cache
-SMALLEST_REDUCED = 8 * MIB  # chains that keep only moments or sums: below, eager's buffers are recycled too
-SMALLEST_STORED = MIB  # chains that store: below, eager's operators take well under a millisecond
-MAPPED = 16 * MIB  # from here on eager's buffers are mapped anew or trimmed away, call after call
-SURELY_MAPPED = 32 * MIB  # glibc's limit: from here on no history of earlier buffers helps
-LARGE_SAMPLE = 8 * MIB  # one sample above this does not stay in cache
+SLAB = 8 * MIB  # of the convolution's result. 4 to 8 are equally fast; smaller costs calls, larger leaves the cache
+SMALLEST_REDUCED = 8 * MIB  # for chains that keep only moments or sums: below it, eager's buffers are recycled as well
+SMALLEST_STORED = MIB  # for chains that store: below it, eager's operators take well under a millisecond
+MAPPED = 16 * MIB  # from here on the C library maps or trims eager's buffers on every call
+SURELY_MAPPED = 32 * MIB  # glibc's limit: from here on it maps them whatever was allocated before
+LARGE_SAMPLE = 8 * MIB  # a larger sample does not stay in cache
 WORTH_A_CALL = 10_000_000  # FLOPs: oneDNN takes 70 µs to set up, PyTorch's own small convolution 10
-FEW_CHANNELS = 4  # of the input: 3 measured 8.7 ms channels-last against 11.3, 8 alike
+FEW_CHANNELS = 4  # of the input: with 3, channels-last takes 8.7 ms against 11.3; with 8 both are equal
 _ASKED = "PyTorch's own convolution was asked for: one call over the batch; every step after it in place"
 _LEAVES = "PyTorch leaves oneDNN for this batch of one; it is called directly"
-BUSY = 600  # FLOPs per element of the result from which on the convolution fills the time and slabs gain nothing
+BUSY = 600  # FLOPs per element of the result, above which the convolution dominates and slabs gain nothing
 
 
 def lower_for_cpu(chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool) -> Plan | Refusal:
@@ -65,9 +65,9 @@ def _reason_against(chain: Chain, problem: Problem, machine: Machine) -> str | N
     conv = chain.producer
     if conv is not None:
         reach = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel)]
-        # Seen with torch 2.13 in eager alone: a corrupted heap for a transposed convolution of kernel 1, stride 2 and
-        # output_padding 1; a crash, channels-last, for kernel 1, stride 2 and padding 1 along an axis of size 1. A plan
-        # that changes the layout would crash where eager does not.
+        # Seen in eager PyTorch 2.13 without Postlude: a transposed convolution with kernel 1, stride 2 and
+        # output_padding 1 corrupts the heap; channels-last, kernel 1, stride 2 and padding 1 along an axis of size 1
+        # crashes. A plan that changes the layout would crash where eager does not.
         if any(extra > far for extra, far in zip(conv.output_padding, reach)):
             return "PyTorch's transposed convolution on the CPU writes outside of its result for this output_padding"
         if not conv.transposed and any(padding > far for padding, far in zip(conv.padding, reach)):
@@ -78,8 +78,11 @@ def _reason_against(chain: Chain, problem: Problem, machine: Machine) -> str | N
 
 
 def _compiled_plan(chain: Chain, problem: Problem, machine: Machine, moments: MomentsOnly | None) -> Plan:
-    """Kernels in C++ after one convolution over the batch: few parallel regions, because each of them waits for threads
-    that a busy machine has not scheduled. (Slabs took twice eager's time there.)"""
+    """C++ kernels after one convolution over the whole batch.
+
+    Parallel regions are few, because on a busy machine each waits for threads that are not scheduled; there slabs took
+    twice eager's time.
+    """
     own = _own(chain, problem, machine, moments)
     how: Convolve = "eager"
     if own is not None:
@@ -182,15 +185,17 @@ def _slab(chain: Chain, problem: Problem, machine: Machine) -> int:
 
 
 def _is_direct(chain: Chain, problem: Problem, machine: Machine) -> bool:
-    """True where oneDNN can be called without going through PyTorch's choice of library."""
+    """Whether oneDNN can be called directly, without PyTorch's choice of library."""
     conv = chain.producer
     is_plain = conv is not None and conv.dtype is None and conv.as_plain() is not None
     return is_plain and machine.has_onednn and {spec.dtype for spec in problem.tensors} == {"float32"}
 
 
 def _leaves_onednn(chain: Chain, problem: Problem, machine: Machine) -> bool:
-    """True where PyTorch takes its own slow convolution although oneDNN would serve (conv3d measured 2 to 13 times
-    slower): a single small sample."""
+    """Whether PyTorch would use its own slow convolution instead of oneDNN: it does so for a single small sample.
+
+    conv3d is 2 to 13 times slower that way.
+    """
     if chain.dims != 3 or problem.x.shape[0] != 1 or problem.x.layout != "contiguous":
         return False
     conv = chain.producer
@@ -198,7 +203,7 @@ def _leaves_onednn(chain: Chain, problem: Problem, machine: Machine) -> bool:
         return False
     if conv.flops(1, problem.x.shape[2:]) < WORTH_A_CALL:
         return False
-    # PyTorch's own rule for fp32: a batch of one stays with oneDNN from 20480 rows of the last axis on.
+    # PyTorch's own rule for fp32: a batch of one goes to oneDNN if it has more than 20480 rows along the last axis.
     return math.prod(problem.x.shape[:4]) <= 20480 and not (conv.kernel[-1] > 3 and conv.kernel[-2] > 3)
 
 

@@ -1,4 +1,4 @@
-"""Which chains the CPU's kernels in C++ serve, and in which passes."""
+"""Which chains the C++ kernels for the CPU can run, and in which passes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def why_not_compiled(chain: Chain, problem: Problem, machine: Machine) -> str | 
 
 
 def _may_leave_onednn(chain: Chain, problem: Problem) -> bool:
-    """True where another library of PyTorch's may convolve, whose result is contiguous whatever it is given."""
+    """Whether PyTorch may convolve with another library than oneDNN, whose result is contiguous for any input."""
     conv = chain.producer
     if conv is None or body_layout(chain, problem) == "contiguous":
         return False
@@ -45,7 +45,7 @@ def _may_leave_onednn(chain: Chain, problem: Problem) -> bool:
 
 
 def turns(chain: Chain, problem: Problem, machine: Machine) -> bool:
-    """True where the kernel makes a contiguous result of a channels-last value, as PyTorch's norm would have."""
+    """Whether the kernel writes a contiguous result from a channels-last value, as PyTorch's norm would."""
     norm = fused_norm(chain)
     if norm is None or norm.op in machine.keeping_layout or problem.hands_on == "channels_last":
         return False

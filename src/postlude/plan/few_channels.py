@@ -1,4 +1,4 @@
-"""A convolution of few input channels of which only moments are wanted: whether our CUDA kernel can do it, and how."""
+"""A convolution of few input channels of which only moments are needed: whether our CUDA kernel can run it, and how."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from postlude.plan.program import moments_only
 from postlude.plan.tiles import answer, few_channels_question
 
 WIDTH = 32  # outputs of a tile along the last axis
-_MOST_FRAGMENTS = 4  # their sums must fit the registers
-RESERVED = 1 << 10  # bytes of shared memory that the system keeps of each block
-STATIC = 3 << 9  # bytes that the kernel declares itself: offsets of taps, exponents; at most these
+_MOST_FRAGMENTS = 4  # their accumulators must fit in registers
+RESERVED = 1 << 10  # bytes of each block's shared memory that CUDA reserves
+STATIC = 3 << 9  # upper bound of the kernel's static shared memory: offsets of taps, exponents
 
 
 @dataclass(frozen=True)
 class FewChannels:
-    """One way of running the kernel. fp32 input goes into fp16 planes, scaled, or one bf16 plane, as it is."""
+    """One way to run the kernel. fp32 input is split into scaled fp16 planes or rounded to one bf16 plane."""
 
     operand: str  # "float16" or "bfloat16"
     planes: int  # 2: fp32 input with fp32's precision
     depth: int  # outputs of a tile along the first axis and along the second
     height: int
-    rows: int = 2  # of 32 outputs that a warp computes together; divides the height
+    rows: int = 2  # rows of 32 outputs that a warp computes together; divides the height
     warps: int = 8
-    blocks: int = 2  # of a multiprocessor; bounds the registers
+    blocks: int = 2  # per multiprocessor, which bounds the registers
     programs: int = 0  # 0: one per tile
 
     def tiles(self, out: tuple[int, int, int]) -> tuple[int, int, int]:
-        """Of a sample along each axis."""
+        """Tiles per sample along each axis."""
         return -(-out[0] // self.depth), -(-out[1] // self.height), -(-out[2] // WIDTH)
 
     def __str__(self) -> str:
@@ -48,13 +48,13 @@ class Geometry:
     cin: int
     cout: int
     kernel: tuple[int, int, int]
-    padding: tuple[int, int, int]  # of the equivalent convolution that gathers
-    flip: bool  # the weight's taps are read backwards: a transposed convolution
+    padding: tuple[int, int, int]  # of the equivalent ordinary convolution
+    flip: bool  # read the taps in reverse order, as a transposed convolution does
     dtype: str
 
     @property
     def fragments(self) -> int:
-        """Of 8 output channels each, in one block: the blocks share them evenly."""
+        """Fragments of 8 output channels in one block; blocks share the channels evenly."""
         return -(-self.cout // (8 * self.channel_blocks))
 
     @property
@@ -63,16 +63,16 @@ class Geometry:
 
 
 def geometry_for(conv: Convolution, space: tuple[int, ...]) -> tuple[Geometry, tuple[int, int, int]]:
-    """And the size of the output."""
+    """The geometry that the kernel is compiled for, and the size of the output."""
     volume = volume_for(conv, space, 1)
     sizes = (conv.in_channels, conv.out_channels, volume.kernel, volume.padding)
     return Geometry(*sizes, conv.transposed, ""), volume.out
 
 
 def layout_of_tile(settings: FewChannels, shape: Geometry, slot_bytes: int) -> tuple[int, int]:
-    """Slots of one plane of the staged input, and the products that make an output."""
+    """Slots of one slice of the staged input, and the tensor-core products per output."""
     kd, kh, kw = shape.kernel
-    positions = 4 // shape.cin  # of a slot
+    positions = 4 // shape.cin  # per slot
     chunks = -(-kw // positions)
     half = 64 // slot_bytes
     columns = WIDTH + (chunks - 1) * positions
@@ -82,20 +82,20 @@ def layout_of_tile(settings: FewChannels, shape: Geometry, slot_bytes: int) -> t
 
 
 def tile_slots(settings: FewChannels, shape: Geometry) -> int:
-    """Of a staged tile, or as many as the moments of the block's lanes take, 12 bytes a channel, which follow it."""
+    """Slots for a staged tile, or for the moments of the block's lanes (12 bytes per channel) if those need more."""
     plane, _ = layout_of_tile(settings, shape, 8 * settings.planes)
     moments = settings.warps * 8 * shape.fragments * 8 * 12
     return max((settings.depth + shape.kernel[0] - 1) * plane, -(-moments // (8 * settings.planes)))
 
 
 def shared_bytes(settings: FewChannels, shape: Geometry) -> int:
-    """Dynamic shared memory of a block; the kernel checks this sum against its own."""
+    """Dynamic shared memory of a block. The kernel asserts the same sum."""
     _, steps = layout_of_tile(settings, shape, 8 * settings.planes)
     return (tile_slots(settings, shape) + steps * shape.fragments * 32) * 8 * settings.planes
 
 
 def few_channels_for(chain: Chain, problem: Problem, machine: Machine) -> FewChannels | str:
-    """Settings for this card, or why the kernel cannot serve the chain."""
+    """Settings for this card, or the reason why the kernel cannot run the chain."""
     conv, moments = chain.producer, moments_only(chain)
     if conv is None or conv.in_channels > 4 or max(conv.kernel) > 4:
         return "more than 4 input channels or taps"
@@ -113,7 +113,8 @@ def few_channels_for(chain: Chain, problem: Problem, machine: Machine) -> FewCha
 
 
 def _fitted(settings: FewChannels, chain: Chain, problem: Problem, machine: Machine) -> FewChannels | str:
-    """The tile that the tables name, or the next smaller one of which as many blocks fit a multiprocessor, or one."""
+    """The tile from the tables, or the next smaller one of which as many blocks, or at least one, fit a
+    multiprocessor."""
     conv = chain.convolution
     shape, out = geometry_for(conv, problem.x.shape[2:])
     rows = machine.card.abilities.few_channel_rows
@@ -134,5 +135,5 @@ def _fitted(settings: FewChannels, chain: Chain, problem: Problem, machine: Mach
 
 
 def _even_share(size: int, most: int) -> int:
-    """What each of the fewest parts of at most `most` gets."""
+    """The size of each part, if `size` is divided evenly into the fewest parts of at most `most`."""
     return -(-size // -(-size // most))

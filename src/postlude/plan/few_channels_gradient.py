@@ -1,4 +1,4 @@
-"""The gradients of a convolution of few input channels of which only moments were wanted: tiles of our CUDA kernel."""
+"""The gradients of a convolution of few input channels of which only moments were needed: tiles of our CUDA kernel."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ _MOST_CHANNELS = 32  # the input's gradient sums over all of them in one block
 
 @dataclass(frozen=True)
 class FewChannelsGradient(FewChannels):
-    """One way of running the kernel; with the input's gradient, neighbouring tiles overlap by the kernel's reach."""
+    """One way to run the kernel. With the input's gradient, neighbouring tiles overlap by a halo."""
 
     def tiles_along(self, shape: Geometry, space: tuple[int, int, int], with_input: bool) -> tuple[int, int, int]:
-        """Of a sample along each axis, for an input of `space`. A plane or row of a tile gives no more outputs of the
-        input's gradient than it has positions; planes are given one by one."""
+        """Tiles per sample along each axis, for an input of size `space`.
+
+        A tile gives at most as many rows and columns of the input's gradient as it has positions.
+        """
         sizes, least = (self.depth, self.height, WIDTH), (0, space[1], space[2])
         deep, high, wide = (
             _tiles(max(out, least[axis]), out, sizes[axis], shape.kernel[axis], with_input)
@@ -44,7 +46,7 @@ def _tiles(largest: int, out: int, tile: int, taps: int, with_input: bool) -> in
 
 
 def gradient_shared_bytes(settings: FewChannelsGradient, shape: Geometry, with_input: bool) -> int:
-    """Shared memory of a block; the kernel checks this sum against its own."""
+    """Shared memory of a block. The kernel asserts the same sum."""
     kd, kh, kw = shape.kernel
     plane, steps = layout_of_tile(settings, shape, slot_bytes=16)
     channels = shape.fragments * 8
@@ -70,7 +72,7 @@ class GradientPlan:
 def few_channels_gradient_for(
     own: FewChannels, chain: Chain, problem: Problem, machine: Machine
 ) -> GradientPlan | None:
-    """Settings where our kernel made the moments; None where it cannot make the gradients, or not fast."""
+    """Settings if our kernel computed the moments; None if it cannot compute the gradients, or not fast enough."""
     conv = chain.convolution
     if not machine.card.abilities.has_few_channel_gradients or conv.out_channels > _MOST_CHANNELS:
         return None
@@ -91,8 +93,10 @@ def _fitted(
     most: int,
 ) -> FewChannelsGradient | None:
     """The tallest tile of at most `most` rows that fits, over the whole depth unless that leaves multiprocessors idle.
-    The weight's on an H200 on chain 23: 0.40 ms in two planes with one block an SM, 0.43 with two; in one plane 0.27
-    with either."""
+
+    The weight's gradient of chain 23 on an H200: 0.40 ms in two planes with one block per SM, 0.43 with two; in one
+    plane 0.27 with either.
+    """
     kd, kh, _ = shape.kernel
     for height in (height for height in _HEIGHTS if height <= most):
         blocks = 1 if with_input or own.planes == 2 else 2

@@ -1,4 +1,4 @@
-"""Our own convolution as a value: its arithmetic, the packed volume that it reads, its tiles."""
+"""Our implicit GEMM as a value: its arithmetic, the packed volume that it reads, its tiles."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from dataclasses import dataclass
 from postlude.chain import Convolution
 from postlude.plan.phases import Phases, phases_of
 
-SHARED_BESIDE = 5 << 10  # bytes for barriers, and for warps to add up moments: up to 4 KiB were seen
+SHARED_BESIDE = 5 << 10  # bytes for barriers and for the warps' sums of moments; at most 4 KiB were seen
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What the tensor cores are given: a dtype, one plane or two, scaled by powers of two or not."""
+    """What the tensor cores multiply: a dtype, one plane or two, scaled by powers of two or not."""
 
     operands: str
     planes: int = 1
     scaled: bool = False
-    keeps_infinities: bool = False  # in scaled planes: no norm follows that would make NaN of them
+    keeps_infinities: bool = False  # in scaled planes; needed unless a norm follows
 
     @property
     def is_exact(self) -> bool:
-        """For checking only: no card is fast at it."""
+        """Whether it is float64, which is for checking only: no card is fast at it."""
         return self.operands == "float64"
 
     @property
     def flags_infinities(self) -> bool:
-        """Whether packing says that there was one: in one plane an infinity takes care of itself."""
+        """Whether packing must flag an infinity. With one plane the GEMM handles infinities without help."""
         return self.keeps_infinities and self.planes == 2
 
     @property
     def products(self) -> int:
-        """Of planes, for one of the operands."""
+        """Tensor-core products of planes for one product of the operands."""
         return {1: 1, 2: 3}[self.planes]
 
     def __str__(self) -> str:
@@ -43,13 +43,13 @@ class Arithmetic:
 
 @dataclass(frozen=True)
 class Volume:
-    """The packed input: in front of each axis the padding, behind it nothing (see kernels/triton/pack.py)."""
+    """The packed input: padding in front of each axis, none behind it (see kernels/triton/pack.py)."""
 
     space: tuple[int, int, int]  # of the input
     kernel: tuple[int, int, int]
-    padding: tuple[int, int, int]  # of the equivalent convolution that gathers
-    width: int  # neighbouring outputs of one row of the product
-    group: int = 1  # the same for another product that reads it: a power of two, as the width is
+    padding: tuple[int, int, int]  # of the equivalent ordinary convolution
+    width: int  # neighbouring outputs per row of the GEMM, a power of two
+    group: int = 1  # the width of another GEMM that reads the same volume, also a power of two
 
     @property
     def padded(self) -> tuple[int, int, int]:
@@ -74,14 +74,14 @@ class Volume:
 
     @property
     def sample_rows(self) -> int:
-        """Rows of a packed sample: as many as hold a whole number of rows of every product."""
+        """Rows of a packed sample: so many that every GEMM has a whole number of rows per sample."""
         longest = max(self.width, self.group)
         step = longest // math.gcd(longest, self.pitch)
         return -(-self.padded[0] * self.padded[1] // step) * step
 
     @property
     def tail_rows(self) -> int:
-        """Rows behind the last sample that overlapping rows of the product may read; zero as well."""
+        """Rows of zeros after the last sample, which overlapping rows of the GEMM may read."""
         return -(-(max(self.width, self.group) + self.kernel[2] - 2) // self.pitch)
 
     @property
@@ -90,7 +90,7 @@ class Volume:
 
     @property
     def is_flat(self) -> bool:
-        """No border anywhere: the packed samples are the input's positions one after the other, like one long row."""
+        """Whether there is no padding at all: packed samples are then just the input's positions in order."""
         d, h, _ = self.space
         return not any(self.padding) and self.sample_rows == d * h
 
@@ -102,28 +102,28 @@ class Volume:
         return self.width + self.kernel[2] - 1
 
     def tiles(self, rows: int) -> int:
-        """Tiles of a sample: planes behind the last output are not computed."""
+        """Tiles per sample. Slices past the last output are not computed."""
         return -(-self.out[0] * self.plane // (rows * self.width))
 
 
 @dataclass(frozen=True)
 class Gemm:
-    """One way of running the product."""
+    """One way to run the GEMM."""
 
     arithmetic: Arithmetic
     volume: Volume
-    channels: int  # of a packed position: the input's, padded
+    channels: int  # per packed position: the input's, padded
     rows: int  # of a tile
     block_c: int  # output channels of a tile
     block_k: int
     stages: int
     warps: int
-    phases: Phases | None = None  # where the convolution is transposed and has strides
-    unfolded: tuple[int, int] = (1, 1)  # taps along y and x whose channels lie side by side in a packed position
+    phases: Phases | None = None  # for a strided transposed convolution
+    unfolded: tuple[int, int] = (1, 1)  # taps along y and x in one packed position (partial im2col)
 
     @property
     def depth(self) -> int:
-        """Elements of a packed weight's plane for one output channel."""
+        """K of the GEMM: elements in a plane of the packed weight for one output channel."""
         if self.phases is not None:
             return self.phases.slots * self.channels
         kd, kh, _ = self.volume.kernel
@@ -131,14 +131,14 @@ class Gemm:
 
     @property
     def tiles(self) -> int:
-        """Of a sample and, where there are phases, of each that is a program of its own."""
+        """Tiles per sample and, if there are phases, per phase that has programs of its own."""
         if self.phases is None:
             return self.volume.tiles(self.rows)
         return -(-self.phases.axes[0].cells * self.volume.plane // self.rows)
 
     @property
     def chunks(self) -> int:
-        """Parts in which a sample's moments come."""
+        """Partial moments per sample."""
         return self.tiles * (1 if self.phases is None else self.phases.programs)
 
     @property
@@ -146,7 +146,7 @@ class Gemm:
         return self.volume.width * self.block_c
 
     def packed_bytes(self, batch: int) -> int:
-        """Of the packed input, in all planes."""
+        """Bytes of the packed input in all planes."""
         volume = self.volume
         return batch * volume.sample_rows * volume.pitch * self.channels * 2 * self.arithmetic.planes
 
@@ -170,67 +170,71 @@ class Gemm:
 
 @dataclass(frozen=True)
 class WeightGemm:
-    """One way of running the product that gives the weight's gradient: over positions, in stretches."""
+    """One way to run the GEMM for the weight's gradient: split-K over positions."""
 
     arithmetic: Arithmetic
     volume: Volume  # of the packed input
-    channels: int  # of a packed position, of the input and of the gradient, padded
+    channels: int  # per packed position of input and gradient, padded
     out_channels: int
-    neighbours: int  # positions of one row of the product
-    shared: int  # tiles of the input for one of the gradient: taps along x, or along y where there are neighbours
+    neighbours: int  # positions per row of the GEMM
+    shared: int  # tiles of the input per tile of the gradient: taps along x, or along y if there are neighbours
     rows: int  # of a tile: output channels
     columns: int  # of a tile: input channels
     block_k: int
     splits: int
     stages: int
     warps: int
-    turned: bool = False  # what the tensor cores multiply has the columns of the product for rows
+    turned: bool = False  # A and B are swapped, so that the tensor cores compute the transpose
 
     @property
     def groups(self) -> int:
-        """Of taps that programs share out among themselves."""
+        """Groups of taps; a program has one group."""
         kd, kh, kw = self.volume.kernel
         return kd * kh * (kw if self.neighbours == 1 else 1) // self.shared
 
     @property
     def groups_of_a_row(self) -> int:
-        """Of the taps along x; neighbours have them all in one tile."""
+        """Groups of the taps along x; with neighbours one tile has all of them."""
         return self.volume.kernel[2] // self.shared if self.neighbours == 1 else 1
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block at most: one tile of the gradient and the input's in every stage, and the rest."""
+        """Upper bound of a block's shared memory: in each stage a tile of the gradient and the input's, and the
+        rest."""
         item = 8 if self.arithmetic.is_exact else 2
         tiles = self.rows + self.shared * self.columns
         return item * self.arithmetic.planes * tiles * self.block_k * self.stages + SHARED_BESIDE
 
     @property
     def result(self) -> tuple[int, int]:
-        """Rows and columns of the product: output channels, and input channels of each position that a row reads."""
+        """Rows and columns of the GEMM: output channels, and input channels of all positions that a row reads."""
         positions = 1 if self.neighbours == 1 else self.neighbours - 1 + self.volume.kernel[2]
         return self.neighbours * self.out_channels, positions * self.channels
 
     @property
     def gradient_volume(self) -> Volume:
-        """The gradient in a volume of the input's pitch: what its rows, planes and samples lack lies in front."""
+        """The gradient's volume, with the input's pitch: shorter rows, slices and samples are padded in front."""
         d, h, w = (whole - out for whole, out in zip(self.volume.padded, self.volume.out))
         return dataclasses.replace(self.volume, space=self.volume.out, padding=(d, h, w))
 
     @property
     def shift(self) -> int:
-        """Positions by which a gradient lies behind its output's."""
+        """Positions by which a gradient lies behind its output's position."""
         return self.volume.position(self.gradient_volume.padding)
 
     @property
     def front(self) -> int:
-        """Rows of zeros before the input: 1 where neighbours begin in the middle of one, and a row before the first
-        would hold the input's first positions, which no descriptor reads."""
+        """Rows of zeros before the input.
+
+        1 if neighbours begin in the middle of a row: the row before the first then holds the first positions, and a
+        descriptor cannot read before its start.
+        """
         first, reach = self.volume.position(self.volume.padding), self.neighbours + self.volume.kernel[2] - 2
         return int(self.shift % self.neighbours > 0 and first < reach)
 
 
 def volume_for(conv: Convolution, space: tuple[int, ...], width: int, group: int = 1) -> Volume:
-    """Two-dimensional convolutions have one plane."""
+    """The packed volume of a convolution. In 2-D it has one slice."""
     plain = conv.as_plain()
     assert plain is not None
     missing = 3 - len(space)
@@ -239,8 +243,10 @@ def volume_for(conv: Convolution, space: tuple[int, ...], width: int, group: int
 
 
 def unfolded_volume(conv: Convolution, space: tuple[int, ...], taps: tuple[int, int]) -> Volume:
-    """The packed input where the channels of these taps along y and x lie side by side: along an axis whose taps do,
-    a position is an output, and nothing is left to shift or to pad."""
+    """The volume of a partial im2col, with these taps along y and x in one packed position.
+
+    Along an unfolded axis a position is an output, so there is nothing to shift or pad.
+    """
     whole = volume_for(conv, space, 1)
     sizes = list(zip(whole.space, whole.kernel, whole.padding, whole.out))
     for axis, count in zip((1, 2), taps):
@@ -251,19 +257,19 @@ def unfolded_volume(conv: Convolution, space: tuple[int, ...], taps: tuple[int, 
 
 
 def padded_channels(channels: int) -> int:
-    """Of a position in memory: a multiple of 16, so that a tile's rows begin where a descriptor may."""
+    """Channels per position in memory: a multiple of 16, so that rows are aligned as a descriptor needs."""
     return -(-channels // 16) * 16
 
 
 def phased_volume(conv: Convolution, space: tuple[int, ...]) -> tuple[Volume, Phases]:
-    """The packed input of a convolution by phase: in front of each axis what any of its phases needs."""
+    """The packed input of a convolution by phase, with the padding that any of its phases needs."""
     phases = phases_of(conv, space)
     d, h, w = (axis.size for axis in phases.axes)
     return Volume((d, h, w), (1, 1, 1), phases.front, 1), phases
 
 
 def input_gradient_of(conv: Convolution) -> Convolution:
-    """The convolution that takes the result's gradient to the input's: the transpose, with the very same weight."""
+    """The convolution that computes the input's gradient from the result's: the transpose, with the same weight."""
     return dataclasses.replace(
         conv,
         transposed=not conv.transposed,
@@ -275,7 +281,7 @@ def input_gradient_of(conv: Convolution) -> Convolution:
 
 
 def unsupported(conv: Convolution) -> str | None:
-    """Why no convolution of ours with stride 1 can be it, whatever follows it; None where one can."""
+    """Why our stride-1 GEMM cannot run this convolution, whatever follows it; None if it can."""
     plain = conv.as_plain()
     if conv.groups != 1:
         return "Postlude has no kernel for grouped convolutions"

@@ -1,4 +1,5 @@
-"""What runs on a GPU: a convolution with its moments, or PyTorch's and a pass for them, then one for all the rest."""
+"""What runs on a GPU: our convolution with moments in its epilogue, or PyTorch's and a pass for them; then a last
+pass."""
 
 from __future__ import annotations
 
@@ -53,12 +54,12 @@ from postlude.plan.types import Moments, Pass, Plan, Refusal, Store, Tile, first
 from postlude.plan.worth import has_moments_apart, pytorch_seconds
 from postlude.steps import too_many_tensors
 
-_MOST_TILES = 16  # of one program: each costs the moments one more unit of rounding, at worst
-TRAINING_SLAB = 32 << 20  # bytes of a convolution's result that a backward pass computes again at a time
-# Some 25 small operators take 0.4 ms; eager moves the value five times more than one pass over it does.
+_MOST_TILES = 16  # per program: each adds at most one unit of rounding to the moments
+TRAINING_SLAB = 32 << 20  # bytes of a convolution's result that a backward pass recomputes at a time
+# About 25 small operators take 0.4 ms. Eager moves five times the bytes of one pass over the value.
 _BATCH_MOMENTS = 512 << 20
 LONGEST_ROW = 8192  # elements that a layer_norm may go over
-MOST_FEATURES = 32768  # of a linear layer, that a row may have: 32 for each thread of the largest block
+MOST_FEATURES = 32768  # of a linear layer in one row: 32 per thread of the largest block
 _FROM_RESULT = ("training saves only the result, which determines all gradients",)
 
 
@@ -83,7 +84,7 @@ def lower_for_gpu(
         return Refusal(tuple(dict.fromkeys(reasons)), tf32)
     passes = _passes(chain, problem, own, from_result)
     size, batch = body_bytes(chain, problem), problem.x.shape[0]
-    is_again = problem.needs_grad and _is_moments(passes) and not _stores(passes)  # the convolution, for its gradients
+    is_again = problem.needs_grad and _is_moments(passes) and not _stores(passes)  # its gradients recompute it
     slab = max(1, min(batch, TRAINING_SLAB * batch // size)) if is_again else batch
     plan = Plan(
         chain=chain,
@@ -116,7 +117,7 @@ def _passes(chain: Chain, problem: Problem, own: Own | LinearGemm | str, from_re
     moments, last, barrier = moments_only(chain), last_fused_step(chain), first_barrier(chain)
     end = _end(chain, problem)
     if moments is not None:
-        # A convolution of few channels is computed again inside the kernel of its gradients.
+        # The gradient kernel for few channels recomputes the convolution itself.
         kept = problem.needs_grad and isinstance(own, Gemm | Boxes) and not is_lean(chain, problem)
         return (Pass(source, 1, moments.before, Moments(moments.squares, stores=kept)),)
     if is_own and (rows := rows_from(chain)) is not None:
@@ -147,17 +148,20 @@ def _end(chain: Chain, problem: Problem) -> int:
 
 
 def _is_finished_before(chain: Chain, problem: Problem, norm: int) -> bool:
-    """Whether what precedes a norm can be stored for it: a backward pass reads the convolution's result as it was, and
-    between the passes a value has that result's dtype, which steps in a wider one would not survive."""
+    """Whether the first pass can store the value after the steps that precede a norm.
+
+    Not in training, where the backward pass reads the convolution's result itself. Nor if those steps use a wider
+    dtype: between passes a value has the dtype of the convolution's result.
+    """
     dtypes = value_dtypes(chain, problem)
     is_as_wide = all(isinstance(s, Cast) or t == dtypes[0] for s, t in zip(chain.steps[: norm - 1], dtypes[1:]))
     return is_as_wide and not problem.needs_grad and is_all_that_is_read(chain, norm)
 
 
 def _layout_inside(chain: Chain, problem: Problem, machine: Machine, is_own: bool) -> Layout:
-    """Of the chain's first value."""
+    """The layout of the chain's first value."""
     if row_norm(chain) is not None:
-        return "contiguous"  # a row lies in one piece
+        return "contiguous"  # a row must be contiguous
     is_handed_on = is_own or problem.hands_on
     return handed_on_layout(chain, problem, machine) if is_handed_on else body_layout(chain, problem)
 
@@ -167,7 +171,7 @@ def _is_moments(passes: tuple[Pass, ...]) -> bool:
 
 
 def _stores(passes: tuple[Pass, ...]) -> bool:
-    """Whether moments are taken of a value that is kept for its gradients."""
+    """Whether the pass that takes moments also stores the value, for its gradients."""
     sink = passes[-1].sink
     return isinstance(sink, Moments) and sink.stores
 
@@ -186,20 +190,20 @@ def _reasons_for(
 
 
 def library_tf32(chain: Chain, problem: Problem) -> bool | None:
-    """What PyTorch's convolution must be told where the precision asked for is not what its switch says."""
+    """Whether PyTorch's convolution must use TF32, if the precision asked for differs from its switch; else None."""
     conv = chain.producer
     if chain.is_linear:
-        return None  # where they differ, the product is ours
+        return None  # if they differ, our GEMM runs
     is_fp32 = conv is not None and (conv.dtype or problem.x.dtype) == "float32"
     asked = {"fp32": False, "tf32": True}.get(problem.precision)
     return asked if is_fp32 and asked is not None and asked != problem.allows_tf32 else None
 
 
 def tile_for(chain: Chain, problem: Problem, machine: Machine, layout: Layout) -> Tile:
-    """How the passes over a value in memory are cut."""
+    """The tiles of the passes over a value in memory."""
     batch, channels, *space = body_shape(chain, problem)
     positions = math.prod(space)
-    if chain.is_linear:  # its samples are the positions of one
+    if chain.is_linear:  # its samples are the positions of a single sample
         batch, positions, layout = 1, batch, "channels_last"
     layout = "channels_last" if layout == "channels_last" else "contiguous"
     dtype = body_dtype(chain, problem)

@@ -1,4 +1,4 @@
-"""The product of a linear layer on a GPU: ours, in which arithmetic and tiles, or PyTorch's, and why."""
+"""The GEMM of a linear layer on a GPU: ours, with its arithmetic and tiles, or PyTorch's, and why."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from postlude.hardware import Machine
 from postlude.plan.gemm import SHARED_BESIDE, Arithmetic
 from postlude.plan.problem import Problem, body_dtype, fp32_mode, item_size, power_of_two
 
-# Of the peak in fp32, what cuBLAS reaches with ordinary instructions: 51 of an H200's 67 TFLOP/s at 1024×8192×8192.
+# The share of the fp32 peak that cuBLAS reaches without tensor cores: 51 of an H200's 67 TFLOP/s at 1024×8192×8192.
 _LIBRARY = 0.76
-# How much longer the product takes where it cuts the weight into planes itself: each element passes through registers
-# for every tile of rows (1024×8192×8192 on an H200: 1.25 ms in all, 0.91 with the weight packed before).
+# How much longer the GEMM takes if it splits the weight into planes itself: each element passes through registers once
+# per tile of rows (1024×8192×8192 on an H200: 1.25 ms in all, 0.91 with the weight packed before).
 _CUTTING = 0.5
 _ROWS, _FEATURES, _DEPTH = 128, 128, 64  # of a tile
-_CUT_FEATURES = 64  # where the weight is cut: while one block cuts, another multiplies (1.25 instead of 1.35 ms)
-_DESCRIPTOR = 16  # bytes that a descriptor's rows are a multiple of
+_CUT_FEATURES = 64  # if the GEMM splits the weight: two blocks fit, one splits while one multiplies (1.25, not 1.35 ms)
+_DESCRIPTOR = 16  # a descriptor's rows are a multiple of so many bytes
 
 
 @dataclass(frozen=True)
 class LinearGemm:
-    """One way of running the product of rows and a weight, both [.., features]."""
+    """One way to run the GEMM of rows and a weight, both [.., features]."""
 
     arithmetic: Arithmetic
-    rows: int  # of a tile: samples
+    rows: int  # samples of a tile
     block_c: int  # output features of a tile
     block_k: int
     stages: int
     warps: int
-    # The weight is read where it lies, and cut into planes in registers: with few rows that costs less than packing.
+    # The GEMM reads the weight in place and splits it into planes in registers. With few rows that costs less than
+    # packing.
     cuts_weight: bool = False
 
     @property
@@ -39,10 +40,10 @@ class LinearGemm:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block at most."""
+        """Upper bound of a block's shared memory."""
         item = 8 if self.arithmetic.is_exact else 2
         both = item * self.arithmetic.planes * self.block_k
-        if self.cuts_weight:  # it comes in fp32, a stage later than the rest, and its planes are as large again
+        if self.cuts_weight:  # in fp32, one stage later than the rest, and again as planes
             weight = (4 * self.block_k * (self.stages - 1) + both) * self.block_c
         else:
             weight = both * self.block_c * self.stages
@@ -54,7 +55,7 @@ class LinearGemm:
 
 
 def own_linear(chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool = False) -> LinearGemm | str:
-    """Our product for this linear layer, or why it is PyTorch's."""
+    """Our GEMM for this linear layer, or the reason why PyTorch multiplies."""
     layer, rows = chain.convolution, problem.x.shape[0]
     if problem.tensors[1].layout == "strided":
         return "the weight is not contiguous"
@@ -68,7 +69,7 @@ def own_linear(chain: Chain, problem: Problem, machine: Machine, even_if_slower:
         return "float64 is faster through PyTorch"
     mode = fp32_mode(chain, problem)
     if mode != ("tf32" if problem.multiplies_tf32 else "fp32"):
-        return gemm  # PyTorch's product follows its switch alone
+        return gemm  # PyTorch's GEMM follows its own switch only
     if mode == "tf32":
         return "cuBLAS is as fast in TF32"
     return _slower(layer, rows, gemm, machine.card) or gemm
@@ -89,7 +90,8 @@ def linear_gemm(layer: Convolution, rows: int, arithmetic: Arithmetic, machine: 
     pipelines = [(3, _DEPTH), (2, _DEPTH), (3, _DEPTH // 2), (2, _DEPTH // 2)]
     cuts = _cuts_weight(layer, rows, arithmetic, machine.card)
     width = _CUT_FEATURES if cuts else width
-    # Two blocks that cut share a multiprocessor's memory; without wgmma the epilogue takes up to 48 KiB of it.
+    # Two blocks that split the weight share a multiprocessor's memory. Without wgmma the epilogue takes up to 48 KiB of
+    # it.
     for stages, depth in pipelines[cuts or not machine.card.abilities.has_wgmma :]:
         gemm = LinearGemm(arithmetic, height, width, depth, stages, 8 if height * width > 8192 else 4, cuts)
         if not machine.card.shared_bytes or gemm.shared_bytes <= machine.card.shared_bytes:
@@ -98,7 +100,7 @@ def linear_gemm(layer: Convolution, rows: int, arithmetic: Arithmetic, machine: 
 
 
 def _cuts_weight(layer: Convolution, rows: int, arithmetic: Arithmetic, card: Card) -> bool:
-    """Packing reads the weight and writes as many bytes; cutting makes every product longer."""
+    """Whether the GEMM should split the weight: packing costs a pass over it, splitting makes every tile slower."""
     if arithmetic.planes != 2 or layer.in_channels * item_size("float32") % _DESCRIPTOR:
         return False
     packing = 2 * layer.in_channels * layer.out_channels * item_size("float32") / card.rates.copy
@@ -110,7 +112,7 @@ def _product_seconds(layer: Convolution, rows: int, arithmetic: Arithmetic, card
 
 
 def _slower(layer: Convolution, rows: int, gemm: LinearGemm, card: Card) -> str | None:
-    """Why cuBLAS is expected to be the faster one in fp32; None where ours is."""
+    """Why cuBLAS is expected to be faster in fp32; None if ours is."""
     if layer.flops(rows, ()) < card.crossovers.packing["fp32"]:
         return "the product is too small for packing its operands to pay"
     theirs = layer.flops(rows, ()) / (_LIBRARY * card.rates.peak.fp32)
@@ -119,7 +121,7 @@ def _slower(layer: Convolution, rows: int, gemm: LinearGemm, card: Card) -> str 
         product *= 1 + _CUTTING
     packed = layer.in_channels * (rows + (0 if gemm.cuts_weight else layer.out_channels))
     ours = product + 2 * packed * item_size("float32") / card.rates.copy
-    # The weight is read once at least.
+    # The weight is read at least once.
     theirs = max(theirs, layer.in_channels * layer.out_channels * item_size("float32") / card.rates.copy)
     if ours < theirs:
         return None

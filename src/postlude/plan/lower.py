@@ -1,4 +1,4 @@
-"""Chain + problem + machine → plan, or a refusal with reasons. A pure function: it runs nothing."""
+"""Chain + problem + machine → plan, or a refusal with reasons. A pure function that runs nothing."""
 
 from __future__ import annotations
 
@@ -16,17 +16,26 @@ from postlude.plan.trained import trained_part, why_not_ours
 from postlude.plan.types import Pass, Plan, Refusal, Store
 
 _ASKED = "it was asked for"
-# Devices with backward passes of ours; elsewhere a chain in training is PyTorch's.
+# Devices for which we have backward passes. On others PyTorch runs a chain in training.
 TRAINS = frozenset({"cuda"})
 
 
 def lower(
     chain: Chain, problem: Problem, machine: Machine, *, even_if_slower: bool = False, not_ours: str | None = None
 ) -> Plan | Refusal:
-    """How this chain runs for this problem, or how one without its last steps does, which are then PyTorch's.
+    """Decides how this chain runs for this problem. The plan may end before the chain: PyTorch then runs the last
+    steps.
 
-    `even_if_slower` plans the fused way where eager's is expected to win, `not_ours` says why a convolution on a GPU
-    must be PyTorch's."""
+    Args:
+        chain: What is computed.
+        problem: Shapes, dtypes, layouts, device and precision.
+        machine: The machine it runs on.
+        even_if_slower: Plan a fused program even if eager PyTorch is expected to be faster.
+        not_ours: If given, the reason why PyTorch must run a convolution on a GPU.
+
+    Returns:
+        The plan, or a refusal with its reasons.
+    """
     reasons = _unsupported(chain, problem)
     if reasons:
         return Refusal(reasons)
@@ -47,7 +56,7 @@ def lower(
 
 
 def _through(chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool) -> Plan | None:
-    """Without the producer, where a sum goes through it."""
+    """A plan that computes a sum without its producer (see through.py), if that is possible."""
     own = through_for(chain, problem, machine.card, even_if_slower)
     if own is None:
         return None

@@ -1,8 +1,8 @@
-"""A transposed convolution with strides, taken apart by phase.
+"""A strided transposed convolution, divided into phases.
 
-Along an axis the output o gets the input i through tap t where o + padding = i · stride + t. Outputs of one remainder
-by the stride form a phase: o = cell · stride + remainder reads every stride-th tap and, from one cell to the next, the
-next input. Each phase is thus a convolution of stride 1 with taps of its own, and every tap belongs to one phase.
+Along an axis, input i contributes to output o by tap t if o + padding = i · stride + t. Outputs with the same remainder
+modulo the stride form a phase: o = cell · stride + remainder reads every stride-th tap, and the next cell reads the
+next input. Each phase is therefore a convolution of stride 1, and every tap belongs to exactly one phase.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from postlude.chain import Convolution
 
 @dataclass(frozen=True)
 class Phase:
-    taps: int  # 0 where the kernel is shorter than the stride: such outputs get nothing but the bias
-    first: int  # the input that cell 0 reads first; the other taps read the ones behind it
-    residue: int  # of its taps by the stride
+    taps: int  # 0 is possible if the kernel is shorter than the stride: such outputs are just the bias
+    first: int  # the first input that cell 0 reads; further taps read the following inputs
+    residue: int  # of its taps modulo the stride
     outputs: int
 
 
@@ -36,7 +36,7 @@ class Axis:
         return Phase(taps, cell - taps + 1, residue, outputs)
 
     def taps(self, remainder: int) -> tuple[int, ...]:
-        """The kernel's taps of a phase, in the order of the inputs that they read."""
+        """The taps of a phase, in the order of the inputs that they read."""
         phase = self.phase(remainder)
         return tuple(phase.residue + self.stride * tap for tap in reversed(range(phase.taps)))
 
@@ -46,7 +46,7 @@ class Axis:
 
     @property
     def slots(self) -> int:
-        """Places of a packed weight's taps: by residue, as many for each as the longest phase has."""
+        """Slots for taps in the packed weight: for each residue as many as the longest phase has."""
         return self.stride * self.most_taps
 
     @property
@@ -55,7 +55,8 @@ class Axis:
 
     @property
     def front(self) -> int:
-        """Zeros in front of a packed row: for reads before it, behind the one before, and a place for every cell."""
+        """Zeros in front of a packed row: enough for reads before it, for reads past the row before it, and for all
+        cells."""
         least = self.cells - self.size
         for remainder in range(self.stride):
             phase = self.phase(remainder)
@@ -71,12 +72,12 @@ class Phases:
 
     @property
     def is_paired(self) -> bool:
-        """Both phases of a row in one program, which then stores neighbours side by side."""
+        """Whether one program computes both phases along x, and then stores neighbours together."""
         return self.axes[2].stride == 2
 
     @property
     def programs(self) -> int:
-        """Phases that are programs of their own."""
+        """Phases that run in separate programs."""
         d, h, w = (axis.stride for axis in self.axes)
         return d * h * (1 if self.is_paired else w)
 
@@ -94,7 +95,7 @@ class Phases:
 
 
 def has_phases(conv: Convolution) -> bool:
-    """True for the transposed convolutions that our product by phase can be."""
+    """Whether our GEMMs by phase can run this convolution."""
     return (
         conv.transposed
         and any(size != 1 for size in conv.stride)
@@ -105,7 +106,7 @@ def has_phases(conv: Convolution) -> bool:
 
 
 def phases_of(conv: Convolution, space: tuple[int, ...]) -> Phases:
-    """Two-dimensional convolutions have one plane."""
+    """The phases of a convolution. In 2-D the first axis has size one."""
     out = conv.output_space(space)
     axes = [Axis(*sizes) for sizes in zip(space, conv.kernel, conv.stride, conv.padding, out)]
     d, h, w = [Axis(1, 1, 1, 0, 1)] * (3 - len(axes)) + axes

@@ -1,4 +1,4 @@
-"""A pool behind the last steps on a GPU: a sink of the last pass, which reads each window and writes what it gives."""
+"""A pool after the fused steps on a GPU: the last pass reads each window and writes the pooled value."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from postlude.plan.problem import power_of_two
 from postlude.plan.program import FusedPool, fused_pool, row_norm
 from postlude.plan.tiles import short_rows
 
-# Windows of a tile: each thread has four, and the loads of a row of every one of them in flight.
+# Windows of a tile: each thread has four, with the loads of one row of each in flight.
 _WINDOWS, _LONGEST = 512, 64
 POOL_WARPS = 4
-_UNROLLED = 8  # taps: a loop over the rows of a larger window, which would be that many copies of the steps
+_UNROLLED = 8  # most taps that are unrolled: each is a copy of the steps, so larger windows loop over their rows
 
 
 @dataclass(frozen=True)
 class PoolTile:
-    """How the last pass is cut where it ends in a pool; as `Cut` of the passes over a value."""
+    """The tile of a last pass that ends in a pool, like `Cut` for the other passes."""
 
     block: int  # windows
-    block_c: int  # channels; 0 where a tile lies in one row of windows, which is one channel's
+    block_c: int  # channels; 0 if a tile has windows of one channel only
     is_short: bool
 
 
 def why_pool_is_apart(chain: Chain) -> str | None:
-    """Why a pool of a chain is PyTorch's, where it is."""
+    """Why PyTorch runs a chain's pool; None if it is fused."""
     fused = fused_pool(chain)
     left = chain.steps if fused is None else chain.steps[fused.last :]
     step = next((step for step in left if isinstance(step, Pool)), None)
@@ -49,7 +49,7 @@ def pool_tile(channels: int, windows: int, is_channels_last: bool) -> PoolTile:
 
 
 def unrolled_rows(pool: Pool) -> int:
-    """Rows of taps that the pass has side by side."""
+    """Rows of a window's taps that the pass unrolls."""
     rows = math.prod(pool.windows.kernel[:-1])
     return rows if pool.windows.taps <= _UNROLLED else 1
 

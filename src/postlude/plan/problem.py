@@ -16,9 +16,9 @@ from postlude.plan.program import channels_end
 
 Layout = Literal["contiguous", "channels_last", "strided"]
 PRECISIONS = ("auto", "fp32", "tf32")
-CONVOLUTIONS = ("auto", "pytorch")  # who convolves: whoever is faster, or PyTorch in any case
-_TF32_CHANNELS = 16  # with fewer, cuDNN computes contiguous fp32 in fp32 whatever its switch says (seen on an H200)
-LAID_OUT_LIKE_THE_OTHER = ("rsub", "rdiv")  # words whose second operand is written first
+CONVOLUTIONS = ("auto", "pytorch")  # who convolves: whoever is faster, or always PyTorch
+_TF32_CHANNELS = 16  # with fewer, cuDNN ignores its TF32 switch for contiguous fp32 (seen on an H200)
+LAID_OUT_LIKE_THE_OTHER = ("rsub", "rdiv")  # words whose second operand is PyTorch's first one
 CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}  # by spatial axes
 
 
@@ -45,8 +45,8 @@ class Problem:
     needs_grad: bool
     allows_tf32: bool = False  # PyTorch's switch for fp32 convolutions on a GPU, which "auto" follows
     memory: str = "default"  # or "lean"
-    convolution: str = "auto"  # or "pytorch": its own call, digit for digit
-    hands_on: str = ""  # the layout that a graph wants of the result; else PyTorch's
+    convolution: str = "auto"  # or "pytorch": PyTorch's own call, bit for bit
+    hands_on: str = ""  # the layout that the graph needs for the result; "" means PyTorch's
     index: int = 0  # of the device: two GPUs of one machine may be different cards
     multiplies_tf32: bool = False  # PyTorch's switch for fp32 matrix products, which linear layers follow
 
@@ -72,7 +72,8 @@ def problem_of(
     *,
     has_sizes: bool = True,
 ) -> Problem:
-    """Without the tensors' own where their sizes are a compiler's symbols."""
+    """The problem that these tensors pose. Without `has_sizes`, their sizes are a compiler's symbols and are left
+    out."""
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     device = tensors[0].device
     tf32 = device.type == "cuda" and default_fp32_precision() == "tf32"
@@ -88,7 +89,8 @@ def spec_of(tensor: Tensor) -> Spec:
 
 
 def layout_of(tensor: Tensor) -> Layout:
-    """Contiguous where both readings fit (one channel, one position), as PyTorch's convolutions decide."""
+    """The layout of a tensor. If it is both (one channel or one position), contiguous, as PyTorch's convolutions
+    decide."""
     if tensor.is_contiguous():
         return "contiguous"
     last = CHANNELS_LAST.get(tensor.dim() - 2)
@@ -96,18 +98,18 @@ def layout_of(tensor: Tensor) -> Layout:
 
 
 def memory_format(layout: Layout, dims: int) -> torch.memory_format:
-    """A linear layer's values are matrices, of one layout alone."""
+    """PyTorch's memory format for a layout. A linear layer's values are matrices and have only one."""
     return CHANNELS_LAST[dims] if layout == "channels_last" and dims else torch.contiguous_format
 
 
 def empty(spec: Spec, dims: int, device: str) -> Tensor:
-    """A tensor of this shape, dtype and layout; what has another number of axes than a value is contiguous."""
+    """A tensor of this shape, dtype and layout. One with another number of axes than a value is contiguous."""
     layout = memory_format(spec.layout if len(spec.shape) == dims + 2 else "contiguous", dims)
     return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device, memory_format=layout)
 
 
 def body_shape(chain: Chain, problem: Problem) -> tuple[int, ...]:
-    """The shape of the chain's first value: what the convolution gives, or the input."""
+    """The shape of the chain's first value: the convolution's result, or the input."""
     x = problem.x.shape
     if chain.producer is None:
         return x
@@ -137,7 +139,7 @@ def result_shape(chain: Chain, problem: Problem) -> tuple[int, ...]:
 
 
 def value_dtypes(chain: Chain, problem: Problem) -> list[str]:
-    """The dtypes of the chain's values, as PyTorch promotes: what the convolution gives, then what each step does."""
+    """The dtypes of the chain's values by PyTorch's promotion rules: the first value's, then that of each step."""
     dtypes = [getattr(torch, body_dtype(chain, problem))]
     for step in chain.steps:
         dtype = dtypes[values_of(step)[0].index]
@@ -145,7 +147,7 @@ def value_dtypes(chain: Chain, problem: Problem) -> list[str]:
             dtype = getattr(torch, step.dtype)
         if isinstance(step, Pointwise) and not POINTWISE[step.op].vectors:
             for operand in step.operands:
-                if isinstance(operand, Slot) and problem.tensors[operand.index].shape:  # without axes: like a number
+                if isinstance(operand, Slot) and problem.tensors[operand.index].shape:  # 0-d promotes like a number
                     dtype = torch.promote_types(dtype, getattr(torch, problem.tensors[operand.index].dtype))
                 elif isinstance(operand, Value):
                     dtype = torch.promote_types(dtype, dtypes[operand.index])
@@ -158,7 +160,7 @@ def result_dtype(chain: Chain, problem: Problem) -> str:
 
 
 def fp32_mode(chain: Chain, problem: Problem) -> str:
-    """ "fp32" or "tf32": what was asked for, or what PyTorch would do; with few channels it does not use TF32."""
+    """ "fp32" or "tf32": the precision asked for, or what PyTorch would use; with few channels that is fp32."""
     if problem.precision != "auto":
         return problem.precision
     conv = chain.producer
@@ -172,28 +174,30 @@ def body_bytes(chain: Chain, problem: Problem) -> int:
 
 
 def compulsory_bytes(chain: Chain, problem: Problem) -> int:
-    """What any way of running the chain must move: every tensor read once, the result written once."""
+    """The bytes that any implementation of the chain must move: every tensor read once, the result written once."""
     result = math.prod(result_shape(chain, problem)) * item_size(result_dtype(chain, problem))
     return sum(spec.bytes for spec in problem.tensors) + result
 
 
 def body_layout(chain: Chain, problem: Problem) -> Layout:
-    """The layout of the chain's first value: a convolution follows whichever of its operands asks for it."""
+    """The layout of the chain's first value. A convolution's result is channels-last if one of its operands is."""
     if chain.producer is not None and problem.tensors[1].layout == "channels_last":
         return "channels_last"
     return problem.x.layout
 
 
 def result_layout(chain: Chain, problem: Problem, machine: Machine) -> Layout:
-    """Without channels there is one layout alone, and with one of them both are the same."""
+    """The layout of the chain's result. Without channels there is only one, and with one channel both are the same."""
     if channels_end(chain) is not None:
         return "contiguous"
     return handed_on_layout(chain, problem, machine)
 
 
 def handed_on_layout(chain: Chain, problem: Problem, machine: Machine) -> Layout:
-    """The layout that eager's operators hand on from one to the next: a norm or a pool may give up channels-last, and
-    of two tensors the one that is written first gives the result its layout. A graph may want channels-last to the end.
+    """The layout of the last value if eager's operators ran.
+
+    A norm or a pool may return a contiguous result for a channels-last input. With two tensors, PyTorch's first operand
+    gives the result its layout. A graph may ask for channels-last throughout.
     """
     if problem.hands_on == "channels_last":
         return "channels_last"
@@ -213,10 +217,10 @@ def handed_on_layout(chain: Chain, problem: Problem, machine: Machine) -> Layout
 
 
 def power_in(number: int, most: int) -> int:
-    """The largest power of two, up to `most`, that divides it."""
+    """The largest power of two up to `most` that divides `number`."""
     return min(most, number & -number)
 
 
 def power_of_two(number: int) -> int:
-    """The smallest power of two that is `number` or more."""
+    """The smallest power of two that is at least `number`."""
     return 1 << max(0, number - 1).bit_length()

@@ -1,4 +1,4 @@
-"""What a chain's program allows: where it can be cut, and where moments are all that is needed."""
+"""How a chain can be divided into passes, and where moments are all that is needed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from postlude.steps import too_many_tensors
 
 @dataclass(frozen=True)
 class MomentsOnly:
-    """Steps up to `before` make a value of which only moments matter; the reduction `reduce` ends the need for them."""
+    """Only the moments of the value after step `before` matter, up to the reduction, which is step `reduce`."""
 
     before: int
     reduce: int
@@ -34,7 +34,7 @@ class MomentsOnly:
 
 @dataclass(frozen=True)
 class FusedPool:
-    """The pool that the last pass ends in, from steps `first` to `last`."""
+    """The pool that the last pass ends in, made of steps `first` to `last`."""
 
     first: int
     last: int
@@ -45,21 +45,21 @@ BARRIERS = (Normalize, Reduce, Pool, Softmax)
 
 
 def first_barrier(chain: Chain) -> int | None:
-    """The number of the first step (from 1) that needs more than one element at a time: a pass ends before it."""
+    """The number (from 1) of the first barrier: a step that needs more than one element, so a pass ends before it."""
     return next((number for number, step in enumerate(chain.steps, 1) if isinstance(step, BARRIERS)), None)
 
 
 @dataclass(frozen=True)
 class OverChannels:
-    """Steps that a pass takes in whose tiles have all channels, up to `last`: softmaxes, elementwise ones, and a
-    reduction (step `reduce`) with what follows it."""
+    """Steps up to `last` for a pass whose tiles have all channels: softmaxes, elementwise steps, and a reduction (step
+    `reduce`) with the steps after it."""
 
     reduce: int | None
     last: int
 
 
 def over_channels(chain: Chain) -> OverChannels | None:
-    """Right behind the last fused step; a linear layer's features are rows."""
+    """Such steps directly after the last fused step; None for a linear layer, whose features are rows."""
     if not chain.dims:
         return None
     first = last = last_fused_step(chain)
@@ -79,19 +79,21 @@ def is_over_channels(step: Step) -> TypeGuard[Softmax | Reduce]:
 
 
 def _goes_back(step: Step, reduce: int | None) -> bool:
-    """True where a step reads a value from before a reduction."""
+    """Whether a step reads a value from before the reduction."""
     return reduce is not None and any(value.index < reduce for value in values_of(step))
 
 
 def channels_end(chain: Chain) -> Reduce | None:
-    """A chain's reduction over channels; features are a linear layer's rows."""
+    """A chain's reduction over channels; None for a linear layer, whose features are rows."""
     found = (step for step in chain.steps if isinstance(step, Reduce) and step.over == "channels")
     return next(found, None) if chain.dims else None
 
 
 def fused_pool(chain: Chain) -> FusedPool | None:
-    """The first pool, with those right behind it that are one with it; None where a reduction, a second norm or a
-    layer_norm, whose tiles are rows, comes before it."""
+    """The first pool, merged with pools directly after it where that is possible.
+
+    None if a reduction, a second norm or a layer_norm, whose tiles are rows, comes before it.
+    """
     seen_norm = False
     for number, step in enumerate(chain.steps, 1):
         if isinstance(step, Reduce | Softmax) or (isinstance(step, Normalize) and (seen_norm or step.over == "row")):
@@ -106,8 +108,10 @@ def fused_pool(chain: Chain) -> FusedPool | None:
 
 
 def joined(pool: Pool, step: Step, number: int) -> Pool | None:
-    """The pool that one and another right behind it, on value `number`, are together: the largest of the largest, and
-    the mean of means over windows that do not overlap. None where they are not one."""
+    """One pool that equals `pool` followed by `step`, which reads value `number`; None if there is none.
+
+    Two max_pools merge, and so do two avg_pools whose windows do not overlap.
+    """
     if not isinstance(step, Pool) or step.op != pool.op or step.operand != Value(number):
         return None
     if pool.divisor is not None or step.divisor is not None:
@@ -117,40 +121,40 @@ def joined(pool: Pool, step: Step, number: int) -> Pool | None:
 
 
 def last_before_pool(chain: Chain) -> int:
-    """The last fused step that works on a value of the first one's size."""
+    """The last fused step whose value has the first value's size: the last before the pool, or the last of all."""
     pool, last = fused_pool(chain), last_fused_step(chain)
     return last if pool is None else min(last, pool.first - 1)
 
 
 def has_norm(chain: Chain) -> bool:
-    """Before a pool: one after it is PyTorch's."""
+    """Whether a norm is fused. Only one before a pool counts; PyTorch runs one after it."""
     pool = fused_pool(chain)
     return any(isinstance(step, Normalize) for step in chain.steps[: None if pool is None else pool.first])
 
 
 def norm_hides_infinities(chain: Chain) -> bool:
-    """Whether an infinity in the convolution's result reaches a norm, which makes NaN of all that it is averaged with.
+    """Whether an infinity in the convolution's result reaches a norm, which turns its whole group into NaN.
 
-    Then it does no harm that a convolution of ours makes NaN of it. relu before the norm keeps one of the two, and the
-    taps of a kernel give both.
+    If so, our convolution may turn it into NaN as well. A relu before the norm removes only one of the two signs, and
+    the taps of a kernel give infinities of both.
     """
     lost = 0
     for step in chain.steps:
-        if isinstance(step, Pool):  # windows may leave the last positions out
+        if isinstance(step, Pool):  # its windows may skip the last positions
             return False
         if isinstance(step, Normalize):
-            return lost < 2 and step.over != "row"  # a row is less than what an infinity reaches
+            return lost < 2 and step.over != "row"  # an infinity affects more than one row
         lost += POINTWISE[step.op].finite_at if isinstance(step, Pointwise) else 0
     return False
 
 
 def last_fused_step(chain: Chain) -> int:
-    """Steps from a second barrier on run through PyTorch, on what the fused passes leave; so do those after a pool that
-    read more tensors than a pass takes."""
+    """The last fused step. PyTorch runs the steps from a second barrier on, and steps after a pool that read more
+    tensors than a pass can."""
     seen_norm, in_rows, pool = False, has_whole_rows(chain), fused_pool(chain)
     for number, step in enumerate(chain.steps, 1):
         if in_rows and _is_of_whole_rows(step):
-            continue  # a program has a whole row, and any number of barriers in it
+            continue  # a program has a whole row, so any number of barriers over rows fuse
         is_pooled = pool is not None and number > pool.last
         is_second = isinstance(step, Normalize) and (seen_norm or in_rows or is_pooled)
         if isinstance(step, Reduce | Softmax) or is_second:
@@ -164,20 +168,20 @@ def last_fused_step(chain: Chain) -> int:
 
 
 def fused_norm(chain: Chain) -> Normalize | None:
-    """The norm of the fused passes, which have one at most."""
+    """The norm among the fused steps; there is at most one."""
     return next((step for step in chain.steps[: last_fused_step(chain)] if isinstance(step, Normalize)), None)
 
 
 def row_norm(chain: Chain) -> int | None:
-    """The number of the first norm, where it is one over rows of the last axes."""
+    """The number of the first norm, if it is a layer_norm."""
     barrier = first_barrier(chain)
     step = None if barrier is None else chain.steps[barrier - 1]
     return barrier if isinstance(step, Normalize) and step.over == "row" else None
 
 
 def rows_from(chain: Chain) -> int | None:
-    """The number of the first barrier, where a pass makes it whose programs have what it goes over: rows of the last
-    axes, a linear layer's features or groups of them."""
+    """The number of the first barrier, if a pass by rows can run it: over the last axes, or over a linear layer's
+    features or groups of them."""
     barrier = first_barrier(chain)
     if barrier is None or chain.dims:
         return row_norm(chain)
@@ -186,7 +190,7 @@ def rows_from(chain: Chain) -> int | None:
 
 
 def has_whole_rows(chain: Chain) -> bool:
-    """Whether a program of that pass has all features of a sample: then later barriers over them are in it as well."""
+    """Whether a program of that pass has all features of a sample, so that later barriers over them fuse as well."""
     barrier = first_barrier(chain)
     return not chain.dims and barrier is not None and _is_of_whole_rows(chain.steps[barrier - 1])
 
@@ -198,31 +202,32 @@ def _is_of_whole_rows(step: Step) -> bool:
 
 
 def row_parts(chain: Chain) -> int:
-    """Rows of that pass for each sample of a linear layer: groups of features, or one."""
+    """Rows per sample in that pass, for a linear layer: the number of groups of features, or one."""
     barrier = rows_from(chain)
     step = None if barrier is None else chain.steps[barrier - 1]
     return (step.groups or 1) if isinstance(step, Normalize) and step.over == "sample" else 1
 
 
 def takes_the_batch(chain: Chain) -> bool:
-    """True where a norm's statistics go over all samples."""
+    """Whether a norm's statistics go over all samples, as batch_norm's do in training."""
     return any(isinstance(step, Normalize) and step.over == "batch" for step in chain.steps)
 
 
 def is_all_that_is_read(chain: Chain, number: int) -> bool:
-    """True where step `number` and those after it read no earlier value than the one right before it."""
+    """Whether step `number` and those after it read no value earlier than the one directly before it."""
     return all(chain.last_uses.get(earlier, 0) < number for earlier in range(number - 1))
 
 
 def moments_only(chain: Chain) -> MomentsOnly | None:
-    """Where the result depends on the first barrier's input through its moments per sample and channel alone.
+    """The steps for which moments are enough, or None.
 
-    That is so when every step from there to a reduction is affine per sample and channel: norms, and adding or
-    multiplying by numbers and by what is the same for a whole channel. The mean of an affine image is the image of the
-    mean. Such steps directly before a norm go through moments as well.
+    They are enough if the result depends on the first barrier's input only through its moments per sample and channel.
+    That is so if every step from there to a reduction is affine per sample and channel: norms, and additions of or
+    multiplications by numbers and per-channel tensors. The mean of an affine function is the function of the mean. Such
+    steps directly before a norm are applied to moments as well.
     """
     start = first_barrier(chain)
-    if start is None or not chain.dims:  # a linear layer has one position: its moments are the values themselves
+    if start is None or not chain.dims:  # a linear layer has one position, so moments are the values themselves
         return None
     is_norm = isinstance(chain.steps[start - 1], Normalize)
     while is_norm and start > 1 and _carries(chain, start - 1):
@@ -242,13 +247,13 @@ def moments_only(chain: Chain) -> MomentsOnly | None:
 
 
 def _carries(chain: Chain, number: int) -> bool:
-    """True where moments go through a step and nothing after the next one reads what it works on."""
+    """Whether a step can be applied to moments, and no step after the next one reads its input."""
     step = chain.steps[number - 1]
     return _is_affine(chain, step) and _follows(step, number, number) and chain.last_uses.get(number - 1) == number
 
 
 def _follows(step: Step, number: int, start: int) -> bool:
-    """True where a step works on the value just before it, so that nothing else is needed."""
+    """Whether a step reads only the value directly before it."""
     operand = step.operands[0] if isinstance(step, Pointwise) else step.operand
     return isinstance(operand, Value) and operand.index == number - 1 >= start - 1
 

@@ -20,7 +20,7 @@ Product = Gemm | Boxes | WeightGemm
 
 
 def questions_of(plan: Plan, machine: Machine) -> list[Question]:
-    """The questions whose answers made this plan, those about the most expensive passes first."""
+    """The questions whose answers gave this plan its tiles, the most expensive passes first."""
     asked = [questions[0] for questions, _ in _products(plan, machine)]
     if isinstance(plan.own, FewChannels) and plan.chain.producer is not None:
         kinds = ("few channels", *(["few channels' gradients"] if plan.few_gradient is not None else []))
@@ -46,9 +46,9 @@ def origins(plan: Plan, machine: Machine) -> Iterator[str]:
 
 
 def _made(row: Row, product: Product) -> bool:
-    """False where the row was passed over, because what it names does not fit."""
+    """Whether the row was used; False if its tile did not fit."""
     if "rows" in row.values and isinstance(product, Gemm) and row.values["rows"] // product.rows not in (1, 2):
-        return False  # a product may take half of them, to leave room for the words that follow it
+        return False  # a GEMM may use half of the rows, to leave registers for the epilogue
     return all(getattr(product, name) == row.values[name] for name in ("stages", "warps") if name in row.values)
 
 
@@ -63,7 +63,7 @@ def _back_kind_of(product: Gemm | Boxes | None) -> str:
 
 
 def _products(plan: Plan, machine: Machine) -> list[tuple[tuple[Question, ...], Product]]:
-    """Questions and what came of them, without those in float64, which nobody tunes."""
+    """Questions and the tiles that resulted, without float64, which is not tuned."""
     conv = plan.chain.producer
     if conv is None:
         return []

@@ -23,7 +23,7 @@ RULES = {
 
 
 def rules_of(plan: Plan) -> tuple[str, ...]:
-    """The names of those that a plan rests on."""
+    """The names of the rules that a plan uses."""
     found = []
     conv = plan.chain.producer
     if isinstance(plan.own, Through):
@@ -38,5 +38,5 @@ def rules_of(plan: Plan) -> tuple[str, ...]:
 
 
 def rule_lines(plan: Plan) -> tuple[str, ...]:
-    """One sentence for each, as people read them."""
+    """One sentence for each rule that a plan uses."""
     return tuple(f"rule “{name}”: {RULES[name]}" for name in rules_of(plan))

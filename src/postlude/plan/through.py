@@ -1,17 +1,17 @@
-"""A sum or mean that goes through its producer: neither the convolution nor its result is ever computed.
+"""A sum or mean computed through its producer: the convolution or linear layer before it is never computed.
 
-A convolution and a linear layer are linear in their input and in their weight. What a sum over all positions, or over
-all features, makes of their result is therefore a small product with sums of the input, or of the weight:
+A convolution and a linear layer are linear in their input and in their weight. The sum of their result over all
+positions, or over all features, is therefore a small product with sums of the input, or of the weight:
 
     sum over features of (x Wᵀ + b)         =  x · (sum of W's rows) + sum of b
-    sum over space of a convolution of x    =  for each tap, the sum of the input's positions that it meets, times W
+    sum over space of a convolution of x    =  sum over taps of (the sum of the input positions that the tap reads) · W
 
-Steps between the two may be affine: in each channel of a convolution, with one slope for all features of a linear
-layer. For 1024×8192 → 8192 that is 0.3 instead of 137 GFLOP.
+Affine steps may lie between the two: per channel after a convolution, with one slope for all features after a linear
+layer. For 1024×8192 → 8192 this takes 0.3 GFLOP instead of 137.
 
-Infinities stay as PyTorch has them. An infinite position of a convolution's input meets every tap that it would have
-met. An infinite feature of a linear layer's input gives infinities of both signs, whose sum is NaN, unless its weights
-all have one sign: the largest and the smallest weight of each input feature tell (stages/through.py).
+Infinities give what PyTorch gives. An infinite position of a convolution's input contributes to the same taps as
+before. An infinite feature of a linear layer's input gives infinities of both signs, whose sum is NaN, unless all its
+weights have one sign; the largest and smallest weight of each input feature tell (stages/through.py).
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from postlude.plan.worth import pytorch_seconds
 
 AFFINE = ("add", "sub", "rsub", "mul", "div")  # in their first operand
 _ADDS = ("sum", "mean", "adaptive_avg_pool")
-# What PyTorch's producer takes at least: a dozen small operators take its place. On a CPU in operations, some 2 ms.
+# Least cost of the producer for which this pays, because a dozen small operators replace it: seconds on a GPU; on a CPU
+# operations, which take about 2 ms.
 _SECONDS, _OPERATIONS = 100e-6, 100e6
 
 
 @dataclass(frozen=True)
 class Through:
-    """The number of the step that adds up."""
+    """A sum through its producer; `reduction` is the number of the step that sums."""
 
     reduction: int
 
@@ -69,12 +70,12 @@ def _adds_up(chain: Chain, number: int) -> bool:
 
 
 def _meets_runs(conv: Convolution) -> bool:
-    """Whether each tap meets all of the input's positions between two of them."""
+    """Whether the input positions that a tap reads are consecutive along each axis."""
     return conv.transposed or all(size == 1 for size in conv.stride)
 
 
 def _is_affine(chain: Chain, number: int) -> bool:
-    """In each channel, with numbers that do not depend on the input."""
+    """Whether a step is affine in each channel, with coefficients that do not depend on the input."""
     step = chain.steps[number - 1]
     if not isinstance(step, Pointwise) or step.op not in AFFINE or step.settings:
         return False

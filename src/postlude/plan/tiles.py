@@ -1,4 +1,4 @@
-"""The tiles of every pass on a GPU: what its card ships with, and the user's own before that."""
+"""The tiles of every pass on a GPU: the user's tuned ones first, then those shipped for the card."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_BLOCKS = 65_535  # CUDA allows no more along the second axis of a grid
 
 
 def answers(machine: Machine, *questions: Question) -> Iterator[Row]:
-    """What is known of each question, best first: the user's own row, the shipped one; then the next question."""
+    """The rows that answer each question, best first: for each the user's own, then the shipped one."""
     for question in questions:
         for table in (machine.tiles, machine.card.tiles.table):
             row = table.find(question)
@@ -27,7 +27,7 @@ def answer(machine: Machine, question: Question) -> Row:
 
 
 def product_questions(kind: str, conv: Convolution, arithmetic: Arithmetic, machine: Machine) -> tuple[Question, ...]:
-    """A product for the input's gradient is as any other where nobody knows better."""
+    """The questions to ask for a GEMM's tiles. The input's gradient falls back to the rows for a forward GEMM."""
     asked = _convolution(kind, conv, f"{arithmetic.planes} plane{'s' * (arithmetic.planes != 1)}", machine)
     if kind != "input's gradient":
         return (asked,)
@@ -43,13 +43,13 @@ def pass_question(kind: str, dtype: str, channels: int, layout: str, machine: Ma
 
 
 def short_rows(elements: int, channels: int, positions: int) -> int:
-    """Whole rows of one sample that a tile takes; 0 where a row is longer than it."""
+    """Whole rows of one sample that fit in a tile; 0 if a row is longer than a tile."""
     row = power_of_two(positions)
     return 0 if row > elements or channels > _MOST_BLOCKS else min(elements // row, power_of_two(channels))
 
 
 def pass_warps(elements: int, most: int, each: int) -> int:
-    """Of a tile: fewer than `most` where there would be less than `each` elements for a thread."""
+    """Warps for a tile: fewer than `most` if a thread would have less than `each` elements."""
     return min(most, max(1, elements // (32 * each)))
 
 

@@ -1,4 +1,4 @@
-"""Chains in training on a GPU: what the backward passes cover and keep, and who computes a convolution's gradients."""
+"""Chains in training on a GPU: what our backward passes cover and keep, and who computes a convolution's gradients."""
 
 from __future__ import annotations
 
@@ -25,10 +25,14 @@ from postlude.reverse import keeps_inside, needs_no_more_than_its_result, unsupp
 
 
 def trained_part(chain: Chain) -> Chain:
-    """What the backward passes cover: from moments, a convolution with its norm directly after it; else what the
-    fused passes do, up to a pool, and that one where its gradient is ours. What follows reads nothing from inside."""
+    """The part of a chain that our backward passes cover; PyTorch runs the steps after it, which read no value inside
+    it.
+
+    For a chain that needs only moments: a convolution with a norm directly after it. Otherwise the fused steps up to a
+    pool, and the pool if its gradient is ours.
+    """
     moments, last, rows = moments_only(chain), last_fused_step(chain), rows_from(chain)
-    if chain.is_linear and rows is not None:  # barriers over features are PyTorch's in training, with their gradients
+    if chain.is_linear and rows is not None:  # in training PyTorch runs barriers over features, with their gradients
         reads = [value.index for step in chain.steps[rows - 1 :] for value in values_of(step)]
         return dataclasses.replace(chain, steps=chain.steps[: rows - 1]) if min(reads) >= rows - 1 else chain
     if (pool := fused_pool(chain)) is not None:
@@ -45,15 +49,18 @@ def is_lean(chain: Chain, problem: Problem) -> bool:
 
 
 def is_trained_from_its_result(chain: Chain, problem: Problem, inside: Layout, machine: Machine) -> bool:
-    """The gradient passes read it as they would read the first value: in the same dtype and layout."""
+    """Whether the backward pass can read the chain's result instead of its first value: same dtype, same layout."""
     is_alike = set(value_dtypes(chain, problem)) == {body_dtype(chain, problem)}
     is_alike &= inside == result_layout(chain, problem, machine)
     return problem.needs_grad and is_alike and needs_no_more_than_its_result(chain, len(chain.steps))
 
 
 def why_not_ours(chain: Chain, problem: Problem) -> str | None:
-    """Why a convolution is PyTorch's in training although ours would bring its gradients: nobody has measured one of
-    one tap without a norm, which is bytes more than products where its operands are not two planes."""
+    """Why PyTorch convolves in training although we have the gradients.
+
+    A convolution of one tap without a norm has not been measured. With operands of one plane it is bound by memory, not
+    by arithmetic.
+    """
     conv = chain.producer
     if conv is None or conv.is_linear or has_norm(chain) or max(conv.kernel) > 1 or not problem.needs_grad:
         return None
@@ -66,9 +73,9 @@ def why_not_ours(chain: Chain, problem: Problem) -> str | None:
 def reasons_against_training(chain: Chain, problem: Problem, library_tf32: bool | None, from_result: bool) -> list[str]:
     reasons = []
     last, pool = last_before_pool(chain), fused_pool(chain)
-    # PyTorch's pools keep what they read, as large as the convolution's result.
+    # PyTorch's pools keep their input, which is as large as the convolution's result.
     can_keep = from_result or is_lean(chain, problem) or pool is not None or keeps_inside(chain, last)
-    # A linear layer's result is small beside its weight and that weight's gradient, as a rule.
+    # A linear layer's result is usually small compared with its weight and the weight's gradient.
     if not has_norm(chain) and not can_keep and not chain.is_linear:
         reasons.append("training would save the convolution's result, where PyTorch saves only the chain's")
     if library_tf32 is not None:
@@ -88,8 +95,11 @@ def reasons_against_training(chain: Chain, problem: Problem, library_tf32: bool 
 def convolution_gradients(
     chain: Chain, problem: Problem, own: Own | str, machine: Machine
 ) -> tuple[Gemm | Boxes | None, WeightGemm | None, GradientPlan | None]:
-    """Ours for input and weight, or for both at once. Before a layer_norm they are PyTorch's: an infinity makes NaN of
-    its rows alone, and ours would carry that into others, whose neighbours they multiply by zeros."""
+    """Our kernels for the gradients of input and weight, separate or both at once.
+
+    Before a layer_norm PyTorch computes them: there an infinity turns only its own row into NaN, but our GEMM
+    multiplies neighbours by zeros and would spread the NaN.
+    """
     if not problem.needs_grad or isinstance(own, str) or chain.producer is None or row_norm(chain) is not None:
         return None, None, None
     few = few_channels_gradient_for(own, chain, problem, machine) if isinstance(own, FewChannels) else None
@@ -97,5 +107,5 @@ def convolution_gradients(
 
 
 def are_all_ours(dx: Gemm | Boxes | None, dw: WeightGemm | None, few: GradientPlan | None) -> bool:
-    """Whether PyTorch computes none of a convolution's gradients, so that its switches do not matter."""
+    """Whether our kernels compute all of a convolution's gradients, so that PyTorch's switches do not matter."""
     return few is not None or (dx is not None and dw is not None)

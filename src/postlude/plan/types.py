@@ -19,8 +19,8 @@ from postlude.plan.program import FusedPool, OverChannels, fused_pool, last_fuse
 from postlude.plan.through import Through
 
 Source = Literal["own convolution", "library convolution", "load"]
-# eager: PyTorch's own call. direct: oneDNN, without PyTorch's choice of library and layout. buffer: the same into
-# channels-last memory that is kept from call to call. own: a kernel of ours.
+# eager: PyTorch's own call. direct: oneDNN, without PyTorch's choice of library and layout. buffer: oneDNN, into a
+# channels-last buffer that is kept from call to call. own: our kernel.
 Convolve = Literal["eager", "direct", "buffer", "own"]
 
 
@@ -36,7 +36,7 @@ class Keep:
 class Store:
     """The value is written to the result, in the layout that PyTorch would have given it."""
 
-    raw: bool = False  # what the convolution gives is written instead, before any step, for the next pass
+    raw: bool = False  # the convolution's result is written, before any step, for the next pass
 
     def __str__(self) -> str:
         return "store"
@@ -48,7 +48,7 @@ class Moments:
 
     squares: bool  # False: the mean is all that is needed
     stores: bool = False  # the convolution's result is written as well, for the next pass
-    finished: bool = False  # what is written is what the steps up to here make of it
+    finished: bool = False  # what is written is the value after the steps of this pass
 
     def __str__(self) -> str:
         return ("store, " if self.stores else "") + ("moments per channel" if self.squares else "mean per channel")
@@ -72,60 +72,63 @@ def first_source(chain: Chain) -> Source:
 
 
 def reads_moments(passes: tuple[Pass, ...]) -> bool:
-    """True where a pass over the value in memory finds the moments: no convolution of ours has."""
+    """Whether a separate pass over the value computes the moments, because no epilogue has."""
     return any(isinstance(item.sink, Moments) and item.source != "own convolution" for item in passes)
 
 
 @dataclass(frozen=True)
 class Tile:
-    """How the GPU passes over a value are cut: elements of a row (or rows of channels) per tile."""
+    """The tile of the GPU passes over a value: elements of a row, or rows of channels."""
 
     block: int  # of the last pass
-    block_c: int  # channels per tile; 0 where the value is contiguous and a tile lies in one channel
+    block_c: int  # channels per tile; 0 if the value is contiguous and a tile has one channel
     moments_block: int
-    tiles: int  # that one program of the moments pass takes
-    # Whole rows of a contiguous value that one tile takes where they are short, in the last pass and for moments; 0
-    # where a tile lies in one row.
+    tiles: int  # per program of the moments pass
+    # Whole rows per tile if the rows of a contiguous value are short, in the last pass and for moments; 0 if a tile
+    # lies within one row.
     rows: int = 0
     moments_rows: int = 0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What was decided for one problem; `program` is what follows from it, call by call."""
+    """What was decided for one problem. `program` is what it runs, call by call."""
 
     chain: Chain
     problem: Problem = field(repr=False)
     input: Spec
-    value: Spec  # the chain's first value: what the convolution gives, or the input
+    value: Spec  # the chain's first value: the convolution's result, or the input
     passes: tuple[Pass, ...]
     slab: int  # samples per slab
     convolve: Convolve
     result_layout: Layout
     result_dtype: str
-    reasons: tuple[str, ...]  # why this way
+    reasons: tuple[str, ...]  # why it runs this way
     norms_in_place: bool = False  # a norm overwrites its value, which saves a second buffer and costs a pass
     tile: Tile | None = None  # None on the CPU
-    is_compiled: bool = False  # on the CPU: kernels of ours in C++ are the passes; else PyTorch's operators are
-    own: Gemm | Boxes | FewChannels | LinearGemm | Through | None = None  # our convolution, where `convolve` says so
+    is_compiled: bool = False  # on the CPU: the passes are our C++ kernels, not PyTorch's operators
+    own: Gemm | Boxes | FewChannels | LinearGemm | Through | None = None  # our convolution, if `convolve` is "own"
     own_on_cpu: CpuFewChannels | None = None  # the same on a CPU
     library_tf32: bool | None = (
         None  # where PyTorch convolves in fp32 and its switch says otherwise; None: as it is set
     )
-    trains: bool = False  # gradients will be asked for
-    input_gradient: Gemm | Boxes | None = None  # our products for the convolution's gradients; None: PyTorch's
+    trains: bool = False  # gradients are needed
+    input_gradient: Gemm | Boxes | None = None  # our GEMMs for the convolution's gradients; None: PyTorch's
     weight_gradient: WeightGemm | None = None
-    packs_gradient: bool = False  # the last pass of the gradients packs what it finds for both products
-    few_gradient: GradientPlan | None = None  # both at once, where the convolution is `few_channels`'
-    is_lean: bool = False  # nothing of the convolution's size is kept for them: it is computed again
-    from_result: bool = False  # nor is anything kept but the result, which tells all that the steps' gradients need
+    packs_gradient: bool = False  # the last gradient pass writes its result packed for both GEMMs
+    few_gradient: GradientPlan | None = None  # both gradients in one kernel, for a `FewChannels` convolution
+    is_lean: bool = False  # nothing of the convolution's size is kept for backward: the convolution is recomputed
+    from_result: bool = False  # only the chain's result is kept: the steps' gradients follow from it
     tiles: tuple[str, ...] = field(default=(), compare=False)  # where each tile comes from, in words
 
     @functools.cached_property
     def program(self) -> Program:
-        """Buffers and calls, forward and, in training, backward. Without a compiler there is none on the CPU: slabs go
-        through PyTorch's operators, whose way depends on what they find in the value."""
-        from postlude.stages.program import planned_program  # which needs all of this module
+        """Buffers and calls, forward and, in training, backward.
+
+        On the CPU without a compiler there is none: slabs go through PyTorch's operators, and which of them run depends
+        on the data.
+        """
+        from postlude.stages.program import planned_program  # it imports this module
 
         return planned_program(self)
 
@@ -139,12 +142,12 @@ class Plan:
 
     @property
     def launches(self) -> int:
-        """Of kernels of ours, in the forward pass."""
+        """Launches of our own kernels in the forward pass."""
         return len(launches(self.program.forward)) if self.has_program else 0
 
     @property
     def moved_bytes(self) -> int:
-        """Predicted traffic beyond the cache. A slab of a CPU's batch stays in it."""
+        """Predicted bytes of memory traffic. On a CPU a slab stays in cache and does not count."""
         if self.has_program:
             return traffic(self.program.forward)
         again = 2 * self.value.bytes * (len(self.passes) - 1) if self.slabs == 1 else 0
@@ -152,7 +155,7 @@ class Plan:
 
     @property
     def eager_bytes(self) -> int:
-        """The same for eager, which writes and reads every value."""
+        """The same for eager PyTorch, which writes and reads every value."""
         return compulsory_bytes(self.chain, self.problem) + 2 * self.value.bytes * len(self.chain.steps)
 
     @property
@@ -161,7 +164,7 @@ class Plan:
 
     @property
     def slab_bytes(self) -> int:
-        """Of the chain's first value that is in memory at a time."""
+        """Bytes of the chain's first value that are in memory at a time."""
         sink = self.passes[-1].sink
         is_moments = isinstance(sink, Moments) and not sink.stores
         if isinstance(self.own, Through) or ((self.own is not None or self.own_on_cpu is not None) and is_moments):
@@ -184,19 +187,22 @@ class Plan:
 
     @property
     def pool(self) -> FusedPool | None:
-        """The pool that the last pass ends in, but for the steps after it."""
+        """The pool of the last pass, which only elementwise steps follow."""
         return fused_pool(self.chain)
 
     @property
     def largest_found(self) -> Arithmetic | None:
-        """The arithmetic of the products that read the gradient at the convolution's result in scaled planes, all of
-        them: the pass that makes it finds their scales."""
+        """The arithmetic of the GEMMs that read the gradient at the convolution's result, if all read scaled planes.
+
+        The pass that computes the gradient then finds the scales as well.
+        """
         dx = self.input_gradient
         return dx.arithmetic if dx is not None and self.weight_gradient is not None and dx.arithmetic.scaled else None
 
     @property
     def resumes_at(self) -> int:
-        """The step with which the last pass goes on; 0 where it begins anew, with the convolution's result."""
+        """The first step of the last pass if a stored value is its start; 0 if it starts from the convolution's
+        result."""
         sink = self.passes[0].sink
         is_finished = sink.finished if isinstance(sink, Moments) else sink == Store()
         return self.passes[-1].first if is_finished and len(self.passes) > 1 else 0
@@ -216,7 +222,7 @@ class Plan:
         return lines
 
     def describe_training(self) -> list[str]:
-        """What a forward pass keeps, and who computes the convolution's gradients from it; nothing in inference."""
+        """What the forward pass keeps, and who computes the convolution's gradients; empty in inference."""
         if not self.trains:
             return []
         count = len(launches(self.program.backward))

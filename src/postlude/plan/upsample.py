@@ -1,27 +1,27 @@
-"""How a value is upsampled, and where its gradient can be gathered."""
+"""How a value is upsampled, and when a gather can compute its gradient."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
 
-MOST = 8  # times larger along an axis, at most: further up, rounding may give a result to the next position
+MOST = 8  # largest factor along an axis: above it, rounding may assign a result to the next position
 
 
 @dataclass(frozen=True)
 class Upsampling:
-    """As PyTorch's operators say it, from `small` to `large` positions along each axis."""
+    """The settings of PyTorch's operator, from `small` to `large` positions along each axis."""
 
     small: tuple[int, ...]
     large: tuple[int, ...]
     is_linear: bool
     aligns_corners: bool = False
     is_exact: bool = False  # nearest-exact
-    factors: tuple[float, ...] = ()  # where the caller gave them
+    factors: tuple[float, ...] = ()  # scale_factor, if the caller gave it
 
     @property
     def scales(self) -> tuple[float, ...]:
-        """Positions of the smaller value for one of the larger."""
+        """Positions of the smaller value per position of the larger one."""
         return tuple(map(self._scale, self.small, self.large, self.factors or (0.0,) * len(self.small)))
 
     def _scale(self, small: int, large: int, factor: float) -> float:
@@ -31,7 +31,7 @@ class Upsampling:
 
     @property
     def reach(self) -> tuple[int, ...]:
-        """Results along each axis that one position may have a share in."""
+        """How many results along each axis may read one position."""
         return tuple(map(self._reach, self.scales))
 
     def _reach(self, scale: float) -> int:

@@ -11,19 +11,21 @@ from postlude.plan.gemm import Gemm
 from postlude.plan.problem import Problem, body_bytes, body_dtype, fp32_mode
 from postlude.plan.program import fused_pool, has_norm, row_norm
 
-_FEW = 16  # input channels below which cuDNN's tensor cores multiply zeros too; then bytes count, not operations
+_FEW = 16  # with fewer input channels cuDNN's tensor cores multiply padding too, so bytes count, not operations
 
 
 def has_moments_apart(gemm: Gemm) -> bool:
-    """True where moments cost less in a pass of their own over the value: a short product does not hide what they take
-    of a wide tile (conv2d(64→128, k3) at 128×64×128² in TF32: 0.72 ms without them, 1.10 with; reading it again 0.25).
+    """Whether moments cost less in a separate pass over the value than in the epilogue.
+
+    A short product does not hide the cost of moments on a wide tile: conv2d(64→128, k3) at 128×64×128² in TF32 takes
+    0.72 ms without them and 1.10 with them; another pass takes 0.25.
     """
     steps = gemm.depth // gemm.block_k
     return gemm.phases is None and gemm.arithmetic.planes == 1 and gemm.columns >= 128 and steps <= 12
 
 
 def pytorch_seconds(chain: Chain, problem: Problem, card: Card) -> float:
-    """About what PyTorch's convolution takes, by its operations."""
+    """An estimate of the time of PyTorch's convolution, from its operations."""
     conv = chain.producer
     if conv is None:
         return 0.0
@@ -37,8 +39,11 @@ def _mode(chain: Chain, problem: Problem) -> str:
 def slower(
     chain: Chain, problem: Problem, card: Card, gemm: Gemm, in_place: bool, brings_gradients: bool
 ) -> str | None:
-    """Why PyTorch's convolution is expected to be the faster one; None where ours is. A training step with gradients of
-    ours is: conv2d(64→128) → relu → add at 128×64×128² in TF32 4.6 ms, 10.8 through PyTorch, 8.1 torch.compile."""
+    """Why PyTorch's convolution is expected to be faster; None if ours is.
+
+    In training with our gradients, ours is faster: conv2d(64→128) → relu → add at 128×64×128² in TF32 takes 4.6 ms,
+    10.8 with PyTorch, 8.1 with torch.compile.
+    """
     crossovers = card.crossovers
     conv = chain.convolution
     if gemm.arithmetic.is_exact:
@@ -48,15 +53,15 @@ def slower(
     is_small = conv.flops(problem.x.shape[0], problem.x.shape[2:]) < crossovers.packing[mode]
     if is_small and not (is_few and body_bytes(chain, problem) >= crossovers.reading):
         return "the convolution is too small for packing its operands to pay"
-    # cuDNN converts what is not channels-last, which costs it as much as packing costs us. In training ours is packed
-    # once for both gradients (64→64 at 64³, channels-last: a step of 1.11 ms, 1.19 through cuDNN).
+    # cuDNN converts an input that is not channels-last, which costs as much as our packing. In training ours is packed
+    # once for both gradients (64→64 at 64³, channels-last: a step takes 1.11 ms, 1.19 with cuDNN).
     converts = problem.needs_grad or problem.x.layout == "contiguous"
     few = conv.in_channels <= crossovers.trained_channels if converts else conv.in_channels + conv.out_channels <= 64
     if mode == "16 bits" and not few and not in_place:
         return "cuDNN is faster from this many channels on"
     if in_place and conv.in_channels > crossovers.trained_channels and body_bytes(chain, problem) < crossovers.reading:
         return "cuDNN is as fast from this many channels on, and reading so small a result again costs little"
-    # Three products in 16 bits for one in fp32 are no gain where tensor cores are at most as fast as three times that.
+    # Two planes cost three 16-bit products. They gain nothing on a card whose tensor cores are not three times as fast.
     if card.rates.product / gemm.arithmetic.products <= card.rates.library[mode]:
         return f"it reaches more operations per second in {mode} on this card"
     if not brings_gradients and (gemm.arithmetic.keeps_infinities or row_norm(chain) is not None):
@@ -69,19 +74,18 @@ def slower(
 
 
 def _is_followed(chain: Chain, problem: Problem) -> bool:
-    """Whether the same pass follows the convolution, whoever makes it."""
+    """Whether the same pass follows the convolution, whether it is ours or PyTorch's."""
     if has_norm(chain):
         return row_norm(chain) is not None
     return problem.needs_grad or takes_channels(chain, problem) or fused_pool(chain) is not None
 
 
 def _seconds(chain: Chain, problem: Problem, card: Card, gemm: Gemm) -> tuple[float, float]:
-    """About what a chain without a norm takes: with our convolution, and with PyTorch's and a pass.
+    """Estimates for a chain without a norm: with our convolution, and with PyTorch's and a pass after it.
 
-    Before a layer_norm, a pool or a reduction over channels, and in training, the same pass follows either and is left
-    out.
-    Before a layer_norm PyTorch's convolution is charged with the layout of its result where that has to change: in 3-D
-    (but not in fp32) cuDNN computes channels-last, and a row must lie in one piece.
+    Before a layer_norm, a pool or a reduction over channels, and in training, the same pass follows either, so it is
+    not counted. Before a layer_norm a row must be contiguous, but in 3-D (except in fp32) cuDNN's result is
+    channels-last: the conversion is counted against PyTorch.
     """
     rates = card.rates
     conv, x, out = chain.convolution, problem.x, body_bytes(chain, problem)
@@ -96,7 +100,8 @@ def _seconds(chain: Chain, problem: Problem, card: Card, gemm: Gemm) -> tuple[fl
     turns = x.layout == "channels_last" or (conv.dims == 3 and arithmetic.planes == 1)
     if not _is_followed(chain, problem) or (row_norm(chain) is not None and turns):
         theirs += 2 * out / rates.copy
-    # An element that reaches shared memory is used for a tile's other side; shorter tiles wait more.
+    # An element in shared memory is used once for each row or column on the other side, so small tiles are
+    # memory-bound.
     reuse = gemm.rows * gemm.block_c / (gemm.rows + gemm.block_c) * arithmetic.products / arithmetic.planes
     products = flops * arithmetic.products * gemm.depth / (conv.in_channels * math.prod(conv.kernel))
     packed = gemm.packed_bytes(x.shape[0])

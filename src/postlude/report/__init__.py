@@ -1,4 +1,4 @@
-"""What was found out about a model, as one value, and that value as HTML, JSON and CSV."""
+"""A report on a model as one value, and that value as HTML, JSON and CSV."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A report from JSON: every field must be there in its type, or the file is none of ours."""
+"""Reads a report from JSON. Every field must exist with its type; otherwise the file is not a report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from postlude.report import model
 
 
 def decode(data: Any) -> model.Report:
-    """Raises ValueError where `data` is no report."""
+    """The report in `data`; raises ValueError if it is none."""
     if not isinstance(data, dict) or data.get("schema") != model.SCHEMA:
         raise ValueError(f"it is not a report of form {model.SCHEMA}")
     report = _value(data, model.Report, "report")

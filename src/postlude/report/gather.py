@@ -1,4 +1,4 @@
-"""From what checking, planning and timing hand back to the data of a report."""
+"""Builds the data of a report from the results of checking, planning and timing."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def race_of(
     refused: frozenset[str] = frozenset(),
     events: Mapping[str, float] | None = None,
 ) -> model.Race:
-    """The timings of one race; variants in `refused` get their times and no ratios."""
+    """The timings of one race; variants in `refused` get times but no ratios."""
     fastest = model.fastest_compile({name: timing.median for name, timing in timings.items()})
     entries = []
     for name, timing in timings.items():
         is_shown, beside = name not in refused, events or {}
         eager = timings.get(model.EAGER) if is_shown and name != model.EAGER else None
-        # Beside torch.compile's faster mode, and never one of its modes beside another.
+        # Compared with torch.compile's faster mode; its modes are not compared with each other.
         compiled = timings[fastest] if is_shown and fastest and not name.startswith(model.COMPILE) else None
         ratios = [None if base is None else interval_of(ratio(base, timing)) for base in (eager, compiled)]
         entries.append(model.Entry(name, interval_of(timing), ratios[0], ratios[1], beside.get(name)))
@@ -73,7 +73,7 @@ def report_of(
     device: str,
     findings: Sequence[str] = (),
 ) -> model.Report:
-    """What is known without any timing."""
+    """The report without timings."""
     judgement = judgement_of(verdict)
     if verdict is None and not any(site.is_fused for site in sites):
         judgement = model.Judgement(model.DECLINED, ("nothing was fused, the model runs as it did",))
@@ -94,7 +94,7 @@ def report_of(
 
 
 def failure(title: str, reason: str, device: str, precision: str) -> model.Report:
-    """A problem of which nothing came."""
+    """The report of a problem that failed."""
     return model.Report(title, model.POSTLUDE, model.Judgement(model.FAILED, (reason,)), precision, device, now())
 
 
@@ -128,7 +128,8 @@ def site_of(
 
 
 def _operators(chain: Chain, words: list[str], problem: Problem, plan: Plan) -> tuple[model.Pass, ...]:
-    """Every operator reads what the one before it wrote; the first reads the inputs, the last writes the result."""
+    """Eager's operators: each reads what the one before it wrote; the first reads the inputs, the last writes the
+    result."""
     if chain.producer is None or not chain.steps:
         return tuple(map(model.Pass, words))
     value, inputs = plan.value.bytes, sum(spec.bytes for spec in problem.tensors)

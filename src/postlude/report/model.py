@@ -15,13 +15,13 @@ SCHEMA = 1
 EAGER, COMPILE, POSTLUDE, CANDIDATE = "eager", "torch.compile", "postlude", "candidate"
 NOT_CHECKED = "not checked"
 RIGHT, WRONG, CANNOT_TELL = "right", "wrong", "cannot tell"
-DECLINED, FAILED = "declined", "failed"  # nothing was fused; nothing came of it
+DECLINED, FAILED = "declined", "failed"  # nothing was fused; it could not run
 OUTCOMES = (RIGHT, WRONG, CANNOT_TELL, NOT_CHECKED, DECLINED, FAILED)
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A median and an interval that holds it with the probability `coverage`."""
+    """A median and an interval that contains it with probability `coverage`."""
 
     median: float
     low: float
@@ -32,13 +32,13 @@ class Interval:
 
 @dataclass(frozen=True)
 class Entry:
-    """One variant in one race. The ratios are None where they may not be shown."""
+    """One variant in one race. Ratios are None if they may not be shown."""
 
     variant: str
     seconds: Interval
     times_eager: Interval | None = None
     times_compile: Interval | None = None
-    event_seconds: float | None = None  # by CUDA events: advisory
+    event_seconds: float | None = None  # by CUDA events, for information
 
 
 @dataclass(frozen=True)
@@ -90,14 +90,14 @@ class Variant:
     name: str
     note: str = ""
     judgement: Judgement | None = None
-    is_judged: bool = False  # False for PyTorch's own ways, which need no verdict
-    peak_bytes: int | None = None  # that one forward takes beyond what was there
-    saved_bytes: int | None = None  # that one forward keeps for its backward
+    is_judged: bool = False  # False for PyTorch's own variants, which need no verdict
+    peak_bytes: int | None = None  # of one forward pass, beyond what was allocated before
+    saved_bytes: int | None = None  # by one forward pass for its backward pass
     launches: int | None = None  # kernels on a GPU, operators on a CPU
 
     @property
     def may_be_compared(self) -> bool:
-        """A speed-up is shown only for what is right, or for what is PyTorch itself."""
+        """Whether a speed-up may be shown: only for a right result, or for PyTorch itself."""
         return not self.is_judged or (self.judgement is not None and self.judgement.outcome == RIGHT)
 
 
@@ -110,7 +110,7 @@ class RooflinePoint:
 
 @dataclass(frozen=True)
 class Roofline:
-    """One forward beside what this machine reached in copying and in products of the same precision."""
+    """One forward pass under the measured rates of this machine for copies and for products of the same precision."""
 
     operations: int
     bytes: int  # inputs and parameters read once, the result written once
@@ -203,7 +203,7 @@ class Report:
 
     @property
     def main_race(self) -> Race | None:
-        """The race that the headline is about: warm forward where there is one."""
+        """The race that the headline is about: the warm forward pass, if there is one."""
         return next((race for race in self.races if (race.direction, race.cache) == ("forward", "warm")), None) or (
             self.races[0] if self.races else None
         )
@@ -219,7 +219,7 @@ def fastest_compile(seconds: Mapping[str, float]) -> str | None:
 
 
 def as_dict(value: Any) -> Any:
-    """As JSON takes it: infinities and NaN are spelled out as text."""
+    """The value for JSON; infinities and NaN are text."""
     if dataclasses.is_dataclass(value):
         return {field.name: as_dict(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, (tuple, list)):

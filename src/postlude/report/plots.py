@@ -65,7 +65,7 @@ class Plot:
 
 
 def kind_of(variant: str) -> str:
-    """The class that colours a variant; names from elsewhere get none of their own."""
+    """The CSS class that colours a variant; unknown names share one."""
     kinds = {model.EAGER: "eager", model.POSTLUDE: "postlude", model.CANDIDATE: "candidate"}
     return kinds.get(variant, "compile" if variant.startswith(model.COMPILE) else "baseline")
 
@@ -113,7 +113,7 @@ def roofline(data: model.Roofline) -> Plot:
     lowest = min([*speeds, peak - 1])
     y = _Axis(math.floor(lowest), math.ceil(max([peak, *speeds]) + 0.2), HEIGHT - BOTTOM, TOP)
     slope = math.log10(data.bytes_per_second)
-    # The slanted part begins where it enters the plot, from below or from the left.
+    # The slanted part of the roof begins where it enters the plot, from below or from the left.
     start = max(x.low, y.low - slope)
     corners = [(start, start + slope), (ridge, peak), (x.high, peak)]
     roof = Curve(_points([(x.place(a), y.place(b)) for a, b in corners]), "roof", "roof")

@@ -1,4 +1,4 @@
-"""Reports from rows of a record file: what the benchmarks of the repository keep."""
+"""Reports from the rows of a record file, which the repository's benchmarks write."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def from_records(rows: Iterable[Record]) -> list[model.Report]:
     problems: dict[tuple[str, ...], list[Record]] = {}
     for row in rows:
         problems.setdefault(tuple(str(getattr(row, name)) for name in _PROBLEM), []).append(row)
-    # Rows without eager PyTorch beside them are about something else than speed, such as a start.
+    # Rows without eager PyTorch to compare with are not about speed, but for example about start-up.
     return [_report(found) for found in problems.values() if model.EAGER in {row.variant for row in found}]
 
 
@@ -53,7 +53,7 @@ def _entry(row: Record, compiled_ms: float | None) -> model.Entry | None:
         gain = model.Interval(row.speedup, row.speedup_low or row.speedup, row.speedup_high or row.speedup)
     beside = None
     if compiled_ms is not None and gain is not None and not row.variant.startswith(model.COMPILE):
-        # Rows keep no samples, so that the ends of the interval come from the row's own times.
+        # Rows hold no samples, so the ends of the interval come from the row's own times.
         beside = model.Interval(compiled_ms / row.ms_p50, compiled_ms / row.ms_high, compiled_ms / row.ms_low)
     return model.Entry(row.variant, seconds, gain, beside)
 

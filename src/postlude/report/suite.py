@@ -43,8 +43,8 @@ def row_of(report: model.Report) -> Row:
 def fast(rows: Sequence[Row], base: str, speed: float) -> float | None:
     """The share of all problems that are right and more than `speed` times as fast as `base`, after KernelBench.
 
-    A problem without a ratio counts as not fast: one that failed is a loss, not a gap. One in which nothing was
-    fused is as fast as it was, whatever the clock's noise says.
+    A problem without a ratio counts as not fast, so failures are included. A problem in which nothing was fused counts
+    as equally fast, whatever the noise of its timing.
     """
     if not any(base in row.ratios for row in rows):
         return None

@@ -1,4 +1,4 @@
-"""A report as CSV: one number a row, so that a spreadsheet can take any part of it."""
+"""A report as CSV: one number per row, so that a spreadsheet can use any part of it."""
 
 from __future__ import annotations
 
@@ -104,5 +104,5 @@ def _site_rows(site: model.Site) -> Iterator[_Row]:
 
 def _text(value: object) -> str:
     text = repr(value) if isinstance(value, float) else str(value)
-    # A spreadsheet would run a text that begins like a formula, and names come from strangers' files.
+    # A spreadsheet would execute text that begins like a formula, and names come from files of others.
     return f"'{text}" if isinstance(value, str) and text[:1] in ("=", "+", "-", "@", "\t", "\r") else text

@@ -60,7 +60,7 @@ def counted(count: int, plural: str) -> str:
 
 
 def headline(report: model.Report) -> str:
-    """One sentence with the verdict and, where it may be said, the speed."""
+    """One sentence with the verdict and, if it may be shown, the speed."""
     start = VERDICTS[report.judgement.outcome]
     if report.judgement.precision:
         start += f" in {report.judgement.precision}"
@@ -82,7 +82,7 @@ def headline(report: model.Report) -> str:
 
 
 def comparison(found: model.Interval, name: str, other: str) -> str:
-    """How `name` fares beside `other`, in words that do not flatter it."""
+    """How `name` compares with `other`, in words that do not flatter it."""
     if found.low > 1:
         return f"{name} is {times(found.median)} as fast as {other}."
     if found.high < 1:

@@ -1,4 +1,4 @@
-"""A report written to a file and read back; the file's ending says in which form."""
+"""Writes a report to a file and reads it back; the file's suffix chooses the format."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ FORMS = (".html", ".json", ".csv")
 
 
 def check_form(path: Path) -> None:
-    """Raises in one sentence where the ending is none of a report's."""
+    """Raises, with one sentence, if the suffix is not one of a report's."""
     if path.suffix.lower() not in FORMS:
         raise PostludeError(f"{path}: a report is written as {', '.join(FORMS[:-1])} or {FORMS[-1]}.")
 
 
 def write(path: str | Path, reports: Report | Sequence[Report], title: str = "") -> Path:
-    """Writes one report, or several on one page, whole or not at all."""
+    """Writes one report, or several on one page, completely or not at all."""
     path = Path(path)
     check_form(path)
     write_whole(path, _text(path, [reports] if isinstance(reports, Report) else list(reports), title))

@@ -1,1 +1,1 @@
-"""Plan to launches."""
+"""From plans to launches."""

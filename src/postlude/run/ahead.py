@@ -1,7 +1,7 @@
-"""Kernels compiled before they are needed: several at a time, and with errors while PyTorch can still take over.
+"""Compiles kernels before they are needed: several at a time, and while PyTorch can still take over if one fails.
 
-A plan's program lists every launch. What is on the list is compiled by a pool of threads (Triton's passes, ptxas and
-C++ compilers run outside of Python's lock), then loaded.
+A plan's program lists every launch. A pool of threads compiles the kernels (Triton's passes, ptxas and C++ compilers
+release the GIL), then they are loaded.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _MOST_THREADS = 16
 
 @dataclass(frozen=True)
 class Job:
-    """A kernel to be compiled and loaded; equal ones are the same code."""
+    """A kernel to be compiled and loaded; equal jobs have the same code."""
 
     key: Any
     build: Callable[[], object] = field(compare=False)
 
 
 def program_of(chain: Chain, runner: Any, problem: Problem, needs: Sequence[bool]) -> Program:
-    """What a runner runs for a problem; `needs` says which slots want a gradient."""
+    """The program that a runner executes for a problem; `needs` says which slots need a gradient."""
     runner = bare(runner)
     assert isinstance(runner, Inference | Training)
     return runner.program([empty(spec, chain.dims, "meta") for spec in problem.tensors], needs)
@@ -57,18 +57,18 @@ def _jobs(calls: Iterable[Any], device: int) -> Iterator[Job]:
             yield Job((call.text, call.kernel), functools.partial(kernel_of, call))
         elif isinstance(call, KernelCall):
             launch = launch_of(call)
-            if hasattr(launch.kernel, "device_caches"):  # not of Triton's interpreter, which compiles nothing
+            if hasattr(launch.kernel, "device_caches"):  # Triton's interpreter has none and compiles nothing
                 tensors = arguments_without_memory(call)
                 yield Job(launch.key(tensors), functools.partial(_built, launch, tensors))
 
 
 def on_device(place: str) -> contextlib.AbstractContextManager[object]:
-    """Nothing has to be entered for a CPU."""
+    """Makes a CUDA device current; does nothing for a CPU."""
     return torch.cuda.device(place) if place.startswith("cuda") else contextlib.nullcontext()
 
 
 def build_all(jobs: Iterable[Job], place: str) -> None:
-    """Compiles and loads what is not there yet. An error is left to whoever asks for that kernel again."""
+    """Compiles and loads what is not loaded yet. Errors are ignored here: they show when the kernel is needed."""
     unique = list(dict.fromkeys(jobs))
     if len(unique) < 2:
         return
@@ -80,16 +80,16 @@ def build_all(jobs: Iterable[Job], place: str) -> None:
 
 
 def load_all(jobs: Iterable[Job]) -> None:
-    """Raises where something cannot be compiled or loaded; what is there already takes no time."""
+    """Compiles and loads the kernels, and raises if one fails. Those that are loaded already take no time."""
     for job in dict.fromkeys(jobs):
         job.build()
 
 
 def _built(launch: Launch, tensors: tuple[Any, ...]) -> None:
-    """Compiled and loaded; Triton compiles a launcher in C for each signature as well, which takes half a second."""
+    """Compiles and loads a kernel. Triton also compiles a C launcher per signature, which takes half a second."""
     launch.compile(tensors)._init_handles()
 
 
 def raises_errors() -> bool:
-    """True where the user wants errors of ours to raise instead of leaving a chain to PyTorch."""
+    """Whether errors of ours raise instead of leaving a chain to PyTorch (`POSTLUDE_STRICT=1`)."""
     return os.environ.get("POSTLUDE_STRICT", "") not in ("", "0")

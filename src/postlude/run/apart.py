@@ -1,4 +1,4 @@
-"""Work that must not be seen by whoever is tracing: planning, which traces programs of its own, and checking."""
+"""Hides work from a surrounding trace: planning, which traces programs of its own, and checking."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def apart(function: Callable[..., T], *arguments: Any) -> T:
-    """The function's result, computed in a thread of its own: modes of tracing and of autograd are per thread."""
+    """The function's result, computed in another thread, because tracing and autograd modes are per thread."""
     found: list[T] = []
     errors: list[BaseException] = []
 

@@ -1,7 +1,7 @@
-"""A compiled Triton kernel with all but its pointers bound: one call of Triton's launcher in C, and nothing before it.
+"""A compiled Triton kernel with everything bound but its pointers: a launch is one call of Triton's C launcher.
 
-Triton 3.6 spends 10 to 20 µs of Python on a launch and 4 µs on each descriptor, whose map is made anew although it
-depends on nothing but an address. Maps are kept here by address. Other versions are left to their own way.
+Triton 3.6 spends 10 to 20 µs of Python on a launch, and 4 µs on each descriptor: it makes the tensor map anew although
+that depends only on the address. We cache maps by address. Other versions of Triton use their own launch path.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-Bound = Callable[..., None]  # of the stream, then of pointers as numbers, descriptors and numbers
-_KNOWN = "3.6."  # Triton's versions whose launcher this was written for
-_REMEMBERED = 256  # addresses of a descriptor before the look-up starts anew
+Bound = Callable[..., None]  # takes the stream, then pointers as integers, descriptors and numbers
+_KNOWN = "3.6."  # the versions of Triton whose launcher this was written for
+_REMEMBERED = 256  # addresses of a descriptor before the cache is cleared
 
 
 def bound(compiled: Any, grid: tuple[int, ...], after: tuple[Any, ...]) -> Bound | None:
-    """`after` are the numbers and constants behind the pointers; None where the launch needs more than that."""
+    """A function that launches a compiled kernel; None if the launch needs more than pointers and numbers.
+
+    `after` are the numbers and constants after the pointers.
+    """
     import triton
 
     run = compiled.run
@@ -25,7 +28,7 @@ def bound(compiled: Any, grid: tuple[int, ...], after: tuple[Any, ...]) -> Bound
     if not triton.__version__.startswith(_KNOWN) or scratch:
         return None
     launcher = run.launch
-    no_hooks = (None, None, None)  # whoever set one is served by Triton's own way (is_watched)
+    no_hooks = (None, None, None)  # with hooks set, Triton's own launch path is used (is_watched)
     how = (run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata, *no_hooks)
     fixed = (compiled.function, *how)
     if inspect.isbuiltin(launcher):
@@ -34,7 +37,7 @@ def bound(compiled: Any, grid: tuple[int, ...], after: tuple[Any, ...]) -> Bound
     launcher, maps = inside["launcher"], [_Maps(meta) for meta in inside["tensordesc_meta"]]
     count = len(maps)
     if inside["tensordesc_indices"] != set(range(count)):
-        return None  # kernels of ours take their descriptors first
+        return None  # our kernels take their descriptors first
 
     def launch(stream: int, *pointers: Any) -> None:
         described: list[Any] = []
@@ -46,7 +49,7 @@ def bound(compiled: Any, grid: tuple[int, ...], after: tuple[Any, ...]) -> Bound
 
 
 class _Maps:
-    """A descriptor as the launcher takes it, by its address."""
+    """A descriptor's tensor maps as the launcher takes them, by address."""
 
     def __init__(self, meta: Any) -> None:
         self.meta = meta
@@ -77,7 +80,7 @@ def _runtime() -> Any:
 
 
 def is_watched() -> bool:
-    """Whether somebody has asked Triton to be told of every launch."""
+    """Whether a hook watches Triton's launches, as profilers do."""
     runtime = _runtime()
     entered, left = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(entered, "calls", entered) or getattr(left, "calls", left))

@@ -1,4 +1,4 @@
-"""A plan made ready to run on a GPU: its programs, forward and backward, and the autograd function around them."""
+"""A plan ready to run: its programs, forward and backward, and the autograd function around them."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ class Training:
         self.passes: dict[tuple[torch.device, Given, tuple[bool, ...]], _Passes] = {}
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
-        # Cast outside of the function that keeps tensors, so that they are kept as eager keeps them.
+        # Cast outside the autograd function, so that the same tensors are saved as in eager.
         result: Tensor = _ChainFunction.apply(self, *cast_for_convolution(self.plan.chain, tensors))  # type: ignore[no-untyped-call]
-        # The chain's last steps, which the plan may leave out, by PyTorch's operators and with their gradients.
+        # The plan may leave the chain's last steps out. PyTorch's operators run them, with their gradients.
         return reference.continue_from(self.chain, len(self.plan.chain.steps), result, tensors, moves=True)
 
     def program(self, tensors: Sequence[Tensor], needs: Sequence[bool]) -> Program:
@@ -77,7 +77,7 @@ class Training:
         return found
 
     def gradients_again(self, tensors: Sequence[Tensor], dy: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
-        """From the tensors alone, where nothing could be kept: the forward pass runs again."""
+        """The gradients if nothing could be kept: the forward pass runs again."""
         tensors = cast_for_convolution(self.plan.chain, tensors)
         passes = self.passes_for(tensors, tuple(needs))
         with on_device_of(dy):
@@ -86,7 +86,7 @@ class Training:
 
 
 class _Passes:
-    """Both passes of one program; between them goes what the second reads."""
+    """Both passes of one program. The forward pass returns what the backward pass reads."""
 
     def __init__(self, training: Training, given: Given, needs: tuple[bool, ...], device: str) -> None:
         self.training, self.given, self.needs, self.device = training, given, needs, device
@@ -97,7 +97,7 @@ class _Passes:
         self._narrower: dict[tuple[bool, ...], Run] = {}
 
     def backward_for(self, needs: tuple[bool, ...]) -> Run:
-        """Fewer gradients may be asked for than were needed in the forward pass; they read no more than all do."""
+        """The backward pass for these slots: maybe fewer than the forward pass was told, which then kept enough."""
         if needs == self.needs:
             return self.backward
         if needs not in self._narrower:
@@ -109,10 +109,10 @@ class _Passes:
         return runner_of([*self.kept, program.gradient], program.backward, program.gradients, self.device)
 
     def differentiable(self, kept: Sequence[Tensor], dy: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
-        """Gradients that can be differentiated again."""
+        """Gradients that can be differentiated again, by PyTorch's operators."""
         plan = self.training.plan
         by_number = {buffer.number: tensor for buffer, tensor in zip(self.kept, kept)}
-        # What was not kept has no influence on any gradient: zeros of its shape do as well.
+        # No gradient depends on what was not kept, so zeros of the same shape will do.
         tensors = [
             by_number.get(buffer.number, dy.new_zeros(()).to(dtype).expand(shape))
             for buffer, (shape, _, dtype) in zip(self.program.given, self.given)
@@ -144,20 +144,20 @@ class _ChainFunction(torch.autograd.Function):
 
 
 def like(buffer: Buffer | None, tensor: Tensor) -> Tensor:
-    """A tensor as the program wants it."""
+    """The tensor in the layout and dtype of a buffer of the program."""
     assert buffer is not None
     return laid_out(tensor, buffer.shape, buffer.strides, getattr(torch, buffer.dtype))
 
 
 def laid_out(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The tensor itself where it lies so already."""
+    """The tensor with this shape, strides and dtype; the tensor itself if it has them."""
     if tensor.dtype == dtype and tensor.stride() == strides:
         return tensor
     return torch.empty_strided(shape, strides, dtype=dtype, device=tensor.device).copy_(tensor)
 
 
 def _unmoved(chain: Chain, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """A forward pass that runs again must not move running statistics a second time."""
+    """The tensors with copies of running statistics, so that a second forward pass does not update them again."""
     return [tensor.clone() if slot in chain.moved else tensor for slot, tensor in enumerate(tensors)]
 
 
@@ -166,7 +166,7 @@ def place_of(tensor: Tensor) -> str:
 
 
 def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Triton launches on the current device, whatever its pointers say."""
+    """Makes a tensor's device current: Triton launches on the current device, whatever its pointers are."""
     device = tensor.device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         return torch.cuda.device(device)

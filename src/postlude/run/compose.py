@@ -1,4 +1,4 @@
-"""Composed Triton functions: emitted text made into jit functions, once per text and process."""
+"""Turns emitted text into Triton jit functions, once per text and process."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ HEADER = "import triton\nimport triton.language as tl\n\n\n"
 
 @functools.lru_cache(maxsize=1024)
 def compose(text: str) -> dict[str, Any]:
-    """Runs emitted text with the device functions in reach.
+    """Executes emitted text with the device functions in its namespace.
 
-    Triton reads a function's source from its file; this one has none, so linecache holds it, under a name made of
-    the text, where tracebacks and profilers find it as well.
+    Triton reads a function's source from its file. This one has no file, so linecache holds the text under a name made
+    from it, where tracebacks and profilers find it as well.
     """
     from postlude.kernels.triton import channels, derivatives, moments, pointwise, pools, rows
 

@@ -1,8 +1,8 @@
 """Kernels for the CPU: compiled once, kept on disk, called through ctypes.
 
-A library is kept behind its own hash, as cubins are, and loaded from a file of its own that is deleted at once: nobody
-ever loads half of one. The compiler works in a folder that goes when it is done, or with the system's temporary files
-when it is killed; two processes that compile the same kernel write the same file, one after the other.
+A cached file begins with a hash of the library in it, as for cubins, and a library is loaded from a temporary copy that
+is deleted at once, so that no process loads an incomplete one. The compiler works in a temporary folder. Two processes
+that compile the same kernel write the same file, one after the other.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from postlude.files import read_kept, write_kept
 from postlude.hardware import cache_folder, cpp_compiler, cpu_capability, threads, versions
 from postlude.plan.calls import CppCall
 
-# What a compiler is told for the instructions that PyTorch itself uses here.
+# Compiler flags for the vector instructions that PyTorch itself uses on this machine.
 _VECTORS = {
     "AVX2": ("-mavx2", "-mfma", "-mf16c"),
     "AVX512": ("-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mfma", "-mf16c"),
 }
-_LONGEST = 120.0  # seconds that a compiler may take
+_LONGEST = 120.0  # seconds before a compiler is stopped
 
 
 class CompilerError(PostludeError):
-    """The C++ compiler refused, or took too long."""
+    """The C++ compiler failed or took too long."""
 
 
 class CppLaunch:
@@ -63,7 +63,7 @@ def _loaded(text: str, kernel: str) -> Callable[..., None]:
         path = Path(folder) / "kernel.so"
         path.write_bytes(library)
         try:
-            function: Any = getattr(ctypes.CDLL(str(path)), kernel)  # stays mapped when its file is gone
+            function: Any = getattr(ctypes.CDLL(str(path)), kernel)  # stays mapped after its file is deleted
         except (OSError, AttributeError) as error:
             raise CompilerError(f"a compiled kernel cannot be loaded: {error}.") from error
     function.restype, function.argtypes = None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
@@ -71,7 +71,7 @@ def _loaded(text: str, kernel: str) -> Callable[..., None]:
 
 
 def library_for(text: str) -> bytes:
-    """Compiled now, or by an earlier process."""
+    """The shared library for this text, compiled now or by an earlier process."""
     command = cpp_command()
     what = (text, _headers(), command[1:], versions()["torch"])
     key = hashlib.sha256(repr(what).encode()).hexdigest()
@@ -86,8 +86,11 @@ def library_for(text: str) -> bytes:
 
 
 def cpp_command() -> tuple[str, ...]:
-    """The compiler and its flags. Threads are PyTorch's: no OpenMP library is linked but that of libtorch_cpu, and of
-    two libraries each would keep threads waiting where the other one's want to run."""
+    """The compiler and its flags.
+
+    Kernels use PyTorch's threads: they link no OpenMP library but libtorch_cpu's. With two libraries, the idle threads
+    of one would spin on the cores that the other needs.
+    """
     capability, folder = cpu_capability(), Path(torch.__file__).parent
     flags = ("-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-w")
     macros = (f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}")

@@ -1,4 +1,4 @@
-"""Plans on the CPU: the library's convolution over slabs of the batch, everything after it while in cache."""
+"""Plans on the CPU without a compiler: the library's convolution over slabs of the batch, the steps while in cache."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _batch_norm_(x: Tensor, *others: Tensor | float, eps: float) -> Tensor:
     return x
 
 
-# Words that have such a form; the others make a new value.
+# In-place functions of words; words without one allocate a new value.
 IN_PLACE: dict[str, Callable[..., Tensor]] = {
     "relu": torch.relu_,
     "clamp_min": lambda x, bound: torch.clamp_min_(x, bound),
@@ -73,9 +73,9 @@ def execute(plan: Plan, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def run_steps(plan: Plan, start: Tensor, tensors: Sequence[Tensor], last: int, owned: bool) -> Tensor:
-    """Steps 1 to `last`, in place wherever the value is ours, nobody reads it again, and its dtype stays.
+    """Runs steps 1 to `last`, in place where the value is ours, is not read again, and keeps its dtype.
 
-    `owned` says whether the first value may be overwritten: a convolution's result may, a caller's tensor not.
+    `owned` says whether the first value may be overwritten: a convolution's result may, a caller's tensor may not.
     """
     chain = plan.chain
     values: list[Tensor | None] = [start]
@@ -87,7 +87,7 @@ def run_steps(plan: Plan, start: Tensor, tensors: Sequence[Tensor], last: int, o
         is_free = may_overwrite[operand] and last_uses[operand] == number
         result = _step(plan, step, values, tensors, is_free)
         is_alias = not is_free and _share_memory(result, values[operand])
-        may_overwrite[operand] &= not is_alias  # what is written to one would be read from the other
+        may_overwrite[operand] &= not is_alias  # they share memory
         may_overwrite.append(not is_alias)
         values.append(result)
         for value in values_of(step):
@@ -104,7 +104,7 @@ def _step(plan: Plan, step: Step, values: list[Tensor | None], tensors: Sequence
     if isinstance(step, Pointwise) and is_free and step.op in IN_PLACE:
         operands = [fetch(plan.chain, operand, values, tensors) for operand in step.operands]
         found = [operand for operand in operands if isinstance(operand, Tensor)]
-        # Written the other way round, the result has the other tensor's layout.
+        # The operand that PyTorch has first gives the result its layout.
         is_turned = step.op in LAID_OUT_LIKE_THE_OTHER and found[-1].stride() != found[0].stride()
         if len({operand.dtype for operand in found}) == 1 and not is_turned:
             return IN_PLACE[step.op](*operands, **dict(step.settings))
@@ -112,12 +112,12 @@ def _step(plan: Plan, step: Step, values: list[Tensor | None], tensors: Sequence
 
 
 def _share_memory(a: Tensor, b: Tensor | None) -> bool:
-    """A cast to the same dtype gives the tensor itself, detach another one over its memory."""
+    """Whether two tensors share memory, as after a cast to the same dtype or after detach."""
     return b is not None and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _stored(plan: Plan, tensors: Sequence[Tensor]) -> Tensor:
-    """The result is as large as the value: each slab is finished in cache and written out once."""
+    """A chain whose result is as large as its value: each slab is finished in cache and written once."""
     chain, batch = plan.chain, tensors[0].shape[0]
     conv = _library(plan, tensors)
     out: Tensor | None = None
@@ -134,7 +134,7 @@ def _stored(plan: Plan, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _moments(plan: Plan, tensors: Sequence[Tensor], last: int, squares: bool) -> Moments:
-    """Only the mean and variance per sample and channel are kept; each slab's value is thrown away."""
+    """The mean and variance per sample and channel; each slab's value is discarded."""
     chain = plan.chain
     conv = _library(plan, tensors)
     parts: list[Moments] = []
@@ -177,7 +177,7 @@ def _bias(chain: Chain, tensors: Sequence[Tensor]) -> Tensor | None:
 
 def _allocate(plan: Plan, batch: int, value: Tensor) -> Tensor:
     shape = (batch, *value.shape[1:])
-    if value.dim() != plan.chain.dims + 2:  # a reduction took the axes that have a layout
+    if value.dim() != plan.chain.dims + 2:  # a reduction removed the spatial axes
         return torch.empty(shape, dtype=value.dtype, device=value.device)
     layout = memory_format(plan.result_layout, plan.chain.dims)
     return torch.empty(shape, dtype=value.dtype, device=value.device, memory_format=layout)

@@ -1,4 +1,4 @@
-"""Bounded pieces of what a chain received, to check the chain on."""
+"""Crops of a chain's tensors, on which the chain is checked."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import Tensor
 
 from postlude.chain import Chain, Role
 
-_OF_THE_BATCH = ("input", "full", "row")  # roles of the tensors with one part for each sample
+_OF_THE_BATCH = ("input", "full", "row")  # roles of tensors that have a batch axis
 
 
 def of_batch(chain: Chain, tensors: Sequence[Tensor], samples: slice) -> list[Tensor]:
-    """Copies with these samples alone; layouts are kept."""
+    """Copies with only these samples; layouts are kept."""
     return [t[samples].clone() if role in _OF_THE_BATCH else t for t, role in zip(tensors, chain.roles)]
 
 
@@ -24,7 +24,7 @@ def cut_space(chain: Chain, tensors: Sequence[Tensor], space: tuple[int, ...]) -
 
 
 def _cut(tensor: Tensor, role: Role, sizes: dict[str, tuple[int, ...]], after: tuple[int, ...]) -> Tensor:
-    if role == "last":  # with all channels, where they belong to the row as well
+    if role == "last":  # with all channels, if the row includes them
         axes = tensor.dim()
         return tensor[tuple(map(slice, (*[None] * (axes - len(after)), *after[-axes:])))].clone()
     if role not in sizes:

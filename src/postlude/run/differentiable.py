@@ -1,4 +1,4 @@
-"""Gradients that can be differentiated again: by PyTorch's own operators, at their speed."""
+"""Gradients that can be differentiated again: by PyTorch's own operators, at eager speed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from postlude import reference
 from postlude.chain import Chain, Pointwise
 from postlude.stages.library import without_autocast
 
-# The words whose gradient is told by their value: that gradient, of g and the value.
+# Words whose gradient follows from their value: the gradient as a function of g and the value.
 FROM_VALUE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "relu": lambda g, v: torch.ops.aten.threshold_backward(g, v, 0),
     "tanh": torch.ops.aten.tanh_backward,
@@ -25,16 +25,16 @@ FROM_VALUE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def differentiable(
     chain: Chain, tensors: Sequence[Tensor], dy: Tensor, needs: Sequence[bool], result: Tensor | None = None
 ) -> list[Tensor | None]:
-    """The gradients of `tensors`; one of them that was not kept comes as zeros, which no gradient depends on.
+    """The gradients of `tensors`. A tensor that was not kept is given as zeros: no gradient depends on it.
 
-    `result` is the chain's own where nothing else was kept. It tells the last step's gradient; those of the steps
-    before depend on no value at all.
+    `result` is the chain's result if nothing else was kept. The last step's gradient follows from it, and the gradients
+    of the steps before it depend on no value.
     """
     last = chain.steps[-1]
     if result is not None and isinstance(last, Pointwise) and last.op in FROM_VALUE:
         dy = FROM_VALUE[last.op](dy, result)
         chain = dataclasses.replace(chain, steps=chain.steps[:-1])
-    # What was not kept is a leaf of its own here.
+    # A tensor that was not kept becomes a leaf.
     tensors = [t if t.requires_grad or not n else t.detach().requires_grad_() for t, n in zip(tensors, needs)]
     wanted = [t for t, is_needed in zip(tensors, needs) if is_needed]
     with torch.enable_grad(), without_autocast(dy):

@@ -1,4 +1,4 @@
-"""One call of a chain: by its plan, or through PyTorch's own operators where the plan is a refusal."""
+"""One call of a chain: by its plan, or by PyTorch's own operators if it was refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Runner = Callable[[Sequence[Tensor]], Tensor]
 
 
 def prepare(chain: Chain, outcome: Plan | Refusal) -> Runner:
-    """What runs the chain, with all that stays the same from call to call made ready."""
+    """A function that runs the chain, with everything prepared that stays the same from call to call."""
     if isinstance(outcome, Refusal):
         return functools.partial(_through_pytorch, chain, outcome.library_tf32)
     if not outcome.has_program:
@@ -32,19 +32,19 @@ def prepare(chain: Chain, outcome: Plan | Refusal) -> Runner:
 
 
 def _with_numbers_brought(runner: Runner, tensors: Sequence[Tensor]) -> Tensor:
-    """A tensor of one number may lie on the CPU beside others on a GPU, whose kernels cannot read it there."""
+    """Runs after moving 0-d tensors to the GPU: PyTorch allows them on the CPU, but kernels cannot read them there."""
     device = tensors[0].device
     return runner([t if t.device == device else t.to(device, non_blocking=True) for t in tensors])
 
 
 def bare(runner: Runner) -> Runner:
-    """Without what brings numbers to the device, for tensors that are all there."""
+    """The runner without that move, for tensors that are all on one device."""
     is_wrapped = isinstance(runner, functools.partial) and runner.func is _with_numbers_brought
     return runner.args[0] if is_wrapped else runner  # type: ignore[attr-defined]
 
 
 def call(runner: Runner, tensors: Sequence[Tensor]) -> Tensor:
-    """The chain's result; its dtypes are already part of the chain, so autocast is off inside."""
+    """The chain's result. Autocast is off inside, because the chain has its casts as steps."""
     device = tensors[0].device.type
     if torch.is_autocast_enabled(device):
         with torch.autocast(device, enabled=False):
@@ -53,29 +53,29 @@ def call(runner: Runner, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def is_transformed() -> bool:
-    """True inside of forward-mode derivatives and torch.func: kernels would read values alone, and lose the rest."""
+    """Whether forward-mode AD or torch.func is active: kernels would read plain values and lose tangents or batches."""
     return forward_ad._current_level >= 0 or peek_interpreter_stack() is not None
 
 
 def call_plain(chain: Chain, tensors: Sequence[Tensor]) -> Tensor:
-    """The chain operator by operator, which every transformation of PyTorch's goes through."""
+    """The chain operator by operator, which works with all of PyTorch's transformations."""
     return call(functools.partial(_through_pytorch, chain, None), tensors)
 
 
 def execute(chain: Chain, outcome: Plan | Refusal, tensors: Sequence[Tensor]) -> Tensor:
-    """One call of an outcome that nobody keeps."""
+    """Prepares an outcome and runs it once."""
     return call(prepare(chain, outcome), tensors)
 
 
 @functools.lru_cache(maxsize=4096)
 def prepared(chain: Chain, problem: Problem) -> tuple[Plan | Refusal, Runner]:
-    """Planned and made ready once per problem."""
+    """The outcome for a problem and the function that runs it; cached per problem."""
     outcome = lower(chain, problem, hardware.machine_for(problem.place))
     return outcome, prepare(chain, outcome)
 
 
 def check_precision(precision: str, device: str) -> None:
-    """Raises in one sentence where a precision does not exist or cannot be had on a device."""
+    """Raises, with one sentence, if a precision does not exist or a device does not support it."""
     if precision not in PRECISIONS:
         raise PrecisionError(f"precision {precision!r} is unknown; use one of {', '.join(PRECISIONS)}.")
     if precision == "tf32" and device != "cuda":

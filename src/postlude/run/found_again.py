@@ -1,9 +1,9 @@
-"""Compiled Triton kernels found again by a new process, without Triton's hash over itself.
+"""Finds compiled kernels in Triton's cache without Triton's hash of its own library.
 
-Before it looks into its cache Triton hashes its own library, some hundred megabytes, in every process anew: 0.39 s of
-the 0.8 that the first call of a later process took. A note of ours says where in that cache a kernel lies, under a name
-made of the kernel's source, its arguments, the card, and what the file system says of Triton's files: size and time
-instead of contents. The kernel is still Triton's to keep and to load.
+Before Triton looks into its cache, it hashes its own library, more than a hundred megabytes, in every process: 0.39 s
+of the 0.8 s that the first call of a later process took. We write a note of where in that cache a kernel is. The note's
+name is a hash of the kernel's source, its arguments, the card, and the size and time (not the contents) of Triton's
+files. Triton still stores and loads the kernel.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 from postlude.files import read_kept, write_kept
 from postlude.hardware import cache_folder
 
-_KNOWN = "3.6."  # Triton's versions whose cache this was written for; others look into it themselves
+_KNOWN = "3.6."  # the versions of Triton whose cache this was written for; others do their own look-up
 
 
 def find_again(kernel: Any, device: int) -> None:
-    """Lets a kernel of ours look here first when it is compiled for this device."""
+    """Makes a kernel use `compiled` when it is compiled for this device."""
     import triton
 
     if triton.__version__.startswith(_KNOWN) and _is_plain() and cache_folder() is not None:
@@ -32,7 +32,7 @@ def find_again(kernel: Any, device: int) -> None:
 
 
 def compiled(src: Any, target: Any = None, options: Any = None, _env_vars: Any = None) -> Any:
-    """As triton.compiler.compile, which does it where there is no note, or nothing at the place that it names."""
+    """Like triton.compiler.compile, which it calls if there is no note or the note names no existing kernel."""
     from triton.compiler import CompiledKernel, compile
     from triton.runtime.cache import get_cache_manager
 
@@ -50,7 +50,7 @@ def compiled(src: Any, target: Any = None, options: Any = None, _env_vars: Any =
 
 
 def _is_plain() -> bool:
-    """Nobody has asked Triton to compile always, to dump or to override what it compiles."""
+    """Whether Triton is not asked to always compile, or to dump or override what it compiles."""
     from triton import knobs
 
     asked = knobs.compilation
@@ -59,7 +59,7 @@ def _is_plain() -> bool:
 
 @functools.cache
 def _triton() -> str:
-    """Triton as it lies on the disk, and the variables that it reads."""
+    """Triton's files by size and time, and the environment variables that it reads."""
     import triton
 
     folder = Path(str(triton.__file__)).parent

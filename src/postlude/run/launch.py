@@ -1,8 +1,8 @@
-"""The kernels of a program as something to call: by Triton's front end, and at less cost to the host.
+"""The kernels of a program as callables: by Triton's front end, or with less host time.
 
-Triton's front end looks at every argument of every call, which takes tens of microseconds for a kernel of thirty.
-What it looks for stays the same for one program, but for the alignment of the caller's tensors. A `Launch` remembers
-what was compiled; where the caller's tensors are aligned, `bound` is a function of the stream and the pointers alone.
+Triton's front end inspects every argument of every call, which takes tens of microseconds for a kernel with thirty.
+Within one program only the alignment of the caller's tensors can change. A `Launch` remembers what was compiled; if the
+caller's tensors are aligned, `bound` is a function of the stream and the pointers only.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from postlude.run.bound import Bound, bound
 from postlude.run.compose import HEADER, compose
 from postlude.run.found_again import find_again
 
-ALIGNED = 16  # bytes: Triton compiles pointers that are for wider loads, and a descriptor begins nowhere else
-# Told a kernel's name and what was compiled when it is launched for the first time: for tools that look on.
+ALIGNED = 16  # bytes: Triton uses wider loads for pointers with this alignment, and a descriptor requires it
+# Called with a kernel's name and the compiled kernel at its first launch; for tools.
 watchers: list[Callable[[str, Any], None]] = []
 
 
@@ -44,16 +44,16 @@ class Launch:
         self.warps = warps
         self._after_tensors = (*numbers, *constants.values())
         self._three = (*grid, 1, 1)[:3]
-        self._is_interpreted = not hasattr(kernel, "device_caches")  # which compiles nothing
+        self._is_interpreted = not hasattr(kernel, "device_caches")  # the interpreter compiles nothing
         self._compiled: dict[tuple[int, ...], Any] = {}  # by device and alignment of every pointer
         self._latest: Any = None
 
     def __call__(self, *tensors: Any) -> None:
-        """Runs it on these pointers (tensors, or descriptors of tensors): always of the same dtypes."""
+        """Launches on these tensors or descriptors, which must have the same dtypes at every call."""
         if self._is_interpreted:
             self._through_triton(tensors)
             return
-        # As numbers, for the driver is asked about every pointer that comes as a tensor.
+        # As integers: for a tensor Triton asks the driver about its pointer.
         pointers = [tensor.data_ptr() if isinstance(tensor, Tensor) else tensor for tensor in tensors]
         key = (torch.cuda.current_device(), *[p % ALIGNED for p in pointers if isinstance(p, int)])
         compiled = self._compiled.get(key)
@@ -65,16 +65,16 @@ class Launch:
         self._latest = compiled
 
     def bound(self) -> Bound | None:
-        """For pointers as aligned as those of the last call; None where Triton's launcher is not as we know it."""
+        """The bound launch for pointers aligned as in the last call; None if this version of Triton is not known."""
         return bound(self._latest, self._three, self._after_tensors)
 
     def compile(self, tensors: tuple[Any, ...]) -> Any:
-        """What these arguments are launched with, compiled for the current device; nothing runs."""
+        """The kernel compiled for these arguments on the current device; nothing runs."""
         find_again(self.kernel, torch.cuda.current_device())
         return self.kernel.warmup(*tensors, *self.numbers, grid=self.grid, **self.constants, num_warps=self.warps)
 
     def key(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Equal for launches that are compiled to the same code."""
+        """A key that is equal for launches with the same compiled code."""
         kinds = tuple(map(_kind, (*tensors, *self.numbers)))
         return (self.kernel, kinds, tuple(self.constants.items()), self.warps)
 
@@ -92,7 +92,7 @@ def launch_of(call: KernelCall) -> Launch:
 
 
 def _value(constant: Any) -> Any:
-    """What a constant of a call stands for."""
+    """The value of a call's constant: a dtype, a function or a number."""
     if isinstance(constant, Steps):
         return compose(HEADER + constant.text)[constant.name]
     if not isinstance(constant, Word):
@@ -106,7 +106,7 @@ def _value(constant: Any) -> Any:
 
 
 def arguments_without_memory(call: KernelCall) -> tuple[Any, ...]:
-    """Tensors, descriptors and numbers like those that the call is launched with, to compile it for."""
+    """Fake tensors, descriptors and numbers like those of the call, to compile it for."""
     return tuple(map(_without_memory, call.arguments))
 
 
@@ -116,14 +116,14 @@ def _without_memory(argument: Any) -> Any:
     if isinstance(argument, Descriptor):
         return DescriptorLike(argument.shape, argument.strides, argument.block)(_without_memory(argument.buffer))
     shape, strides, dtype = argument.shape, argument.strides, getattr(torch, argument.dtype)
-    whole = argument.offset + sum(size * stride for size, stride in zip(shape, strides))  # or more than that
+    whole = argument.offset + sum(size * stride for size, stride in zip(shape, strides))  # an upper bound
     memory = torch.empty(max(1, whole), dtype=dtype, device="meta")
-    return memory.as_strided(shape, strides, argument.offset)  # whose alignment is that of the view
+    return memory.as_strided(shape, strides, argument.offset)  # a view has its own alignment
 
 
 def _kind(argument: Any) -> Any:
-    """What code depends on: a pointer's dtype and alignment, a descriptor's dtype and block, what Triton makes of a
-    number (whether it is 1, a multiple of 16, or wider than 32 bits)."""
+    """What the code depends on: a pointer's dtype and alignment, a descriptor's dtype and block, and how Triton
+    specialises a number (whether it is 1, a multiple of 16, or wider than 32 bits)."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % ALIGNED
     if isinstance(argument, int):
@@ -133,14 +133,14 @@ def _kind(argument: Any) -> Any:
 
 
 class DescriptorLike:
-    """Makes tensor descriptors of one shape and block; Triton checks the first one alone."""
+    """Makes tensor descriptors of one shape and block; Triton checks only the first one."""
 
     def __init__(self, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]) -> None:
         self.sizes = [list(shape), list(strides), list(block)]
         self.template: Any = None
 
     def __call__(self, base: Tensor) -> Any:
-        if base.data_ptr() % ALIGNED:  # only the caller's tensors may begin anywhere
+        if base.data_ptr() % ALIGNED:  # only the caller's tensors may be unaligned
             base = base.clone()
         if self.template is None:
             from triton.tools.tensor_descriptor import TensorDescriptor

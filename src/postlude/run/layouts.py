@@ -1,9 +1,9 @@
-"""Operators that graphs hold for the sake of layouts, made of PyTorch's own, so that a compiler fuses them.
+"""Operators that keep layouts in a graph. They consist of PyTorch's own operators, so that a compiler fuses them.
 
-`norm` is group_norm or instance_norm in whatever layout its input has. PyTorch's group_norm on a GPU is contiguous,
-forward and backward. Between channels-last convolutions that is a conversion of the value before it, and one of the
-gradient inside each `convolution_backward` (1.2 of the 15.7 ms that a training step of resnet50_gn keeps an H200 busy).
-This one is a reduction over space and one pass, in both directions.
+`norm` is group_norm or instance_norm in the layout of its input. PyTorch's group_norm on a GPU is contiguous, forward
+and backward. Between channels-last convolutions that means one conversion of the value before it, and one of the
+gradient in each `convolution_backward` (1.2 ms of the 15.7 ms GPU time of a resnet50_gn training step on an H200). This
+operator is a reduction over space and one pass, in both directions.
 
 `weights` is the cast that autocast makes of convolutions' weights, for all weights of a graph at once. As one list they
 are one launch of Inductor's instead of one each, and so are the casts of their gradients: a fifth of the launches of a
@@ -98,7 +98,7 @@ def _grouped(value: Tensor, groups: int) -> Tensor:
 
 
 def _of_channels(value: Tensor, like: Tensor) -> Tensor:
-    """[N, G], repeated for the channels of each group, to be broadcast over space."""
+    """Repeats [N, G] for the channels of each group, in the shape that broadcasts over space."""
     batch, channels = like.shape[:2]
     repeated = value.unsqueeze(2).expand(-1, -1, channels // value.shape[1])
     return repeated.reshape(batch, channels, *[1] * (like.dim() - 2))

@@ -1,7 +1,7 @@
-"""What is known about the chains of one model: the plan for every problem they met, and whether it is right.
+"""What is known about the chains of one model: the plan for every problem so far, and its verdict.
 
-This is the only state behind an optimized model. Sites and graphs hold none: a graph that is captured again, for
-evaluation or another shape, finds here what an earlier one learned.
+This is the only state of an optimized model. Sites and graphs hold none: when a graph is captured again, for evaluation
+or another shape, it finds here what an earlier graph found out.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from postlude.run import ahead
 from postlude.run.execute import Runner, prepare, prepared
 
 log = logging.getLogger("postlude")
-_REMEMBERED = 256  # problems per site before the look-up starts anew
+_REMEMBERED = 256  # problems per site before the table is cleared
 REPORT = "please report it, with what `postlude doctor` prints"
 
 
 class Judgement(Protocol):
-    """What checking says, as far as running depends on it."""
+    """The part of a verdict that running depends on."""
 
     @property
     def outcome(self) -> str: ...
@@ -35,11 +35,11 @@ class Judgement(Protocol):
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a chain, as a check needs it: on real tensors, by what will run."""
+    """One call of a chain as a check needs it: real tensors, and the function that will run."""
 
     chain: Chain
     problem: Problem
-    needs: tuple[bool, ...]  # the slots that want a gradient
+    needs: tuple[bool, ...]  # the slots that need a gradient
     plan: Plan
     runner: Runner
 
@@ -54,17 +54,18 @@ class Entry:
     problem: Problem
     outcome: Plan | Refusal
     runner: Runner
-    verdict: Any = None  # a Judgement; None where nothing was checked
+    verdict: Any = None  # a Judgement; None if nothing was checked
 
     @property
     def is_left_to_pytorch(self) -> bool:
-        """A refusal may name a precision: then PyTorch's operators must be called with it, not left where they are."""
+        """Whether the graph's own operators can stay. Not if a refusal names a precision that they must be called
+        with."""
         return isinstance(self.outcome, Refusal) and self.outcome.library_tf32 is None
 
 
 @dataclass(frozen=True)
 class Question:
-    """A problem that a chain is going to meet, so that its kernels can be compiled together with others."""
+    """A problem that a chain will have. Known in advance, its kernels can be compiled together with others."""
 
     name: str
     chain: Chain
@@ -73,22 +74,22 @@ class Question:
 
 
 class Ledger:
-    """`check` judges every plan before its first use; without one plans run unchecked."""
+    """Plans, verdicts and switched-off sites of one model. `check` judges every plan before its first use, if given."""
 
     def __init__(self, check: Check | None = None, progress: Callable[[str], None] | None = None) -> None:
         self.check, self.progress = check, progress
-        self.off: dict[str, str] = {}  # site → why it runs through PyTorch's operators, in every graph
-        self.latest: dict[tuple[str, Chain], Entry] = {}  # the entry made last for each site
+        self.off: dict[str, str] = {}  # site → why PyTorch's operators run it in every graph
+        self.latest: dict[tuple[str, Chain], Entry] = {}  # the most recent entry of each site
         self._tables: dict[tuple[str, Chain], dict[Any, Entry]] = {}
         self._foreseen: dict[Question, Entry] = {}
         self._lock = threading.RLock()
 
     def table(self, name: str, chain: Chain) -> dict[Any, Entry]:
-        """The entries of one site by what its tensors look like."""
+        """The entries of one site, by the shapes, strides and dtypes of its tensors."""
         return self._tables.setdefault((name, chain), {})
 
     def enter(self, question: Question, key: Any, tensors: Sequence[Tensor]) -> Entry:
-        """Plans, compiles and checks a problem that a site meets for the first time."""
+        """Plans, compiles and checks a problem that is new to a site."""
         with self._lock:
             table = self.table(question.name, question.chain)
             if key not in table:
@@ -98,11 +99,11 @@ class Ledger:
             return table[key]
 
     def foresee(self, question: Question) -> Entry:
-        """The entry of a problem before its tensors are there: it is checked on drawn ones alone."""
+        """The entry of a problem before its tensors exist: it is checked only on random ones."""
         with self._lock:
             if question not in self._foreseen:
                 entry = self._entry(question, None)
-                self._foreseen[question] = entry  # only now: a wrong one is switched off in there
+                self._foreseen[question] = entry  # after the check, which switches a wrong one off
             entry = self.latest[question.name, question.chain] = self._foreseen[question]
             return entry
 
@@ -110,7 +111,7 @@ class Ledger:
         return self._foreseen.get(question)
 
     def planned(self, question: Question) -> Entry | None:
-        """The same as far as planning knows: nothing is compiled or checked. None where that raises, which shows again
+        """The entry from planning only: nothing is compiled or checked. None if planning raises; the error shows again
         when the problem is entered."""
         if (why := self.off.get(question.name)) is not None:
             entry = self._refused(question, why)
@@ -125,12 +126,12 @@ class Ledger:
         return entry
 
     def refuse(self, question: Question, why: str) -> Entry:
-        """Leaves a problem to PyTorch for a reason that only its graph knows."""
+        """Leaves a problem to PyTorch for a reason that comes from its graph."""
         entry = self.latest[question.name, question.chain] = self._refused(question, why)
         return entry
 
     def expect(self, questions: Sequence[Question]) -> None:
-        """Compiles the kernels of several problems at once. What goes wrong here shows when one of them is entered."""
+        """Compiles the kernels of several problems together. Errors show when the problem is entered."""
         jobs: dict[str, list[ahead.Job]] = {}  # by device
         chains = 0
         for question in questions:
@@ -152,7 +153,7 @@ class Ledger:
                 ahead.build_all(some, place)
 
     def switch_off(self, name: str, why: str) -> None:
-        """From now on the site runs through PyTorch's operators, in graphs that are there and in later ones."""
+        """From now on PyTorch's operators run the site, in existing graphs and in later ones."""
         self.off[name] = why
         self._foreseen = {question: entry for question, entry in self._foreseen.items() if question.name != name}
         for (site, _), table in self._tables.items():
@@ -207,7 +208,7 @@ class Ledger:
 
     def _refused(self, question: Question, why: str) -> Entry:
         problem = question.problem
-        # PyTorch still has to convolve in the precision that was asked for.
+        # PyTorch must still convolve in the precision that was asked for.
         tf32 = library_tf32(question.chain, problem) if problem.device == "cuda" else None
         refusal = Refusal((why,), tf32)
         return Entry(problem, refusal, prepare(question.chain, refusal))

@@ -15,7 +15,7 @@ from postlude.reference import NORMS
 
 
 def normalized(x: Tensor, step: Normalize, tensors: Sequence[Tensor], overwrite: bool) -> Tensor:
-    """The norm of `x`, into `x` itself where `overwrite` allows; a batch_norm moves its running statistics."""
+    """The norm of `x`, written into `x` if `overwrite` allows it. A batch_norm updates its running statistics."""
     weight, bias = (None if slot is None else tensors[slot.index] for slot in (step.weight, step.bias))
     if step.over != "sample":
         running = [tensors[slot.index] for slot in step.running] if step.running is not None else [None, None]
@@ -25,11 +25,11 @@ def normalized(x: Tensor, step: Normalize, tensors: Sequence[Tensor], overwrite:
         return NORMS[step.op](x, step, weight, bias, *running)
     groups = step.groups or x.shape[1]
     if step.groups is None:
-        # instance_norm is group_norm with one group per channel, which PyTorch runs several times faster.
-        # Its result is contiguous as instance_norm's is; group_norm's channels-last kernel would cancel.
+        # instance_norm as group_norm with one group per channel, which PyTorch runs several times faster. The result
+        # must be contiguous, as instance_norm's is; and group_norm's channels-last kernel loses digits to cancellation.
         x = x.contiguous()
     if x.is_contiguous():
-        # One channel or one position fit both layouts: strides in order keep PyTorch from taking the cancelling kernel.
+        # With one channel or one position both layouts match. Canonical strides keep PyTorch from that kernel.
         x = x.view(-1).view(x.shape)
     if overwrite and x.dtype == torch.float32 and x.is_contiguous():
         return _in_place(x, step, weight, bias)
@@ -37,7 +37,8 @@ def normalized(x: Tensor, step: Normalize, tensors: Sequence[Tensor], overwrite:
 
 
 def _in_place(x: Tensor, step: Normalize, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Saves the second buffer, and with it the page faults that are half of eager's time on large values."""
+    """The norm in place. This saves a second buffer and its page faults, which are half of eager's time on large
+    values."""
     batch, channels = x.shape[:2]
     moments, centre = channel_moments(x, squares=True, overwrite=True)
     middle, spread = statistics(moments, step)
@@ -49,7 +50,7 @@ def _in_place(x: Tensor, step: Normalize, weight: Tensor | None, bias: Tensor | 
         shift = shift + bias.double()
     rows = x.view(1, batch * channels, math.prod(x.shape[2:]))
     zeros, ones = torch.zeros(batch * channels), torch.ones(batch * channels)
-    # Batch norm in evaluation is x·scale + shift per row, in one pass and with an out that may be its input.
+    # batch_norm in evaluation is x·scale + shift per row, in one pass, and its `out` may be its input.
     _scale_and_shift(rows, scale.flatten().float(), shift.flatten().float(), zeros, ones, 0.0)
     return x
 
@@ -62,7 +63,7 @@ def _batch_norm_in_place(
     running_mean: Tensor | None,
     running_var: Tensor | None,
 ) -> Tensor:
-    """PyTorch's own statistics, which moves the running ones, then its evaluation with those."""
+    """PyTorch's batch statistics, which update the running ones, then its batch_norm in evaluation with them."""
     mean, variance = torch.batch_norm_update_stats(x, running_mean, running_var, step.momentum)
     _scale_and_shift(x, weight, bias, mean, variance, step.eps)
     return x

@@ -1,4 +1,5 @@
-"""CUDA C++ at run time: compiled by NVRTC, kept on disk, launched by the CUDA driver. Nothing is loaded at import."""
+"""CUDA C++ at run time: compiled by NVRTC, cached on disk, launched by the CUDA driver. Importing this loads
+nothing."""
 
 from __future__ import annotations
 
@@ -20,26 +21,26 @@ from postlude.files import read_kept, write_kept
 from postlude.hardware import cache_folder, nvrtc_libraries
 from postlude.tile_table import NAME as TILES
 
-_WITHOUT_ASKING = 48 << 10  # bytes of shared memory that a block may have, with what the kernel declares itself
+_WITHOUT_ASKING = 48 << 10  # bytes of shared memory, static included, that a block may have without opting in
 _OWN_SHARED, _MAX_DYNAMIC_SHARED, _CARVEOUT = 1, 8, 9  # CUfunction_attribute
 _ALWAYS = ("--std=c++17",)
-# The names that are written: a library's by cpp.py, a note's by found_again.py, a verdict's by site_check.py.
+# Names of cached files: .so by cpp.py, .note by found_again.py, .verdict by site_check.py.
 _KEPT = re.compile(r"\w+-[0-9a-f]{64}(\.cubin|\.so|\.note|\.verdict|\w*\.tmp)")
 
 
 class CudaError(PostludeError):
-    """The CUDA driver or its compiler refused."""
+    """The CUDA driver or NVRTC returned an error."""
 
 
 @dataclass(frozen=True)
 class Source:
     name: str
     text: str
-    headers: tuple[tuple[str, str], ...] = ()  # name and text of each file that it includes
+    headers: tuple[tuple[str, str], ...] = ()  # name and text of each included file
 
 
 def read_source(folder: Path, name: str) -> Source:
-    """A .cu file, with every .cuh next to it at hand."""
+    """A .cu file with all .cuh files of its folder as headers."""
     headers = tuple((path.name, path.read_text("utf-8")) for path in sorted(folder.glob("*.cuh")))
     return Source(name, (folder / name).read_text("utf-8"), headers)
 
@@ -96,7 +97,7 @@ def _text_of(program: ctypes.c_void_p, getter: str) -> bytes:
 
 
 def cubin_for(source: Source, options: Sequence[str]) -> bytes:
-    """Compiled now, or by an earlier process: a file holds the cubin behind its own hash."""
+    """The cubin, compiled now or by an earlier process. A cached file is a hash of the cubin, then the cubin."""
     key = hashlib.sha256(repr((source, tuple(options), _ALWAYS, nvrtc_version())).encode()).hexdigest()
     folder = cache_folder()
     path = folder / f"{Path(source.name).stem}-{key}.cubin" if folder else None
@@ -109,7 +110,7 @@ def cubin_for(source: Source, options: Sequence[str]) -> bytes:
 
 
 def clear_cache() -> tuple[int, int]:
-    """Deletes the kernels and tiles that earlier processes kept; how many files and bytes. Other files stay."""
+    """Deletes the kernels and tiles that earlier processes cached, and no other files; returns files and bytes."""
     folder = cache_folder()
     files = size = 0
     for path in folder.glob("*") if folder else ():
@@ -144,7 +145,7 @@ def _driver_text(code: int) -> str:
 
 
 def _bind_context(device: int) -> None:
-    """The context that torch uses: a thread that has asked the CUDA runtime for nothing yet has none."""
+    """Binds torch's CUDA context: a thread that has not used the CUDA runtime yet has none."""
     handle, wanted, current = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
     _ask_driver("cuDeviceGet", ctypes.byref(handle), device)
     _ask_driver("cuDevicePrimaryCtxRetain", ctypes.byref(wanted), handle)
@@ -154,7 +155,8 @@ def _bind_context(device: int) -> None:
 
 
 class _Slots(threading.local):
-    """Arguments of a launch, 8 bytes each, and their addresses: made once per thread, filled at every launch."""
+    """The arguments of a launch, 8 bytes each, and their addresses: allocated once per thread, filled at every
+    launch."""
 
     def __init__(self, count: int) -> None:
         self.values = (ctypes.c_int64 * count)()
@@ -177,12 +179,12 @@ class Kernel:
             _ask_driver("cuFuncGetAttribute", ctypes.byref(own), _OWN_SHARED, function)
             if shared + own.value > _WITHOUT_ASKING:
                 _ask_driver("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, shared)
-                _ask_driver("cuFuncSetAttribute", function, _CARVEOUT, 100)  # as many blocks as fit, not one
+                _ask_driver("cuFuncSetAttribute", function, _CARVEOUT, 100)  # so that several blocks fit
         self.function = function.value
         self.call: Callable[..., int] = _driver().cuLaunchKernel
 
     def launch(self, grid: tuple[int, int], threads: int, values: Sequence[int]) -> None:
-        """On torch's current stream of the kernel's device."""
+        """Launches on torch's current stream of the kernel's device."""
         if torch.cuda.current_device() != self.device:
             with torch.cuda.device(self.device):
                 return self.launch(grid, threads, values)

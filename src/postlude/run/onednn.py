@@ -1,4 +1,4 @@
-"""The library's convolution on the CPU, called so that it stays in oneDNN, in the layout that suits it."""
+"""oneDNN's convolution on the CPU, called directly and in the layout that suits it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from postlude.plan.problem import Layout, memory_format
 class DirectConvolution:
     """oneDNN's convolution, called slab after slab.
 
-    With a batch of one, PyTorch's own entry points may leave oneDNN (conv3d measured 2 to 13 times slower).
+    For a batch of one PyTorch's own functions may choose another library, with which conv3d is 2 to 13 times slower.
     """
 
     def __init__(self, conv: Convolution, weight: Tensor, layout: Layout) -> None:
@@ -29,10 +29,10 @@ class DirectConvolution:
 
 
 class BufferConvolution:
-    """The same into one channels-last buffer, call after call: no fresh memory, so no page faults.
+    """The same into one channels-last buffer that is reused at every call, so that there are no page faults.
 
-    Uses the operator that Inductor uses. Under the system's malloc a slab's memory may be given back and mapped anew
-    between two calls, which costs chain 23 2 ms of 11; clearing the buffer costs it 0.7.
+    Uses the operator that Inductor uses. The system's malloc may unmap a slab's memory and map it again between two
+    calls, which costs 2 of chain 23's 11 ms; clearing the buffer costs 0.7.
     """
 
     def __init__(self, conv: Convolution, weight: Tensor, x_shape: tuple[int, ...]) -> None:
@@ -43,11 +43,12 @@ class BufferConvolution:
         self.x, self.out = _kept_memory(x_shape, shape)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The result lives in the buffer until the next call; a last slab may be smaller than the first."""
+        """The convolution; its result is in the buffer until the next call. The last slab may be smaller than the
+        first."""
         out = self.out[: x.shape[0]]
         if not x.is_contiguous(memory_format=memory_format("channels_last", x.dim() - 2)):
             x = self.x[: x.shape[0]].copy_(x)
-        out.zero_()  # the operator adds to what is there
+        out.zero_()  # the operator accumulates
         torch.ops.mkldnn._convolution_pointwise_.binary(
             out, x, self.weight, bias, *self.settings, "add", 1.0, None, [], None
         )
@@ -55,7 +56,7 @@ class BufferConvolution:
 
 
 _kept = threading.local()
-_KEPT_BYTES = 32 << 20  # more than one slab and its input; larger memory is freed after the call
+_KEPT_BYTES = 32 << 20  # enough for a slab and its input; larger memory is freed after the call
 
 
 def _kept_memory(*shapes: tuple[int, ...]) -> list[Tensor]:
@@ -63,7 +64,7 @@ def _kept_memory(*shapes: tuple[int, ...]) -> list[Tensor]:
     sizes = [math.prod(shape) for shape in shapes]
     memory = getattr(_kept, "memory", None)
     if memory is None or memory.numel() < sum(sizes):
-        with torch.inference_mode(False):  # what is made inside of that mode may not be written to outside of it
+        with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside it
             memory = torch.empty(sum(sizes), dtype=torch.float32)
         if memory.nbytes <= _KEPT_BYTES:
             _kept.memory = memory
@@ -72,7 +73,7 @@ def _kept_memory(*shapes: tuple[int, ...]) -> list[Tensor]:
 
 
 def _plain(conv: Convolution, weight: Tensor) -> tuple[Convolution, Tensor]:
-    """A stride-1 transposed convolution is the plain one with the weight's channels swapped and its taps flipped."""
+    """A stride-1 transposed convolution as an ordinary one: the weight's channels swapped, its taps flipped."""
     plain = conv.as_plain()
     if plain is None:
         raise ValueError(f"{conv} has no plain form")

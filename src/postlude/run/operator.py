@@ -1,11 +1,12 @@
 """A chain as registered operators, for compilers that trace through the graph.
 
-`torch.ops.postlude.chain` is what a graph holds (run/site.py). It is no kernel: under a compiler it takes itself apart
-into casts, the pair below and the steps that are PyTorch's. `chain_forward` returns the result and what its gradient
-needs of it; `chain_backward` takes that. Nothing is computed twice.
+A graph holds `torch.ops.postlude.chain` (run/site.py). Under a compiler it decomposes into casts, the pair of operators
+below, and the steps that PyTorch runs. `chain_forward` returns the result and what the backward pass needs;
+`chain_backward` takes that. Nothing is computed twice.
 
-An operator's text says all that decides which program runs, and what that keeps. So a graph that PyTorch's caches hand
-to a later process runs the program that it was compiled for, or is not found there.
+An operator's text argument holds everything that determines which program runs and what it keeps. A graph that
+PyTorch's caches give to a later process therefore runs the program that it was compiled for, or is not found in the
+cache.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ LIBRARY.define("chain_backward(Tensor dy, Tensor[] saved, str call) -> Tensor[]"
 
 
 def call_operator(chain: Chain, problem: Problem, tensors: Sequence[Tensor]) -> Tensor:
-    """The chain by the pair of operators, and by PyTorch's what its plan leaves to it, which may be all. `problem` is
-    that of `tensors`, or has none where their sizes are symbols."""
+    """The chain by the pair of operators, and by PyTorch's operators what the plan leaves to them, which may be all.
+
+    `problem` is that of `tensors`; it has no shapes if their sizes are symbols.
+    """
     needs = tuple(problem.needs_grad and tensor.requires_grad for tensor in tensors)
     outcome: Plan | Refusal | None = None
     if problem.tensors:
@@ -48,7 +51,7 @@ def call_operator(chain: Chain, problem: Problem, tensors: Sequence[Tensor]) -> 
             return runner(tensors)
     part = outcome.chain if isinstance(outcome, Plan) and outcome.trains else chain
     device = tensors[0].device
-    here = [t if t.device == device else t.to(device) for t in tensors]  # a number may lie on the CPU
+    here = [t if t.device == device else t.to(device) for t in tensors]  # a 0-d tensor may be on the CPU
     given = cast_for_convolution(part, here) if part is not chain or any(needs) else here
     known = given_by(given) if problem.tensors else ()
     specs = tuple((shape, strides, str(dtype).removeprefix("torch.")) for shape, strides, dtype in known)
@@ -90,14 +93,14 @@ def _empty(buffer: Buffer, device: torch.device) -> Tensor:
 
 
 def _backward(dy: Tensor, saved: list[Tensor], text: str) -> list[Tensor]:
-    """The gradients of the slots that need one and have one; of those that share their memory, that once."""
+    """The memory of the gradients of all slots that need one. Gradients that share memory are returned once."""
     call = read(text)
     with torch.no_grad(), on_device_of(dy), without_autocast(dy):
         return passes(text, dy.device).backward(dy, saved) if call.made else _again(call, saved, dy)
 
 
 def _again(call: Call, tensors: Sequence[Tensor], dy: Tensor) -> list[Tensor]:
-    """From the tensors alone: the sizes were not known when the graph was compiled, so nothing was kept."""
+    """Gradients from the inputs: sizes were unknown when the graph was compiled, so nothing was kept."""
     runner = runner_for(call, tensors)
     if isinstance(runner, Training) and len(runner.plan.chain.steps) == len(call.chain.steps):
         found = [g for g in runner.gradients_again(tensors, dy, call.needs) if g is not None]
@@ -108,7 +111,7 @@ def _again(call: Call, tensors: Sequence[Tensor], dy: Tensor) -> list[Tensor]:
 
 
 def _plain(chain: Chain, tensors: Sequence[Tensor], dy: Tensor, needs: Sequence[bool]) -> list[Tensor]:
-    """By PyTorch's own derivatives. torch.func brings its own autograd, which an operator's inside lacks."""
+    """Gradients by PyTorch's autograd. Uses torch.func, because autograd is off inside an operator."""
     places = [place for place, is_needed in enumerate(needs) if is_needed]
 
     def of_wanted(*values: Tensor) -> Tensor:
@@ -135,7 +138,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     program, moved = program_of(ctx.text), call.chain.moved
-    # Statistics are moved before a backward pass, which does not read them.
+    # Running statistics have been updated before the backward pass, which does not read them.
     unmoved = dict(zip(moved, output[len(output) - len(moved) :]))
     given = [unmoved.get(slot, tensor) for slot, tensor in enumerate(tensors)]
     ctx.save_for_backward(*(given if program is None else _kept(call, program, given, output)))
@@ -173,7 +176,7 @@ def _converted(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 
 def _gradients(call: Call, program: Program | None, found: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """One for each slot, of what `chain_backward` returns."""
+    """One gradient per slot, from what `chain_backward` returns."""
     if program is None:
         gradients = iter(found)
         return [next(gradients) if is_needed else None for is_needed in call.needs]
@@ -194,7 +197,7 @@ def _keep_for_another(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -
 
 
 def _pull_again(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, list[Tensor | None], None]:
-    """A gradient's gradient, by PyTorch's own operators."""
+    """The second derivative, by PyTorch's own operators."""
     call, program = read(ctx.text), program_of(ctx.text)
     with torch.enable_grad():
         values = [t.detach().requires_grad_(t.is_floating_point()) for t in ctx.saved_tensors]

@@ -1,4 +1,4 @@
-"""What a chain's operators are told besides tensors, and the program behind it."""
+"""What a chain's operators take besides tensors, and the program that it stands for."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from postlude.stages.program import Given, inference_program
 
 @dataclass(frozen=True)
 class Call:
-    """What the pair is told besides tensors."""
+    """What `chain_forward` and `chain_backward` take besides tensors."""
 
     chain: Chain
-    problem: Problem  # without tensors where sizes are not known before the call
+    problem: Problem  # without shapes if sizes are not known before the call
     given: tuple[tuple[tuple[int, ...], tuple[int, ...], str], ...]  # shape, strides and dtype of each slot
-    needs: tuple[bool, ...]  # the slots that want a gradient
-    made: tuple[Buffer, ...] = ()  # the result, and what else is returned for the gradient
+    needs: tuple[bool, ...]  # the slots that need a gradient
+    made: tuple[Buffer, ...] = ()  # the result, and what else is returned for the backward pass
     found: tuple[Buffer, ...] = ()  # the gradients' memory
 
     @functools.cached_property
@@ -40,7 +40,7 @@ class Call:
         return tuple((shape, strides, getattr(torch, dtype)) for shape, strides, dtype in self.given)
 
 
-# A model's chains whose sizes are symbols: their name in it and its ledger.
+# For chains whose sizes are symbols: the site's name and the model's ledger.
 _JUDGES: dict[tuple[Chain, tuple[str, ...]], tuple[str, Callable[[], Ledger | None]]] = {}
 _CLASSES = {**CLASSES, **{cls.__name__: cls for cls in (Call, Problem, Spec, Buffer)}}
 
@@ -54,13 +54,13 @@ def read(text: str) -> Call:
 
 @functools.lru_cache(maxsize=4096)
 def program_of(text: str) -> Program | None:
-    """Of a call whose text says what it returns."""
+    """The program of a call, from its text."""
     call = read(text)
     return apart(traced, call) if call.made else None
 
 
 def traced(call: Call) -> Program | None:
-    """Where sizes are known and kernels of ours run."""
+    """The program of a call; None if sizes are not known or no kernel of ours runs."""
     if not call.problem.tensors:
         return None
     outcome, runner = outcome_of(call.chain, call.problem)
@@ -77,13 +77,15 @@ def outcome_of(chain: Chain, problem: Problem) -> tuple[Any, Runner]:
 
 
 def judged_by(chain: Chain, settings: tuple[str, ...], name: str, ledger: Ledger) -> None:
-    """Plans for sizes that are symbols are checked before their first use, others before they are compiled. Of two
-    models with the same chain the later one's ledger knows."""
+    """Registers the ledger that checks plans of a chain whose sizes are symbols, before their first use.
+
+    Other plans are checked before compilation. If two models have the same chain, the later model's ledger is used.
+    """
     _JUDGES[chain, settings] = name, weakref.ref(ledger)
 
 
 def runner_for(call: Call, tensors: Sequence[Tensor]) -> Runner:
-    """Of a call whose sizes are known only now."""
+    """The function that runs a call whose sizes are known only now."""
     problem = call.problem
     if not problem.tensors:
         problem = dataclasses.replace(problem, tensors=tuple(map(spec_of, tensors)))

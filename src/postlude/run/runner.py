@@ -1,7 +1,8 @@
-"""Runs any program of calls: one Python function is written for it, which allocates, launches and frees in order.
+"""Runs any program: generates one Python function for it, which allocates, launches and frees in order.
 
-What is the same at every call is bound before the first one: launches, functions of PyTorch, sizes. Small scratch that
-only kernels touch comes from one allocation; the rest is allocated where it is first used and let go after its last.
+What is the same at every call is bound before the first one: launches, functions of PyTorch, sizes. Small scratch
+buffers that only kernels use come from one allocation. Others are allocated at their first use and freed after the
+last.
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ from postlude.run.launch import ALIGNED, CudaLaunch, DescriptorLike, Launch, lau
 
 Run = Callable[..., tuple[Tensor | None, ...]]
 Kernel = Launch | CudaLaunch | CppLaunch
-_POOLED = 64 << 10  # bytes of a buffer that shares an allocation, at most
-_ROUND = 256  # bytes to which places in a shared allocation are rounded
+_POOLED = 64 << 10  # most bytes of a buffer that shares an allocation
+_ROUND = 256  # alignment in bytes within a shared allocation
 
 
 def runner_of(
     given: Sequence[Buffer], calls: Sequence[Call], results: Sequence[Buffer | None], device: str
 ) -> ProgramRunner:
-    """A function of the tensors that are given, which returns the tensors of `results`."""
+    """A function that takes the `given` tensors and returns the `results`."""
     return ProgramRunner(given, live(calls, results), results, torch.device(device))
 
 
 class ProgramRunner:
-    """Through Triton's front end at first, which compiles; then by launches with all but their pointers bound."""
+    """Launches through Triton's front end at the first call, which compiles; then with bound launches."""
 
     def __init__(
         self, given: Sequence[Buffer], calls: Sequence[Call], results: Sequence[Buffer | None], device: torch.device
@@ -81,7 +82,7 @@ def _launch(call: Call) -> Kernel | None:
 
 
 class _Writer:
-    """One function. Where launches are bound, `slow` runs what is not aligned, and what somebody watches."""
+    """Writes the text of one function. If launches are bound, `slow` handles unaligned tensors and watched launches."""
 
     def __init__(
         self,
@@ -120,7 +121,7 @@ class _Writer:
         return run
 
     def _last_uses(self) -> dict[int, int]:
-        """Buffers that are let go, and the call after which they are."""
+        """Buffers that are freed, and the call after which they are."""
         found: dict[int, int] = {}
         for number, call in enumerate(self.calls):
             used = [*buffers_in(call), *(call.results if isinstance(call, TorchCall) else ())]
@@ -131,7 +132,7 @@ class _Writer:
         return found
 
     def _pool(self) -> set[Buffer | None]:
-        """Small scratch, in one allocation for each dtype."""
+        """Small scratch buffers, which share one allocation per dtype."""
         sharing = Counter(buffer.storage for buffer in made_by(self.calls))
         by_torch = {b for call in self.calls if isinstance(call, TorchCall) for b in buffers_in(call)}
         kept = {buffer for buffer in self.results if buffer is not None}
@@ -196,7 +197,7 @@ class _Writer:
 
 @functools.cache
 def _function(name: str) -> Any:
-    """By the name that PyTorch gives it."""
+    """The function of PyTorch with this name."""
     space, *path = name.split(".")
     roots = {"torch": torch, "F": F, "Tensor": Tensor}
     return functools.reduce(getattr, path, roots[space])

@@ -17,8 +17,11 @@ from postlude.run.operator import LIBRARY, call_operator
 
 
 class Site(nn.Module):
-    """Runs one chain of a captured graph. Holds no parameters: they arrive as arguments, every call. What is known
-    about the chain is in the model's ledger."""
+    """Runs one chain of a captured graph.
+
+    It holds no parameters, which are arguments of every call, and no state: plans and verdicts are in the model's
+    ledger.
+    """
 
     def __init__(
         self,
@@ -32,16 +35,17 @@ class Site(nn.Module):
     ) -> None:
         super().__init__()
         self.name, self.chain = name, chain
-        self.settings = (precision, memory, convolution, hands_on)  # of every problem here
+        self.settings = (precision, memory, convolution, hands_on)  # the same for every problem
         self.ledger = Ledger() if ledger is None else ledger
         self._table = self.ledger.table(name, chain)
 
     def forward(self, *tensors: Tensor) -> Tensor:
         if is_transformed():
             return call_plain(self.chain, tensors)
-        if torch._C._len_torch_dispatch_stack():  # somebody traces, or watches operators
+        if torch._C._len_torch_dispatch_stack():  # a trace or a dispatch mode is active
             return self._as_operator(tensors)
-        # Hashing a chain and its problem costs more than a small layer: the key is what a tensor says at once.
+        # Hashing a chain and its problem takes longer than a small layer, so the key is made of cheap tensor
+        # attributes.
         grad = torch.is_grad_enabled()
         linear = self.chain.is_linear
         switch = (tensors[0].get_device(), default_fp32_precision(linear)) if tensors[0].is_cuda else ""
@@ -68,7 +72,7 @@ def _site(chain: Chain, precision: str, memory: str = "default", convolution: st
 
 
 def run_chain(chain: Chain, tensors: Sequence[Tensor], precision: str = "auto") -> Tensor:
-    """A chain on tensors of the caller's own, outside of any model."""
+    """Runs a chain on the caller's tensors, outside any model."""
     result: Tensor = _site(chain, precision)(*tensors)
     return result
 

@@ -1,7 +1,7 @@
-"""Upsampling whose gradient is gathered by a kernel of ours: an operator that graphs hold in place of PyTorch's.
+"""Upsampling whose gradient our kernel gathers: an operator that replaces PyTorch's in a graph.
 
-Compilers take PyTorch's upsampling apart into indexing, whose gradient scatters with atomics. This operator computes
-what PyTorch's does, by PyTorch's, so that a compiler may fuse it with what is around; only its gradient is another.
+Compilers decompose PyTorch's upsampling into indexing, whose gradient is a scatter with atomics. The forward pass of
+this operator is PyTorch's, so that a compiler can fuse it with its neighbours; only the gradient differs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LIBRARY.define("upsample_gradient(Tensor dy, str how, str layout) -> Tensor")
 
 
 def text_of(how: Upsampling) -> str:
-    """As the operators take it."""
+    """The settings as text, which the operators take."""
     return encoded.dumps(how)
 
 
@@ -38,13 +38,16 @@ def _read(text: str) -> Upsampling:
 
 
 def layout_for(x: Tensor) -> Layout:
-    """Of the gradient of `x`."""
+    """The layout of the gradient of `x`."""
     return "channels_last" if layout_of(x) == "channels_last" else "contiguous"
 
 
 def by_pytorch(x: Tensor, how: Upsampling) -> Tensor:
-    """By the overload that compilers take apart. The others remain calls of a library's kernel, which reads and writes
-    contiguous fp32 or fp16 alone: 3.4 of the 27 ms of a training step of SegResNet."""
+    """PyTorch's upsampling, by the overload that compilers decompose.
+
+    The other overloads remain calls of a library kernel, which reads and writes only contiguous fp32 or fp16: 3.4 of
+    the 27 ms of a SegResNet training step.
+    """
     dims = len(how.small)
     if how.is_linear:
         word, more = "upsample_bilinear2d" if dims == 2 else "upsample_trilinear3d", [how.aligns_corners]
@@ -98,7 +101,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: A
 
 
 def _pull(ctx: Any, ddx: Tensor) -> tuple[Tensor, None, None]:
-    """The gradient is linear in `dy`: what upsampling is to its input."""
+    """The derivative of the gradient, which is linear in `dy`: upsampling itself."""
     return torch.ops.postlude.upsample(ddx, ctx.text), None, None
 
 

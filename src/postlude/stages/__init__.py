@@ -1,1 +1,1 @@
-"""What each kernel contributes to a plan's program: one file for each stem of kernels/."""
+"""Stages: functions that allocate, launch kernels and call PyTorch. One file for each kernel file of kernels/."""

@@ -1,17 +1,18 @@
 """The backward pass of a plan on a GPU, from what the forward pass keeps.
 
-It keeps the tensors whose values matter, the convolution's result and the norm's moments. Where the plan is lean, the
-convolution is computed again instead; where the chain's result tells all that the steps' gradients need, that is kept.
+The forward pass keeps the chain's inputs, the convolution's result and the norm's moments. A lean plan recomputes the
+convolution instead of keeping its result. Where the steps' gradients can be computed from the chain's result, that is
+kept instead.
 
-Of chains that need only a convolution's moments, the result is a function of each sample's and channel's mean and
-variance, of a few numbers each. At the convolution's result v the gradient is then affine,
+Some chains need only the moments of the convolution's result v: their result depends on v through the mean and variance
+of each sample and channel. The gradient at v is then affine in v,
 
-    dv = dmean / S + dvariance · 2 (v − mean) / S  =  a + b · v,
+    dv = dmean / S + dvariance · 2 (v − mean) / S  =  a + b · v.
 
-so the backward pass turns v into dv and hands that to the convolution's gradients. The bias gets Σ dv = Σ dmean, for
-what is left of v sums to nothing. v is kept; where the plan is lean, it is computed again, a few samples at a time.
-Where the convolution is one of few channels, one kernel of ours does all of that and nothing of v's size is ever there,
-from a table of a and b; where the chain is a norm and a reduction, one small launch makes the table
+The backward pass turns v into dv, from which PyTorch or our GEMMs compute the convolution's gradients. The bias's
+gradient is Σ dv = Σ dmean, because v − mean sums to zero. v is kept; a lean plan recomputes it, a few samples at a
+time. For a convolution of few channels one CUDA kernel does all of this from a table of a and b, and nothing of v's
+size is stored. If such a chain is just a norm and a reduction, one small launch computes the table
 (moments_gradient.py).
 """
 
@@ -51,7 +52,7 @@ Found = list[Tensor | None]  # one per slot; None where no gradient is wanted
 def backward(
     plan: Plan, tensors: Sequence[Tensor], parts: Parts, moments: Moments | None, dy: Tensor, needs: Sequence[bool]
 ) -> Found:
-    """The gradient of every slot that needs one; `parts` and `moments` are the forward pass's."""
+    """The gradient of every slot that needs one. `parts` and `moments` come from the forward pass."""
     if isinstance(plan.own, Through):
         return gradients_through(plan.chain, plan.own.reduction, tensors, dy, needs)
     if moments is not None:
@@ -81,7 +82,7 @@ def backward(
 
 
 def combined(plan: Plan, parts: Parts) -> Moments | None:
-    """What the forward pass of a chain that needs only moments keeps: [N, C] of the convolution's result."""
+    """The moments [N, C] of the convolution's result, which the forward pass keeps if the chain needs nothing else."""
     sink = plan.passes[-1].sink
     if not isinstance(sink, MomentsSink):
         return None
@@ -92,7 +93,7 @@ def combined(plan: Plan, parts: Parts) -> Moments | None:
 
 
 def _value(plan: Plan, tensors: Sequence[Tensor], parts: Parts, dy: Tensor) -> Tensor:
-    """What the gradient passes read. Where they read no value, anything of its shape does."""
+    """The value that the gradient passes read. If they read none, any tensor of its shape will do."""
     if plan.from_result:
         return dy if reads_no_value(plan.chain, len(plan.chain.steps)) else parts.result
     value = first_pass(plan, tensors)[0] if plan.is_lean else parts.value
@@ -140,7 +141,7 @@ def _of_moments(
     """Gradients of the tensors that the steps read, and of the means and variances, [N, C] float64."""
     assert moments.variance is not None
     chain, first, dtype = plan.chain, plan.passes[-1].last + 1, getattr(torch, plan.result_dtype)
-    # Running statistics are of no influence, and have moved by then.
+    # Running statistics do not affect the result, and the forward pass has updated them already.
     slots = [slot for slot, role in enumerate(chain.roles) if role not in CONVOLVED and slot not in chain.moved]
 
     def result(mean: Tensor, variance: Tensor, *read: Tensor) -> Tensor:
@@ -164,7 +165,7 @@ def _by_slabs(
     slope: Tensor,
     needs: Sequence[bool],
 ) -> Found:
-    """A few samples at a time where the convolution is computed again, all at once where it was kept."""
+    """The convolution's gradients: a few samples at a time if its result is recomputed, all at once if it was kept."""
     conv = plan.chain.convolution
     dx, dw = torch.empty_like(x) if needs[0] else None, None
     shape, layout = (-1, conv.out_channels, *[1] * plan.chain.dims), memory_format(plan.value.layout, plan.chain.dims)

@@ -1,6 +1,6 @@
-"""batch_norm in training: what the passes found per sample and channel, combined over the batch.
+"""batch_norm in training: combines over the batch what the passes computed per sample and channel.
 
-Both give one number per sample and channel, as for an instance_norm, the same for every sample.
+Both functions return one number per sample and channel, as instance_norm has, which is equal for all samples.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from postlude.plan.problem import Spec
 from postlude.stages.cuts import Partials, accumulator, accumulator_of, adding, sizes_of
 from postlude.stages.trace import Unread, launch
 
-_MOST = 8192  # numbers that a program adds up at a time: a channel is one program
+_MOST = 8192  # numbers that a program loads at a time; a program has one channel
 
 
 def combine_batch(
     step: Normalize, value: Spec, partials: Partials, tensors: Sequence[Tensor] | None
 ) -> tuple[Tensor, Tensor]:
-    """Partial moments to one mean and one reciprocal deviation per channel; with `tensors`, one per slot of the chain,
-    the running statistics among them move."""
+    """From partial moments to one mean and one rstd per channel.
+
+    With `tensors`, one per slot of the chain, the running statistics among them are updated.
+    """
     batch, channels, positions = sizes_of(value)
     means = partials.means
     mean, rstd = (torch.empty(batch * channels, dtype=means.dtype, device=means.device) for _ in "mr")

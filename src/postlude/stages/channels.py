@@ -1,5 +1,5 @@
-"""The last pass of a chain with a softmax or a reduction over channels: one reading of the value, and one writing of it
-at most."""
+"""The last pass of a chain with a softmax or a reduction over channels: it reads the value once and writes at most
+once."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from postlude.stages.cuts import accumulator, accumulator_of, is_wide, operands,
 from postlude.stages.normalize import per_group
 from postlude.stages.trace import Unread, launch
 
-_EACH = 16  # elements of a thread where a tile is small
-_SPREAD = "[None, :]"  # of a number per channel over positions
+_EACH = 16  # elements per thread where a tile is small
+_SPREAD = "[None, :]"  # broadcasts a number per channel over positions
 
 
 def channels_pass(
@@ -28,8 +28,7 @@ def channels_pass(
     tensors: Sequence[Tensor],
     keeps_value: bool = False,
 ) -> Tensor:
-    """All steps that are left before a reduction over channels, that one, and those after it; or all of them where
-    there is no reduction."""
+    """All remaining steps: those before the reduction over channels, the reduction, and those after it."""
     chain, spec, last, over = plan.chain, plan.value, plan.passes[-1].last, plan.over_channels
     assert over is not None
     batch, channels, positions = sizes_of(spec)
@@ -66,7 +65,7 @@ def channels_pass(
 
 
 def _result(plan: Plan, value: Tensor, turns: bool, keeps_value: bool) -> Tensor:
-    """The value itself where its memory may be written to; without channels, or in another layout, a new one."""
+    """The value itself if it may be overwritten; a new tensor if the result has no channels or another layout."""
     spec, end, dtype = plan.value, plan.channels_end, getattr(torch, plan.result_dtype)
     if end is not None:
         shape = (spec.shape[0], *((1,) if end.keepdim else ()), *spec.shape[2:])

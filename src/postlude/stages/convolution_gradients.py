@@ -1,4 +1,4 @@
-"""From the gradient at a convolution's result to those of its input and weight: by products of ours, or by PyTorch."""
+"""The gradients of a convolution's input and weight from the gradient at its result, by our GEMMs or by PyTorch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from postlude.stages.weight_gradient import gradient_packing, weight_gradient
 
 
 def packing_of_gradient(plan: Plan) -> Packing:
-    """As both products read the gradient, in the same volume."""
+    """The packing of the gradient, in the volume that both GEMMs read."""
     product = plan.input_gradient
     assert product is not None
     back = _back(plan)
@@ -35,9 +35,17 @@ def convolution_gradients(
     weight: Tensor,
     needs: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Those of input and weight; what needs none gets None. `dv` is the gradient at the convolution's result, in its
-    layout, and `largest` its channels' largest magnitudes where they are known; `packed` is it as our products read it,
-    where it comes so."""
+    """The gradients of input and weight; None for one that is not needed.
+
+    Args:
+        plan: The plan of the chain.
+        dv: The gradient at the convolution's result, in that result's layout.
+        packed: The same gradient as our GEMMs read it, if it was written packed.
+        largest: The largest magnitude of each channel of `dv`, if known.
+        x: The convolution's input.
+        weight: The convolution's weight.
+        needs: Whether each slot needs a gradient.
+    """
     conv, product, summed = plan.chain.convolution, plan.input_gradient, plan.weight_gradient
     if packed is None and product is not None and summed is not None:
         packed = packing_of_gradient(plan)(dv, largest)
@@ -63,7 +71,7 @@ def convolution_gradients(
 
 
 def _back(plan: Plan) -> Plan:
-    """The convolution that takes the result's gradient to the input's, as a plan of its own."""
+    """The convolution that computes the input's gradient from the result's, as a plan of its own."""
     conv = plan.chain.convolution
     return dataclasses.replace(
         plan,

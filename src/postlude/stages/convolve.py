@@ -1,4 +1,4 @@
-"""Our convolution as one implicit GEMM over packed operands: of stride 1, or by phase."""
+"""Our convolution as an implicit GEMM over packed operands: with stride 1, or one GEMM per phase."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def input_packing(plan: Plan, gemm: Gemm) -> Packing:
 def convolve(
     plan: Plan, gemm: Gemm, tensors: Sequence[Tensor], packed: Packed | None = None
 ) -> tuple[Tensor | None, Partials | None]:
-    """`packed` is the input, where it was packed before: then it is read instead of the tensor."""
+    """Launches packing and GEMM. If `packed` is given, it is the input packed already."""
     conv, volume, arithmetic = plan.chain.convolution, gemm.volume, gemm.arithmetic
     if packed is None:
         x = tensors[0].contiguous(memory_format=memory_format(plan.input.layout, plan.chain.dims))

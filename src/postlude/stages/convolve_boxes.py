@@ -1,4 +1,4 @@
-"""Our convolution that reads rows of channels where they lie: pack the weight, then one implicit GEMM."""
+"""Our convolution that reads a channels-last input in place by TMA boxes: pack the weight, then one implicit GEMM."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rows_packing(plan: Plan, boxes: Boxes) -> Packing:
 def convolve_boxes(
     plan: Plan, boxes: Boxes, tensors: Sequence[Tensor], packed: Packed | None = None
 ) -> tuple[Tensor | None, Partials | None]:
-    """`packed` is the input, where it was brought into rows before: then it is read instead of the tensor."""
+    """Launches packing and GEMM. If `packed` is given, it is the input as rows of channels already."""
     conv, volume = plan.chain.convolution, boxes.volume
     if packed is not None:
         x = packed.high

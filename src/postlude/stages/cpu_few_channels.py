@@ -1,4 +1,4 @@
-"""A convolution of few input channels on the CPU that keeps moments alone: one call of kernels/cpp/few_channels.h."""
+"""A convolution of few input channels on the CPU that keeps only moments: one call of kernels/cpp/few_channels.h."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ extern "C" void few_channels(void* const* p, const double* n, int threads) {{
 def convolve_moments(
     plan: Plan, own: CpuFewChannels, end: End, tensors: Sequence[Tensor], result: Tensor, squares: bool
 ) -> None:
-    """What the end makes of the moments of the convolution's result, into `result`."""
+    """Computes the moments of the convolution's result and writes what the chain's end makes of them to `result`."""
     chain, conv = plan.chain, plan.chain.convolution
     plain = conv.as_plain()
     assert plain is not None

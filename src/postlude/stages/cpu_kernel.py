@@ -1,4 +1,4 @@
-"""What the texts of the CPU's kernels have in common: dtypes, operands, and the steps before a norm."""
+"""What all generated CPU kernels have in common: dtypes, operands, and the steps before a norm."""
 
 from __future__ import annotations
 
@@ -52,5 +52,5 @@ def operands(plan: Plan, slots: Sequence[int], tensors: Sequence[Tensor]) -> dic
 
 
 def before(chain: Chain, last: int) -> Function:
-    """What a norm or a reduction is of: the value itself where no step precedes it."""
+    """The steps before a norm or reduction, as a function; the identity if there are none."""
     return forward(chain, "before", last, 1) if last else Function("before", (Value(0),), (), Value(0), ())

@@ -1,4 +1,4 @@
-"""Passes over a value on the CPU: each one kernel in C++ with one parallel region, around it PyTorch's convolution."""
+"""Passes over a value on the CPU after PyTorch's convolution: each is one C++ kernel with one parallel region."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ extern "C" void {name}(void* const* p, const double* n, int threads) {{
 
 
 def forward_on_cpu(plan: Plan, tensors: Sequence[Tensor]) -> Tensor:
-    """The convolution over the whole batch, and one pass over its result, in place where that is of its dtype."""
+    """The convolution over the whole batch, then one pass over its result, in place if the dtypes agree."""
     chain, last = plan.chain, plan.passes[-1]
     dtype = getattr(torch, plan.result_dtype)
     if isinstance(last.sink, MomentsSink):
@@ -61,12 +61,12 @@ def forward_on_cpu(plan: Plan, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _is_turned(plan: Plan) -> bool:
-    """Whether the pass writes the other layout."""
+    """Whether the pass writes another layout than it reads."""
     return (plan.value.layout, plan.result_layout) == ("channels_last", "contiguous")
 
 
 def _reduced(plan: Plan, tensors: Sequence[Tensor], dtype: torch.dtype, last: int, squares: bool) -> Tensor:
-    """The result of a reduction that needs only moments of what steps up to `last` give."""
+    """The result of a reduction that needs only the moments of the value after step `last`."""
     chain, end = plan.chain, end_of(plan.chain, last + 1)
     result = end.result(plan.value, dtype, tensors[0].device)
     if plan.own_on_cpu is not None:
@@ -93,7 +93,7 @@ def _value(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor, bool]:
 def _by_onednn(
     conv: Convolution, x: Tensor, weight: Tensor, bias: Tensor | None, layout: torch.memory_format
 ) -> Tensor:
-    """Without PyTorch's choice of library: with a batch of one it may leave oneDNN (measured 2 to 13 times slower)."""
+    """Calls oneDNN directly. For a batch of one PyTorch may choose another library, measured 2 to 13 times slower."""
     plain = conv.as_plain()
     assert plain is not None
     if conv.transposed:
@@ -104,7 +104,7 @@ def _by_onednn(
 
 
 def _finish_pass(plan: Plan, value: Tensor, result: Tensor, tensors: Sequence[Tensor]) -> None:
-    """All steps that are fused, with the norm among them: one reading where a group of channels stays in cache."""
+    """All fused steps, the norm included. Memory is read once if a group of channels stays in cache."""
     chain, last, norm = plan.chain, plan.passes[-1].last, fused_norm(plan.chain)
     slots, channels = pass_slots(chain, last, 1), value.shape[1]
     steps = emit_cpp(forward(chain, "whole", last, 1), "Whole", slots)
@@ -137,7 +137,8 @@ def kernel_text(
     result: Tensor | None,
     tensors: Sequence[Tensor],
 ) -> str:
-    """`result` is None where nothing of the value's size is written: what the pass gives is ended then."""
+    """The C++ text of a pass. `result` is None if the pass ends in a reduction and writes nothing of the value's
+    size."""
     header, layout = _PASSES[plan.value.layout]
     ends = "end<Kernel>({}, sizes.samples, sizes.channels, p + 2, p[1])"
     return _KERNEL.format(

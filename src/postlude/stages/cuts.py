@@ -1,4 +1,4 @@
-"""How a pass over a value is cut into programs, and what such passes read beside it."""
+"""How a pass over a value is divided into programs, and what such passes read besides the value."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from postlude.steps import OPERANDS, forward, pass_slots, reads_rows
 
 
 class Partials(NamedTuple):
-    """Moments by chunks of positions, to be combined."""
+    """Partial moments, one for each chunk of positions."""
 
     means: Tensor  # [N, C, CHUNKS]; sums where only the mean is wanted
     squares: Tensor  # [N, C, CHUNKS], sums of squared deviations
@@ -51,7 +51,7 @@ def operands(
 
 
 def steps_of(function: Function, channels: int = 0, spread: str = "") -> Steps:
-    """Expressions as the device function that a kernel takes for a constant."""
+    """Expressions as a device function, which a kernel takes as a compile-time constant."""
     return Steps(function.name, emit(function, channels, spread))
 
 
@@ -60,8 +60,10 @@ def forward_steps(chain: Chain, name: str, last: int, channels: int, first: int 
 
 
 def steps_around(plan: Plan, before: int, after: int, spread: str = "") -> tuple[Steps, Steps]:
-    """What a pass does up to step `before`, and from step `after` on, with something of its own in between; both find
-    the tensors of all of its steps."""
+    """The steps up to `before` and those from `after` on, for a pass that does something of its own in between.
+
+    Both functions take the tensors of all steps.
+    """
     chain, last, start = plan.chain, plan.passes[-1].last, plan.resumes_at
     slots, channels = pass_slots(chain, last, start), plan.value.shape[1]
     functions = forward(chain, "whole", before, start), forward(chain, "after", last, after)
@@ -71,12 +73,12 @@ def steps_around(plan: Plan, before: int, after: int, spread: str = "") -> tuple
 
 @dataclass(frozen=True)
 class Cut:
-    """How one pass over a value is cut into programs."""
+    """How one pass over a value is divided into programs."""
 
     block: int  # elements of a row, or positions of a tile of several channels
     block_c: int  # channels of a tile; 0 where it lies in one row, which is one channel's
     is_short: bool  # a tile is `block_c` whole rows of a contiguous value
-    tiles: int = 1  # of a program, one behind the other
+    tiles: int = 1  # per program, one after the other
 
     def chunks(self, positions: int) -> int:
         return -(-positions // (self.block * self.tiles))
@@ -98,7 +100,7 @@ class Cut:
         }
 
     def warps(self, value: Spec, most: int, each: int = 8) -> int:
-        """Fewer than `most` where rows are too short for it: then `each` elements for each thread."""
+        """The number of warps: `most`, or fewer if rows are short, so that each thread has `each` elements."""
         is_long = self.block < sizes_of(value)[2]
         return most if is_long else pass_warps(self.block * max(1, self.block_c), most, each)
 
@@ -116,7 +118,8 @@ def moments_cut(value: Spec, tile: Tile) -> Cut:
 
 
 def adding(parts: int, most: int = 4096) -> tuple[int, int]:
-    """Numbers that a program adds up at a time, and its warps: where programs are few, each mostly waits."""
+    """How many numbers a program loads at a time, and its warps: programs are few, so each needs many loads in
+    flight."""
     block = min(most, max(32, power_of_two(parts)))
     return block, 16 if block > 4096 else 8 if block > 1024 else 4
 
@@ -131,7 +134,7 @@ def sizes_of(value: Spec) -> tuple[int, int, int]:
 
 
 def is_wide(value: Spec) -> bool:
-    """Whether offsets inside of a sample need 64 bits."""
+    """Whether offsets within a sample need 64 bits."""
     return math.prod(value.shape[1:]) >= 1 << 31
 
 
@@ -140,5 +143,5 @@ def accumulator_of(value: Spec) -> torch.dtype:
 
 
 def accumulator(dtype: torch.dtype) -> Word:
-    """Triton's word for the dtype that sums are kept in."""
+    """Triton's name for the dtype of the accumulator."""
     return Word("tl.float64" if dtype == torch.float64 else "tl.float32")

@@ -1,4 +1,4 @@
-"""What every implicit GEMM of ours that convolves has in common: what it writes, and what follows it in its launch."""
+"""The epilogue that all our implicit GEMMs share: what they write, and which steps they fuse."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from postlude.stages.trace import Pointer, Unread, launch, or_unread
 
 
 class Epilogue:
-    """The convolution's result where it is stored, its moments where they are wanted, in `chunks` for each sample."""
+    """Allocates and stores the convolution's result, its moments in `chunks` per sample, or both, as the plan says."""
 
     def __init__(
         self,
@@ -27,8 +27,11 @@ class Epilogue:
         spread: str = "[None, :]",
         stored: tuple[int, ...] | None = None,
     ) -> None:
-        """`block_c` output channels of a tile. `spread` as for `emit`: channels are the last axis of most products'
-        blocks. `stored` is the shape of what is written, where it is not the value's."""
+        """`chunks` are the parts of a sample with moments of their own, `block_c` the output channels of a tile.
+
+        `spread` says how `emit` broadcasts a number per channel: in most GEMMs channels are a tile's last axis.
+        `stored` is the shape of what is written, if it is not the value's.
+        """
         item, (batch, channels, *_) = plan.passes[0], plan.value.shape
         blocks_c = -(-channels // block_c)
         self.stored = stored or plan.value.shape
@@ -55,12 +58,12 @@ class Epilogue:
         constants: dict[str, object],
         warps: int,
     ) -> tuple[Tensor | None, Partials | None]:
-        """On the product's operands; `unread` stands where nothing is read or written."""
+        """Launches the GEMM on the operands `product`. `unread` fills arguments that are neither read nor written."""
         plan, shape, device = self.plan, self.plan.value.shape, unread.device
         is_result = self.store == "done" and len(plan.passes) == 1
         value = None
         if self.store != "no":
-            # Before a norm the convolution's own dtype, as PyTorch would have it; else this is the result.
+            # Before a norm, the dtype that PyTorch's convolution returns; otherwise this is the chain's result.
             dtype = getattr(torch, plan.result_dtype if is_result else plan.value.dtype)
             layout = memory_format(plan.value.layout, plan.chain.dims)
             value = torch.empty(self.stored, dtype=dtype, device=device, memory_format=layout)
@@ -80,7 +83,7 @@ class Epilogue:
 
 
 def product_tile(gemm: Gemm, value: Spec) -> dict[str, object]:
-    """The constants with which every product over packed operands ends."""
+    """The constants that every GEMM over packed operands takes last."""
     return {
         "BLOCK_M": gemm.rows,
         "BLOCK_C": gemm.block_c,

@@ -20,11 +20,11 @@ def convolve_moments(
     settings: FewChannels,
     transposed: bool = False,
 ) -> Partials:
-    """[N, C_OUT, TILES] means and squared distances from them, and [N, TILES] counts, of convolution + bias.
+    """Means and squared deviations [N, C_OUT, TILES] and counts [N, TILES] of convolution + bias.
 
-    x is [N, C_IN, D, H, W] in any strides, weight [C_OUT, C_IN, KD, KH, KW] or, where `transposed`, [C_IN, C_OUT, ...];
-    without D and KD in 2-D. The padding is that of the equivalent convolution that gathers. All of one dtype: fp32, or
-    the operands'.
+    x is [N, C_IN, D, H, W] with any strides; weight is [C_OUT, C_IN, KD, KH, KW], or [C_IN, C_OUT, ...] if
+    `transposed`; in 2-D without D and KD. A transposed convolution is run as the equivalent ordinary one, whose padding
+    `padding` is. All tensors have one dtype: fp32, or that of the tensor cores' operands.
     """
     if x.dim() == 4:
         x, weight = x.unsqueeze(2), weight.unsqueeze(2)
@@ -60,7 +60,7 @@ def units_of(x: Tensor, units: int) -> int:
 
 
 def common_macros(settings: FewChannels, shape: Geometry) -> dict[str, int]:
-    """What the kernels of few channels have in common."""
+    """The macros that both kernels for few channels take."""
     _check(settings, shape)
     return {
         "C_IN": shape.cin,
@@ -93,7 +93,7 @@ def _check(settings: FewChannels, shape: Geometry) -> None:
 
 
 def tensor_macros(x: Tensor, weight: Tensor, transposed: bool, tiles: tuple[int, int, int]) -> dict[str, int]:
-    """Sizes, strides, and a sample's tiles along each axis: as constants they halve the instructions of staging."""
+    """Sizes, strides, and tiles per sample along each axis. As constants they halve the instructions of staging."""
     first, second, *taps = weight.stride()
     of_weight = (second, first, *taps) if transposed else (first, second, *taps)
     return {
@@ -107,13 +107,13 @@ def tensor_macros(x: Tensor, weight: Tensor, transposed: bool, tiles: tuple[int,
 def geometry_of(
     x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, int, int], transposed: bool
 ) -> tuple[Geometry, tuple[int, int, int]]:
-    """And the size of the output."""
+    """The geometry that the kernel is compiled for, and the size of the output."""
     cout, cin = weight.shape[1::-1] if transposed else weight.shape[:2]
     kd, kh, kw = weight.shape[2:]
     if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype) or x.shape[1] != cin:
         raise ValueError("input, weight and bias must be of one dtype, and the weight for the input's channels")
     d, h, w = (size + 2 * pad - taps + 1 for size, pad, taps in zip(x.shape[2:], padding, (kd, kh, kw)))
     out = (d, h, w)
-    if math.prod(x.shape[1:]) >= 1 << 30 or min(*out, x.shape[0]) < 1:  # offsets in a sample are 32 bits wide
+    if math.prod(x.shape[1:]) >= 1 << 30 or min(*out, x.shape[0]) < 1:  # offsets within a sample have 32 bits
         raise ValueError(f"an input of {tuple(x.shape)} is empty or too large for this kernel")
     return Geometry(cin, cout, (kd, kh, kw), padding, transposed, str(x.dtype).removeprefix("torch.")), out

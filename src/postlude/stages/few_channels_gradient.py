@@ -1,7 +1,7 @@
-"""Gradients of a convolution of few input channels whose result nobody stored: kernels/cuda/few_channels_gradient.cu.
+"""Gradients of a convolution of few input channels whose result was not stored: kernels/cuda/few_channels_gradient.cu.
 
-The gradient at the convolution's result v is affine in it, shift + slope · v, per sample and channel. The kernel reads
-both from a table [N, C_OUT, 4]: shift and slope times 2^e, and e, which brings every magnitude under 2¹⁵.
+The gradient at the convolution's result v is affine in v, shift + slope · v, per sample and channel. The kernel reads a
+table [N, C_OUT, 4]: shift · 2^e, slope · 2^e and e, where e brings every magnitude under 2¹⁵.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def few_channels_gradient(
     needs_input: bool,
     needs_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Those of the input and of the weight; tensors as for `convolve_moments`."""
+    """The gradients of the input and of the weight. Tensors are as for `convolve_moments`."""
     if x.dim() == 4:
         x, weight = x.unsqueeze(2), weight.unsqueeze(2)
         given = (table, padding, settings, transposed, needs_input, needs_weight)

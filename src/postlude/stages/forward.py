@@ -1,6 +1,6 @@
-"""The forward pass of a plan on a GPU: a convolution, PyTorch's or ours, then passes over its result, if any are left.
+"""The forward pass of a plan on a GPU: a convolution, PyTorch's or ours, then passes over its result if any remain.
 
-What a plan decided (`plan/`) is followed here stage by stage. The functions are traced, never run (trace.py).
+`plan/` has decided everything; here the stages follow. These functions are traced (trace.py), never called on data.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from postlude.stages.trace import settle_layout
 
 class Parts(NamedTuple):
     result: Tensor
-    value: Tensor | None  # that the last pass read
-    moments: tuple[Tensor, Tensor] | None  # the norm's means and reciprocal deviations
+    value: Tensor | None  # what the last pass read
+    moments: tuple[Tensor, Tensor] | None  # the norm's mean and rstd
     partials: Partials | None
-    taps: Tensor | None = None  # of a max_pool in training: where each window's largest lies
+    taps: Tensor | None = None  # max_pool in training: the tap of each window's largest
 
 
 def forward(plan: Plan, tensors: Sequence[Tensor], keeps_value: bool = False) -> Parts:
-    """`keeps_value`: the last pass leaves the convolution's result as it is, for a backward pass to read."""
+    """The forward pass. `keeps_value`: the last pass must not overwrite the convolution's result; backward reads it."""
     chain, last = plan.chain, plan.passes[-1]
     if isinstance(plan.own, Through):
         result = sum_through(chain, last.last, tensors)
@@ -74,7 +74,7 @@ def forward(plan: Plan, tensors: Sequence[Tensor], keeps_value: bool = False) ->
 
 
 def first_pass(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor | None, Partials | None]:
-    """The chain's first value where it is stored, and its moments where they are wanted."""
+    """The chain's first value if it is stored, and its partial moments if they are needed."""
     value, partials = _convolved(plan, tensors)
     if reads_moments(plan.passes):
         assert value is not None
@@ -85,7 +85,7 @@ def first_pass(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor | None, Pa
 def group_moments(
     plan: Plan, partials: Partials | None, moved: Sequence[Tensor] | None = None
 ) -> tuple[Tensor, Tensor] | None:
-    """The norm's; the running statistics among the tensors `moved` move."""
+    """The norm's mean and rstd from partial moments. Running statistics among the tensors `moved` are updated."""
     last = plan.passes[-1]
     norm = fused_norm(plan.chain)
     if norm is None or partials is None or rows_from(plan.chain) is not None or last.source == "own convolution":

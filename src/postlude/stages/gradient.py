@@ -1,4 +1,5 @@
-"""The gradients of a plan's fused steps: sums over the norm's result, then one pass for everything."""
+"""The gradients of a plan's fused steps: a pass for the sums that the norm's gradient needs, then one for all
+gradients."""
 
 from __future__ import annotations
 
@@ -37,12 +38,12 @@ from postlude.stages.pools import gradient_term
 from postlude.stages.trace import Pointer, Unread, launch, or_unread
 from postlude.steps import pass_slots
 
-# Elements of a tile at most, a quarter in float64: each needs registers for two values and, in the first pass, sums.
+# Most elements of a tile, a quarter of it in float64: each takes registers for two values and, in the first pass, sums.
 # On an H200, channels-last in fp16: the last pass over (2, 32, 128³) 0.194 ms with 2048 and 4 warps, 0.213 with 4096
 # and 8; over (64, 256, 56²) the sums 0.120 and 0.132, over (1, 32, 160², 128) 0.129 and 0.136.
 _MOST = _MOST_SUMMED = 2048
 _WARPS = 4
-Gradients = tuple[Tensor, dict[int, Tensor]]  # at the first value (packed, if so asked for), and by slot
+Gradients = tuple[Tensor, dict[int, Tensor]]  # at the first value (packed, if requested), and by slot
 
 
 def gradient_passes(
@@ -56,14 +57,21 @@ def gradient_passes(
     largest: Tensor | None = None,
     taps: Tensor | None = None,
 ) -> Gradients:
-    """From the gradient of the last fused step's value. `needs` are the slots whose gradient is wanted. The input's and
-    the weight's are made by the convolution from the gradient at the first value, which is always computed; without a
-    convolution it is the input's.
+    """The gradients at the first value and of the steps' tensors.
 
-    `value` is the convolution's result without its bias, or the input, or the chain's result where the plan says so;
-    `moments` the norm's mean and rstd. With `packing` the gradient at the first value comes packed. `largest`, zeros as
-    pack.py has them, becomes its channels' largest magnitudes. Behind a pool dy is the pooled value's, and `taps` say
-    where each window's largest lies.
+    The gradient at the first value is always computed: the convolution's gradients follow from it, or, without a
+    convolution, it is the input's.
+
+    Args:
+        plan: The plan of the chain.
+        needs: The slots whose gradient is needed.
+        value: The convolution's result without its bias, or the input, or the chain's result if the plan says so.
+        moments: The norm's mean and rstd.
+        dy: The gradient of the last fused step's value; of the pooled value if there is a pool.
+        tensors: One per slot of the chain.
+        packing: If given, the gradient at the first value is written packed.
+        largest: If given, zeros as from `none_found`; receives the largest magnitude of each channel of that gradient.
+        taps: The tap of each window's largest, after a max_pool.
     """
     chain, spec, last = plan.chain, plan.value, last_before_pool(plan.chain)
     reason = reverse.unsupported_gradient(chain, last, None if plan.pool is None else plan.pool.pool)
@@ -95,7 +103,8 @@ def gradient_passes(
 def _read(
     plan: Plan, last: int, value: Tensor, dy: Tensor, taps: Tensor | None, tensors: Sequence[Tensor]
 ) -> tuple[Pointer, list[Pointer]]:
-    """The gradient that the kernels load, and the steps' tensors. Behind a pool the steps load it, with its taps."""
+    """The gradient that the kernels load, and the steps' tensors. With a pool, the steps load the gradient
+    themselves."""
     chain = plan.chain
     read = operands(chain, last, plan.value, tensors, value)
     if plan.pool is None:
@@ -105,14 +114,14 @@ def _read(
 
 
 def without_unread(chain: Chain, tensors: Sequence[Tensor], value: Tensor, loaded: Collection[int]) -> list[Tensor]:
-    """A residual's gradient does not depend on it, as a rule: then it need not be there at all."""
+    """Leaves out tensors that no gradient reads. Usually a residual's gradient does not depend on the residual."""
     return [
         value if chain.roles[slot] == "full" and slot not in loaded else tensor for slot, tensor in enumerate(tensors)
     ]
 
 
 def _places(norm: Normalize | None, wanted: reverse.Wanted, needs: frozenset[int]) -> dict[int, list[int]]:
-    """Slots of vectors that need a gradient, and the sums that make it: the norm's, a step's, or both."""
+    """The slots of vectors that need a gradient, and the sums that form it: the norm's, a step's, or both."""
     slots: list[int | None] = []
     if norm is not None:
         slots += [None if slot is None else slot.index for slot in (norm.bias, norm.weight)] + list(wanted.sums)
@@ -163,7 +172,7 @@ def _sums_pass(
     means: tuple[Pointer, Pointer],
     read: list[Pointer],
 ) -> Tensor:
-    """Sums per sample, channel and chunk of dn, of dn · x̂ and of the gradients of vectors after the norm."""
+    """Sums per sample, channel and chunk: of dn, of dn · x̂, and of the gradients of vectors after the norm."""
     spec, acc = plan.value, accumulator_of(plan.value)
     batch, channels, positions = sizes_of(spec)
     cut = moments_cut(spec, _tile(plan))
@@ -208,7 +217,7 @@ def _combine_sums(norm: Normalize, value: Spec, sums: Tensor, weight: Tensor | N
 
 
 def _gradient_pass(plan: Plan, last: LastPass, largest: Tensor | None) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The gradient at the first value in the value's layout."""
+    """The last pass, with the gradient at the first value in the value's layout."""
     spec, arithmetic = plan.value, plan.largest_found
     batch, channels, positions = sizes_of(spec)
     cut = last_cut(spec, _tile(plan))
@@ -234,7 +243,10 @@ def _gradient_pass(plan: Plan, last: LastPass, largest: Tensor | None) -> tuple[
 
 
 def add_channels(value: Spec, first: Tensor | None, second: Tensor, dtypes: Sequence[torch.dtype]) -> Tensor:
-    """Sums [NUM_SUMS, N, C, CHUNKS] of both passes over samples and chunks in one launch, in a dtype as wide as all."""
+    """Adds the sums [NUM_SUMS, N, C, CHUNKS] of both passes over samples and chunks, in one launch.
+
+    The result's dtype is wide enough for all of `dtypes`.
+    """
     batch, channels, _ = sizes_of(value)
     rows, chunks = (0, 1) if first is None else (first.shape[0], first.shape[3])
     dtype = functools.reduce(torch.promote_types, dtypes)
@@ -254,10 +266,10 @@ def add_channels(value: Spec, first: Tensor | None, second: Tensor, dtypes: Sequ
 
 
 def _tile(plan: Plan) -> Tile:
-    """The plan's, with no more elements than registers last for."""
+    """The plan's tile, reduced to what fits in registers."""
     tile, row = tile_of(plan), power_of_two(sizes_of(plan.value)[2])
     each = 4 if accumulator_of(plan.value) == torch.float64 else 1
-    # Each element loads a gradient and a tap of every window that it is in: 210 registers of 256 threads otherwise.
+    # Each element loads the gradient and the tap of every window that contains it: otherwise 210 registers per thread.
     each *= 1 if plan.pool is None else power_of_two(math.prod(plan.pool.pool.windows.of_one_position()))
     most, most_summed = _MOST // each, _MOST_SUMMED // each
     return dataclasses.replace(

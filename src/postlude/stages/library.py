@@ -1,4 +1,4 @@
-"""PyTorch's convolution on a GPU: what autocast does before it, and a precision of our choosing."""
+"""PyTorch's convolution on a GPU, with autocast's casts before it and with TF32 on or off as the plan says."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ CONVOLVED = ("input", "weight", "bias")  # roles of the tensors that the convolu
 
 
 def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
-    """A chain's dtypes are part of it. A backward pass may be called inside of an autocast region, or the forward pass
-    traced there: what PyTorch computes of the chain must not be cast a second time."""
+    """Turns autocast off. A chain has its casts as steps, so its operators must not be cast a second time.
+
+    A backward pass may be called inside an autocast region, and a forward pass may be traced there.
+    """
     device = tensor.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):  # "meta" has none
         return torch.autocast(device, enabled=False)
@@ -24,7 +26,7 @@ def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[object
 
 
 def cast_for_convolution(chain: Chain, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The tensors with the convolution's own in its dtype, where autocast gave it one."""
+    """The tensors, with those of the convolution cast to its dtype if autocast gave it one."""
     conv = chain.producer
     if conv is None or conv.dtype is None:
         return tensors
@@ -33,7 +35,7 @@ def cast_for_convolution(chain: Chain, tensors: Sequence[Tensor]) -> Sequence[Te
 
 
 def convolve_by_pytorch(conv: Convolution, x: Tensor, weight: Tensor, bias: Tensor | None, tf32: bool | None) -> Tensor:
-    """As PyTorch's switch says where `tf32` is None; else cuDNN is called with it, and the switch is left alone."""
+    """PyTorch's convolution. If `tf32` is None, PyTorch's switch decides; else cuDNN is told directly."""
     if tf32 is None:
         return reference.convolve(conv, x, weight, bias)
     cudnn = torch.backends.cudnn

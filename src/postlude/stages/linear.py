@@ -1,4 +1,4 @@
-"""The product of a linear layer, with what follows it in its launch, and the same product for its gradients."""
+"""The GEMM of a linear layer with its epilogue, and the same GEMM for its gradients."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from postlude.stages.epilogue import Epilogue
 from postlude.stages.pack import planes
 from postlude.stages.trace import Matrix, Unread, launch, or_unread
 
-_TOGETHER = 16  # tiles along the features that run side by side: with 8 of samples, as many as an H200 has room for
+_TOGETHER = 16  # tiles along the features in a group: with 8 along the samples, as many as run at once on an H200
 _PACK_BLOCK = 4096  # elements of a row that a program packs at a time
 
 
 class PackedRows(NamedTuple):
     high: Tensor  # [rows, padded features]
     low: Tensor | None
-    unscale: Tensor | None  # [rows]: what undoes the scale of each
+    unscale: Tensor | None  # [rows], the inverse scales
 
 
 def columns(plan: Plan) -> Plan:
-    """The plan of a linear layer as passes over a channels-last value see it: samples are the positions of one sample,
-    features its channels. Tensors stay as they are, [N, F]."""
+    """The plan of a linear layer as if its value were channels-last: samples are the positions of a single sample, and
+    features are its channels. Tensors stay as they are, [N, F]."""
     rows, features = plan.value.shape
     value = dataclasses.replace(plan.value, shape=(1, features, rows), layout="channels_last")
     return dataclasses.replace(plan, value=value, result_layout="channels_last")
 
 
 def multiply(plan: Plan, gemm: LinearGemm, tensors: Sequence[Tensor]) -> tuple[Tensor | None, Partials | None]:
-    """x · Wᵀ, and what the plan's first pass does with it."""
+    """x · Wᵀ with the epilogue of the plan's first pass."""
     x, weight = (tensor.contiguous() for tensor in tensors[:2])
     return _product(plan, gemm, x, weight, tensors)
 
@@ -47,8 +47,10 @@ def multiply(plan: Plan, gemm: LinearGemm, tensors: Sequence[Tensor]) -> tuple[T
 def linear_gradients(
     plan: Plan, dv: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Of input and weight, from the gradient at the layer's result: dv · W and dvᵀ · x, by our product where the
-    layer's was. It reads rows of what it sums over, so that operands are turned first."""
+    """The gradients of input and weight: dv · W and dvᵀ · x, by our GEMM if the layer's was ours.
+
+    Our GEMM reads rows of the axis that it sums over, so operands are transposed first.
+    """
     own = plan.own if isinstance(plan.own, LinearGemm) else None
     dx = dw = None
     if needs[0] and own is not None and gives_input_gradient(plan, own):
@@ -61,8 +63,11 @@ def linear_gradients(
 
 
 def gives_input_gradient(plan: Plan, own: LinearGemm) -> bool:
-    """A weight that is too large to be packed is too large to be turned and packed as well: then the product is
-    PyTorch's, unless another precision was asked for than its switch says."""
+    """Whether our GEMM computes the input's gradient.
+
+    A weight that is too large to be packed is also too large to be transposed and packed. Then PyTorch multiplies,
+    unless the precision asked for differs from its switch.
+    """
     return not own.cuts_weight or plan.problem.precision != "auto"
 
 
@@ -75,7 +80,7 @@ def _turned_product(plan: Plan, own: LinearGemm, left: Tensor, right: Tensor) ->
 
 
 def _alone(plan: Plan, left: Tensor, right: Tensor) -> Plan:
-    """The plan of a product without anything around it: left · rightᵀ."""
+    """The plan of left · rightᵀ alone."""
     (rows, inner), outputs = left.shape, right.shape[0]
     dtype = plan.value.dtype
     return dataclasses.replace(
@@ -126,7 +131,7 @@ def _product(
 
 
 def pack_rows(x: Tensor, arithmetic: Arithmetic) -> PackedRows:
-    """Planes of a matrix whose rows are scaled each by itself; behind a row there are zeros up to a multiple of 16."""
+    """The planes of a matrix, each row with its own scale; rows are padded with zeros to a multiple of 16."""
     (rows, inner), dtype = x.shape, getattr(torch, arithmetic.operands)
     padded = padded_channels(inner)
     high = torch.empty((rows, padded), dtype=dtype, device=x.device)

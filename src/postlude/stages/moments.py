@@ -1,4 +1,4 @@
-"""The end of a chain that needs only moments: one launch from partial moments to the reduction's result."""
+"""The end of a chain that needs only moments: one launch computes the reduction's result from partial moments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from postlude.stages.cuts import Partials, steps_of
 from postlude.stages.trace import Pointer, Unread, launch, launch_cuda
 from postlude.steps import OPERANDS, moments, pass_slots
 
-_TILE = 2048  # partial moments of a tile: 4096 spill as float64
+_TILE = 2048  # partial moments per tile: 4096 spill in float64
 WARPS = 8
 
 
@@ -31,12 +31,11 @@ def finish_moments(
     tensors: Sequence[Tensor],
     by_cuda: bool = False,
 ) -> Tensor:
-    """Steps `first` to the end, from the partial moments of `value`, in the layout that PyTorch would have there: one
-    small launch, then what follows the reduction.
+    """Steps `first` to the end, from the partial moments of `value`: one small launch, then what follows the reduction.
 
-    Where that launch cannot (too many channels or tensors, or a norm over the batch, of which each of its programs sees
-    one sample), PyTorch's operators do it. `by_cuda`: a norm and the mean of everything are CUDA C++, as was what made
-    the moments.
+    PyTorch's operators do it where the kernel cannot: with too many channels or tensors, or with a norm over the batch,
+    because a program sees only one sample. The result has the layout that PyTorch's would have. `by_cuda`: use the CUDA
+    C++ kernel for a norm and the mean of everything, because the moments came from CUDA C++ as well.
     """
     from postlude.kernels.triton.moments import MOST_CHANNELS
 
@@ -88,7 +87,7 @@ def _by_triton(
 
 
 def closed_form(steps: Sequence[Step]) -> tuple[Normalize, Reduce] | None:
-    """The norm of each sample and the reduction where there is nothing else: both passes have a kernel for that."""
+    """The norm and the reduction, if the steps are nothing else: forward and backward have a kernel for that case."""
     steps = [step for step in steps if not isinstance(step, Cast)]
     if len(steps) != 2 or not isinstance(steps[0], Normalize) or not isinstance(steps[1], Reduce):
         return None
@@ -96,7 +95,7 @@ def closed_form(steps: Sequence[Step]) -> tuple[Normalize, Reduce] | None:
 
 
 def _norm_and_mean(steps: Sequence[Step], partials: Partials, tensors: Sequence[Tensor], result: Tensor) -> bool:
-    """Launches few_channels_finish.cu where it can do these steps."""
+    """Launches few_channels_finish.cu if it can compute these steps; returns whether it did."""
     found = closed_form(steps)
     if found is None or (found[1].op, found[1].over) != ("mean", "sample"):
         return False
@@ -125,9 +124,9 @@ def _norm_and_mean(steps: Sequence[Step], partials: Partials, tensors: Sequence[
 
 
 def combined_by_pytorch(value: Spec, squares: bool, partials: Partials) -> Moments:
-    """[N, C] moments in float64 from the chunks', by Chan's formula."""
+    """The moments [N, C] in float64 from those of the chunks, by Chan's formula."""
     positions, counts = math.prod(value.shape[2:]), partials.counts.double()[:, None]
-    # What is written for a chunk of no positions is anything.
+    # The moments of an empty chunk are arbitrary.
     means, deviations = (part.double().where(counts > 0, 0.0) for part in partials[:2])
     if not squares:
         return Moments(means.sum(2) / positions, None, positions)

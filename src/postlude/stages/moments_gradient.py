@@ -1,7 +1,7 @@
-"""The backward pass of a chain that needs only moments, down to the convolution's result: the table of its gradient.
+"""The backward pass of a chain that needs only moments, down to the convolution's result v (without bias).
 
-At the convolution's result v, without its bias, the gradient is shift + slope · v per sample and channel. The table has
-[N, C, 4] float32: shift · 2^e, slope · 2^e, e and 0, with an e that brings every magnitude under 2¹⁵.
+The gradient at v is shift + slope · v per sample and channel. It is returned as a table [N, C, 4] in float32:
+shift · 2^e, slope · 2^e, e and 0, where e brings every magnitude under 2¹⁵.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from postlude.stages.cuts import Partials
 from postlude.stages.moments import WARPS, blocks, closed_form
 from postlude.stages.trace import Unread, launch
 
-_TILE = 1024  # numbers of a tile, in float64: 2048 spill
-_LARGEST = 100  # exponent of the scale, either way
+_TILE = 1024  # numbers per tile, in float64: 2048 spill
+_LARGEST = 100  # |e| is at most this
 
 
 def combined_moments(value: Spec, partials: Partials) -> Moments:
-    """Partial moments combined by one launch."""
+    """Combines partial moments with one launch."""
     batch, channels = value.shape[:2]
     both = torch.empty((2, batch, channels), dtype=torch.float64, device=partials.means.device)
     block_c, block = blocks(channels)
@@ -84,7 +84,7 @@ def moments_gradient(
 
 
 def table_of(shift: Tensor, slope: Tensor, dmean: Tensor, moments: Moments) -> Tensor:
-    """The same table from [N, C] float64, by PyTorch's operators. No |v − mean| is above √(variance · positions)."""
+    """The same table from [N, C] float64, by PyTorch's operators. |v − mean| is at most √(variance · positions)."""
     assert moments.variance is not None
     spread = (moments.variance.clamp_min(0) * moments.positions).sqrt()
     bound = dmean.abs() / moments.positions + slope.abs() * spread

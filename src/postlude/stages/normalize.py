@@ -1,4 +1,4 @@
-"""Passes over a value that is in memory: its moments, their combination, and all steps in one reading and writing."""
+"""Passes over a value in memory: its moments, their combination, and one pass that computes all steps."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from postlude.stages.trace import Unread, launch
 
 _WARPS = 4
 _LAST_FINISH_WARPS = 8  # channels-last tiles of the last pass are four times as large
-# Elements of short rows for each thread of the moments pass: no fewer warps than one can share a row, for each costs
-# the sums over it five shuffles. Float64 has no registers for so many.
+# Elements of short rows per thread of the moments pass. Many, so that few warps share a row: each of them costs the
+# sums over the row five shuffles. Float64 has no registers for so many.
 _SUMMED = {torch.float32: 32, torch.float64: 8}
 
 
@@ -65,12 +65,12 @@ def moments_pass(plan: Plan, value: Tensor, tensors: Sequence[Tensor]) -> Partia
 
 
 def per_group(step: Normalize | None, value: Spec) -> int:
-    """Channels of a group, as the passes count them; a batch_norm comes as one number per sample and channel."""
+    """Channels per group as the passes count them; 1 for batch_norm, which has one number per sample and channel."""
     return 1 if step is None or step.over == "batch" else value.shape[1] // (step.groups or value.shape[1])
 
 
 def combine_moments(step: Normalize, value: Spec, partials: Partials) -> tuple[Tensor, Tensor]:
-    """Partial moments to one mean and one reciprocal deviation per sample and group."""
+    """From partial moments to one mean and one rstd per sample and group."""
     batch, channels, positions = sizes_of(value)
     groups, each = step.groups or channels, per_group(step, value)
     mean, rstd = (torch.empty(batch * groups, dtype=partials.means.dtype, device=partials.means.device) for _ in "mr")
@@ -94,12 +94,12 @@ def finish_pass(
     tensors: Sequence[Tensor],
     keeps_value: bool = False,
 ) -> Tensor:
-    """All steps that are left of those that are fused, in one reading and one writing of the value."""
+    """All remaining fused steps in one pass, which reads and writes the value once."""
     chain, spec, last = plan.chain, plan.value, plan.passes[-1].last
     cut, is_last = last_cut(spec, tile_of(plan)), bool(tile_of(plan).block_c)
     _, channels, positions = sizes_of(spec)
     norm = fused_norm(chain)
-    # A channels-last value may have to become a contiguous result, as PyTorch's norm would have left it.
+    # Where PyTorch's norm would return a contiguous result for a channels-last value, so do we.
     turns = is_last and last == len(chain.steps) and plan.result_layout == "contiguous"
     dtype = getattr(torch, plan.result_dtype)
     if chain.producer is not None and not keeps_value and not turns and spec.dtype == plan.result_dtype:

@@ -1,5 +1,7 @@
-"""Operands of a matrix product: a tensor as positions by channels and a weight as taps by channels, in half-precision
-planes where the precision asks for them."""
+"""Packing the operands of a GEMM: an input as positions × channels, a weight as outputs × (taps, channels).
+
+Both are split into half-precision planes where the precision asks for it.
+"""
 
 from __future__ import annotations
 
@@ -15,31 +17,31 @@ from postlude.plan.tiles import pass_warps, short_rows
 from postlude.stages.trace import Matrix, Pointer, Unread, launch, or_unread
 
 _PACK_BLOCK = 64  # positions of a packing tile
-_MOST_BLOCKS = 65_535  # of a row: CUDA allows no more along the second axis of a grid
-# Of a program that looks for the largest: elements of a tile, tiles of long rows or samples of short ones, warps.
+_MOST_BLOCKS = 65_535  # per row: CUDA's limit along the second axis of a grid
+# For the program that finds largest magnitudes: elements of a tile, tiles of long rows or samples of short ones, warps.
 _LARGEST, _LARGEST_TILES, _LARGEST_SAMPLES, _LARGEST_WARPS = 4096, 4, 8, 4
 
 
 class Packed(NamedTuple):
     high: Tensor  # [rows, pitch, channels]
     low: Tensor | None = None  # the second plane, where there are two
-    # The channels' largest magnitudes where the planes are scaled, and behind them whether there was an infinity where
-    # that is to be kept.
+    # The largest magnitude of each channel if the planes are scaled, followed by a flag for an infinity if those are
+    # kept.
     largest: Tensor | None = None
 
 
 def weight_strides(weight: Tensor, transposed: bool) -> tuple[int, int, int]:
-    """Of an output channel, an input channel and a tap: a transposed convolution's weight has the first two turned."""
+    """The strides of output channel, input channel and tap. A transposed convolution has the first two swapped."""
     return weight.stride(int(transposed)), weight.stride(int(not transposed)), weight.stride(-1)
 
 
 def planes(arithmetic: Arithmetic) -> dict[str, int | bool]:
-    """The constants that say it to every kernel that packs or multiplies."""
+    """The constants that tell every packing or multiplying kernel about the arithmetic."""
     return {"PLANES": arithmetic.planes, "IS_SCALED": arithmetic.scaled, "KEEPS_INF": arithmetic.keeps_infinities}
 
 
 def none_found(channels: int, arithmetic: Arithmetic, device: torch.device) -> Tensor:
-    """The largest magnitudes before any number was looked at."""
+    """Zeros, with which the search for the largest magnitudes starts."""
     return torch.zeros(channels + arithmetic.keeps_infinities, dtype=torch.int32, device=device)
 
 
@@ -76,26 +78,26 @@ def find_largest(x: Tensor, spec: Spec, arithmetic: Arithmetic) -> Tensor:
 
 
 class Packing:
-    """Where positions go in one volume. `front` are elements of zeros before the matrix."""
+    """How an input is written into one packed volume. `front` is the number of zeros before the matrix."""
 
     def __init__(self, x: Spec, volume: Volume, arithmetic: Arithmetic, channels: int, front: int = 0) -> None:
         self.spec, self.arithmetic, self.front = x, arithmetic, front
         self.shape = (x.shape[0] * volume.sample_rows + volume.tail_rows, volume.pitch, channels)
-        # By rows of the volume, or by samples where no border lies between the rows: tiles then end only with a sample.
+        # By rows of the volume; by whole samples if there is no border between rows, which leaves fewer partial tiles.
         is_long = volume.is_flat and math.prod(volume.space) <= _MOST_BLOCKS * _PACK_BLOCK
         self.tail = (
             x.shape[0] * volume.sample_rows if is_long else self.shape[0]
         )  # the first row that no program writes
         read = volume.as_one_row() if is_long else volume
-        self.rows = read.space[0] * read.space[1]  # of a sample, that hold something
-        width = self.row = read.space[2]  # positions of a row that hold something
+        self.rows = read.space[0] * read.space[1]  # rows per sample that hold input
+        width = self.row = read.space[2]  # positions of a row that hold input
         block, block_c = min(_PACK_BLOCK, max(16, power_of_two(width))), min(64, channels & -channels)
         self.grid = (x.shape[0] if is_long else self.shape[0], -(-width // block), channels // block_c)
         self.numbers = (*x.shape[:2], *read.space, *read.padding, read.pitch, read.padded[1], read.sample_rows)
         self.tile = {"BLOCK_W": block, "BLOCK_C": block_c, "BLOCK_PAD": power_of_two(max(1, volume.padding[2]))}
 
     def empty(self, device: torch.device) -> Tensor:
-        """To be written; what no program of the packing kernel writes is zero."""
+        """Memory for the packed volume. What no program of the packing kernel writes is set to zero."""
         shape = (self.front + math.prod(self.shape),) if self.front else self.shape
         made = torch.empty(shape, dtype=getattr(torch, self.arithmetic.operands), device=device)
         if self.front:
@@ -108,7 +110,7 @@ class Packing:
         return made[self.front :].view(self.shape) if self.front else made
 
     def __call__(self, x: Tensor, largest: Tensor | None = None) -> Packed:
-        """`largest`: the channels' largest magnitudes, where somebody has found them already."""
+        """Packs `x`. `largest` is the largest magnitude of each channel, if known already."""
         if largest is None and self.arithmetic.scaled:
             largest = find_largest(x, self.spec, self.arithmetic)
         high = self.empty(x.device)
@@ -131,18 +133,18 @@ class Packing:
 
 
 def matrices(packed: Packed, shape: tuple[int, int], row: int, block: tuple[int, int]) -> tuple[Matrix, Pointer]:
-    """Both planes as a product reads them; rows begin `row` elements apart."""
+    """Both planes as the GEMM reads them; rows begin `row` elements apart."""
     high = Matrix(packed.high, shape, (row, 1), block)
     return high, Unread(high) if packed.low is None else high._replace(base=packed.low)
 
 
 class PackedWeight(NamedTuple):
     matrix: Tensor  # [outputs · NEIGHBOURS, PLANES · K]
-    unscale: Tensor | None  # [outputs]: what undoes the scales, where there are any
+    unscale: Tensor | None  # [outputs], the inverse scales, if there are any
 
 
 def packed_weight(outputs: int, width: int, depth: int, arithmetic: Arithmetic, x: Tensor) -> PackedWeight:
-    """Memory for it."""
+    """Memory for a packed weight."""
     dtype = getattr(torch, arithmetic.operands)
     packed = torch.empty((outputs * width, arithmetic.planes * depth), dtype=dtype, device=x.device)
     unscale = torch.empty(outputs, dtype=torch.float32, device=x.device) if arithmetic.scaled else None
@@ -160,8 +162,10 @@ def pack_weight(
     flip: bool,
     unfolded: int = 1,
 ) -> PackedWeight:
-    """On every call: weights may change without a trace. `sizes` are the output's and the input's channels, `largest`
-    the input's magnitudes."""
+    """Packs a weight. This runs on every call, because a weight may change in ways that leave no trace.
+
+    `sizes` are the output and input channels, `largest` the largest magnitudes of the input's channels.
+    """
     outputs = -(-sizes[0] // block_c) * block_c
     rows = volume.kernel[0] * volume.kernel[1]
     made = packed_weight(outputs, volume.width, rows * volume.span * channels, arithmetic, weight)

@@ -1,4 +1,4 @@
-"""The last pass of the gradients where only matrix products of ours read what it finds: packed for them at once."""
+"""The last gradient pass where only our GEMMs read its result: it writes the result packed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from postlude.stages.trace import Pointer, Unread, launch
 
 @dataclass(frozen=True)
 class LastPass:
-    """All steps backwards in one reading of the value and of dy: what every form of that pass takes and gives."""
+    """The last gradient pass: what each of its kernels takes and returns. It reads the value and dy once."""
 
     spec: Spec  # the value's
     norm: Normalize | None
@@ -28,7 +28,7 @@ class LastPass:
     per_group: int
     value: Tensor
     dy: Pointer
-    means: tuple[Pointer, ...]  # the norm's mean and rstd, and what `combine_sums` gives
+    means: tuple[Pointer, ...]  # the norm's mean and rstd, and the results of `_combine_sums`
     read: list[Pointer]  # the steps' tensors
     dtypes: list[torch.dtype]  # of gradients of the value's size
 
@@ -42,8 +42,11 @@ class LastPass:
         }
 
     def arguments(self, first: Tensor, chunks: int) -> tuple[Tensor, list[Tensor], list[Pointer]]:
-        """Sums per channel and chunk, gradients of the value's size, and the arguments up to those; `first` is to be
-        the gradient at the first value."""
+        """Memory for sums per channel and chunk and for gradients of the value's size, and the kernel's first
+        arguments.
+
+        `first` is the memory for the gradient at the first value.
+        """
         shape = (len(self.wanted.totals), *self.spec.shape[:2], chunks)
         sums = torch.empty(shape, dtype=accumulator_of(self.spec), device=self.value.device)
         full = [torch.empty_like(self.value, dtype=dtype) for dtype in self.dtypes]

@@ -1,4 +1,4 @@
-"""Our transposed convolution with strides: one implicit GEMM for each phase of the output, in one launch."""
+"""Our strided transposed convolution: one implicit GEMM for each phase of the output, all in one launch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WEIGHT_BLOCK = 1024  # elements of a packed weight at a time
 def pack_phases(
     gemm: Gemm, phases: Phases, weight: Tensor, sizes: tuple[int, int], largest: Tensor | None
 ) -> PackedWeight:
-    """As `pack_weight` does."""
+    """Packs a weight by phase; arguments as for `pack_weight`."""
     outputs = -(-sizes[0] // gemm.block_c) * gemm.block_c
     made = packed_weight(outputs, gemm.volume.width, gemm.depth, gemm.arithmetic, weight)
     launch(

@@ -1,4 +1,4 @@
-"""The last pass of a chain that ends in a pool: one reading of the value, one writing of what its windows give."""
+"""The last pass of a chain with a pool: it reads the value once and writes the pooled value once."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ from postlude.stages.cuts import accumulator, accumulator_of, is_wide, operands,
 from postlude.stages.normalize import per_group
 from postlude.stages.trace import Unread, launch
 
-_EACH = 4  # windows of a thread where a tile is small
+_EACH = 4  # windows per thread where a tile is small
 
 
 def pools_pass(
     plan: Plan, value: Tensor, moments: tuple[Tensor, Tensor] | None, tensors: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor | None]:
-    """All steps that are left before the pool, the pool, and those after it; in training also where each window's
-    largest lies."""
+    """All remaining steps before the pool, the pool, and the steps after it; in training also max_pool's taps."""
     chain, spec, fused, acc = plan.chain, plan.value, plan.pool, accumulator_of(plan.value)
     assert fused is not None
     (batch, channels, _), norm = sizes_of(spec), fused_norm(chain)
@@ -67,8 +66,10 @@ def pools_pass(
 
 
 def _results(plan: Plan, fused: FusedPool, value: Tensor) -> tuple[Tensor, Tensor | None, bool]:
-    """Memory for the pooled value and, in training, for the taps of a max_pool, in the value's layout; and whether the
-    pooled value is contiguous where the value is not, as PyTorch would have left it."""
+    """Memory for the pooled value and, in training, for max_pool's taps.
+
+    Also whether the pooled value is contiguous although the value is not, as PyTorch would have left it.
+    """
     spec, shape = plan.value, pooled_shape(fused, plan.value.shape)
     is_end = plan.passes[-1].last == len(plan.chain.steps)
     turns = spec.layout == "channels_last" and is_end and plan.result_layout == "contiguous"
@@ -81,7 +82,7 @@ def _results(plan: Plan, fused: FusedPool, value: Tensor) -> tuple[Tensor, Tenso
 
 
 def windows_constants(fused: FusedPool, space: tuple[int, ...]) -> dict[str, Any]:
-    """Sizes of the value's space, of the windows' and of a window, with a depth of one in 2-D."""
+    """The spatial sizes of value, result and window as constants; in 2-D with a depth of one."""
     windows = fused.pool.windows
     out, flat = windows.output_space(space), (1,) * (3 - len(space))
     sizes = {
@@ -98,8 +99,10 @@ def windows_constants(fused: FusedPool, space: tuple[int, ...]) -> dict[str, Any
 
 
 def gradient_term(plan: Plan, place: int) -> Term | None:
-    """The gradient at the value before the pool, as an expression of a block whose steps have `place` tensors: those of
-    the pooled value's gradient and, of a max_pool, of its taps follow them. None without a pool."""
+    """The gradient at the value before the pool, as an expression; None without a pool.
+
+    The block's steps have `place` tensors. The gradient of the pooled value follows them, then max_pool's taps.
+    """
     fused, spec = plan.pool, plan.value
     if fused is None:
         return None

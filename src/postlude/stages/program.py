@@ -1,4 +1,4 @@
-"""A plan's program: its stages traced, forward and, where gradients are wanted, backward."""
+"""Builds a plan's program by tracing its stages, forward and, if gradients are needed, backward."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def given_by(tensors: Sequence[Tensor]) -> Given:
 
 
 def inference_program(plan: Plan, chain: Chain, given: Given) -> Program:
-    """The forward pass of `chain`, whose first steps the plan has: the others are PyTorch's."""
+    """The forward pass of `chain`. The plan covers its first steps; PyTorch runs the others."""
 
     def whole(tensors: Sequence[Tensor]) -> Tensor:
         result = forward_on_cpu(plan, tensors) if plan.is_compiled else forward(plan, tensors).result
@@ -37,7 +37,7 @@ def inference_program(plan: Plan, chain: Chain, given: Given) -> Program:
 
 
 def training_program(plan: Plan, given: Given, needs: tuple[bool, ...]) -> Program:
-    """The forward pass and the backward pass from what it keeps, for the slots that need a gradient."""
+    """The forward pass, and the backward pass for the slots that need a gradient."""
     tensors, tracer = _planned_for(plan, given), Tracer()
     slots = tuple(tracer.buffer(tensor, "given") for tensor in tensors)
     with torch.no_grad(), tracer:
@@ -54,8 +54,10 @@ def training_program(plan: Plan, given: Given, needs: tuple[bool, ...]) -> Progr
 
 
 def _with_views_again(program: Program) -> Program:
-    """The backward pass takes the views that it reads itself: what is kept shares no memory with anything else, which a
-    registered operator has to promise of its results."""
+    """Lets the backward pass take its views itself, so that no two kept tensors share memory.
+
+    PyTorch requires this of the results of a registered operator.
+    """
     given, needed = {buffer.number for buffer in program.given}, {buffer.number for buffer in program.kept}
     views: list[TorchCall] = []
     for call in reversed(program.forward):
@@ -67,7 +69,7 @@ def _with_views_again(program: Program) -> Program:
 
 
 def planned_program(plan: Plan) -> Program:
-    """For the problem that it was made for; in training for every gradient that the chain has."""
+    """The program for the problem that the plan was made for; in training with every gradient that the chain has."""
     tensors = [empty(spec, plan.chain.dims, "meta") for spec in plan.problem.tensors[: len(plan.chain.roles)]]
     if not plan.trains:
         return inference_program(plan, plan.chain, given_by(tensors))
@@ -76,12 +78,12 @@ def planned_program(plan: Plan) -> Program:
 
 
 def plain_program(chain: Chain, tensors: Sequence[Tensor]) -> Program:
-    """The chain through PyTorch's own functions."""
+    """The chain by PyTorch's own functions."""
     return traced(lambda given: reference.evaluate(chain, given), tensors)
 
 
 def rest_program(chain: Chain, first: int, value: Tensor, tensors: Sequence[Tensor]) -> Program:
-    """The steps after step `first`, whose result is the first buffer that is given."""
+    """The steps after step `first`, whose result is the program's first given buffer."""
     return traced(lambda given: reference.continue_from(chain, first, given[0], given[1:]), [value, *tensors])
 
 
@@ -95,7 +97,7 @@ def traced(function: Callable[[Sequence[Tensor]], Tensor], tensors: Sequence[Ten
 
 
 def _planned_for(plan: Plan, given: Given) -> list[Tensor]:
-    """Tensors as given. Kernels read the input in the layout that the plan says: in another they would be wrong."""
+    """Meta tensors as `given` describes. The input gets the plan's layout: kernels would read any other one wrongly."""
     tensors = _without_memory(given)
     if layout_of(tensors[0]) != plan.input.layout:
         raise ValueError(f"planned for an input that is {plan.input.layout}, not {layout_of(tensors[0])}")

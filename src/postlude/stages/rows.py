@@ -1,5 +1,8 @@
-"""layer_norm, and all barriers over a linear layer's features: the fused steps in one reading and one writing of a
-value, rows of its last axes in tiles; and a layer_norm's gradients in one pass, but for what is summed over rows."""
+"""Passes by rows: layer_norm, and norms, softmax and reductions over a linear layer's features.
+
+A tile holds whole rows, so all fused steps read and write the value once. layer_norm's gradients are one pass too, plus
+sums over rows.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,9 @@ from postlude.stages.cuts import accumulator, accumulator_of, forward_steps, ope
 from postlude.stages.gradient import Gradients, add_channels, gradient_of_vector, without_unread
 from postlude.stages.trace import Unread, launch
 
-_TILE = 2048  # elements: rows are put together up to this
-_ELEMENTS = 32  # of a tile for each thread, at most
-_MOST_TILES = 16  # of one program of the gradients: so many fewer partial sums are written
+_TILE = 2048  # elements: a tile takes several short rows, up to this
+_ELEMENTS = 32  # per thread, at most
+_MOST_TILES = 16  # per program of the gradients: more tiles mean fewer partial sums
 
 
 def rows_pass(plan: Plan, value: Tensor, tensors: Sequence[Tensor], keeps_value: bool = False) -> Tensor:
@@ -54,7 +57,7 @@ def rows_pass(plan: Plan, value: Tensor, tensors: Sequence[Tensor], keeps_value:
     )
     if chain.is_linear:
         return result
-    # Only a step after the norm that takes another tensor's layout makes it anything else than rows.
+    # The result is contiguous, unless a step after the norm takes on another tensor's layout.
     layout = plan.result_layout if last == len(chain.steps) else spec.layout
     return result.contiguous(memory_format=memory_format(layout, chain.dims))
 
@@ -66,11 +69,11 @@ def reduced_in_rows(plan: Plan) -> Reduce | None:
 
 
 def rows_gradient(plan: Plan, needs: frozenset[int], value: Tensor, dy: Tensor, tensors: Sequence[Tensor]) -> Gradients:
-    """The gradient at the first value, and each slot's in its dtype."""
+    """The gradient at the first value, and the gradient of each slot in that slot's dtype."""
     chain, spec, last = plan.chain, plan.value, last_fused_step(plan.chain)
     norm = fused_norm(chain)
     assert norm is not None
-    # In the order in which the kernel gives their sums.
+    # In the order of the kernel's sums.
     slots = [None if slot is None else slot.index for slot in (norm.bias, norm.weight)]
     rows = {slot: place for place, slot in enumerate(slots) if slot is not None and slot in needs}
     wanted, function, acc = (
@@ -115,8 +118,8 @@ def rows_gradient(plan: Plan, needs: frozenset[int], value: Tensor, dy: Tensor, 
 def _vectors(
     plan: Plan, totals: dict[int, int], sums: Tensor, rows: dict[int, int], columns: Tensor, tensors: Sequence[Tensor]
 ) -> dict[int, Tensor]:
-    """Gradients of the steps' vectors from `sums`, [NUM_SUMS, N, C, CHUNKS], and of the norm's γ and β from `columns`,
-    [2, PROGRAMS, LENGTH, 1]: slots by their places in these."""
+    """Gradients of the steps' vectors from `sums` [NUM_SUMS, N, C, CHUNKS], and of the norm's γ and β from `columns`
+    [2, PROGRAMS, LENGTH, 1]. Slots map to their index in these."""
     found = {}
     for slot in [slot for slot in totals if plan.chain.roles[slot] == "row"]:
         total = sums[totals.pop(slot)].sum(-1, dtype=torch.float64)  # [N, C]
@@ -131,7 +134,7 @@ def _vectors(
 
 
 def rows_of(plan: Plan) -> tuple[int, int, int, dict[str, Any]]:
-    """Elements of a row, rows of a sample's channel, rows in all, and the constants that say how they are cut."""
+    """Elements per row, rows per channel of a sample, rows in all, and the constants of the tiles."""
     shape = plan.value.shape
     norm = fused_norm(plan.chain)
     if plan.chain.is_linear:

@@ -1,4 +1,4 @@
-"""A sum that goes through its producer (plan/through.py), by PyTorch's operators on what is small."""
+"""A sum computed through its producer (plan/through.py): PyTorch's operators on small tensors, no convolution."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 from postlude.chain import Chain, Convolution, Pointwise, Reduce, Scalar, Slot
 from postlude.stages.trace import derived
 
-_ADDED = 128  # rows of a weight that are added up in its own dtype
+_ADDED = 128  # rows of a weight that are summed in its own dtype
 Coefficient = Tensor | float  # of every channel in float64, or one for all
 
 
 def sum_through(chain: Chain, number: int, tensors: Sequence[Tensor]) -> Tensor:
-    """What step `number` of the chain gives, which adds up all positions or all features."""
+    """The result of step `number` of the chain, which sums over all positions or all features."""
     conv, step = chain.convolution, chain.steps[number - 1]
     assert isinstance(step, Reduce)
     slope, shift = _affine(chain, number, tensors)
@@ -50,7 +50,7 @@ def gradients_through(
 
 
 def _affine(chain: Chain, number: int, tensors: Sequence[Tensor]) -> tuple[Coefficient, Coefficient]:
-    """What the steps before it make of a value v: slope · v + shift."""
+    """The steps before `number` as an affine function of the value v: slope · v + shift."""
     slope: Coefficient = 1.0
     shift: Coefficient = 0.0
     for step in chain.steps[: number - 1]:
@@ -73,8 +73,11 @@ def _number(operand: object, tensors: Sequence[Tensor]) -> Coefficient:
 
 
 def _of_features(x: Tensor, weight: Tensor, bias: Coefficient, slope: Coefficient, shift: Coefficient) -> Tensor:
-    """[N] in float64, of all features of a linear layer. The weight, which is large, is added up in its own dtype, but
-    for the last sums: what follows is small, and its rounding would be all that there is."""
+    """The sum [N] in float64 over all features of a linear layer.
+
+    The weight is large: it is summed in its own dtype up to the last sums, which are few and in float64, because the
+    result would otherwise consist of their rounding error.
+    """
     features = weight.shape[0]
     each = math.gcd(features, _ADDED)
     rows = weight.reshape(features // each, each, -1).sum(1).double().sum(0)
@@ -85,14 +88,17 @@ def _of_features(x: Tensor, weight: Tensor, bias: Coefficient, slope: Coefficien
 
 
 def _as_infinite(total: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """With PyTorch's NaN where infinities of both signs would have met: the largest and the smallest weight of an input
-    feature have the signs of all of them."""
+    """Puts NaN where PyTorch would have added infinities of both signs.
+
+    The largest and the smallest weight of an input feature tell which signs there are.
+    """
     least, most = torch.aminmax(weight, dim=0)
     return torch.where(total.abs() < torch.inf, total, (torch.mv(x, least) + torch.mv(x, most)).double())
 
 
 def _sums_by_tap(conv: Convolution, x: Tensor) -> Tensor:
-    """[N, C, *taps]: for each tap, the sum of the positions that it meets. The largest axis is read whole once."""
+    """The sums [N, C, *taps]: for each tap, over the input positions that it reads. The longest axis is read only
+    once."""
     value = x
     out = conv.output_space(tuple(x.shape[2:]))
     for axis in reversed(range(conv.dims)):
@@ -102,21 +108,21 @@ def _sums_by_tap(conv: Convolution, x: Tensor) -> Tensor:
 
 
 def _runs(conv: Convolution, axis: int, size: int, out: int) -> list[tuple[int, int]]:
-    """First and last + 1 of the positions along an axis that each tap meets."""
+    """For each tap, the range [first, end) of positions along an axis that it reads."""
     found = []
     for tap in range(conv.kernel[axis]):
         ahead = tap * conv.dilation[axis] - conv.padding[axis]
-        if conv.transposed:  # position i reaches i · stride + ahead
+        if conv.transposed:  # position i contributes to output i · stride + ahead
             step = conv.stride[axis]
             first, last = -(ahead // step), (out - 1 - ahead) // step
-        else:  # result o reads o + ahead
+        else:  # output o reads position o + ahead
             first, last = ahead, out - 1 + ahead
         found.append((max(0, first), max(max(0, first), min(size, last + 1))))
     return found
 
 
 def _along(value: Tensor, axis: int, runs: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """The sums of all runs: what they share is added up once, and nothing is subtracted again."""
+    """The sums of all runs. What they share is summed once, and nothing is subtracted, which would lose digits."""
     first, last = max(run[0] for run in runs), min(run[1] for run in runs)
     if first >= last:
         return [value.narrow(axis, low, high - low).sum(axis) for low, high in runs]
@@ -132,7 +138,7 @@ def _along(value: Tensor, axis: int, runs: Sequence[tuple[int, int]]) -> list[Te
 
 
 def _weighted(sums: Tensor, conv: Convolution, weight: Tensor) -> Tensor:
-    """[N, C] in float64: few numbers."""
+    """The sums times the weight, [N, C] in float64."""
     by_output = weight.transpose(0, 1) if conv.transposed else weight
     return sums.flatten(1).matmul(by_output.double().flatten(1).t())
 

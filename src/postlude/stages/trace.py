@@ -1,7 +1,7 @@
 """Traces a stage into calls: its launches, and the functions of PyTorch between them, as plain data (plan/calls.py).
 
-A stage is a plain function of tensors. It is run once on tensors of the meta device, which have shapes and no memory;
-what it launches and what it calls is taken down. run/runner.py runs the calls, export/ prints them.
+A stage is a plain function of tensors. It runs once on tensors of the meta device, which have shapes but no memory, and
+its launches and calls are recorded. run/runner.py executes them, export/ prints them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Matrix(NamedTuple):
 
 
 class Unread(NamedTuple):
-    """What stands in a place of a kernel's signature that this launch neither reads nor writes."""
+    """A placeholder for a kernel argument that this launch neither reads nor writes."""
 
     filler: Tensor | Matrix
 
@@ -61,7 +61,7 @@ def launch(
     constants: Mapping[str, Any],
     warps: int = 4,
 ) -> None:
-    """A kernel of kernels/triton/`stem`.py: arguments in the order of its signature, compile-time constants last."""
+    """Launches a kernel of kernels/triton/`stem`.py: arguments in the order of its signature, then its constants."""
     tracer = _tracer()
     names = tuple(getattr(importlib.import_module(f"postlude.kernels.triton.{stem}"), kernel).arg_names)
     if names[-len(constants) :] != tuple(constants):
@@ -85,8 +85,8 @@ def launch_cuda(
     tensors: Mapping[str, Tensor],
     numbers: tuple[int, ...] = (),
 ) -> None:
-    """A kernel of kernels/cuda/`source`; the tensors, each under the word that exported files have for it, come before
-    the numbers."""
+    """Launches a kernel of kernels/cuda/`source`. Tensors come before numbers; their keys are names for exported
+    files."""
     tracer = _tracer()
     with torch._C.DisableTorchFunction():
         arguments = tuple(map(tracer.buffer, tensors.values()))
@@ -95,7 +95,7 @@ def launch_cuda(
 
 
 def launch_cpp(kernel: str, text: str, tensors: Mapping[str, Tensor], numbers: tuple[float, ...]) -> None:
-    """A kernel on the CPU, of this text; the tensors, each under a word for it, come before the numbers."""
+    """Runs a CPU kernel with this source text. Tensors, each under a name, come before numbers."""
     tracer = _tracer()
     with torch._C.DisableTorchFunction():
         arguments = tuple(map(tracer.buffer, tensors.values()))
@@ -103,8 +103,8 @@ def launch_cpp(kernel: str, text: str, tensors: Mapping[str, Tensor], numbers: t
 
 
 def settle_layout(tensor: Tensor, layout: torch.memory_format) -> Tensor:
-    """`tensor.contiguous(memory_format=layout)`, taken down even where it seems to do nothing: which layout a library's
-    convolution gives is known only when it runs."""
+    """`tensor.contiguous(memory_format=layout)`, recorded even if it seems to do nothing: the layout of a library's
+    convolution is known only when it runs."""
     tracer = _tracer()
     with torch._C.DisableTorchFunction():
         result = torch.empty_like(tensor, memory_format=layout)
@@ -121,7 +121,7 @@ def _tracer() -> Tracer:
 
 
 class Tracer(TorchFunctionMode):
-    """Takes down the calls that are made while it is entered."""
+    """Records the calls that are made inside its context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Tracer(TorchFunctionMode):
         self.buffers: dict[tuple[Any, ...], Buffer] = {}
         self.storages: dict[int, int] = {}
         self.alive: list[Tensor] = []  # so that no two tensors have the same storage
-        self.detached: dict[int, Buffer] = {}  # by identity: the same memory, and another value to autograd
+        self.detached: dict[int, Buffer] = {}  # by identity: the same memory, but another value for autograd
 
     def __enter__(self) -> Tracer:
         assert _active.tracer is None
@@ -142,7 +142,7 @@ class Tracer(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def buffer(self, tensor: Tensor, kind: Kind = "scratch") -> Buffer:
-        """The same for every tensor that is the same part of the same memory."""
+        """The buffer of a tensor; equal for all tensors that are the same part of the same memory."""
         if id(tensor) in self.detached:
             return self.detached[id(tensor)]
         storage = tensor.untyped_storage()._cdata
@@ -211,7 +211,7 @@ def _by_onednn(x: Tensor, weight: Tensor, bias: Any, padding: Any, stride: Any, 
 
 
 def _convolution_gradients(dy: Tensor, x: Tensor, weight: Tensor, *settings: Any) -> tuple[Tensor | None, ...]:
-    """Laid out as cuDNN does: channels-last where one of the convolution's operands is."""
+    """Gradients with cuDNN's layout: channels-last if one of the convolution's operands is."""
     found = torch.ops.aten.convolution_backward(dy, x, weight, *settings)
     if "channels_last" not in (layout_of(x), layout_of(weight)):
         return found  # type: ignore[no-any-return]
@@ -220,7 +220,7 @@ def _convolution_gradients(dy: Tensor, x: Tensor, weight: Tensor, *settings: Any
     return dx, dw, found[2]
 
 
-# Operators that PyTorch cannot run without memory, or whose layout it does not tell there.
+# Operators that PyTorch cannot run on the meta device, or whose layout it gets wrong there.
 _WITHOUT_MEMORY: dict[str, Callable[..., Any]] = {
     "aten.mkldnn_convolution": _by_onednn,
     "aten.cudnn_convolution": _convolved,
@@ -256,9 +256,9 @@ def derived(function: Callable[..., Tensor], inputs: Sequence[Tensor], dy: Tenso
             result = function(*leaves)
         return torch.autograd.grad(result, leaves, given[-1], allow_unused=True, materialize_grads=True)
 
-    untouched = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)  # by hooks that a user has set
+    untouched = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)  # by hooks that the user has set
     with torch._C.DisableTorchFunction(), untouched:
         graph: Any = make_fx(gradients)(*inputs, dy)
         graph.graph.eliminate_dead_code()
-    found: list[Tensor] = fx.Interpreter(graph).run(*inputs, dy)  # operator by operator, which is what is taken down
+    found: list[Tensor] = fx.Interpreter(graph).run(*inputs, dy)  # operator by operator, so that each is recorded
     return found

@@ -1,4 +1,4 @@
-"""An input of few channels as a matrix whose rows hold the channels of several taps, side by side: im2col by parts."""
+"""Packs an input of few channels as a matrix whose rows hold the channels of several taps: a partial im2col."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from postlude.stages.cuts import is_wide
 from postlude.stages.pack import Packed, find_largest, planes
 from postlude.stages.trace import launch, or_unread
 
-# Positions of a tile, and elements of a program in both planes. A warp then has the same few columns of all its
-# positions: 40 registers instead of 165, 0.30 ms instead of 0.46 for 128×8×256² in one plane (128 and 8192).
+# Positions of a tile, and elements of a program in both planes. A warp then has the same few columns for all its
+# positions: 40 registers and 0.30 ms, against 165 and 0.46 with (128, 8192), for 128×8×256² in one plane.
 _BLOCK, _ELEMENTS = 32, 4096
 
 

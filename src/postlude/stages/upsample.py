@@ -1,4 +1,4 @@
-"""The gradient of upsampling by one pass that gathers it."""
+"""The gradient of upsampling, by one gathering pass."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from postlude.plan.problem import Layout, memory_format, power_of_two
 from postlude.plan.upsample import Upsampling
 from postlude.stages.trace import launch
 
-# Elements and channels of a tile. Channels-last, a thread reads 8 channels of a position at once; else 4 channels share
-# what a position has worked out, and more would spill.
+# Elements and channels of a tile. Channels-last, a thread loads 8 channels of a position at once. Contiguous, 4
+# channels share the index computations of a position; more would spill.
 _TILES: dict[str, tuple[int, int]] = {"channels_last": (1024, 64), "contiguous": (512, 4)}
 _WARPS = 4
 
 
 def upsample_gradient(dy: Tensor, how: Upsampling, layout: Layout) -> Tensor:
-    """`dy` is in that layout, and so is what is found."""
+    """The gradient of upsampling's input. Both `dy` and the result have this layout."""
     batch, channels, *space = dy.shape
     shape, form = (batch, channels, *how.small), memory_format(layout, len(space))
     dx = torch.empty(shape, dtype=dy.dtype, device=dy.device, memory_format=form)

@@ -1,4 +1,4 @@
-"""The weight's gradient of a convolution of ours: both operands packed, one split-K product over positions, its parts
+"""The weight's gradient of our convolution: both operands packed, one split-K GEMM over positions, then its parts
 added."""
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from postlude.stages.cuts import accumulator
 from postlude.stages.pack import Packed, Packing, matrices, weight_strides
 from postlude.stages.trace import launch, or_unread
 
-_BLOCK = 128  # input channels that one program adds up
+_BLOCK = 128  # input channels for which one program adds the parts
 
 
 def gradient_packing(gemm: WeightGemm, gradient: Spec) -> Packing:
-    """The gradient at the convolution's result as the product reads it."""
+    """The packing of the gradient at the convolution's result, as the GEMM reads it."""
     return Packing(gradient, gemm.gradient_volume, gemm.arithmetic, gemm.out_channels)
 
 
 def weight_gradient(
     conv: Convolution, gemm: WeightGemm, x: Tensor, spec: Spec, gradient: Packed, weight: Tensor
 ) -> Tensor:
-    """The gradient of `weight`, of its dtype and strides; `spec` is the input's."""
+    """The gradient of `weight`, with its dtype and strides; `spec` is the input's."""
     packing = Packing(spec, gemm.volume, gemm.arithmetic, gemm.channels, gemm.front * gemm.neighbours * gemm.channels)
     packed = packing(x)
     acc = torch.float64 if gemm.arithmetic.operands == "float64" else torch.float32
@@ -58,7 +58,7 @@ def _product(gemm: WeightGemm, x: Spec, packed: Packed, gradient: Packed, parts:
     volume, (rows, columns) = gemm.volume, gemm.result
     positions = x.shape[0] * volume.sample_rows * volume.pitch // gemm.neighbours
     each, wide = gemm.neighbours * gemm.channels, gemm.neighbours * gemm.out_channels
-    # A row's positions, wherever among its neighbours it begins.
+    # The columns of a row: its positions, wherever among its neighbours it begins.
     shape = (positions + gemm.front, each + columns - gemm.channels)
     inputs = matrices(packed, shape, each, (gemm.block_k, gemm.columns))
     slopes = matrices(gradient, (positions, wide), wide, (gemm.block_k, gemm.rows))

@@ -1,4 +1,4 @@
-"""An examination: what a candidate is asked, what the right answers are, and what became of it."""
+"""An examination of a candidate's file: the questions it is asked, the right answers, and the verdict."""
 
 from __future__ import annotations
 

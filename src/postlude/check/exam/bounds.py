@@ -1,4 +1,4 @@
-"""Where a reference has kinks (the bounds of clamps and their kin), and whether a point has values on both sides."""
+"""The kinks of a reference (bounds of clamps and the like), and whether a point has values on both sides of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# On each side of a bound, of the values that meet it.
+# Least share of values on each side of a bound.
 ENOUGH = 0.002
 FEW = (0.0005, 0.03)
 NAMED = 3
@@ -49,7 +49,7 @@ def _symmetric(args: tuple[Any, ...]) -> list[float]:
     return [-size, size]
 
 
-# Operator → its bounds: numbers, or what its arguments make of them.
+# Operator → its bounds: numbers, or functions of its arguments.
 _FIXED = {
     **{name: [0.0] for name in ("relu", "leaky_relu", "elu", "abs", "_prelu_kernel")},
     **{name: [-3.0, 3.0] for name in ("hardswish", "hardsigmoid")},
@@ -69,7 +69,7 @@ def bounds_of(operator: str, args: tuple[Any, ...]) -> list[float]:
 
 
 class Watch(TorchDispatchMode):
-    """Records every kink that a call meets, and the smaller of the two shares of values beside it."""
+    """Records every kink of a call, and the smaller of the two shares of values beside it."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -99,7 +99,8 @@ class Watch(TorchDispatchMode):
         return {kink for kink, share in self.shares.items() if share >= ENOUGH}
 
     def has_few(self, above: bool) -> bool:
-        """Whether few values lie above the lowest bound of some operator, or below its highest; zero aside."""
+        """Whether few values lie above the lowest bound of some operator, or below its highest; bounds at zero
+        aside."""
         outermost: dict[int, Kink] = {}
         for kink in sorted(self._sides, key=lambda kink: kink.bound, reverse=above):
             if kink.bound:

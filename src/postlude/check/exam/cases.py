@@ -1,4 +1,4 @@
-"""The points of an examination, most telling first: what is drawn at each, at which shape, in which mode."""
+"""The points of an examination, the most telling first: what is drawn at each, at which shape, in which mode."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from postlude.check.points import (
 GIVEN = "given"
 NAN, INFINITY = "NaN", "infinity"
 NONFINITE = {NAN: float("nan"), INFINITY: float("inf")}
-# A variance taken as E[x²] − E[x]² loses digits with the square of this, honest rounding only in proportion.
+# A variance computed as E[x²] − E[x]² loses accuracy with the square of this, honest rounding only linearly.
 OFFSET = 2000.0
-REQUIRED = 6  # points that are asked however long they take
+REQUIRED = 6  # points that are always asked, however long they take
 MOST_REPLACED = 3
 STEP = 100_003  # between the seeds of a point and of those that replace it
 
@@ -50,13 +50,13 @@ class Case:
     attempt: int = 0
 
     def again(self) -> Case:
-        """The same with other numbers, where these could not tell; then with small ones, which saturate less."""
+        """The same point with other numbers, if these could not tell; then with small ones, which saturate less."""
         moved = replace(self, seed=self.seed + STEP, state_seed=self.state_seed + STEP, attempt=self.attempt + 1)
         return replace(moved, family="small") if self.attempt and self.family == "hierarchical" else moved
 
     @property
     def pool(self) -> str:
-        """Points of a large offset are judged apart."""
+        """The pool in which a point is judged; points with a large offset have their own."""
         return LARGE_OFFSET if self.family == LARGE_OFFSET else self.name
 
     @property
@@ -65,7 +65,7 @@ class Case:
 
 
 def cases_for(shapes: Sequence[str], seeds: int, base: int) -> list[Case]:
-    """Numbered from `base`; the seeds of states and inputs differ but for the first three points."""
+    """The points. Seeds count from `base`; those of states and inputs differ except at the first three points."""
     first, second, third = base, base + 1, base + 2
     found = [
         Case("second call", seed=first, state_seed=first, repeated=True, nulls=True),
@@ -95,9 +95,9 @@ def cases_for(shapes: Sequence[str], seeds: int, base: int) -> list[Case]:
 
 
 def inputs_of(case: Case, template: list[Any], bounds: tuple[float, float] | None, has_bias: bool = True) -> list[Any]:
-    """`bounds` squeezes what is drawn between two numbers, for references that take no others.
+    """The inputs of a point. `bounds` limits random numbers to a range, for references that accept no others.
 
-    A large offset sits in a bias at some points, where there `has_bias`.
+    At some points a large offset is in a bias instead, if the model `has_bias`.
     """
     if case.family == GIVEN:
         return template

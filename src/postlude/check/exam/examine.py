@@ -1,4 +1,4 @@
-"""Asks a candidate every case and judges its answers; the candidate always answers before the reference."""
+"""Runs a candidate on every case and judges its results; the candidate always runs before the reference."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from postlude.check.sides import (
 from postlude.check.verdict import Verdict
 
 FAR = 1000.0  # budgets
-CROSSING = "the answer for "  # how the names of nulls begin that say: nothing depends on it
+CROSSING = "the answer for "  # the prefix of null candidates that ignore an input or a parameter
 
 
 def examine(
     exam: Exam, candidate: Answering, progress: Progress = None, cases: Sequence[Case] | None = None
 ) -> Verdict:
-    """The verdict, with what was left out among its notes; on all cases unless some are given."""
+    """The verdict on all cases, or on those given; its notes say what was left out."""
     mode = exam.truths.mode
     try:
         findings = key_findings(keys_of(exam.reference), candidate.state_keys())
@@ -74,9 +74,9 @@ class _Sitting:
         self.remarks: list[str] = []
         self.skipped: list[str] = []
         self.begun = time.monotonic()
-        self.telling: Case | None = None  # the first point as it was asked in the end
+        self.telling: Case | None = None  # the first point in its final form
         self.costs: dict[str, float] = {}
-        self.held: Quantities | None = None  # the first answer, to see whether it stays what it was
+        self.held: Quantities | None = None  # the first result, to see whether it changes later
 
     def run(self, cases: Sequence[Case], progress: Progress) -> Verdict:
         rounds: list[Round] = []
@@ -99,7 +99,7 @@ class _Sitting:
         return replace(verdict, notes=tuple(self._notes(verdict)))
 
     def _hopeless(self, rounds: list[Round]) -> bool:
-        """So wrong that no further point can change the verdict."""
+        """Whether the result is so wrong that no further point can change the verdict."""
         judged = verdict_of(rounds, [], self.exam.truths.mode, faint=True).quantities
         numbers = [(one.errors.rms, one.budget.rms) for one in judged if one.errors and one.budget]
         return any(error > FAR * budget for error, budget in numbers)

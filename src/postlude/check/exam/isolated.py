@@ -1,4 +1,4 @@
-"""A candidate in a process of its own, asked like any other side."""
+"""A candidate in a separate process, with the interface of any other side."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from postlude.check.compare import GRADIENT, Quantities
 from postlude.check.isolation import Answered, Candidate, CandidateFailed
 from postlude.check.sides import Answer, CandidateError, Question, StateKeys, named_tensors, parameter_findings
 
-STATE_READ = 3  # calls after which the parameters are looked at; buffers always are
+STATE_READ = 3  # parameters are checked after this many calls; buffers after every call
 
 
 class IsolatedSide:
-    """Knows which names of the state are parameters from the reference: the candidate's word is not needed."""
+    """The candidate's side. Which names of the state are parameters comes from the reference, not from the
+    candidate."""
 
     def __init__(self, candidate: Candidate, reference: nn.Module) -> None:
         self.candidate = candidate

@@ -1,7 +1,7 @@
 """Mistakes that a kernel's author could make, as changes of single operator calls.
 
-Each function takes the arguments of a call and gives names and changes; a change gets the operator and its arguments
-and returns what the mistaken kernel would. Results of several tensors (norms) have theirs in the first place.
+Each function takes the arguments of a call and returns names and changes. A change takes the operator and its arguments
+and returns what the mistaken kernel would. If a result is several tensors (norms), the first one is changed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Args = tuple[Any, ...]
 Run = Callable[..., Any]
 Change = Callable[[Run, Args], Any]
 Changes = Iterator[tuple[str, Change]]
-CHUNKS = 4  # partial sums of an accumulator that is kept in half precision
+CHUNKS = 4  # partial sums of a half-precision accumulator
 
 
 def put(args: Args, **places: Any) -> Args:
@@ -84,7 +84,7 @@ def _addmm(args: Args) -> Changes:
 
 
 def _products(first: int) -> Callable[[Args], Changes]:
-    """Of two operands from `first` on."""
+    """Changes of a product of two operands, the arguments from `first` on."""
     left, right = f"_{first}", f"_{first + 1}"
 
     def changes(args: Args) -> Changes:
@@ -267,7 +267,7 @@ TABLE: dict[str, Callable[[Args], Changes]] = {
 
 
 def changes_of(operator: str, args: Args) -> Changes:
-    """Those of this operator."""
+    """The changes for this operator."""
     if operator in TABLE:
         yield from TABLE[operator](args)
     yield from _SWAPS.get(operator, ())

@@ -1,8 +1,8 @@
-"""What must become of a NaN or an infinity in the last sample of the input.
+"""The rule for a NaN or an infinity in the last sample of the input.
 
-Where PyTorch and the truth both have one, a finite value hides it: that is a fault. Where both are finite, it may not
-turn up in other samples. Inside its own sample it may spread: exact rewrites (a Fourier transform, operands split into
-parts) cannot help that; it is noted.
+If PyTorch and the truth both have one, a finite value there is a fault. If both are finite, a non-finite value in
+another sample is a fault. Within its own sample it may spread, because exact rewrites (a Fourier transform, operands
+split into parts) cannot avoid that; this is only noted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 def lost_or_spread(
     result: Tensor, own: Tensor, truth: Tensor, what: str, samples: int
 ) -> tuple[str | None, str | None]:
-    """The fault, if there is one, and else what is worth a note."""
+    """The fault if there is one, and otherwise a note."""
     ours, theirs, exact = (tensor.to(truth.device).isfinite() for tensor in (result, own, truth))
     agreed = theirs == exact
     lost, spread = agreed & ours & ~exact, agreed & ~ours & exact

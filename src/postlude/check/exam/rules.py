@@ -10,10 +10,10 @@ from postlude.check.budget import MIN_POINTS
 @dataclass(frozen=True)
 class Rules:
     precision: str = "auto"
-    seeds: int = 5  # points of random inputs and of large offset, at the least
+    seeds: int = 5  # least number of points with random inputs, and of points with a large offset
     backward: bool = False
-    seconds: float = 60.0  # after this no point is begun that is not required
-    # Where all random numbers come from. One that a candidate can know lets it bring its answers along.
+    seconds: float = 60.0  # after this only required points are started
+    # The source of all random numbers. If a candidate knows it, it can bring its answers along.
     seed: int = 0
-    declared_only: bool = False  # no other shapes and layouts than the declared ones
-    least: int = MIN_POINTS  # points that a verdict takes
+    declared_only: bool = False  # only the declared shapes and layouts
+    least: int = MIN_POINTS  # points that a verdict needs

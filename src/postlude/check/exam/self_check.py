@@ -1,4 +1,4 @@
-"""The examination examined: mutants of the reference take it like any candidate, and all of them must fail."""
+"""Tests the examination itself: mutants of the reference take it like any candidate, and all of them must fail."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from postlude.check.exam.truths import in_double
 from postlude.check.modes import pytorch_switches
 from postlude.check.sides import Answer, CandidateError, Question, Side, StateKeys, keys_of
 
-# Moves, copies and makes memory: mistakes there are mistakes of their neighbours.
+# Operators that only move, copy or allocate; mistakes in them show as mistakes of their neighbours.
 _NOT_COMPUTING = frozenset(
     {
         *("alias", "arange", "as_strided", "bernoulli", "clone", "contiguous", "copy", "detach"),
@@ -30,9 +30,9 @@ _NOT_COMPUTING = frozenset(
         *("to_copy", "transpose", "unsafe_view", "unsqueeze", "view", "zeros", "zeros_like"),
     }
 )
-FINE = ("half precision", "tanh's form")  # no mistakes in a coarser mode than fp32, or none that it could show
-SAME = 1e-9  # of the truth's largest value: a change that float64 does not see
-TIMES_BUDGET = 4.0  # the time that all mutants together may take, in time budgets of one candidate
+FINE = ("half precision", "tanh's form")  # invisible, or no mistake, in a precision coarser than fp32
+SAME = 1e-9  # of the truth's largest value; a smaller change counts as none
+TIMES_BUDGET = 4.0  # time for all mutants together, in time budgets of one candidate
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class Mutation:
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """Names of mutants by what became of them."""
+    """The names of mutants by outcome."""
 
     rejected: tuple[str, ...]
     accepted: tuple[str, ...]
-    unchanged: tuple[str, ...]  # no mistakes here: they change nothing in float64 at any point
+    unchanged: tuple[str, ...]  # not mistakes for this model: they change nothing in float64 at any point
     left_out: int
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ class SelfCheck:
 
 
 class _Calls(TorchDispatchMode):
-    """Hands every computing call, numbered, to `seen`, whose answer it returns."""
+    """Passes every computing call with its number to `seen`, and returns its result."""
 
     def __init__(self, seen: Callable[[int, str, Callable[..., Any], Args], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -95,14 +95,14 @@ class _Calls(TorchDispatchMode):
         self._number += 1
         if not name.endswith("_"):
             return self._seen(self._number, operator, run, args)
-        # In place: the mistake is made on a copy, and written where the operator writes.
+        # In place: the mistake is made on a copy and then written to the operator's target.
         copied = (args[0].clone(), *args[1:])
         made = self._seen(self._number, operator, run, copied)
         return args[0].copy_(made) if isinstance(made, Tensor) else made
 
 
 def self_check(exam: Exam, progress: Progress = None) -> SelfCheck:
-    """Lets every mutant take the examination; `exam` should remember its right answers."""
+    """Runs the examination on every mutant; `exam` should cache its right answers."""
     rejected: list[str] = []
     accepted: list[str] = []
     unchanged: list[str] = []
@@ -195,7 +195,7 @@ def _changes_nothing(exam: Exam, mutation: Mutation) -> bool:
 
 
 def _generic(args: Args, result: Any) -> Iterator[tuple[str, Change]]:
-    """What can go wrong with any operator: left out, or its result misplaced, cut short or rounded."""
+    """Mistakes for any operator: it is left out, or its result is misplaced, truncated or rounded."""
     output = result[0] if isinstance(result, tuple) else result
     if not isinstance(output, Tensor) or not output.is_floating_point() or output.dim() < 1:
         return

@@ -1,7 +1,7 @@
-"""The shapes and layouts that a candidate is asked at, all of them cut from the declared inputs.
+"""The shapes and layouts at which a candidate is asked, all cropped from the declared inputs.
 
-Cutting keeps whatever the file's own values are good for (indices, masks), and what the reference does not accept is
-left out and said.
+Crops keep the file's own values, which may be needed (indices, masks). A shape that the reference does not accept is
+left out, with a note.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ WORKING_ELEMENTS = 1 << 21
 SMALL_SIZES = (2, 3, 4, 5, 6, 8, 12)
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
-# What one call of the reference with these inputs costs in multiplications and elements; raises UnanswerableError.
+# The cost of one call of the reference in multiplications and elements; raises UnanswerableError.
 Cost = Callable[[list[Any]], tuple[float, int]]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Inputs whose values are the file's own; points keep their sizes, strides and dtypes."""
+    """Inputs with the file's own values. Points have the same sizes, strides and dtypes."""
 
     name: str
     inputs: list[Any]
@@ -81,7 +81,7 @@ def _variants(given: list[Any], working: list[Any]) -> Iterator[tuple[str, list[
 
 
 def _working(given: list[Any], cost: Cost) -> list[Any]:
-    """The largest of a few sizes that is cheap enough, by a count of multiplications that no clock disturbs."""
+    """The largest of a few sizes that is cheap enough, by counted multiplications, not by time."""
     batch, space = LEAST_BATCH, LEAST_SPACE
     made = given
     sizes = [(WORKING_BATCH, WORKING_SPACE), (4, 16), (4, 12), (LEAST_BATCH, 9), (LEAST_BATCH, LEAST_SPACE)]
@@ -92,7 +92,7 @@ def _working(given: list[Any], cost: Cost) -> list[Any]:
         try:
             flops, elements = cost(cropped)
         except UnanswerableError:
-            # Other sizes may not be wanted at all: a norm over the last dimension, a table of positions.
+            # The reference may accept no other sizes: a norm over the last axis, a table of positions.
             flops, elements = cost(cut(given, batch=batch))
             cropped = cut(given, batch=batch)
         made = cropped
@@ -102,7 +102,7 @@ def _working(given: list[Any], cost: Cost) -> list[Any]:
 
 
 def cut(inputs: list[Any], batch: int | None = None, space: dict[int, int] | None = None) -> list[Any]:
-    """The first `batch` samples of every tensor that has as many as the first one, and `space[axis]` places."""
+    """Crops every tensor with the first one's batch size to `batch` samples and `space[axis]` positions."""
     tensors = leaves_of(inputs)
     samples = next((tensor.shape[0] for tensor in tensors if tensor.dim()), 0)
 
@@ -138,7 +138,7 @@ def _channels_last(tensor: Tensor) -> Tensor:
 
 
 def _with_gaps(tensor: Tensor) -> Tensor:
-    """Every second place of a tensor twice as long, as a slice or an interleaved volume gives."""
+    """The tensor as every second position of one twice as long, as a slice or an interleaved volume has."""
     if tensor.dim() < 1 or not tensor.numel():
         return tensor
     wide = torch.zeros((*tensor.shape[:-1], 2 * tensor.shape[-1]), dtype=tensor.dtype, device=tensor.device)

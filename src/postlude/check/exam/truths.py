@@ -1,4 +1,4 @@
-"""The right answers: PyTorch's own, the float64 truth, the bare precision mode, and answers that must be rejected."""
+"""The right answers (PyTorch's own, float64, float64 with rounded operands), and answers that must be rejected."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from postlude.check.modes import FORMATS, RoundedOperands, has_no_convolution, p
 from postlude.check.points import inputs_like, map_tensors, random_state
 from postlude.check.sides import Question, Side, UnanswerableError, leaves_of
 
-OTHER = 10_000  # added to a seed: another input, other parameters
+OTHER = 10_000  # added to a seed for another input or other parameters
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Known:
     mode: Quantities | None
     single: tuple[Quantities, Quantities] | None
     nulls: dict[str, Quantities]
-    flipped: tuple[Quantities, ...] = ()  # the truth with elements at a kink on one side, on the other
+    flipped: tuple[Quantities, ...] = ()  # the truth with elements at a kink on one side, and on the other
 
 
 class Truths:
@@ -44,7 +44,7 @@ class Truths:
         self.device = _device_of(reference, inputs)
         self.dtype = _dtype_of(reference, inputs)
         self._one_at_a_time = threading.Lock()  # candidates in several threads may share a reference
-        self.seconds = 0.0, 0.0  # that the last answers of PyTorch and of the truth took
+        self.seconds = 0.0, 0.0  # of PyTorch's and the truth's last answers
         self.mode = resolve(precision, self.dtype, self.device, has_no_convolution(reference))
 
     def known(self, question: Question, with_nulls: bool = False) -> Known:
@@ -70,9 +70,9 @@ class Truths:
         return self._ask(self.exact_side, question, weigh_like)
 
     def spared(self, question: Question) -> Question:
-        """The question with cotangents that take no gradient to elements within rounding of a kink, as far as they can.
+        """The question with cotangents by which, as far as possible, no gradient reaches elements at a kink.
 
-        Where several results have gradients none is spared, and all such elements are taken on either side.
+        If several results have gradients, none is spared, and the truth is computed with such elements on either side.
         """
         exact = in_double(question)
         answer: Quantities = {}
@@ -90,7 +90,7 @@ class Truths:
         except UnanswerableError:
             return question
         finally:
-            _erase(answer)  # the candidate has yet to answer, perhaps in this very memory
+            _erase(answer)  # the candidate runs later, perhaps in this memory
         if near is None:
             return question
         roots = [place for place, output in enumerate(outputs.values()) if output.requires_grad]
@@ -117,7 +117,7 @@ class Truths:
             raise UnanswerableError(first_line(error)) from error
 
     def _single(self, question: Question) -> tuple[Quantities, Quantities] | None:
-        """In float64 PyTorch is its own truth; its error in float32 says how much error there is to expect."""
+        """PyTorch in float32 and its truth, for float64 data: there PyTorch is the truth, and this tells its error."""
         if self.dtype != torch.float64:
             return None
         rounded = {key: as_dtype(torch.float32)(value) for key, value in question.state.items()}
@@ -126,7 +126,7 @@ class Truths:
         return own, self.exact(in_double(singles), own)
 
     def _nulls(self, exact: Question) -> dict[str, Quantities]:
-        """The truth for another input and for other parameters: where they pass, nothing depends on them."""
+        """The truth for another input and for other parameters. If one passes, the result does not depend on them."""
         asked = replace(exact, backward=False)
         other = inputs_like(asked.inputs, "hierarchical", exact.seed + OTHER)
         nulls = {"the answer for another input": self.exact(replace(asked, inputs=other))}

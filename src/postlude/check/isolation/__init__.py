@@ -1,4 +1,4 @@
-"""A candidate in a process of its own, so that its mistakes and its plain tricks do not reach its verdict.
+"""A candidate in a separate process, so that its mistakes and simple tricks do not affect its verdict.
 
     with Candidate(path, init_args, device="cuda", limits=Limits(call_s=30)) as candidate:
         candidate.load_state(state)
@@ -6,12 +6,12 @@
 
 The process gets a copy of the candidate's file, constructor arguments, states, inputs and weights for gradients.
 It is never given the reference, the truth, the tolerances or the clock. What it does to its own process (patching
-torch, ending it, hanging, crashing, printing without end, sending nonsense) stays there: messages are JSON and
-tensors are bytes, both bounded and checked strictly; nothing is unpickled, and nothing printed is a message. However
-it ends, `CandidateFailed` says so in one sentence and no process of its group, no shared memory and no file of its
-folder stays behind.
+torch, exiting, hanging, crashing, printing endlessly, sending garbage) stays there: messages are JSON and tensors are
+bytes, both bounded and strictly checked; nothing is unpickled, and printed output is never a message. However it ends,
+`CandidateFailed` says so in one sentence, and no process of its group, no shared memory and no file of its folder is
+left.
 
-What this does NOT protect against; for that, run all of Postlude in a container or a virtual machine:
+This does NOT protect against the following; for that, run all of Postlude in a container or a virtual machine:
 
 - The candidate runs as the same user. It can use the network, read and write every file that this user can (the
   reference too, if it guesses or finds its path: the verifier's command line and working folder can be looked up by

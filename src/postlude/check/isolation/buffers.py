@@ -1,8 +1,8 @@
 """Memory that the verifier shares with a candidate's process, one buffer per message that carries tensors.
 
-The verifier makes every buffer, at a size of its own choosing, and never maps it: it reads and writes by system
-call, so that a candidate that shortens the file or writes while it is read can spoil its own answer only. The
-buffers have no name, so none can be left behind, however either process ends.
+The verifier makes every buffer, chooses its size, and never maps it: it reads and writes by system calls, so a
+candidate that truncates the file or writes during a read can only spoil its own answer. The buffers have no name, so
+none is left behind, however either process ends.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Buffer:
                 written += os.pwrite(self.descriptor, view[written:], spec.offset + written)
 
     def read(self, spec: Spec) -> Tensor:
-        """The tensor in memory of our own."""
+        """The tensor, copied to our own memory."""
         flat = torch.empty(spec.nbytes, dtype=torch.uint8)
         view, done = _memory_of(flat), 0
         while done < len(view):
@@ -78,7 +78,7 @@ def flat_values(tensor: Tensor) -> Tensor:
 
 def _memory_of(tensor: Tensor) -> memoryview:
     size = tensor.numel() * tensor.element_size()
-    # Without NumPy this is the one way to a tensor's memory; the caller keeps the tensor.
+    # Without NumPy this is the only way to a tensor's memory. The caller keeps the tensor alive.
     return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr()) if size else b"")
 
 
@@ -88,7 +88,7 @@ def _new_file(size: int) -> int:
 
         descriptor = os.memfd_create("postlude-tensors", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(descriptor, size)
-        # Neither end can change the size from here on, so that no read meets memory that is gone.
+        # From here on neither end can change the size, so no read goes past the end.
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
         return descriptor

@@ -1,4 +1,4 @@
-"""A stranger's model in a process of its own, as the verifier sees it."""
+"""A candidate's model in a separate process, as the verifier sees it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from postlude.check.sides import named_tensors
 
 @dataclass(frozen=True)
 class Answered:
-    """What a model returned, in memory of our own, and what it did besides."""
+    """What a model returned, copied to our own memory, and what else it did."""
 
     outputs: Any  # nested as the model returned it; named tuples are tuples
     gradients: dict[str, Tensor]  # of "input[0]", … and of parameters by name; one that is not used is absent
-    changed_inputs: tuple[str, ...]  # inputs that were written into
-    notes: tuple[str, ...]  # results that were no plain tensors on the device
+    changed_inputs: tuple[str, ...]  # inputs that were written to
+    notes: tuple[str, ...]  # about results that were not plain tensors on the device
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -47,10 +47,10 @@ class Timed:
 class Candidate:
     """Starts the process and builds `class_name` of the file; use it in a `with` block.
 
-    With `poisoned`, memory that it gets from the system is filled first, which takes time: for checking, not for
-    timing. A copy of the file is run, in a folder that is empty but for `companions`. The thread that makes a Candidate
-    must outlive it: on Linux the process ends with it. An exception of the candidate's own (`CandidateFailed`)
-    leaves it running; after any other failure it is gone.
+    With `poisoned`, memory from the system is filled first, which takes time: for checking, not for timing. A copy of
+    the file runs in a folder that contains only it and `companions`. The thread that makes a Candidate must outlive it,
+    because on Linux the process ends with that thread. After an exception of the candidate's own (`CandidateFailed`)
+    the process keeps running; after any other failure it is ended.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Candidate:
         given = {"args": list(init_args), "kwargs": dict(init_kwargs or {})}
         _check_sendable(given, "an argument of the constructor")
         self._running = Running(self.limits, poisoned)
-        # Also when nobody closes it, and when the interpreter ends.
+        # Also if it is never closed, and when the interpreter exits.
         self._finalizer = weakref.finalize(self, self._running.close)
         try:
             copied = self._running.bring(Path(path))
@@ -100,7 +100,7 @@ class Candidate:
 
     @property
     def said(self) -> str:
-        """What it printed so far, standard error included, up to `limits.said_bytes`; all of it once closed."""
+        """Its output so far, standard error included, up to `limits.said_bytes`; complete once closed."""
         return self._running.said
 
     def state_keys(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -116,7 +116,7 @@ class Candidate:
         self._ask("load state", {"state": given}, "loading its state")
 
     def read_state(self) -> dict[str, Tensor]:
-        """The state as it is now, to see what calls did to parameters and buffers."""
+        """The current state, to see what calls did to parameters and buffers."""
         reply = self._ask("read state", {}, "reading its state")
         found = reply.value
         if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
@@ -124,7 +124,7 @@ class Candidate:
         return {str(key): value for key, value in self._on_device(reply, found).items()}
 
     def forward(self, inputs: Sequence[Any], *, training: bool = False, seed: int = 0, keep: bool = False) -> Answered:
-        """One call without gradients. `keep` keeps its results over there, see `kept`."""
+        """One call without gradients. With `keep` its results are kept in the process, see `kept`."""
         return self._forward(inputs, training, seed, None, keep)
 
     def forward_backward(
@@ -140,15 +140,15 @@ class Candidate:
         return self._forward(inputs, training, seed, list(cotangents), keep)
 
     def kept(self) -> Any:
-        """The results of the last call with `keep`, as they are now: later calls may have written into them."""
+        """The current values of the results of the last call with `keep`: later calls may have written to them."""
         reply = self._ask("kept", {}, "reading an earlier result")
         return self._on_device(reply, reply.value)
 
     def time_calls(self, input_sets: Sequence[Sequence[Any]], calls: int, *, training: bool = False) -> Timed:
-        """Seconds for `calls` calls on the sets in turn, by our clock around one request; inputs are sent before.
+        """Seconds for `calls` calls on the sets in turn, by our clock around one request; inputs are sent before it.
 
-        A candidate can answer first and compute later, so `outputs` must be compared with what they should be,
-        and the time that this takes is not in `seconds`: a gain that the whole round trip lacks is none.
+        A candidate can answer first and compute later, so `outputs` must be checked. Fetching them is not included in
+        `seconds`: a gain that disappears in the whole round trip is not real.
         """
         sets = [list(inputs) for inputs in input_sets]
         _check_sendable(sets, "an input")
@@ -191,7 +191,7 @@ class Candidate:
         return self._running.ask(do, self.limits.call_s if limit_s is None else limit_s, value, doing, watched)
 
     def _on_device(self, reply: Reply, value: Any) -> Any:
-        """Tensors that were on the candidate's device come back to ours of that type; others stay on the host."""
+        """Moves tensors that were on the candidate's device to ours of the same type; others stay on the host."""
         places = {id(tensor): spec.device for tensor, spec in zip(reply.tensors, reply.layout.specs, strict=True)}
 
         def placed(tensor: Tensor) -> Tensor:
@@ -209,7 +209,7 @@ class Candidate:
         return tuple(notes)
 
     def _protections(self, found: Any) -> tuple[str, ...]:
-        """What this system cannot do for us; the candidate's process reports its part before it loads anything."""
+        """The protections that this system lacks. The candidate's process reports its part before it loads anything."""
         listed = found.get("skipped") if isinstance(found, dict) else None
         if not isinstance(listed, list) or not all(isinstance(one, str) for one in listed):
             raise self._broken("is not a report of its start")
@@ -231,7 +231,7 @@ def _is_state_entry(item: tuple[Any, Any]) -> bool:
 
 
 def _check_sendable(value: Any, what: str) -> None:
-    """Refuses what is ours to get right, before the candidate could be blamed for it."""
+    """Refuses inputs that cannot be sent, because that would be our fault and not the candidate's."""
     try:
         tensors = flatten(value)[1]
     except UnsendableError as error:

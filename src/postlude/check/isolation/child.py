@@ -1,7 +1,7 @@
-"""Where the candidate's process begins: limits first, then the parts of Postlude that it needs, then requests.
+"""The entry point of the candidate's process: sets limits, loads the parts of Postlude that it needs, serves requests.
 
-Run by path in Python's isolated mode and without importing the package, so that neither the comparison nor the
-clock nor anything else that judges is in this process.
+It runs by path in Python's isolated mode, without importing the package, so that neither the comparison nor the clock
+nor anything else that judges is in this process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PACKAGE = "postlude.check.isolation"
 def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     skipped = guard(int(sys.argv[2]))
-    if sys.argv[3] not in sys.path:  # isolated mode leaves out a user's own packages, and torch may be one of them
+    if sys.argv[3] not in sys.path:  # isolated mode leaves out the user's site packages, where torch may be
         sys.path.append(sys.argv[3])
     for name in ("wire", "results", "host", "server"):
         load_neighbour(name)
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def guard(file_bytes: int) -> list[str]:
-    """Limits on this process, set before any of the candidate's code runs; says what could not be set."""
+    """Sets limits on this process before any of the candidate's code runs; returns what could not be set."""
     skipped = []
     try:
         import resource
@@ -50,7 +50,7 @@ def guard(file_bytes: int) -> list[str]:
 
 
 def load_neighbour(name: str) -> None:
-    """Makes the file importable under its own name; a module that is known is found without its packages."""
+    """Loads a neighbouring file under its full module name, so that imports find it without importing its packages."""
     path = Path(__file__).with_name(f"{name}.py")
     found = importlib.util.spec_from_file_location(f"{PACKAGE}.{name}", path)
     assert found is not None

@@ -1,4 +1,4 @@
-"""What a candidate's process finds around it: a folder of its own, few variables, and a bound on what it says."""
+"""The environment of a candidate's process: a private folder, few variables, and a bound on its output."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ CODE_FOLDER = "code"
 DUMPABLE = 4  # PR_SET_DUMPABLE
 
 
-# The C library fills what it hands out with the complement of this byte: -1.7e38 in fp32, NaN in fp16.
+# The C library fills allocated memory with the complement of this byte: -1.7e38 in fp32, NaN in fp16.
 POISON = {"MALLOC_PERTURB_": "1"}
 
 
 def furnish(private: Path, surrounding: Mapping[str, str], poisoned: bool = False) -> dict[str, str]:
-    """Makes the folders and says which variables the candidate gets."""
+    """Creates the folders and returns the variables that the candidate gets."""
     for name in (*REDIRECTED.values(), WORKING_FOLDER, CODE_FOLDER):
         (private / name).mkdir(parents=True, exist_ok=True)
     kept = {key: value for key, value in surrounding.items() if key in KEPT or key.startswith(KEPT_PREFIXES)}
@@ -52,8 +52,8 @@ def furnish(private: Path, surrounding: Mapping[str, str], poisoned: bool = Fals
 
 
 def remove(folder: Path) -> None:
-    """Deletes a folder, those inside it included that the candidate closed to us."""
-    for path, folders, _ in os.walk(folder):  # top down: what is opened here is walked into next
+    """Deletes a folder, including subfolders whose permissions the candidate removed."""
+    for path, folders, _ in os.walk(folder):  # top down: a folder is made accessible before it is entered
         for name in folders:
             inner = Path(path, name)
             if not inner.is_symlink():
@@ -77,10 +77,10 @@ def bytes_under(folder: Path, enough: int) -> int:
 
 
 def protect_this_process() -> str | None:
-    """Closes this process's memory, variables and descriptors to others of the same user; else says why not.
+    """Closes this process's memory, variables and descriptors to the user's other processes, or says why not.
 
-    For a program of its own, such as the command line: debuggers and core dumps no longer work on it. Root and
-    processes with the right to trace get in all the same, and the command line stays readable.
+    For programs such as the command line: debuggers and core dumps no longer work on it. Root and processes with the
+    right to trace still have access, and the command line stays readable.
     """
     if not sys.platform.startswith("linux"):
         return "this system cannot protect a process from other processes of the same user"
@@ -94,7 +94,7 @@ def protect_this_process() -> str | None:
 class Ears:
     """Reads what a process prints until it ends or `close` is called; keeps the beginning, drops the rest.
 
-    In a thread, so that a process that prints without end neither waits for a reader nor fills our memory.
+    It runs in a thread, so that a process that prints endlessly neither blocks nor fills our memory.
     """
 
     def __init__(self, descriptor: int, limit: int) -> None:
@@ -112,7 +112,7 @@ class Ears:
         return f"{said}\n[{self.dropped} more bytes were dropped]" if self.dropped else said
 
     def close(self, wait_s: float = 1.0) -> None:
-        """Once the process is gone: what it left in the pipe is read; a writer that escaped is not waited for."""
+        """After the process has ended: reads the rest of the pipe, without waiting for other writers that survived."""
         self._thread.join(wait_s)
         self._wake.close()
         self._thread.join()

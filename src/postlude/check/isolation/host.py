@@ -20,9 +20,9 @@ LEAST_BLOCK = 1 << 12
 
 
 def set_switches(device: str, precision: str) -> None:
-    """PyTorch's switches as the reference runs under: in fp32 a plain convolution is no TF32 one.
+    """Sets PyTorch's switches as for the reference: in fp32 a convolution must not use TF32.
 
-    By the older interface: a file may read it, which raises once the newer one was set.
+    By the older interface, because a file may read it, which raises once the newer one has been set.
     """
     if device.startswith("cuda") and precision in ("fp32", "tf32"):
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
@@ -69,7 +69,7 @@ class Host:
         if own.keys() != state.keys():
             raise RefusedError("the candidate's state_dict has other keys than the state that it is given")
         for key, tensor in own.items():
-            # In place and past the version counter, so that a cache keyed on either of them shows.
+            # In place and without a version change, so that a cache keyed on either is exposed.
             tensor.data.copy_(state[key])
 
     def read_state(self) -> dict[str, Tensor]:
@@ -91,7 +91,7 @@ class Host:
         if cotangents is not None:
             found.update(self._gradients(outputs, used, cotangents))
         for place, leaf in zip(sent, leaves):
-            distinct_part(place).copy_(distinct_part(leaf))  # so that the verifier sees what became of them
+            distinct_part(place).copy_(distinct_part(leaf))  # so that the verifier sees changes
         if keep:
             self.kept = outputs
         self.last = [(one.shape, one.dtype, one.device) for one in _tensors(outputs) if one.is_floating_point()]
@@ -125,7 +125,7 @@ class Host:
         return {key: value for key, value in self.model.state_dict().items() if isinstance(value, torch.Tensor)}
 
     def _refreshed(self, sent: list[Any]) -> list[Any]:
-        """The inputs on the device; they keep their place in memory, so that answers remembered by address show."""
+        """The inputs on the device, at the same addresses as before, so that results cached by address are exposed."""
         key = tuple((tuple(leaf.shape), leaf.stride(), leaf.dtype) for leaf in sent)
         if key not in self.live:
             self.live = {key: [laid_out(leaf, self.device) for leaf in sent]}
@@ -134,7 +134,7 @@ class Host:
         return self.live[key]
 
     def _poison(self) -> None:
-        """Leaves NaN in memory that the next results are likely to get, so that what is not written shows."""
+        """Leaves NaN in memory that the next results are likely to reuse, so that unwritten elements are exposed."""
         try:
             scratch = [torch.full(shape, torch.nan, dtype=dtype, device=at) for shape, dtype, at in self.last]
             scratch += _filled_cache() if torch.cuda.is_initialized() else []
@@ -169,7 +169,7 @@ def load_class(path: Path, class_name: str) -> Any:
     module = types.ModuleType("candidate_" + re.sub(r"\W", "_", path.stem))
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # inspect, pickle and Triton look modules up there
-    sys.path.append(str(path.parent))  # at the end: a neighbour may be imported, but hides no installed package
+    sys.path.append(str(path.parent))  # at the end, so that a neighbouring file cannot hide an installed package
     try:
         exec(code, module.__dict__)
     except Exception as error:
@@ -182,7 +182,7 @@ def load_class(path: Path, class_name: str) -> Any:
 
 
 def _filled_cache() -> list[Tensor]:
-    """All that PyTorch's allocator keeps for reuse on the GPU, and some more, as tensors of NaN."""
+    """All memory that PyTorch's allocator has cached on the GPU, and some more, as tensors of NaN."""
     taken, size = [torch.full((CACHE_BYTES // 4,), torch.nan, device="cuda")], CACHE_BYTES
     while size >= LEAST_BLOCK:
         idle = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
@@ -192,7 +192,7 @@ def _filled_cache() -> list[Tensor]:
         reserved = torch.cuda.memory_reserved()
         block = torch.full((size // 4,), torch.nan, device="cuda")
         taken.append(block)
-        if torch.cuda.memory_reserved() > reserved:  # the rest lies in smaller pieces
+        if torch.cuda.memory_reserved() > reserved:  # only smaller pieces are left in the cache
             size //= 2
     return taken
 
@@ -203,7 +203,7 @@ def _synchronise() -> None:
 
 
 def _tensors(value: Any) -> list[Any]:
-    """Of a result; what cannot be sent is refused when it is."""
+    """The tensors of a result. What cannot be sent is refused later."""
     try:
         return flatten(value)[1]
     except UnsendableError:

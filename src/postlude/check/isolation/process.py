@@ -1,4 +1,4 @@
-"""The verifier's end of a candidate's process: starts it, asks it, and ends it whatever it does."""
+"""The verifier's end of a candidate's process: starts it, sends requests, and ends it whatever it does."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from postlude.errors import PostludeError
 
 CHILD = Path(__file__).with_name("child.py")
 FOLDER_PREFIX = "postlude-candidate-"
-FOLDER_CHECK_S = 1.0  # between looks at how much the candidate has written, while it is waited for
+FOLDER_CHECK_S = 1.0  # between checks of how much the candidate has written, while waiting for it
 CLOSED = "it was closed"
 MAX_REASON = 2000
-EXIT_S = 1.0  # what a process that closed its end gets to be gone
+EXIT_S = 1.0  # for a process that has closed its end to exit
 
 
 class CandidateFailed(PostludeError):  # noqa: N818 - it says what the candidate did
@@ -64,7 +64,7 @@ class Limits:
 
     start_s: float = 120.0
     call_s: float = 60.0
-    grace_s: float = 0.5  # between asking it to end and making it
+    grace_s: float = 0.5  # between SIGTERM and SIGKILL
     output_bytes: int = 1 << 30  # of tensors in one answer
     said_bytes: int = 64 << 10  # of its output that is kept
     file_bytes: int = 1 << 30  # of one file that it writes
@@ -76,19 +76,19 @@ class Reply:
     value: Any
     layout: Layout
     tensors: tuple[Tensor, ...]
-    seconds: float  # by our clock, from before the request was sent until after the answer had come
-    changed: tuple[int, ...]  # which of the tensors that were sent were written into
+    seconds: float  # by our clock, from before the request was sent until after the answer had arrived
+    changed: tuple[int, ...]  # which of the sent tensors were written to
 
 
 class Running:
-    """One process, its folder, its connection, what it says."""
+    """One process with its folder, its connection and its output."""
 
     def __init__(self, limits: Limits, poisoned: bool = False) -> None:
         if not hasattr(socket, "send_fds") or os.name != "posix":
             raise PostludeError("A candidate can be run in a process of its own on Linux and macOS only.")
         self.limits = limits
         self.folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
-        self.ending: str | None = None  # why there is no process any more
+        self.ending: str | None = None  # why the process has ended
         self._connection, theirs = socket.socketpair()
         try:
             self._start(theirs, furnish(self.folder, os.environ, poisoned))
@@ -110,7 +110,7 @@ class Running:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # a group of its own, so that what it started ends with it
+                start_new_session=True,  # its own process group, so that what it starts ends with it
             )
         assert self.process.stdout is not None
         self._ears = Ears(self.process.stdout.fileno(), self.limits.said_bytes)
@@ -120,16 +120,16 @@ class Running:
         return self._ears.text
 
     def bring(self, file: Path) -> Path:
-        """A copy among the candidate's own files: nothing else lies beside it there."""
+        """Copies a file into the candidate's folder, which holds nothing else."""
         try:
             return Path(shutil.copyfile(file, self.folder / CODE_FOLDER / file.name))
         except OSError as error:
             raise CandidateFailed(f"{file} cannot be read ({error.strerror or error})") from None
 
     def ask(self, do: str, limit_s: float, value: dict[str, Any], doing: str, watched: bool = False) -> Reply:
-        """One request and its answer; everything but an exception of the candidate's own ends the process.
+        """One request and its answer. Any failure other than an exception of the candidate's own ends the process.
 
-        `watched` looks afterwards whether the tensors that were sent were written into.
+        With `watched`, sent tensors are compared afterwards to see whether they were written to.
         """
         if self.ending is not None:
             raise CandidateFailed(f"the candidate's process is gone: {self.ending}")
@@ -155,7 +155,7 @@ class Running:
 
     def _exchange(self, do: str, tree: Any, tensors: Sequence[Tensor], deadline: float, watched: bool) -> Reply:
         layout = lay_out(tensors)
-        # Drawn, so that an answer cannot be sent before its question.
+        # Random, so that an answer cannot be sent before its request.
         number = secrets.randbits(60)
         request = {"request": number, "do": do, "value": tree, **layout.as_json()}
         with Buffer(layout.size) as buffer:

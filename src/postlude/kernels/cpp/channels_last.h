@@ -1,5 +1,5 @@
-// Passes over a channels-last value, [N, P, C]. Each sample is cut into rows of `period` columns, whole vectors and
-// whole positions at once, and a shorter row at its end: columns are vectors, whatever the number of channels.
+// Passes over a channels-last value, [N, P, C]. Each sample is cut into rows of `period` columns and a shorter last
+// row. `period` is a multiple of both the vector width and the number of channels: columns are whole vectors for any C.
 #pragma once
 #include "sums.h"
 
@@ -11,7 +11,7 @@ template <class Kernel> struct ChannelsLast {
   Result* y;
   const void* const* a;
   Sizes s;
-  int64_t period, rows, tile, per_task, pieces;  // rows are whole ones; tiles and tasks are so many of them
+  int64_t period, rows, tile, per_task, pieces;  // rows counts whole rows; tile and per_task are numbers of rows
 
   ChannelsLast(const Value* x, Result* y, const void* const* a, Sizes s)
       : x(x), y(y), a(a), s(s), period(period_of(s.channels)), rows(size() / period),
@@ -19,10 +19,10 @@ template <class Kernel> struct ChannelsLast {
         per_task(tile * std::max<int64_t>(1, PIECE / (tile * period))),
         pieces(std::max<int64_t>(1, (rows + per_task - 1) / per_task)) {}
 
-  static constexpr int64_t TURNED = 1024;  // positions that are written contiguous at a time
+  static constexpr int64_t TURNED = 1024;  // positions that are transposed at a time
 
   static int64_t period_of(int64_t channels) {
-    const int64_t wide = std::lcm(channels, UNROLL * LANES);  // several vectors, which are added up independently
+    const int64_t wide = std::lcm(channels, UNROLL * LANES);  // several vectors, for independent accumulators
     return wide <= SPAN ? wide : std::lcm(channels, LANES);
   }
 
@@ -40,7 +40,7 @@ template <class Kernel> struct ChannelsLast {
         : columns(a, period), mean(period), m2(period), centre(period), means(period), rstds(period) {}
   };
 
-  // fn(J, column): columns in blocks of UNROLL vectors, then one by one.
+  // Calls fn(J, column): first for blocks of UNROLL vectors of columns, then for single ones.
   template <class F> void each_block(F fn) const {
     int64_t column = 0;
     for (; column + UNROLL * LANES <= period; column += UNROLL * LANES)
@@ -48,7 +48,7 @@ template <class Kernel> struct ChannelsLast {
     for (; column < period; column += LANES) fn(std::integral_constant<int, 1>{}, column);
   }
 
-  // fn(at, j) for J vectors of each of the rows [begin, end).
+  // Calls fn(at, j) for J vectors of each of the rows [begin, end).
   template <int J, class F>
   void each_vector(const Scratch& own, int64_t base, int64_t column, int64_t begin, int64_t end, F fn) const {
     Column<List> at[J];
@@ -65,7 +65,7 @@ template <class Kernel> struct ChannelsLast {
     return Kernel::Before::run(at, count, read_vector(x + at.offset, count));
   }
 
-  // Adds rows [begin, end) of J vectors of columns to those that were added before, `count` rows.
+  // Adds rows [begin, end) of J vectors of columns to the `count` rows that were added before.
   template <bool SQUARES, int J>
   void add_tile(Scratch& own, int64_t base, int64_t column, int64_t begin, int64_t end, double count) const {
     const float here = end - begin;
@@ -102,7 +102,7 @@ template <class Kernel> struct ChannelsLast {
     }
   }
 
-  // Centres near the means of columns: those of a few rows.
+  // Centres near the means of columns: the means of a few rows.
   void look(Scratch& own, int64_t base, int64_t begin, int64_t end) const {
     end = std::min(end, begin + 8);
     each_block([&](auto block, int64_t column) {
@@ -115,7 +115,7 @@ template <class Kernel> struct ChannelsLast {
     });
   }
 
-  // Of each channel, [C], over the rows of one task.
+  // The moments of each channel, [C], over the rows of one task.
   template <bool SQUARES> void task_moments(Scratch& own, int64_t task, Sums* channels) const {
     const int64_t sample = task / pieces, base = sample * size(), first = first_row(task), last = last_row(task);
     own.columns.begin(sample, s.channels);
@@ -131,7 +131,7 @@ template <class Kernel> struct ChannelsLast {
     if (is_last(task)) add_short_row(own, base, channels);
   }
 
-  // Columns of the same channel have as many rows each.
+  // Combines the columns of each channel, which all have the same number of rows.
   template <bool SQUARES> void fold(const Scratch& own, int64_t count, Sums* channels) const {
     const int64_t each = period / s.channels;
     for (int64_t c = 0; c < s.channels; ++c) {
@@ -156,7 +156,7 @@ template <class Kernel> struct ChannelsLast {
     }
   }
 
-  // [G] of one sample from [TASKS, C]
+  // The moments [G] of one sample's groups from [TASKS, C].
   void combine(const Sums* tasks, Statistic* statistics) const {
     for (int64_t group = 0; group < s.groups; ++group) {
       Sums sums;
@@ -167,7 +167,7 @@ template <class Kernel> struct ChannelsLast {
     }
   }
 
-  // What is the same for all positions of a sample, for every column.
+  // For every column, what is the same for all positions of a sample.
   void spread(Scratch& own, int64_t sample, const Statistic* statistics) const {
     own.columns.begin(sample, s.channels);
     for (int64_t column = 0; column < period; ++column) {
@@ -209,7 +209,7 @@ template <class Kernel> struct ChannelsLast {
     else normalize_units();
   }
 
-  // Each sample is read, and finished while it is in cache, the last part first.
+  // A sample per task: reads it, then normalises it from its last part on, which is still in cache.
   void normalize_units() const {
 #pragma omp parallel num_threads(s.threads)
     {
@@ -225,7 +225,7 @@ template <class Kernel> struct ChannelsLast {
     }
   }
 
-  // The first half of a pass over all of the value, shared by the threads of the region that calls it.
+  // The first half of a pass over the whole value; the threads of the calling parallel region share it.
   void share_moments(Scratch& own, std::vector<Sums>& found, std::vector<Statistic>& statistics) const {
 #pragma omp for schedule(dynamic, 1)
     for (int64_t task = 0; task < s.samples * pieces; ++task) task_moments<true>(own, task, &found[task * s.channels]);
@@ -233,7 +233,7 @@ template <class Kernel> struct ChannelsLast {
     for (int64_t n = 0; n < s.samples; ++n) combine(&found[n * pieces * s.channels], &statistics[n * s.groups]);
   }
 
-  // Through all of the value twice, in one parallel region; the second time from its end.
+  // Reads the whole value twice in one parallel region, the second time from its end, which is still in cache.
   void normalize_split() const {
     const int64_t tasks = s.samples * pieces;
     std::vector<Sums> found(tasks * s.channels);
@@ -248,7 +248,7 @@ template <class Kernel> struct ChannelsLast {
     }
   }
 
-  // As normalize_split, into a contiguous result: PyTorch's own copy from one layout to the other takes longer than that.
+  // As normalize_split, with a contiguous result: PyTorch's own copy between the layouts would take longer than this.
   void normalize_turned() const {
     const int64_t tasks = s.samples * pieces, blocks = (s.positions + TURNED - 1) / TURNED;
     std::vector<Sums> found(tasks * s.channels);
@@ -266,7 +266,7 @@ template <class Kernel> struct ChannelsLast {
     }
   }
 
-  // Positions from `begin` on: squares of positions and channels are finished, then written with the two exchanged.
+  // Positions from `begin` on: computes square blocks of positions × channels and writes them transposed.
   void turn_block(const Scratch& own, int64_t sample, int64_t begin) const {
     const int64_t end = std::min(s.positions, begin + TURNED), base = sample * size();
     alignas(64) float square[LANES * LANES];  // [positions, channels]
@@ -292,7 +292,7 @@ template <class Kernel> struct ChannelsLast {
     }
   }
 
-  // Of each channel of each sample, [N, C].
+  // The moments of each channel of each sample, [N, C].
   template <bool SQUARES> std::vector<Sums> moments() const {
     const int64_t tasks = s.samples * pieces;
     std::vector<Sums> found(tasks * s.channels), whole(s.samples * s.channels);

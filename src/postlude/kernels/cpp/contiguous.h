@@ -1,4 +1,4 @@
-// Passes over a contiguous value, [N, C, P]: its rows are channels of samples.
+// Passes over a contiguous value, [N, C, P]. A row is one channel of one sample.
 #pragma once
 #include "sums.h"
 
@@ -53,7 +53,7 @@ template <class Kernel> struct Contiguous {
     return row_moments<Kernel, SQUARES>(at(row), x, row * s.positions + begin, row * s.positions + end);
   }
 
-  // `ahead`: how far from here what is read next begins, which is fetched meanwhile.
+  // `ahead` is the distance to what is read next; it is prefetched.
   void finish_piece(int64_t task, Statistic found, int64_t ahead = 0) const {
     const int64_t row = task / pieces(), begin = task % pieces() * PIECE, end = std::min(s.positions, begin + PIECE);
     const int64_t first = row * s.positions;
@@ -65,7 +65,7 @@ template <class Kernel> struct Contiguous {
     else normalize_units();
   }
 
-  // Each group of channels of a sample is read, and finished while it is in cache, the last piece first.
+  // A group of a sample per task: reads it, then normalises it from its last piece on, which is still in cache.
   void normalize_units() const {
     const int64_t units = s.samples * s.groups, tasks = s.per_group() * pieces();
     const int64_t ahead = s.threads * s.per_group() * s.positions;
@@ -80,7 +80,7 @@ template <class Kernel> struct Contiguous {
     }
   }
 
-  // Of all tasks, by the threads of the region that calls it.
+  // The moments of all tasks; the threads of the calling parallel region share them.
   template <bool SQUARES> void all_moments(std::vector<Sums>& found) const {
     const int64_t tasks = found.size();
     const int chunk = grain(tasks, std::min(PIECE, s.positions) * sizeof(Value), s.threads);
@@ -88,7 +88,7 @@ template <class Kernel> struct Contiguous {
     for (int64_t task = 0; task < tasks; ++task) found[task] = piece_moments<SQUARES>(task);
   }
 
-  // Through all of the value twice, in one parallel region; the second time from its end.
+  // Reads the whole value twice in one parallel region, the second time from its end, which is still in cache.
   void normalize_split() const {
     const int64_t units = s.samples * s.groups, each = s.per_group() * pieces(), tasks = units * each;
     std::vector<Sums> found(tasks);
@@ -108,7 +108,7 @@ template <class Kernel> struct Contiguous {
     }
   }
 
-  // Of each channel of each sample, [N, C].
+  // The moments of each channel of each sample, [N, C].
   template <bool SQUARES> std::vector<Sums> moments() const {
     const int64_t rows = s.samples * s.channels, each = pieces();
     std::vector<Sums> found(rows * each), whole(rows);
@@ -119,7 +119,7 @@ template <class Kernel> struct Contiguous {
   }
 
   void map() const {
-    // Where no operand asks for the channel, short rows are one long one.
+    // Without operands per channel, short rows are treated as one long row.
     const bool is_flat = !List::has(CHANNEL) && !List::has(ROW);
     Contiguous all = *this;
     if (is_flat) all.s.positions *= s.samples * s.channels, all.s.samples = all.s.channels = 1;

@@ -1,5 +1,5 @@
-// A convolution of few input channels whose result is never stored: moments per sample and channel alone. The text of a
-// kernel gives
+// A convolution of few input channels that never stores its result, only moments per sample and channel. The text of a
+// kernel defines
 //
 //   Value, List, Before                 as for the other passes; operands are per channel, per row, or one number
 //   IS_PLAIN                            Before does nothing
@@ -44,7 +44,7 @@ template <class Kernel, template <class> class Way> struct FewChannels : Way<Ker
       }
   }
 
-  // What the convolution and the steps after it give for CB channels, less `less`, where the line is at p.
+  // The convolution and the steps after it for CB channels at position p of the line, minus `less`.
   void results(const Scratch& own, int64_t block, int64_t sample, int64_t plane, int64_t p, const float* less,
                V (&y)[CB][RESULTS]) const {
     float start[CB];
@@ -63,7 +63,7 @@ template <class Kernel, template <class> class Way> struct FewChannels : Way<Ker
     }
   }
 
-  // Centres near the means: those of the first positions.
+  // Centres near the means: the means of the first positions.
   void look(Scratch& own, int64_t block, int64_t sample) const {
     const float zeros[CB] = {};
     V y[CB][RESULTS];
@@ -97,7 +97,7 @@ template <class Kernel, template <class> class Way> struct FewChannels : Way<Ker
       }
   }
 
-  // Moments of each channel over one block of positions; again where the centres were far from the means.
+  // Moments of each channel over one block of positions; computed again if the centres were far from the means.
   template <bool SQUARES> void task_moments(Scratch& own, int64_t task, Sums* found) const {
     const int64_t sample = task / (this->deep * this->high), d0 = task / this->high % this->deep * this->depth;
     const int64_t h0 = task % this->high * this->height;
@@ -122,7 +122,7 @@ template <class Kernel, template <class> class Way> struct FewChannels : Way<Ker
     }
   }
 
-  // Of each channel of each sample, [N, COUT].
+  // The moments of each channel of each sample, [N, COUT].
   template <bool SQUARES> std::vector<Sums> moments() const {
     const int64_t each = this->deep * this->high, tasks = this->v.samples * each;
     std::vector<Sums> found(tasks * COUT), whole(this->v.samples * COUT);

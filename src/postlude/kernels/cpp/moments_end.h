@@ -43,7 +43,8 @@ inline Many sum(const Many& x) {
   return total;
 }
 
-// Means and variances of channels after a norm over groups of `per_group` of them; all have as many positions.
+// Means and variances of channels after a norm over groups of `per_group` channels, all with the same number of
+// positions.
 inline std::pair<Many, Many> normalize_moments(Many mean, Many var, int64_t per_group, double eps) {
   for (size_t first = 0; first < mean.v.size(); first += per_group) {
     double middle = 0, spread = 0;
@@ -71,7 +72,7 @@ template <class List> struct Sample {
   }
 };
 
-// What a pass does with the moments of its samples: all of them are here, [N, C].
+// What a pass does with the moments [N, C] of its samples.
 template <class Kernel>
 inline void end(const std::vector<Sums>& found, int64_t samples, int64_t channels, const void* const* a, void* out) {
   auto* result = static_cast<typename Kernel::End::Result*>(out);

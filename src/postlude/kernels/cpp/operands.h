@@ -1,4 +1,4 @@
-// What a pass reads beside its value: tensors of several dtypes and shapes as vectors of fp32.
+// What a pass reads besides its value: tensors of several dtypes and shapes, as vectors of fp32.
 #pragma once
 #include <cstring>
 #include <memory>
@@ -52,7 +52,7 @@ template <class F, int... I> inline void each(F f, std::integer_sequence<int, I.
 }
 template <int COUNT, class F> inline void each(F f) { each(f, std::make_integer_sequence<int, COUNT>{}); }
 
-// The operands of elements in one row of a contiguous value: all but full ones are the same for the whole row.
+// The operands of elements in one row of a contiguous value. All but those of role FULL are constant along the row.
 template <class List> struct Row {
   V kept[List::count + 1];
   const void* const* pointers;
@@ -73,8 +73,8 @@ template <class List> struct Row {
   }
 };
 
-// Of a channels-last value: memory is cut into rows of `period` elements, whole vectors and whole positions at once.
-// Operands per channel are spread over a row of columns, once for each sample.
+// The operands of a channels-last value, which is cut into rows of `period` elements: whole vectors and whole
+// positions. Operands per channel are repeated over a row of columns, once for each sample.
 template <class List> struct Columns {
   int64_t period;
   std::unique_ptr<float[]> spread;

@@ -7,7 +7,8 @@ constexpr int64_t LANES = V::size();
 
 inline V where(V condition, V yes, V no) { return V::blendv(no, yes, condition); }
 
-// 2 to the power of x; the largest numbers are finite. at::vec's is a call, several times as slow.
+// 2 to the power of x; a large x gives a finite number, not infinity. at::vec's version is a call, several times
+// slower.
 inline V exp2(V x) {
   const V held = at::vec::clamp(x, V(-150.0f), V(127.4f));
   const V n = held.round(), f = held - n;
@@ -24,7 +25,7 @@ inline V exp2(V x) {
 }
 inline V exp(V x) { return exp2(x * V(1.44269504f)); }
 
-// 1 / x within 2 ulp for finite x from 1 on, 0 for the largest: a division takes as long as eight products.
+// 1 / x within 2 ulp for finite x ≥ 1, and 0 for the largest x. A division takes as long as eight multiplications.
 inline V inverse(V x) {
 #if defined(CPU_CAPABILITY_AVX512)
   const V close = _mm512_maskz_rcp14_ps(_mm512_cmp_ps_mask(x, V(1e38f), _CMP_NGE_UQ), x);
@@ -34,7 +35,7 @@ inline V inverse(V x) {
   return close * at::vec::fnmadd(x, close, V(2.0f));
 }
 
-// at::vec's clamps keep a NaN of x, and its maximum and minimum one of either operand, as PyTorch's do.
+// NaN as in PyTorch: at::vec's clamps keep a NaN of x, its maximum and minimum a NaN of either operand.
 inline V clamp_min(V x, float bound) { return at::vec::clamp_min(x, V(bound)); }
 inline V clamp_max(V x, float bound) { return at::vec::clamp_max(x, V(bound)); }
 inline V relu(V x) { return clamp_min(x, 0.0f); }
@@ -46,7 +47,7 @@ inline V elu(V x, float alpha, float scale, float input_scale) {
 }
 inline V sigmoid(V x) { return inverse(V(1.0f) + exp(x.neg())); }
 inline V silu(V x) { return x * inverse(V(1.0f) + exp(x.neg())); }
-// The normal distribution beyond x ≥ 0: 2 to the power of a polynomial, within 5e-8.
+// The upper tail of the normal distribution for x ≥ 0: 2 to the power of a polynomial, within 5e-8.
 inline V normal_tail(V x) {
   constexpr float factors[] = {3.06613493e-05f, -1.45488262e-04f, -2.33145130e-04f, 7.18583920e-03f,
                                -5.25782349e-02f, -4.59182039e-01f, -1.15110829f, -1.0f};
@@ -62,7 +63,7 @@ inline V gelu_tanh(V x) {
   const V inner = V(0.79788456f) * (x + V(0.044715f) * x * x * x);
   return x * inverse(V(1.0f) + exp(V(-2.0f) * inner));
 }
-// tanh(log(1 + e)) = n / (n + 2) with n = e² + 2e, which is 1 long before e² is too large.
+// tanh(log(1 + e)) = n / (n + 2) with n = e² + 2e; the quotient rounds to 1 long before e² overflows.
 inline V mish(V x) {
   const V e = exp(at::vec::minimum(x, V(20.0f)));
   const V n = e * (e + V(2.0f));

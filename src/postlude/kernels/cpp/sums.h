@@ -1,6 +1,7 @@
-// Moments of a pass: a mean and the sum of squared distances from it (M2). Short spans are added up in fp32, after a
-// centre near their mean was subtracted: the mean of the span before. Where that turns out to be far from it, the span
-// is read again. Spans are combined in double by Chan's formula, in an order that no number of threads changes.
+// Moments of a pass: a mean and the sum of squared deviations (M2). Short spans are summed in fp32 after a centre near
+// their mean is subtracted: the mean of the previous span. If that is too far from the span's own mean, the span is
+// read again. Spans are combined in double by Chan's formula, in an order that does not depend on the number of
+// threads.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -9,10 +10,10 @@
 
 #include "operands.h"
 
-constexpr int64_t SPAN = 4096;        // elements that are added up in fp32
+constexpr int64_t SPAN = 4096;        // elements that are summed in fp32
 constexpr int64_t PIECE = 16 * SPAN;  // elements that a thread takes at a time
-constexpr int64_t UNROLL = 4;         // vectors that are added up independently of each other
-constexpr double FAR = 4;             // variances between a mean and its centre, from which on squares lose digits
+constexpr int64_t UNROLL = 4;         // independent accumulators
+constexpr double FAR = 4;             // (mean − centre)² in variances, above which the squares lose digits
 
 struct Sums {
   double mean = 0, m2 = 0, count = 0;
@@ -35,7 +36,7 @@ inline double lanes(V v) {
   return total;
 }
 
-// Moments of elements [begin, end) of a row: `value(i, count)` gives them, `centre` is subtracted first.
+// Moments of elements [begin, end) of a row. `value(i, count)` returns them; `centre` is subtracted first.
 template <bool SQUARES, class F>
 inline Sums span_moments(F value, int64_t begin, int64_t end, double centre, bool is_again = false) {
   const V k(SQUARES ? static_cast<float>(centre) : 0.0f);
@@ -56,7 +57,7 @@ inline Sums span_moments(F value, int64_t begin, int64_t end, double centre, boo
   if (!SQUARES) return {rest, 0, count};
   const double m2 = lanes((squares[0] + squares[1]) + (squares[2] + squares[3])) - total * rest;
   const double mean = double(static_cast<float>(centre)) + rest;
-  const bool is_near = total * rest <= FAR * m2;  // not so where it is no number
+  const bool is_near = total * rest <= FAR * m2;  // false for NaN
   return is_near || is_again ? Sums{mean, m2, count} : span_moments<SQUARES>(value, begin, end, mean, true);
 }
 
@@ -66,7 +67,7 @@ struct Sizes {
   int threads;
 
   int64_t per_group() const { return channels / groups; }
-  // True where so many units would leave threads without work for a fifth of the time.
+  // True if so many units would leave threads idle for a fifth of the time.
   bool is_uneven(int64_t units) const {
     const int64_t rounds = (units + threads - 1) / threads;
     return 5 * units < 4 * rounds * threads;
@@ -79,7 +80,7 @@ struct Statistic {
   Statistic(const Sums& sums, double eps) : mean(sums.mean), rstd(1 / std::sqrt(sums.m2 / sums.count + eps)) {}
 };
 
-// How many iterations of `bytes` each a thread takes at a time: enough to be worth asking for.
+// How many iterations of `bytes` each a thread takes at a time: enough to outweigh the cost of scheduling.
 inline int grain(int64_t count, int64_t bytes, int threads) {
   return std::max<int64_t>(1, std::min(count / (4 * threads), (64 << 10) / std::max<int64_t>(1, bytes)));
 }

@@ -1,15 +1,15 @@
-// Two ways to convolve a staged block of a few channels: tap by tap, and three taps of a row as four products for two
-// outputs (Winograd's F(2, 3): two thirds of the products; rounding as in the plain sum, within a factor of two).
+// Two ways to convolve a staged block of a few channels: tap by tap, or with Winograd's F(2, 3), which computes two
+// outputs of three taps along x with four multiplications instead of six; its rounding error is at most twice as large.
 //
-// Both walk over a block's positions as one line of padded rows: every tap is a shifted read, and what lies behind the
-// end of a row is masked when results are added up. Registers hold the sums of CB channels of WV vectors.
+// Both treat a block's positions as one line of padded rows: every tap is a shifted read, and positions past the end of
+// a row are masked when results are summed. Registers hold the sums of CB channels of WV vectors.
 #pragma once
 #include <algorithm>
 #include <vector>
 
 #include "operands.h"
 
-// A vector that several products share: compilers would read it anew for each of them, and reading is the bottleneck.
+// A vector that several products share. Compilers would load it again for each of them, and loads are the bottleneck.
 inline V in_register(V v) {
 #if defined(CPU_CAPABILITY_AVX512)
   __m512 raw = v;
@@ -26,11 +26,11 @@ struct Volume {
   int64_t pd, ph, pw;           // padding
 };
 
-// What is staged at a time: the input of `depth` planes of `height` rows of outputs.
+// What is staged at a time: the input for `depth` slices of `height` rows of outputs.
 template <class Kernel> struct Block {
   static constexpr int64_t CIN = Kernel::CIN, COUT = Kernel::COUT, KD = Kernel::KD, KH = Kernel::KH, KW = Kernel::KW;
   static constexpr int64_t DD = Kernel::DD, DH = Kernel::DH, DW = Kernel::DW;
-  static constexpr int64_t STAGED = 32 << 10;  // elements, which stay in the second cache; 128 measured alike
+  static constexpr int64_t STAGED = 32 << 10;  // elements, which fit in L2; 128 << 10 is no faster
   using Value = typename Kernel::Value;
 
   Volume v;
@@ -48,10 +48,10 @@ template <class Kernel> struct Block {
   int64_t rows() const { return height + DH * (KH - 1); }
   int64_t planes() const { return depth + DD * (KD - 1); }
 
-  // Of planes in memory: an odd number of cache lines, so that the planes of all taps are in different sets of a cache.
+  // The pitch of slices in memory: an odd number of cache lines, so that all taps' slices map to different cache sets.
   static int64_t spread(int64_t elements) { return ((elements + 15) / 16 | 1) * 16; }
 
-  // One row of the input in fp32 with its padding, zeros where there is none.
+  // Copies one row of the input in fp32 with its padding; zeros where there is no input.
   void read_row(const Value* x, int64_t sample, int64_t c, int64_t d, int64_t h, float* to) const {
     const bool is_there = d >= 0 && d < v.d && h >= 0 && h < v.h;
     const int64_t begin = is_there ? v.pw : wide, end = is_there ? v.pw + v.w : wide;
@@ -63,7 +63,7 @@ template <class Kernel> struct Block {
       for (int64_t i = begin; i < end; ++i) to[i] = from[(i - begin) * v.sw];
   }
 
-  // fn(plane, row, c, d, h): each staged row of the block whose outputs begin at (d0, h0), and where it comes from.
+  // Calls fn(plane, row, c, d, h) for each staged row of the block whose outputs begin at (d0, h0), with its source.
   template <class F> void each_row(int64_t d0, int64_t h0, F fn) const {
     for (int64_t number = 0; number < CIN * planes() * rows(); ++number)
       fn(number / rows(), number % rows(), number / (planes() * rows()), number / rows() % planes() + d0 - v.pd,
@@ -94,7 +94,7 @@ template <class Kernel> struct Direct : Block<Kernel> {
     });
   }
 
-  // Where lane `lane` of result j lies in a row of outputs, for position p of the line.
+  // The x of lane `lane` of result j in its row of outputs, for position p of the line.
   int64_t column(int64_t p, int64_t j, int64_t lane) const { return (p + j * LANES + lane) % row(); }
   int64_t line_row(int64_t p, int64_t j, int64_t lane) const { return (p + j * LANES + lane) / row(); }
 
@@ -121,7 +121,7 @@ template <class Kernel> struct Direct : Block<Kernel> {
   }
 };
 
-// Of inputs d0 … d3 two neighbouring outputs are m0 + m1 + m2 and m1 − m2 − m3, where m0 … m3 are sums of products of
+// Two neighbouring outputs of inputs d0 … d3 are m0 + m1 + m2 and m1 − m2 − m3. Here m0 … m3 are sums of products of
 // d0 − d2, d1 + d2, d2 − d1, d1 − d3 with g0, (g0 + g1 + g2) / 2, (g0 − g1 + g2) / 2, g2.
 template <class Kernel> struct Winograd : Block<Kernel> {
   using Base = Block<Kernel>;

@@ -1,16 +1,16 @@
-// Direct convolution of 1 to 4 input channels on tensor cores that stores nothing of the convolution's size: it gives
-// the moments of (convolution + bias) per sample, channel and tile.
-// A block walks over tiles of BLOCK_D×BLOCK_H×32 outputs. It stages a tile's input in shared memory, a slot for each
-// position: its channels, as 4 numbers of 16 bits, and, where there are 1 or 2, those of its right neighbours
-// (TAPS_PER_SLOT positions in all). A slot serves a chunk of as many neighbouring taps. A product m16n8k16 takes 4
-// chunks, K = 4 × 4 numbers, in such an order that lane (g, t) = (lane / 4, lane % 4) reads for row g the whole slot of
-// chunk t at once. fp32 input is scaled by powers of two, per tile and per channel of the weight; in two planes, fp16
-// and what that leaves over, a slot is as precise as fp32.
+// Direct convolution of 1 to 4 input channels on tensor cores. It never stores the convolution's result, only the
+// moments of (convolution + bias) per sample, channel and tile.
+// A block loops over tiles of BLOCK_D×BLOCK_H×32 outputs. It stages a tile's input in shared memory, one slot of four
+// 16-bit numbers per position: the position's channels and, if there are only 1 or 2, those of its right neighbours
+// (TAPS_PER_SLOT positions in all). A slot therefore serves a chunk of TAPS_PER_SLOT neighbouring taps. One m16n8k16
+// instruction takes 4 chunks, K = 4 × 4 numbers, ordered so that lane (g, t) = (lane / 4, lane % 4) reads the whole
+// slot of chunk t for row g in one load. fp32 input is scaled by powers of two, per tile and per output channel of the
+// weight. With two planes (fp16 and the fp16 remainder) a slot is as precise as fp32.
 //
 // Compile-time: C_IN C_OUT NFRAG KD KH KW PD PH PW IS_FLIPPED, D H W, strides X_N X_C X_D X_H X_W of the input and W_O
 // W_C W_D W_H W_W of the weight, INPUT_BITS (32, or 16: the operand's own type), IS_BFLOAT, PLANES, BLOCK_D BLOCK_H
 // ROWS_PER_WARP WARPS BLOCKS_PER_SM, TILES_D TILES_H TILES_W of a sample, HAS_BIAS, TILE_SLOTS (for a tile's input, or
-// the lanes' moments), SHARED_BYTES. What they mean is in kernels/triton/__init__.py, or beside their use.
+// the lanes' moments), SHARED_BYTES. kernels/triton/__init__.py explains them, or a comment where they are used.
 
 #include "operands.cuh"
 #include "geometry.cuh"
@@ -22,12 +22,12 @@ static_assert((TILE_SLOTS + FRAGMENT_SLOTS) * sizeof(slot_t) == SHARED_BYTES &&
 #include "tile.cuh"
 #include "products.cuh"
 
-// Stages a tile. Exponents are [WARPS + 1]: the last is what it is scaled by. Ends in a barrier.
+// Stages a tile. `exponents` is [WARPS + 1]; the last one is the tile's scale. Ends with a barrier.
 __device__ __forceinline__ void stage(const input_t* p_x, int positions, int z0, int y0, int x0, slot_t* tile,
                                       int* exponents)
 {
     int first = threadIdx.x;
-    asm volatile("" : "+r"(first));  // or places of a tile would be computed once, and wait in registers
+    asm volatile("" : "+r"(first));  // or the compiler hoists all addresses of a tile into registers
 #if IS_SCALED
     float largest = 0.0f;
 #endif
@@ -52,7 +52,7 @@ __device__ __forceinline__ void stage(const input_t* p_x, int positions, int z0,
 #pragma unroll 4
     for (int i = first; i < positions; i += THREADS) {
 #if PLANES == 2
-        float4 raw = *(float4*)&tile[place_of(i)];  // which this thread has stored itself
+        float4 raw = *(float4*)&tile[place_of(i)];  // stored by this same thread
         float v[4] = {raw.x, raw.y, raw.z, raw.w};
 #else
         float v[4];
@@ -64,10 +64,10 @@ __device__ __forceinline__ void stage(const input_t* p_x, int positions, int z0,
     __syncthreads();
 }
 
-// Of one lane's outputs of 2·NFRAG channels: 8·(c / 2) + 2t + c % 2. m2 is the squared distance from the mean.
+// The moments of one lane's outputs in 2·NFRAG channels, 8·(c / 2) + 2t + c % 2; m2 sums squared deviations.
 struct Moments { float count, mean[2 * NFRAG], m2[2 * NFRAG]; };
 
-// Adds sums, of which `rows` rows and, from this lane's first column on, `columns` are outputs: Chan's formula
+// Adds a warp's outputs by Chan's formula. `rows` of its rows are valid, and `columns` from this lane's first one on.
 __device__ __forceinline__ void take_in(Moments& have, const Sums& sums, int rows, int columns)
 {
     float count = min(rows, ROWS_PER_WARP) * max(0, min(4, (columns + 7) / 8));
@@ -97,8 +97,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) few_channel
     const input_t* __restrict__ p_bias,  // [C_OUT]
 #endif
     float* __restrict__ p_mean,  // [N, C_OUT, TILES], out
-    float* __restrict__ p_m2, float* __restrict__ p_count,  // squared distances from it; [N, TILES], both out
-    int units, u32 zero)  // tiles of all samples; 0, which the compiler cannot know
+    float* __restrict__ p_m2, float* __restrict__ p_count,  // squared deviations; [N, TILES]; both out
+    int units, u32 zero)  // tiles of all samples; always 0, unknown to the compiler
 {
     extern __shared__ uint4 shared[];
     slot_t* tile = (slot_t*)shared;  // [BLOCK_D + KD - 1, IN_H, IN_W] with SLICE_PITCH and ROW_PITCH
@@ -106,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) few_channel
     __shared__ int offsets[THREADS], weight_exponents[BLOCK_C], exponents[WARPS + 1];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     int c0 = blockIdx.y * BLOCK_C;
-    int chunk = min((int)threadIdx.x, TAP_CHUNKS - 1);  // past the last, any: its weights are 0
+    int chunk = min((int)threadIdx.x, TAP_CHUNKS - 1);  // past the last one any will do: the weights are 0
     offsets[threadIdx.x] = chunk / (KH * TAP_CHUNKS_W) * SLICE_PITCH + chunk / TAP_CHUNKS_W % KH * ROW_PITCH +
                            chunk % TAP_CHUNKS_W * TAPS_PER_SLOT;
     prepare(p_w, c0, fragments, weight_exponents);
@@ -133,14 +133,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) few_channel
         __syncthreads();
         int c = threadIdx.x;
         if (c < BLOCK_C && c0 + c < C_OUT) {
-            float3 all = parts[c];  // count, mean and m2 of the lanes in their order: the same bits every run
+            float3 all = parts[c];  // count, mean, m2; lanes in a fixed order, so every run gives the same bits
 #pragma unroll 8
             for (int i = 1; i < LANES; i++) {
                 float3 more = parts[i * BLOCK_C + c];
                 float apart = more.y - all.y, weight = __fdividef(more.x, fmaxf(all.x + more.x, 1.0f));
                 all = {all.x + more.x, all.y + apart * weight, all.z + more.z + apart * apart * (all.x * weight)};
             }
-            // Scales and bias are applied to a tile's moments, once, not to each of its outputs
+            // Scale and bias are applied once to a tile's moments instead of to each output
 #if IS_SCALED
             int power = exponents[WARPS] + weight_exponents[c] - 28;
             all.y = ldexpf(all.y, power), all.z = ldexpf(all.z, 2 * power);

@@ -1,5 +1,5 @@
-// A sample's result from the moments of its tiles: a norm over groups of channels, then the mean of everything. A lane
-// for each channel; in double, for the mean of what a norm gives is a small difference of large numbers.
+// A sample's result from the moments of its tiles: a norm over groups of channels, then the mean of everything. One
+// lane per channel. In double, because the mean of a norm's result is a small difference of large numbers.
 //
 // Compile-time: C_OUT (at most 32), C_PER_GROUP, TILES, EPS.
 

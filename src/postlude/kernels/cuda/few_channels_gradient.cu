@@ -1,22 +1,22 @@
-// Gradients of a convolution of 1 to 4 input channels whose result v is not stored: the gradient at v is affine in v
-// per sample and channel, dv = shift + slope·v, so v is computed again, slice by slice, and dv never leaves the block.
+// Gradients of a convolution of 1 to 4 input channels whose result v is not stored. The gradient at v is affine in v
+// per sample and channel, dv = shift + slope·v, so v is recomputed slice by slice and dv never leaves the block.
 //
 //   dW[o, c, k] = Σ dv[n, o, p]·x[n, c, p + k − P]        dx[n, c, q] = Σ dv[n, o, q − k + P]·w[o, c, k]
 //
-// A block walks over tiles of BLOCK_D×BLOCK_H×32 positions of v; with HAS_DX they overlap by the kernel's reach, so
-// that each gives whole sums of dx, and dW counts only what the tile before has not. Within a tile it goes from slice
-// to slice: a ring holds the KD input slices that one slice of v reads and the one to come (see few_channels.cu for the
-// slots). The warps compute ROWS_PER_WARP rows of v each, store dv as 16-bit numbers, [BLOCK_H, columns, channels], in
-// one plane or two as the input, and after a barrier use it for both gradients.
+// A block loops over tiles of BLOCK_D×BLOCK_H×32 positions of v. With HAS_DX tiles overlap by a halo, so that each tile
+// gives complete sums of dx; dW skips the positions that the previous tile has counted. Within a tile the block goes
+// from slice to slice: a ring holds the KD input slices that one slice of v reads, and the next one (see
+// few_channels.cu for the slots). Each warp computes ROWS_PER_WARP rows of v and stores dv as 16-bit numbers, [BLOCK_H,
+// columns, channels], in as many planes as the input has. After a barrier both gradients read it.
 //
-//   HAS_DW: a matrix of 8 slots, transposed, is the numbers of one chunk (high and low) by 8 positions. Two chunks by
-//   16 positions are one operand, dv of 16 positions by 8 channels the other: a warp owns PAIRS pairs of chunks.
-//   HAS_DX: a row is several neighbouring outputs (NEIGHBOURS), its sum runs over the SPAN positions of dv that they
-//   read, by channels; the columns are those outputs' channels. A slice of dv adds to KD slices of dx, which a warp
-//   keeps.
+//   HAS_DW: a transposed matrix of 8 slots is the numbers of one chunk (high and low) by 8 positions. One operand is
+//   two chunks by 16 positions, the other is dv, 16 positions by 8 channels. A warp owns PAIRS pairs of chunks. HAS_DX:
+//   a row is NEIGHBOURS neighbouring positions of dx, and its columns are their channels. The sum runs over the SPAN
+//   positions of dv that they read, and over dv's channels. A slice of dv adds to KD slices of dx, which a warp keeps
+//   in registers.
 //
-// dv comes scaled: p_table has shift and slope times 2^e for an e that brings every |dv| under 2¹⁵, and e. dW takes it
-// out sum by sum; for dx the weight's fragments are made anew for every tile, with 2^-e and a power of two that keeps
+// dv is scaled: p_table holds shift and slope times 2^e, and e, where e brings every |dv| under 2¹⁵. dW undoes the
+// scale sum by sum. For dx the weight's fragments are made anew for every tile, with 2^-e and a power of two that keeps
 // the largest of them in 2¹⁴…2¹⁵.
 //
 // Compile-time: as few_channels.cu, and DX_N DX_C DX_D DX_H DX_W (strides of dx), HAS_DW, HAS_DX (which gradients).
@@ -31,19 +31,19 @@ constexpr int PAIRS_IN_ALL = (TAP_CHUNKS + 1) / 2;
 constexpr int PAIRS = (PAIRS_IN_ALL + WARPS - 1) / WARPS;
 constexpr int NEIGHBOURS = C_IN > 2 ? 2 : 4;
 constexpr int SPAN = NEIGHBOURS + KW - 1;
-constexpr int ROW_GROUPS = 8 / NEIGHBOURS;  // of 4 rows of a product, in a row of 32 outputs
-constexpr int M_TILES = ((BLOCK_H + 1) / 2 * ROW_GROUPS + 1) / 2;  // of 16 rows of a product
+constexpr int ROW_GROUPS = 8 / NEIGHBOURS;  // groups of 4 rows of a product in a row of 32 outputs
+constexpr int M_TILES = ((BLOCK_H + 1) / 2 * ROW_GROUPS + 1) / 2;  // tiles of 16 rows of a product
 constexpr int M_TILES_PER_WARP = (M_TILES + WARPS - 1) / WARPS;
 constexpr int DX_K_STEPS = (SPAN * NFRAG + 1) / 2;
 constexpr int DX_FRAGMENT_SLOTS = HAS_DX ? KD * KH * DX_K_STEPS * 32 : 0;
-// Positions of dv an odd number of 16 bytes apart, and rows too where 4 positions of each of two are read at once:
-// free of bank conflicts.
+// To avoid bank conflicts, positions of dv are an odd number of 16-byte units apart, and so are rows where a load reads
+// 4 positions from each of two rows.
 constexpr int DV_STRIDE = (NFRAG | 1) * 8;
-constexpr int DV_LEFT = HAS_DX ? KW - 1 : 0;  // zeros before a row; as many behind it
+constexpr int DV_LEFT = HAS_DX ? KW - 1 : 0;  // zeros before a row, and as many after it
 constexpr int DV_ROW = HAS_DX ? 33 + 2 * (KW - 1) : 32;
-constexpr int DV_ZEROS = BLOCK_H * DV_ROW * DV_STRIDE;  // where zeros are, for rows outside
+constexpr int DV_ZEROS = BLOCK_H * DV_ROW * DV_STRIDE;  // offset of the zeros that stand for rows outside
 constexpr int DV_SIZE = DV_ZEROS + (HAS_DX ? SPAN * DV_STRIDE : 0);
-// Between additions in ordinary fp32, for tensor cores cut off what does not fit: rows of dW, products of dx
+// Rows of dW and products of dx between promotions to ordinary fp32: tensor cores truncate while they accumulate
 constexpr int PROMOTE_ROWS = 4, PROMOTE_STEPS = 3;
 constexpr int LOADS_PER_THREAD = (IN_H * IN_W + THREADS - 1) / THREADS;
 constexpr int WORDS = 7 * BLOCK_C + WARPS + RING_SLICES * K_STEPS * 4;
@@ -57,8 +57,8 @@ static_assert((RING_SLICES * SLICE_PITCH + FRAGMENT_SLOTS + DX_FRAGMENT_SLOTS) *
 #include "tile.cuh"
 #include "products.cuh"
 
-// A tile along one axis: positions of v from `first` on, of which the tile before has counted the first `skip`, and
-// the outputs of dx from `low` to before `high`
+// A tile along one axis: positions of v from `first` on, of which the previous tile has counted the first `skip`, and
+// the positions [low, high) of dx
 struct Extent {
     int first, count, skip, low, high;
 };
@@ -72,7 +72,7 @@ __device__ __forceinline__ Extent extent_of(int i, bool is_last, int out, int si
             is_last ? size : first + BLOCK - PAD};
 }
 
-// The exponent of a tile's input, by all warps; ends in a barrier
+// The exponent of a tile's input, found by all warps together; ends with a barrier
 __device__ __forceinline__ int exponent_of_tile(const input_t* p_x, int positions, int z0, int y0, int x0,
                                                 int* exponents)
 {
@@ -109,8 +109,8 @@ __device__ __forceinline__ void store_input_slice(input_t (&v)[LOADS_PER_THREAD]
     }
 }
 
-// The weight as fragments [KD, KH, DX_K_STEPS, lane] of the product that gives dx. Their sum runs over octets of
-// channels of neighbouring positions, from the left; position j meets output o of a row through the tap o + KW − 1 − j.
+// The weight as fragments [KD, KH, DX_K_STEPS, lane] for the product that gives dx. The sum runs over neighbouring
+// positions from the left, 8 channels at a time. Position j contributes to output o of a row by tap o + KW − 1 − j.
 __device__ __forceinline__ void prepare_back(const input_t* p_w, const int* exponents, const int* powers, int most,
                                              slot_t* back)
 {
@@ -134,8 +134,8 @@ __device__ __forceinline__ void prepare_back(const input_t* p_w, const int* expo
     }
 }
 
-// dv of [ROWS_PER_WARP, 32] positions from `at` on, which is column g and channel 2t. Bit 4r + i of `valid`: row r,
-// column 8i + g counts.
+// Stores dv of [ROWS_PER_WARP, 32] positions at `at`, which points to column g and channel 2t. Bit 4r + i of `valid`
+// says whether row r, column 8i + g counts.
 __device__ __forceinline__ void store_rows(const Sums& sums, u32 valid, const float* unscales, const float* slopes,
                                            const float* shifts, u16* at)
 {
@@ -178,13 +178,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) few_channel
     const input_t* __restrict__ p_w,  // [C_OUT, C_IN, KD, KH, KW] through its strides
     const float* __restrict__ p_table,  // [N, C_OUT, 4]: shift and slope times 2^e, e, nothing
 #if HAS_DW
-    float* __restrict__ p_dw,  // [blocks, size of the weight], out; added up they are dW
+    float* __restrict__ p_dw,  // [blocks, size of the weight], out; their sum over blocks is dW
 #endif
 #if HAS_DX
     input_t* __restrict__ p_dx,  // as x, through its own strides, out
 #endif
     int units,  // tiles of all samples
-    u32 zero)  // 0, which the compiler cannot know
+    u32 zero)  // always 0, unknown to the compiler
 {
     extern __shared__ uint4 shared[];
     slot_t* ring = (slot_t*)shared;  // [RING_SLICES, IN_H, IN_W] with SLICE_PITCH and ROW_PITCH
@@ -203,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) few_channel
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll 1
     for (int i = threadIdx.x; i < RING_SLICES * K_STEPS * 4; i += THREADS) {
-        int chunk = i % (K_STEPS * 4) < TAP_CHUNKS ? i % (K_STEPS * 4) : 0;  // past the last, any: its weights are 0
+        int chunk = i % (K_STEPS * 4) < TAP_CHUNKS ? i % (K_STEPS * 4) : 0;  // past the last any will do: weights are 0
         offsets[i] = (i / (K_STEPS * 4) + chunk / (KH * TAP_CHUNKS_W)) % RING_SLICES * SLICE_PITCH +
                      chunk / TAP_CHUNKS_W % KH * ROW_PITCH + chunk % TAP_CHUNKS_W * TAPS_PER_SLOT;
     }
@@ -283,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) few_channel
 #endif
 #if HAS_DX
             add_input(dv, back + lane, ys.low + PH - ys.first, xs.low + PW - xs.first, slice_sums);
-            int done = zs.first + z - PD;  // no later slice of dv reaches it
+            int done = zs.first + z - PD;  // no later slice of dv contributes to it
             if (zs.low <= done && done < zs.high)
                 store_slice(slice_sums[0], ys, xs, undo0, undo1, p_dx + i_n * (long long)DX_N + done * DX_D);
 #pragma unroll

@@ -1,10 +1,9 @@
-// dx: what a slice of dv adds to the slices of the input's gradient that it reaches. Needs few_channels_gradient.cu's
-// constants.
+// dx, the input's gradient: adds the contribution of one slice of dv. Needs few_channels_gradient.cu's constants.
 
 typedef float SliceSums[M_TILES_PER_WARP][4];
 
-// Adds what one slice of dv gives to the KD slices of dx that it reaches. Row y of the tile's outputs lies at row
-// y + above of dv, its first column at column `before`, both for the last tap.
+// Adds the contribution of one slice of dv to the KD slices of dx that read it. For the last tap, row y of the tile's
+// outputs lies at row y + above of dv, and its first column at column `before`.
 __device__ __forceinline__ void add_input(const u16* dv, const slot_t* back, int above, int before,
                                           SliceSums (&sums)[KD])
 {
@@ -62,7 +61,7 @@ __device__ __forceinline__ void add_input(const u16* dv, const slot_t* back, int
 __device__ __forceinline__ void store(float* to, float value) { *to = value; }
 __device__ __forceinline__ void store(u16* to, float value) { *to = (u16)pack_pair(value, 0.0f); }
 
-// One slice of dx, from `p_dx` on
+// Stores one slice of dx, beginning at `p_dx`
 __device__ __forceinline__ void store_slice(const SliceSums& sums, const Extent& ys, const Extent& xs, float undo0,
                                             float undo1, input_t* p_dx)
 {

@@ -1,7 +1,7 @@
-// 8×8 matrices of 16-bit numbers read from shared memory as a product's fragments. Needs operands.cuh.
+// ldmatrix: 8×8 matrices of 16-bit numbers from shared memory as fragments of a product. Needs operands.cuh.
 //
-// Lane 8m + r gives the address of row r of matrix m: 16 bytes, aligned. Lane (g, t) gets of matrix m the numbers 2t
-// and 2t + 1 of row g, or, transposed, of column g.
+// Lane 8m + r gives the address of row r of matrix m: 16 bytes, aligned. Lane (g, t) receives numbers 2t and 2t + 1 of
+// row g of each matrix m, or of column g if transposed.
 
 #ifndef POSTLUDE_HOST
 __device__ __forceinline__ void load_matrices(u32 (&d)[4], const void* row)

@@ -1,9 +1,8 @@
 // Operands of a tensor-core product of 16-bit numbers: conversion, scaling by powers of two, one plane or two.
 //
 // INPUT_BITS is 32, or 16 for input of the operand's own type; IS_BFLOAT chooses bf16 operands; PLANES is 1 or 2.
-// HAS_WIDE_SLOTS makes slots of one plane as wide as those of two, so that rows of 8×8 matrices can begin at any of
-// them.
-// What only the device has is between the guards; tests put their own in its place and run the rest on the host.
+// HAS_WIDE_SLOTS makes slots of one plane as wide as those of two, so that a row of an 8×8 matrix can begin at any
+// slot. Device intrinsics are between guards: tests replace them and run the rest on the host.
 
 #define IS_SCALED (INPUT_BITS == 32 && !IS_BFLOAT)
 #ifndef HAS_WIDE_SLOTS
@@ -66,7 +65,7 @@ __device__ __forceinline__ float as_float(u16 bits) { return unpack(bits); }
 #endif
 __device__ __forceinline__ float as_float(float value) { return value; }
 
-// Of the largest of a warp's magnitudes, at least −112: then 2^(14 − it), which brings it just below 2¹⁵, is a number
+// The exponent of the warp's largest magnitude, at least −112 so that 2^(14 − exponent) is finite
 __device__ __forceinline__ int warp_exponent(float magnitude)
 {
     return max((int)(__reduce_max_sync(~0u, __float_as_uint(magnitude)) >> 23) - 127, -112);
@@ -74,7 +73,7 @@ __device__ __forceinline__ int warp_exponent(float magnitude)
 
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float((u32)(127 + exponent) << 23); }
 
-// x, y: four numbers times `scale`, of 16 bits; z, w: what that leaves over of them, or 0
+// x, y: four numbers times `scale` in 16 bits (high plane); z, w: the remainders (low plane), or 0
 __device__ __forceinline__ slot_t make_slot(const float (&v)[4], float scale)
 {
     float a = v[0] * scale, b = v[1] * scale, c = v[2] * scale, d = v[3] * scale;

@@ -1,4 +1,5 @@
-// The convolution of few channels as products of a staged tile: the weight's fragments, and rows of 32 outputs.
+// The convolution of few channels as tensor-core products on a staged tile: fragments of the weight, rows of 32
+// outputs.
 //
 // Needs geometry.cuh. See few_channels.cu for the order of the columns.
 
@@ -10,7 +11,7 @@ __device__ __forceinline__ int weight_offset(int o, int c, int tap)
     return o * W_O + c * W_C + tap / (KH * KW) * W_D + tap / KW % KH * W_H + tap % KW * W_W;
 }
 
-// The weight of the channels from c0 on as fragments [K_STEPS, NFRAG, lane], and the exponents it is scaled by
+// Writes the weight of the channels from c0 on as fragments [K_STEPS, NFRAG, lane], and the exponents of its scales
 __device__ __forceinline__ void prepare(const input_t* p_w, int c0, slot_t* fragments, int* exponents)
 {
 #if IS_SCALED
@@ -37,13 +38,13 @@ __device__ __forceinline__ void prepare(const input_t* p_w, int c0, slot_t* frag
     }
 }
 
-// ROWS_PER_WARP rows of 32 outputs, as fragments: row m / 2, x = 16·(m % 2) + g and the same + 8
+// ROWS_PER_WARP rows of 32 outputs as fragments m: row m / 2, x = 16·(m % 2) + g, and the same x + 8
 typedef float Sums[2 * ROWS_PER_WARP][NFRAG][4];
 
 __device__ __forceinline__ void multiply(const slot_t* at, const int* offsets, const slot_t* weights, u32 zero,
                                          Sums& sums)
 {
-#pragma unroll 1  // all at once needs more registers than there are
+#pragma unroll 1  // unrolled, it needs more registers than there are
     for (int j = 0; j < K_STEPS; j++) {
         const slot_t* from = at + offsets[j * 4];
         slot_t b[NFRAG];
@@ -52,11 +53,11 @@ __device__ __forceinline__ void multiply(const slot_t* at, const int* offsets, c
 #pragma unroll
         for (int m = 0; m < 2 * ROWS_PER_WARP; m++) {
             slot_t top = from[m / 2 * ROW_PITCH + m % 2 * 16], bottom = from[m / 2 * ROW_PITCH + m % 2 * 16 + 8];
-            // Copied once, here; if it knew that `zero` is 0, the compiler would copy them for every product
+            // Copied once, here. If the compiler knew that `zero` is 0, it would copy them for every product
             u32 high[4] = {top.x ^ zero, bottom.x ^ zero, top.y ^ zero, bottom.y ^ zero};
 #if PLANES == 2
             u32 low[4] = {top.z ^ zero, bottom.z ^ zero, top.w ^ zero, bottom.w ^ zero};
-            // Tensor cores cut off what does not fit a sum: it stays short, small products first
+            // Tensor cores truncate while they accumulate: the sum is kept short, with small products first
             float part[NFRAG][4] = {};
 #pragma unroll
             for (int n = 0; n < NFRAG; n++) mma(part[n], low, b[n].x, b[n].y);

@@ -1,4 +1,4 @@
-// A position of a tile: where it lies in shared memory, and what the input has there. Needs geometry.cuh.
+// A position of a tile: its place in shared memory, and its input. Needs geometry.cuh.
 
 __device__ __forceinline__ int place_of(u32 i)
 {

@@ -1,10 +1,10 @@
-// dW: a warp's pairs of chunks by all channels, summed over the positions of a slice. Needs few_channels_gradient.cu's
-// constants; promoted to ordinary fp32 every PROMOTE_ROWS rows.
+// dW, the weight's gradient: a warp's pairs of chunks times all channels, summed over the positions of a slice. Sums
+// are promoted to ordinary fp32 every PROMOTE_ROWS rows. Needs few_channels_gradient.cu's constants.
 
 typedef float WeightSums[PAIRS][NFRAG][4];
 
-// Adds what the rows from `first` to before `rows` of one slice give. `counted`: the bits of positions 2t and 2t + 1 of
-// a row that count.
+// Adds the contribution of rows [first, rows) of one slice. `counted` has a bit for each of the positions 2t and 2t + 1
+// of a row that count.
 __device__ __forceinline__ void add_weight(const slot_t* ring, const int* offsets, const u16* dv, int first, int rows,
                                            u32 counted, const float* undo, WeightSums& sums)
 {
@@ -65,7 +65,7 @@ __device__ __forceinline__ void add_weight(const slot_t* ring, const int* offset
     }
 }
 
-// Rows of a chunk are its numbers, high and then low: added, and stored where the weight has them
+// A chunk's rows are its numbers, high plane first, then low: adds the two and stores them at the weight's position
 __device__ __forceinline__ void store_weight(const WeightSums& sums, float* p_dw)
 {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;

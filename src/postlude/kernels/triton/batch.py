@@ -1,7 +1,7 @@
-"""batch_norm in training: what the passes found per sample and channel, combined over the batch.
+"""batch_norm in training: combines over the batch what other passes computed per sample and channel.
 
-Every other kernel reads one number per sample and group: here each channel's is written once for every sample, so that
-they need not know.
+Every other kernel reads one number per sample and group. These kernels therefore write each channel's number once for
+every sample, so that no other kernel needs a case for batch_norm.
 """
 
 import triton
@@ -44,8 +44,8 @@ def combine_batch_kernel(
 
 @triton.jit
 def combine_batch_sums_kernel(
-    p_sums,  # [2 and more, N, C, CHUNKS]: sums of dn, and of dn · x̂ (see gradient.py)
-    p_gamma,  # [C], unread without HAS_GAMMA
+    p_sums,  # [2 or more, N, C, CHUNKS]: sums of dn, and of dn · x̂ (see gradient.py)
+    p_gamma,  # [C], not read without HAS_GAMMA
     p_a,  # [N, C], out: the mean of γ · dn over the batch
     p_b,  # [N, C], out: the mean of γ · dn · x̂
     N, C, S, CHUNKS,
@@ -54,7 +54,7 @@ def combine_batch_sums_kernel(
 ):  # fmt: skip
     i_c = tl.program_id(0)
     o_part = tl.arange(0, BLOCK_PARTS)
-    # Sums of opposite signs may be far larger than their total: float64, which costs nothing for so few.
+    # Partial sums of opposite signs may be far larger than their total. They are few, so float64 costs nothing.
     a = tl.zeros([BLOCK_PARTS], tl.float64)
     b = tl.zeros([BLOCK_PARTS], tl.float64)
     for start in range(0, N * CHUNKS, BLOCK_PARTS):

@@ -1,8 +1,8 @@
-"""The last pass of a chain with a softmax or a reduction over channels: they all lie in one tile.
+"""The last pass of a chain with a softmax or a reduction over channels. A tile holds all channels of its positions.
 
-Names as in normalize.py, and NORM_STEPS_FN as there: all steps that are left, softmaxes among them, or those before the
-reduction. It takes channels along one axis: loaded along two, each number was loaded four times. Lanes past the last
-channel count for nothing.
+Names are as in normalize.py. NORM_STEPS_FN is the steps before the reduction, or all steps that are left, softmaxes
+among them. A tile has one axis for channels: with two, each number was loaded four times. Lanes past the last channel
+are masked out of every result.
 """
 
 import triton
@@ -14,14 +14,14 @@ from postlude.kernels.triton.tiles import of_groups, own_channels, own_rows, own
 
 @triton.jit
 def row_largest(b_x):
-    """Of each row; a NaN stays, which `tl.max` would lose."""
+    """The largest of each row. Keeps a NaN, which `tl.max` would drop."""
     nan = tl.sum(tl.where(b_x <= float("inf"), 0.0, b_x), axis=1)
     return tl.max(b_x, axis=1) + nan
 
 
 @triton.jit
 def row_logsumexp(b_x):
-    """log(Σ exp(x)) of each row without an overflow; of infinities and NaN as PyTorch has it."""
+    """log(Σ exp(x)) of each row without overflow. Infinities and NaN give what PyTorch gives."""
     shift = tl.max(b_x, axis=1)
     shift = tl.where(tl.abs(shift) == float("inf"), 0.0, shift)  # ∞ − ∞ would be NaN
     return tl.log(tl.sum(exp(b_x - shift[:, None]), axis=1)) + shift
@@ -29,7 +29,7 @@ def row_logsumexp(b_x):
 
 @triton.jit
 def channel_softmax(b_x, m_c):
-    """exp(x) / Σ exp(x) of each row [BLOCK_C]; an infinity makes NaN of it, as in PyTorch."""
+    """exp(x) / Σ exp(x) of each row [BLOCK_C]. A row with an infinity becomes NaN, as in PyTorch."""
     b_e = tl.where(m_c[None, :], exp(b_x - row_shift(b_x, m_c)), 0.0)
     return b_e / tl.sum(b_e, axis=1)[:, None]
 
@@ -58,12 +58,12 @@ def channels_kernel(
     OP: tl.constexpr,  # "logsumexp", "amax", "amin", "sum", "mean", or "none"
     HAS_NORM: tl.constexpr,
     BLOCK_S: tl.constexpr,  # positions of a tile
-    BLOCK_C: tl.constexpr,  # C or more
+    BLOCK_C: tl.constexpr,  # at least C
     IS_CHANNELS_LAST: tl.constexpr, IS_OUT_CONTIGUOUS: tl.constexpr,
     ALIGN: tl.constexpr,  # a power of two that divides S, or 1 where IS_CHANNELS_LAST
     USES_INT64: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    S = S // ALIGN * ALIGN  # the same number: a hint would not reach the masks
+    S = S // ALIGN * ALIGN  # same value; shows the compiler that ALIGN divides it, also in masks
     i_chunk, i_n, o_c, m_c, base = own_channels(C, S, CHUNKS, BLOCK_C)
     o_x, m_x = own_tile(i_chunk * BLOCK_S, o_c, m_c, C, S, BLOCK_S, BLOCK_C, not IS_CHANNELS_LAST, USES_INT64)
     b_x = tl.load(p_x + base + o_x, mask=m_x, other=0.0).to(ACC)  # [BLOCK_S, BLOCK_C]

@@ -1,9 +1,9 @@
-"""A convolution as one matrix product over packed operands (see pack.py), with what follows it in the same launch.
+"""A convolution as an implicit GEMM over packed operands (see pack.py), with an epilogue for what follows it.
 
-A row of the product is one output or several neighbouring ones (NEIGHBOURS), its columns their channels. For one (z, y)
-of the kernel's taps the NEIGHBOURS + KW − 1 positions that they read lie next to one another: a stretch of one packed
-row, so a tile of the left operand is one 2-D descriptor load, with nothing to mask. With few channels several
-neighbours read each input fewer times, at the price of products with zeros.
+A row of the GEMM is one output position, or NEIGHBOURS neighbouring ones; its columns are output channels. For one
+(z, y) of the taps, the NEIGHBOURS + KW − 1 input positions that a row reads are consecutive in one packed row. A tile
+of the left operand is therefore one 2-D descriptor load, with nothing to mask. With few channels, NEIGHBOURS > 1 reads
+each input fewer times, at the price of multiplications with zeros.
 """
 
 import triton
@@ -19,28 +19,28 @@ def convolve_kernel(
     d_x_low,  # the low plane, where PLANES is 2
     d_w,  # descriptor [columns, PLANES·K]
     p_unscale,  # [C_OUT] where IS_SCALED
-    p_inf,  # [1] where KEEPS_INF and PLANES is 2: whether there is an infinity in either operand
+    p_inf,  # [1] where KEEPS_INF and PLANES is 2: whether either operand holds an infinity
     p_y,  # [N, C_OUT, S], or [N, S, C_OUT] where IS_CHANNELS_LAST, out; where STORE
     p_mean, p_m2,  # [N, C_OUT, TILES], out, where MOMENTS
-    p_count,  # [N, TILES], out, where MOMENTS: a tile's outputs that are none of the padding
+    p_count,  # [N, TILES], out, where MOMENTS: how many of a tile's outputs are not padding
     a0, a1, a2, a3, a4, a5,
     C_OUT,
     TILES,  # per sample
-    UNITS,  # tiles in all, times blocks of channels
+    UNITS,  # tiles in all, times the blocks of channels
     M_PER_SAMPLE,  # rows of the left operand from one sample to the next
     ROW_PITCH, SLICE_PITCH,  # positions of a packed row, and of a packed slice
     FIRST_SLICE,  # the first slice of the packed sample that holds input
     LAST_SLICE,  # the last slice that holds input
     OD, OH, OW,
     STEPS_FN: tl.constexpr, KD: tl.constexpr, KH: tl.constexpr,
-    K_PER_TAP_ROW: tl.constexpr,  # elements that a row of the product reads for one (z, y) of the taps: SPAN·C_PACKED
+    K_PER_TAP_ROW: tl.constexpr,  # elements that a row of the GEMM reads for one (z, y) of the taps: SPAN·C_PACKED
     C_PACKED: tl.constexpr,  # channels of a packed position
     NEIGHBOURS: tl.constexpr, PLANES: tl.constexpr, IS_SCALED: tl.constexpr,
-    KEEPS_INF: tl.constexpr,  # infinities come out as of PyTorch's convolution: no norm follows that hides them
-    STORE: tl.constexpr,  # "no", "raw": what the convolution gives, or "done": what STEPS_FN makes of it
+    KEEPS_INF: tl.constexpr,  # infinities give what PyTorch's convolution gives; needed unless a norm follows
+    STORE: tl.constexpr,  # "no", "raw": the convolution's result, or "done": after STEPS_FN
     MOMENTS: tl.constexpr,  # "no", "both", or "sums"
     IS_CHANNELS_LAST: tl.constexpr,
-    IS_DENSE: tl.constexpr,  # the packed volume is the output's, so a position's number is its place in the output
+    IS_DENSE: tl.constexpr,  # the packed volume has the output's shape, so a packed position is an output position
     USES_INT64: tl.constexpr,
     ALIGN: tl.constexpr,  # a power of two that divides OD·OH·OW where IS_DENSE, else ROW_PITCH and OW
     IS_EVEN_C: tl.constexpr,  # C_OUT is a multiple of BLOCK_C: one mask for all channels of a position
@@ -56,7 +56,7 @@ def convolve_kernel(
         s0 = i_tile * (BLOCK_M * NEIGHBOURS)
         row0 = i_n * M_PER_SAMPLE + i_tile * BLOCK_M
         column0 = i_b * (NEIGHBOURS * BLOCK_C)
-        # Taps that meet only the padding in front of or behind the volume are left out.
+        # Skip taps along z that read only padding.
         z_last = tl.minimum(s0 + BLOCK_M * NEIGHBOURS - 1, OD * SLICE_PITCH - 1) // SLICE_PITCH
         kd_first = tl.maximum(0, FIRST_SLICE - z_last)
         kd_end = tl.minimum(KD, LAST_SLICE + 1 - s0 // SLICE_PITCH)
@@ -72,7 +72,8 @@ def convolve_kernel(
             w_low = d_w.load([column0, K + i * BLOCK_K]) if PLANES == 2 else w_high
             acc = multiply(high, low, w_high.T, w_low.T, acc, PLANES, ACC)
         if KEEPS_INF and PLANES == 2:  # noqa: SIM102 (decided when compiling; the other when running)
-            # An infinity times a low plane has any sign, or is NaN: the high planes alone say what becomes of it.
+            # An infinity times a low plane has an arbitrary sign or is NaN. The product of the high planes alone is
+            # right.
             if tl.load(p_inf) != 0:
                 alone = tl.zeros([BLOCK_M, NEIGHBOURS * BLOCK_C], ACC)
                 for i in tl.range(kd_first * (KH * BLOCKS_K), kd_end * (KH * BLOCKS_K)):
@@ -88,10 +89,10 @@ def convolve_kernel(
             b_v = b_v * tl.load(p_unscale + o_c, mask=m_c, other=0.0)[None, :]
         o_p = s0 + tl.arange(0, BLOCK_M * NEIGHBOURS)
         o_s = o_p
-        S = OD * OH * OW // ALIGN * ALIGN  # the same number, seen to be a multiple: stores are as wide as that
+        S = OD * OH * OW // ALIGN * ALIGN  # same value; the compiler sees the alignment and widens the stores
         m_s = o_p < S
         if not IS_DENSE:
-            # By runs of ALIGN positions, so that the compiler sees that they lie side by side and are masked together.
+            # By runs of ALIGN positions: the compiler then sees that a run is contiguous and shares one mask.
             run = o_p // ALIGN
             x = run % (ROW_PITCH // ALIGN)
             y = run % (SLICE_PITCH // ALIGN) // (ROW_PITCH // ALIGN)

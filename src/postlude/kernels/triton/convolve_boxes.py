@@ -1,10 +1,9 @@
-"""A convolution that reads rows of channels where they lie: a tile of the input is a box, moved by one tap at a time.
+"""An implicit GEMM that reads a channels-last input in place: a TMA box per tile, shifted by one tap at a time.
 
-What a box reads outside of the input is zero, so there is no padding to be made and none to be masked. The columns of
-the product are positions and its rows output channels: that way round both operands reach the tensor cores from
-shared memory as the copy left them. A row is also one of several neighbouring outputs (NEIGHBOURS), where there are few
-channels: a column is then as many positions of the input, counted by j, and the products of outputs with positions that
-they do not read are with zeros.
+TMA fills with zeros what a box reads outside the input, so nothing is padded or masked. The columns of the GEMM are
+positions and its rows are output channels: in this order the tensor cores take both operands from shared memory as the
+copy left them. With few channels a row stands for one of NEIGHBOURS neighbouring outputs as well, and a column for
+NEIGHBOURS positions of the input (index j). Weights are zero where an output does not read a position.
 """
 
 import triton
@@ -29,7 +28,7 @@ def convolve_boxes_kernel(
     KD: tl.constexpr, KH: tl.constexpr,
     SPAN: tl.constexpr,  # positions that neighbouring outputs read along x: NEIGHBOURS + KW − 1
     C_PACKED: tl.constexpr, NEIGHBOURS: tl.constexpr,
-    STORE: tl.constexpr,  # "no", "raw": what the convolution gives, or "done": what STEPS_FN makes of it
+    STORE: tl.constexpr,  # "no", "raw": the convolution's result, or "done": after STEPS_FN
     MOMENTS: tl.constexpr,  # "no", "both", or "sums"
     IS_CHANNELS_LAST: tl.constexpr, USES_INT64: tl.constexpr,
     IS_EVEN_C: tl.constexpr,  # C_OUT is a multiple of BLOCK_C: one mask for all channels of a position
@@ -37,7 +36,7 @@ def convolve_boxes_kernel(
     STAGES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     BLOCKS_K: tl.constexpr = C_PACKED // BLOCK_K
-    STEPS_PER_SLICE: tl.constexpr = KH * SPAN * BLOCKS_K  # of one slice of taps
+    STEPS_PER_SLICE: tl.constexpr = KH * SPAN * BLOCKS_K  # for the taps of one z
     unit = tl.program_id(0)
     i_b = unit % BLOCKS_C
     i_tile = (unit // BLOCKS_C) % TILES
@@ -45,7 +44,7 @@ def convolve_boxes_kernel(
     j0 = i_tile % TILES_J * BLOCK_J
     y0 = i_tile // TILES_J % TILES_H * BLOCK_H
     z0 = i_tile // TILES_J // TILES_H
-    # Slices of taps that lie outside of the input are left out.
+    # Skip taps along z that read only padding.
     kd_first = tl.maximum(0, PD - z0)
     kd_end = tl.minimum(KD, D + PD - z0)
     acc = tl.zeros([NEIGHBOURS * BLOCK_C, BLOCK_H * BLOCK_J], ACC)
@@ -53,7 +52,7 @@ def convolve_boxes_kernel(
         x = i // BLOCKS_K % SPAN - PW
         y = i // (BLOCKS_K * SPAN) % KH - PH
         z = i // STEPS_PER_SLICE - PD
-        j = (x + PW * NEIGHBOURS) // NEIGHBOURS - PW  # rounded down, which a quotient below 0 is not
+        j = (x + PW * NEIGHBOURS) // NEIGHBOURS - PW  # floor division; `//` alone rounds a negative x towards 0
         box = d_x.load([i_n, z0 + z, y0 + y, j0 + j, (x - j * NEIGHBOURS) * C_PACKED + i % BLOCKS_K * BLOCK_K])
         b_x = tl.reshape(box, [BLOCK_H * BLOCK_J, BLOCK_K])
         b_w = d_w.load([i_b * (NEIGHBOURS * BLOCK_C), i * BLOCK_K])  # [NEIGHBOURS·BLOCK_C, BLOCK_K]

@@ -1,8 +1,8 @@
-"""The vocabulary's derivatives on the device: the gradient g of a word's result made one of its operand x.
+"""The derivative of each word on the device: from the gradient g of the result to the gradient of the operand x.
 
-At ties and NaN they follow PyTorch, word by word: relu passes nothing at 0 and g at NaN, clamp passes g at its bounds
-and nothing at NaN, hardtanh the other way round, leaky_relu takes its slope at both. Where the result v says it all,
-it is taken instead of x.
+Ties and NaN follow PyTorch, word by word. relu passes nothing at 0 and g at NaN; clamp passes g at its bounds and
+nothing at NaN; hardtanh does the opposite of clamp; leaky_relu uses its slope for both. A function takes the result v
+instead of x where v alone determines the derivative.
 """
 
 import triton
@@ -21,7 +21,7 @@ def relu_gradient(g, x):
 
 @triton.jit
 def clamp_min_gradient(g, x, bound: tl.constexpr):
-    # The bound in x's dtype: a tie in float64 must not be missed by fp32's rounding of it.
+    # The bound in x's dtype: rounded to fp32 it would miss a tie in float64.
     return tl.where(x >= tl.full(x.shape, bound, x.dtype), g, 0.0)
 
 
@@ -135,7 +135,7 @@ def pow_gradient(g, x, exponent: tl.constexpr):
 
 @triton.jit
 def maximum_gradient(g, x, y):
-    y = tl.zeros(x.shape, x.dtype) + y  # a tie must not be missed by fp32's rounding of a bare number
+    y = tl.zeros(x.shape, x.dtype) + y  # in x's dtype: a Python number is rounded to fp32 and could miss a tie
     return tl.where(x == y, g * 0.5, tl.where(x < y, 0.0, g))
 
 

@@ -1,7 +1,7 @@
-"""The epilogue of a convolution: what becomes of one tile of the accumulator, in the launch that computed it.
+"""The epilogue of a GEMM kernel: what happens to a tile of the accumulator before the kernel ends.
 
-STORE says what is stored: "no", "raw" (what the convolution gives) or "done" (what STEPS_FN makes of it). MOMENTS says
-what is kept of the values that STEPS_FN makes, per channel and tile: "no", "sums", or "both" mean and M2.
+STORE says what is stored: "no", "raw" (the product itself) or "done" (after STEPS_FN). MOMENTS says what is kept of the
+values after STEPS_FN, per channel and tile: "no", "sums", or "both" (mean and M2, the sum of squared deviations).
 """
 
 import triton
@@ -17,7 +17,7 @@ def epilogue(
     C_OUT, S, CHUNKS,
     STEPS_FN: tl.constexpr, STORE: tl.constexpr, MOMENTS: tl.constexpr,
     IS_CHANNELS_LAST: tl.constexpr, USES_INT64: tl.constexpr, IS_EVEN_C: tl.constexpr,
-    POSITION_AXIS: tl.constexpr,  # of the tile
+    POSITION_AXIS: tl.constexpr,  # which axis of the tile has the positions
     ACC: tl.constexpr,
 ):  # fmt: skip
     base = i_n.to(tl.int64) * C_OUT * S
@@ -48,5 +48,5 @@ def epilogue(
             tl.store(p_mean + o_out, b_sum, mask=m_c)
         if i_b == 0:
             tl.store(p_count + i_n * CHUNKS + i_chunk, count)
-    if STORE == "done":  # after the moments: its layout is another, and both would not fit the registers
+    if STORE == "done":  # after the moments: the store has another layout, and both at once would spill registers
         tl.store(p_y + base + o_x, b_v.to(p_y.dtype.element_ty), mask=m_x)

@@ -1,7 +1,8 @@
-"""The passes of a chain's gradients: sums over the norm's result, their combination, and all gradients.
+"""The passes of a chain's backward: sums that the norm's gradient needs, their combination, and all gradients.
 
-Names are as in normalize.py, p_g is the last value's gradient, SUMS_FN and GRADIENT_FN are of reverse.py. Sums are kept
-by chunks and added up in order and in float64: those of opposite signs may be far larger than their total.
+Names are as in normalize.py; p_g is the gradient of the chain's last value; reverse.py builds SUMS_FN and GRADIENT_FN.
+Sums are kept per chunk and added in a fixed order in float64, because partial sums of opposite signs may be far larger
+than their total.
 """
 
 import triton
@@ -33,7 +34,7 @@ def sums_kernel(
     HAS_SHORT_ROWS: tl.constexpr, ALIGN: tl.constexpr,  # as in normalize.py
     USES_INT64: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    S = S // ALIGN * ALIGN  # the same number: a hint would not reach the masks
+    S = S // ALIGN * ALIGN  # same value; shows the compiler that ALIGN divides it, also in masks
     i_chunk, i_row, o_c, m_c, base = own_channels(C, S, CHUNKS, BLOCK_C)
     o_row = own_rows(i_row, o_c, C, BLOCK_C)
     mean, rstd = of_groups(p_mean, p_rstd, o_row // C_PER_GROUP, m_c, True, ACC)
@@ -55,8 +56,8 @@ def sums_kernel(
 
 @triton.jit
 def combine_sums_kernel(
-    p_sums,  # [2 and more, N·G, C_PER_GROUP, CHUNKS]: sums of dn, and of dn · x̂
-    p_gamma,  # [C], unread without HAS_GAMMA
+    p_sums,  # [2 or more, N·G, C_PER_GROUP, CHUNKS]: sums of dn, and of dn · x̂
+    p_gamma,  # [C], not read without HAS_GAMMA
     p_a,  # [N·G], out: the mean of γ · dn over a group
     p_b,  # [N·G], out: the mean of γ · dn · x̂
     GROUPS, C_PER_GROUP, S, CHUNKS,
@@ -115,18 +116,18 @@ def gradient_kernel(
     p_sums,  # [NUM_SUMS, N, C, CHUNKS], out
     p_full0,  # as p_x, out where NUM_FULL
     p_full1,  # as p_x, out where NUM_FULL is 2
-    p_largest,  # [C], as in pack.py, of what is stored in p_dx; where HAS_LARGEST
+    p_largest,  # [C], the largest magnitudes in p_dx, as in pack.py; where HAS_LARGEST
     a0, a1, a2, a3, a4, a5,
     C, S, CHUNKS, C_PER_GROUP, SUM_STRIDE,
     GRADIENT_FN: tl.constexpr, HAS_NORM: tl.constexpr,
-    NUM_SUMS: tl.constexpr,  # blocks after the first one that are summed
+    NUM_SUMS: tl.constexpr,  # blocks after the first that are summed
     NUM_FULL: tl.constexpr,  # blocks after those that are stored
-    HAS_LARGEST: tl.constexpr,  # the channels' largest magnitudes are found as well
-    FLAGS_INF: tl.constexpr,  # and an infinity leaves a 1 behind them
+    HAS_LARGEST: tl.constexpr,  # also find each channel's largest magnitude
+    FLAGS_INF: tl.constexpr,  # and write a 1 after them if there is an infinity
     BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, HAS_SHORT_ROWS: tl.constexpr, ALIGN: tl.constexpr,
     USES_INT64: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    S = S // ALIGN * ALIGN  # the same number: a hint would not reach the masks
+    S = S // ALIGN * ALIGN  # same value; shows the compiler that ALIGN divides it, also in masks
     i_chunk, i_row, o_c, m_c, base = own_channels(C, S, CHUNKS, BLOCK_C)
     o_x, m_x = own_tile(i_chunk * BLOCK_S, o_c, m_c, C, S, BLOCK_S, BLOCK_C, HAS_SHORT_ROWS, USES_INT64)
     b_x = tl.load(p_x + base + o_x, mask=m_x, other=0.0).to(ACC)

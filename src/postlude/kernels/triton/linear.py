@@ -1,11 +1,12 @@
-"""A linear layer as one matrix product, with what follows it in the same launch: y = x · Wᵀ.
+"""A linear layer as one GEMM, y = x · Wᵀ, with an epilogue for what follows it.
 
-Rows of x and of the weight are cut into half-precision planes (see planes.py), each row scaled by a power of two of its
-own: in front of the product by `pack_rows_kernel`, or, of the weight, inside of it (IS_WEIGHT_CUT), where a tile's rows
-are scaled anew at every step, by what they hold there. That spares a pass over a weight that few rows are multiplied
-with. The weight is the left operand: what is cut in registers need not go back to shared memory.
+Rows of x and of the weight are split into half-precision planes (see planes.py), each row scaled by its own power of
+two. `pack_rows_kernel` does this before the GEMM. For the weight the GEMM can do it instead (IS_WEIGHT_CUT): each step
+then scales its block of the weight anew, which saves a pass over the weight and pays where x has few rows. The weight
+is the left operand, because the left operand may be in registers and what is split there need not go back to shared
+memory.
 
-Samples are the positions of the epilogue, output features its channels.
+In the epilogue samples take the place of positions, and output features that of channels.
 """
 
 import triton
@@ -17,7 +18,7 @@ from postlude.kernels.triton.planes import finite_magnitude, high_plane, multipl
 
 @triton.jit
 def unscale_of(scale):
-    """1 / scale, of a power of two that `scale_for` gives."""
+    """1 / scale, for a power of two from `scale_for`."""
     return ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
 
 
@@ -43,7 +44,7 @@ def pack_rows_kernel(
         tl.store(p_unscale + i_row, unscale_of(scale))
     for start in range(0, C_PACKED, BLOCK_K):
         o_k = start + tl.arange(0, BLOCK_K)
-        b_x = tl.load(p_x + o_k, mask=o_k < K, other=0.0)  # in the cache by now
+        b_x = tl.load(p_x + o_k, mask=o_k < K, other=0.0)  # in cache since the first loop
         b_scaled = b_x * scale if IS_SCALED else b_x
         b_high = high_plane(b_x, b_scaled, KEEPS_INF, p_high.dtype.element_ty)
         store_planes(p_high, p_low, base + o_k, b_high, b_scaled, o_k < C_PACKED, PLANES, False)
@@ -51,10 +52,10 @@ def pack_rows_kernel(
 
 @triton.jit
 def cut(b_w):
-    """Both planes of a block [BLOCK_C, BLOCK_K] in fp32, and what undoes the scale of each of its rows.
+    """Both planes of an fp32 block [BLOCK_C, BLOCK_K], and the inverse scale of each of its rows.
 
-    A row with an infinity or NaN gives nothing finite here, as it should, and `cut_high` says what: caution would cost
-    each element a dozen instructions of some twenty.
+    A row with an infinity or NaN gives no finite result here, and `cut_high` then computes the right one. To handle it
+    here would cost each element about twelve instructions more than the eight or so that it needs.
     """
     scale = scale_for(tl.max(tl.abs(b_w), axis=1))
     b_scaled = b_w * scale[:, None]
@@ -64,7 +65,7 @@ def cut(b_w):
 
 @triton.jit
 def cut_high(b_w):
-    """The high plane, with infinities as they are and no zero that was none."""
+    """The high plane, in which infinities stay infinite and no nonzero number becomes zero."""
     b_scaled = b_w * scale_for(tl.max(finite_magnitude(b_w), axis=1))[:, None]
     return high_plane(b_w, b_scaled, True, tl.float16)
 
@@ -74,9 +75,9 @@ def linear_kernel(
     d_x,  # descriptor [S, C_PACKED] of the high plane of the input
     d_x_low,  # its low plane, where PLANES is 2
     d_w,  # descriptor of the weight: its high plane [C_OUT, C_PACKED], or [C_OUT, K] in fp32 where IS_WEIGHT_CUT
-    d_w_low,  # its low plane, of a packed one
+    d_w_low,  # the low plane of a packed weight
     p_x_unscale,  # [S] where IS_SCALED
-    p_w_unscale,  # [C_OUT], of a packed one
+    p_w_unscale,  # [C_OUT], of a packed weight
     p_y,  # [S, C_OUT], out; where STORE
     p_mean, p_m2,  # [C_OUT, TILES], out, where MOMENTS
     p_count,  # [TILES], out, where MOMENTS
@@ -86,10 +87,10 @@ def linear_kernel(
     STEPS_FN: tl.constexpr, PLANES: tl.constexpr, IS_SCALED: tl.constexpr, KEEPS_INF: tl.constexpr,
     IS_WEIGHT_CUT: tl.constexpr, STORE: tl.constexpr, MOMENTS: tl.constexpr, IS_CHANNELS_LAST: tl.constexpr,
     USES_INT64: tl.constexpr, IS_EVEN_C: tl.constexpr, BLOCKS_C: tl.constexpr,
-    BLOCKS_TOGETHER: tl.constexpr,  # tiles along the features that run side by side, with all along the samples
+    BLOCKS_TOGETHER: tl.constexpr,  # tiles along the features in one group, with all tiles along the samples
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    # The programs that run at a time share operands in the second-level cache.
+    # Grouped order of tiles: programs that run at the same time share operands in L2.
     together = BLOCKS_TOGETHER * TILES
     i_first = tl.program_id(0) // together * BLOCKS_TOGETHER
     size = tl.minimum(BLOCKS_C - i_first, BLOCKS_TOGETHER)
@@ -105,7 +106,7 @@ def linear_kernel(
         w = d_w.load([c0, i * BLOCK_K])  # [BLOCK_C, BLOCK_K]
         if IS_WEIGHT_CUT:
             w_high, w_low, unscale = cut(w)
-            # As `multiply`; the sum over one block has scales of its own, undone in the same instruction.
+            # As `multiply`, but each step has its own scales. Undoing them fuses with the addition.
             b_step = tl.dot(w_low, high.T)
             b_step = tl.dot(w_high, low.T, b_step)
             b_step = tl.dot(w_high, high.T, b_step)
@@ -114,7 +115,7 @@ def linear_kernel(
             w_low = d_w_low.load([c0, i * BLOCK_K]) if PLANES == 2 else w
             acc = multiply(w, w_low, high.T, low.T, acc, PLANES, ACC)
     if KEEPS_INF and PLANES == 2:  # noqa: SIM102 (decided when compiling; the other when running)
-        # An infinity times a low plane has any sign, or is NaN: the high planes alone say what becomes of it.
+        # An infinity times a low plane has an arbitrary sign or is NaN. The product of the high planes alone is right.
         if tl.max(tl.max(tl.where(tl.abs(acc) < float("inf"), 0, 1), axis=1), axis=0) > 0:
             alone = tl.zeros([BLOCK_C, BLOCK_M], ACC)
             for i in tl.range(0, tl.cdiv(K, BLOCK_K)):

@@ -1,13 +1,13 @@
 """The end of a chain that needs only moments: partial moments in, one number per sample or channel out.
 
-Names as in normalize.py. MOMENTS_FN is one composed function (see steps.py). All arithmetic is in float64: there are
-few numbers, and the mean of what a norm gives is a small difference of large ones.
+Names are as in normalize.py. MOMENTS_FN is one composed function (see steps.py). All arithmetic is in float64: there
+are few numbers, and the mean of a norm's result is a small difference of large numbers.
 """
 
 import triton
 import triton.language as tl
 
-MOST_CHANNELS = 256  # a program holds all channels of a sample, and [BLOCK_C, BLOCK_C] for a norm's groups
+MOST_CHANNELS = 256  # a program holds all channels of a sample, and a [BLOCK_C, BLOCK_C] block for a norm's groups
 
 
 @triton.jit
@@ -16,13 +16,14 @@ def group_mean(x, o_c, C_PER_GROUP: tl.constexpr):
     if C_PER_GROUP == 1:
         return x
     o_g = o_c // C_PER_GROUP
-    # Chosen, not multiplied by 0 or 1: a NaN stays in its group. Lanes past the last channel make groups of their own.
+    # Selected with `where`, not multiplied by 0 or 1, so that a NaN stays in its group. Lanes past the last channel
+    # form groups of their own.
     return tl.sum(tl.where(o_g[:, None] == o_g[None, :], x[None, :], 0.0), axis=1) / C_PER_GROUP
 
 
 @triton.jit
 def normalize_moments(mean, var, o_c, C_PER_GROUP: tl.constexpr, eps: tl.constexpr):
-    """[BLOCK_C] moments after a norm without weight and bias."""
+    """The moments [BLOCK_C] after a norm without weight and bias."""
     mean = mean - group_mean(mean, o_c, C_PER_GROUP)
     scale = 1.0 / tl.sqrt(group_mean(var + mean * mean, o_c, C_PER_GROUP) + eps)
     return mean * scale, var * (scale * scale)
@@ -30,7 +31,10 @@ def normalize_moments(mean, var, o_c, C_PER_GROUP: tl.constexpr, eps: tl.constex
 
 @triton.jit
 def combine_chunks(p_mean, p_m2, p_count, i_n, o_c, CHUNKS, C, HAS_M2, BLOCK_C, BLOCK_PARTS):
-    """Positions of a sample, and [BLOCK_C] its channels' means and variances: Chan's formula, tile by tile in order."""
+    """A sample's number of positions, and the mean and variance of its channels [BLOCK_C].
+
+    Chan's formula, tile by tile in a fixed order.
+    """
     count = tl.zeros([], tl.float64)
     mean = tl.zeros([BLOCK_C], tl.float64)
     m2 = tl.zeros([BLOCK_C], tl.float64)
@@ -59,12 +63,12 @@ def combine_chunks(p_mean, p_m2, p_count, i_n, o_c, CHUNKS, C, HAS_M2, BLOCK_C, 
 def finish_moments_kernel(
     p_mean,  # [N, C, CHUNKS]; sums where not HAS_M2
     p_m2,  # [N, C, CHUNKS], read where HAS_M2
-    p_count,  # [N, CHUNKS]: positions of a chunk; what a chunk of none holds is not read
+    p_count,  # [N, CHUNKS]: positions of a chunk; the moments of an empty chunk are not read
     p_out,  # [N, C] where IS_OVER_SPACE, else [N], out
     a0, a1, a2, a3, a4, a5,
     CHUNKS,
     C: tl.constexpr, MOMENTS_FN: tl.constexpr,
-    HAS_M2: tl.constexpr,  # False: only sums are wanted, which keep an infinity where moments would make it NaN
+    HAS_M2: tl.constexpr,  # False: only sums are needed; a sum keeps an infinity, moments would turn it into NaN
     IS_OVER_SPACE: tl.constexpr,
     BLOCK_C: tl.constexpr,  # at least C
     BLOCK_PARTS: tl.constexpr,  # chunks at a time

@@ -1,11 +1,11 @@
-"""Backward from the end of a chain norm → mean or sum, by moments alone, in float64.
+"""The backward pass of a chain that ends in norm → mean or sum, from moments alone, in float64.
 
-The value v of a sample and channel has a mean m and a variance over `positions`. Its group's mean is M, its variance V,
-and y = γ·(m − M)·r + β with r = 1 / √(V + eps) is what the reduction takes in. The gradient at v is affine,
+A sample's channel has values v with mean m and a variance over `positions`. Its group has mean M and variance V. The
+reduction reads y = γ·(m − M)·r + β with r = 1 / √(V + eps). The gradient at v is affine in v,
 
     dv = dm / positions + (v − m)·2·dvar / positions,
 
-which the table gives as shift and slope, for a v without the convolution's bias.
+and the table holds its shift and slope, for a v without the convolution's bias.
 """
 
 import triton
@@ -37,7 +37,7 @@ def power_of_two(exponent):
 
 @triton.jit
 def store_as(pointer, value, mask):
-    """In the pointer's dtype; to 16 bits through float32, for Triton's interpreter has no way there from float64."""
+    """Stores in the pointer's dtype. Via float32, because Triton's interpreter cannot convert float64 to 16 bits."""
     if pointer.dtype.element_ty != tl.float64:
         value = value.to(tl.float32)
     tl.store(pointer, value.to(pointer.dtype.element_ty), mask=mask)
@@ -90,7 +90,7 @@ def moments_gradient_kernel(
             dy = dy * positions
         apart = tl.where(mask, mean - (tl.sum(mean, axis=1) / C_PER_GROUP)[:, None], 0.0)
         rstd = 1.0 / tl.sqrt(tl.sum(var + apart * apart, axis=1) / C_PER_GROUP + eps)
-        rstd = tl.where(o_n < N, rstd, 0.0)  # [BLOCK_SAMPLES]; past the last sample there is no spread to divide by
+        rstd = tl.where(o_n < N, rstd, 0.0)  # [BLOCK_SAMPLES]; past the last sample the variance is 0
         dgamma += tl.sum(dy * (apart * rstd[:, None]), axis=0)
         dbeta += tl.sum(dy, axis=0)
         da = dy * gamma[None, :]
@@ -98,12 +98,12 @@ def moments_gradient_kernel(
         dmean = (da - (tl.sum(da, axis=1) / C_PER_GROUP)[:, None]) * rstd[:, None]
         dmean = tl.where(mask, dmean + apart * (2.0 * dspread / C_PER_GROUP)[:, None], 0.0)
         dbias += tl.sum(dmean, axis=0)
-        # Every |v − mean| is at most √(variance · positions), so the power of two is known before any v is.
+        # |v − mean| is at most √(variance · positions), so the power of two is known without reading v.
         slope = tl.zeros_like(dmean) + (2.0 * dspread / C_PER_GROUP / positions)[:, None]
         shift = dmean / positions - slope * (mean - bias[None, :])
         bound = tl.abs(dmean) / positions + tl.abs(slope) * tl.sqrt(tl.maximum(var, 0.0) * positions)
         bits = bound.to(tl.int64, bitcast=True)
-        power = 1037 - (bits >> 52)  # brings the bound to 2¹⁴…2¹⁵
+        power = 1037 - (bits >> 52)  # scales the bound to 2¹⁴…2¹⁵
         power = tl.where(bits == 0, 100, tl.minimum(tl.maximum(power, -100), 100))
         scale = power_of_two(power)
         o_t = p_table + o_x * 4

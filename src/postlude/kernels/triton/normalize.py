@@ -1,9 +1,9 @@
-"""The passes of a norm over a value that is in memory: moments, their combination, normalise with the tail.
+"""The passes of a norm over a value in memory: moments, their combination, and normalising with all other steps.
 
-Names and the layouts of a value are those of tiles.py: a pass is one kernel for all of them.
+tiles.py has the layouts of a value; each pass is one kernel for all of them.
 
-STEPS_FN and NORM_STEPS_FN are composed functions (see steps.py): the steps before the norm, and all steps with the norm
-among them. Each is one jit function: a tuple of functions would be cached by their names only.
+STEPS_FN and NORM_STEPS_FN are composed functions (see steps.py): the steps before the norm, and all steps including the
+norm. Each is one jit function, because Triton would cache a tuple of functions by their names only.
 """
 
 import triton
@@ -23,14 +23,14 @@ from postlude.kernels.triton.tiles import (
 
 @triton.jit
 def centred(shift, total, squares, count):
-    """Mean and sum of squared deviations from sums over x − shift.
+    """Mean and sum of squared deviations (M2), from sums of x − shift and of its square.
 
-    The shift is the mean of the first tile of `count` elements: the rest may lie anywhere, but then it is the spread
-    that is large, so that no more than the number of tiles is lost to cancellation, in units of rounding.
+    The shift is the mean of the first tile. The other values may lie far from it, but then M2 is large as well: the
+    cancellation amplifies rounding by at most the number of tiles.
     """
     mean = total / count
     m2 = squares - total * mean
-    return shift + mean, tl.where(m2 < 0.0, 0.0, m2)  # a NaN stays
+    return shift + mean, tl.where(m2 < 0.0, 0.0, m2)  # not tl.maximum, which drops a NaN
 
 
 @triton.jit
@@ -42,12 +42,12 @@ def moments_kernel(
     C, S, CHUNKS,
     TILES_PER_PROGRAM,  # of a chunk
     STEPS_FN: tl.constexpr,
-    HAS_M2: tl.constexpr,  # False: only sums are wanted, which keep an infinity where moments would make it NaN
+    HAS_M2: tl.constexpr,  # False: only sums are needed; a sum keeps an infinity, moments would turn it into NaN
     BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, HAS_SHORT_ROWS: tl.constexpr,
-    ALIGN: tl.constexpr,  # a power of two that divides S: the compiler asks only for 16
+    ALIGN: tl.constexpr,  # a power of two that divides S: Triton itself checks only for 16
     USES_INT64: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    S = S // ALIGN * ALIGN  # the same number: a hint would not reach the masks
+    S = S // ALIGN * ALIGN  # same value; shows the compiler that ALIGN divides it, also in masks
     i_chunk, i_row, o_c, m_c, base = own_channels(C, S, CHUNKS, BLOCK_C)
     first = i_chunk * TILES_PER_PROGRAM * BLOCK_S
     count = tl.minimum(TILES_PER_PROGRAM * BLOCK_S, S - first).to(ACC)
@@ -79,7 +79,8 @@ def moments_kernel(
 
 @triton.jit
 def part_at(o, CHUNKS, SAMPLE_STRIDE, IS_OVER_BATCH: tl.constexpr):
-    """Where part o lies: of a group's channels they follow one another, of a batch SAMPLE_STRIDE is between samples."""
+    """The offset of part o. A group's parts are consecutive; a batch's are SAMPLE_STRIDE apart from sample to
+    sample."""
     return o // CHUNKS * SAMPLE_STRIDE + o % CHUNKS if IS_OVER_BATCH else o
 
 
@@ -93,7 +94,7 @@ def combined_parts(
     p_mean, p_m2, p_count, PARTS, CHUNKS, SAMPLE_STRIDE, count,
     IS_OVER_BATCH: tl.constexpr, BLOCK_PARTS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Mean and M2 of PARTS partial moments: of a group's channels, or of a channel over the batch."""
+    """Mean and M2 from PARTS partial moments: of a group's channels, or of one channel over the batch."""
     total = tl.zeros([BLOCK_PARTS], ACC)
     for start in range(0, PARTS, BLOCK_PARTS):
         o = start + tl.arange(0, BLOCK_PARTS)
@@ -143,12 +144,12 @@ def finish_kernel(
     C_PER_GROUP,
     NORM_STEPS_FN: tl.constexpr, HAS_NORM: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, HAS_SHORT_ROWS: tl.constexpr,
-    ALIGN: tl.constexpr,  # a power of two that divides S: the compiler asks only for 16
+    ALIGN: tl.constexpr,  # a power of two that divides S: Triton itself checks only for 16
     USES_INT64: tl.constexpr,
-    IS_OUT_CONTIGUOUS: tl.constexpr,  # PyTorch's norms may give up channels-last
+    IS_OUT_CONTIGUOUS: tl.constexpr,  # some of PyTorch's norms return a contiguous result for a channels-last input
     ACC: tl.constexpr,
 ):  # fmt: skip
-    S = S // ALIGN * ALIGN  # the same number: a hint would not reach the masks
+    S = S // ALIGN * ALIGN  # same value; shows the compiler that ALIGN divides it, also in masks
     i_chunk, i_row, o_c, m_c, base = own_channels(C, S, CHUNKS, BLOCK_C)
     o_x, m_x = own_tile(i_chunk * BLOCK_S, o_c, m_c, C, S, BLOCK_S, BLOCK_C, HAS_SHORT_ROWS, USES_INT64)
     b_x = tl.load(p_x + base + o_x, mask=m_x, other=0.0).to(ACC)

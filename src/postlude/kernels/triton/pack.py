@@ -1,9 +1,9 @@
-"""Packing: the operands of a convolution as two matrices, so that every tap is a shifted read of the first.
+"""Packing: writes the operands of an implicit GEMM as two matrices, so that every tap is a shifted read of the first.
 
-The input becomes rows of channels, one per position of a padded volume. A row of the volume is followed at once by
-the next one's left border, so the padding in front of each axis is all there is: reading past the end of a row meets
-the next row's zeros. The position of an output is the position of its first tap, and tap (z, y, x) lies
-z·SLICE_PITCH + y·ROW_PITCH + x positions further on. What a number becomes is in planes.py.
+The input becomes a matrix with one row of channels per position of a padded volume. Only the front of each axis is
+padded: a row is followed immediately by the next row's left border, so a read past the end of a row meets those zeros.
+An output's position is the position of its first tap, and tap (z, y, x) lies z·SLICE_PITCH + y·ROW_PITCH + x positions
+after it. planes.py says how a number is converted.
 """
 
 import triton
@@ -22,17 +22,17 @@ from postlude.kernels.triton.planes import (
 @triton.jit
 def largest_kernel(
     p_x,  # [N, C, S], or [N, S, C] where IS_CHANNELS_LAST
-    p_largest,  # [C], int32 bits of non-negative floats, which order as the floats do; 0 before, and the flag
+    p_largest,  # [C], bits of floats ≥ 0 as int32, which sort alike; zero at first; then the flag where FLAGS_INF
     C, S,
     CHUNKS,  # of a sample's positions; 1 where HAS_SHORT_ROWS
     TILES_PER_PROGRAM,  # of a chunk, or of as many samples where HAS_SHORT_ROWS
     IS_CHANNELS_LAST: tl.constexpr,
     HAS_SHORT_ROWS: tl.constexpr,  # BLOCK_S covers a sample's positions
     ALIGN: tl.constexpr,  # a power of two that divides S where the value is contiguous
-    FLAGS_INF: tl.constexpr,  # leave a 1 behind the last channel where there is an infinity
+    FLAGS_INF: tl.constexpr,  # write a 1 after the last channel if there is an infinity
     BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    S = S // ALIGN * ALIGN  # the same number: a hint would not reach the masks
+    S = S // ALIGN * ALIGN  # same value; shows the compiler that ALIGN divides it, also in masks
     blocks = tl.cdiv(C, BLOCK_C)
     i_chunk = tl.program_id(0) % CHUNKS
     o_c = tl.program_id(0) // CHUNKS % blocks * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -58,7 +58,7 @@ def largest_kernel(
 
 @triton.jit
 def packed_row(i_row, N, D, H, PD, PH, SLICE_ROWS, SAMPLE_ROWS):
-    """The sample, slice and row of the input that a packed row holds, and whether it holds one."""
+    """The sample, slice and row of the input that a packed row holds, and whether it holds any input."""
     i_n = i_row // SAMPLE_ROWS
     z = (i_row % SAMPLE_ROWS) // SLICE_ROWS - PD
     y = (i_row % SAMPLE_ROWS) % SLICE_ROWS - PH
@@ -71,7 +71,7 @@ def store_border(
     p_high, p_low, out, o_c, PW,
     C_PACKED: tl.constexpr, PLANES: tl.constexpr, BLOCK_PAD: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """The zeros in front of a packed row, which begins at `out`."""
+    """Stores the zeros in front of the packed row that begins at `out`."""
     if tl.program_id(1) == 0:
         o_pad = tl.arange(0, BLOCK_PAD)
         o_zero = o_pad[:, None] * C_PACKED + o_c[None, :]
@@ -96,9 +96,9 @@ def pack_input_kernel(
     PLANES: tl.constexpr, IS_SCALED: tl.constexpr, KEEPS_INF: tl.constexpr, IS_CHANNELS_LAST: tl.constexpr,
     BLOCK_W: tl.constexpr,  # positions of the input
     BLOCK_C: tl.constexpr,
-    BLOCK_PAD: tl.constexpr,  # a power of two, PW or more
+    BLOCK_PAD: tl.constexpr,  # a power of two, at least PW
 ):  # fmt: skip
-    # One row a program, counted by the input's positions: the compiler then sees that neighbours lie side by side.
+    # One row per program, indexed by the input's positions: the compiler then sees that the loads are contiguous.
     i_row = tl.program_id(0)
     i_n, z, y, is_row = packed_row(i_row, N, D, H, PD, PH, SLICE_ROWS, SAMPLE_ROWS)
     o_w = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
@@ -130,7 +130,7 @@ def weight_scale(
     p_w, p_largest, i_o, C_OUT, C_IN, stride_o, stride_c, stride_tap,
     PACKED_TAPS: tl.constexpr, UNFOLDED_TAPS: tl.constexpr, C_PACKED: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The scale of an output channel's weights, which take the input's scales back out."""
+    """The scale of an output channel's weights, after they are divided by the scales of the input's channels."""
     largest = tl.zeros([BLOCK_K], tl.float32)
     for start in range(0, PACKED_TAPS * C_PACKED, BLOCK_K):
         o = start + tl.arange(0, BLOCK_K)
@@ -148,7 +148,7 @@ def store_weights(
     p_out, p_largest, column, o, o_c, b_w, scale, C_IN,
     K: tl.constexpr, PLANES: tl.constexpr, IS_SCALED: tl.constexpr, KEEPS_INF: tl.constexpr,
 ):  # fmt: skip
-    """Some of the weights of a column, [columns, PLANES·K]; an infinity among them is flagged."""
+    """Stores some weights of one column into [columns, PLANES·K], and flags an infinity among them."""
     b_s = b_w
     if IS_SCALED:
         powers = scale_of(p_largest, o_c, o_c < C_IN)
@@ -164,14 +164,14 @@ def store_weights(
 def pack_weight_kernel(
     p_w,  # [C_OUT, C_IN, taps] through its strides
     p_out,  # [columns, PLANES·K], K = TAP_ROWS·SPAN·C_PACKED
-    p_largest,  # [C_IN] of the input, where IS_SCALED; where KEEPS_INF in two planes one more
+    p_largest,  # [C_IN] of the input, where IS_SCALED; then the flag where KEEPS_INF
     p_unscale,  # [C_OUT], out, where IS_SCALED
     C_OUT, C_IN, stride_o, stride_c, stride_tap,
-    TAP_ROWS: tl.constexpr,  # taps but for the last axis
+    TAP_ROWS: tl.constexpr,  # KD·KH
     KW: tl.constexpr,
     NEIGHBOURS: tl.constexpr,  # neighbouring outputs of one row of the product
     SPAN: tl.constexpr,  # NEIGHBOURS + KW − 1: the positions that they read
-    UNFOLDED_TAPS: tl.constexpr,  # taps that lie side by side in a packed position: if several, NEIGHBOURS and KW are 1
+    UNFOLDED_TAPS: tl.constexpr,  # taps in one packed position (im2col); if several, NEIGHBOURS and KW are 1
     C_PACKED: tl.constexpr,
     BLOCK_C: tl.constexpr,  # output channels of a tile of the product
     PLANES: tl.constexpr, IS_SCALED: tl.constexpr, KEEPS_INF: tl.constexpr, IS_FLIPPED: tl.constexpr,

@@ -1,7 +1,7 @@
-"""All gradients of a chain's steps, that at the convolution's result packed at once for the convolution's gradients.
+"""All gradients of a chain's steps, with the gradient at the convolution's result written packed.
 
-What row_gradient_kernel and last_gradient_kernel do (see gradient.py), by rows of a packed volume (see pack.py): the
-gradient at the first value is read by matrix products alone, so it is never stored in its own layout.
+The same as gradient.py's last kernel, by rows of a packed volume (see pack.py). Only the GEMMs of the convolution's
+gradients read this gradient, so it is never stored in its own layout.
 """
 
 import triton
@@ -24,21 +24,21 @@ def packed_gradient_kernel(
     PD, PH, PW,  # padding in front of each axis
     ROW_PITCH,  # positions of a packed row: PW + W
     SLICE_ROWS, SAMPLE_ROWS,  # rows of a packed slice and of a packed sample, padding included
-    CHUNKS,  # D · H · blocks of a row
+    CHUNKS,  # D·H times the blocks of a row
     C_PER_GROUP,
     GRADIENT_FN: tl.constexpr, HAS_NORM: tl.constexpr,
-    NUM_SUMS: tl.constexpr,  # blocks after the first one that are summed
+    NUM_SUMS: tl.constexpr,  # blocks after the first that are summed
     NUM_FULL: tl.constexpr,  # blocks after those that are stored
     C_PACKED: tl.constexpr,  # channels of a position, padded
     IS_CHANNELS_LAST: tl.constexpr,
     BLOCK_W: tl.constexpr,  # positions of a row
     BLOCK_C: tl.constexpr,
-    BLOCK_PAD: tl.constexpr,  # a power of two, PW or more
+    BLOCK_PAD: tl.constexpr,  # a power of two, at least PW
     USES_INT64: tl.constexpr,
-    ALIGN: tl.constexpr,  # a power of two that divides W: the compiler asks only for 16
+    ALIGN: tl.constexpr,  # a power of two that divides W: Triton itself checks only for 16
     ACC: tl.constexpr,
 ):  # fmt: skip
-    W = W // ALIGN * ALIGN  # the same number: a hint would not reach the masks
+    W = W // ALIGN * ALIGN  # same value; shows the compiler that ALIGN divides it, also in masks
     i_row = tl.program_id(0)
     i_n, z, y, is_row = packed_row(i_row, N, D, H, PD, PH, SLICE_ROWS, SAMPLE_ROWS)
     o_w = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)

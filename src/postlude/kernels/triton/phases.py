@@ -1,10 +1,10 @@
-"""A transposed convolution with strides as matrix products over packed operands (see pack.py), one for each phase.
+"""A strided transposed convolution as implicit GEMMs over packed operands (see pack.py), one GEMM for each phase.
 
-Along an axis output = cell · STRIDE + remainder. Outputs of one remainder read the taps of one residue by STRIDE, and
-from cell to cell the next input: a convolution of stride 1. A row of the product is a cell of the packed volume. The
-phases along z and y are programs of their own; where STRIDE is 2 along x, one program computes both phases of its
-cells, one after the other, and stores them as the neighbours that they are. No product is with the zeros of another
-phase's taps.
+Along an axis, output = cell · STRIDE + remainder. The outputs of one remainder (a phase) read only the taps of one
+residue modulo STRIDE, and the next cell reads the next input: each phase is a convolution of stride 1, and no
+multiplication is wasted on zeros. A row of a GEMM is a cell of the packed volume. Phases along z and y run in separate
+programs. Where STRIDE is 2 along x, one program computes both phases of its cells, one after the other, and stores the
+pairs together, because they are neighbours in the output.
 """
 
 import triton
@@ -17,13 +17,13 @@ from postlude.kernels.triton.planes import multiply
 
 @triton.jit
 def taps_of(residue, KERNEL: tl.constexpr, STRIDE: tl.constexpr):
-    """How many of an axis's KERNEL taps have this residue by STRIDE."""
+    """How many of an axis's KERNEL taps have this residue modulo STRIDE."""
     return (KERNEL - residue + STRIDE - 1) // STRIDE
 
 
 @triton.jit
 def tap_at(slot, KERNEL: tl.constexpr, STRIDE: tl.constexpr):
-    """The tap in a slot of the packed weight, KERNEL or more for none: by residue, then as inputs are read."""
+    """The tap in a slot of the packed weight; KERNEL or more means none. Ordered by residue, then by input position."""
     MOST_TAPS: tl.constexpr = (KERNEL + STRIDE - 1) // STRIDE
     residue = slot // MOST_TAPS
     left = taps_of(residue, KERNEL, STRIDE) - 1 - slot % MOST_TAPS
@@ -34,7 +34,7 @@ def tap_at(slot, KERNEL: tl.constexpr, STRIDE: tl.constexpr):
 def pack_phases_kernel(
     p_w,  # [C_IN, C_OUT, taps] through its strides
     p_out,  # [columns, PLANES·K], K = slots of the three axes · C_PACKED
-    p_largest,  # [C_IN] of the input, where IS_SCALED; where KEEPS_INF in two planes one more
+    p_largest,  # [C_IN] of the input, where IS_SCALED; then the flag where KEEPS_INF
     p_unscale,  # [columns], out, where IS_SCALED
     C_OUT, C_IN, stride_o, stride_c, stride_tap,
     KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
@@ -68,7 +68,8 @@ def pack_phases_kernel(
 
 @triton.jit
 def phase_of(remainder, KERNEL: tl.constexpr, STRIDE: tl.constexpr, CROP: tl.constexpr, PAD: tl.constexpr):
-    """Of a phase along one axis: its taps, where they begin in the packed weight, and what cell 0 reads first."""
+    """For a phase along one axis: its number of taps, their first slot in the packed weight, and cell 0's first
+    input."""
     MOST_TAPS: tl.constexpr = (KERNEL + STRIDE - 1) // STRIDE
     residue = (remainder + CROP) % STRIDE
     taps = taps_of(residue, KERNEL, STRIDE)
@@ -79,7 +80,7 @@ def phase_of(remainder, KERNEL: tl.constexpr, STRIDE: tl.constexpr, CROP: tl.con
 def phase_step(
     i, taps_x, taps_y, slot_z, slot_y, slot_x, ROW_PITCH, SLICE_PITCH, PADDED_KH: tl.constexpr, PADDED_KW: tl.constexpr
 ):
-    """Of a phase's tap i: how many positions further on it reads, and its place in the packed weight."""
+    """For tap i of a phase: its distance in packed positions, and its slot in the packed weight."""
     kx = i % taps_x
     ky = i // taps_x % taps_y
     kz = i // taps_x // taps_y
@@ -89,7 +90,7 @@ def phase_step(
 @triton.jit
 def phase_sum(
     d_x, d_x_low, d_w, p_inf,
-    row,  # of the product's first cell, for the first tap along z and y
+    row,  # of the tile's first cell, for the first tap along z and y
     column, taps_z, taps_y, slot_z, slot_y,
     i_x,  # the phase along x
     ROW_PITCH, SLICE_PITCH,
@@ -97,12 +98,12 @@ def phase_sum(
     K: tl.constexpr, C_PACKED: tl.constexpr, PLANES: tl.constexpr, KEEPS_INF: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """The sums of one phase, [BLOCK_M, BLOCK_C]."""
+    """The accumulator of one phase, [BLOCK_M, BLOCK_C]."""
     BLOCKS_K: tl.constexpr = C_PACKED // BLOCK_K
     PADDED_KW: tl.constexpr = (KW + STRIDE_W - 1) // STRIDE_W * STRIDE_W
     taps_x, slot_x, start_x = phase_of(i_x, KW, STRIDE_W, CROP_W, PW)
     steps = taps_z * taps_y * taps_x * BLOCKS_K
-    taps_x, taps_y = tl.maximum(taps_x, 1), tl.maximum(taps_y, 1)  # divided by, even where there are no steps
+    taps_x, taps_y = tl.maximum(taps_x, 1), tl.maximum(taps_y, 1)  # they are divisors, even if the loop has no steps
     acc = tl.zeros([BLOCK_M, BLOCK_C], ACC)
     for i in tl.range(0, steps, num_stages=STAGES):
         tap, k = phase_step(
@@ -116,7 +117,7 @@ def phase_sum(
         w_low = d_w.load([column, K + k]) if PLANES == 2 else w_high
         acc = multiply(high, low, w_high.T, w_low.T, acc, PLANES, ACC)
     if KEEPS_INF and PLANES == 2:  # noqa: SIM102 (decided when compiling; the other when running)
-        # An infinity times a low plane has any sign, or is NaN: the high planes alone say what becomes of it.
+        # An infinity times a low plane has an arbitrary sign or is NaN. The product of the high planes alone is right.
         if tl.load(p_inf) != 0:
             alone = tl.zeros([BLOCK_M, BLOCK_C], ACC)
             for i in tl.range(0, steps):
@@ -135,10 +136,10 @@ def convolve_phases_kernel(
     d_x_low,  # the low plane, where PLANES is 2
     d_w,  # descriptor [columns, PLANES·K]
     p_unscale,  # [C_OUT] where IS_SCALED
-    p_inf,  # [1] where KEEPS_INF and PLANES is 2: whether there is an infinity in either operand
+    p_inf,  # [1] where KEEPS_INF and PLANES is 2: whether either operand holds an infinity
     p_y,  # [N, C_OUT, S], or [N, S, C_OUT] where IS_CHANNELS_LAST, out; where STORE
     p_mean, p_m2,  # [N, C_OUT, TILES·PHASES], out, where MOMENTS
-    p_count,  # [N, TILES·PHASES], out, where MOMENTS: a tile's outputs that are none of the padding
+    p_count,  # [N, TILES·PHASES], out, where MOMENTS: how many of a tile's outputs are not padding
     a0, a1, a2, a3, a4, a5,
     C_OUT,
     TILES,  # per sample and phase
@@ -150,15 +151,15 @@ def convolve_phases_kernel(
     PD: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,  # zeros in front of the packed axes
     C_PACKED: tl.constexpr,  # channels of a packed position
     PLANES: tl.constexpr, IS_SCALED: tl.constexpr,
-    KEEPS_INF: tl.constexpr,  # infinities come out as of PyTorch's convolution: no norm follows that hides them
-    STORE: tl.constexpr,  # "no", "raw": what the convolution gives, or "done": what STEPS_FN makes of it
+    KEEPS_INF: tl.constexpr,  # infinities give what PyTorch's convolution gives; needed unless a norm follows
+    STORE: tl.constexpr,  # "no", "raw": the convolution's result, or "done": after STEPS_FN
     MOMENTS: tl.constexpr,  # "no", "both", or "sums"
     IS_CHANNELS_LAST: tl.constexpr, USES_INT64: tl.constexpr,
     IS_EVEN_C: tl.constexpr,  # C_OUT is a multiple of BLOCK_C: one mask for all channels of a position
     BLOCKS_C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    PHASES_X: tl.constexpr = 2 if STRIDE_W == 2 else 1  # phases along x of one program
+    PHASES_X: tl.constexpr = 2 if STRIDE_W == 2 else 1  # phases along x in one program
     PHASES: tl.constexpr = STRIDE_D * STRIDE_H * STRIDE_W // PHASES_X
     PADDED_KH: tl.constexpr = (KH + STRIDE_H - 1) // STRIDE_H * STRIDE_H
     K: tl.constexpr = (
@@ -179,7 +180,7 @@ def convolve_phases_kernel(
         ROW_PITCH, SLICE_PITCH, PADDED_KH, KW, STRIDE_W, CROP_W, PW, K, C_PACKED, PLANES, KEEPS_INF,
         BLOCK_M, BLOCK_C, BLOCK_K, STAGES, ACC,
     )  # fmt: skip
-    # A tile's last axis is the one along which the output lies side by side: so does the compiler lay out its threads.
+    # The tile's last axis must be the one that is contiguous in the output: the compiler lays out threads along it.
     if PHASES_X == 2:
         next_acc = phase_sum(
             d_x, d_x_low, d_w, p_inf, row, i_b * BLOCK_C, taps_z, taps_y, slot_z, slot_y, i_x + 1,

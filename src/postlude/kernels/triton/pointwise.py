@@ -1,9 +1,9 @@
 """The vocabulary on the device: one function per word, on values in the accumulator's dtype.
 
-Numbers are made in x's dtype where it matters: a bare one may pass through fp32, whatever x is.
+Where it matters, constants are made in x's dtype: Triton may round a Python number to fp32, whatever x is.
 
-After a convolution a word is computed while nothing else is: its instructions count. In fp32 `tl.exp` is five of them
-and a division eight; `exp` and `inverse` are two each, and no less exact.
+In a convolution's epilogue nothing overlaps with a word, so its instructions count. In fp32 `tl.exp` takes five of them
+and a division eight; `exp` and `inverse` take two each and are as accurate.
 """
 
 import triton
@@ -17,7 +17,7 @@ def exp(x):
 
 @triton.jit
 def inverse(x):
-    """1 / x for x from about 1 to infinity."""
+    """1 / x, for x of about 1 or more, infinity included."""
     root = tl.rsqrt(x)
     return root * root
 
@@ -55,7 +55,7 @@ def leaky_relu(x, slope: tl.constexpr):
 
 @triton.jit
 def expm1(x):
-    """exp(x) − 1 for x ≤ 0: small results keep their digits. The series is of x / 4; e(e + 2) doubles its argument."""
+    """exp(x) − 1 for x ≤ 0, accurate for small results: a series in x / 4, then e → e(e + 2) twice, which doubles x."""
     y = tl.where(x > -1.0, x, 0.0) * 0.25
     terms: tl.constexpr = 14 if x.dtype == tl.float64 else 8
     total = tl.full(x.shape, 1.0, x.dtype)
@@ -69,7 +69,7 @@ def expm1(x):
 
 @triton.jit
 def log1p_of_exp(x):
-    """log(1 + exp(x)) for x ≤ 0, by the series of atanh: small results keep their digits."""
+    """log(1 + exp(x)) for x ≤ 0, by the series of atanh, accurate for small results."""
     w = exp(x)
     s = w * inverse(2.0 + w)
     terms: tl.constexpr = 17 if x.dtype == tl.float64 else 8
@@ -94,7 +94,7 @@ def silu(x):
 
 @triton.jit
 def normal_tail(x):
-    """The normal distribution beyond x ≥ 0, in fp32: 2 to the power of a polynomial, within 5e-8."""
+    """The upper tail of the normal distribution for x ≥ 0, in fp32: 2 to the power of a polynomial, within 5e-8."""
     power = -2.096467236891594e-06 * x + 3.06613493056809e-05
     power = power * x - 0.00014548826188777109
     power = power * x - 0.00023314512970133206
@@ -123,7 +123,7 @@ def gelu_tanh(x):
 
 @triton.jit
 def mish(x):
-    # tanh(log(1 + e)) = n / (n + 2) with n = e² + 2e, which is 1 long before e² is too large.
+    # tanh(log(1 + e)) = n / (n + 2) with n = e² + 2e; the quotient rounds to 1 long before e² overflows.
     e = exp(tl.minimum(x, 20.0))
     n = e * (e + 2.0)
     return x * (n * inverse(n + 2.0))
@@ -153,7 +153,7 @@ def softplus(x, beta: tl.constexpr, threshold: tl.constexpr):
 
 @triton.jit
 def small_tanh(x):
-    """tanh in fp32 for |x| < 0.75: x and an odd polynomial, within 7e-8 of the result."""
+    """tanh in fp32 for |x| < 0.75: x plus an odd polynomial, relative error within 7e-8."""
     s = x * x
     power = 0.0017441400599688974 * s - 0.007669224881092987
     power = power * s + 0.02145943573139818
@@ -262,5 +262,5 @@ def batch_norm(x, mean, var, weight, bias, eps: tl.constexpr):
 
 @triton.jit
 def batch_norm_variance(x, var, weight, eps: tl.constexpr):
-    """What it makes of a variance x."""
+    """The variance after batch_norm, from a variance x before it."""
     return x * (weight * weight) / (var + eps)

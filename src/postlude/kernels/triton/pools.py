@@ -1,8 +1,8 @@
-"""The last pass of a chain that ends in a pool, with the steps after it; and a pool's gradient inside of other passes.
+"""The last pass of a chain with a pool, including the steps after it; and a pool's gradient, which other passes call.
 
-Names as in normalize.py, and NORM_STEPS_FN as there: all steps before the pool, on each position of a window. Windows
-lie in the pooled value, [N, C, OS] or [N, OS, C], as positions do in the value. Where a window's largest lies is kept
-as its tap, counted from the window's first position, inside or not.
+Names are as in normalize.py. NORM_STEPS_FN is all steps before the pool, computed for each position of a window. The
+pooled value is [N, C, OS] or [N, OS, C], with one element per window. max_pool keeps its argmax as a tap: an index
+within the window, counted from the window's first position even if that lies in the padding.
 """
 
 import triton
@@ -16,7 +16,7 @@ def positions_in(
     o, KERNEL: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr, SIZE: tl.constexpr,
     IS_PADDING_COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """Of the windows `o` along one axis: how many positions a mean counts."""
+    """How many positions an average counts along one axis, for the windows `o`."""
     first = o * STRIDE - PAD
     end = tl.minimum(first + KERNEL, SIZE + PAD)
     return end - first if IS_PADDING_COUNTED else tl.minimum(end, SIZE) - tl.maximum(first, 0)
@@ -30,14 +30,14 @@ def window_mean(
     PD: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
     HAS_BORDER: tl.constexpr, IS_PADDING_COUNTED: tl.constexpr, DIVISOR: tl.constexpr,
 ):  # fmt: skip
-    """Of window (z, y, x), from the sum over it, or that share of its gradient."""
+    """The average over window (z, y, x) from the sum over it; from its gradient, the share of each position."""
     if DIVISOR > 0:
         mean = total / DIVISOR
     elif HAS_BORDER:
         size = positions_in(y, KH, STRIDE_H, PH, H, IS_PADDING_COUNTED)
         size *= positions_in(x, KW, STRIDE_W, PW, W, IS_PADDING_COUNTED)
         size *= positions_in(z, KD, STRIDE_D, PD, D, IS_PADDING_COUNTED)
-        mean = total / tl.maximum(size, 1).to(total.dtype)  # windows past the last have none
+        mean = total / tl.maximum(size, 1).to(total.dtype)  # lanes past the last window have size 0
     else:
         mean = total / (KD * KH * KW)
     return mean
@@ -47,7 +47,7 @@ def window_mean(
 def pools_kernel(
     p_x,  # [N, C, D, H, W], or [N, D, H, W, C] where BLOCK_C and not HAS_SHORT_ROWS
     p_y,  # [N, C, OD, OH, OW] in the same layout, or contiguous where IS_OUT_CONTIGUOUS, out
-    p_taps,  # as p_y, in p_x's layout, out where HAS_TAPS: the tap of each window's largest
+    p_taps,  # shape of p_y, layout of p_x, out where HAS_TAPS: the tap of each window's largest
     p_mean, p_rstd,  # [N·G]
     a0, a1, a2, a3, a4, a5,
     C, CHUNKS,
@@ -63,7 +63,7 @@ def pools_kernel(
     PD: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
     HAS_BORDER: tl.constexpr,  # windows reach past the value
     IS_PADDING_COUNTED: tl.constexpr, DIVISOR: tl.constexpr,
-    UNROLLED: tl.constexpr,  # rows of taps side by side
+    UNROLLED: tl.constexpr,  # rows of taps that are unrolled
     BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, HAS_SHORT_ROWS: tl.constexpr, USES_INT64: tl.constexpr,
     IS_OUT_CONTIGUOUS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -82,7 +82,7 @@ def pools_kernel(
     mean, rstd = of_groups(p_mean, p_rstd, o_g, m_c, HAS_NORM, ACC)
     b_y = tl.full([BLOCK_S] if BLOCK_C == 0 else [BLOCK_S, BLOCK_C], float("-inf") if OP == "max_pool" else 0.0, ACC)
     b_tap = tl.zeros([BLOCK_S] if BLOCK_C == 0 else [BLOCK_S, BLOCK_C], tl.int32)
-    if HAS_TAPS and HAS_BORDER:  # where all are −∞, the first one inside
+    if HAS_TAPS and HAS_BORDER:  # if all are −∞, the first tap that is inside
         first = (tl.maximum(-z_first, 0) * KH + tl.maximum(-y_first, 0)) * KW + tl.maximum(-x_first, 0)
         b_tap += first if BLOCK_C == 0 else first[:, None]
     for i_taps in tl.range(0, KD * KH, loop_unroll_factor=UNROLLED):
@@ -102,7 +102,7 @@ def pools_kernel(
                 b_x, mean, rstd, beside(o_c, BLOCK_C), base, o_x, beside(m_c, BLOCK_C), m_x, a0, a1, a2, a3, a4, a5
             )
             if OP == "max_pool":
-                wins = (b_x > b_y) | ~(b_x <= float("inf"))  # a NaN stays
+                wins = (b_x > b_y) | ~(b_x <= float("inf"))  # a NaN wins
                 if HAS_BORDER:
                     wins = wins & m_x
                 b_y = tl.where(wins, b_x, b_y)
@@ -136,8 +136,11 @@ def pool_gradient(
     PD: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
     HAS_BORDER: tl.constexpr, IS_PADDING_COUNTED: tl.constexpr, DIVISOR: tl.constexpr,
 ):  # fmt: skip
-    """The gradient at a value from that of what its windows give, in the dtype of `like`: `base` is where a row or a
-    sample of the value begins, o_x are offsets from there. Of [N, C, D, H, W], or [N, D, H, W, C]."""
+    """The gradient at a pool's input, gathered from the gradient p_g of the pooled value, in the dtype of `like`.
+
+    `base` is where a row or a sample of the input begins, and o_x are offsets from there. The input is
+    [N, C, D, H, W], or [N, D, H, W, C] where IS_CHANNELS_LAST.
+    """
     S: tl.constexpr = D * H * W
     OS: tl.constexpr = OD * OH * OW
     i_c = o_x % C if IS_CHANNELS_LAST else o_x // S
@@ -150,10 +153,10 @@ def pool_gradient(
     for i_z in tl.static_range((KD + STRIDE_D - 1) // STRIDE_D):
         for i_y in tl.static_range((KH + STRIDE_H - 1) // STRIDE_H):
             for i_x in tl.static_range((KW + STRIDE_W - 1) // STRIDE_W):
-                o_d = z // STRIDE_D - i_z  # a window that the position may be in
+                o_d = z // STRIDE_D - i_z  # a window that may contain the position
                 o_h = y // STRIDE_H - i_y
                 o_w = x // STRIDE_W - i_x
-                t_d = z - o_d * STRIDE_D  # and where in it
+                t_d = z - o_d * STRIDE_D  # the tap within that window
                 t_h = y - o_h * STRIDE_H
                 t_w = x - o_w * STRIDE_W
                 m_g = m_x & (o_d >= 0) & (o_d < OD) & (t_d < KD)

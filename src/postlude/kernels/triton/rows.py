@@ -1,11 +1,13 @@
-"""layer_norm: a row of the last axes lies inside one tile, so that one pass over a value does everything. So do all
-barriers over a linear layer's features: a row is a sample, or a group of its features (HAS_GROUPS).
+"""Passes by rows: a tile holds whole rows, so norms, softmax and reductions over a row need only one pass over a value.
+
+layer_norm's row is the elements of its last axes. After a linear layer a row is a sample's features, or one group of
+them (HAS_GROUPS).
 
 Names are as in normalize.py. A contiguous value is seen as rows of L elements, ROWS_PER_CHANNEL of them for each sample
-and channel; a tile has BLOCK_ROWS rows. Where a row is a whole sample, its channels lie one after the other inside it
-(IS_WHOLE_SAMPLE).
+and channel; a tile has BLOCK_ROWS rows. Where a row is a whole sample (IS_WHOLE_SAMPLE), it holds its channels one
+after the other.
 
-Reductions give one number per row, a block [BLOCK_ROWS, 1].
+Reductions give one number per row, as a block [BLOCK_ROWS, 1].
 """
 
 import triton
@@ -50,7 +52,7 @@ def row_log_sum_exp(x, m_x):
 
 @triton.jit
 def row_softmax(x, m_x):
-    """A row with an infinity, or of nothing but negative ones, is NaN, as PyTorch has it."""
+    """Softmax of each row. A row with +∞, or with nothing but −∞, becomes NaN, as in PyTorch."""
     largest = tl.max(tl.where(m_x, x, float("-inf")), axis=1)[:, None]
     powers = tl.where(m_x, exp(x - largest), 0.0)
     return powers / tl.sum(powers, axis=1)[:, None]
@@ -67,18 +69,18 @@ def rows_kernel(
     p_y,  # [ROWS, L], out; may be p_x. [ROWS] where IS_REDUCED
     a0, a1, a2, a3, a4, a5,
     C,
-    ROWS_PER_CHANNEL,  # of one sample
+    ROWS_PER_CHANNEL,  # per sample
     L, ROWS,
     ROW_STEPS_FN: tl.constexpr,  # all steps, as one composed function (see steps.py)
     IS_WHOLE_SAMPLE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_L: tl.constexpr,
-    ALIGN: tl.constexpr,  # a power of two that divides L: the compiler asks only for 16
-    HAS_GROUPS: tl.constexpr,  # C // L rows are one sample, whose channels they share out
-    IS_REDUCED: tl.constexpr,  # the steps leave one number of each row
+    ALIGN: tl.constexpr,  # a power of two that divides L: Triton itself checks only for 16
+    HAS_GROUPS: tl.constexpr,  # a sample is C // L rows, each with L of its channels
+    IS_REDUCED: tl.constexpr,  # the steps leave one number per row
     HAS_ONE_CHANNEL: tl.constexpr,  # a tile's rows are all of one channel
     IS_EVEN_ROWS: tl.constexpr,  # every tile is full: L is BLOCK_L, and BLOCK_ROWS divides ROWS
     ACC: tl.constexpr,
 ):  # fmt: skip
-    L = L // ALIGN * ALIGN  # the same number: a hint would not reach the masks
+    L = L // ALIGN * ALIGN  # same value; shows the compiler that ALIGN divides it, also in masks
     first = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
     o_r = tl.arange(0, BLOCK_ROWS)
     o_l = tl.arange(0, BLOCK_L)[None, :]
@@ -91,7 +93,7 @@ def rows_kernel(
     elif HAS_ONE_CHANNEL:
         o_c = tl.program_id(0) // (ROWS_PER_CHANNEL // BLOCK_ROWS) % C
     else:
-        o_c = ((first + o_r) // ROWS_PER_CHANNEL % C)[:, None]  # 64-bit divisions, for each row
+        o_c = ((first + o_r) // ROWS_PER_CHANNEL % C)[:, None]  # costs 64-bit divisions, hence the case above
     b_x = tl.load(p_x + first * L + o_x, mask=m_x, other=0.0).to(ACC)
     b_y = ROW_STEPS_FN(b_x, o_l, L, o_c, first * L, o_x, o_c < C, m_x, a0, a1, a2, a3, a4, a5)
     if IS_REDUCED:
@@ -103,7 +105,7 @@ def rows_kernel(
 
 @triton.jit
 def with_sums(totals, blocks, m_x, START: tl.constexpr, NUM_SUMS: tl.constexpr, IS_OVER_ROWS: tl.constexpr):
-    """`totals` and the sums of NUM_SUMS blocks from START on: over rows, or over everything."""
+    """`totals` plus the sums of NUM_SUMS blocks from START on: over the rows, or over the whole tile."""
     sums = ()
     for i in tl.static_range(NUM_SUMS):
         block = tl.where(m_x, blocks[START + i], 0.0)  # lanes past the end may hold NaN
@@ -127,7 +129,7 @@ def rows_gradient_kernel(
     TILES_PER_PROGRAM,  # of a chunk
     SUM_STRIDE,  # from one of the sums to the next: N·C·CHUNKS
     ROW_GRADIENT_FN: tl.constexpr,  # see reverse.py
-    NUM_SUMS: tl.constexpr,  # blocks after the first one that are summed
+    NUM_SUMS: tl.constexpr,  # blocks after the first that are summed
     NUM_FULL: tl.constexpr,  # blocks after those that are stored
     NUM_COLUMN_SUMS: tl.constexpr,  # 2: the blocks after those are summed over rows
     BLOCK_ROWS: tl.constexpr, BLOCK_L: tl.constexpr, ALIGN: tl.constexpr, ACC: tl.constexpr,

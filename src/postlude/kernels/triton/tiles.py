@@ -1,12 +1,12 @@
-"""The tile of a program in a value that is in memory: which channels and positions it has, and what it loads of them.
+"""The tile of a program in a value in memory: its channels, its positions, and their offsets and masks.
 
-A value is seen as rows:
+There are three layouts:
 
-    contiguous      [N·C, S]: a program has one row, its channel is one number and its tile [BLOCK_S]; BLOCK_C is 0
-    channels-last   [N, S, C]: rows of channels, tiles of BLOCK_S rows and BLOCK_C channels
-    short rows      [N, C, S] as channels-last (HAS_SHORT_ROWS): BLOCK_S covers a row, and a tile is BLOCK_C of them
+    contiguous      [N·C, S]: a program has one row, so one channel, and its tile is [BLOCK_S]; BLOCK_C is 0
+    channels-last   [N, S, C]: a tile is BLOCK_S positions of BLOCK_C channels
+    short rows      [N, C, S], handled as channels-last (HAS_SHORT_ROWS): BLOCK_S covers a row, a tile is BLOCK_C rows
 
-Where a row or a sample begins is one 64-bit number; offsets from there are 32-bit unless a sample needs more
+The start of a row or sample is a 64-bit number. Offsets from there have 32 bits unless a sample needs more
 (USES_INT64).
 """
 
@@ -24,7 +24,7 @@ def places(o_s, o_c, C, S, IS_CONTIGUOUS: tl.constexpr, USES_INT64: tl.constexpr
 
 @triton.jit
 def own_channels(C, S, CHUNKS, BLOCK_C: tl.constexpr):
-    """A program's chunk, its row of [N·C] or its sample, its channels with their mask, and where its offsets begin."""
+    """A program's chunk, its row of [N·C] or its sample, its channels with their mask, and the base of its offsets."""
     i_chunk = tl.program_id(0) % CHUNKS
     i_row = tl.program_id(0) // CHUNKS
     if BLOCK_C == 0:
@@ -40,7 +40,7 @@ def own_channels(C, S, CHUNKS, BLOCK_C: tl.constexpr):
 
 @triton.jit
 def own_rows(i_row, o_c, C, BLOCK_C: tl.constexpr):
-    """The rows of its channels in [N·C]."""
+    """The rows in [N·C] of a program's channels."""
     return i_row if BLOCK_C == 0 else i_row * C + o_c
 
 
@@ -51,7 +51,7 @@ def own_sample(i_row, C, BLOCK_C: tl.constexpr):
 
 @triton.jit
 def has_first(o_c, BLOCK_C: tl.constexpr):
-    """Whether a program has its sample's first channel: what a sample has once is its to store."""
+    """Whether a program has its sample's first channel. That program stores what exists once per sample."""
     return o_c == 0 if BLOCK_C == 0 else tl.program_id(1) == 0
 
 
@@ -60,7 +60,7 @@ def own_tile(
     start, o_c, m_c, C, S,
     BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, IS_CONTIGUOUS: tl.constexpr, USES_INT64: tl.constexpr,
 ):  # fmt: skip
-    """Offsets and mask of the tile of positions from `start` on: [BLOCK_S], or [BLOCK_S, BLOCK_C]."""
+    """Offsets and mask of the tile whose positions begin at `start`: [BLOCK_S], or [BLOCK_S, BLOCK_C]."""
     o_s = start + tl.arange(0, BLOCK_S)
     if BLOCK_C == 0:
         o_x = o_s
@@ -73,13 +73,13 @@ def own_tile(
 
 @triton.jit
 def beside(x, BLOCK_C: tl.constexpr):
-    """A number per channel as a tile's steps take it: one number, or [1, BLOCK_C]."""
+    """A number per channel, in the shape that broadcasts over a tile: one number, or [1, BLOCK_C]."""
     return x if BLOCK_C == 0 else x[None, :]
 
 
 @triton.jit
 def of_groups(p_first, p_second, o_g, m_g, HAS_NORM: tl.constexpr, ACC: tl.constexpr):
-    """Two numbers of each group, such as its mean and rstd; without a norm two zeros that nobody reads."""
+    """Two numbers of each group, such as its mean and rstd; without a norm, two zeros that are not used."""
     first = tl.zeros([], ACC)
     second = first
     if HAS_NORM:
@@ -90,7 +90,7 @@ def of_groups(p_first, p_second, o_g, m_g, HAS_NORM: tl.constexpr, ACC: tl.const
 
 @triton.jit
 def store_full(p_full0, p_full1, o, blocks, mask, START: tl.constexpr, NUM_FULL: tl.constexpr):
-    """NUM_FULL blocks from START on, each in its tensor."""
+    """Stores NUM_FULL blocks from START on, each in its own tensor."""
     if NUM_FULL > 0:
         tl.store(p_full0 + o, blocks[START].to(p_full0.dtype.element_ty), mask=mask)
     if NUM_FULL > 1:

@@ -1,9 +1,9 @@
-"""Packing an input of few channels: a position holds the channels of several taps, so that a step of the product is
-as long as with many channels.
+"""Packing an input of few channels by a partial im2col: a position holds the channels of several taps, so that a step
+of the GEMM is as deep as with many channels.
 
-Of UNFOLDED_H·UNFOLDED_W taps, column j of a position is channel j // taps of the tap j % taps; columns behind the last
-channel are zero, as are taps outside of the input. Along an axis whose taps lie side by side a position is an output's;
-slices, and rows where only taps along x lie side by side, follow one another as in pack.py.
+With taps = UNFOLDED_H·UNFOLDED_W, column j of a position is channel j // taps of tap j % taps. Columns past the last
+channel are zero, and so are taps outside the input. Along an unfolded axis a packed position is an output position.
+Slices, and rows where only x is unfolded, follow one another as in pack.py.
 """
 
 import triton
@@ -26,9 +26,9 @@ def unfold_input_kernel(
     C_PACKED: tl.constexpr,  # columns of a position, a power of two
     PLANES: tl.constexpr, IS_SCALED: tl.constexpr, KEEPS_INF: tl.constexpr,
     IS_CHANNELS_LAST: tl.constexpr, USES_INT64: tl.constexpr,
-    UNFOLDED_H: tl.constexpr, UNFOLDED_W: tl.constexpr,  # taps along y and x that lie side by side
-    HAS_PADDING: tl.constexpr,  # along any axis; without, a position's taps lie inside of the input
-    ROWS_PER_PROGRAM: tl.constexpr,  # one short row would mostly wait
+    UNFOLDED_H: tl.constexpr, UNFOLDED_W: tl.constexpr,  # taps along y and x in one packed position
+    HAS_PADDING: tl.constexpr,  # along any axis; without it all taps lie inside the input
+    ROWS_PER_PROGRAM: tl.constexpr,  # several, because one short row would not hide the latency
     BLOCK_W: tl.constexpr,  # positions
 ):  # fmt: skip
     o_j = tl.arange(0, C_PACKED)

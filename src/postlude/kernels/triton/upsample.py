@@ -1,5 +1,7 @@
-"""The gradient of upsampling, nearest or linear: every position of the smaller value gathers its shares of the larger
-one's gradient. Scattering them, as compilers do, needs atomics: 10 ms instead of 0.5 for 32×160×160×128 on an H200."""
+"""The gradient of upsampling, nearest or linear, as a gather: every input position sums its shares of dy.
+
+A scatter, which Inductor generates, needs atomics: 10 ms instead of 0.5 for 32×160×160×128 on an H200.
+"""
 
 import triton
 import triton.language as tl
@@ -7,14 +9,14 @@ import triton.language as tl
 
 @triton.jit
 def _share(i, NTH: tl.constexpr, scale, SIZE: tl.constexpr, IS_LINEAR: tl.constexpr, HAS_CENTRES: tl.constexpr):
-    """Of the results that read position i the NTH, and how much of it: PyTorch's own formula, asked the other way."""
+    """The NTH result that reads position i, and the weight with which it does: PyTorch's formula, inverted."""
     centre = 0.5 if HAS_CENTRES else 0.0
     if IS_LINEAR:
         o = tl.ceil((i - 1 + centre) / scale - centre).to(tl.int32) + NTH
         source = tl.maximum((o + centre) * scale - centre, 0.0)
         low = source.to(tl.int32)
         fraction = source - low
-        # Past the last position both neighbours are that one.
+        # At the end of the axis both neighbours are the last position.
         share = tl.where(low == i, 1.0 - fraction, 0.0) + tl.where(tl.minimum(low + 1, SIZE - 1) == i, fraction, 0.0)
     else:
         o = tl.ceil(i / scale - centre - 1e-3).to(tl.int32) + NTH

@@ -1,13 +1,13 @@
-"""The weight's gradient of a convolution: a matrix product over positions, of the packed gradient and the packed input.
+"""The weight's gradient of a convolution: a GEMM over positions, of the packed gradient and the packed input.
 
-Both operands lie in volumes of the same pitch (see pack.py), so the input that tap (z, y, x) multiplied at an output
-is found a fixed number of rows further on. A program takes a group of taps and a stretch of positions; the tiles of
-the input that it multiplies with one tile of the gradient are those of the taps along x, or of some of them where they
-are more than three, or, where there are few channels, along y. What the programs of one tap find is added up
-afterwards, in order.
+Both operands are packed with the same pitch (see pack.py), so the input that tap (z, y, x) reads for an output lies a
+fixed number of rows after it. This is split-K over positions: a program takes a group of taps and a range of positions,
+and the partial sums of a tap are added afterwards in a fixed order. A program loads one tile of the gradient and
+multiplies it with a tile of the input for each tap of its group. A group is the taps along x, or some of them if there
+are more than three; with few channels it is taps along y.
 
-With few channels a row of the product is several neighbouring positions (NEIGHBOURS): their gradients side by side and
-all inputs that their taps along x read, so that output (j, o) × input (t, c) belongs to tap t − j.
+With few channels a row of the GEMM is NEIGHBOURS neighbouring positions: their gradients on one side, and on the other
+all inputs that their taps along x read. The product of output (j, o) and input (t, c) then belongs to tap t − j.
 """
 
 import triton
@@ -38,7 +38,7 @@ def weight_gradient_kernel(
     K_STEPS,  # of BLOCK_K rows, for one program
     ROW_PITCH, SLICE_PITCH,
     PRODUCT_PITCH,  # positions of the input from one product of a group to the next
-    GRADIENT_SHIFT,  # positions by which the gradient lies behind its output's
+    GRADIENT_SHIFT,  # positions by which a gradient lies behind its output's position
     C_PACKED,  # channels of a packed position of the input
     TAP_GROUPS: tl.constexpr,
     TAP_GROUPS_PER_SLICE: tl.constexpr,  # of one z
@@ -46,7 +46,7 @@ def weight_gradient_kernel(
     FRONT_ROWS: tl.constexpr,  # rows before the input's first
     PRODUCTS_PER_GROUP: tl.constexpr,  # tiles of the input for one tile of the gradient
     NEIGHBOURS: tl.constexpr, PLANES: tl.constexpr,
-    IS_AB_SWAPPED: tl.constexpr,  # xᵀ · g is multiplied: tensor cores do better with the longer side as columns
+    IS_AB_SWAPPED: tl.constexpr,  # compute xᵀ · g: tensor cores are faster with the longer side as columns
     BLOCK_M: tl.constexpr,  # rows of a tile
     BLOCK_N: tl.constexpr,  # columns of a tile
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
@@ -55,7 +55,7 @@ def weight_gradient_kernel(
     i_split = tl.program_id(0) // TAP_GROUPS
     o0 = tl.program_id(1) * BLOCK_M
     c0 = tl.program_id(2) * BLOCK_N
-    # NEIGHBOURS·GRADIENT_SHIFT more than the offset, which may be negative: division rounds towards 0.
+    # The offset may be negative and division rounds towards 0, so NEIGHBOURS·GRADIENT_SHIFT is added to it first.
     y = i_group % TAP_GROUPS_PER_SLICE // TAP_GROUPS_PER_ROW * (1 if NEIGHBOURS == 1 else PRODUCTS_PER_GROUP)
     offset = (
         i_group // TAP_GROUPS_PER_SLICE * SLICE_PITCH
@@ -118,7 +118,7 @@ def add_splits_kernel(
     o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     m_c = o_c < C_IN
     total = tl.zeros([BLOCK_C], ACC)
-    further = 0  # to the parts of the next neighbour: its output channels, and inputs one position further on
+    further = 0  # offset to the next neighbour's part: its output channels, and the inputs one position further on
     if NEIGHBOURS == 1:
         p_parts += (i_tap * PRODUCT_M + i_o) * PRODUCT_N
     else:

@@ -13,10 +13,10 @@ from postlude.emit_cpp import emit_cpp_end
 from postlude.expressions import Function
 from postlude.plan import Plan
 from postlude.plan.problem import Spec, memory_format
-from postlude.steps import forward, moments
+from postlude.steps import forward, moments, pass_slots
 
 TYPES = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "c10::BFloat16", torch.float16: "c10::Half"}
-_ROLES = {"full": "FULL", "channel": "CHANNEL", "row": "ROW", "one": "ONE"}
+_ROLES = {"full": "FULL", "channel": "CHANNEL", "bias": "CHANNEL", "row": "ROW", "one": "ONE"}
 
 
 class End(NamedTuple):
@@ -51,6 +51,13 @@ def operands(plan: Plan, slots: Sequence[int], tensors: Sequence[Tensor]) -> dic
     return {f"t{slot}": tensors[slot].contiguous(memory_format=form) for slot, form in forms.items()}
 
 
-def before(chain: Chain, last: int) -> Function:
-    """What a norm or a reduction is of: the value itself where no step precedes it."""
-    return forward(chain, "before", last, 1) if last else Function("before", (Value(0),), (), Value(0), ())
+def first_step(plan: Plan) -> int:
+    """0 where the passes begin with the convolution's bias. oneDNN starts its sums with it, and each addition then
+    rounds at its size: 2 to 4 times the error of PyTorch's other library, which adds it at the end."""
+    return 0 if plan.convolve == "direct" else 1
+
+
+def before(chain: Chain, last: int, first: int) -> Function:
+    """What a norm or a reduction is of: the value itself where nothing precedes it."""
+    slots = pass_slots(chain, last, first)
+    return forward(chain, "before", last, first) if last or slots else Function("before", (Value(0),), (), Value(0), ())

@@ -79,4 +79,5 @@ REDUCTIONS = {
 # Each window's mean, or its largest, of equal ones the first; a NaN stays.
 POOLS = ("max_pool", "avg_pool")
 SOFTMAXES = ("softmax", "log_softmax")  # over channels, or the features of a linear layer
+LENGTHS = ("normalize",)  # over channels: divided by the length of the vector that they are, or eps if that is larger
 SPANS = {"space": "space", "sample": "all but batch", "channels": "channels"}  # as a chain's line names them

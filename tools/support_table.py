@@ -32,7 +32,7 @@ from postlude.plan import Plan, Problem, Refusal, lower
 from postlude.plan.channels import MOST_CHANNELS
 from postlude.plan.problem import Spec
 from postlude.windows import Windows
-from postlude.words import NORMS, POINTWISE, POOLS, REDUCTIONS, SOFTMAXES
+from postlude.words import LENGTHS, NORMS, POINTWISE, POOLS, REDUCTIONS, SOFTMAXES
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "support.md"
 CHANNELS, SPACE, BATCH = 32, 32, 8
@@ -116,7 +116,7 @@ def rows() -> Iterator[tuple[str, Chain]]:
     for op, spans in REDUCTIONS.items():
         step = Normalize("group_norm", Value(0), 8, 1e-5)
         yield f"{op} over {spans[0]}", chain_of(convolution(3), step, Reduce(op, Value(1), spans[0], True))  # type: ignore[arg-type]
-    for op in SOFTMAXES:
+    for op in (*SOFTMAXES, *LENGTHS):
         yield (
             f"{op} over channels",
             chain_of(convolution(3), Normalize("group_norm", Value(0), 8, 1e-5), Softmax(op, Value(1))),

@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable
 
 from postlude.chain import (
+    LENGTHS,
     Cast,
     Chain,
     Normalize,
@@ -154,7 +155,7 @@ def _value(step: Step) -> Term:
         scaled = call("-", step.operand, MEAN) * scale
         return scaled if step.bias is None else scaled + step.bias
     if isinstance(step, Softmax):  # the block has all channels
-        return call(f"channel_{step.op}", step.operand, M_C)
+        return call(f"channel_{step.op}", step.operand, M_C, *((Scalar(step.eps),) if step.op in LENGTHS else ()))
     if isinstance(step, Reduce | Pool):
         raise ValueError("a reduction or a pool is no step of a block")
     if (inverse := _exact_inverse(step)) is not None:

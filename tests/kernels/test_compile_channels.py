@@ -23,7 +23,13 @@ pytest.importorskip("triton")
 pytestmark = [pytest.mark.compile, pytest.mark.filterwarnings("ignore")]
 card = offline.card
 WIDE = Builder(2, conv(2, (16, 300))).norm(4).op("gelu", approximate="none").op("add", "full").op("mul", "row")
-CHAINS = {**OVER_CHANNELS, **SOFTMAXED, "300 channels": (WIDE.reduce("amin", "channels").chain(), (8, 16, 64, 64))}
+LENGTH = Builder(3, conv(3, (96, 192))).softmax("normalize", 1e-12).op("mul", 14.0).op("mul", "channel").op("silu")
+CHAINS = {
+    **OVER_CHANNELS,
+    **SOFTMAXED,
+    "300 channels": (WIDE.reduce("amin", "channels").chain(), (8, 16, 64, 64)),
+    "length of 192 channels": (LENGTH.chain(), (1, 96, 6, 34, 34)),
+}
 
 
 def compiled(chain: Chain, shape: tuple[int, ...], layout: str, dtype: str, card: int) -> tuple[Compiled, KernelCall]:

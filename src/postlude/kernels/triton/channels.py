@@ -41,6 +41,15 @@ def channel_log_softmax(b_x, m_c):
 
 
 @triton.jit
+def channel_normalize(b_x, m_c, eps):
+    """x / max(‖x‖, eps) of each row [BLOCK_C]; a length that is NaN stays."""
+    b_x = tl.where(m_c[None, :], b_x, 0.0)
+    length = tl.sqrt(tl.sum(b_x * b_x, axis=1))
+    length = tl.where(length < eps, eps, length)
+    return b_x / length[:, None]
+
+
+@triton.jit
 def row_shift(b_x, m_c):
     return tl.max(tl.where(m_c[None, :], b_x, float("-inf")), axis=1)[:, None]
 

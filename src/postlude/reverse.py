@@ -13,8 +13,8 @@ what else they take is as in steps.py:
     dn     the gradient at the norm's result γ · x̂ + β: its sums over a channel are β's gradient and, times x̂, γ's
     A, B   means of γ · dn and of γ · dn · x̂ over a group: the norm's operand gets rstd · (γ · dn − A − x̂ · B)
 
-Where the last step is followed by a pool, `unpooled` is what g is made of instead: an expression of the pooled value's
-gradient.
+Behind a pool or a reduction over channels, g is of another size: `given` are lines that make it, and what else the
+reverse of these reads. A block has all channels then where one goes over them.
 
 A layer_norm's group is a row of the block, so that one function does all of it:
 
@@ -39,16 +39,18 @@ from postlude.chain import (
     Reduce,
     Scalar,
     Slot,
+    Softmax,
     Step,
     Value,
     values_of,
 )
 from postlude.expressions import Assign, Expression, Function, Gradient, Load, Name, Term, bound, call, leaves, live
-from postlude.steps import EPS, M_X, MEAN, PLACE, ROW, RSTD, L, U, X, Y, Z, pass_slots
+from postlude.steps import EPS, M_X, MEAN, O_C, PLACE, ROW, RSTD, C, L, U, X, Y, Z, pass_slots
 
 MOST_FULL = 2  # gradients of whole tensors that the kernels store beside the value's
 G, V = Name("g"), Name("v")
 X_HAT, A, B, ROW_A, ROW_B = map(Name, ("x_hat", "A", "B", "row_a", "row_b"))
+TAP = Name("tap")  # the channel that a largest or smallest was chosen from
 _NOTHING = call("nothing", G)
 # The gradient of each operand, from g of the step's value v; the functions are in kernels/triton/derivatives.py.
 # A word of one operand without a row has word_gradient(g, x, settings).
@@ -72,6 +74,17 @@ DERIVATIVES: dict[str, tuple[Expression, ...]] = {
         G * call("batch_norm", X, Y, Z, Scalar(1.0), Scalar(0.0), EPS),
         G,
     ),
+}
+# The same of what goes over the rows of a block; the functions are in kernels/triton/row_derivatives.py.
+ROW_DERIVATIVES: dict[str, Expression] = {
+    "softmax": call("softmax_share", G, V, M_X),
+    "log_softmax": call("log_softmax_share", G, V, M_X),
+    "sum": call("spread", G, M_X),
+    "mean": call("spread", G / C, M_X),
+    "logsumexp": call("logsumexp_share", G, X, V, M_X),
+    "amax": call("largest_share", G, X, M_X),
+    "amin": call("smallest_share", G, X, M_X),
+    **dict.fromkeys(("max", "min"), call("chosen_share", G, TAP, O_C)),
 }
 
 
@@ -101,7 +114,7 @@ def unsupported_gradient(chain: Chain, last: int, pool: Pool | None = None) -> s
     fused = chain.steps[:last]
     if not fused and pool is None:
         return "no step is fused"
-    if any(isinstance(step, Reduce) for step in fused):
+    if any(isinstance(step, Reduce) and (step.over != "channels" or not chain.dims) for step in fused):
         return "a reduction is among the steps"
     norms = [step for step in fused if isinstance(step, Normalize)]
     if len(norms) > 1:
@@ -113,16 +126,17 @@ def unsupported_gradient(chain: Chain, last: int, pool: Pool | None = None) -> s
         return f"no fused step reads value {min(unread)}"
     if sum(chain.roles[slot] == "full" for slot in pass_slots(chain, last)) > MOST_FULL:
         return f"the steps read more than {MOST_FULL} tensors of the value's size"
-    # Those of the pooled value's gradient and of a max_pool's taps.
+    # Those of the pooled value's gradient and of a max_pool's taps; of a reduction's gradient, result and taps.
     more = 0 if pool is None else 1 + (pool.op == "max_pool")
+    more += 0 if reduce_step(chain, last) is None else 1 + len(kept_of_reduction(chain, last))
     return steps.too_many_tensors(chain, last, more)
 
 
-def sums(chain: Chain, last: int, needs: frozenset[int], unpooled: Term | None = None) -> Function:
+def sums(chain: Chain, last: int, needs: frozenset[int], given: tuple[Assign, ...] = ()) -> Function:
     """The first pass, of a chain with a norm: from the last step back to the norm's result."""
     norm, slots = norm_step(chain, last), wanted(chain, last, needs).sums
     assert norm is not None
-    body = [*_forward(chain, last), *_unpooled(unpooled), *_backward(chain, norm, last, slots)]
+    body = [*given, *_forward(chain, last), *_backward(chain, norm, last, slots)]
     dn = Gradient(Value(norm))
     returns = (dn, dn * X_HAT, *(Gradient(Slot(slot)) for slot in slots))
     takes = (Value(0), G, MEAN, RSTD, *PLACE)
@@ -130,26 +144,22 @@ def sums(chain: Chain, last: int, needs: frozenset[int], unpooled: Term | None =
 
 
 def gradient(
-    chain: Chain, last: int, needs: frozenset[int], from_result: bool = False, unpooled: Term | None = None
+    chain: Chain, last: int, needs: frozenset[int], from_result: bool = False, given: tuple[Assign, ...] = ()
 ) -> Function:
     """The second pass: from the last step back to the first value. `from_result`: the block is the last one's value."""
     want = wanted(chain, last, needs)
     slots = want.totals + want.full
     returns: tuple[Term, ...] = (Gradient(Value(0)), *(Gradient(Slot(slot)) for slot in slots))
-    given: tuple[Name, ...] = (MEAN, RSTD, A, B)
+    takes: tuple[Name, ...] = (MEAN, RSTD, A, B)
     if has_rows(chain, last):
-        dn, given = Gradient(Value(norm_step(chain, last) or 0)), ROW
+        dn, takes = Gradient(Value(norm_step(chain, last) or 0)), ROW
         returns += (dn, dn * X_HAT)
     forward = _forward(chain, last)
     if from_result:
         loads = [line for line in forward if isinstance(line.value, Load)]
         forward = [Assign((Value(last),), Value(0)), *loads]
-    body = live([*forward, *_unpooled(unpooled), *_backward(chain, 0, last, slots)], returns)
-    return Function("gradient", (Value(0), G, *given, *PLACE), body, returns, pass_slots(chain, last))
-
-
-def _unpooled(term: Term | None) -> list[Assign]:
-    return [] if term is None else [Assign((G,), term)]
+    body = live([*given, *forward, *_backward(chain, 0, last, slots)], returns)
+    return Function("gradient", (Value(0), G, *takes, *PLACE), body, returns, pass_slots(chain, last))
 
 
 def slots_needed(chain: Chain, last: int, from_result: bool = False) -> frozenset[int]:
@@ -171,13 +181,42 @@ def keeps_inside(chain: Chain, last: int) -> bool:
 def needs_no_more_than_its_result(chain: Chain, last: int) -> bool:
     """Whether the gradients of steps 1 to `last` can be told from the last one's value alone, as those of relu and of
     what is added before it."""
-    plain = all(isinstance(step, Pointwise) for step in chain.steps[:last])
+    plain = all(isinstance(step, Pointwise | Softmax) for step in chain.steps[:last])
     return plain and _values_read(chain, last, range(len(chain.roles))) <= {last}
 
 
 def reads_no_value(chain: Chain, last: int) -> bool:
     """Whether the gradients of steps 1 to `last` depend on none of their values, as those of sums."""
     return not _values_read(chain, last, range(len(chain.roles)))
+
+
+def needs_first_value(chain: Chain, last: int) -> bool:
+    """Whether the gradients of steps 1 to `last` depend on a value of the first one's size, that is from before a
+    reduction over channels: what that gave is kept in any case."""
+    reduce = reduce_step(chain, last)
+    read = _values_read(chain, last, range(len(chain.roles)))
+    return norm_step(chain, last) is not None or any(reduce is None or index < reduce for index in read)
+
+
+def kept_of_reduction(chain: Chain, last: int) -> tuple[Value | Name, ...]:
+    """What the gradients of steps 1 to `last` read of a reduction over channels: what it gave, or what it chose."""
+    number = reduce_step(chain, last)
+    if number is None:
+        return ()
+    body = _backward(chain, 0, last, range(len(chain.roles)))
+    read = {leaf for line in body for leaf in leaves(line.value)}
+    is_given = any(isinstance(leaf, Value) and leaf.index >= number for leaf in read)
+    return (*((Value(number),) if is_given else ()), *((TAP,) if TAP in read else ()))
+
+
+def chooses(chain: Chain) -> bool:
+    """Whether a gradient goes to the one of several values that was chosen in the forward pass."""
+    chosen = ("max", "min", "max_pool")
+    return any(isinstance(step, Reduce | Pool) and step.op in chosen for step in chain.steps)
+
+
+def reduce_step(chain: Chain, last: int) -> int | None:
+    return next((number for number, step in enumerate(chain.steps[:last], 1) if isinstance(step, Reduce)), None)
 
 
 def norm_step(chain: Chain, last: int) -> int | None:
@@ -210,7 +249,7 @@ def _read_pointwise(chain: Chain, last: int) -> set[int]:
 
 def _forward(chain: Chain, last: int) -> list[Assign]:
     """The values again, and x̂."""
-    body, norm = [*steps.forward(chain, "whole", last).body], norm_step(chain, last)
+    body, norm = [*steps.forward(chain, "given", last).body], norm_step(chain, last)
     if norm is not None:
         (operand,) = values_of(chain.steps[norm - 1])
         body.append(Assign((X_HAT,), call("-", operand, MEAN) * RSTD))
@@ -224,6 +263,7 @@ def _backward(chain: Chain, root: int, last: int, slots: Iterable[int]) -> list[
     """
     body: list[Assign] = []
     terms: dict[Operand, Term] = {Value(last): G}
+    reduce = reduce_step(chain, last)
 
     def add(operand: Operand, term: Term) -> None:
         terms[operand] = call("+", terms[operand], term) if operand in terms else term
@@ -235,7 +275,8 @@ def _backward(chain: Chain, root: int, last: int, slots: Iterable[int]) -> list[
                 step = chain.steps[number - 1]
                 body += _row_means(step, number)
                 for operand, term in _passed_back(step, number):
-                    add(operand, term)
+                    is_once = isinstance(operand, Slot) and reduce is not None and number > reduce
+                    add(operand, call("in_first", term, O_C) if is_once else term)
     for slot in map(Slot, slots):
         if chain.roles[slot.index] == "bias":  # added to the first value
             add(slot, Gradient(Value(0)))
@@ -253,9 +294,11 @@ def _passed_back(step: Step, number: int) -> list[tuple[Operand, Term]]:
     if isinstance(step, Pointwise):
         meant = {G: g, V: Value(number), **steps.meanings(step)}
         return [(operand, bound(term, meant)) for operand, term in zip(step.operands, derivatives(step))]
+    if isinstance(step, Softmax | Reduce):
+        return [(step.operand, bound(ROW_DERIVATIVES[step.op], {G: g, V: Value(number), X: step.operand}))]
     if isinstance(step, Cast):
         return [(step.operand, g)]  # blocks stay in the accumulator's dtype
-    raise ValueError("a reduction or a pool is no step of a block")
+    raise ValueError("a pool is no step of a block")
 
 
 def _row_means(step: Step, number: int) -> list[Assign]:

@@ -30,7 +30,7 @@ from postlude.plan.problem import memory_format
 from postlude.plan.program import row_norm
 from postlude.plan.through import Through
 from postlude.plan.types import Moments as MomentsSink
-from postlude.reverse import reads_no_value
+from postlude.reverse import needs_first_value, reads_no_value
 from postlude.stages.convolution_gradients import convolution_gradients, packing_of_gradient
 from postlude.stages.cuts import accumulator_of
 from postlude.stages.few_channels_gradient import few_channels_gradient
@@ -68,7 +68,8 @@ def backward(
             largest = none_found(plan.value.shape[1], plan.largest_found, dy.device)
         packing = packing_of_gradient(plan) if plan.packs_gradient else None
         seen = columns(plan) if chain.is_linear else plan
-        dv, found = gradient_passes(seen, wanted, value, parts.moments, dy, tensors, packing, largest, parts.taps)
+        how = (packing, largest, parts.taps, parts.kept)
+        dv, found = gradient_passes(seen, wanted, value, parts.moments, dy, tensors, *how)
     grads = [found.get(slot) for slot in range(len(needs))]
     if chain.producer is None:
         grads[0] = dv.to(tensors[0].dtype) if needs[0] else None
@@ -93,8 +94,12 @@ def combined(plan: Plan, parts: Parts) -> Moments | None:
 
 def _value(plan: Plan, tensors: Sequence[Tensor], parts: Parts, dy: Tensor) -> Tensor:
     """What the gradient passes read. Where they read no value, anything of its shape does."""
+    chain, last = plan.chain, len(plan.chain.steps)
     if plan.from_result:
-        return dy if reads_no_value(plan.chain, len(plan.chain.steps)) else parts.result
+        return dy if reads_no_value(chain, last) else parts.result
+    if plan.channels_end is not None and not needs_first_value(chain, last):
+        dtype, layout = getattr(torch, plan.value.dtype), memory_format(plan.value.layout, chain.dims)
+        return torch.empty(plan.value.shape, dtype=dtype, device=dy.device, memory_format=layout)
     value = first_pass(plan, tensors)[0] if plan.is_lean else parts.value
     assert value is not None
     return value

@@ -53,6 +53,7 @@ of slices of samples.
     IS_FLIPPED, IS_TRANSPOSED, IS_AB_SWAPPED  taps run backwards; a tile is stored transposed; A and B are swapped
     HAS_NORM, HAS_GAMMA, HAS_BETA, HAS_BIAS, HAS_M2, HAS_PADDING, HAS_RUNNING_STATS  whether there are such
     HAS_BORDER, IS_PADDING_COUNTED, HAS_TAPS  windows leave the value; averages count that; a largest's place is kept
+    HAS_REDUCED                            what a reduction gives is kept, before the steps after it
     IS_LINEAR, HAS_CENTRES                 upsampling: of two neighbours, else the nearest; positions lie at half a step
     USES_INT64, dtype                      offsets in a sample need 64 bits; of a result
     alpha, beta, bound, eps, exponent, high, input_scale, low, momentum, scale, slope, threshold  settings of a step

@@ -58,7 +58,9 @@ def row_softmax(x, m_x):
 
 @triton.jit
 def row_log_softmax(x, m_x):
-    return x - row_log_sum_exp(x, m_x)
+    """The same rows are NaN."""
+    x = x - tl.max(tl.where(m_x, x, float("-inf")), axis=1)[:, None]
+    return x - tl.log(tl.sum(tl.where(m_x, exp(x), 0.0), axis=1))[:, None]
 
 
 @triton.jit

@@ -188,7 +188,10 @@ def runs() -> list[Run]:
     top = chain_of(None, 3, ("mul", "full"), ("amax", "channels"))
     beside = chain_of(convolution(3, (3, 20), 1), 3, ("gelu",), ("norm", 5), ("silu",))
     normed = chain_of(linear(50, 70, has_bias=True), 0, ("mul", "channel"), ("batch_norm",), ("silu",))
-    rows = chain_of(linear(52, 70, has_bias=True), 0, ("relu",), ("norm", 7), ("add", "full"))
+    rows = chain_of(linear(52, 70, has_bias=True), 0, ("silu",), ("norm", 7), ("add", "full"))
+    chosen = chain_of(
+        linear(50, 70, has_bias=True), 0, ("softmax",), ("mul", "channel"), ("max", "channels"), ("tanh",)
+    )
     wide = chain_of(linear(17, 33), 0, ("gelu",), ("sum", "sample"))
     few = chain_of(convolution(3, (3, 24)), 3, ("norm", 8), ("mean", "sample"))
     fewer = chain_of(convolution(2, (2, 40), 1), 2, ("norm", 8), ("mean", "space"))
@@ -237,8 +240,9 @@ def runs() -> list[Run]:
         Run("packed-pools-bf16", thinned, (2, 9, 3, 64), "bfloat16"),
         Run("linear-fp32", normed, (37, 50)),
         Run("linear-tf32", normed, (37, 50), precision="tf32", trains=False),
-        Run("linear-rows-fp32", rows, (37, 52), trains=False),
-        Run("linear-rows-fp16", rows, (37, 52), "float16", trains=False),
+        Run("linear-rows-fp32", rows, (37, 52)),
+        Run("linear-rows-fp16", rows, (37, 52), "float16"),
+        Run("linear-softmax-fp32", chosen, (37, 50)),
         Run("linear-fp64", wide, (5, 17), "float64"),
         Run("softmax-fp32", shared, flat),
         Run("softmax-bf16", shared, flat, "bfloat16", last),

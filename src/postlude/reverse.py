@@ -16,10 +16,12 @@ what else they take is as in steps.py:
 Behind a pool or a reduction over channels, g is of another size: `given` are lines that make it, and what else the
 reverse of these reads. A block has all channels then where one goes over them.
 
-A layer_norm's group is a row of the block, so that one function does all of it:
+A layer_norm's group is a row of the block, and so is all that a linear layer's barriers go over, so that one function
+does all of it:
 
     gradient(v0, g, o_l, L, …)
-        as above, then dn and dn · x̂, to be summed per place in the row
+        as above, then dn and dn · x̂, to be summed per place in the row; after a linear layer the vectors' gradients as
+        well, which come after those of whole tensors
 """
 
 from __future__ import annotations
@@ -86,6 +88,7 @@ ROW_DERIVATIVES: dict[str, Expression] = {
     "amin": call("smallest_share", G, X, M_X),
     **dict.fromkeys(("max", "min"), call("chosen_share", G, TAP, O_C)),
 }
+_CHOICES = ("max", "min")
 
 
 @dataclass(frozen=True)
@@ -114,12 +117,12 @@ def unsupported_gradient(chain: Chain, last: int, pool: Pool | None = None) -> s
     fused = chain.steps[:last]
     if not fused and pool is None:
         return "no step is fused"
-    if any(isinstance(step, Reduce) and (step.over != "channels" or not chain.dims) for step in fused):
+    if chain.dims and any(isinstance(step, Reduce) and step.over != "channels" for step in fused):
         return "a reduction is among the steps"
     norms = [step for step in fused if isinstance(step, Normalize)]
     if len(norms) > 1:
         return "more than one norm is among the steps"
-    if any(norm.axes > chain.dims for norm in norms):
+    if chain.dims and any(norm.axes > chain.dims for norm in norms):
         return "a layer_norm over whole samples, whose rows hold all channels"
     unread = set(range(last)) - {value.index for step in fused for value in values_of(step)}
     if unread:
@@ -128,7 +131,8 @@ def unsupported_gradient(chain: Chain, last: int, pool: Pool | None = None) -> s
         return f"the steps read more than {MOST_FULL} tensors of the value's size"
     # Those of the pooled value's gradient and of a max_pool's taps; of a reduction's gradient, result and taps.
     more = 0 if pool is None else 1 + (pool.op == "max_pool")
-    more += 0 if reduce_step(chain, last) is None else 1 + len(kept_of_reduction(chain, last))
+    if chain.dims and reduce_step(chain, last) is not None:
+        more += 1 + len(kept_of_reduction(chain, last))
     return steps.too_many_tensors(chain, last, more)
 
 
@@ -148,11 +152,12 @@ def gradient(
 ) -> Function:
     """The second pass: from the last step back to the first value. `from_result`: the block is the last one's value."""
     want = wanted(chain, last, needs)
-    slots = want.totals + want.full
+    by_rows, norm = has_rows(chain, last), norm_step(chain, last)
+    slots = want.full + want.totals if by_rows and not chain.dims else want.totals + want.full
     returns: tuple[Term, ...] = (Gradient(Value(0)), *(Gradient(Slot(slot)) for slot in slots))
-    takes: tuple[Name, ...] = (MEAN, RSTD, A, B)
-    if has_rows(chain, last):
-        dn, takes = Gradient(Value(norm_step(chain, last) or 0)), ROW
+    takes: tuple[Name, ...] = ROW if by_rows else (MEAN, RSTD, A, B)
+    if by_rows and norm is not None:
+        dn = Gradient(Value(norm))
         returns += (dn, dn * X_HAT)
     forward = _forward(chain, last)
     if from_result:
@@ -211,8 +216,7 @@ def kept_of_reduction(chain: Chain, last: int) -> tuple[Value | Name, ...]:
 
 def chooses(chain: Chain) -> bool:
     """Whether a gradient goes to the one of several values that was chosen in the forward pass."""
-    chosen = ("max", "min", "max_pool")
-    return any(isinstance(step, Reduce | Pool) and step.op in chosen for step in chain.steps)
+    return any(isinstance(step, Reduce | Pool) and step.op in (*_CHOICES, "max_pool") for step in chain.steps)
 
 
 def reduce_step(chain: Chain, last: int) -> int | None:
@@ -224,7 +228,11 @@ def norm_step(chain: Chain, last: int) -> int | None:
 
 
 def has_rows(chain: Chain, last: int) -> bool:
-    """True where the norm of steps 1 to `last` goes over rows."""
+    """True where the norm of steps 1 to `last` goes over rows, or anything over a linear layer's features."""
+    if not chain.dims:
+        found = (step for step in chain.steps[:last] if isinstance(step, Normalize | Reduce | Softmax))
+        first = next(found, None)
+        return first is not None and not (isinstance(first, Normalize) and first.over == "batch")
     return any(isinstance(step, Normalize) and step.over == "row" for step in chain.steps[:last])
 
 
@@ -249,7 +257,14 @@ def _read_pointwise(chain: Chain, last: int) -> set[int]:
 
 def _forward(chain: Chain, last: int) -> list[Assign]:
     """The values again, and x̂."""
-    body, norm = [*steps.forward(chain, "given", last).body], norm_step(chain, last)
+    by_rows, norm, reduce = has_rows(chain, last), norm_step(chain, last), reduce_step(chain, last)
+    body = [*steps.forward(chain, "rows" if by_rows else "given", last).body]
+    if by_rows and reduce is not None:
+        step = chain.steps[reduce - 1]
+        assert isinstance(step, Reduce)
+        body.append(Assign((C,), L))
+        if step.op in _CHOICES:
+            body.append(Assign((TAP,), call(f"{step.op}_place", step.operand, O_C, M_X)))
     if norm is not None:
         (operand,) = values_of(chain.steps[norm - 1])
         body.append(Assign((X_HAT,), call("-", operand, MEAN) * RSTD))
@@ -263,7 +278,7 @@ def _backward(chain: Chain, root: int, last: int, slots: Iterable[int]) -> list[
     """
     body: list[Assign] = []
     terms: dict[Operand, Term] = {Value(last): G}
-    reduce = reduce_step(chain, last)
+    reduce, by_rows = reduce_step(chain, last), has_rows(chain, last)
 
     def add(operand: Operand, term: Term) -> None:
         terms[operand] = call("+", terms[operand], term) if operand in terms else term
@@ -273,8 +288,8 @@ def _backward(chain: Chain, root: int, last: int, slots: Iterable[int]) -> list[
             body.append(Assign((Gradient(Value(number)),), terms[Value(number)]))
             if number > root:
                 step = chain.steps[number - 1]
-                body += _row_means(step, number)
-                for operand, term in _passed_back(step, number):
+                body += _row_means(step, number) if by_rows else []
+                for operand, term in _passed_back(step, number, by_rows):
                     is_once = isinstance(operand, Slot) and reduce is not None and number > reduce
                     add(operand, call("in_first", term, O_C) if is_once else term)
     for slot in map(Slot, slots):
@@ -285,11 +300,11 @@ def _backward(chain: Chain, root: int, last: int, slots: Iterable[int]) -> list[
     return body
 
 
-def _passed_back(step: Step, number: int) -> list[tuple[Operand, Term]]:
+def _passed_back(step: Step, number: int, by_rows: bool) -> list[tuple[Operand, Term]]:
     """What a step passes back to each of its operands; a norm's weight and bias get theirs from the sums."""
     g = Gradient(Value(number))
     if isinstance(step, Normalize):
-        a, b = (ROW_A, ROW_B) if step.over == "row" else (A, B)
+        a, b = (ROW_A, ROW_B) if by_rows else (A, B)
         return [(step.operand, RSTD * (_scaled(step, g) - a - X_HAT * b))]
     if isinstance(step, Pointwise):
         meant = {G: g, V: Value(number), **steps.meanings(step)}
@@ -303,7 +318,7 @@ def _passed_back(step: Step, number: int) -> list[tuple[Operand, Term]]:
 
 def _row_means(step: Step, number: int) -> list[Assign]:
     """A and B of a norm whose group is a row of the block."""
-    if not isinstance(step, Normalize) or step.over != "row":
+    if not isinstance(step, Normalize):
         return []
     scaled = _scaled(step, Gradient(Value(number)))
     means = {ROW_A: scaled, ROW_B: scaled * X_HAT}

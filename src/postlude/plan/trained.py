@@ -12,7 +12,7 @@ from postlude.plan.convolve import Own, gradient_products
 from postlude.plan.few_channels import FewChannels
 from postlude.plan.few_channels_gradient import GradientPlan, few_channels_gradient_for
 from postlude.plan.gemm import Gemm, WeightGemm
-from postlude.plan.problem import Layout, Problem, body_dtype, fp32_mode, result_layout, value_dtypes
+from postlude.plan.problem import Layout, Problem, body_dtype, body_shape, fp32_mode, result_layout, value_dtypes
 from postlude.plan.program import (
     fused_pool,
     has_norm,
@@ -21,9 +21,14 @@ from postlude.plan.program import (
     moments_only,
     over_channels,
     row_norm,
+    row_parts,
     rows_from,
 )
 from postlude.reverse import keeps_inside, needs_first_value, needs_no_more_than_its_result, unsupported_gradient
+from postlude.steps import pass_slots
+
+MOST_TRAINED = 8192  # features of a row whose gradients are found in one tile: more take more registers than there are
+_FEW_VECTORS = 2
 
 
 def trained_part(chain: Chain, problem: Problem) -> Chain:
@@ -31,7 +36,7 @@ def trained_part(chain: Chain, problem: Problem) -> Chain:
     fused passes do, up to a pool, and that one where its gradient is ours, or with what goes over channels. What
     follows reads nothing from inside."""
     moments, last, rows = moments_only(chain), last_fused_step(chain), rows_from(chain)
-    if chain.is_linear and rows is not None:  # barriers over features are PyTorch's in training, with their gradients
+    if chain.is_linear and rows is not None and why_rows_are_pytorchs(chain, problem) is not None:
         reads = [value.index for step in chain.steps[rows - 1 :] for value in values_of(step)]
         return dataclasses.replace(chain, steps=chain.steps[: rows - 1]) if min(reads) >= rows - 1 else chain
     if (pool := fused_pool(chain)) is not None:
@@ -43,6 +48,17 @@ def trained_part(chain: Chain, problem: Problem) -> Chain:
         return chain
     is_apart = all(value.index >= last for step in chain.steps[last:] for value in values_of(step))
     return dataclasses.replace(chain, steps=chain.steps[:last]) if is_apart else chain
+
+
+def why_rows_are_pytorchs(chain: Chain, problem: Problem) -> str | None:
+    """Why the barriers over a linear layer's features are PyTorch's in training, where they are."""
+    length, last = body_shape(chain, problem)[1] // row_parts(chain), last_fused_step(chain)
+    vectors = sum(chain.roles[slot] != "full" for slot in pass_slots(chain, last))
+    # Each element needs some registers, and one for each vector whose gradient is summed over rows.
+    most = MOST_TRAINED if vectors <= _FEW_VECTORS else MOST_TRAINED // 2
+    if length > most:
+        return f"rows of more than {most} features, whose gradients do not fit a tile"
+    return unsupported_gradient(chain, last)
 
 
 def last_with_gradient(chain: Chain) -> int:

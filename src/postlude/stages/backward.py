@@ -27,7 +27,7 @@ from postlude.moments import Moments, finish
 from postlude.plan import Plan
 from postlude.plan.gemm import volume_for
 from postlude.plan.problem import memory_format
-from postlude.plan.program import row_norm
+from postlude.plan.program import rows_from
 from postlude.plan.through import Through
 from postlude.plan.types import Moments as MomentsSink
 from postlude.reverse import needs_first_value, reads_no_value
@@ -61,7 +61,7 @@ def backward(
     largest = None
     if not chain.steps:  # a linear layer alone
         dv, found = dy, {2: dy.sum(0)} if len(needs) > 2 and needs[2] else {}
-    elif row_norm(chain) is not None:
+    elif rows_from(chain) is not None:
         dv, found = rows_gradient(plan, wanted, value, dy, tensors)
     else:
         if plan.largest_found is not None:

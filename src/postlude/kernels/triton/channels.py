@@ -21,9 +21,9 @@ def row_largest(b_x):
 
 @triton.jit
 def row_place(b_x, largest, o_c):
-    """The first channel that holds its row's largest; a NaN is larger than all others."""
+    """The first channel that holds its row's largest; a NaN is larger than all others. o_c is [1, BLOCK_C]."""
     is_largest = (b_x == largest[:, None]) | (b_x != b_x)
-    return tl.min(tl.where(is_largest, o_c[None, :], 1 << 30), axis=1)
+    return tl.min(tl.where(is_largest, o_c, 1 << 30), axis=1)
 
 
 @triton.jit
@@ -96,7 +96,7 @@ def channels_kernel(
         elif OP == "amax" or OP == "amin":
             b_y = row_largest(b_x)
             if HAS_TAPS:
-                b_tap = row_place(b_x, b_y, o_c)
+                b_tap = row_place(b_x, b_y, o_c[None, :])
                 tl.store(p_taps + base + o_s, b_tap.to(p_taps.dtype.element_ty), mask=m_s)
             if OP == "amin":
                 b_y = -b_y

@@ -7,7 +7,7 @@ outside of m_x count for nothing. Infinities and NaN are as PyTorch's formulas h
 import triton
 import triton.language as tl
 
-from postlude.kernels.triton.channels import row_largest
+from postlude.kernels.triton.channels import row_largest, row_place
 from postlude.kernels.triton.pointwise import exp
 from postlude.kernels.triton.rows import row_sum
 
@@ -42,6 +42,18 @@ def smallest_share(g, x, m_x):
 def chosen_share(g, place, o_c):
     """All of it for the one element that was chosen."""
     return tl.where(o_c == place, g, 0.0)
+
+
+@triton.jit
+def max_place(x, o_c, m_x):
+    """The first channel that holds its row's largest, [ROWS, 1]."""
+    b_x = tl.where(m_x, x, float("-inf"))
+    return row_place(b_x, row_largest(b_x), o_c)[:, None]
+
+
+@triton.jit
+def min_place(x, o_c, m_x):
+    return max_place(-x, o_c, m_x)
 
 
 @triton.jit

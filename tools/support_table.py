@@ -236,10 +236,11 @@ another question, which `postlude explain` answers.
 
 batch_norm takes the batch's statistics in training. A layer_norm's row may have 8192 elements on a GPU, and is shown
 over the last axis. mean and sum also go over channels. A reduction or softmax over more than {channels} channels is
-PyTorch's on a GPU, and in training every one over channels, after the fused passes before it. A linear layer takes
+PyTorch's on a GPU, after the fused passes before it, and so is one after a pool. A linear layer takes
 matrices, [N, F]; its features are its channels. It is ours on a GPU in strict fp32, where tensor cores are three times
-as fast as ordinary instructions; in TF32 and 16 bits the product is cuBLAS's. In training its barriers over features
-are PyTorch's, after our product. In no table because no fused pass exists: active dropout.
+as fast as ordinary instructions; in TF32 and 16 bits the product is cuBLAS's. In training barriers over more than 8192
+features, and from a second norm on, are PyTorch's, after our product. In no table because no fused pass exists: active
+dropout.
 
 A pool may have any stride up to its window, padding, ceil_mode and up to 256 positions in a window. Elementwise steps
 after it are fused too, but are PyTorch's in training. A pool after a layer_norm is PyTorch's; on a CPU a chain ends

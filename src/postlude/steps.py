@@ -91,8 +91,8 @@ def too_many_tensors(chain: Chain, last: int, more: int = 0) -> str | None:
 
 
 def forward(chain: Chain, name: str, last: int, first: int = 0) -> Function:
-    """The steps up to `last`. A norm among them takes its mean and rstd as arguments in `whole`, or computes them in
-    `rows`.
+    """Steps up to `last`; a norm among them takes its mean and rstd in `whole`, or finds them in `rows`. In `given` it
+    takes them too, rows of the block are what softmaxes go over, and what a reduction gave is there.
 
     If `first` is 0, they begin with the convolution's bias; otherwise with step `first`, on the value before it. A
     tensor is loaded before the first step that reads it.
@@ -110,7 +110,9 @@ def forward(chain: Chain, name: str, last: int, first: int = 0) -> Function:
             body.append(Assign((MEAN, RSTD), call("row_statistics", step.operand, M_X, L, Scalar(step.eps))))
         if isinstance(step, Reduce) and name == "rows":
             body.append(Assign((Value(number),), ROW_REDUCTIONS[step.op](step.operand)))
-        elif isinstance(step, Softmax) and name == "rows":
+        elif isinstance(step, Reduce) and name == "given":
+            continue
+        elif isinstance(step, Softmax) and name in ("rows", "given"):
             body.append(Assign((Value(number),), call(f"row_{step.op}", step.operand, M_X)))
         else:
             body.append(Assign((Value(number),), _value(step)))

@@ -42,7 +42,7 @@ def lower(
     if (through := _through(chain, problem, machine, even_if_slower and problem.device == "cuda")) is not None:
         return through
     if problem.device == "cuda":
-        planned = trained_part(chain) if problem.needs_grad else chain
+        planned = trained_part(chain, problem) if problem.needs_grad else chain
         asked = _ASKED if problem.convolution == "pytorch" else None
         why = not_ours or asked or (None if even_if_slower else why_not_ours(planned, problem))
         found = lower_for_gpu(planned, problem, machine, even_if_slower, why)

@@ -13,6 +13,7 @@ from postlude.chain import Chain
 from postlude.plan import Plan
 from postlude.plan.calls import Program, TorchCall, buffers_in, made_by
 from postlude.plan.problem import empty, layout_of
+from postlude.reverse import chooses
 from postlude.stages.backward import backward, combined
 from postlude.stages.cpu_passes import forward_on_cpu
 from postlude.stages.forward import forward
@@ -50,7 +51,10 @@ def training_program(plan: Plan, given: Given, needs: tuple[bool, ...]) -> Progr
         found = backward(plan, tensors, parts, moments, dy, needs)
     gradients = tuple(None if grad is None else tracer.buffer(grad, "result") for grad in found)
     end = tracer.buffer(parts.result, "result")
-    return _with_views_again(Program(slots, calls, end, gradient, tuple(tracer.calls), gradients))
+    # Second derivatives make the same choice, which may depend on tensors that no first one reads.
+    unmoved = tuple(slot for number, slot in enumerate(slots) if number not in plan.chain.moved)
+    also = unmoved if chooses(plan.chain) else ()
+    return _with_views_again(Program(slots, calls, end, gradient, tuple(tracer.calls), gradients, also))
 
 
 def _with_views_again(program: Program) -> Program:

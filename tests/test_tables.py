@@ -152,7 +152,7 @@ def test_every_word_is_in_the_table_of_cases() -> None:
 
 def test_every_reduction_over_channels_and_softmax_has_a_gradient() -> None:
     over = {op for op, spans in words.REDUCTIONS.items() if "channels" in spans}
-    assert set(reverse.ROW_DERIVATIVES) == over | set(words.SOFTMAXES)
+    assert set(reverse.ROW_DERIVATIVES) == over | set(words.SOFTMAXES) | set(words.LENGTHS)
     text = (Path(postlude.__file__).parent / "kernels" / "triton" / "row_derivatives.py").read_text("utf-8")
     called = {name for term in reverse.ROW_DERIVATIVES.values() for name in _functions(term)}
     assert called <= set(re.findall(r"(?m)^def (\w+)", text))

@@ -81,6 +81,7 @@ DERIVATIVES: dict[str, tuple[Expression, ...]] = {
 ROW_DERIVATIVES: dict[str, Expression] = {
     "softmax": call("softmax_share", G, V, M_X),
     "log_softmax": call("log_softmax_share", G, V, M_X),
+    "normalize": call("normalize_share", G, X, V, M_X, EPS),
     "sum": call("spread", G, M_X),
     "mean": call("spread", G / C, M_X),
     "logsumexp": call("logsumexp_share", G, X, V, M_X),
@@ -314,7 +315,8 @@ def _passed_back(step: Step, number: int, by_rows: bool) -> list[tuple[Operand, 
         meant = {G: g, V: Value(number), **steps.meanings(step)}
         return [(operand, bound(term, meant)) for operand, term in zip(step.operands, derivatives(step))]
     if isinstance(step, Softmax | Reduce):
-        return [(step.operand, bound(ROW_DERIVATIVES[step.op], {G: g, V: Value(number), X: step.operand}))]
+        meant = {G: g, V: Value(number), X: step.operand, **steps.eps_of(step)}
+        return [(step.operand, bound(ROW_DERIVATIVES[step.op], meant))]
     if isinstance(step, Cast):
         return [(step.operand, g)]  # blocks stay in the accumulator's dtype
     raise ValueError("a pool is no step of a block")

@@ -113,7 +113,7 @@ def forward(chain: Chain, name: str, last: int, first: int = 0) -> Function:
         elif isinstance(step, Reduce) and name == "given":
             continue
         elif isinstance(step, Softmax) and name in ("rows", "given"):
-            body.append(Assign((Value(number),), call(f"row_{step.op}", step.operand, M_X)))
+            body.append(Assign((Value(number),), call(f"row_{step.op}", step.operand, M_X, *eps_of(step).values())))
         else:
             body.append(Assign((Value(number),), _value(step)))
     takes = (Value(start - 1), *{"whole": (MEAN, RSTD), "rows": ROW}.get(name, ()), *PLACE)
@@ -149,6 +149,11 @@ def meanings(step: Pointwise) -> dict[Term, Term]:
     return meant | {Name(name): Scalar(value) for name, value in step.settings if not isinstance(value, str)}
 
 
+def eps_of(step: Softmax | Reduce) -> dict[Term, Term]:
+    """What `eps` stands for, where a step over channels has one."""
+    return {EPS: Scalar(step.eps)} if isinstance(step, Softmax) and step.op in LENGTHS else {}
+
+
 def _value(step: Step) -> Term:
     if isinstance(step, Cast):
         return step.operand  # blocks stay in the accumulator's dtype; only what is stored is rounded
@@ -157,7 +162,7 @@ def _value(step: Step) -> Term:
         scaled = call("-", step.operand, MEAN) * scale
         return scaled if step.bias is None else scaled + step.bias
     if isinstance(step, Softmax):  # the block has all channels
-        return call(f"channel_{step.op}", step.operand, M_C, *((Scalar(step.eps),) if step.op in LENGTHS else ()))
+        return call(f"channel_{step.op}", step.operand, M_C, *eps_of(step).values())
     if isinstance(step, Reduce | Pool):
         raise ValueError("a reduction or a pool is no step of a block")
     if (inverse := _exact_inverse(step)) is not None:

@@ -31,7 +31,7 @@ pytestmark = [
 library_convolution = library_convolution
 LAYOUTS = ["contiguous", "channels_last"]
 REDUCED = ["sum", "mean", "logsumexp", "amax", "amin", "max", "min"]
-SOFT = ["softmax", "log_softmax"]
+SOFT = ["softmax", "log_softmax", "normalize"]
 
 
 @pytest.fixture
@@ -88,6 +88,7 @@ MIXED = [
     Builder(2).batch_norm().op("silu").softmax("log_softmax").op("mul", "channel"),
     Builder(2).softmax().op("sub", "channel").op("silu").reduce("max", "channels").op("relu"),
     Builder(2).softmax().op("mul", "channel").softmax("log_softmax"),
+    Builder(2).op("mul", 1.5).softmax("normalize", 4.2).op("mul", "channel").op("silu"),  # eps is larger for some
     Builder(2).op("mul", "one").reduce("logsumexp", "channels").op("sub", Slot(1)).op("sigmoid").op("mul", Value(2)),
     Builder(2, conv(2, (3, 6))).norm(3).op("tanh").op("hardswish").op("add", Value(0)).reduce("logsumexp", "channels"),
     Builder(2, conv(2, (3, 6))).op("mul", 2.0).reduce("min", "channels", True).op("tanh").op("tanh"),

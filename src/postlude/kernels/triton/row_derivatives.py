@@ -67,6 +67,13 @@ def log_softmax_share(g, v, m_x):
 
 
 @triton.jit
+def normalize_share(g, x, v, m_x, eps):
+    """What is along the row changes nothing but its length, which eps replaces where it is larger."""
+    length = tl.sqrt(row_sum(x * x, m_x))
+    return tl.where(length < eps, g / eps, (g - v * row_sum(g * v, m_x)) / length)
+
+
+@triton.jit
 def in_first(g, o_c):
     """Of a number for each row, which the sums over rows would count once for each element otherwise."""
     return tl.where(o_c == 0, g, 0.0)

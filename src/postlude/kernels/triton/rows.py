@@ -66,6 +66,14 @@ def row_log_softmax(x, m_x):
 
 
 @triton.jit
+def row_normalize(x, m_x, eps):
+    """x / max(‖x‖, eps) of each row; a length that is NaN stays."""
+    x = tl.where(m_x, x, 0.0)
+    length = tl.sqrt(tl.sum(x * x, axis=1))[:, None]
+    return x / tl.where(length < eps, eps, length)
+
+
+@triton.jit
 def rows_kernel(
     p_x,  # [ROWS, L]
     p_y,  # [ROWS, L], out; may be p_x. [ROWS] where IS_REDUCED

@@ -74,7 +74,9 @@ def _entry(ledger: Ledger, question: Question, by_inductor: bool) -> Entry | Non
     is_a_pass = is_library and (first_barrier(question.chain) is None or question.chain.is_linear)
     if by_inductor and is_a_pass:
         what = "product" if question.chain.is_linear else "convolution"
-        return ledger.refuse(question, f"PyTorch's {what} and one pass after it, which Inductor fuses with more")
+        return ledger.refuse(
+            question, f"PyTorch's {what} and one pass after it, which Inductor fuses with its neighbours"
+        )
     return entry
 
 

@@ -121,7 +121,7 @@ def _piece(
                 return list(tensors), lambda _, given: call_runner(call.runner, given), ()
             return of_batch(chain, tensors, slice(count)), _Embedded(call, tensors, count), ()
     shape = affordable_shape(chain, (min(batch, 2), *rest), points, budget, backward=call.plan.trains)
-    note = f"checked on a piece of {'×'.join(map(str, shape))}: float64 for a whole sample is more than the budget"
+    note = f"checked on a crop of {'×'.join(map(str, shape))}: float64 for a whole sample is more than the budget"
 
     def run(chain: Chain, given: Sequence[Tensor]) -> Tensor:
         planned = problem_of(given, problem.precision, problem.memory, problem.convolution)

@@ -169,7 +169,7 @@ DECLINED: dict[str, Body] = {
     "sub with alpha=2": lambda x: torch.sub(x, FULL, alpha=2),
     "to more than one position": nn.AdaptiveAvgPool2d(2),
     "aten.max.dim whose indices are used": lambda x: torch.add(*torch.max(x, dim=1)),
-    "aten.min.dim over axes [2]: only channels is understood": lambda x: torch.min(x, dim=2)[0],
+    "aten.min.dim over axes [2]: only channels is supported": lambda x: torch.min(x, dim=2)[0],
     "aten.logsumexp over axes [1, 2]": lambda x: torch.logsumexp(x, (1, 2)),
     "aten.amax over axes []": lambda x: torch.amax(x),
     "aten.mean.dim over axes [2]": lambda x: x.mean(2),

@@ -80,7 +80,7 @@ def test_small_products_and_cpus_are_pytorchs() -> None:
     assert isinstance(lower(chain, problem_of(chain, 64), H200), Refusal)
     chain, rows = CHAINS["pointwise"]
     refused = lower(chain, dataclasses.replace(problem_of(chain, rows), device="cpu"), CPU)
-    assert "PyTorch's on a CPU" in str(refused)
+    assert "PyTorch runs linear layers on a CPU" in str(refused)
 
 
 def test_passes() -> None:

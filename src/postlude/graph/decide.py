@@ -75,7 +75,7 @@ def _entry(ledger: Ledger, question: Question, by_inductor: bool) -> Entry | Non
     if by_inductor and is_library and _is_a_pass(question.chain):
         what = "product" if question.chain.is_linear else "convolution"
         passes = "one pass" if question.chain.producer is None else f"PyTorch's {what} and one pass after it"
-        return ledger.refuse(question, f"{passes}, which Inductor fuses with more")
+        return ledger.refuse(question, f"{passes}, which Inductor fuses with its neighbours")
     return entry
 
 

@@ -146,7 +146,7 @@ class _Finder:
         if self._is_overwritten(grown, start, end):
             return f"a tensor that the chain reads is changed in place before {describe(node)}"
         if self._is_read_elsewhere(grown, start, end):
-            return f"running statistics that the chain moves are used before {describe(node)} as well"
+            return f"running statistics that the chain updates are used before {describe(node)} as well"
         return grown
 
     def _is_overwritten(self, draft: Draft, start: fx.Node, end: fx.Node) -> bool:
@@ -187,7 +187,7 @@ class _Finder:
             for node in graph.graph.nodes
             if node not in self.taken and (spellings.is_convolution(node) or spellings.norm(node) or is_length(node))
         ] + [
-            Declined(site_name((node,)), describe(node), "what it holds is left to PyTorch, with all chains in there")
+            Declined(site_name((node,)), describe(node), "PyTorch runs everything inside it, chains included")
             for node in graph.graph.nodes
             if isinstance(node.target, HigherOrderOperator)
         ]

@@ -32,7 +32,7 @@ def read_pool(node: fx.Node, dims: int, value: Value) -> Pool | str | None:
         return f"{name} with a dilation"
     windows = Windows(kernel, stride, padding, bool(call["ceil_mode"]))
     if windows.taps > MOST_TAPS:
-        return f"{name} over windows of {windows.taps} positions: up to {MOST_TAPS} are understood"
+        return f"{name} over windows of {windows.taps} positions: up to {MOST_TAPS} are supported"
     if any(s > k for s, k in zip(stride, kernel)):
         return f"{name} with gaps between its windows, which a fused pass would not skip"
     if op == "max_pool":
@@ -63,7 +63,7 @@ def softmaxed(draft: Draft, node: fx.Node) -> Draft | str:
     if call["self"] not in draft.values:
         return f"{describe(node)} does not work on the chain's value"
     if call["dim"] % (draft.dims + 2) != 1:
-        return f"{describe(node)} over axis {call['dim']}: only channels is understood"
+        return f"{describe(node)} over axis {call['dim']}: only channels is supported"
     if call["dtype"] is not None:
         return f"{describe(node)} with a dtype of its own"
     draft, value = draft._cast(draft.values[call["self"]], node.meta["val"].dtype)
@@ -73,5 +73,5 @@ def softmaxed(draft: Draft, node: fx.Node) -> Draft | str:
 def left_to_pytorch(device: str, step: Step) -> str | None:
     """Why a chain ends before a pool or a softmax on this device, where PyTorch runs them; None if it does not."""
     if isinstance(step, Pool | Softmax) and device == "cpu":
-        return f"{step.op} is PyTorch's on a CPU"
+        return f"PyTorch runs {step.op} on a CPU"
     return None

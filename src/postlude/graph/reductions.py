@@ -43,7 +43,7 @@ def read_reduction(node: fx.Node, dims: int) -> Reduction | str | None:
         return Reduction(op, spans[-1], bool(call["keepdim"]), nodes) if axes == (1,) else f"{describe(node)} of rows"
     over = {tuple(range(2, dims + 2)): "space", tuple(range(1, dims + 2)): "sample", (1,): "channels"}.get(axes, "")
     if over not in spans:
-        return f"{describe(node)} over axes {list(axes)}: only {_UNDERSTOOD[spans]} is understood"
+        return f"{describe(node)} over axes {list(axes)}: only {_UNDERSTOOD[spans]} is supported"
     return Reduction(op, over, bool(call["keepdim"]), nodes)
 
 

@@ -100,7 +100,7 @@ def _gelu(op: str, call: Arguments) -> Read:
 def _pow(op: str, call: Arguments) -> Read:
     exponent = call["exponent"]
     if not isinstance(exponent, (int, float)) or exponent not in range(1, LARGEST_EXPONENT + 1):
-        return f"pow with the exponent {exponent}: only whole ones from 1 to {LARGEST_EXPONENT} are understood"
+        return f"pow with the exponent {exponent}: only whole ones from 1 to {LARGEST_EXPONENT} are supported"
     return Spelled(op, (call["self"],), (("exponent", int(exponent)),))
 
 

@@ -120,7 +120,7 @@ def _moments_plan(chain: Chain, problem: Problem, machine: Machine, moments: Mom
     how: Convolve = "direct" if _is_direct(chain, problem, machine) else "eager"
     if how == "direct" and inside == "channels_last" and machine.maps_large_buffers:
         how = "buffer"
-        reasons.append("the convolution writes into memory that is kept, so no page is mapped anew")
+        reasons.append("the convolution writes into a reused buffer, so there are no page faults")
     return _build(chain, problem, machine, passes, slab, how, reasons, inside)
 
 
@@ -147,7 +147,7 @@ def _stored_way(chain: Chain, problem: Problem, machine: Machine) -> tuple[int, 
     if takes_the_batch(chain):
         return batch, "eager", ["statistics of the whole batch: one convolution over it; every step after it in place"]
     if size // batch > LARGE_SAMPLE or _flops_per_element(chain) > BUSY:
-        return batch, "eager", ["the convolution fills the time: one over the batch; every step after it in place"]
+        return batch, "eager", ["the convolution dominates: one call over the batch; every step after it in place"]
     return _slab(chain, problem, machine), "direct", ["slabs of the batch stay in cache until they are finished"]
 
 

@@ -50,7 +50,7 @@ class LinearGemm:
         return both * self.rows * self.stages + weight + SHARED_BESIDE
 
     def __str__(self) -> str:
-        cut = ", the weight cut where it lies" if self.cuts_weight else ""
+        cut = ", the weight split inside the product" if self.cuts_weight else ""
         return f"matrix product of {self.arithmetic}{cut}; tiles of {self.rows} × {self.block_c} × {self.block_k}"
 
 
@@ -66,7 +66,7 @@ def own_linear(chain: Chain, problem: Problem, machine: Machine, even_if_slower:
     if even_if_slower:
         return gemm
     if gemm.arithmetic.is_exact:
-        return "float64 is faster through PyTorch"
+        return "PyTorch is faster in float64"
     mode = fp32_mode(chain, problem)
     if mode != ("tf32" if problem.multiplies_tf32 else "fp32"):
         return gemm  # PyTorch's GEMM follows its own switch only

@@ -51,7 +51,7 @@ def lower(
         rest = " → ".join(chain.words()[len(planned.steps) :])
         return dataclasses.replace(found, reasons=(*found.reasons, f"{rest}: PyTorch's, with its gradients"))
     if chain.is_linear:
-        return Refusal(("a linear layer is PyTorch's on a CPU, where its product takes nearly all of the time",))
+        return Refusal(("PyTorch runs linear layers on a CPU, where the product takes nearly all of the time",))
     return lower_for_cpu(chain, problem, machine, even_if_slower)
 
 
@@ -86,7 +86,7 @@ def _unsupported(chain: Chain, problem: Problem) -> tuple[str, ...]:
     if problem.needs_grad and problem.device not in TRAINS:
         reasons.append(f"gradients are needed, and the fused passes for {problem.device} devices have no backward pass")
     if any(isinstance(step, Pool | Softmax) for step in chain.steps) and problem.device == "cpu":
-        reasons.append("pools, softmax and norms over channels are PyTorch's on a CPU")
+        reasons.append("PyTorch runs pools, softmax and norms over channels on a CPU")
     has_pool, is_empty = any(isinstance(step, Pool) for step in chain.steps), 0 in problem.x.shape
     if has_pool and not is_empty and min(result_shape(chain, problem)) < 1:
         reasons.append("a window of the pool is larger than what it goes over, for which PyTorch raises its own error")

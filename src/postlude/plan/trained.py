@@ -105,7 +105,7 @@ def reasons_against_training(chain: Chain, problem: Problem, library_tf32: bool 
     if library_tf32 is not None:
         wanted = "tf32" if library_tf32 else "ieee"
         switch = f'torch.backends.cudnn.conv.fp32_precision = "{wanted}"'
-        reasons.append(f"PyTorch's backward convolutions follow its switch alone: set {switch}")
+        reasons.append(f"PyTorch's backward convolutions follow only its own switch: set {switch}")
     if trained_part(chain, problem) is not chain:
         reasons.append("the backward passes do not cover a reduction or a second norm")
     if moments_only(chain) is not None:

@@ -47,7 +47,7 @@ def slower(
     crossovers = card.crossovers
     conv = chain.convolution
     if gemm.arithmetic.is_exact:
-        return "float64 is faster through PyTorch"
+        return "PyTorch is faster in float64"
     mode = _mode(chain, problem)
     is_few = conv.in_channels < _FEW
     is_small = conv.flops(problem.x.shape[0], problem.x.shape[2:]) < crossovers.packing[mode]

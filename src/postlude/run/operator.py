@@ -134,7 +134,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     tensors, ctx.text = inputs
     call = read(ctx.text)
     if any(tensor.requires_grad and not needed for tensor, needed in zip(tensors, call.needs)):
-        raise PostludeError("torch.ops.postlude.chain_forward: a tensor wants a gradient that its text does not name.")
+        raise PostludeError("torch.ops.postlude.chain_forward: a tensor needs a gradient that its text does not name.")
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     program, moved = program_of(ctx.text), call.chain.moved

@@ -1,4 +1,4 @@
-"""Text in 88 columns, as formatters of Python lay it out: calls broken after their bracket, long comments wrapped."""
+"""Text in 120 columns, as formatters of Python lay it out: calls broken after their bracket, long comments wrapped."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import textwrap
 import tokenize
 from collections.abc import Sequence
 
-WIDTH = 88
+WIDTH = 120  # as the library's own; with 88 the median file is 30 lines longer, of brackets
 _COMMENT = re.compile(r"(?m)^( *)#.*(?:\n\1#.*)*$")
 _DOCSTRING = re.compile(r'(?ms)^( *)"""(.*?)"""$')
 

@@ -35,8 +35,8 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "networks"))
 
 from gpu import peak_mib
+from rows import TRAINING_SOURCES
 from standins import stand_ins
-from table import TRAINING_SOURCES
 
 import postlude
 from postlude.check import clock, records

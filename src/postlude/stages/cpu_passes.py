@@ -38,7 +38,7 @@ struct Kernel {{
 }}  // namespace
 
 extern "C" void {name}(void* const* p, const double* n, int threads) {{
-  const Sizes sizes{{int64_t(n[0]), int64_t(n[1]), int64_t(n[2]), int64_t(n[3]), n[4], threads}};
+  const Sizes sizes{{int64_t(n[0]), int64_t(n[1]), int64_t(n[2]), int64_t(n[3]), n[4], n[5] != 0, threads}};
   const {layout}<Kernel> pass(static_cast<const Kernel::Value*>(p[0]), {into}, p + 2, sizes);
   {run};
 }}
@@ -114,7 +114,7 @@ def _finish_pass(plan: Plan, value: Tensor, result: Tensor, tensors: Sequence[Te
     text = kernel_text(name, f"{name}{'_turned' * _is_turned(plan)}()", plan, steps, slots, value, result, tensors)
     groups, eps = (1, 0.0) if norm is None else (norm.groups or channels, norm.eps)
     given = {"value": value, "result": result, **operands(plan, slots, tensors)}
-    launch_cpp(name, text, given, (*sizes_of(value), groups, eps))
+    launch_cpp(name, text, given, (*sizes_of(value), groups, eps, plan.streams and result is not value))
 
 
 def _moments_pass(
@@ -124,7 +124,7 @@ def _moments_pass(
     steps = emit_cpp(before(chain, end.first - 1), "Before", slots) + end.text(chain, result.dtype, slots)
     text = kernel_text("moments", f"moments<{str(squares).lower()}>()", plan, steps, slots, value, None, tensors)
     given = {"value": value, "result": result, **operands(plan, slots, tensors)}
-    launch_cpp("moments", text, given, (*sizes_of(value), 1, 0.0))
+    launch_cpp("moments", text, given, (*sizes_of(value), 1, 0.0, False))
 
 
 def kernel_text(

@@ -21,17 +21,25 @@ inline Sums row_moments(At at, const typename Kernel::Value* x, int64_t begin, i
 
 template <class Kernel, class At>
 inline void finish_row(At at, const typename Kernel::Value* x, typename Kernel::Result* y, int64_t begin, int64_t end,
-                       V mean, V rstd, int64_t ahead) {
+                       V mean, V rstd, int64_t ahead, bool streams) {
+  auto finish_few = [&](int64_t i, int64_t count) {
+    at.offset = i;
+    write_vector(y + i, Kernel::Whole::run(at, count, read_vector(x + i, count), mean, rstd), count);
+  };
   int64_t i = begin;
+  if (streams && past_alignment(y + i)) {
+    i = std::min(end, i + LANES - past_alignment(y + i));
+    finish_few(begin, i - begin);
+  }
   for (; i + LANES <= end; i += LANES) {
     at.offset = i;
     if (ahead) __builtin_prefetch(x + i + ahead, 0, 2);
-    write_vector(y + i, Kernel::Whole::run(at, LANES, read_vector(x + i), mean, rstd));
+    const V v = Kernel::Whole::run(at, LANES, read_vector(x + i), mean, rstd);
+    if (streams) stream_vector(y + i, v);
+    else write_vector(y + i, v);
   }
-  if (i < end) {
-    at.offset = i;
-    write_vector(y + i, Kernel::Whole::run(at, end - i, read_vector(x + i, end - i), mean, rstd), end - i);
-  }
+  if (i < end) finish_few(i, end - i);
+  if (streams) _mm_sfence();
 }
 
 template <class Kernel> struct Contiguous {
@@ -57,7 +65,7 @@ template <class Kernel> struct Contiguous {
   void finish_piece(int64_t task, Statistic found, int64_t ahead = 0) const {
     const int64_t row = task / pieces(), begin = task % pieces() * PIECE, end = std::min(s.positions, begin + PIECE);
     const int64_t first = row * s.positions;
-    finish_row<Kernel>(at(row), x, y, first + begin, first + end, V(found.mean), V(found.rstd), ahead);
+    finish_row<Kernel>(at(row), x, y, first + begin, first + end, V(found.mean), V(found.rstd), ahead, s.streams);
   }
 
   void normalize() const {

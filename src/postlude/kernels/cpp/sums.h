@@ -63,6 +63,7 @@ inline Sums span_moments(F value, int64_t begin, int64_t end, double centre, boo
 struct Sizes {
   int64_t samples, channels, positions, groups;
   double eps;
+  bool streams;  // the result goes past the caches
   int threads;
 
   int64_t per_group() const { return channels / groups; }

@@ -16,7 +16,7 @@ from postlude.plan.problem import Spec, memory_format
 from postlude.steps import forward, moments
 
 TYPES = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "c10::BFloat16", torch.float16: "c10::Half"}
-_ROLES = {"full": "FULL", "channel": "CHANNEL", "row": "ROW", "one": "ONE"}
+_ROLES = {"full": "FULL", "channel": "CHANNEL", "bias": "CHANNEL", "row": "ROW", "one": "ONE"}
 
 
 class End(NamedTuple):
@@ -51,6 +51,7 @@ def operands(plan: Plan, slots: Sequence[int], tensors: Sequence[Tensor]) -> dic
     return {f"t{slot}": tensors[slot].contiguous(memory_format=form) for slot, form in forms.items()}
 
 
-def before(chain: Chain, last: int) -> Function:
-    """What a norm or a reduction is of: the value itself where no step precedes it."""
-    return forward(chain, "before", last, 1) if last else Function("before", (Value(0),), (), Value(0), ())
+def before(chain: Chain, last: int, first: int = 1) -> Function:
+    """What a norm or a reduction is of: the value itself where no step precedes it. `first` as for `forward`."""
+    is_value = not last and first
+    return Function("before", (Value(0),), (), Value(0), ()) if is_value else forward(chain, "before", last, first)

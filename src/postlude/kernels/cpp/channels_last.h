@@ -11,10 +11,11 @@ template <class Kernel> struct ChannelsLast {
   Result* y;
   const void* const* a;
   Sizes s;
+  Saved saved;
   int64_t period, rows, tile, strip, per_task, pieces;  // rows are whole ones; the others are so many of them
 
-  ChannelsLast(const Value* x, Result* y, const void* const* a, Sizes s)
-      : x(x), y(y), a(a), s(s), period(period_of(s.channels)), rows(size() / period),
+  ChannelsLast(const Value* x, Result* y, const void* const* a, Sizes s, float* saved = nullptr)
+      : x(x), y(y), a(a), s(s), saved{saved, s.samples * s.groups}, period(period_of(s.channels)), rows(size() / period),
         tile(std::clamp<int64_t>(PIECE / period, 8, SPAN / LANES)),
         strip(period > UNROLL * LANES ? std::clamp<int64_t>(STRIP / period, 4, tile) : tile),
         per_task(tile * std::max<int64_t>(1, PIECE / (tile * period))),
@@ -180,13 +181,14 @@ template <class Kernel> struct ChannelsLast {
   }
 
   // [G] of one sample from [TASKS, C]
-  void combine(const Sums* tasks, Statistic* statistics) const {
+  void combine(int64_t sample, const Sums* tasks, Statistic* statistics) const {
     for (int64_t group = 0; group < s.groups; ++group) {
       Sums sums;
       for (int64_t task = 0; task < pieces; ++task)
         for (int64_t c = group * s.per_group(); c < (group + 1) * s.per_group(); ++c)
           sums.add(tasks[task * s.channels + c]);
       statistics[group] = Statistic(sums, s.eps);
+      saved.keep(sample * s.groups + group, statistics[group]);
     }
   }
 
@@ -246,7 +248,7 @@ template <class Kernel> struct ChannelsLast {
 #pragma omp for schedule(dynamic, 1)
       for (int64_t sample = 0; sample < s.samples; ++sample) {
         for (int64_t i = 0; i < pieces; ++i) task_moments<true>(own, sample * pieces + i, &found[i * s.channels]);
-        combine(found.data(), statistics.data());
+        combine(sample, found.data(), statistics.data());
         for (int64_t i = pieces - 1; i >= 0; --i) finish_task(own, sample * pieces + i, statistics.data());
       }
     }
@@ -257,7 +259,7 @@ template <class Kernel> struct ChannelsLast {
 #pragma omp for schedule(dynamic, 1)
     for (int64_t task = 0; task < s.samples * pieces; ++task) task_moments<true>(own, task, &found[task * s.channels]);
 #pragma omp single
-    for (int64_t n = 0; n < s.samples; ++n) combine(&found[n * pieces * s.channels], &statistics[n * s.groups]);
+    for (int64_t n = 0; n < s.samples; ++n) combine(n, &found[n * pieces * s.channels], &statistics[n * s.groups]);
   }
 
   // Through all of the value twice, in one parallel region; the second time from its end.

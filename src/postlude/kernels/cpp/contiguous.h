@@ -50,8 +50,10 @@ template <class Kernel> struct Contiguous {
   Result* y;
   const void* const* a;
   Sizes s;
+  Saved saved;
 
-  Contiguous(const Value* x, Result* y, const void* const* a, Sizes s) : x(x), y(y), a(a), s(s) {}
+  Contiguous(const Value* x, Result* y, const void* const* a, Sizes s, float* saved = nullptr)
+      : x(x), y(y), a(a), s(s), saved{saved, s.samples * s.groups} {}
 
   Row<List> at(int64_t row) const { return Row<List>(a, row / s.channels, row % s.channels, s.channels); }
   int64_t pieces() const { return (s.positions + PIECE - 1) / PIECE; }
@@ -83,6 +85,7 @@ template <class Kernel> struct Contiguous {
       Sums sums;
       for (int64_t task = unit * tasks; task < (unit + 1) * tasks; ++task) sums.add(piece_moments<true>(task));
       const Statistic found(sums, s.eps);
+      saved.keep(unit, found);
       for (int64_t task = (unit + 1) * tasks - 1; task >= unit * tasks; --task)
         finish_piece(task, found, unit + s.threads < units ? ahead : 0);
     }
@@ -110,6 +113,7 @@ template <class Kernel> struct Contiguous {
         Sums sums;
         for (int64_t task = unit * each; task < (unit + 1) * each; ++task) sums.add(found[task]);
         statistics[unit] = Statistic(sums, s.eps);
+        saved.keep(unit, statistics[unit]);
       }
 #pragma omp for schedule(dynamic, chunk)
       for (int64_t i = 0; i < tasks; ++i) finish_piece(tasks - 1 - i, statistics[(tasks - 1 - i) / each]);

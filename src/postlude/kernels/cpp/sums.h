@@ -80,6 +80,15 @@ struct Statistic {
   Statistic(const Sums& sums, double eps) : mean(sums.mean), rstd(1 / std::sqrt(sums.m2 / sums.count + eps)) {}
 };
 
+// Where means and reciprocal deviations are kept for a backward pass, [2, N · G]; nowhere where that is null.
+struct Saved {
+  float* to;
+  int64_t count;
+  void keep(int64_t unit, const Statistic& found) const {
+    if (to) to[unit] = found.mean, to[count + unit] = found.rstd;
+  }
+};
+
 // How many iterations of `bytes` each a thread takes at a time: enough to be worth asking for.
 inline int grain(int64_t count, int64_t bytes, int threads) {
   return std::max<int64_t>(1, std::min(count / (4 * threads), (64 << 10) / std::max<int64_t>(1, bytes)));

@@ -24,7 +24,7 @@ SHAPES = ((16, 64, 32, 32, 32), (64, 128, 3, 3, 3), (128,), (128,))
 
 @triton.jit
 def finite_magnitude(x):
-    """|x|, and 0 where x is not finite: an infinity must not set the scale of a whole channel."""
+    """|x|, or 0 where x is not finite: an infinity must not set the scale of a whole channel."""
     magnitude = tl.abs(x.to(tl.float32))
     return tl.where(magnitude < float("inf"), magnitude, 0.0)  # also 0 for NaN
 
@@ -32,7 +32,7 @@ def finite_magnitude(x):
 @triton.jit
 def largest_kernel(
     p_x,  # [N, 64, 32768]
-    p_largest,  # [64], int32 bits of non-negative floats, which order as the floats do; 0 before, and the flag
+    p_largest,  # [64], bits of floats ≥ 0 as int32, which sort alike; zero at first
     BLOCK_S: tl.constexpr = 4096,
 ):
     i_chunk = tl.program_id(0) % 2
@@ -49,7 +49,7 @@ def largest_kernel(
 
 @triton.jit
 def scale_for(largest):
-    """The power of two that brings `largest` to 2¹⁴…2¹⁵; 1 for 0. Clamped where the power itself would overflow."""
+    """The power of two that scales `largest` to 2¹⁴…2¹⁵; 1 for 0. Clamped where the power itself would overflow."""
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) - 127
     exponent = tl.where(largest == 0.0, 14, tl.maximum(exponent, -100))
     return ((141 - exponent) << 23).to(tl.float32, bitcast=True)
@@ -72,7 +72,7 @@ def pack_input_kernel(
     W: tl.constexpr = 32,
     BLOCK_C: tl.constexpr = 64,
 ):
-    # One row a program, counted by the input's positions: the compiler then sees that neighbours lie side by side.
+    # One row per program, indexed by the input's positions: the compiler then sees that the loads are contiguous.
     i_row = tl.program_id(0)
     i_n = i_row // 1156
     z = (i_row % 1156) // 34 - 2
@@ -175,8 +175,8 @@ def convolve_kernel(
         w_high = d_w.load([0, i * BLOCK_K])  # [BLOCK_C, BLOCK_K]
         low = d_x_low.load([row, column])
         w_low = d_w.load([0, K + i * BLOCK_K])
-        # Tensor cores cut off what does not fit while they accumulate: the sum over one block stays short, small
-        # products first, and is added up in ordinary fp32.
+        # Tensor cores truncate while they accumulate: they sum over one block only, small products first, and
+        # its sum is added in ordinary fp32 (promotion).
         part = tl.dot(low, w_high.T)
         part = tl.dot(high, w_low.T, part)
         part = tl.dot(high, w_high.T, part)

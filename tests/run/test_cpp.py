@@ -101,6 +101,21 @@ def test_is_right_by_the_rule(name: str, layout: str) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["norm relu without conv", "turned"])
+@pytest.mark.usefixtures("served", "poisoned_memory")
+def test_results_that_go_past_the_caches_are_right(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows and samples of odd lengths begin between the places that such a store can go to."""
+    monkeypatch.setattr("postlude.plan.cpu.STREAMED", 0)
+    chain, shape = CASES[name]
+    tensors = tensors_for(chain, shape, torch.float32, "cpu", 0, "normal", layout)
+    with torch.no_grad():
+        assert compiled_plan(chain, tensors).streams
+    verdict = verify_chain(fused, chain, chain_points(chain, shape, torch.float32, "cpu", layout=layout))
+    assert verdict.right, verdict
+
+
+@needs_compiler
 @pytest.mark.parametrize("name", BY_ONEDNN)
 @pytest.mark.usefixtures("served", "poisoned_memory")
 def test_what_follows_onednn_is_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +218,7 @@ def _with_headers(folder: Path, edits: dict[str, str], monkeypatch: pytest.Monke
 # Squares around zero; the other sign in an output of a pair; lanes behind a row's end that are added up.
 WRONG = {
     "static_cast<float>(centre)": "0.0f",
-    "k[j] = V::loadu(&own.centre[column + j * LANES])": "k[j] = V(0.0f)",
+    "k[j] = V::loadu(&own.centre[at])": "k[j] = V(0.0f)",
     "constexpr double FAR = 4;": "constexpr double FAR = 1e30;",
     "- m[c][3][j]": "+ m[c][3][j]",
     "const V d = y[c][j] & masks[j];": "const V d = y[c][j];",

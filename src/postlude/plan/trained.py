@@ -42,7 +42,7 @@ def trained_part(chain: Chain, problem: Problem) -> Chain:
     if (pool := fused_pool(chain)) is not None:
         is_taken = unsupported_gradient(chain, pool.first - 1, pool.pool) is None
         last = pool.first if is_taken else pool.first - 1
-    elif (over := over_channels(chain)) is not None and takes_channels(chain, problem):
+    elif (over := over_channels(chain)) is not None and problem.device == "cuda" and takes_channels(chain, problem):
         last = over.last if unsupported_gradient(chain, over.last) is None else last
     if last in (0, len(chain.steps)) or (moments is not None and not moments.before and chain.producer is not None):
         return chain

@@ -38,8 +38,8 @@ struct Kernel {{
 }}  // namespace
 
 extern "C" void {name}(void* const* p, const double* n, int threads) {{
-  const Sizes sizes{{int64_t(n[0]), int64_t(n[1]), int64_t(n[2]), int64_t(n[3]), n[4], threads}};
-  const {layout}<Kernel> pass(static_cast<const Kernel::Value*>(p[0]), {into}, p + 2, sizes);
+  const Sizes sizes{{int64_t(n[0]), int64_t(n[1]), int64_t(n[2]), int64_t(n[3]), n[4], n[5] != 0, threads}};
+  const {layout}<Kernel> pass(static_cast<const Kernel::Value*>(p[0]), {into}, {rest});
   {run};
 }}
 """
@@ -52,12 +52,27 @@ def forward_on_cpu(plan: Plan, tensors: Sequence[Tensor]) -> Tensor:
     if isinstance(last.sink, MomentsSink):
         return _reduced(plan, tensors, dtype, last.last, last.sink.squares)
     value, is_ours = _value(plan, tensors)
-    if _is_turned(plan):
-        result = torch.empty(value.shape, dtype=dtype, device=value.device)
-    else:
-        result = value if is_ours and value.dtype == dtype else torch.empty_like(value, dtype=dtype)
+    result = value if is_ours and value.dtype == dtype and not _is_turned(plan) else _result_like(plan, value, dtype)
     _finish_pass(plan, value, result, tensors)
     return continue_from(chain, last.last, result, tensors, moves=True)
+
+
+def trained_on_cpu(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """The result, and what the backward pass reads: the first value, without the convolution's bias, which is a step
+    there, and the norm's means and reciprocal deviations, [2, N · G]."""
+    value, _ = _value(plan, tensors)
+    norm, (batch, channels, _) = fused_norm(plan.chain), sizes_of(value)
+    assert norm is not None
+    saved = torch.empty((2, batch * (norm.groups or channels)), device=value.device)
+    result = _result_like(plan, value, getattr(torch, plan.result_dtype))
+    _finish_pass(plan, value, result, tensors, saved)
+    return result, value, saved
+
+
+def _result_like(plan: Plan, value: Tensor, dtype: torch.dtype) -> Tensor:
+    if _is_turned(plan):
+        return torch.empty(value.shape, dtype=dtype, device=value.device)
+    return torch.empty_like(value, dtype=dtype)
 
 
 def _is_turned(plan: Plan) -> bool:
@@ -84,7 +99,7 @@ def _value(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor, bool]:
     if conv is None:
         return tensors[0].contiguous(memory_format=layout), plan.input.layout != plan.value.layout
     x, weight, *more = cast_for_convolution(chain, tensors)
-    bias = more[0] if conv.has_bias else None
+    bias = more[0] if conv.has_bias and not plan.trains else None
     if plan.convolve == "direct":
         return _by_onednn(conv, x, weight, layout), True
     return settle_layout(convolve(conv, x, weight, bias), layout), True
@@ -102,7 +117,9 @@ def _by_onednn(conv: Convolution, x: Tensor, weight: Tensor, layout: torch.memor
     return settle_layout(torch.ops.aten.mkldnn_convolution(x, weight, None, *sizes), layout)
 
 
-def _finish_pass(plan: Plan, value: Tensor, result: Tensor, tensors: Sequence[Tensor]) -> None:
+def _finish_pass(
+    plan: Plan, value: Tensor, result: Tensor, tensors: Sequence[Tensor], saved: Tensor | None = None
+) -> None:
     """All fused steps, the norm included. Memory is read once if a group of channels stays in cache."""
     chain, last, norm = plan.chain, plan.passes[-1].last, fused_norm(plan.chain)
     first, channels = first_step(plan), value.shape[1]
@@ -113,8 +130,9 @@ def _finish_pass(plan: Plan, value: Tensor, result: Tensor, tensors: Sequence[Te
     name = "map" if norm is None else "normalize"
     text = kernel_text(name, f"{name}{'_turned' * _is_turned(plan)}()", plan, steps, slots, value, result, tensors)
     groups, eps = (1, 0.0) if norm is None else (norm.groups or channels, norm.eps)
-    given = {"value": value, "result": result, **operands(plan, slots, tensors)}
-    launch_cpp(name, text, given, (*sizes_of(value), groups, eps))
+    kept = {} if saved is None else {"saved": saved}
+    given = {"value": value, "result": result, **kept, **operands(plan, slots, tensors)}
+    launch_cpp(name, text, given, (*sizes_of(value), groups, eps, plan.streams and result is not value))
 
 
 def _moments_pass(
@@ -125,7 +143,7 @@ def _moments_pass(
     steps = emit_cpp(before(chain, end.first - 1, first), "Before", slots) + end.text(chain, result.dtype, slots)
     text = kernel_text("moments", f"moments<{str(squares).lower()}>()", plan, steps, slots, value, None, tensors)
     given = {"value": value, "result": result, **operands(plan, slots, tensors)}
-    launch_cpp("moments", text, given, (*sizes_of(value), 1, 0.0))
+    launch_cpp("moments", text, given, (*sizes_of(value), 1, 0.0, False))
 
 
 def kernel_text(
@@ -151,6 +169,7 @@ def kernel_text(
         name=name,
         layout=layout,
         into="nullptr" if result is None else "static_cast<Kernel::Result*>(p[1])",
+        rest="p + 3, sizes, static_cast<float*>(p[2])" if plan.trains else "p + 2, sizes",
         run=ends.format(f"pass.{run}") if result is None else f"pass.{run}",
     )
 

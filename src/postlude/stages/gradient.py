@@ -95,7 +95,7 @@ def gradient_passes(
     last_pass = LastPass(spec, norm, wanted, *made_of)
     made = _gradient_pass(plan, last_pass, largest) if packing is None else packed_gradient(last_pass, packing)
     dv, totals, full = made
-    vectors = _vectors(chain, spec, _places(norm, wanted, needs), sums, totals, tensors)
+    vectors = _vectors(chain, spec, places_of(norm, wanted, needs), sums, totals, tensors)
     return dv, {**dict(zip(wanted.full, full)), **vectors}
 
 
@@ -127,8 +127,8 @@ def without_unread(chain: Chain, tensors: Sequence[Tensor], value: Tensor, loade
     ]
 
 
-def _places(norm: Normalize | None, wanted: reverse.Wanted, needs: frozenset[int]) -> dict[int, list[int]]:
-    """The slots of vectors that need a gradient, and the sums that form it: the norm's, a step's, or both."""
+def places_of(norm: Normalize | None, wanted: reverse.Wanted, needs: frozenset[int]) -> dict[int, list[int]]:
+    """Slots of vectors that need a gradient, and the sums that make it: the norm's, a step's, or both."""
     slots: list[int | None] = []
     if norm is not None:
         slots += [None if slot is None else slot.index for slot in (norm.bias, norm.weight)] + list(wanted.sums)

@@ -289,7 +289,8 @@ def run_side_by_side(wanted: Sequence[tuple[str, str]], options: argparse.Namesp
 
     def start(item: tuple[str, str]) -> subprocess.Popen[str]:
         command = [sys.executable, __file__, "--waits", "--only", item[0], "--modes", item[1]]
-        command += ["--variants", *options.variants, "--rounds", str(options.rounds)]
+        more = [variant for variant in VARIANTS if variant.endswith(_GRAPHS)] if item[0] in options.graphs else []
+        command += ["--variants", *options.variants, *more, "--rounds", str(options.rounds)]
         command += ["--profile"] * options.profile + (["--csv", str(options.csv)] if options.csv else [])
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         child = subprocess.Popen(command, text=True, **pipes)  # type: ignore[call-overload]
@@ -347,6 +348,7 @@ def main() -> int:
     parser.add_argument("--first-step", action="store_true")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--jobs", type=int, default=0, help="compile in so many processes before timing")
+    parser.add_argument("--graphs", nargs="*", choices=NETWORKS, default=(), help="with --jobs: CUDA graphs as well")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--waits", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -57,21 +57,12 @@ def gradient_passes(
     largest: Tensor | None = None,
     taps: Tensor | None = None,
 ) -> Gradients:
-    """The gradients at the first value and of the steps' tensors.
+    """The gradient at the first value, from which the convolution's follow, and those of the slots `needs`.
 
-    The gradient at the first value is always computed: the convolution's gradients follow from it, or, without a
-    convolution, it is the input's.
-
-    Args:
-        plan: The plan of the chain.
-        needs: The slots whose gradient is needed.
-        value: The convolution's result without its bias, or the input, or the chain's result if the plan says so.
-        moments: The norm's mean and rstd.
-        dy: The gradient of the last fused step's value; of the pooled value if there is a pool.
-        tensors: One per slot of the chain.
-        packing: If given, the gradient at the first value is written packed.
-        largest: If given, zeros as from `none_found`; receives the largest magnitude of each channel of that gradient.
-        taps: The tap of each window's largest, after a max_pool.
+    `value` is the convolution's result without its bias, or the input, or the chain's result if the plan says so;
+    `moments` are the norm's mean and rstd; dy is the gradient of the last fused step's value, with a pool that of the
+    pooled value. With `packing` the gradient at the first value is written packed. `largest`, zeros as from
+    `none_found`, receives the largest magnitude of each of its channels. `taps` are max_pool's.
     """
     chain, spec, last = plan.chain, plan.value, last_before_pool(plan.chain)
     reason = reverse.unsupported_gradient(chain, last, None if plan.pool is None else plan.pool.pool)

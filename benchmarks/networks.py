@@ -159,7 +159,7 @@ class Contestant:
         return [output.detach() for output in outputs]
 
     def error(self, truth: Sequence[Tensor], gradients: Sequence[Tensor]) -> tuple[float, float]:
-        """Of the outputs, and of the worst parameter's gradient, by the size of the truth."""
+        """The error of the outputs, and of the worst parameter's gradient, relative to the size of the truth."""
         outputs = self.step()
         worst = max((relative(o, t) for o, t in zip(outputs, truth)), default=0.0)
         found = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -251,8 +251,8 @@ def profile_of(made: Contestant, rows: int = 40) -> str:
 
 
 def fill_caches(names: Sequence[str], variants: Sequence[str], modes: Sequence[str], jobs: int) -> None:
-    """Compiles what is timed later, `jobs` processes at a time: most of it is Python on one core each. What Inductor
-    found out by timing kernels beside one another is thrown away; it times them again."""
+    """Compiles what is timed later, with `jobs` processes at a time, because most of it is Python on one core. What
+    Inductor measured meanwhile is discarded; it measures again."""
     wanted = [
         json.dumps([name, variant, mode])
         for name in names

@@ -111,7 +111,7 @@ class Case:
 
 
 def cases(path: Path, mode: str, malloc: str = "default") -> list[Case]:
-    """The problems of a file in the order of its rows; modes are told by how they begin."""
+    """The problems of a file in the order of its rows, whose mode begins with `mode`."""
     rows = [row for row in records.read(path) if row.mode.startswith(mode) and row.malloc == malloc]
     problems: dict[tuple[str, ...], dict[str, Record]] = {}
     for row in rows:
@@ -203,7 +203,7 @@ def render() -> str:
 
 
 def _busy(rows: list[Record]) -> list[str]:
-    """The chain that gains least beside busy processes."""
+    """The chain that gains least next to busy processes."""
     ours = [row for row in rows if row.mode == BUSY and row.variant == "postlude" and row.speedup is not None]
     if not ours:
         return []

@@ -26,7 +26,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from table import BUSY, CPU_SOURCES, RESULTS
+from rows import BUSY, CPU_SOURCES, RESULTS
 
 from cases import CHAIN_23, CHAIN_61, Builder, conv
 from postlude import hardware, reference

@@ -20,7 +20,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from table import GPU_SOURCES, TRAINING_SOURCES
+from rows import GPU_SOURCES, TRAINING_SOURCES
 
 from cases import CHAIN_23, CHAIN_61, Builder, conv
 from level2 import LEVEL2

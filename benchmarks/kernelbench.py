@@ -1,15 +1,21 @@
-"""Times every problem of a folder of KernelBench files on a GPU: PyTorch, torch.compile and Postlude at one precision.
+"""Times every problem of a folder of KernelBench files: PyTorch, torch.compile and Postlude at one precision.
 
-python benchmarks/kernelbench.py DIR --precision tf32 --csv benchmarks/results/h200-kernelbench.csv
-python benchmarks/kernelbench.py DIR --only 1,2,61 --jobs 8
-python benchmarks/kernelbench.py DIR --train --csv benchmarks/results/h200-kernelbench.csv
+python benchmarks/kernelbench.py DIR --modes forward train --jobs 14 --csv benchmarks/results/h200-kernelbench.csv
+python benchmarks/kernelbench.py DIR --only 1,2,61 --precision fp32
+python benchmarks/kernelbench.py DIR --modes forward train --shapes other --missing --csv …
+python benchmarks/kernelbench.py DIR --variants eager postlude
 
-With `--train` a step is timed: forward, and backward to every parameter and input.
+`train` is a step: forward, and backward to every parameter and input. `--precision` is fp32 (strict), tf32, or auto for
+PyTorch's defaults. `--shapes other` takes three quarters of the batch less one and one less along every axis of space:
+sizes that no tile was chosen for. Every model is verified at the sites of its chains first (`postlude.optimize` does
+that), and one that is wrong is not timed; its error from float64 and PyTorch's own are recorded, and the time that the
+problem's bytes and operations take at the card's rates.
 
-Every model is verified at the sites of its chains first (`postlude.optimize` does that), and one that is wrong is not
-timed. All problems run in one process with inputs made on the card, so that a problem takes seconds; `--jobs` processes
-fill the compilers' caches before. `postlude suite` does more with each problem (the whole model's points, ceilings,
-memory, a report) and takes longer.
+`--jobs` processes prepare problems side by side, each all modes of one problem, as long as their memory fits on the
+card. They are timed in turn, and while one is, the others are stopped. A problem that fails or takes longer than
+`--limit` is a row with its reason. With `--missing`, problems that the CSV has with this code are left out: a run that
+was cut short can go on. `postlude suite` does more with each problem (the whole model's points, measured ceilings, a
+report) and takes longer.
 """
 
 from __future__ import annotations
@@ -17,159 +23,169 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import subprocess
+import os
 import sys
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
-from table import GPU_SOURCES, TRAINING_SOURCES
-from torch import Tensor
+from kernelbench_pool import Answer, Pool
+from kernelbench_problem import MODES, VARIANTS, Outline, Task, outline_of, prepare, row_of
 
-import postlude
-from postlude import problem_file
-from postlude.check import clock, records
-from postlude.check.modes import pytorch_switches
+from postlude.check import records
+from postlude.cli.other_shapes import SHAPES
+from postlude.cli.race import first_line
 from postlude.cli.suite import problem_files
-from postlude.cli.variants import Call, training_step
-from postlude.pipeline import Optimized
-from postlude.plan import Plan
-from postlude.problem_file import ProblemFile
+from postlude.cli.variants import COMPILE, EAGER, POSTLUDE
 
-WINDOW_S = 0.02
-
-
-@dataclass(frozen=True)
-class Settings:
-    precision: str
-    train: bool
-    rounds: int
+CONTEXT_BYTES = 1 << 30  # of a process on the card, beside its tensors
+USED = 0.85  # of the card's memory: estimates are rough
+FAILED = "failed"
 
 
-def prepared(problem: ProblemFile, settings: Settings) -> tuple[dict[str, Call], tuple[Any, ...], Optimized]:
-    """What is timed of the three models, each called once, and what Postlude found."""
-    with torch.device("cuda"):
-        inputs = problem.inputs("cuda")
-    ours = problem.build("cuda")
-    found = postlude.optimize(ours, inputs, precision=settings.precision)
-    eager, compiled = problem.build("cuda"), torch.compile(problem.build("cuda"))
-    calls: dict[str, Call] = {"eager": eager, "torch.compile": compiled, "postlude": ours}
-    if settings.train:
-        with torch.no_grad():
-            dy = torch.randn_like(eager(*inputs))
-        calls = {name: training_step(model, dy) for name, model in calls.items()}
-    for call in calls.values():
-        call(*inputs)
-    return calls, inputs, found
+def work() -> int:
+    """A worker: one task a line, prepared, timed when told to, answered in one line."""
+    warnings.simplefilter("ignore")
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what problems print is no answer
+    for line in sys.stdin:
+        asked = json.loads(line)
+        task = Task(**{name: tuple(item) if isinstance(item, list) else item for name, item in asked.items()})
+        said: dict[str, object] = {}
+        try:
+            prepared = prepare(task)
+            _leave_idle()
+            print(json.dumps({"ready": True}), file=answers, flush=True)
+            if not sys.stdin.readline():
+                return 1
+            said = {"rows": [asdict(row) for row in prepared.measure()]}
+        except Exception as error:  # a stranger's file may raise anything
+            said = {"error": first_line(error)[:300], "is_over": "CUDA error" in str(error)}
+        prepared = None  # type: ignore[assignment]
+        torch._dynamo.reset()
+        _leave_idle()
+        print(json.dumps(said), file=answers, flush=True)
+    return 0
 
 
-def measure(path: Path, settings: Settings) -> tuple[list[records.Record], str]:
-    """The rows, and the verdict on what is fused."""
-    calls, inputs, found = prepared(problem_file.load(path), settings)
-    if found.verdict is not None and found.verdict.outcome == "wrong":
-        raise RuntimeError(str(found.verdict))
-    errors = errors_of(found)
-    timings = clock.time_interleaved(
-        {name: clock.rotating(call, [inputs]) for name, call in calls.items()},
-        rounds=settings.rounds,
-        min_window_s=WINDOW_S,
-    )
-    tensors = [item for item in inputs if isinstance(item, Tensor)]
-    shape = " ".join("×".join(map(str, tensor.shape)) for tensor in tensors)
-    rows = []
-    for name, timing in timings.items():
-        rows.append(
-            records.Record(
-                *(path.stem, shape, str(tensors[0].dtype).removeprefix("torch."), "contiguous", settings.precision),
-                *("training step" if settings.train else "forward", name),
-                *records.times_of(timing, timings["eager"]),
-                error_rms=errors.get(name),
-                launches=launches_of(found) if name == "postlude" else None,
-                kernel_hash=records.kernel_hash(TRAINING_SOURCES if settings.train else GPU_SOURCES),
-                **records.environment("cuda"),  # type: ignore[arg-type]
-            )
-        )
-    return rows, "nothing is fused" if found.verdict is None else found.verdict.outcome
+def _leave_idle() -> None:
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
 
-def errors_of(found: Optimized) -> dict[str, float]:
-    """The worst site's error by the spread, and PyTorch's own there; nothing where no point could tell."""
-    judged = [] if found.verdict is None else [one for one in found.verdict.quantities if one.errors and one.own]
-    if not judged:
-        return {}
-    return {
-        "postlude": max(one.errors.rms for one in judged if one.errors),
-        "eager": max(one.own.rms for one in judged if one.own),
-    }
+def is_recorded(task: Task, mode: str, known: Iterable[records.Record], shape: str) -> bool:
+    """Whether a file has a time of every variant of this problem, with this code."""
+    code = records.kernel_hash(task.sources(mode))
+    wanted = {VARIANTS[name] for name in task.variants}
+    about = (task.name, task.precision, task.recorded_mode(mode), shape)
+    found = [row for row in known if (row.chain, row.precision, row.mode, row.shape) == about]
+    has_ours = POSTLUDE not in wanted or any(row.kernel_hash == code for row in found if row.variant == POSTLUDE)
+    return has_ours and wanted <= {row.variant for row in found if row.ms_p50 is not None or row.reason}
 
 
-def launches_of(found: Optimized) -> int:
-    return sum(site.outcome.launches for site in found.sites if isinstance(site.outcome, Plan))
+def outlined(tasks: Sequence[Task], known: Sequence[records.Record], keep: Keep) -> list[tuple[Task, Outline]]:
+    """The tasks with what is known of them; those that cannot be opened are answered at once."""
+    found = []
+    for task in tasks:
+        try:
+            outline = outline_of(task)
+        except Exception as error:  # a stranger's file may raise anything
+            keep(Answer(task, (), first_line(error)[:300]))
+            continue
+        modes = tuple(mode for mode in task.modes if not is_recorded(task, mode, known, outline.shape))
+        if modes:
+            found.append((Task(**{**asdict(task), "modes": modes}), outline))
+    return found
 
 
-def fill_caches(files: list[Path], settings: Settings, jobs: int) -> None:
-    """Compiles what the problems need, `jobs` of them at a time, in processes that end before anything is timed."""
-    shares = [[str(path) for path in files[number::jobs]] for number in range(jobs)]
-    command = [sys.executable, __file__, "--precision", settings.precision, *["--train"] * settings.train, "--prepare"]
-    running = [subprocess.Popen([*command, json.dumps(share)], stdout=subprocess.DEVNULL) for share in shares if share]
-    for process in running:
-        process.wait()
+class Keep:
+    """Shows an answer in one line and records its rows as soon as they are there."""
+
+    def __init__(self, path: Path | None, total: int) -> None:
+        self.path, self.total, self.done, self.failed = path, total, 0, 0
+
+    def __call__(self, answer: Answer) -> None:
+        self.done += 1
+        task, rows = answer.task, answer.rows
+        if not rows:
+            self.failed += 1
+            print(f"{self._place()} {task.name[:40]:40} {FAILED}: {answer.reason}", flush=True)
+            rows = tuple(_failure(task, mode, answer.reason) for mode in task.modes)
+        for mode in task.modes:
+            named = {row.variant: row for row in answer.rows if row.mode == task.recorded_mode(mode)}
+            if named:
+                print(f"{self._place()} {task.name[:40]:40} {mode:7}", *_words(named), flush=True)
+        if self.path is not None:
+            records.update(self.path, rows)
+
+    def _place(self) -> str:
+        return f"{self.done:3}/{self.total}"
 
 
-def run_each(files: list[Path], settings: Settings, work: Callable[[Path], None]) -> int:
-    """Every file by itself; one that fails is named and stops nothing."""
-    failed = 0
-    with torch.set_grad_enabled(settings.train), pytorch_switches(settings.precision, torch.device("cuda")):
-        for path in files:
-            try:
-                work(path)
-            except Exception as error:  # a stranger's file may raise anything
-                failed += 1
-                print(f"{path.name}: failed: {str(error).splitlines()[0][:200]}", file=sys.stderr, flush=True)
-            torch._dynamo.reset()
-            gc.collect()
-            torch.cuda.empty_cache()
-    return failed
+def _failure(task: Task, mode: str, reason: str) -> records.Record:
+    try:
+        outline = outline_of(task)
+    except Exception:  # then its shapes are not known either
+        outline = None
+    return records.Record(**{**row_of(task, mode, POSTLUDE, outline), "verdict": FAILED, "reason": reason})
+
+
+def _words(rows: dict[str, records.Record]) -> list[str]:
+    words = [f"{name} {row.ms_p50:.3f}" for name, row in rows.items() if row.ms_p50]
+    ours = rows.get(POSTLUDE)
+    if ours is not None and ours.ms_p50:
+        others = {name: row.ms_p50 for name, row in rows.items() if row.ms_p50 and name != POSTLUDE}
+        words += [f"× {name} {others[name] / ours.ms_p50:.2f}" for name in (EAGER, COMPILE) if name in others]
+        words += [f"{ours.floor_ms / ours.ms_p50:.0%} of the roofline"] if ours.floor_ms else []
+    if ours is not None:
+        words += [ours.verdict] if ours.verdict == "right" else [f"{ours.verdict}: {ours.reason}".rstrip(": ")]
+    words += [f"({name}: {row.reason})" for name, row in rows.items() if row.ms_p50 is None and name != POSTLUDE]
+    return words
+
+
+def card_bytes(device: str, jobs: int) -> int:
+    if device != "cuda":
+        return 1 << 40
+    return int(USED * torch.cuda.get_device_properties(0).total_memory) - jobs * CONTEXT_BYTES
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?")
-    parser.add_argument("--precision", default="tf32")
-    parser.add_argument("--train", action="store_true", help="a training step instead of a forward pass")
+    parser.add_argument("--modes", nargs="+", choices=[*MODES], default=["forward"])
+    parser.add_argument("--train", action="store_true", help="the same as --modes train")
+    parser.add_argument("--variants", nargs="+", choices=[*VARIANTS], default=["eager", "compile", "postlude"])
+    parser.add_argument("--precision", choices=["fp32", "tf32", "auto"], default="tf32")
+    parser.add_argument("--shapes", choices=SHAPES, default="own")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", help="numbers of problems, such as 1,2,61")
-    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1, help="problems that are prepared at a time")
+    parser.add_argument("--limit", type=float, default=180.0, help="seconds for one problem, without waiting")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--csv", type=Path)
-    parser.add_argument("--prepare", help=argparse.SUPPRESS)
+    parser.add_argument("--missing", action="store_true", help="leave out what the CSV has, measured with this code")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    settings = Settings(options.precision, options.train, options.rounds)
+    if options.worker:
+        return work()
     warnings.simplefilter("ignore")
-    if options.prepare:
-        files = [Path(name) for name in json.loads(options.prepare)]
-        return run_each(files, settings, lambda path: void(prepared(problem_file.load(path), settings)))
     files = problem_files(options.folder)
     if options.only:
         files = [path for path in files if path.name.split("_")[0] in options.only.split(",")]
-    if options.jobs > 1:
-        fill_caches(files, settings, options.jobs)
-
-    def timed(path: Path) -> None:
-        rows, verdict = measure(path, settings)
-        times = {row.variant: row.ms_p50 or 0.0 for row in rows}
-        gains = [f"× {name} {times[name] / times['postlude']:.2f}" for name in ("eager", "torch.compile")]
-        print(f"{path.stem[:40]:40}", *(f"{time:.3f}" for time in times.values()), *gains, verdict, flush=True)
-        if options.csv:
-            records.update(options.csv, rows)
-
-    return run_each(files, settings, timed)
-
-
-def void(_: object) -> None:
-    """Takes what is not wanted, so that it is freed."""
+    modes = ("train",) if options.train else tuple(options.modes)
+    about = (modes, tuple(options.variants), options.precision, options.shapes, options.rounds, options.device)
+    tasks = [Task(str(path), *about) for path in files]
+    known = records.read(options.csv) if options.missing and options.csv and options.csv.exists() else []
+    keep, jobs = Keep(options.csv, len(tasks)), max(1, min(options.jobs, len(tasks)))
+    pool = Pool(jobs, card_bytes(options.device, jobs), options.limit, keep)
+    ready = outlined(tasks, known, keep)
+    keep.total = keep.done + len(ready)
+    pool.run(ready)
+    return int(keep.failed > 0)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,10 @@ both layouts and by Postlude, in turns, with peak memory and errors against stri
 python benchmarks/networks.py --csv benchmarks/results/h200-networks.csv
 python benchmarks/networks.py --only nnU-Net --variants eager postlude --profile
 python benchmarks/networks.py --only nnU-Net --first-step
-python benchmarks/networks.py --jobs 4 --csv benchmarks/results/h200-networks.csv
+python benchmarks/networks.py --jobs 6 --csv benchmarks/results/h200-networks.csv
 
-With `--jobs` the compilers' caches (TORCHINDUCTOR_CACHE_DIR and the like) are filled by several processes first.
+With `--jobs` every network and mode has a process of its own. They compile side by side; when all are ready, one after
+the other is timed, alone on the card.
 
 The packages are those of the extra `networks`. Where they cannot be installed, a folder that has them is enough:
 `pip install --no-deps --target FOLDER …`, then PYTHONPATH=FOLDER.
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import os
 import subprocess
 import sys
@@ -35,8 +35,8 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "networks"))
 
 from gpu import peak_mib
+from rows import TRAINING_SOURCES
 from standins import stand_ins
-from table import TRAINING_SOURCES
 
 import postlude
 from postlude.check import clock, records
@@ -117,7 +117,11 @@ NETWORKS = {
     "resnet50_gn": Network(_resnet, (64, 3, 224, 224), torch.float16),
     "AutoencoderKL": Network(_Decoder, (1, 4, 64, 64), torch.bfloat16, trains=False),
 }
-VARIANTS = ("eager", "compile", "compile channels-last", "postlude", "postlude rest=eager")
+_GRAPHS = "reduce-overhead"  # torch.compile's mode with CUDA graphs
+VARIANTS = (
+    *("eager", "compile", "compile channels-last", "postlude"),
+    *("postlude rest=eager", f"compile {_GRAPHS}", f"postlude {_GRAPHS}"),
+)
 
 
 class Contestant:
@@ -131,12 +135,15 @@ class Contestant:
             layout = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
             self.model, self.x = self.model.to(memory_format=layout), x.contiguous(memory_format=layout)
         self.call: Callable[..., Any] = self.model
+        self.parameters = list(self.model.parameters())
+        self.has_graphs = variant.endswith(_GRAPHS)
+        settings: dict[str, Any] = {"mode": _GRAPHS} if self.has_graphs else {}
         if variant.startswith("compile"):
-            self.call = torch.compile(self.model)
+            self.call = torch.compile(self.model, **settings)
         elif variant.startswith("postlude"):
             rest = "eager" if variant.endswith("eager") else "auto"
             with self.mode():
-                found = postlude.optimize(self.model, self.x, rest=rest, verify=False)
+                found = postlude.optimize(self.model, self.x, rest=rest, verify=False, **settings)
             fused = sum(site.is_fused for site in found.sites)
             self.sites = f"{fused} of {len(found.sites) + len(found.declined)}"
             self.result = found
@@ -148,7 +155,11 @@ class Contestant:
             yield
 
     def step(self) -> Any:
-        self.model.zero_grad(set_to_none=True)
+        if self.trains:
+            for parameter in self.parameters:  # as an optimizer does, which has them listed
+                parameter.grad = None
+        if self.has_graphs:
+            torch.compiler.cudagraph_mark_step_begin()
         with self.mode():
             found = self.call(self.x)
             outputs = found if isinstance(found, (list, tuple)) else [found]
@@ -186,14 +197,14 @@ def truth_of(network: Network, model: nn.Module, x: Tensor, trains: bool) -> tup
     return list(outputs), [p.grad for p in exact.model.parameters() if p.grad is not None]
 
 
-def measure(name: str, variants: Sequence[str], trains: bool, rounds: int, profile: bool) -> list[records.Record]:
+def compiled(name: str, variants: Sequence[str], trains: bool) -> tuple[dict[str, Contestant], Any]:
+    """Every variant after three steps, and the truth."""
     network = NETWORKS[name]
     torch.manual_seed(0)
     model, x = network.build().cuda(), torch.randn(network.shape, device="cuda")
-    truth, gradients = truth_of(network, model, x, trains)
+    truth = truth_of(network, model, x, trains)
     contestants = {}
     for variant in variants:
-        torch.compiler.reset()
         start = time.perf_counter()
         made = contestants[variant] = Contestant(variant, network, model, x, trains)
         for _ in range(3):
@@ -201,12 +212,19 @@ def measure(name: str, variants: Sequence[str], trains: bool, rounds: int, profi
         torch.cuda.synchronize()
         took, mode = time.perf_counter() - start, "train" if trains else "inference"
         print(f"{name} {mode} {variant}: ready in {took:.1f} s", made.sites, flush=True)
+    return contestants, truth
+
+
+def measure(
+    name: str, contestants: dict[str, Contestant], truth: Any, trains: bool, rounds: int, profile: bool
+) -> list[records.Record]:
+    network = NETWORKS[name]
     # One copy of Dynamo's state serves all: guards tell the models apart.
     steps = {variant: clock.rotating(lambda made=made: made.step(), [()]) for variant, made in contestants.items()}
     timings = clock.time_interleaved(steps, rounds=rounds, min_window_s=0.1)
     rows = []
     for variant, made in contestants.items():
-        outputs, worst = made.error(truth, gradients)
+        outputs, worst = made.error(*truth)
         rows.append(
             records.Record(
                 *(name, "×".join(map(str, network.shape)), network.precision, "", "auto"),
@@ -250,35 +268,44 @@ def profile_of(made: Contestant, rows: int = 40) -> str:
     return "\n".join([f"    busy {total:.2f} ms", *lines])
 
 
-def fill_caches(names: Sequence[str], variants: Sequence[str], modes: Sequence[str], jobs: int) -> None:
-    """Compiles what is timed later, with `jobs` processes at a time, because most of it is Python on one core. What
-    Inductor measured meanwhile is discarded; it measures again."""
-    wanted = [
-        json.dumps([name, variant, mode])
-        for name in names
-        for mode in modes
-        for variant in variants
-        if variant != "eager" and (mode == "inference" or NETWORKS[name].trains)
-    ]
-    with ThreadPoolExecutor(jobs) as pool:
-        for text, done in zip(wanted, pool.map(_prepare, wanted)):
-            print(f"compiled {text}" if not done.returncode else f"failed {text}: {done.stderr[-500:]}", flush=True)
-    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    for timed in Path(folder).rglob("*.best_config") if folder else ():
-        timed.unlink()
+_READY = "waiting to be timed"
 
 
-def _prepare(text: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, __file__, "--prepare", text]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def run_one(name: str, mode: str, options: argparse.Namespace) -> None:
+    trains = mode == "train"
+    contestants, truth = compiled(name, options.variants, trains)
+    if options.waits:
+        torch.cuda.empty_cache()
+        print(_READY, flush=True)
+        sys.stdin.readline()
+        print(f"{name}, {mode}", flush=True)
+    rows = measure(name, contestants, truth, trains, options.rounds, options.profile)
+    if options.csv:
+        records.update(options.csv, rows)
 
 
-def prepare(text: str) -> None:
-    name, variant, mode = json.loads(text)
-    network = NETWORKS[name]
-    model, x = network.build().cuda(), torch.randn(network.shape, device="cuda")
-    Contestant(variant, network, model, x, mode == "train").step()
-    torch.cuda.synchronize()
+def run_side_by_side(wanted: Sequence[tuple[str, str]], options: argparse.Namespace) -> int:
+    """Compiles in `options.jobs` processes at a time and lets them wait; then times one after the other."""
+
+    def start(item: tuple[str, str]) -> subprocess.Popen[str]:
+        command = [sys.executable, __file__, "--waits", "--only", item[0], "--modes", item[1]]
+        more = [variant for variant in VARIANTS if variant.endswith(_GRAPHS)] if item[0] in options.graphs else []
+        command += ["--variants", *options.variants, *more, "--rounds", str(options.rounds)]
+        command += ["--profile"] * options.profile + (["--csv", str(options.csv)] if options.csv else [])
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        child = subprocess.Popen(command, text=True, **pipes)  # type: ignore[call-overload]
+        for line in child.stdout:
+            if line.strip() == _READY:
+                break
+            print(line, end="", flush=True)
+        return child  # type: ignore[no-any-return]
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        children = list(pool.map(start, wanted))
+    for child in children:
+        text, _ = child.communicate("go\n")
+        print(text, end="", flush=True)
+    return max(child.returncode for child in children)
 
 
 def first_step(name: str, variant: str) -> float:
@@ -311,7 +338,7 @@ def child(name: str, variant: str) -> None:
     print(time.perf_counter() - start)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=VARIANTS[:4])
@@ -321,30 +348,28 @@ def main() -> None:
     parser.add_argument("--first-step", action="store_true")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--jobs", type=int, default=0, help="compile in so many processes before timing")
+    parser.add_argument("--graphs", nargs="*", choices=NETWORKS, default=(), help="with --jobs: CUDA graphs as well")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--prepare", help=argparse.SUPPRESS)
+    parser.add_argument("--waits", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.backends.cudnn.benchmark = torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
+    torch._dynamo.config.recompile_limit = 4 * len(VARIANTS)  # all variants of a network share its code
+    modes = [(name, mode) for name in options.only for mode in options.modes]
+    wanted = [(name, mode) for name, mode in modes if mode == "inference" or NETWORKS[name].trains]
+    if options.jobs:
+        return run_side_by_side(wanted, options)
     with stand_ins():
         if options.child:
             child(*options.child)
-            return
-        if options.prepare:
-            prepare(options.prepare)
-            return
-        if options.jobs:
-            fill_caches(options.only, options.variants, options.modes, options.jobs)
-        for name in options.only:
-            if options.first_step:
+        elif options.first_step:
+            for name in options.only:
                 for variant in options.variants:
                     print(f"{name} {variant}: first step after {first_step(name, variant):.1f} s", flush=True)
-                continue
-            for mode in options.modes:
-                if mode == "inference" or NETWORKS[name].trains:
-                    rows = measure(name, options.variants, mode == "train", options.rounds, options.profile)
-                    if options.csv:
-                        records.update(options.csv, rows)
+        else:
+            for name, mode in wanted:
+                run_one(name, mode, options)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

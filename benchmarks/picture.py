@@ -13,11 +13,11 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from table import (
+import kernelbench_table
+from rows import (
     CHAIN_23,
     CHAIN_61,
     GPU_RESULTS,
-    KERNELBENCH_RESULTS,
     NETWORK_RESULTS,
     RESULTS,
     ROOT,
@@ -66,8 +66,9 @@ def groups() -> list[Group]:
 def _gpu_group(title: str, mode: str) -> Group:
     chains = [case for case in cases(GPU_RESULTS, mode) if case.ours.mode == mode]
     named = [case for name in (CHAIN_61, CHAIN_23) for case in chains if case.ours.chain == name]
-    problems = cases(KERNELBENCH_RESULTS, mode)
-    mean = Row(f"KernelBench, geometric mean of {len(problems)} (TF32)", *geometric_means(problems))
+    problems = kernelbench_table.problems(mode)
+    words = NAMES.get(problems[0].ours.precision, problems[0].ours.precision)
+    mean = Row(f"KernelBench, geometric mean of {len(problems)} ({words})", *geometric_means(problems))
     least = min(problems, key=lambda case: case.times_compile or math.inf)
     number = least.ours.chain.split("_")[0]
     worst = _row(least, f"KernelBench, lowest against compile: {number}")

@@ -46,7 +46,7 @@ def main() -> None:
     if options.child:
         child(*options.child)
         return
-    from table import GPU_SOURCES
+    from rows import GPU_SOURCES
 
     from postlude.check import records
 

@@ -125,8 +125,8 @@ class Builder:
         self.steps.append(Pool(f"{op}_pool", self.value, Windows(*sizes, ceil), counts_padding, divisor))
         return self
 
-    def softmax(self, op: str = "softmax") -> Builder:
-        self.steps.append(Softmax(op, self.value))
+    def softmax(self, op: str = "softmax", eps: float = 0.0) -> Builder:
+        self.steps.append(Softmax(op, self.value, eps))
         return self
 
     def chain(self) -> Chain:

@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "emit": {"chain", "expressions", "steps"},
     "emit_cpp": {"chain", "emit", "expressions", "steps"},
     "kernels": set(),
-    "export": {"cards", "chain", "errors", "graph", "hardware", "plan", "stages"},
+    "export": {"cards", "chain", "errors", "graph", "hardware", "plan", "stages", "words"},
     # Not emit: nothing is decided by text. `Plan.program` is what the stages make of it.
     "plan": {"stages", "card_tiles", "cards", "chain", "hardware", "reverse", "steps", "tile_table"},
     "moments": {"chain", "reference"},

@@ -30,7 +30,14 @@ def loaded(name: str) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def table() -> ModuleType:
+    for name in ("rows", "kernelbench_table"):
+        loaded(name)
     return loaded("table")
+
+
+@pytest.fixture(scope="module")
+def level2(table: ModuleType) -> ModuleType:
+    return loaded("kernelbench_table")
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +54,13 @@ def test_readme_and_docs_show_the_recorded_results(table: ModuleType) -> None:
 def test_the_picture_shows_the_recorded_results(picture: ModuleType) -> None:
     drawn = picture.PICTURE.read_text(encoding="utf-8")
     assert drawn == picture.draw(picture.groups()), "run python benchmarks/picture.py"
+    ET.fromstring(drawn)
+
+
+def test_the_picture_of_level_2_shows_the_recorded_results(table: ModuleType) -> None:
+    level2 = loaded("kernelbench_picture")
+    drawn = level2.PICTURE.read_text(encoding="utf-8")
+    assert drawn == level2.draw(), "run python benchmarks/kernelbench_picture.py"
     ET.fromstring(drawn)
 
 
@@ -72,15 +86,18 @@ def test_networks_are_drawn_and_listed_once_they_are_recorded(
     assert group.rows[0].label == "nnU-Net, float16 autocast"
 
 
-def test_every_row_says_what_it_was_measured_on(table: ModuleType) -> None:
+def test_every_row_says_what_it_was_measured_on(table: ModuleType, level2: ModuleType) -> None:
     for row in [
-        row for path in (table.RESULTS, table.GPU_RESULTS, table.KERNELBENCH_RESULTS) for row in records.read(path)
+        row for path in (table.RESULTS, table.GPU_RESULTS, level2.KERNELBENCH_RESULTS) for row in records.read(path)
     ]:
         assert row.torch
         assert row.commit
         assert row.kernel_hash
         assert row.device
         assert row.malloc in ("default", "tuned")
+        if row.ms_p50 is None:
+            assert row.reason
+            continue
         assert row.ms_low is not None
         assert row.ms_p50 is not None
         assert row.ms_low <= row.ms_p50
@@ -91,3 +108,32 @@ def test_old_results_are_named(table: ModuleType) -> None:
     now = records.kernel_hash(table.CPU_SOURCES)
     assert table.since(dataclasses.replace(row, kernel_hash=now), table.CPU_SOURCES) == "same"
     assert table.since(dataclasses.replace(row, kernel_hash="0"), table.CPU_SOURCES) == "changed"
+
+
+def test_level_2_is_told_by_class_precision_and_shapes(
+    table: ModuleType, level2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two precisions, other shapes, a linear layer that is slower, and a problem that failed."""
+    rows = [row for row in records.read(level2.KERNELBENCH_RESULTS) if row.mode == "forward"]
+    fp32 = [dataclasses.replace(row, precision="fp32", floor_ms=0.1, verdict="right") for row in rows[:3]]
+    other = [dataclasses.replace(row, mode="forward at other shapes", shape="1×2") for row in rows[:3]]
+    slower = [
+        dataclasses.replace(row, chain="9_Matmul_ReLU", ms_p50=time, speedup=1 / time, precision="fp32")
+        for row, time in zip(rows[:3], (1.0, 1.0, 4.0), strict=True)
+    ]
+    failed = dataclasses.replace(
+        rows[2], chain="13_ConvTranspose3d_Mean", ms_p50=None, reason="no memory", verdict="failed"
+    )
+    path = tmp_path / "rows.csv"
+    records.write(path, [*rows, *fp32, *other, *slower, failed])
+    monkeypatch.setattr(level2, "KERNELBENCH_RESULTS", path)
+    text = level2.render("forward")
+    assert "| linear, in strict fp32 | 1 | 0.25 | 0.25 | 0 of 1 | 0 of 1 |" in text
+    assert "| all, with TF32 allowed at other shapes | 1 |" in text
+    assert f"All {len(rows) // 3} rows with TF32 allowed</summary>" in text  # the one that failed is none of them
+    assert "Not timed: 13 (failed: no memory)." in text
+    worst = text.split("gain least")[1].split("<details>")[0]
+    assert "| 9 | Matmul ReLU | the file's | fp32 | 0.25 | 0.25 |" in worst
+    assert worst.count("\n| ") == 1 + level2.WORST
+    (first, *_) = level2.known("forward")
+    assert first == "tf32"  # of which most were measured: the headline is about it

@@ -101,9 +101,10 @@ def test_the_derivatives_tell_whether_pytorch_keeps_a_value_inside_a_chain() -> 
 
 def test_every_word_whose_value_tells_its_gradient_can_be_differentiated_again() -> None:
     """By PyTorch's operators, where the value is all that was kept."""
+    rows = {word: (reverse.ROW_DERIVATIVES[word],) for word in words.SOFTMAXES}
     told = {
         word
-        for word, terms in reverse.DERIVATIVES.items()
+        for word, terms in {**reverse.DERIVATIVES, **rows}.items()
         if any(reverse.V in leaves(term) and {steps.X, steps.Y}.isdisjoint(leaves(term)) for term in terms)
     }
     assert set(differentiable.FROM_VALUE) == told
@@ -147,3 +148,11 @@ def test_every_word_is_in_the_table_of_cases() -> None:
         "conv_transpose3d",
         "linear",
     }
+
+
+def test_every_reduction_over_channels_and_softmax_has_a_gradient() -> None:
+    over = {op for op, spans in words.REDUCTIONS.items() if "channels" in spans}
+    assert set(reverse.ROW_DERIVATIVES) == over | set(words.SOFTMAXES) | set(words.LENGTHS)
+    text = (Path(postlude.__file__).parent / "kernels" / "triton" / "row_derivatives.py").read_text("utf-8")
+    called = {name for term in reverse.ROW_DERIVATIVES.values() for name in _functions(term)}
+    assert called <= set(re.findall(r"(?m)^def (\w+)", text))

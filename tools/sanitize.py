@@ -184,10 +184,14 @@ def runs() -> list[Run]:
     strided = chain_of(None, 2, ("norm", 3), ("mul", "channel"), ("avg_pool", 3, 2, 1))
     thinned = chain_of(convolution(2, (9, 12), 1), 2, ("norm", 3), ("silu",), ("max_pool", 3, 2, 1))
     shared = chain_of(convolution(2, (9, 12), 1), 2, ("softmax",), ("mul", "channel"))
+    least = chain_of(convolution(2, (9, 12), 1), 2, ("silu",), ("min", "channels"), ("tanh",))
     top = chain_of(None, 3, ("mul", "full"), ("amax", "channels"))
     beside = chain_of(convolution(3, (3, 20), 1), 3, ("gelu",), ("norm", 5), ("silu",))
     normed = chain_of(linear(50, 70, has_bias=True), 0, ("mul", "channel"), ("batch_norm",), ("silu",))
-    rows = chain_of(linear(52, 70, has_bias=True), 0, ("relu",), ("norm", 7), ("add", "full"))
+    rows = chain_of(linear(52, 70, has_bias=True), 0, ("silu",), ("norm", 7), ("add", "full"))
+    chosen = chain_of(
+        linear(50, 70, has_bias=True), 0, ("softmax",), ("mul", "channel"), ("max", "channels"), ("tanh",)
+    )
     wide = chain_of(linear(17, 33), 0, ("gelu",), ("sum", "sample"))
     few = chain_of(convolution(3, (3, 24)), 3, ("norm", 8), ("mean", "sample"))
     fewer = chain_of(convolution(2, (2, 40), 1), 2, ("norm", 8), ("mean", "space"))
@@ -228,7 +232,7 @@ def runs() -> list[Run]:
         Run("sums-bf16", summed, (3, 5, 9, 11, 13), "bfloat16", last, trains=False),
         Run("channels-fp32", soft, flat),
         Run("channels-fp16", soft, flat, "float16", last, trains=False),
-        Run("channels-bf16", top, (3, 5, 9, 11, 13), "bfloat16", trains=False),
+        Run("channels-bf16", top, (3, 5, 9, 11, 13), "bfloat16"),
         Run("pools-fp32", halved, (2, 9, 5, 7, 9)),
         Run("pools-fp16", halved, (2, 9, 5, 7, 9), "float16", last),
         Run("pools-fp64", strided, (3, 9, 45, 47), "float64"),
@@ -236,10 +240,14 @@ def runs() -> list[Run]:
         Run("packed-pools-bf16", thinned, (2, 9, 3, 64), "bfloat16"),
         Run("linear-fp32", normed, (37, 50)),
         Run("linear-tf32", normed, (37, 50), precision="tf32", trains=False),
-        Run("linear-rows-fp32", rows, (37, 52), trains=False),
-        Run("linear-rows-fp16", rows, (37, 52), "float16", trains=False),
+        Run("linear-rows-fp32", rows, (37, 52)),
+        Run("linear-rows-fp16", rows, (37, 52), "float16"),
+        Run("linear-softmax-fp32", chosen, (37, 50)),
         Run("linear-fp64", wide, (5, 17), "float64"),
-        Run("softmax-fp32", shared, flat, trains=False),
+        Run("softmax-fp32", shared, flat),
+        Run("softmax-bf16", shared, flat, "bfloat16", last),
+        Run("least-fp32", least, flat),
+        Run("least-fp32-last", least, flat, layout=last),
         Run("few-fp32", few, small),
         Run("few-tf32", few, small, layout=last, precision="tf32", frozen=(0,)),
         Run("few-bf16", few, small, "bfloat16", frozen=(1,)),

@@ -32,7 +32,7 @@ from postlude.plan import Plan, Problem, Refusal, lower
 from postlude.plan.channels import MOST_CHANNELS
 from postlude.plan.problem import Spec
 from postlude.windows import Windows
-from postlude.words import NORMS, POINTWISE, POOLS, REDUCTIONS, SOFTMAXES
+from postlude.words import LENGTHS, NORMS, POINTWISE, POOLS, REDUCTIONS, SOFTMAXES
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "support.md"
 CHANNELS, SPACE, BATCH = 32, 32, 8
@@ -116,7 +116,7 @@ def rows() -> Iterator[tuple[str, Chain]]:
     for op, spans in REDUCTIONS.items():
         step = Normalize("group_norm", Value(0), 8, 1e-5)
         yield f"{op} over {spans[0]}", chain_of(convolution(3), step, Reduce(op, Value(1), spans[0], True))  # type: ignore[arg-type]
-    for op in SOFTMAXES:
+    for op in (*SOFTMAXES, *LENGTHS):
         yield (
             f"{op} over channels",
             chain_of(convolution(3), Normalize("group_norm", Value(0), 8, 1e-5), Softmax(op, Value(1))),
@@ -236,10 +236,11 @@ another question, which `postlude explain` answers.
 
 batch_norm uses the batch's statistics in training. A layer_norm's row may have 8192 elements on a GPU, and is shown
 over the last axis. mean and sum also go over channels. On a GPU PyTorch runs a reduction or softmax over more than
-{channels} channels, and in training every one over channels, after the fused passes before it. A linear layer takes
-matrices, [N, F]; its features are its channels. On a GPU its GEMM is Postlude's in strict fp32, on cards whose tensor
-cores are three times as fast as ordinary instructions, and cuBLAS's in TF32 and 16 bits. In training PyTorch runs norms,
-softmax and reductions over features, after Postlude's GEMM. Active dropout is in no table, because it is never fused.
+{channels} channels, after the fused passes before it, and one after a pool. A linear layer takes matrices, [N, F];
+its features are its channels. On a GPU its GEMM is Postlude's in strict fp32, on cards whose tensor cores are three
+times as fast as ordinary instructions, and cuBLAS's in TF32 and 16 bits. In training PyTorch runs norms, softmax and
+reductions over more than 8192 features, and everything from a second norm on, after Postlude's GEMM. Active dropout
+is in no table, because it is never fused.
 
 A pool may have any stride up to its window, padding, ceil_mode and up to 256 positions in a window. Elementwise steps
 after it are fused too, except in training. PyTorch runs a pool after a layer_norm; on a CPU a chain ends before its

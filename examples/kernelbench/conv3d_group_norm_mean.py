@@ -304,21 +304,14 @@ def compiled(source: str, name: str, shared_bytes: int, device: int) -> Any:
     return launch
 
 
-def conv_norm_mean(
-    x: Tensor, weight: Tensor, bias: Tensor, gamma: Tensor, beta: Tensor
-) -> Tensor:
+def conv_norm_mean(x: Tensor, weight: Tensor, bias: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
     """conv3d(3→24, k3) → group_norm(8) → mean over all but batch, by kernels."""
     means = x.new_empty((128, 24, 6))
     squares = x.new_empty((128, 24, 6))
     counts = x.new_empty((128, 6))
     # The convolution, of which only the moments of tiles are kept.
     kernel = compiled(SOURCE, "few_channels_moments", 101440, x.device.index)
-    kernel(
-        (264, 1, 1),
-        (256, 1, 1),
-        (x, weight, bias, means, squares, counts, 768, 0),
-        101440,
-    )
+    kernel((264, 1, 1), (256, 1, 1), (x, weight, bias, means, squares, counts, 768, 0), 101440)
     result = x.new_empty((128,))
     # The norm and the mean of everything, from the moments.
     kernel = compiled(SOURCE, "few_channels_finish", 0, x.device.index)
@@ -326,12 +319,9 @@ def conv_norm_mean(
     return result
 
 
-def conv_norm_mean_by_pytorch(
-    x: Tensor, weight: Tensor, bias: Tensor, gamma: Tensor, beta: Tensor
-) -> Tensor:
+def conv_norm_mean_by_pytorch(x: Tensor, weight: Tensor, bias: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
     """conv3d(3→24, k3) → group_norm(8) → mean over all but batch, by PyTorch."""
-    value = F.conv3d(x, weight, bias)
-    value = F.group_norm(value, 8, weight=gamma, bias=beta, eps=1e-05)
+    value = F.group_norm(F.conv3d(x, weight, bias), 8, weight=gamma, bias=beta, eps=1e-05)
     return torch.mean(value, dim=[1, 2, 3, 4], keepdim=False)
 
 
@@ -345,24 +335,16 @@ class ConvNormMean(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad
-        with torch.enable_grad():
-            tensors = [t.view_as(t) for t in ctx.saved_tensors]
-            result = conv_norm_mean_by_pytorch(*tensors)
-        wanted = [t for t, needed in zip(tensors, needs) if needed]
-        twice = torch.is_grad_enabled()  # the gradients are to be differentiated again
-        grads = iter(torch.autograd.grad(result, wanted, grad, create_graph=twice))
-        return tuple(next(grads) if needed else None for needed in needs)
+        return torch.func.vjp(conv_norm_mean_by_pytorch, *ctx.saved_tensors)[1](grad)
 
 
 def fits(tensors: tuple[Tensor, ...], expected: tuple[Any, ...]) -> bool:
     """Whether the kernels take these tensors; PyTorch's operators take all others."""
     x = tensors[0]
-    if not x.is_cuda or torch.is_autocast_enabled("cuda"):
-        return False
-    capability = torch.cuda.get_device_capability(x.device)
     return (
-        capability == (9, 0)  # what the tiles were chosen for
+        x.is_cuda
+        and not torch.is_autocast_enabled("cuda")
+        and torch.cuda.get_device_capability(x.device) == (9, 0)  # what the tiles were chosen for
         and all(t.dtype == torch.float32 and t.device == x.device for t in tensors)
         and all(t.shape == e and t.is_contiguous() for t, e in zip(tensors, expected))
         and CUDA_HOME is not None  # torch's way to NVRTC asks for it
@@ -370,19 +352,15 @@ def fits(tensors: tuple[Tensor, ...], expected: tuple[Any, ...]) -> bool:
 
 
 class ModelNew(nn.Module):
-    def __init__(
-        self, in_channels: int, out_channels: int, kernel_size: int, groups: int
-    ) -> None:
+    def __init__(self, in_channels: int, out_channels: int, kernel_size: int, groups: int) -> None:
         super().__init__()
         self.conv = nn.Conv3d(in_channels, out_channels, kernel_size)
         self.group_norm = nn.GroupNorm(groups, out_channels)
-        arguments = (in_channels, out_channels, kernel_size, groups)
-        self.has_kernels = arguments == (3, 24, 3, 8)
+        self.has_kernels = (in_channels, out_channels, kernel_size, groups) == (3, 24, 3, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, C_in, D, H, W) → (N,)."""
-        conv, group_norm = self.conv, self.group_norm
-        tensors = (x, conv.weight, conv.bias, group_norm.weight, group_norm.bias)
+        tensors = (x, self.conv.weight, self.conv.bias, self.group_norm.weight, self.group_norm.bias)
         if self.has_kernels and fits(tensors, SHAPES):
             with torch.cuda.device_of(x):
                 return ConvNormMean.apply(*tensors)

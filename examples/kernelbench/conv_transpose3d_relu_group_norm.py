@@ -24,41 +24,32 @@ SHAPES = ((16, 64, 32, 32, 32), (64, 128, 3, 3, 3), (128,), (128,))
 
 @triton.jit
 def finite_magnitude(x):
-    """|x|, or 0 where x is not finite: an infinity must not set the scale of a whole
-    channel."""
+    """|x|, or 0 where x is not finite: an infinity must not set the scale of a whole channel."""
     magnitude = tl.abs(x.to(tl.float32))
     return tl.where(magnitude < float("inf"), magnitude, 0.0)  # also 0 for NaN
 
 
 @triton.jit
 def largest_kernel(
-    p_x,  # [N, 64, S]
+    p_x,  # [N, 64, 32768]
     p_largest,  # [64], bits of floats ≥ 0 as int32, which sort alike; zero at first
-    S: tl.constexpr = 32768,
-    CHUNKS: tl.constexpr = 2,  # of a sample's positions
     BLOCK_S: tl.constexpr = 4096,
 ):
-    blocks = 64
-    i_chunk = tl.program_id(0) % CHUNKS
-    o_c = tl.program_id(0) // CHUNKS % blocks + tl.arange(0, 1)
-    p_x += (tl.program_id(0) // CHUNKS // blocks).to(tl.int64) * S * 64
+    i_chunk = tl.program_id(0) % 2
+    o_c = tl.program_id(0) // 2 % 64 + tl.arange(0, 1)
+    p_x += (tl.program_id(0) // 2 // 64).to(tl.int64) * 32768 * 64
     largest = tl.zeros([BLOCK_S, 1], tl.float32)
     for i in range(4):
         o_s = (i_chunk * 4 + i) * BLOCK_S + tl.arange(0, BLOCK_S)
-        o_x = o_s[:, None].to(tl.int64) + o_c[None, :].to(tl.int64) * S
-        b_x = tl.load(p_x + o_x, mask=(o_s < S)[:, None], other=0.0)
+        o_x = o_s[:, None].to(tl.int64) + o_c[None, :].to(tl.int64) * 32768
+        b_x = tl.load(p_x + o_x, mask=(o_s < 32768)[:, None], other=0.0)
         largest = tl.maximum(largest, finite_magnitude(b_x))
-    tl.atomic_max(
-        p_largest + o_c,
-        tl.max(largest, axis=0).to(tl.int32, bitcast=True),
-        sem="relaxed",
-    )
+    tl.atomic_max(p_largest + o_c, tl.max(largest, axis=0).to(tl.int32, bitcast=True), sem="relaxed")
 
 
 @triton.jit
 def scale_for(largest):
-    """The power of two that scales `largest` to 2¹⁴…2¹⁵; 1 for 0. Clamped where the
-    power itself would overflow."""
+    """The power of two that scales `largest` to 2¹⁴…2¹⁵; 1 for 0. Clamped where the power itself would overflow."""
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) - 127
     exponent = tl.where(largest == 0.0, 14, tl.maximum(exponent, -100))
     return ((141 - exponent) << 23).to(tl.float32, bitcast=True)
@@ -73,32 +64,25 @@ def rest_of(x, high):
 
 @triton.jit
 def pack_input_kernel(
-    p_x,  # [16, 64, D, H, W]
+    p_x,  # [16, 64, 32, H, W]
     p_high,  # [PACKED_ROWS, 34, 64], out
     p_low,  # the same, out
     p_largest,  # [64]
-    D: tl.constexpr = 32,
     H: tl.constexpr = 32,
     W: tl.constexpr = 32,
-    SAMPLE_ROWS: tl.constexpr = 1156,
-    BLOCK_W: tl.constexpr = 32,  # positions of the input
     BLOCK_C: tl.constexpr = 64,
 ):
-    # One row per program, indexed by the input's positions: the compiler then sees that
-    # the loads are contiguous.
+    # One row per program, indexed by the input's positions: the compiler then sees that the loads are contiguous.
     i_row = tl.program_id(0)
-    i_n = i_row // SAMPLE_ROWS
-    z = (i_row % SAMPLE_ROWS) // 34 - 2
-    y = (i_row % SAMPLE_ROWS) % 34 - 2
-    is_row = (z >= 0) & (z < D) & (y >= 0) & (y < H) & (i_n < 16)
-    o_w = tl.arange(0, BLOCK_W)
+    i_n = i_row // 1156
+    z = (i_row % 1156) // 34 - 2
+    y = (i_row % 1156) % 34 - 2
+    is_row = (z >= 0) & (z < 32) & (y >= 0) & (y < H) & (i_n < 16)
+    o_w = tl.arange(0, 32)
     o_c = tl.arange(0, BLOCK_C)
-    m_w = (o_w < W) & is_row
-    sample = i_n.to(tl.int64) * 64 * D * H * W
-    row = (z * H + y) * W
-    # [BLOCK_C, BLOCK_W]
-    o_x = o_c[:, None].to(tl.int64) * (D * H * W) + (row + o_w)[None, :]
-    b_x = tl.trans(tl.load(p_x + sample + o_x, mask=m_w[None, :], other=0.0))
+    sample = i_n.to(tl.int64) * 64 * 32 * H * W
+    o_x = o_c[:, None].to(tl.int64) * (32 * H * W) + ((z * H + y) * W + o_w)[None, :]  # [BLOCK_C, 32]
+    b_x = tl.trans(tl.load(p_x + sample + o_x, mask=((o_w < W) & is_row)[None, :], other=0.0))
     scale = scale_for(tl.load(p_largest + o_c).to(tl.float32, bitcast=True))
     b_s = b_x.to(tl.float32) * scale[None, :]
     high = b_s.to(tl.float16)
@@ -108,8 +92,7 @@ def pack_input_kernel(
     tl.store(p_high + out + o_out, high, mask=m_out)
     low = rest_of(b_s, high).to(high.dtype)
     tl.store(p_low + out + o_out, low, mask=m_out)
-    o_pad = tl.arange(0, 2)
-    o_zero = o_pad[:, None] * 64 + o_c[None, :]
+    o_zero = tl.arange(0, 2)[:, None] * 64 + o_c[None, :]
     zeros = tl.zeros([2, BLOCK_C], tl.float16)
     tl.store(p_high + out + o_zero, zeros)
     tl.store(p_low + out + o_zero, zeros)
@@ -130,9 +113,7 @@ def pack_weight_kernel(
     for start in range(0, TAP_ROWS * 3 * 64, BLOCK_K):
         o = start + tl.arange(0, BLOCK_K)
         o_c = o % 64
-        tap = o // 64
-        m = o // 64 < TAP_ROWS * 3
-        b_w = tl.load(p_w + i_o * 27 + o_c * 3456 + tap, mask=m, other=0.0)
+        b_w = tl.load(p_w + i_o * 27 + o_c * 3456 + o // 64, mask=o // 64 < TAP_ROWS * 3, other=0.0)
         powers = scale_for(tl.load(p_largest + o_c).to(tl.float32, bitcast=True))
         largest = tl.maximum(largest, finite_magnitude(b_w.to(tl.float32) / powers))
     scale = scale_for(tl.max(largest))
@@ -140,11 +121,8 @@ def pack_weight_kernel(
     for start in range(0, K, BLOCK_K):
         o = start + tl.arange(0, BLOCK_K)
         o_c = o % 64
-        kw = (o // 64) % 3
-        tap = o // 192 * 3 + kw
-        m = o < K
-        tap = TAP_ROWS * 3 - 1 - tap
-        b_w = tl.load(p_w + i_o * 27 + o_c * 3456 + tap, mask=m, other=0.0)
+        tap = o // 192 * 3 + (o // 64) % 3
+        b_w = tl.load(p_w + i_o * 27 + o_c * 3456 + (TAP_ROWS * 3 - 1 - tap), mask=o < K, other=0.0)
         powers = scale_for(tl.load(p_largest + o_c).to(tl.float32, bitcast=True))
         b_s = b_w.to(tl.float32) / powers * scale
         high = b_s.to(tl.float16)
@@ -175,7 +153,6 @@ def convolve_kernel(
     BLOCK_M: tl.constexpr = 128,
     BLOCK_C: tl.constexpr = 128,
     BLOCK_K: tl.constexpr = 64,
-    STAGES: tl.constexpr = 3,
 ):
     BLOCKS_K: tl.constexpr = 192 // BLOCK_K
     K: tl.constexpr = 1728
@@ -189,9 +166,7 @@ def convolve_kernel(
     kd_first = tl.maximum(0, 2 - z_last)
     kd_end = tl.minimum(3, 34 - s0 // SLICE_PITCH)
     acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-    for i in tl.range(
-        kd_first * (3 * BLOCKS_K), kd_end * (3 * BLOCKS_K), num_stages=STAGES
-    ):
+    for i in tl.range(kd_first * (3 * BLOCKS_K), kd_end * (3 * BLOCKS_K), num_stages=3):
         i_zy = i // BLOCKS_K
         offset = (i_zy // 3) * SLICE_PITCH + (i_zy % 3) * 34
         row = row0 + offset
@@ -200,8 +175,8 @@ def convolve_kernel(
         w_high = d_w.load([0, i * BLOCK_K])  # [BLOCK_C, BLOCK_K]
         low = d_x_low.load([row, column])
         w_low = d_w.load([0, K + i * BLOCK_K])
-        # Tensor cores truncate while they accumulate: they sum over one block only,
-        # small products first, and its sum is added in ordinary fp32 (promotion).
+        # Tensor cores truncate while they accumulate: they sum over one block only, small products first, and
+        # its sum is added in ordinary fp32 (promotion).
         part = tl.dot(low, w_high.T)
         part = tl.dot(high, w_low.T, part)
         part = tl.dot(high, w_high.T, part)
@@ -211,8 +186,6 @@ def convolve_kernel(
     o_p = s0 + tl.arange(0, BLOCK_M)
     S = 39304
     m_s = o_p < S
-    base = i_n.to(tl.int64) * 128 * S
-    o_x = o_c[None, :] * S + o_p[:, None]
     m_x = m_s[:, None]
     b_v = relu(b_v)
     count = tl.sum(m_s.to(tl.float32))
@@ -223,41 +196,39 @@ def convolve_kernel(
     tl.store(p_mean + o_out, b_mean)
     tl.store(p_m2 + o_out, tl.sum(b_diff * b_diff, axis=0))
     tl.store(p_count + i_n * TILES + i_tile, count)
-    tl.store(p_y + base + o_x, b_v, mask=m_x)
+    tl.store(p_y + i_n.to(tl.int64) * 128 * S + (o_c[None, :] * S + o_p[:, None]), b_v, mask=m_x)
 
 
 @triton.jit
 def combine_kernel(
     p_mean,  # [N·G, PARTS]: the partial moments of a group's channels, chunk by chunk
     p_m2,  # [N·G, PARTS]
-    p_count,  # [N, CHUNKS]
+    p_count,  # [N, 308]
     p_group_mean,  # [N·G], out
     p_group_rstd,  # [N·G], out
     PARTS: tl.constexpr = 4928,
-    CHUNKS: tl.constexpr = 308,
     BLOCK_PARTS: tl.constexpr = 4096,
 ):
     i_group = tl.program_id(0)
     base = i_group.to(tl.int64) * PARTS
-    p_count += i_group // 8 * CHUNKS
+    p_count += i_group // 8 * 308
     total = tl.zeros([BLOCK_PARTS], tl.float32)
     for start in range(0, PARTS, BLOCK_PARTS):
         o = start + tl.arange(0, BLOCK_PARTS)
         m = o < PARTS
-        b_count = tl.load(p_count + o % CHUNKS, mask=m, other=0.0)  # [BLOCK_PARTS]
+        b_count = tl.load(p_count + o % 308, mask=m, other=0.0)  # [BLOCK_PARTS]
         total += tl.load(p_mean + base + o, mask=m, other=0.0) * b_count
     mean = tl.sum(total) / 628864.0
     m2 = tl.zeros([BLOCK_PARTS], tl.float32)
     for start in range(0, PARTS, BLOCK_PARTS):
         o = start + tl.arange(0, BLOCK_PARTS)
         m = o < PARTS
-        b_count = tl.load(p_count + o % CHUNKS, mask=m, other=0.0)
+        b_count = tl.load(p_count + o % 308, mask=m, other=0.0)
         b_mean = tl.load(p_mean + base + o, mask=m, other=0.0)
         b_m2 = tl.load(p_m2 + base + o, mask=m, other=0.0)
         m2 += tl.where(m, b_m2 + b_count * (b_mean - mean) * (b_mean - mean), 0.0)
-    m2 = tl.sum(m2)
     tl.store(p_group_mean + i_group, mean)
-    tl.store(p_group_rstd + i_group, 1.0 / tl.sqrt(m2 / 628864.0 + 1e-05))
+    tl.store(p_group_rstd + i_group, 1.0 / tl.sqrt(tl.sum(m2) / 628864.0 + 1e-05))
 
 
 @triton.jit
@@ -270,11 +241,10 @@ def finish_kernel(
     p_beta,
     BLOCK_S: tl.constexpr = 1024,
 ):
-    i_chunk = tl.program_id(0) % 39
     i_row = tl.program_id(0) // 39
     base = i_row.to(tl.int64) * 39304
     o_c = i_row % 128
-    o_s = i_chunk * BLOCK_S + tl.arange(0, BLOCK_S)
+    o_s = tl.program_id(0) % 39 * BLOCK_S + tl.arange(0, BLOCK_S)
     m_x = o_s < 39304
     b_x = tl.load(p_x + base + o_s, mask=m_x, other=0.0).to(tl.float32)
     o_g = i_row // 16
@@ -282,8 +252,7 @@ def finish_kernel(
     rstd = tl.load(p_rstd + o_g)
     gamma = tl.load(p_gamma + o_c).to(b_x.dtype)
     beta = tl.load(p_beta + o_c).to(b_x.dtype)
-    b_y = (b_x - mean) * (rstd * gamma) + beta
-    tl.store(p_y + base + o_s, b_y, mask=m_x)
+    tl.store(p_y + base + o_s, (b_x - mean) * (rstd * gamma) + beta, mask=m_x)
 
 
 def conv_relu_norm(x: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
@@ -307,9 +276,7 @@ def conv_relu_norm(x: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor) -> Te
     d_x = TensorDescriptor(high, [628864, 192], [64, 1], [128, 64])
     d_x_low = TensorDescriptor(low, [628864, 192], [64, 1], [128, 64])
     d_w = TensorDescriptor(packed_weight, [128, 3456], [3456, 1], [128, 64])
-    convolve_kernel[(4928,)](
-        d_x, d_x_low, d_w, unscale, value, means, squares, counts, num_warps=8
-    )
+    convolve_kernel[(4928,)](d_x, d_x_low, d_w, unscale, value, means, squares, counts, num_warps=8)
     mean = x.new_empty((128,))
     rstd = x.new_empty((128,))
     # The moments of tiles to those of groups, by Chan's formula.
@@ -319,12 +286,9 @@ def conv_relu_norm(x: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor) -> Te
     return value
 
 
-def conv_relu_norm_by_pytorch(
-    x: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor
-) -> Tensor:
+def conv_relu_norm_by_pytorch(x: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
     """conv_transpose3d(64→128, k3) → relu → group_norm(8), by PyTorch."""
-    value = F.conv_transpose3d(x, weight)
-    value = F.relu(value)
+    value = F.relu(F.conv_transpose3d(x, weight))
     return F.group_norm(value, 8, weight=gamma, bias=beta, eps=1e-05)
 
 
@@ -338,46 +302,32 @@ class ConvReluNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad
-        with torch.enable_grad():
-            tensors = [t.view_as(t) for t in ctx.saved_tensors]
-            result = conv_relu_norm_by_pytorch(*tensors)
-        wanted = [t for t, needed in zip(tensors, needs) if needed]
-        twice = torch.is_grad_enabled()  # the gradients are to be differentiated again
-        grads = iter(torch.autograd.grad(result, wanted, grad, create_graph=twice))
-        return tuple(next(grads) if needed else None for needed in needs)
+        return torch.func.vjp(conv_relu_norm_by_pytorch, *ctx.saved_tensors)[1](grad)
 
 
 def fits(tensors: tuple[Tensor, ...], expected: tuple[Any, ...]) -> bool:
     """Whether the kernels take these tensors; PyTorch's operators take all others."""
     x = tensors[0]
-    if not x.is_cuda or torch.is_autocast_enabled("cuda"):
-        return False
-    capability = torch.cuda.get_device_capability(x.device)
     return (
-        capability == (9, 0)  # what the tiles were chosen for
+        x.is_cuda
+        and not torch.is_autocast_enabled("cuda")
+        and torch.cuda.get_device_capability(x.device) == (9, 0)  # what the tiles were chosen for
         and all(t.dtype == torch.float32 and t.device == x.device for t in tensors)
         and all(t.shape == e and t.is_contiguous() for t, e in zip(tensors, expected))
     )
 
 
 class ModelNew(nn.Module):
-    def __init__(
-        self, in_channels: int, out_channels: int, kernel_size: int, groups: int
-    ) -> None:
+    def __init__(self, in_channels: int, out_channels: int, kernel_size: int, groups: int) -> None:
         super().__init__()
-        self.conv_transpose = nn.ConvTranspose3d(
-            in_channels, out_channels, kernel_size, bias=False
-        )
+        self.conv_transpose = nn.ConvTranspose3d(in_channels, out_channels, kernel_size, bias=False)
         self.relu = nn.ReLU()
         self.group_norm = nn.GroupNorm(groups, out_channels)
-        arguments = (in_channels, out_channels, kernel_size, groups)
-        self.has_kernels = arguments == (64, 128, 3, 8)
+        self.has_kernels = (in_channels, out_channels, kernel_size, groups) == (64, 128, 3, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, C_in, D, H, W) → (N, C_out, D + 2, H + 2, W + 2) for a kernel of 3."""
-        conv_transpose, group_norm = self.conv_transpose, self.group_norm
-        tensors = (x, conv_transpose.weight, group_norm.weight, group_norm.bias)
+        tensors = (x, self.conv_transpose.weight, self.group_norm.weight, self.group_norm.bias)
         if self.has_kernels and fits(tensors, SHAPES):
             with torch.cuda.device_of(x):
                 return ConvReluNorm.apply(*tensors)

@@ -34,8 +34,10 @@ from postlude.chain_steps import values_of as values_of
 from postlude.convolution import Convolution as Convolution
 from postlude.convolution import linear as linear
 from postlude.windows import Windows
-from postlude.words import NORMS, POOLS, REDUCTIONS, SOFTMAXES, SPANS
+from postlude.words import LENGTHS as LENGTHS
+from postlude.words import NORMS, POOLS, REDUCTIONS, SPANS
 from postlude.words import POINTWISE as POINTWISE
+from postlude.words import SOFTMAXES as SOFTMAXES
 
 # A tensor has one number per element (full), per channel, per sample and channel (row), per position along the last
 # axes (last), or one in all (one). A running statistic has one per channel, and the chain updates it.
@@ -148,7 +150,7 @@ def _mistakes(chain: Chain) -> Any:
             if step.over not in REDUCTIONS.get(step.op, ()):
                 yield f"unknown reduction {step.op} over {step.over}"
             reduced = step
-        elif isinstance(step, Softmax) and step.op not in SOFTMAXES:
+        elif isinstance(step, Softmax) and step.op not in (SOFTMAXES + LENGTHS if chain.dims else SOFTMAXES):
             yield f"unknown softmax {step.op}"
         elif isinstance(step, Pool):
             yield from _pool_mistakes(step, number, chain)

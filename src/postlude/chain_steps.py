@@ -91,6 +91,7 @@ class Softmax:
 
     op: str
     operand: Value
+    eps: float = 0.0  # of normalize
 
 
 @dataclass(frozen=True)

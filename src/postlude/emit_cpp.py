@@ -10,10 +10,13 @@ from postlude.emit import text
 from postlude.expressions import Call, Function, Load, Name, Term
 from postlude.steps import O_C, PLACE
 
+OPERATORS = frozenset("+-*/")
+
 
 def emit_cpp(function: Function, name: str, slots: Sequence[int]) -> str:
-    """A struct `name` with a function `run`, which takes the place (kernels/cpp/operands.h), the number of valid lanes,
-    and vectors. `slots` are the operands of all functions of the kernel, in order."""
+    """As a struct `name` with a function `run` of the place (kernels/cpp/operands.h), the number of lanes that count,
+    and vectors; several results are an array. `slots` are the kernel's operands in their order: those of all of its
+    functions."""
     taken = [term for term in function.takes if term not in PLACE]
     given = ", ".join(["const At& at", "int64_t count", *(f"V {text(term)}" for term in taken)])
     lines, known = [], set(taken)
@@ -21,9 +24,13 @@ def emit_cpp(function: Function, name: str, slots: Sequence[int]) -> str:
         (target,) = line.targets
         lines.append(f"{'' if target in known else 'V '}{text(target)} = {_written(line.value, slots)};")
         known.add(target)
-    assert not isinstance(function.returns, tuple)
-    body = "\n".join(f"    {line}" for line in [*lines, f"return {_written(function.returns, slots)};"])
-    return f"struct {name} {{\n  template <class At> static V run({given}) {{\n{body}\n  }}\n}};\n"
+    if isinstance(function.returns, tuple):
+        several = ", ".join(_written(term, slots) for term in function.returns)
+        result, returned = f"std::array<V, {len(function.returns)}>", f"{{{{{several}}}}}"
+    else:
+        result, returned = "V", _written(function.returns, slots)
+    body = "\n".join(f"    {line}" for line in [*lines, f"return {returned};"])
+    return f"struct {name} {{\n  template <class At> static {result} run({given}) {{\n{body}\n  }}\n}};\n"
 
 
 def emit_cpp_end(function: Function, result: str, slots: Sequence[int]) -> str:
@@ -60,9 +67,10 @@ def _written(term: Term, slots: Sequence[int]) -> str:
 
 
 def _spelled(term: Term) -> Term:
-    """The term with numbers in C++ syntax."""
+    """With numbers as C++ writes them; beside an operator they are vectors."""
     if isinstance(term, Call):
-        return Call(term.word, tuple(map(_spelled, term.operands)))
+        operands = (Name(f"V({_number(o.value)})") if isinstance(o, Scalar) else o for o in term.operands)
+        return Call(term.word, tuple(map(_spelled, operands if term.word in OPERATORS else term.operands)))
     return Name(_number(term.value)) if isinstance(term, Scalar) else term
 
 

@@ -178,7 +178,7 @@ def apply(
     if isinstance(step, Pool):
         return POOLS[step.op](x, step)
     if isinstance(step, Softmax):
-        return SOFTMAXES[step.op](x, dim=1)
+        return F.normalize(x, dim=1, eps=step.eps) if step.op == "normalize" else SOFTMAXES[step.op](x, dim=1)
     weight, bias = (None if slot is None else parameter(tensors[slot.index], x) for slot in (step.weight, step.bias))
     moved = [tensors[slot.index] for slot in step.running] if moves and step.running is not None else [None, None]
     return NORMS[step.op](x, step, weight, bias, *moved)

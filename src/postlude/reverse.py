@@ -13,12 +13,15 @@ other arguments are as in steps.py:
     dn     the gradient at the norm's result γ · x̂ + β: its sums over a channel are β's gradient and, times x̂, γ's
     A, B   means of γ · dn and of γ · dn · x̂ over a group: the norm's operand gets rstd · (γ · dn − A − x̂ · B)
 
-If a pool follows the last step, g is the expression `unpooled` of the pooled value's gradient.
+Behind a pool or a reduction over channels, g is of another size: `given` are lines that make it, and what else the
+reverse of these reads. A block has all channels then where one goes over them.
 
-A layer_norm's group is a row of the block, so one function computes everything:
+A layer_norm's group is a row of the block, and so is all that a linear layer's barriers go over, so that one function
+does all of it:
 
     gradient(v0, g, o_l, L, …)
-        as above, then dn and dn · x̂, to be summed per position in the row
+        as above, then dn and dn · x̂, to be summed per place in the row; after a linear layer the vectors' gradients as
+        well, which come after those of whole tensors
 """
 
 from __future__ import annotations
@@ -38,16 +41,18 @@ from postlude.chain import (
     Reduce,
     Scalar,
     Slot,
+    Softmax,
     Step,
     Value,
     values_of,
 )
 from postlude.expressions import Assign, Expression, Function, Gradient, Load, Name, Term, bound, call, leaves, live
-from postlude.steps import EPS, M_X, MEAN, PLACE, ROW, RSTD, L, U, X, Y, Z, pass_slots
+from postlude.steps import EPS, M_X, MEAN, O_C, PLACE, ROW, RSTD, C, L, U, X, Y, Z, pass_slots
 
 MOST_FULL = 2  # gradients of full-size tensors that the kernels can store besides the value's
 G, V = Name("g"), Name("v")
 X_HAT, A, B, ROW_A, ROW_B = map(Name, ("x_hat", "A", "B", "row_a", "row_b"))
+TAP = Name("tap")  # the channel that a largest or smallest was chosen from
 _NOTHING = call("nothing", G)
 # The gradient of each operand, from g of the step's value v; the functions are in kernels/triton/derivatives.py.
 # A word of one operand without a row has word_gradient(g, x, settings).
@@ -72,6 +77,19 @@ DERIVATIVES: dict[str, tuple[Expression, ...]] = {
         G,
     ),
 }
+# The same of what goes over the rows of a block; the functions are in kernels/triton/row_derivatives.py.
+ROW_DERIVATIVES: dict[str, Expression] = {
+    "softmax": call("softmax_share", G, V, M_X),
+    "log_softmax": call("log_softmax_share", G, V, M_X),
+    "normalize": call("normalize_share", G, X, V, M_X, EPS),
+    "sum": call("spread", G, M_X),
+    "mean": call("spread", G / C, M_X),
+    "logsumexp": call("logsumexp_share", G, X, V, M_X),
+    "amax": call("largest_share", G, X, M_X),
+    "amin": call("smallest_share", G, X, M_X),
+    **dict.fromkeys(("max", "min"), call("chosen_share", G, TAP, O_C)),
+}
+_CHOICES = ("max", "min")
 
 
 @dataclass(frozen=True)
@@ -100,28 +118,30 @@ def unsupported_gradient(chain: Chain, last: int, pool: Pool | None = None) -> s
     fused = chain.steps[:last]
     if not fused and pool is None:
         return "no step is fused"
-    if any(isinstance(step, Reduce) for step in fused):
+    if chain.dims and any(isinstance(step, Reduce) and step.over != "channels" for step in fused):
         return "a reduction is among the steps"
     norms = [step for step in fused if isinstance(step, Normalize)]
     if len(norms) > 1:
         return "more than one norm is among the steps"
-    if any(norm.axes > chain.dims for norm in norms):
+    if chain.dims and any(norm.axes > chain.dims for norm in norms):
         return "a layer_norm over whole samples, whose rows hold all channels"
     unread = set(range(last)) - {value.index for step in fused for value in values_of(step)}
     if unread:
         return f"no fused step reads value {min(unread)}"
     if sum(chain.roles[slot] == "full" for slot in pass_slots(chain, last)) > MOST_FULL:
         return f"the steps read more than {MOST_FULL} tensors of the value's size"
-    # The pooled value's gradient and a max_pool's taps take one pointer each.
+    # Those of the pooled value's gradient and of a max_pool's taps; of a reduction's gradient, result and taps.
     more = 0 if pool is None else 1 + (pool.op == "max_pool")
+    if chain.dims and reduce_step(chain, last) is not None:
+        more += 1 + len(kept_of_reduction(chain, last))
     return steps.too_many_tensors(chain, last, more)
 
 
-def sums(chain: Chain, last: int, needs: frozenset[int], unpooled: Term | None = None) -> Function:
+def sums(chain: Chain, last: int, needs: frozenset[int], given: tuple[Assign, ...] = ()) -> Function:
     """The first pass, of a chain with a norm: from the last step back to the norm's result."""
     norm, slots = norm_step(chain, last), wanted(chain, last, needs).sums
     assert norm is not None
-    body = [*_forward(chain, last), *_unpooled(unpooled), *_backward(chain, norm, last, slots)]
+    body = [*given, *_forward(chain, last), *_backward(chain, norm, last, slots)]
     dn = Gradient(Value(norm))
     returns = (dn, dn * X_HAT, *(Gradient(Slot(slot)) for slot in slots))
     takes = (Value(0), G, MEAN, RSTD, *PLACE)
@@ -129,26 +149,23 @@ def sums(chain: Chain, last: int, needs: frozenset[int], unpooled: Term | None =
 
 
 def gradient(
-    chain: Chain, last: int, needs: frozenset[int], from_result: bool = False, unpooled: Term | None = None
+    chain: Chain, last: int, needs: frozenset[int], from_result: bool = False, given: tuple[Assign, ...] = ()
 ) -> Function:
     """The second pass: from the last step back to the first value. `from_result`: the block is the last value."""
     want = wanted(chain, last, needs)
-    slots = want.totals + want.full
+    by_rows, norm = has_rows(chain, last), norm_step(chain, last)
+    slots = want.full + want.totals if by_rows and not chain.dims else want.totals + want.full
     returns: tuple[Term, ...] = (Gradient(Value(0)), *(Gradient(Slot(slot)) for slot in slots))
-    given: tuple[Name, ...] = (MEAN, RSTD, A, B)
-    if has_rows(chain, last):
-        dn, given = Gradient(Value(norm_step(chain, last) or 0)), ROW
+    takes: tuple[Name, ...] = ROW if by_rows else (MEAN, RSTD, A, B)
+    if by_rows and norm is not None:
+        dn = Gradient(Value(norm))
         returns += (dn, dn * X_HAT)
     forward = _forward(chain, last)
     if from_result:
         loads = [line for line in forward if isinstance(line.value, Load)]
         forward = [Assign((Value(last),), Value(0)), *loads]
-    body = live([*forward, *_unpooled(unpooled), *_backward(chain, 0, last, slots)], returns)
-    return Function("gradient", (Value(0), G, *given, *PLACE), body, returns, pass_slots(chain, last))
-
-
-def _unpooled(term: Term | None) -> list[Assign]:
-    return [] if term is None else [Assign((G,), term)]
+    body = live([*given, *forward, *_backward(chain, 0, last, slots)], returns)
+    return Function("gradient", (Value(0), G, *takes, *PLACE), body, returns, pass_slots(chain, last))
 
 
 def slots_needed(chain: Chain, last: int, from_result: bool = False) -> frozenset[int]:
@@ -171,8 +188,9 @@ def keeps_inside(chain: Chain, last: int) -> bool:
 
 
 def needs_no_more_than_its_result(chain: Chain, last: int) -> bool:
-    """Whether the gradients of steps 1 to `last` follow from the last value, as for relu and additions before it."""
-    plain = all(isinstance(step, Pointwise) for step in chain.steps[:last])
+    """Whether the gradients of steps 1 to `last` can be told from the last one's value alone, as those of relu and of
+    what is added before it."""
+    plain = all(isinstance(step, Pointwise | Softmax) for step in chain.steps[:last])
     return plain and _values_read(chain, last, range(len(chain.roles))) <= {last}
 
 
@@ -181,12 +199,44 @@ def reads_no_value(chain: Chain, last: int) -> bool:
     return not _values_read(chain, last, range(len(chain.roles)))
 
 
+def needs_first_value(chain: Chain, last: int) -> bool:
+    """Whether the gradients of steps 1 to `last` depend on a value of the first one's size, that is from before a
+    reduction over channels: what that gave is kept in any case."""
+    reduce = reduce_step(chain, last)
+    read = _values_read(chain, last, range(len(chain.roles)))
+    return norm_step(chain, last) is not None or any(reduce is None or index < reduce for index in read)
+
+
+def kept_of_reduction(chain: Chain, last: int) -> tuple[Value | Name, ...]:
+    """What the gradients of steps 1 to `last` read of a reduction over channels: what it gave, or what it chose."""
+    number = reduce_step(chain, last)
+    if number is None:
+        return ()
+    body = _backward(chain, 0, last, range(len(chain.roles)))
+    read = {leaf for line in body for leaf in leaves(line.value)}
+    is_given = any(isinstance(leaf, Value) and leaf.index >= number for leaf in read)
+    return (*((Value(number),) if is_given else ()), *((TAP,) if TAP in read else ()))
+
+
+def chooses(chain: Chain) -> bool:
+    """Whether a gradient goes to the one of several values that was chosen in the forward pass."""
+    return any(isinstance(step, Reduce | Pool) and step.op in (*_CHOICES, "max_pool") for step in chain.steps)
+
+
+def reduce_step(chain: Chain, last: int) -> int | None:
+    return next((number for number, step in enumerate(chain.steps[:last], 1) if isinstance(step, Reduce)), None)
+
+
 def norm_step(chain: Chain, last: int) -> int | None:
     return next((number for number, step in enumerate(chain.steps[:last], 1) if isinstance(step, Normalize)), None)
 
 
 def has_rows(chain: Chain, last: int) -> bool:
-    """Whether the norm among steps 1 to `last` goes over rows."""
+    """True where the norm of steps 1 to `last` goes over rows, or anything over a linear layer's features."""
+    if not chain.dims:
+        found = (step for step in chain.steps[:last] if isinstance(step, Normalize | Reduce | Softmax))
+        first = next(found, None)
+        return first is not None and not (isinstance(first, Normalize) and first.over == "batch")
     return any(isinstance(step, Normalize) and step.over == "row" for step in chain.steps[:last])
 
 
@@ -211,8 +261,15 @@ def _read_pointwise(chain: Chain, last: int) -> set[int]:
 
 
 def _forward(chain: Chain, last: int) -> list[Assign]:
-    """Recomputes the values, and x̂."""
-    body, norm = [*steps.forward(chain, "whole", last).body], norm_step(chain, last)
+    """The values again, and x̂."""
+    by_rows, norm, reduce = has_rows(chain, last), norm_step(chain, last), reduce_step(chain, last)
+    body = [*steps.forward(chain, "rows" if by_rows else "given", last).body]
+    if by_rows and reduce is not None:
+        step = chain.steps[reduce - 1]
+        assert isinstance(step, Reduce)
+        body.append(Assign((C,), L))
+        if step.op in _CHOICES:
+            body.append(Assign((TAP,), call(f"{step.op}_place", step.operand, O_C, M_X)))
     if norm is not None:
         (operand,) = values_of(chain.steps[norm - 1])
         body.append(Assign((X_HAT,), call("-", operand, MEAN) * RSTD))
@@ -226,6 +283,7 @@ def _backward(chain: Chain, root: int, last: int, slots: Iterable[int]) -> list[
     """
     body: list[Assign] = []
     terms: dict[Operand, Term] = {Value(last): G}
+    reduce, by_rows = reduce_step(chain, last), has_rows(chain, last)
 
     def add(operand: Operand, term: Term) -> None:
         terms[operand] = call("+", terms[operand], term) if operand in terms else term
@@ -235,9 +293,10 @@ def _backward(chain: Chain, root: int, last: int, slots: Iterable[int]) -> list[
             body.append(Assign((Gradient(Value(number)),), terms[Value(number)]))
             if number > root:
                 step = chain.steps[number - 1]
-                body += _row_means(step, number)
-                for operand, term in _passed_back(step, number):
-                    add(operand, term)
+                body += _row_means(step, number) if by_rows else []
+                for operand, term in _passed_back(step, number, by_rows):
+                    is_once = isinstance(operand, Slot) and reduce is not None and number > reduce
+                    add(operand, call("in_first", term, O_C) if is_once else term)
     for slot in map(Slot, slots):
         if chain.roles[slot.index] == "bias":  # added to the first value
             add(slot, Gradient(Value(0)))
@@ -246,23 +305,26 @@ def _backward(chain: Chain, root: int, last: int, slots: Iterable[int]) -> list[
     return body
 
 
-def _passed_back(step: Step, number: int) -> list[tuple[Operand, Term]]:
-    """The gradient that a step contributes to each operand; those of a norm's weight and bias come from the sums."""
+def _passed_back(step: Step, number: int, by_rows: bool) -> list[tuple[Operand, Term]]:
+    """What a step passes back to each of its operands; a norm's weight and bias get theirs from the sums."""
     g = Gradient(Value(number))
     if isinstance(step, Normalize):
-        a, b = (ROW_A, ROW_B) if step.over == "row" else (A, B)
+        a, b = (ROW_A, ROW_B) if by_rows else (A, B)
         return [(step.operand, RSTD * (_scaled(step, g) - a - X_HAT * b))]
     if isinstance(step, Pointwise):
         meant = {G: g, V: Value(number), **steps.meanings(step)}
         return [(operand, bound(term, meant)) for operand, term in zip(step.operands, derivatives(step))]
+    if isinstance(step, Softmax | Reduce):
+        meant = {G: g, V: Value(number), X: step.operand, **steps.eps_of(step)}
+        return [(step.operand, bound(ROW_DERIVATIVES[step.op], meant))]
     if isinstance(step, Cast):
         return [(step.operand, g)]  # blocks stay in the accumulator's dtype
-    raise ValueError("a reduction or a pool is no step of a block")
+    raise ValueError("a pool is no step of a block")
 
 
 def _row_means(step: Step, number: int) -> list[Assign]:
     """A and B of a norm whose group is a row of the block."""
-    if not isinstance(step, Normalize) or step.over != "row":
+    if not isinstance(step, Normalize):
         return []
     scaled = _scaled(step, Gradient(Value(number)))
     means = {ROW_A: scaled, ROW_B: scaled * X_HAT}

@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable
 
 from postlude.chain import (
+    LENGTHS,
     Cast,
     Chain,
     Normalize,
@@ -90,8 +91,8 @@ def too_many_tensors(chain: Chain, last: int, more: int = 0) -> str | None:
 
 
 def forward(chain: Chain, name: str, last: int, first: int = 0) -> Function:
-    """The steps up to `last`. A norm among them takes its mean and rstd as arguments in `whole`, or computes them in
-    `rows`.
+    """Steps up to `last`; a norm among them takes its mean and rstd in `whole`, or finds them in `rows`. In `given` it
+    takes them too, rows of the block are what softmaxes go over, and what a reduction gave is there.
 
     If `first` is 0, they begin with the convolution's bias; otherwise with step `first`, on the value before it. A
     tensor is loaded before the first step that reads it.
@@ -109,8 +110,10 @@ def forward(chain: Chain, name: str, last: int, first: int = 0) -> Function:
             body.append(Assign((MEAN, RSTD), call("row_statistics", step.operand, M_X, L, Scalar(step.eps))))
         if isinstance(step, Reduce) and name == "rows":
             body.append(Assign((Value(number),), ROW_REDUCTIONS[step.op](step.operand)))
-        elif isinstance(step, Softmax) and name == "rows":
-            body.append(Assign((Value(number),), call(f"row_{step.op}", step.operand, M_X)))
+        elif isinstance(step, Reduce) and name == "given":
+            continue
+        elif isinstance(step, Softmax) and name in ("rows", "given"):
+            body.append(Assign((Value(number),), call(f"row_{step.op}", step.operand, M_X, *eps_of(step).values())))
         else:
             body.append(Assign((Value(number),), _value(step)))
     takes = (Value(start - 1), *{"whole": (MEAN, RSTD), "rows": ROW}.get(name, ()), *PLACE)
@@ -146,6 +149,11 @@ def meanings(step: Pointwise) -> dict[Term, Term]:
     return meant | {Name(name): Scalar(value) for name, value in step.settings if not isinstance(value, str)}
 
 
+def eps_of(step: Softmax | Reduce) -> dict[Term, Term]:
+    """What `eps` stands for, where a step over channels has one."""
+    return {EPS: Scalar(step.eps)} if isinstance(step, Softmax) and step.op in LENGTHS else {}
+
+
 def _value(step: Step) -> Term:
     if isinstance(step, Cast):
         return step.operand  # blocks stay in the accumulator's dtype; only what is stored is rounded
@@ -154,7 +162,7 @@ def _value(step: Step) -> Term:
         scaled = call("-", step.operand, MEAN) * scale
         return scaled if step.bias is None else scaled + step.bias
     if isinstance(step, Softmax):  # the block has all channels
-        return call(f"channel_{step.op}", step.operand, M_C)
+        return call(f"channel_{step.op}", step.operand, M_C, *eps_of(step).values())
     if isinstance(step, Reduce | Pool):
         raise ValueError("a reduction or a pool is no step of a block")
     if (inverse := _exact_inverse(step)) is not None:

@@ -80,4 +80,5 @@ REDUCTIONS = {
 # The mean or the largest of each window; the gradient of a largest goes to the first of equal ones; NaN is kept.
 POOLS = ("max_pool", "avg_pool")
 SOFTMAXES = ("softmax", "log_softmax")  # over channels, or the features of a linear layer
+LENGTHS = ("normalize",)  # over channels: each vector divided by its length, or by eps if that is larger
 SPANS = {"space": "space", "sample": "all but batch", "channels": "channels"}  # their names in a chain's text

@@ -315,7 +315,7 @@ def ruff(path: Path) -> str:
     """What ruff with its own settings finds wrong with a file."""
     found = ""
     for arguments in (["check"], ["format", "--diff"]):
-        command = [sys.executable, "-m", "ruff", *arguments, "--isolated", "--no-cache", str(path)]
+        command = [sys.executable, "-m", "ruff", *arguments, "--isolated", "--line-length=120", "--no-cache", str(path)]
         done = subprocess.run(command, capture_output=True, text=True)
         found += done.stdout + done.stderr if done.returncode else ""
     return found

@@ -109,7 +109,7 @@ def small_case(
     names = {kernel.name for chain in made.chains for kernel in chain.kernels}
     if convolution == "auto":
         assert set(problem.kernels) <= names, names
-    assert "Measured   not at this size" in made.text
+    assert "Measured   " not in made.text  # nothing was at this size
     file = re.sub(r"\W+", "_", problem.name) + f"{'_trained' * training}_{convolution}.py"
     case = case_of(folder, file, made, model, inputs, [problem.shape[1], problem.cout], problem.tolerance)
     assert ruff(folder / file) == ""
@@ -158,9 +158,9 @@ def test_files_that_train_have_the_librarys_backward_pass(tmp_path: Path) -> Non
     assert "weight_gradient_kernel" in (tmp_path / cases[-1]["file"]).read_text("utf-8")
     assert all(case["trains"] for case in cases)
     text = (tmp_path / cases[2]["file"]).read_text("utf-8")
-    before = "x_hat = (v0 - mean) * rstd"
+    before = "(v0 - mean) * rstd"
     assert text.count(before) == 2
-    (tmp_path / "mutant.py").write_text(text.replace(before, "x_hat = (v0 - mean)"), encoding="utf-8")
+    (tmp_path / "mutant.py").write_text(text.replace(before, "(v0 - mean)"), encoding="utf-8")
     lines = run_alone(tmp_path, [*cases, {**cases[2], "file": "mutant.py"}]).splitlines()
     assert [line for line in lines if not line.startswith("mutant.py: the gradient of")] == []
     assert lines
@@ -170,7 +170,7 @@ def test_a_wrong_derivative_is_seen(tmp_path: Path) -> None:
     """Mutants of the backward pass that PyTorch's functions make: other groups, and a gradient that is left out."""
     right = small_case(tmp_path, BY_NAME["norm alone"])
     text = (tmp_path / right["file"]).read_text("utf-8")
-    mutants = {"F.group_norm(x, 3,": "F.group_norm(x, 2,", "next(grads) if needed else None": "None"}
+    mutants = {"F.group_norm(x, 3,": "F.group_norm(x, 2,", "[1](grad)": "[1](grad * 0)"}
     for number, (before, after) in enumerate(mutants.items()):
         assert before in text
         (tmp_path / f"mutant_{number}.py").write_text(text.replace(before, after), encoding="utf-8")
@@ -229,7 +229,7 @@ def test_a_wrong_file_is_seen(tmp_path: Path) -> None:
     """Mutants: γ left out of a kernel, and relu left out of what runs without kernels."""
     right = small_case(tmp_path, BY_NAME["norm alone"])
     text = (tmp_path / right["file"]).read_text("utf-8")
-    mutants = {"(v - mean) * (rstd * gamma)": "(v - mean) * rstd", "F.relu(self.norm(x))": "self.norm(x)"}
+    mutants = {"* (rstd * gamma)": "* rstd", "F.relu(self.norm(x))": "self.norm(x)"}
     for number, (before, after) in enumerate(mutants.items()):
         assert before in text
         (tmp_path / f"mutant_{number}.py").write_text(text.replace(before, after), encoding="utf-8")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from export.test_specialise import assert_becomes, cut
+from postlude.export.joined import join
+from postlude.export.source import parse, text_of
 from postlude.export.specialise import specialise
 
 
@@ -78,3 +80,37 @@ def test_names() -> None:
 def test_a_constant_that_is_not_there_is_an_error() -> None:
     with pytest.raises(ValueError, match="the text has no SCALE"):
         cut("def f(x):\n    return x\n", SCALE=2)
+
+
+JOINED = """@triton.jit
+def kernel(p_x, p_y, N):
+    blocks = 8
+    i = tl.program_id(0) % blocks
+    o = i * N + tl.arange(0, 4)
+    m = o < N
+    twice = o * 2  # [4]
+    b = tl.load(p_x + twice, mask=m)
+    N = N + 1
+    late = o + N
+    for k in range(2):
+        once = k * 3
+        b += once
+        far = i + 5
+        N = far
+        b += far
+    tl.store(p_y + late, b)
+"""
+
+
+def test_short_expressions_stand_where_they_are_read() -> None:
+    """Not what has a remark, is read twice, or would be computed from other values or again in a loop."""
+    function = parse(JOINED)
+    join(function)
+    text = text_of(function)
+    assert "blocks" not in text
+    assert "i = tl.program_id(0) % 8\n" in text
+    assert "    twice = o * 2  # [4]\n" in text
+    assert "tl.load(p_x + twice, mask=o < N)" in text
+    assert "        b += k * 3\n" in text
+    assert "        far = i + 5\n" in text  # read twice
+    assert "    late = o + (N + 1)\n    for k" in text  # N is another one below

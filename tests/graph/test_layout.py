@@ -14,6 +14,7 @@ from torch._dynamo.backends.registry import lookup_backend
 import postlude
 from gpu_plans import planned_for_a_gpu
 from postlude.graph import backend, decide, layout, regions
+from postlude.run import passes
 from postlude.run.ledger import Entry, Ledger, Question
 from run.test_operator_pair import Net, step
 
@@ -91,20 +92,22 @@ def test_a_norm_that_stays_pytorchs_keeps_the_layout(
         torch.testing.assert_close(ours, theirs)
 
 
-def test_a_weight_is_cast_by_the_operator_that_returns_its_gradient_as_the_weight_lies(
+def test_weights_are_cast_by_the_operator_that_returns_their_gradients_as_they_lie(
     graphs: list[fx.GraphModule],
 ) -> None:
-    plain = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Conv2d(8, 4, 3, bias=False))
-    plain[1].weight.requires_grad_(False)
+    layers = [torch.nn.Conv2d(3, 8, 3), torch.nn.Conv2d(8, 8, 3), torch.nn.Conv2d(8, 4, 3, bias=False)]
+    plain = torch.nn.Sequential(*layers)
+    plain[2].weight.requires_grad_(False)
     model, x = copy.deepcopy(plain), torch.randn(2, 3, 8, 8)
     with torch.autocast("cpu", torch.bfloat16):
         postlude.optimize(model, x, rest="inductor", verify=False)
         ours, theirs = model(x), plain(x)
     torch.testing.assert_close(ours, theirs)
-    casts = [node for node in graphs[0].graph.nodes if node.target is torch.ops.postlude.weight.default]
-    assert [node.meta["val"].dtype for node in casts] == [torch.bfloat16]  # no gradient is wanted of the other
+    casts = [node for node in graphs[0].graph.nodes if node.target is torch.ops.postlude.weights.default]
+    assert [len(node.args[0]) for node in casts] == [2, 1]  # together, but for the one without a gradient
+    assert {value.dtype for node in casts for value in node.meta["val"]} == {torch.bfloat16}
     grads = [
-        torch.autograd.grad(y.float().square().sum(), list(m[0].parameters()))
+        torch.autograd.grad(y.float().square().sum(), [*m[0].parameters(), *m[1].parameters()])
         for m, y in ((model, ours), (plain, theirs))
     ]
     for mine, other in zip(*grads):
@@ -249,3 +252,49 @@ def test_a_linear_head_has_one_layout(graphs: list[fx.GraphModule]) -> None:
         torch.testing.assert_close(ours, theirs)
         assert ours.stride() == theirs.stride()
     assert [node.target for node in graphs[0].graph.nodes].count(torch.ops.postlude.chain.default) == 4
+
+
+class _NormFirst(torch.nn.Module):
+    """The order of pre-activation networks: a norm reads what upsampling and a concatenation made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = torch.nn.Conv3d(2, 4, 3, padding=1), torch.nn.GroupNorm(2, 8)
+        self.last = torch.nn.Conv3d(8, 2, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skip = torch.relu(self.conv(x))
+        deep = torch.nn.functional.interpolate(torch.nn.functional.max_pool3d(skip, 2), scale_factor=2)
+        return torch.relu(self.last(torch.relu(self.norm(torch.cat([skip, deep], 1)))))
+
+
+def test_the_graph_says_which_layout_chains_read(graphs: list[fx.GraphModule]) -> None:
+    plain, x = _NormFirst().double(), torch.randn(1, 2, 4, 4, 4, dtype=torch.float64)
+    model = copy.deepcopy(plain)
+    postlude.optimize(model, x, rest="inductor", verify=False)
+    chains = [node for node in graphs[0].graph.nodes if node.target is torch.ops.postlude.chain.default]
+    read = [node.args[0][0] for node in chains]
+    (norms,) = [node for node in read if "cat" in str(node.args)]
+    assert norms.target is torch.ops.aten.contiguous.default
+    assert norms.kwargs["memory_format"] is torch.channels_last_3d
+    torch.testing.assert_close(model(x), plain(x))
+
+
+def test_gradients_are_converted_where_a_compiler_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not inside of `chain_backward`: nothing that either pass of a chain is given is copied there."""
+    copied: list[tuple[int, ...]] = []
+    honest = passes.laid_out
+
+    def laid_out(tensor: torch.Tensor, *spec: Any) -> torch.Tensor:
+        copied.append(tensor.stride())
+        return honest(tensor, *spec)
+
+    monkeypatch.setattr(passes, "laid_out", laid_out)
+    for plain, x in ((Net(), torch.randn(2, 3, 4, 4)), (_NormFirst(), torch.randn(1, 2, 4, 4, 4))):
+        model = copy.deepcopy(plain.double())
+        postlude.optimize(model, x.double(), rest="inductor", verify=False)
+        copied.clear()
+        for ours, theirs in zip(step(model, x.double()), step(plain, x.double()), strict=True):
+            torch.testing.assert_close(ours, theirs)
+        assert not copied
+        torch.compiler.reset()

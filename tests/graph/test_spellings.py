@@ -95,6 +95,10 @@ SPELLINGS: dict[str, list[Body]] = {
     "logsumexp over channels": [lambda x: torch.logsumexp(x, dim=1), lambda x: x.logsumexp((-3,), keepdim=True)],
     "softmax over channels": [nn.Softmax(1), lambda x: torch.softmax(x, -3), lambda x: F.softmax(x, dim=1)],
     "log_softmax over channels → mul(2)": [lambda x: F.log_softmax(x, 1) * 2.0],
+    "normalize over channels": [lambda x: F.normalize(x), lambda x: F.normalize(x, dim=-3, eps=1e-5)],
+    "normalize over channels → mul(2) → mul(per channel) → silu": [
+        lambda x: F.silu(F.normalize(x, dim=1) * 2.0 * VECTOR),
+    ],
     "mean over channels": [lambda x: x.mean(1), lambda x: torch.mean(x, (1,), keepdim=True)],
     "sum over channels → gelu": [lambda x: F.gelu(x.sum(1))],
     "min over channels → tanh → sub(one number)": [
@@ -170,6 +174,8 @@ DECLINED: dict[str, Body] = {
     "aten.amax over axes []": lambda x: torch.amax(x),
     "aten.mean.dim over axes [2]": lambda x: x.mean(2),
     "aten.softmax.int over axis 2": lambda x: torch.softmax(x, 2),
+    "a length over other axes than channels": lambda x: F.normalize(x, dim=2),
+    "a length that is not what its vector is divided by": lambda x: x.norm(dim=1, keepdim=True),
     "aten.max_pool2d with a dilation": nn.MaxPool2d(2, dilation=2),
     "aten.avg_pool2d with gaps between its windows": nn.AvgPool2d(2, 3),
     "max_pool2d_with_indices is not in the vocabulary": lambda x: torch.add(*F.max_pool2d(x, 2, return_indices=True)),

@@ -92,19 +92,46 @@ def test_what_it_does_not_take_in_is_pytorchs_after_the_same_passes(reason: str)
     assert any(reason in line for line in plan.reasons), plan.reasons
 
 
-def test_in_training_the_plan_is_of_the_chain_before_it() -> None:
-    chain, shape = soft().chain(), (64, 8, 64, 64)
+@pytest.mark.parametrize("name", [*OVER_CHANNELS, *SOFTMAXED])
+def test_in_training_the_plan_has_all_of_it(name: str) -> None:
+    chain, shape = (OVER_CHANNELS | SOFTMAXED)[name]
     plan = planned(chain, shape, needs_grad=True)
     assert isinstance(plan, Plan)
     assert plan.trains
-    assert plan.chain.steps == chain.steps[:-1]
-    assert plan.reasons[-1] == "logsumexp over channels: PyTorch's, with its gradients"
-    assert plan.channels_end is None
-    without_norm = planned(
-        Builder(2, conv(2, (8, 64))).op("relu").reduce("amax", "channels").chain(), shape, needs_grad=True
-    )
-    assert isinstance(without_norm, Plan)
-    assert without_norm.from_result
+    assert plan.chain == chain
+    assert not plan.packs_gradient
+    assert plan.passes[-1].last == len(chain.steps)
+
+
+def test_what_the_gradient_passes_cannot_take_in_is_pytorchs_in_training() -> None:
+    """More tensors than the gradient of a reduction and what is kept for it leave room for."""
+    start = Builder(2, conv(2, (8, 64))).norm(16).op("mul", "channel").op("add", "full").op("tanh")
+    chain = start.reduce("max", "channels").op("tanh").chain()
+    plan = planned(chain, SHAPE, needs_grad=True)
+    assert isinstance(plan, Plan)
+    assert plan.chain.steps == chain.steps[:-2]
+    assert plan.reasons[-1] == "max over channels → tanh: PyTorch's, with its gradients"
+    wide = Builder(2, conv(2, (8, 528))).norm(16).op("relu").softmax().chain()
+    plan = planned(wide, SHAPE, needs_grad=True)
+    assert isinstance(plan, Plan)
+    assert plan.chain.steps == wide.steps[:-1]
+
+
+def test_training_keeps_no_more_than_pytorch() -> None:
+    """A largest channel's place and not the value; a softmax's result where it is the chain's, else the value."""
+    conv2d, shape = conv(2, (8, 64)), (64, 8, 64, 64)
+    soft = planned(Builder(2, conv2d).op("add", "channel").softmax().chain(), shape, needs_grad=True)
+    assert isinstance(soft, Plan)
+    assert soft.from_result
+    gated = planned(Builder(2, conv2d).softmax().op("sigmoid").chain(), shape, needs_grad=True)
+    assert isinstance(gated, Plan)
+    assert not gated.from_result
+    hard = Builder(2, conv2d).op("mul", 2.0).reduce("min", "channels").op("tanh").chain()
+    plan = planned(hard, shape, needs_grad=True)
+    assert isinstance(plan, Plan)
+    result, size = plan.value.bytes // 64, plan.value.shape[0] * plan.value.shape[2] * plan.value.shape[3]
+    given = {buffer.number for buffer in plan.program.given}
+    assert sum(buffer.bytes for buffer in plan.program.kept if buffer.number not in given) == result + 2 * size
 
 
 @pytest.mark.parametrize("name", SOFTMAXED)

@@ -15,7 +15,7 @@ from postlude.hardware import Machine, machine_on
 from postlude.plan import Plan, Refusal, lower
 from postlude.plan.linear import LinearGemm
 from postlude.plan.program import last_fused_step, row_parts, rows_from
-from postlude.plan.trained import trained_part
+from postlude.plan.trained import MOST_TRAINED, trained_part
 from postlude.plan.types import Moments, Store
 
 L40S = machine_on(cards.L40S)
@@ -105,13 +105,31 @@ def test_what_a_pass_by_rows_takes_in() -> None:
     assert rows_of(layer(8, 8).op("relu").chain()) == (None, 1, 1)
 
 
-def test_in_training_barriers_over_features_are_pytorchs() -> None:
-    chain = layer(8, 8).op("relu").norm(4).op("tanh").chain()
-    assert str(trained_part(chain)) == "linear(8→8) → relu"
-    chain = layer(8, 8).softmax().chain()
-    assert str(trained_part(chain)) == "linear(8→8)"
-    chain = layer(8, 8).op("relu").batch_norm().op("tanh").chain()
-    assert trained_part(chain) is chain
+def covered(chain: Chain) -> Chain:
+    return trained_part(chain, problem_of(chain, 64))
+
+
+def test_in_training_barriers_over_features_are_covered() -> None:
+    for built in (
+        layer(8, 8).op("relu").norm(4).op("tanh"),
+        layer(8, 8).softmax(),
+        layer(8, 8).layer_norm().softmax().reduce("max", "channels").op("tanh"),
+        layer(8, 8).op("relu").batch_norm().op("tanh"),
+    ):
+        chain = built.chain()
+        assert covered(chain) is chain
+    rest = layer(8, 8).op("relu").norm(4).reduce("max", "channels").chain()
+    assert str(covered(rest)) == "linear(8→8) → relu → group_norm(4)"
+
+
+def test_in_training_long_rows_and_second_norms_are_pytorchs() -> None:
+    long = layer(128, 2 * MOST_TRAINED).op("relu").softmax().chain()
+    assert str(covered(long)) == f"linear(128→{2 * MOST_TRAINED}) → relu"
+    assert covered(layer(128, 2 * MOST_TRAINED).norm(4).chain()).steps
+    many = layer(128, MOST_TRAINED).op("mul", "channel").layer_norm().chain()
+    assert str(covered(many)) == f"linear(128→{MOST_TRAINED}) → mul(per channel)"
+    twice = layer(8, 8).op("relu").layer_norm().op("tanh").layer_norm().chain()
+    assert str(covered(twice)) == "linear(8→8) → relu"
 
 
 def test_a_mutant_that_takes_moments_for_rows_is_seen() -> None:

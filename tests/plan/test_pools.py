@@ -133,7 +133,7 @@ def test_on_a_cpu_they_are_pytorchs() -> None:
     chain = block().pool("max", 2).chain()
     cpu = Machine("cpu", 2, 32 << 20, has_triton=True, has_onednn=True)
     outcome = lower(chain, problem(chain, SHAPE), cpu, even_if_slower=True)
-    assert outcome == Refusal(("PyTorch runs pools and softmax on a CPU",))
+    assert outcome == Refusal(("PyTorch runs pools, softmax and norms over channels on a CPU",))
 
 
 def test_a_window_larger_than_the_value_is_pytorchs_error() -> None:

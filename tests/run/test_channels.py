@@ -91,6 +91,9 @@ SOFT_ENDS = [
     Builder(2).op("mul", 2.0).reduce("mean", "channels").op("relu"),
     Builder(2).op("mul", "channel").reduce("sum", "channels", True),
     Builder(2).softmax().pool("max", 2),
+    Builder(2).softmax("normalize", 1e-12).op("mul", 4.0).op("mul", "channel").op("silu"),
+    Builder(2, conv(2, (3, 6))).softmax("normalize", 1e-12).op("mul", "channel").op("add", "channel"),
+    Builder(2).op("add", "full").softmax("normalize", 5.0),
 ]
 
 
@@ -103,7 +106,7 @@ def test_softmax_and_what_follows(built: Builder, layout: str) -> None:
         assert worst(built.chain(), (2, count, 5, 7), dtype, layout) < tolerance
 
 
-@pytest.mark.parametrize("op", ["softmax", "log_softmax"])
+@pytest.mark.parametrize("op", ["softmax", "log_softmax", "normalize"])
 def test_softmax_of_what_is_not_finite_is_pytorchs(op: str) -> None:
     x = torch.tensor(COLUMNS).T.reshape(1, 3, 3, 3)
     chain = Builder(2).softmax(op).chain()
@@ -112,18 +115,24 @@ def test_softmax_of_what_is_not_finite_is_pytorchs(op: str) -> None:
     assert worst(large, (2, 5, 3, 4), torch.float32, "contiguous") < 1e-6
 
 
-def test_a_softmax_over_lanes_past_the_last_channel_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mutant: they count."""
+LANES = {
+    "softmax": ("tl.where(m_c[None, :], exp(b_x - row_shift(b_x, m_c)), 0.0)", "exp(b_x - row_shift(b_x, m_c))"),
+    "normalize": ("b_x = tl.where(m_c[None, :], b_x, 0.0)\n", "pass\n"),
+}
+
+
+@pytest.mark.parametrize("op", LANES)
+def test_lanes_past_the_last_channel_that_count_are_seen(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: they do."""
     module = importlib.import_module("postlude.kernels.triton.channels")
-    source, right = (
-        Path(str(module.__file__)).read_text(),
-        "tl.where(m_c[None, :], exp(b_x - row_shift(b_x, m_c)), 0.0)",
-    )
+    source, (right, wrong) = Path(str(module.__file__)).read_text(), LANES[op]
+    chain, shape = Builder(2).op("add", 1.0).softmax(op).chain(), (2, 5, 3, 4)
     assert source.count(right) == 1
-    made = compose(HEADER + source.replace(right, "exp(b_x - row_shift(b_x, m_c))"))
-    monkeypatch.setattr(module, "channel_softmax", made["channel_softmax"])
+    assert worst(chain, shape, torch.float64, "contiguous") < 1e-13
+    made = compose(HEADER + source.replace(right, wrong))
+    monkeypatch.setattr(module, f"channel_{op}", made[f"channel_{op}"])
     compose.cache_clear()
-    assert worst(Builder(2).softmax().chain(), (2, 5, 3, 4), torch.float64, "contiguous") > 1e-3
+    assert worst(chain, shape, torch.float64, "contiguous") > 1e-3
     monkeypatch.undo()
     compose.cache_clear()
 

@@ -62,12 +62,21 @@ def test_groups_taken_for_one_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("is_last", [False, True])
-def test_a_weights_gradient_has_its_own_layout(is_last: bool) -> None:
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_weights_gradient_has_its_own_layout(is_last: bool, count: int) -> None:
     own = torch.channels_last if is_last else torch.contiguous_format
-    weight = torch.randn(4, 3, 3, 3).contiguous(memory_format=own).requires_grad_()
-    cast = torch.ops.postlude.weight(weight, torch.bfloat16)
-    torch.testing.assert_close(cast, weight.to(torch.bfloat16))
-    dy = torch.randn(4, 3, 3, 3).bfloat16().contiguous(memory_format=torch.channels_last)
-    (found,) = torch.autograd.grad(cast, weight, dy)
-    assert found.is_contiguous(memory_format=own)
-    torch.testing.assert_close(found, dy.float())
+    weights = [torch.randn(4, 3 + n, 3, 3).contiguous(memory_format=own).requires_grad_() for n in range(count)]
+    cast = torch.ops.postlude.weights(weights, torch.bfloat16)
+    for one, weight in zip(cast, weights, strict=True):
+        assert torch.equal(one, weight.to(torch.bfloat16))
+    dys = [torch.randn(one.shape).bfloat16().contiguous(memory_format=torch.channels_last) for one in cast]
+    for found, dy in zip(torch.autograd.grad(cast, weights, dys), dys, strict=True):
+        assert found.is_contiguous(memory_format=own)
+        assert torch.equal(found, dy.float())
+
+
+def test_a_weight_whose_convolution_is_not_used_has_no_gradient() -> None:
+    weights = [torch.randn(4, 3, 3, 3).requires_grad_() for _ in range(2)]
+    first, _ = torch.ops.postlude.weights(weights, torch.bfloat16)
+    found = torch.autograd.grad(first.sum(), weights, allow_unused=True)
+    assert [gradient is None or not gradient.any() for gradient in found] == [False, True]

@@ -59,6 +59,9 @@ class Record:
     commit: str = ""
     kernel_hash: str = ""
     timestamp: str = ""
+    floor_ms: float | None = None  # what the problem's compulsory bytes and operations take at the card's rates
+    verdict: str = ""  # right, wrong, cannot tell, failed
+    reason: str = ""  # why there is no time, or why the verdict is not right
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -66,6 +69,7 @@ class Record:
 
 
 COLUMNS = tuple(field.name for field in fields(Record))
+_LATER = 3  # columns that files of earlier versions do not have
 
 
 def times_of(timing: Estimate, eager: Estimate) -> tuple[float, ...]:
@@ -114,7 +118,7 @@ def write(path: Path, records: Iterable[Record]) -> None:
 def read(path: Path) -> list[Record]:
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
-        if tuple(reader.fieldnames or ()) != COLUMNS:
+        if tuple(reader.fieldnames or ()) not in (COLUMNS, COLUMNS[:-_LATER]):
             raise ValueError(f"{path} does not have the columns of a record file")
         return [_record(row) for row in reader]
 
@@ -143,7 +147,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 def _record(row: Mapping[str, str]) -> Record:
     values: dict[str, Any] = {}
     for field in fields(Record):
-        text = row[field.name]
+        text = row.get(field.name, "")
         if field.type in ("float | None", "int | None"):
             number = float if field.type.startswith("float") else int
             values[field.name] = number(text) if text else None

@@ -27,15 +27,19 @@ class {Name}(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+{backward}'''
+_BY_VJP = "        return torch.func.vjp({name}_by_pytorch, *ctx.saved_tensors)[1](grad)\n"
+# Running statistics move on before the backward pass, which does not read them: they are None in it.
+_WITHOUT_MOVED = """\
         needs = ctx.needs_input_grad
         with torch.enable_grad():
-            tensors = [{alias} for t in ctx.saved_tensors]
+            tensors = [t if t is None else t.view_as(t) for t in ctx.saved_tensors]
             result = {name}_by_pytorch(*tensors)
         wanted = [t for t, needed in zip(tensors, needs) if needed]
         twice = torch.is_grad_enabled()  # the gradients are to be differentiated again
         grads = iter(torch.autograd.grad(result, wanted, grad, create_graph=twice))
         return tuple(next(grads) if needed else None for needed in needs)
-'''
+"""
 
 
 def class_name(function: str) -> str:
@@ -44,19 +48,17 @@ def class_name(function: str) -> str:
 
 def recomputing_class(chain: Chain, name: str, names: Mapping[int, str], tensors: Sequence[Tensor]) -> dict[str, str]:
     """The chain by PyTorch's functions, and the class whose backward pass differentiates it."""
-    text = _RECOMPUTING.replace("{Name}", class_name(name)).replace("{name}", name)
     moved = chain.moved  # running statistics are updated before the backward pass, which does not read them
     kept = f"*(None if n in {moved} else t for n, t in enumerate(tensors))" if moved else "*tensors"
-    text = text.replace("{kept}", kept).replace(
-        "{alias}", "t if t is None else t.view_as(t)" if moved else "t.view_as(t)"
-    )
+    text = _RECOMPUTING.replace("{backward}", _WITHOUT_MOVED if moved else _BY_VJP).replace("{kept}", kept)
+    text = text.replace("{Name}", class_name(name)).replace("{name}", name)
     plain = f"{name}_by_pytorch"
     return {plain: plain_function(chain, plain, names, tensors), class_name(name): fold(text)}
 
 
 def plain_function(chain: Chain, name: str, names: Mapping[int, str], tensors: Sequence[Tensor]) -> str:
     program = plain_program(chain, tensors)
-    text = ProgramText(program, names, joins=False)
+    text = ProgramText(program, names)
     if _is_straight(program):
         text.words |= {b.number: "value" for item in program.forward for b in getattr(item, "results", ())}
     *body, last = text.forward_lines()

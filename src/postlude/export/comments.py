@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 from postlude.export.analysis import UNKNOWN, value_of
 
+_ONE = r'(?: (?:is not|is|==|!=|<=|>=|<|>) (?:[\w.]+|"\w*"))?'
 _CONDITION = (
-    r"(?P<how>where|without) (?P<condition>(?:not )?(?P<flag>\w+)"
-    r'(?: (?:is not|is|==|!=|<=|>=|<|>) (?:[\w.]+|"\w*"))?)(?!\w)'
+    rf"(?P<how>where|without) (?P<condition>(?:not )?(?P<flag>\w+){_ONE}(?: and (?:not )?[A-Z][A-Z\d_]+{_ONE})*)(?!\w)"
 )
 _PART = r"(?:\[[^\]]*\]|[^,;:\[\]])"  # of a clause; commas inside brackets do not end it
 # "[N, C, S], or [N, S, C] where IS_CHANNELS_LAST" becomes one of the two, and so does "[N, C] where IS_OVER_SPACE, else
@@ -23,16 +23,24 @@ _FALSE_WORDS = ("no", "none", "")  # string values that mean "off"
 
 def decided(comment: str, known: Mapping[str, object]) -> str:
     """A comment's text without the conditions that `known` decides."""
+    comment = _CLAUSE.sub(lambda m: _clause(m, known), with_one_of_two(comment, known))
+    return re.sub(r"^[,;:] ?", "", comment).rstrip()
+
+
+def with_one_of_two(comment: str, known: Mapping[str, object]) -> str:
+    """A comment's text with the alternatives that `known` decides."""
     comment = comment.replace(" is more than ", " > ")
     for pattern in (_OR, _ELSE):
         comment = pattern.sub(lambda m: _chosen(m, known), comment)
-    comment = _CLAUSE.sub(lambda m: _clause(m, known), comment)
-    return re.sub(r"^[,;:] ?", "", comment).rstrip()
+    return comment
 
 
 def _chosen(match: re.Match[str], known: Mapping[str, object]) -> str:
     truth = _truth(match, known)
-    return match[0] if truth is None else match["yes" if truth else "no"]
+    if truth is None:
+        return match[0]
+    first = " " if match[0].startswith(" ") else ""  # after a colon
+    return first + match["yes" if truth else "no"].lstrip()
 
 
 def _clause(match: re.Match[str], known: Mapping[str, object]) -> str:
@@ -43,15 +51,20 @@ def _clause(match: re.Match[str], known: Mapping[str, object]) -> str:
 
 
 def _truth(match: re.Match[str], known: Mapping[str, object]) -> bool | None:
-    if match["flag"] not in known:
+    parts = match["condition"].split(" and ")
+    truths = [_is_true(part, known) for part in parts]
+    return None if None in truths else all(truths) == (match["how"] == "where")
+
+
+def _is_true(condition: str, known: Mapping[str, object]) -> bool | None:
+    if condition.removeprefix("not ").split(" ")[0] not in known:
         return None
-    text = match["condition"].replace(" is not ", " != ").replace(" is ", " == ")
+    text = condition.replace(" is not ", " != ").replace(" is ", " == ")
     try:
         value = value_of(ast.parse(text, mode="eval").body, known)
     except SyntaxError:  # prose
         return None
-    truth = value is UNKNOWN or (value.lower() not in _FALSE_WORDS if isinstance(value, str) else bool(value))
-    return truth == (match["how"] == "where")
+    return value is UNKNOWN or (value.lower() not in _FALSE_WORDS if isinstance(value, str) else bool(value))
 
 
 def with_words(text: str, words: Mapping[str, str]) -> str:

@@ -86,11 +86,10 @@ _FITS = '''\
 def fits(tensors: tuple[Tensor, ...], expected: tuple[Any, ...]) -> bool:
     """Whether the kernels take these tensors; PyTorch's operators take all others."""
     x = tensors[0]
-    if not x.is_cuda or torch.is_autocast_enabled("cuda"):
-        return False
-    capability = torch.cuda.get_device_capability(x.device)
     return (
-        {checks}
+        x.is_cuda
+        and not torch.is_autocast_enabled("cuda")
+        and {checks}
     )
 '''
 
@@ -98,10 +97,11 @@ def fits(tensors: tuple[Tensor, ...], expected: tuple[Any, ...]) -> bool:
 def fits_text(chains: Sequence[ChainText], architecture: str) -> str:
     """The check for exactly the shapes, dtypes and layouts of the kernels; PyTorch runs anything else."""
     if all(chain.plan.own is None for chain in chains):
-        checks = ["capability >= (8, 0)"]
+        wanted = ">= (8, 0)"
     else:
         major, minor = capability_of(architecture)
-        checks = [f"capability == ({major}, {minor})  # what the tiles were chosen for"]
+        wanted = f"== ({major}, {minor})  # what the tiles were chosen for"
+    checks = [f"torch.cuda.get_device_capability(x.device) {wanted}"]
     if all(map(_is_plain, chains)):
         dtypes = {chain.given[0].dtype for chain in chains}
         assert len(dtypes) == 1, "chains of several dtypes say so in their entries"

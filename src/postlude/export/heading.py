@@ -29,7 +29,7 @@ def heading(chains: Sequence[ChainText], precision: str, measured: Measured | No
         lines += _row("Input", f"{shape}, {plan.input.dtype}, {layout}")
         lines += _row("Launches", _launches(chain))
         lines += _row("Arithmetic", _arithmetic(plan))
-        lines += _row("Measured", found or "not at this size")
+        lines += _row("Measured", found) if found else []
         lines.append("")
     lines.append("Tensors of other shapes (see `fits`) go through PyTorch's own operators.")
     if any(chain.kernels for chain in chains):

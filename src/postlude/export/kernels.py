@@ -12,6 +12,7 @@ from typing import Any
 from postlude.export.analysis import name_of
 from postlude.export.device_text import Kernel, changed, cut, library
 from postlude.export.helpers import kernel_of, with_helpers
+from postlude.export.joined import join
 from postlude.export.layout import fold
 from postlude.export.rules import rewritten
 from postlude.export.simplify import has_all_channels, simplified
@@ -80,7 +81,14 @@ def cut_kernel(call: KernelCall, words: Mapping[int, str], slots: Mapping[int, s
     unread = {word: values.pop(word) for word in keep if not uses[word]}  # except by a helper, which has the number now
     kernel = _with_defaults(cut(kernel.text, unread, {}), values)
     places = {names.get(word, word): value for word, value in given.items()}
-    return CutKernel((*functions, kernel), tuple(places[word] for word in kernel.parameters if word not in values))
+    made = tuple(map(_joined, (*functions, kernel)))
+    return CutKernel(made, tuple(places[word] for word in kernel.parameters if word not in values))
+
+
+def _joined(kernel: Kernel) -> Kernel:
+    function = parse(kernel.text)
+    join(function)
+    return kernel_of(function)
 
 
 def _uses(kernel: Kernel) -> Counter[str]:
@@ -120,7 +128,7 @@ def _named_sizes(
     named = tuple(word for word in numbers if word in _SIZES | _TILES and numbers[word] > 1)
     kernel = cut(source, constants, names, named)
     uses = _uses(kernel)
-    keep = tuple(word for word in named if uses[word] > (0 if word in _TILES else 2))
+    keep = tuple(word for word in named if uses[word] > (1 if word in _TILES else 3))
     return keep, cut(kernel.text, {word: numbers[word] for word in named}, {}, keep)
 
 

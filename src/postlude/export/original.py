@@ -20,6 +20,7 @@ from postlude.export.layout import WIDTH, call, fold, parts_of
 
 _TORCH = ("torch", "triton")
 _FUNCTIONS = ("get_inputs", "get_init_inputs")
+_SENTENCE = re.compile(r'(?m)^( +)"""\n\s*((?:[^"\\\n:]+\n)+)\s*"""$')
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,13 @@ def model_text(
             is_apart = isinstance(statement, ast.FunctionDef) or _is_docstring(statement)
             lines += ["", *gap] if is_apart and not (gap and not gap[0]) else gap
     renamed = "\n".join(lines).replace("class Model(", "class ModelNew(", 1).replace("super(Model, self)", "super()")
-    return fold(renamed + "\n")
+    return fold(_SENTENCE.sub(_on_one_line, renamed) + "\n")
+
+
+def _on_one_line(match: re.Match[str]) -> str:
+    """A docstring of one paragraph, where there is room."""
+    line = f'{match[1]}"""{" ".join(match[2].split())}"""'
+    return line if len(line) <= WIDTH else match[0]
 
 
 def _is_docstring(node: ast.stmt) -> bool:

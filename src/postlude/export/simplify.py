@@ -132,6 +132,8 @@ def _changes(kernel: str, known: Mapping[str, int]) -> dict[str, str]:
             )
             plain = {reshape: "        b_v = acc\n"}
             changes |= {reshape: "", scaling: scaling.replace("b_v *", "acc *")} if known["IS_SCALED"] else plain
+            if not known["KD"] == known["OD"] == 1:
+                changes["                    # NEIGHBOURS is 1 where KEEPS_INF.\n"] = ""
     return changes
 
 

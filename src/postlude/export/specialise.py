@@ -15,7 +15,7 @@ from typing import Any
 
 from postlude.export import rules
 from postlude.export.analysis import UNKNOWN, Liveness, stores, value_of
-from postlude.export.comments import decided, with_words
+from postlude.export.comments import decided, with_one_of_two, with_words
 from postlude.export.source import Comment, parameters, parse, remark_of, text_of, written
 from postlude.plan.calls import Word
 
@@ -95,6 +95,9 @@ def _decide_comments(function: ast.FunctionDef, constants: Mapping[str, object],
         if remark := remark_of(node):
             vars(node)["remark"] = with_words(decided(remark, constants), words)
         elif isinstance(node, Comment):
+            if node.text.startswith('"'):  # a docstring: its quotes are no part of what is decided
+                text = with_one_of_two(node.text[3:-3], constants)
+                node.text = f'"""{text}{"." * (node.text.endswith(".", 0, -3) and not text.endswith("."))}"""'
             node.text = with_words(node.text, words)
 
 

@@ -21,6 +21,7 @@ from postlude.graph.layout import (
     Conversion,
     UnsuitedError,
     conversions_in,
+    hold,
     read_channels_last,
     restore_results,
     results_of,
@@ -32,6 +33,7 @@ from postlude.graph.splice import splice, use_operator
 from postlude.graph.tidy import functionalise, restore
 from postlude.graph.upsample import gather_gradients
 from postlude.plan import Plan, Refusal
+from postlude.run.direct import tell_inductor
 from postlude.run.execute import check_convolution, check_precision
 from postlude.run.ledger import Ledger
 from postlude.run.operator_call import judged_by
@@ -113,6 +115,7 @@ class Backend:
         self.captured.append(Captured(tuple(sites), tuple(declined), left, tuple(gathered)))
         splice(traced, list(fused), [site for site, _ in fused.values()])
         if conversions:
+            hold(traced)
             keep_layouts(traced)
             cast_weights(traced, wanting_gradients(traced, inputs))
         restore(traced)
@@ -185,6 +188,7 @@ class Backend:
     def _by_inductor(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
 
+        tell_inductor()
         try:
             compiled = compile_fx(graph, list(inputs), config_patches=self.inductor or None)
         except Exception as error:

@@ -7,6 +7,7 @@ read 32 bits and write 16 is gone.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection
 
 import torch
@@ -33,19 +34,40 @@ def cast_inputs(graph: fx.GraphModule) -> None:
 
 
 def cast_weights(graph: fx.GraphModule, wanting: Collection[fx.Node]) -> None:
-    """Casts the weights of convolutions left to PyTorch, by an operator whose gradient has the weight's layout."""
+    """Casts the weights of convolutions left to PyTorch, by one operator for all weights of a dtype."""
+    by_dtype: dict[torch.dtype, dict[fx.Node, list[fx.Node]]] = {}  # weights, and the convolutions that read each
     for node in [node for node in graph.graph.nodes if spellings.is_convolution(node)]:
-        weight, value = node.args[1], node.meta["val"]
-        if not isinstance(weight, fx.Node) or weight not in wanting:
-            continue
-        given = weight.meta["val"]
-        if given.dtype != torch.float32 or value.dtype.itemsize != 2 or layout_of(given) == "strided":
-            continue
-        with graph.graph.inserting_before(node):
-            cast = graph.graph.call_function(torch.ops.postlude.weight.default, (weight, value.dtype))
-        cast.meta = {key: item for key, item in weight.meta.items() if key != "in_place"}
-        cast.meta["val"] = given.to(value.dtype)
-        node.args = (node.args[0], cast, *node.args[2:])
+        weight, dtype = node.args[1], node.meta["val"].dtype
+        if isinstance(weight, fx.Node) and weight.op == "placeholder" and _is_cast(weight.meta["val"], dtype):
+            by_dtype.setdefault(dtype, {}).setdefault(weight, []).append(node)
+    first = next(node for node in graph.graph.nodes if node.op != "placeholder")
+    for dtype, readers in by_dtype.items():
+        # Where none of them wants a gradient, no graph of autograd's is made for any.
+        for weights in ([w for w in readers if w in wanting], [w for w in readers if w not in wanting]):
+            if weights:
+                _cast_together(graph, first, weights, readers, dtype)
+
+
+def _is_cast(weight: torch.Tensor, dtype: torch.dtype) -> bool:
+    return weight.dtype == torch.float32 and dtype.itemsize == 2 and layout_of(weight) != "strided"
+
+
+def _cast_together(
+    graph: fx.GraphModule,
+    first: fx.Node,
+    weights: list[fx.Node],
+    readers: dict[fx.Node, list[fx.Node]],
+    dtype: torch.dtype,
+) -> None:
+    with graph.graph.inserting_before(first):
+        together = graph.graph.call_function(torch.ops.postlude.weights.default, (weights, dtype))
+        together.meta["val"] = [weight.meta["val"].to(dtype) for weight in weights]
+        for place, weight in enumerate(weights):
+            cast = graph.graph.call_function(operator.getitem, (together, place))
+            cast.meta = {key: item for key, item in weight.meta.items() if key != "in_place"}
+            cast.meta["val"] = together.meta["val"][place]
+            for node in readers[weight]:
+                node.args = (node.args[0], cast, *node.args[2:])
 
 
 def _is_narrowed(x: fx.Node, dtype: torch.dtype) -> bool:

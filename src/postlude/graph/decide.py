@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.fx as fx
 
+from postlude.chain import Chain, Normalize
 from postlude.graph.expected import questions_of
 from postlude.graph.layout import propagate
 from postlude.graph.match import Match
@@ -71,13 +72,16 @@ def _entry(ledger: Ledger, question: Question, by_inductor: bool) -> Entry | Non
     entry = ledger.planned(question)
     plan = entry.outcome if entry is not None else None
     is_library = isinstance(plan, Plan) and plan.on_gpu and plan.own is None
-    is_a_pass = is_library and (first_barrier(question.chain) is None or question.chain.is_linear)
-    if by_inductor and is_a_pass:
+    if by_inductor and is_library and _is_a_pass(question.chain):
         what = "product" if question.chain.is_linear else "convolution"
-        return ledger.refuse(
-            question, f"PyTorch's {what} and one pass after it, which Inductor fuses with its neighbours"
-        )
+        passes = "one pass" if question.chain.producer is None else f"PyTorch's {what} and one pass after it"
+        return ledger.refuse(question, f"{passes}, which Inductor fuses with its neighbours")
     return entry
+
+
+def _is_a_pass(chain: Chain) -> bool:
+    is_over_channels = chain.producer is None and not any(isinstance(step, Normalize) for step in chain.steps)
+    return first_barrier(chain) is None or chain.is_linear or is_over_channels
 
 
 def _plans(entries: dict[Match, Entry | None], refused: set[Match]) -> dict[Match, Plan | None]:

@@ -22,11 +22,13 @@ from postlude.chain import (
     Role,
     Scalar,
     Slot,
+    Softmax,
     Step,
     Value,
 )
 from postlude.graph import spellings
 from postlude.graph.capture import same_shape
+from postlude.graph.channel_norms import ChannelNorm, read_channel_norm
 from postlude.graph.idioms import with_idioms
 from postlude.graph.pools import last_pool, pooled, softmaxed
 from postlude.graph.reductions import Reduction, read_reduction
@@ -68,6 +70,9 @@ class Draft:
         row_norm = read_row_norm(node) if self.dims == 0 else None
         if row_norm is not None:
             return _normalize_rows(self, row_norm)
+        channel_norm = read_channel_norm(node) if self.dims else None
+        if channel_norm is not None:
+            return channel_norm if isinstance(channel_norm, str) else _normalize_channels(self, channel_norm)
         reduction = read_reduction(node, self.dims)
         if reduction is not None:
             return reduction if isinstance(reduction, str) else _reduce(self, node, reduction)
@@ -238,8 +243,8 @@ def _normalize(draft: Draft, node: fx.Node) -> Draft | str:
     op = spellings.norm(node)
     assert op is not None
     call = arguments_of(node)
-    if op == "instance_norm" and (call["running_mean"] is not None or not call["use_input_stats"]):
-        return "instance_norm with running statistics"
+    if op == "instance_norm" and call["running_mean"] is not None:
+        return "instance_norm that moves running statistics, which are means over the batch"
     if call["input"] not in draft.values:
         return f"{describe(node)} does not work on the chain's value"
     if op == "instance_norm" and draft.dims == 0:
@@ -270,6 +275,15 @@ def _normalize_rows(draft: Draft, found: RowNorm) -> Draft | str:
     draft, value = draft._cast(draft.values[found.operand], dtype_of(result))
     draft = dataclasses.replace(draft, nodes=(*draft.nodes, *found.nodes[:-1]))
     return draft._add(result, Normalize(found.op, value, None, found.eps, axes=1))
+
+
+def _normalize_channels(draft: Draft, found: ChannelNorm) -> Draft | str:
+    result = found.nodes[-1]
+    if found.operand not in draft.values:
+        return f"{found.op} does not work on the chain's value"
+    draft, value = draft._cast(draft.values[found.operand], dtype_of(result))
+    draft = dataclasses.replace(draft, nodes=(*draft.nodes, *found.nodes[:-1]))
+    return draft._add(result, Softmax(found.op, value, found.eps))
 
 
 def _reduce(draft: Draft, node: fx.Node, found: Reduction) -> Draft | str:

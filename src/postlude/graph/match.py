@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch.fx as fx
 from torch._ops import HigherOrderOperator
 
-from postlude.chain import Chain, Normalize, Step
+from postlude.chain import LENGTHS, Chain, Normalize, Softmax, Step
 from postlude.graph import spellings
 from postlude.graph.capture import MODE_CHANGES
+from postlude.graph.channel_norms import is_length
 from postlude.graph.convolutions import start_with_convolution
 from postlude.graph.draft import Draft, start_with_input
 from postlude.graph.linear import start_with_linear
@@ -58,7 +59,7 @@ def match(
     for node in graph.graph.nodes:
         # Without a convolution a chain begins at an elementwise step or a norm, and pays only if it has a norm.
         if node not in finder.taken and (
-            spellings.norm(node) or isinstance(spellings.pointwise(node), spellings.Spelled)
+            spellings.norm(node) or is_length(node) or isinstance(spellings.pointwise(node), spellings.Spelled)
         ):
             before = node.all_input_nodes[0] if node.all_input_nodes else None
             if before is not None and "val" in before.meta:
@@ -98,7 +99,7 @@ class _Finder:
         best = next((d for d in reversed(drafts) if self._stands_alone(d)), None)
         if best is None and len(drafts) > 1:
             stop = "a value inside the chain is used outside it as well"
-        if best is None or (wants_norm and not any(isinstance(step, Normalize) for step in best.steps)):
+        if best is None or (wants_norm and not any(map(_is_norm, best.steps))):
             self.why[first or node] = stop
             return
         self.taken.update(best.nodes)
@@ -184,12 +185,16 @@ class _Finder:
         return [
             Declined(site_name((node,)), describe(node), self.why.get(node, "no chain reaches it"))
             for node in graph.graph.nodes
-            if node not in self.taken and (spellings.is_convolution(node) or spellings.norm(node))
+            if node not in self.taken and (spellings.is_convolution(node) or spellings.norm(node) or is_length(node))
         ] + [
             Declined(site_name((node,)), describe(node), "PyTorch runs everything inside it, chains included")
             for node in graph.graph.nodes
             if isinstance(node.target, HigherOrderOperator)
         ]
+
+
+def _is_norm(step: Step) -> bool:
+    return isinstance(step, Normalize) or (isinstance(step, Softmax) and step.op in LENGTHS)
 
 
 def site_name(nodes: tuple[fx.Node, ...]) -> str:

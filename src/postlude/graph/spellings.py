@@ -122,11 +122,12 @@ def _prelu(op: str, call: Arguments) -> Read:
 
 
 def _batch_norm(op: str, call: Arguments) -> Read | None:
-    if call["training"]:
+    """In evaluation; instance_norm that tracks statistics is the same there."""
+    if call.get("training") or call.get("use_input_stats"):
         return None
     statistics = (call["running_mean"], call["running_var"])
     if None in statistics:
-        return "batch_norm in evaluation without running statistics"
+        return f"{op} in evaluation without running statistics"
     weight, bias = (1.0 if call["weight"] is None else call["weight"]), (0.0 if call["bias"] is None else call["bias"])
     return Spelled(op, (call["input"], *statistics, weight, bias), (("eps", float(call["eps"])),))
 
@@ -176,7 +177,7 @@ POINTWISE: dict[str, dict[OpOverload, Reader]] = {
     "maximum": {aten.maximum.default: _binary, aten.max.other: _binary},
     "minimum": {aten.minimum.default: _binary, aten.min.other: _binary},
     "prelu": {aten.prelu.default: _prelu},
-    "batch_norm": {aten.batch_norm.default: _batch_norm},
+    "batch_norm": {aten.batch_norm.default: _batch_norm, aten.instance_norm.default: _batch_norm},
 }
 # Overloads that are known but not supported, and why.
 DECLINED: dict[OpOverload, str] = {
@@ -240,10 +241,11 @@ def pointwise(node: fx.Node) -> Read | None:
 
 
 def norm(node: fx.Node) -> str | None:
-    """The norm that a node computes. batch_norm is one if it uses the batch's statistics; otherwise it is
-    elementwise."""
+    """The norm that a node computes. batch_norm and instance_norm are norms if they use their input's statistics;
+    otherwise they are elementwise."""
     op = _NORM_BY_OVERLOAD.get(cast(OpOverload, node.target))
-    return None if op == "batch_norm" and not arguments_of(node)["training"] else op
+    takes = {"batch_norm": "training", "instance_norm": "use_input_stats"}.get(op or "")
+    return op if takes is None or arguments_of(node)[takes] else None
 
 
 def reduction(node: fx.Node) -> str | None:

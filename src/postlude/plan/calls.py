@@ -156,6 +156,7 @@ class Program:
     gradient: Buffer | None = None  # of the result, given to the backward pass
     backward: tuple[Call, ...] = ()
     gradients: tuple[Buffer | None, ...] = ()  # one per slot; None where there is none
+    also_kept: tuple[Buffer, ...] = ()  # for second derivatives, although the backward pass reads none of them
 
     @functools.cached_property
     def kept(self) -> tuple[Buffer, ...]:
@@ -166,7 +167,7 @@ class Program:
         known -= {buffer.number for buffer in made_by(calls)}
         read = [buffer for call in calls for buffer in buffers_in(call)]
         read += [gradient for gradient in self.gradients if gradient is not None]
-        return tuple(dict.fromkeys(buffer for buffer in read if buffer.number in known))
+        return tuple(dict.fromkeys([*(buffer for buffer in read if buffer.number in known), *self.also_kept]))
 
     @functools.cached_property
     def gradient_memory(self) -> tuple[Buffer, ...]:

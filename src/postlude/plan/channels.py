@@ -12,6 +12,7 @@ MOST_CHANNELS = 512  # a tile has all channels, and enough positions for coalesc
 # takes 0.047 and 0.048.
 _ELEMENTS, _LEAST, _MOST = 4096, 16, 1024
 CHANNELS_WARPS = 4
+_GRADIENT_ELEMENTS = 2048  # each needs registers for two values, and those of what goes over channels
 
 
 def takes_channels(chain: Chain, problem: Problem) -> bool:
@@ -41,7 +42,11 @@ def channels_kind(op: str) -> str:
     return {"max": "amax", "min": "amin"}.get(op, op)
 
 
-def channels_tile(channels: int, positions: int) -> tuple[int, int]:
+def channels_tile(channels: int, positions: int, elements: int = _ELEMENTS, least: int = _LEAST) -> tuple[int, int]:
     """Positions and channels of a tile, both powers of two."""
     block_c = power_of_two(channels)
-    return min(_MOST, max(_LEAST, _ELEMENTS // block_c), max(_LEAST, power_of_two(positions))), block_c
+    return min(_MOST, max(least, elements // block_c), max(least, power_of_two(positions))), block_c
+
+
+def gradient_tile(channels: int, positions: int) -> tuple[int, int]:
+    return channels_tile(channels, positions, _GRADIENT_ELEMENTS, _LEAST // 2)

@@ -37,6 +37,7 @@ SURELY_MAPPED = 32 * MIB  # glibc's limit: from here on it maps them whatever wa
 LARGE_SAMPLE = 8 * MIB  # a larger sample does not stay in cache
 WORTH_A_CALL = 10_000_000  # FLOPs: oneDNN takes 70 µs to set up, PyTorch's own small convolution 10
 FEW_CHANNELS = 4  # of the input: with 3, channels-last takes 8.7 ms against 11.3; with 8 both are equal
+STREAMED = 3 / 8  # of the last-level cache: from there on a result beside its value is evicted before it is read
 _ASKED = "PyTorch's own convolution was asked for: one call over the batch; every step after it in place"
 _LEAVES = "PyTorch leaves oneDNN for this batch of one; it is called directly"
 BUSY = 600  # FLOPs per element of the result, above which the convolution dominates and slabs gain nothing
@@ -96,7 +97,8 @@ def _compiled_plan(chain: Chain, problem: Problem, machine: Machine, moments: Mo
     passes = compiled_passes(chain, moments, is_own=own is not None)
     reasons.append("what follows it is one kernel in C++" if chain.producer is not None else "one kernel in C++")
     plan = _build(chain, problem, machine, passes, problem.x.shape[0], how, reasons, layout)
-    return dataclasses.replace(plan, is_compiled=True, own_on_cpu=own, norms_in_place=False)
+    streams = moments is None and plan.value.bytes >= STREAMED * machine.cache_bytes
+    return dataclasses.replace(plan, is_compiled=True, own_on_cpu=own, norms_in_place=False, streams=streams)
 
 
 def _own(chain: Chain, problem: Problem, machine: Machine, moments: MomentsOnly | None) -> CpuFewChannels | None:

@@ -103,7 +103,8 @@ def lower_for_gpu(
         trains=problem.needs_grad,
         input_gradient=dx,
         weight_gradient=dw,
-        packs_gradient=packs_gradient(dx, dw),
+        # Tiles with all channels are none of a packed row.
+        packs_gradient=packs_gradient(dx, dw) and over_channels(chain) is None,
         few_gradient=few,
         is_lean=is_lean(chain, problem) and not from_result,
         from_result=from_result,

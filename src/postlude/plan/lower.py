@@ -8,6 +8,7 @@ import math
 from postlude.chain import Chain, Pool, Softmax
 from postlude.hardware import Machine
 from postlude.plan.cpu import lower_for_cpu
+from postlude.plan.cpu_trained import lower_for_cpu_training
 from postlude.plan.gpu import lower_for_gpu, tile_for
 from postlude.plan.problem import Problem, body_shape, body_spec, result_dtype, result_layout, result_shape
 from postlude.plan.program import takes_the_batch
@@ -16,7 +17,7 @@ from postlude.plan.trained import trained_part, why_not_ours
 from postlude.plan.types import Pass, Plan, Refusal, Store
 
 _ASKED = "it was asked for"
-# Devices for which we have backward passes. On others PyTorch runs a chain in training.
+# Devices whose plans may be lean in training.
 TRAINS = frozenset({"cuda"})
 
 
@@ -39,10 +40,14 @@ def lower(
     reasons = _unsupported(chain, problem)
     if reasons:
         return Refusal(reasons)
-    if (through := _through(chain, problem, machine, even_if_slower and problem.device == "cuda")) is not None:
+    trains_on_cpu = problem.needs_grad and problem.device == "cpu"
+    if (
+        not trains_on_cpu
+        and (through := _through(chain, problem, machine, even_if_slower and problem.device == "cuda")) is not None
+    ):
         return through
     if problem.device == "cuda":
-        planned = trained_part(chain) if problem.needs_grad else chain
+        planned = trained_part(chain, problem) if problem.needs_grad else chain
         asked = _ASKED if problem.convolution == "pytorch" else None
         why = not_ours or asked or (None if even_if_slower else why_not_ours(planned, problem))
         found = lower_for_gpu(planned, problem, machine, even_if_slower, why)
@@ -50,6 +55,8 @@ def lower(
             return found
         rest = " → ".join(chain.words()[len(planned.steps) :])
         return dataclasses.replace(found, reasons=(*found.reasons, f"{rest}: PyTorch's, with its gradients"))
+    if problem.needs_grad:
+        return lower_for_cpu_training(chain, problem, machine, even_if_slower)
     if chain.is_linear:
         return Refusal(("PyTorch runs linear layers on a CPU, where the product takes nearly all of the time",))
     return lower_for_cpu(chain, problem, machine, even_if_slower)
@@ -83,10 +90,8 @@ def _unsupported(chain: Chain, problem: Problem) -> tuple[str, ...]:
     reasons = []
     if problem.device not in ("cpu", "cuda"):
         reasons.append(f"there are no fused passes for {problem.device} devices")
-    if problem.needs_grad and problem.device not in TRAINS:
-        reasons.append(f"gradients are needed, and the fused passes for {problem.device} devices have no backward pass")
     if any(isinstance(step, Pool | Softmax) for step in chain.steps) and problem.device == "cpu":
-        reasons.append("PyTorch runs pools and softmax on a CPU")
+        reasons.append("PyTorch runs pools, softmax and norms over channels on a CPU")
     has_pool, is_empty = any(isinstance(step, Pool) for step in chain.steps), 0 in problem.x.shape
     if has_pool and not is_empty and min(result_shape(chain, problem)) < 1:
         reasons.append("a window of the pool is larger than what it goes over, for which PyTorch raises its own error")

@@ -10,7 +10,20 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from postlude.chain import POINTWISE, Cast, Chain, Normalize, Pointwise, Pool, Reduce, Slot, Softmax, Value, values_of
+from postlude.chain import (
+    POINTWISE,
+    SOFTMAXES,
+    Cast,
+    Chain,
+    Normalize,
+    Pointwise,
+    Pool,
+    Reduce,
+    Slot,
+    Softmax,
+    Value,
+    values_of,
+)
 from postlude.hardware import Machine, default_fp32_precision
 from postlude.plan.program import channels_end
 
@@ -205,7 +218,7 @@ def handed_on_layout(chain: Chain, problem: Problem, machine: Machine) -> Layout
     for step in chain.steps:
         if isinstance(step, Normalize) and step.op not in machine.keeping_layout:
             layout = "contiguous"
-        if isinstance(step, Softmax):  # on every device
+        if isinstance(step, Softmax) and step.op in SOFTMAXES:  # on every device
             layout = "contiguous"
         if isinstance(step, Pool) and f"{step.op}{chain.dims}d" not in machine.keeping_layout:
             layout = "contiguous"

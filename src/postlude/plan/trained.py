@@ -7,41 +7,64 @@ import dataclasses
 from postlude.chain import Chain, values_of
 from postlude.hardware import Machine
 from postlude.plan.boxes import Boxes
+from postlude.plan.channels import takes_channels
 from postlude.plan.convolve import Own, gradient_products
 from postlude.plan.few_channels import FewChannels
 from postlude.plan.few_channels_gradient import GradientPlan, few_channels_gradient_for
 from postlude.plan.gemm import Gemm, WeightGemm
-from postlude.plan.problem import Layout, Problem, body_dtype, fp32_mode, result_layout, value_dtypes
+from postlude.plan.problem import Layout, Problem, body_dtype, body_shape, fp32_mode, result_layout, value_dtypes
 from postlude.plan.program import (
     fused_pool,
     has_norm,
     last_before_pool,
     last_fused_step,
     moments_only,
+    over_channels,
     row_norm,
+    row_parts,
     rows_from,
 )
-from postlude.reverse import keeps_inside, needs_no_more_than_its_result, unsupported_gradient
+from postlude.reverse import keeps_inside, needs_first_value, needs_no_more_than_its_result, unsupported_gradient
+from postlude.steps import pass_slots
+
+MOST_TRAINED = 8192  # features of a row whose gradients are found in one tile: more take more registers than there are
+_FEW_VECTORS = 2
 
 
-def trained_part(chain: Chain) -> Chain:
-    """The part of a chain that our backward passes cover; PyTorch runs the steps after it, which read no value inside
-    it.
-
-    For a chain that needs only moments: a convolution with a norm directly after it. Otherwise the fused steps up to a
-    pool, and the pool if its gradient is ours.
-    """
+def trained_part(chain: Chain, problem: Problem) -> Chain:
+    """What the backward passes cover: from moments, a convolution with its norm directly after it; else what the
+    fused passes do, up to a pool, and that one where its gradient is ours, or with what goes over channels. What
+    follows reads nothing from inside."""
     moments, last, rows = moments_only(chain), last_fused_step(chain), rows_from(chain)
-    if chain.is_linear and rows is not None:  # in training PyTorch runs barriers over features, with their gradients
+    if chain.is_linear and rows is not None and why_rows_are_pytorchs(chain, problem) is not None:
         reads = [value.index for step in chain.steps[rows - 1 :] for value in values_of(step)]
         return dataclasses.replace(chain, steps=chain.steps[: rows - 1]) if min(reads) >= rows - 1 else chain
     if (pool := fused_pool(chain)) is not None:
         is_taken = unsupported_gradient(chain, pool.first - 1, pool.pool) is None
         last = pool.first if is_taken else pool.first - 1
+    elif (over := over_channels(chain)) is not None and problem.device == "cuda" and takes_channels(chain, problem):
+        last = over.last if unsupported_gradient(chain, over.last) is None else last
     if last in (0, len(chain.steps)) or (moments is not None and not moments.before and chain.producer is not None):
         return chain
     is_apart = all(value.index >= last for step in chain.steps[last:] for value in values_of(step))
     return dataclasses.replace(chain, steps=chain.steps[:last]) if is_apart else chain
+
+
+def why_rows_are_pytorchs(chain: Chain, problem: Problem) -> str | None:
+    """Why the barriers over a linear layer's features are PyTorch's in training, where they are."""
+    length, last = body_shape(chain, problem)[1] // row_parts(chain), last_fused_step(chain)
+    vectors = sum(chain.roles[slot] != "full" for slot in pass_slots(chain, last))
+    # Each element needs some registers, and one for each vector whose gradient is summed over rows.
+    most = MOST_TRAINED if vectors <= _FEW_VECTORS else MOST_TRAINED // 2
+    if length > most:
+        return f"rows of more than {most} features, whose gradients do not fit a tile"
+    return unsupported_gradient(chain, last)
+
+
+def last_with_gradient(chain: Chain) -> int:
+    """Of a chain in training: the last step that the gradient passes have, but for a pool."""
+    over = over_channels(chain)
+    return last_before_pool(chain) if over is None or fused_pool(chain) is not None else over.last
 
 
 def is_lean(chain: Chain, problem: Problem) -> bool:
@@ -72,17 +95,18 @@ def why_not_ours(chain: Chain, problem: Problem) -> str | None:
 
 def reasons_against_training(chain: Chain, problem: Problem, library_tf32: bool | None, from_result: bool) -> list[str]:
     reasons = []
-    last, pool = last_before_pool(chain), fused_pool(chain)
-    # PyTorch's pools keep their input, which is as large as the convolution's result.
+    last, pool = last_with_gradient(chain), fused_pool(chain)
+    # PyTorch's pools keep what they read, as large as the convolution's result.
     can_keep = from_result or is_lean(chain, problem) or pool is not None or keeps_inside(chain, last)
-    # A linear layer's result is usually small compared with its weight and the weight's gradient.
-    if not has_norm(chain) and not can_keep and not chain.is_linear:
+    can_keep |= not needs_first_value(chain, last)
+    # A linear layer's result is small beside its weight and that weight's gradient, as a rule.
+    if not has_norm(chain) and not can_keep and chain.producer is not None and not chain.is_linear:
         reasons.append("training would save the convolution's result, where PyTorch saves only the chain's")
     if library_tf32 is not None:
         wanted = "tf32" if library_tf32 else "ieee"
         switch = f'torch.backends.cudnn.conv.fp32_precision = "{wanted}"'
         reasons.append(f"PyTorch's backward convolutions follow only its own switch: set {switch}")
-    if trained_part(chain) is not chain:
+    if trained_part(chain, problem) is not chain:
         reasons.append("the backward passes do not cover a reduction or a second norm")
     if moments_only(chain) is not None:
         return reasons

@@ -107,6 +107,7 @@ class Plan:
     norms_in_place: bool = False  # a norm overwrites its value, which saves a second buffer and costs a pass
     tile: Tile | None = None  # None on the CPU
     is_compiled: bool = False  # on the CPU: the passes are our C++ kernels, not PyTorch's operators
+    streams: bool = False  # and the result is stored past the caches, which cannot hold it beside the value
     own: Gemm | Boxes | FewChannels | LinearGemm | Through | None = None  # our convolution, if `convolve` is "own"
     own_on_cpu: CpuFewChannels | None = None  # the same on a CPU
     library_tf32: bool | None = (

@@ -72,9 +72,15 @@ def _made() -> Callable[[Any, Any], list[Any]]:
     return make_tensordesc_arg  # type: ignore[no-any-return]
 
 
-def is_watched() -> bool:
-    """Whether a hook watches Triton's launches, as profilers do."""
+@functools.cache
+def _runtime() -> Any:
     from triton import knobs
 
-    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
-    return any(getattr(hook, "calls", hook) for hook in hooks)
+    return knobs.runtime
+
+
+def is_watched() -> bool:
+    """Whether a hook watches Triton's launches, as profilers do."""
+    runtime = _runtime()
+    entered, left = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(entered, "calls", entered) or getattr(left, "calls", left))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from postlude import reference
-from postlude.chain import Chain, Pointwise
+from postlude.chain import Chain, Pointwise, Softmax
 from postlude.stages.library import without_autocast
 
 # Words whose gradient follows from their value: the gradient as a function of g and the value.
@@ -19,6 +19,8 @@ FROM_VALUE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sigmoid": torch.ops.aten.sigmoid_backward,
     "sqrt": lambda g, v: g / (2 * v),
     "reciprocal": lambda g, v: -g * v * v,
+    "softmax": lambda g, v: v * (g - (g * v).sum(1, keepdim=True)),
+    "log_softmax": lambda g, v: g - v.exp() * g.sum(1, keepdim=True),
 }
 
 
@@ -31,7 +33,7 @@ def differentiable(
     of the steps before it depend on no value.
     """
     last = chain.steps[-1]
-    if result is not None and isinstance(last, Pointwise) and last.op in FROM_VALUE:
+    if result is not None and isinstance(last, Pointwise | Softmax) and last.op in FROM_VALUE:
         dy = FROM_VALUE[last.op](dy, result)
         chain = dataclasses.replace(chain, steps=chain.steps[:-1])
     # A tensor that was not kept becomes a leaf.

@@ -23,11 +23,13 @@ from postlude.chain import Chain
 from postlude.errors import PostludeError
 from postlude.plan import Plan, Problem, Refusal
 from postlude.plan.calls import Buffer, Program
+from postlude.plan.problem import CHANNELS_LAST
 from postlude.run.apart import apart
-from postlude.run.chain_run import Training, laid_out, like, on_device_of
+from postlude.run.chain_run import Training, like, on_device_of
 from postlude.run.differentiable import differentiable
 from postlude.run.execute import prepared
-from postlude.run.operator_call import Call, is_made, outcome_of, program_of, read, ready, runner_for, traced
+from postlude.run.operator_call import Call, is_made, outcome_of, program_of, read, runner_for, traced
+from postlude.run.passes import passes
 from postlude.stages.library import cast_for_convolution, without_autocast
 from postlude.stages.program import given_by
 
@@ -67,30 +69,14 @@ def call_operator(chain: Chain, problem: Problem, tensors: Sequence[Tensor]) -> 
 
 def _forward(tensors: list[Tensor], text: str) -> list[Tensor]:
     call = read(text)
-    given = _as_traced(call, tensors)
-    moved = [given[slot].clone() for slot in call.chain.moved]
-    for slot, tensor in zip(call.chain.moved, moved):
-        given[slot] = tensor
-    with torch.no_grad(), on_device_of(given[0]), without_autocast(given[0]):
-        found = ready(text, given[0].device)[0](*given) if call.made else [runner_for(call, given)(given)]
-    results = _as_declared(call.made, found)
+    with torch.no_grad(), on_device_of(tensors[0]), without_autocast(tensors[0]):
+        if call.made:
+            return passes(text, tensors[0].device).forward(tensors)
+        given = [tensor.clone() if slot in call.chain.moved else tensor for slot, tensor in enumerate(tensors)]
+        result = runner_for(call, given)(given)
     # An operator must not return one of its arguments; a chain of no-ops could.
-    if any(results[0] is tensor for tensor in given):
-        results[0] = results[0].clone()
-    return [*results, *moved]
-
-
-def _as_declared(buffers: Sequence[Buffer], found: Sequence[Tensor | None]) -> list[Tensor]:
-    """The tensors in the layouts that the compiler was told, because a library may return another one."""
-    tensors = [tensor for tensor in found if tensor is not None]
-    return [like(buffer, tensor) for buffer, tensor in zip(buffers, tensors, strict=True)] if buffers else tensors
-
-
-def _as_traced(call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors with the strides for which the program was made."""
-    if not call.given:
-        return list(tensors)
-    return [laid_out(tensor, *given) for tensor, given in zip(tensors, call.tensors, strict=True)]
+    is_given = any(result is tensor for tensor in given)
+    return [result.clone() if is_given else result, *(given[slot] for slot in call.chain.moved)]
 
 
 def _forward_shapes(tensors: list[Tensor], text: str) -> list[Tensor]:
@@ -110,15 +96,7 @@ def _backward(dy: Tensor, saved: list[Tensor], text: str) -> list[Tensor]:
     """The memory of the gradients of all slots that need one. Gradients that share memory are returned once."""
     call = read(text)
     with torch.no_grad(), on_device_of(dy), without_autocast(dy):
-        if call.made:
-            run, program = ready(text, dy.device)[1], program_of(text)
-            assert run is not None
-            assert program is not None
-            found = _as_declared(call.found, run(*saved, like(program.gradient, dy)))
-        else:
-            found = _again(call, saved, dy)
-    given = {tensor.data_ptr() for tensor in (dy, *saved)}
-    return [base.clone() if base.data_ptr() in given else base for base in found]
+        return passes(text, dy.device).backward(dy, saved) if call.made else _again(call, saved, dy)
 
 
 def _again(call: Call, tensors: Sequence[Tensor], dy: Tensor) -> list[Tensor]:
@@ -177,8 +155,24 @@ def _pull(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None], No
     call, dy = read(ctx.text), grads[0]
     if dy is None:
         return [None] * len(call.needs), None
+    program = program_of(ctx.text)
+    if program is not None and program.gradient is not None:
+        dy = _converted(dy, program.gradient.strides)
     found = torch.ops.postlude.chain_backward(dy, list(ctx.saved_tensors), ctx.text)
-    return _gradients(call, program_of(ctx.text), found), None
+    gradients = _gradients(call, program, found)
+    if call.given and call.chain.producer is not None and (weight := gradients[1]) is not None:
+        gradients[1] = _converted(weight, call.given[1][1])
+    return gradients, None
+
+
+def _converted(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """In another layout, by an operator that a compiler sees and makes part of the pass that wrote the tensor. A copy
+    inside of `chain_backward`, or autograd's of a weight's gradient, would be a pass of its own."""
+    if tensor.stride() == strides:
+        return tensor
+    formats = [torch.contiguous_format, *filter(None, [CHANNELS_LAST.get(tensor.dim() - 2)])]
+    found = (tensor.contiguous(memory_format=layout) for layout in formats)
+    return next((one for one in found if one.stride() == strides), tensor)
 
 
 def _gradients(call: Call, program: Program | None, found: Sequence[Tensor | None]) -> list[Tensor | None]:

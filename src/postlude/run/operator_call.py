@@ -21,7 +21,6 @@ from postlude.run.apart import apart
 from postlude.run.chain_run import Training
 from postlude.run.execute import Runner, bare, prepared
 from postlude.run.ledger import Ledger, Question
-from postlude.run.runner import Run, runner_of
 from postlude.stages.program import Given, inference_program
 
 
@@ -100,14 +99,3 @@ def runner_for(call: Call, tensors: Sequence[Tensor]) -> Runner:
 
 def is_made(buffer: Buffer, program: Program) -> bool:
     return buffer.number != program.result.number and all(buffer.number != given.number for given in program.given)
-
-
-@functools.lru_cache(maxsize=4096)
-def ready(text: str, device: torch.device) -> tuple[Run, Run | None]:
-    """Both passes of a call whose program is known. They return what its text says."""
-    call, program = read(text), program_of(text)
-    assert program is not None
-    forward = runner_of(program.given, program.forward, call.made, str(device))
-    if program.gradient is None:
-        return forward, None
-    return forward, runner_of([*program.kept, program.gradient], program.backward, call.found, str(device))

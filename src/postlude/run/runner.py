@@ -41,12 +41,14 @@ _POOLED = 64 << 10  # most bytes of a buffer that shares an allocation
 _ROUND = 256  # alignment in bytes within a shared allocation
 
 
-def runner_of(given: Sequence[Buffer], calls: Sequence[Call], results: Sequence[Buffer | None], device: str) -> Run:
+def runner_of(
+    given: Sequence[Buffer], calls: Sequence[Call], results: Sequence[Buffer | None], device: str
+) -> ProgramRunner:
     """A function that takes the `given` tensors and returns the `results`."""
-    return _Runner(given, live(calls, results), results, torch.device(device))
+    return ProgramRunner(given, live(calls, results), results, torch.device(device))
 
 
-class _Runner:
+class ProgramRunner:
     """Launches through Triton's front end at the first call, which compiles; then with bound launches."""
 
     def __init__(

@@ -28,10 +28,10 @@ from postlude.moments import Moments, finish
 from postlude.plan import Plan
 from postlude.plan.gemm import volume_for
 from postlude.plan.problem import memory_format
-from postlude.plan.program import row_norm
+from postlude.plan.program import rows_from
 from postlude.plan.through import Through
 from postlude.plan.types import Moments as MomentsSink
-from postlude.reverse import reads_no_value
+from postlude.reverse import needs_first_value, reads_no_value
 from postlude.stages.convolution_gradients import convolution_gradients, packing_of_gradient
 from postlude.stages.cuts import accumulator_of
 from postlude.stages.few_channels_gradient import few_channels_gradient
@@ -62,14 +62,15 @@ def backward(
     largest = None
     if not chain.steps:  # a linear layer alone
         dv, found = dy, {2: dy.sum(0)} if len(needs) > 2 and needs[2] else {}
-    elif row_norm(chain) is not None:
+    elif rows_from(chain) is not None:
         dv, found = rows_gradient(plan, wanted, value, dy, tensors)
     else:
         if plan.largest_found is not None:
             largest = none_found(plan.value.shape[1], plan.largest_found, dy.device)
         packing = packing_of_gradient(plan) if plan.packs_gradient else None
         seen = columns(plan) if chain.is_linear else plan
-        dv, found = gradient_passes(seen, wanted, value, parts.moments, dy, tensors, packing, largest, parts.taps)
+        how = (packing, largest, parts.taps, parts.kept)
+        dv, found = gradient_passes(seen, wanted, value, parts.moments, dy, tensors, *how)
     grads = [found.get(slot) for slot in range(len(needs))]
     if chain.producer is None:
         grads[0] = dv.to(tensors[0].dtype) if needs[0] else None
@@ -93,9 +94,13 @@ def combined(plan: Plan, parts: Parts) -> Moments | None:
 
 
 def _value(plan: Plan, tensors: Sequence[Tensor], parts: Parts, dy: Tensor) -> Tensor:
-    """The value that the gradient passes read. If they read none, any tensor of its shape will do."""
+    """What the gradient passes read. Where they read no value, anything of its shape does."""
+    chain, last = plan.chain, len(plan.chain.steps)
     if plan.from_result:
-        return dy if reads_no_value(plan.chain, len(plan.chain.steps)) else parts.result
+        return dy if reads_no_value(chain, last) else parts.result
+    if plan.channels_end is not None and not needs_first_value(chain, last):
+        dtype, layout = getattr(torch, plan.value.dtype), memory_format(plan.value.layout, chain.dims)
+        return torch.empty(plan.value.shape, dtype=dtype, device=dy.device, memory_format=layout)
     value = first_pass(plan, tensors)[0] if plan.is_lean else parts.value
     assert value is not None
     return value

@@ -1,24 +1,39 @@
-"""The last pass of a chain with a softmax or a reduction over channels: it reads the value once and writes at most
-once."""
+"""The last pass of a chain with a softmax or a reduction over channels: one reading of the value, and one writing of it
+at most. In training it keeps what a reduction gave and, of a max or min, which channel that was; the gradient passes
+have tiles with all channels as well, and begin with lines that load these."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from postlude.chain import Scalar, Value
+from postlude.expressions import Assign, Name, Term, call
 from postlude.plan import Plan
-from postlude.plan.channels import CHANNELS_WARPS, channels_kind, channels_tile
-from postlude.plan.problem import power_in
+from postlude.plan.channels import CHANNELS_WARPS, channels_kind, channels_tile, gradient_tile
+from postlude.plan.problem import Spec, power_in
 from postlude.plan.program import fused_norm
 from postlude.plan.tiles import pass_warps
-from postlude.stages.cuts import accumulator, accumulator_of, is_wide, operands, sizes_of, steps_around
+from postlude.plan.types import Tile
+from postlude.reverse import TAP, G, kept_of_reduction
+from postlude.stages.cuts import Cut, accumulator, accumulator_of, is_wide, operands, sizes_of, steps_around
 from postlude.stages.normalize import per_group
-from postlude.stages.trace import Unread, launch
+from postlude.stages.trace import Unread, launch, or_unread
+from postlude.steps import C
 
-_EACH = 16  # elements per thread where a tile is small
-_SPREAD = "[None, :]"  # broadcasts a number per channel over positions
+_EACH = 16  # elements of a thread where a tile is small
+_SPREAD = "[None, :]"  # of a number per channel over positions
+_MOST_TILES = 16  # of one program of the sums
+
+
+class Kept(NamedTuple):
+    """What training keeps of a reduction over channels, [N, S] each: what it gave, and which channel it chose."""
+
+    reduced: Tensor | None = None
+    taps: Tensor | None = None
 
 
 def channels_pass(
@@ -27,8 +42,9 @@ def channels_pass(
     moments: tuple[Tensor, Tensor] | None,
     tensors: Sequence[Tensor],
     keeps_value: bool = False,
-) -> Tensor:
-    """All remaining steps: those before the reduction over channels, the reduction, and those after it."""
+) -> tuple[Tensor, Kept]:
+    """All steps that are left before a reduction over channels, that one, and those after it; or all of them where
+    there is no reduction."""
     chain, spec, last, over = plan.chain, plan.value, plan.passes[-1].last, plan.over_channels
     assert over is not None
     batch, channels, positions = sizes_of(spec)
@@ -40,16 +56,22 @@ def channels_pass(
     mean, rstd = moments or (Unread(value), Unread(value))
     around = (last, last + 1) if over.reduce is None else (over.reduce - 1, over.reduce + 1)
     before, after = steps_around(plan, *around, _SPREAD)
+    kept = _kept(plan, value)
     launch(
         "channels",
         "channels_kernel",
         (batch * chunks,),
-        [value, result, mean, rstd, *operands(chain, last, spec, tensors, value, first)],
+        [
+            *(value, result, or_unread(kept.reduced, value), or_unread(kept.taps, value), mean, rstd),
+            *operands(chain, last, spec, tensors, value, first),
+        ],
         (channels, positions, chunks, per_group(norm, spec)),
         {
             "NORM_STEPS_FN": before,
             "AFTER_FN": after,
             "OP": "none" if end is None else channels_kind(end.op),
+            "HAS_REDUCED": kept.reduced is not None,
+            "HAS_TAPS": kept.taps is not None,
             "HAS_NORM": norm is not None,
             "BLOCK_S": block,
             "BLOCK_C": block_c,
@@ -61,7 +83,45 @@ def channels_pass(
         },
         pass_warps(block * block_c, CHANNELS_WARPS, _EACH),
     )
-    return result
+    return result, kept
+
+
+def _kept(plan: Plan, value: Tensor) -> Kept:
+    """Memory for what the gradients of a reduction read; its result is in the accumulator's dtype, as it was found."""
+    spec, wanted = plan.value, kept_of_reduction(plan.chain, plan.passes[-1].last) if plan.trains else ()
+    result, taps = (
+        torch.empty((spec.shape[0], *spec.shape[2:]), dtype=dtype, device=value.device) if is_kept else None
+        for dtype, is_kept in ((accumulator_of(spec), set(wanted) - {TAP}), (torch.int16, TAP in wanted))
+    )
+    return Kept(result, taps)
+
+
+def gradient_lines(plan: Plan, place: int) -> tuple[Assign, ...]:
+    """What the functions of the gradient passes begin with behind a reduction over channels, where its steps have
+    `place` tensors: those of its gradient and of what was kept follow them."""
+    over, spec = plan.over_channels, plan.value
+    if over is None or over.reduce is None:
+        return ()
+    _, channels, positions = sizes_of(spec)
+    numbers = [Scalar(channels), Scalar(positions), Scalar(spec.layout == "channels_last")]
+
+    def loaded(pointer: int) -> Term:
+        return call("of_positions", Name(f"a{pointer}"), Value(0), Name("base"), Name("o_x"), *numbers)
+
+    targets: list[Term] = [G, *kept_of_reduction(plan.chain, over.last)]
+    count = [Assign((C,), Scalar(float(channels)))]
+    return (*count, *(Assign((target,), loaded(place + number)) for number, target in enumerate(targets)))
+
+
+def gradient_cuts(spec: Spec, tile: Tile) -> tuple[Cut, Cut]:
+    """How the sums and the last of the gradient passes are cut where tiles have all channels. A program of the sums
+    has as many elements as others would have."""
+    _, channels, positions = sizes_of(spec)
+    block, block_c = gradient_tile(channels, positions)
+    elements = tile.tiles * tile.moments_block * max(1, tile.block_c, tile.moments_rows)
+    tiles = max(1, min(_MOST_TILES, elements // (block * block_c), -(-positions // block)))
+    is_contiguous = spec.layout != "channels_last"
+    return Cut(block, block_c, is_contiguous, tiles), Cut(block, block_c, is_contiguous)
 
 
 def _result(plan: Plan, value: Tensor, turns: bool, keeps_value: bool) -> Tensor:

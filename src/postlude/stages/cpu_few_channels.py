@@ -56,7 +56,7 @@ def convolve_moments(
     names = ("CIN", "COUT", "KD", "KH", "KW", "DD", "DH", "DW")
     sizes = zip(names, (conv.in_channels, conv.out_channels, *kernel, *dilation))
     slots = pass_slots(chain, end.last, 1)
-    steps = emit_cpp(before(chain, end.first - 1), "Before", slots) + end.text(chain, result.dtype, slots)
+    steps = emit_cpp(before(chain, end.first - 1, 1), "Before", slots) + end.text(chain, result.dtype, slots)
     text = _KERNEL.format(
         value=TYPES[x.dtype],
         operands=operand_types(chain, slots, tensors),

@@ -13,10 +13,10 @@ from postlude.emit_cpp import emit_cpp_end
 from postlude.expressions import Function
 from postlude.plan import Plan
 from postlude.plan.problem import Spec, memory_format
-from postlude.steps import forward, moments
+from postlude.steps import forward, moments, pass_slots
 
 TYPES = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "c10::BFloat16", torch.float16: "c10::Half"}
-_ROLES = {"full": "FULL", "channel": "CHANNEL", "row": "ROW", "one": "ONE"}
+_ROLES = {"full": "FULL", "channel": "CHANNEL", "bias": "CHANNEL", "row": "ROW", "one": "ONE"}
 
 
 class End(NamedTuple):
@@ -51,6 +51,13 @@ def operands(plan: Plan, slots: Sequence[int], tensors: Sequence[Tensor]) -> dic
     return {f"t{slot}": tensors[slot].contiguous(memory_format=form) for slot, form in forms.items()}
 
 
-def before(chain: Chain, last: int) -> Function:
+def first_step(plan: Plan) -> int:
+    """0 if the passes begin with the convolution's bias. oneDNN starts its sums with the bias, and each addition then
+    rounds at the bias's size: 2 to 4 times the error of PyTorch's other library, which adds the bias last."""
+    return 0 if plan.trains or plan.convolve == "direct" else 1
+
+
+def before(chain: Chain, last: int, first: int) -> Function:
     """The steps before a norm or reduction, as a function; the identity if there are none."""
-    return forward(chain, "before", last, 1) if last else Function("before", (Value(0),), (), Value(0), ())
+    slots = pass_slots(chain, last, first)
+    return forward(chain, "before", last, first) if last or slots else Function("before", (Value(0),), (), Value(0), ())

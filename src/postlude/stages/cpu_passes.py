@@ -17,7 +17,7 @@ from postlude.plan.program import first_barrier, fused_norm
 from postlude.plan.types import Moments as MomentsSink
 from postlude.reference import continue_from, convolve
 from postlude.stages.cpu_few_channels import convolve_moments
-from postlude.stages.cpu_kernel import TYPES, End, before, end_of, operand_types, operands
+from postlude.stages.cpu_kernel import TYPES, End, before, end_of, first_step, operand_types, operands
 from postlude.stages.library import cast_for_convolution
 from postlude.stages.trace import launch_cpp, settle_layout
 from postlude.steps import forward, pass_slots
@@ -38,8 +38,8 @@ struct Kernel {{
 }}  // namespace
 
 extern "C" void {name}(void* const* p, const double* n, int threads) {{
-  const Sizes sizes{{int64_t(n[0]), int64_t(n[1]), int64_t(n[2]), int64_t(n[3]), n[4], threads}};
-  const {layout}<Kernel> pass(static_cast<const Kernel::Value*>(p[0]), {into}, p + 2, sizes);
+  const Sizes sizes{{int64_t(n[0]), int64_t(n[1]), int64_t(n[2]), int64_t(n[3]), n[4], n[5] != 0, threads}};
+  const {layout}<Kernel> pass(static_cast<const Kernel::Value*>(p[0]), {into}, {rest});
   {run};
 }}
 """
@@ -52,12 +52,27 @@ def forward_on_cpu(plan: Plan, tensors: Sequence[Tensor]) -> Tensor:
     if isinstance(last.sink, MomentsSink):
         return _reduced(plan, tensors, dtype, last.last, last.sink.squares)
     value, is_ours = _value(plan, tensors)
-    if _is_turned(plan):
-        result = torch.empty(value.shape, dtype=dtype, device=value.device)
-    else:
-        result = value if is_ours and value.dtype == dtype else torch.empty_like(value, dtype=dtype)
+    result = value if is_ours and value.dtype == dtype and not _is_turned(plan) else _result_like(plan, value, dtype)
     _finish_pass(plan, value, result, tensors)
     return continue_from(chain, last.last, result, tensors, moves=True)
+
+
+def trained_on_cpu(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """The result, and what the backward pass reads: the first value, without the convolution's bias, which is a step
+    there, and the norm's means and reciprocal deviations, [2, N · G]."""
+    value, _ = _value(plan, tensors)
+    norm, (batch, channels, _) = fused_norm(plan.chain), sizes_of(value)
+    assert norm is not None
+    saved = torch.empty((2, batch * (norm.groups or channels)), device=value.device)
+    result = _result_like(plan, value, getattr(torch, plan.result_dtype))
+    _finish_pass(plan, value, result, tensors, saved)
+    return result, value, saved
+
+
+def _result_like(plan: Plan, value: Tensor, dtype: torch.dtype) -> Tensor:
+    if _is_turned(plan):
+        return torch.empty(value.shape, dtype=dtype, device=value.device)
+    return torch.empty_like(value, dtype=dtype)
 
 
 def _is_turned(plan: Plan) -> bool:
@@ -84,47 +99,51 @@ def _value(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor, bool]:
     if conv is None:
         return tensors[0].contiguous(memory_format=layout), plan.input.layout != plan.value.layout
     x, weight, *more = cast_for_convolution(chain, tensors)
-    bias = more[0] if conv.has_bias else None
+    bias = more[0] if conv.has_bias and not plan.trains else None
     if plan.convolve == "direct":
-        return _by_onednn(conv, x, weight, bias, layout), True
+        return _by_onednn(conv, x, weight, layout), True
     return settle_layout(convolve(conv, x, weight, bias), layout), True
 
 
-def _by_onednn(
-    conv: Convolution, x: Tensor, weight: Tensor, bias: Tensor | None, layout: torch.memory_format
-) -> Tensor:
-    """Calls oneDNN directly. For a batch of one PyTorch may choose another library, measured 2 to 13 times slower."""
+def _by_onednn(conv: Convolution, x: Tensor, weight: Tensor, layout: torch.memory_format) -> Tensor:
+    """Calls oneDNN directly. For a batch of one PyTorch may choose another library, measured 2 to 13 times slower.
+    The pass that follows adds the bias."""
     plain = conv.as_plain()
     assert plain is not None
     if conv.transposed:
         weight = weight.transpose(0, 1).flip(*range(2, 2 + conv.dims))
     x, weight = x.contiguous(memory_format=layout), weight.contiguous(memory_format=layout)
     sizes = (list(plain.padding), list(plain.stride), list(plain.dilation), plain.groups)
-    return settle_layout(torch.ops.aten.mkldnn_convolution(x, weight, bias, *sizes), layout)
+    return settle_layout(torch.ops.aten.mkldnn_convolution(x, weight, None, *sizes), layout)
 
 
-def _finish_pass(plan: Plan, value: Tensor, result: Tensor, tensors: Sequence[Tensor]) -> None:
+def _finish_pass(
+    plan: Plan, value: Tensor, result: Tensor, tensors: Sequence[Tensor], saved: Tensor | None = None
+) -> None:
     """All fused steps, the norm included. Memory is read once if a group of channels stays in cache."""
     chain, last, norm = plan.chain, plan.passes[-1].last, fused_norm(plan.chain)
-    slots, channels = pass_slots(chain, last, 1), value.shape[1]
-    steps = emit_cpp(forward(chain, "whole", last, 1), "Whole", slots)
+    first, channels = first_step(plan), value.shape[1]
+    slots = pass_slots(chain, last, first)
+    steps = emit_cpp(forward(chain, "whole", last, first), "Whole", slots)
     if norm is not None:
-        steps = emit_cpp(before(chain, (first_barrier(chain) or 1) - 1), "Before", slots) + steps
+        steps = emit_cpp(before(chain, (first_barrier(chain) or 1) - 1, first), "Before", slots) + steps
     name = "map" if norm is None else "normalize"
     text = kernel_text(name, f"{name}{'_turned' * _is_turned(plan)}()", plan, steps, slots, value, result, tensors)
     groups, eps = (1, 0.0) if norm is None else (norm.groups or channels, norm.eps)
-    given = {"value": value, "result": result, **operands(plan, slots, tensors)}
-    launch_cpp(name, text, given, (*sizes_of(value), groups, eps))
+    kept = {} if saved is None else {"saved": saved}
+    given = {"value": value, "result": result, **kept, **operands(plan, slots, tensors)}
+    launch_cpp(name, text, given, (*sizes_of(value), groups, eps, plan.streams and result is not value))
 
 
 def _moments_pass(
     plan: Plan, end: End, value: Tensor, result: Tensor, tensors: Sequence[Tensor], squares: bool
 ) -> None:
-    chain, slots = plan.chain, pass_slots(plan.chain, end.last, 1)
-    steps = emit_cpp(before(chain, end.first - 1), "Before", slots) + end.text(chain, result.dtype, slots)
+    chain, first = plan.chain, first_step(plan)
+    slots = pass_slots(chain, end.last, first)
+    steps = emit_cpp(before(chain, end.first - 1, first), "Before", slots) + end.text(chain, result.dtype, slots)
     text = kernel_text("moments", f"moments<{str(squares).lower()}>()", plan, steps, slots, value, None, tensors)
     given = {"value": value, "result": result, **operands(plan, slots, tensors)}
-    launch_cpp("moments", text, given, (*sizes_of(value), 1, 0.0))
+    launch_cpp("moments", text, given, (*sizes_of(value), 1, 0.0, False))
 
 
 def kernel_text(
@@ -150,6 +169,7 @@ def kernel_text(
         name=name,
         layout=layout,
         into="nullptr" if result is None else "static_cast<Kernel::Result*>(p[1])",
+        rest="p + 3, sizes, static_cast<float*>(p[2])" if plan.trains else "p + 2, sizes",
         run=ends.format(f"pass.{run}") if result is None else f"pass.{run}",
     )
 

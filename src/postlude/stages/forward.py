@@ -23,7 +23,7 @@ from postlude.plan.through import Through
 from postlude.plan.types import Moments, reads_moments
 from postlude.reference import continue_from
 from postlude.stages.batch import combine_batch
-from postlude.stages.channels import channels_pass
+from postlude.stages.channels import Kept, channels_pass
 from postlude.stages.convolve import convolve
 from postlude.stages.convolve_boxes import convolve_boxes
 from postlude.stages.cuts import Partials
@@ -43,7 +43,8 @@ class Parts(NamedTuple):
     value: Tensor | None  # what the last pass read
     moments: tuple[Tensor, Tensor] | None  # the norm's mean and rstd
     partials: Partials | None
-    taps: Tensor | None = None  # max_pool in training: the tap of each window's largest
+    taps: Tensor | None = None  # of a max_pool in training: where each window's largest lies
+    kept: Kept = Kept()  # of a reduction over channels in training
 
 
 def forward(plan: Plan, tensors: Sequence[Tensor], keeps_value: bool = False) -> Parts:
@@ -60,17 +61,20 @@ def forward(plan: Plan, tensors: Sequence[Tensor], keeps_value: bool = False) ->
         result = finish_moments(chain, last.last + 1, last.sink.squares, spec, dtype, partials, tensors, by_cuda=few)
         return Parts(result, value, None, partials)
     assert value is not None
-    result, moments, taps = value, group_moments(plan, partials, tensors), None
+    result, moments, taps, kept = value, group_moments(plan, partials, tensors), None, Kept()
     if rows_from(chain) is not None:
         result = rows_pass(plan, value, tensors, keeps_value)
     elif plan.pool is not None:
         result, taps = pools_pass(plan, value, moments, tensors)
     elif last.source != "own convolution":
-        finish = finish_pass if plan.over_channels is None else channels_pass
-        result = finish(columns(plan) if chain.is_linear else plan, value, moments, tensors, keeps_value)
+        given = (columns(plan) if chain.is_linear else plan, value, moments, tensors, keeps_value)
+        if plan.over_channels is None:
+            result = finish_pass(*given)
+        else:
+            result, kept = channels_pass(*given)
     if last.last < len(chain.steps):
         result = continue_from(chain, last.last, result, tensors, moves=True)
-    return Parts(result, value, moments, partials, taps)
+    return Parts(result, value, moments, partials, taps, kept)
 
 
 def first_pass(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor | None, Partials | None]:

@@ -16,9 +16,12 @@ from postlude.chain import Chain, Normalize
 from postlude.expressions import Function
 from postlude.plan import Plan
 from postlude.plan.problem import Spec, memory_format, power_of_two
-from postlude.plan.program import fused_norm, last_before_pool
+from postlude.plan.program import fused_norm
+from postlude.plan.tiles import pass_warps
+from postlude.plan.trained import last_with_gradient
 from postlude.plan.types import Tile
 from postlude.stages.batch import combine_batch_sums
+from postlude.stages.channels import Kept, gradient_cuts, gradient_lines
 from postlude.stages.cuts import (
     Cut,
     accumulator,
@@ -34,7 +37,7 @@ from postlude.stages.cuts import (
 from postlude.stages.normalize import per_group
 from postlude.stages.pack import Packing
 from postlude.stages.pack_gradient import LastPass, packed_gradient
-from postlude.stages.pools import gradient_term
+from postlude.stages.pools import unpooling_lines
 from postlude.stages.trace import Pointer, Unread, launch, or_unread
 from postlude.steps import pass_slots
 
@@ -43,7 +46,8 @@ from postlude.steps import pass_slots
 # and 8; over (64, 256, 56²) the sums 0.120 and 0.132, over (1, 32, 160², 128) 0.129 and 0.136.
 _MOST = _MOST_SUMMED = 2048
 _WARPS = 4
-Gradients = tuple[Tensor, dict[int, Tensor]]  # at the first value (packed, if requested), and by slot
+_MOST_WARPS = 8  # of a tile with all channels, which may have more elements
+Gradients = tuple[Tensor, dict[int, Tensor]]  # at the first value (packed, if so asked for), and by slot
 
 
 def gradient_passes(
@@ -56,27 +60,32 @@ def gradient_passes(
     packing: Packing | None = None,
     largest: Tensor | None = None,
     taps: Tensor | None = None,
+    kept: Kept = Kept(),  # noqa: B008  a value
 ) -> Gradients:
     """The gradient at the first value, from which the convolution's follow, and those of the slots `needs`.
 
     `value` is the convolution's result without its bias, or the input, or the chain's result if the plan says so;
     `moments` are the norm's mean and rstd; dy is the gradient of the last fused step's value, with a pool that of the
     pooled value. With `packing` the gradient at the first value is written packed. `largest`, zeros as from
-    `none_found`, receives the largest magnitude of each of its channels. `taps` are max_pool's.
+    `none_found`, receives the largest magnitude of each of its channels. `taps` are max_pool's; `kept` is what the
+    forward pass saved of a reduction over channels.
     """
-    chain, spec, last = plan.chain, plan.value, last_before_pool(plan.chain)
+    chain, spec, last = plan.chain, plan.value, last_with_gradient(plan.chain)
     reason = reverse.unsupported_gradient(chain, last, None if plan.pool is None else plan.pool.pool)
     if reason is not None:
         raise ValueError(f"no gradient passes: {reason}")
     wanted, layout = reverse.wanted(chain, last, needs), memory_format(spec.layout, chain.dims)
     norm = fused_norm(chain)
     value = value.contiguous(memory_format=layout)
-    dy = dy.to(getattr(torch, plan.result_dtype)).contiguous(memory_format=layout)
-    unpooled = gradient_term(plan, len(pass_slots(chain, last)))
-    function = reverse.gradient(chain, last, needs, plan.from_result, unpooled)
-    before = None if norm is None else reverse.sums(chain, last, needs, unpooled)
+    place = len(pass_slots(chain, last))
+    given = (*unpooling_lines(plan, place), *gradient_lines(plan, place))
+    form = torch.contiguous_format if plan.channels_end is not None else layout
+    dy = dy.to(getattr(torch, plan.result_dtype)).contiguous(memory_format=form)
+    function = reverse.gradient(chain, last, needs, plan.from_result, given)
+    before = None if norm is None else reverse.sums(chain, last, needs, given)
     loaded = function.loaded | (frozenset() if before is None else before.loaded)
-    g, read = _read(plan, last, value, dy, taps, without_unread(chain, tensors, value, loaded))
+    behind = [dy, *(one for one in (taps, *kept) if one is not None)]
+    g, read = _read(plan, last, value, behind, without_unread(chain, tensors, value, loaded))
     means: tuple[Pointer, Pointer] = moments or (Unread(value), Unread(value))
     sums, group_means = None, means
     if norm is not None and before is not None:
@@ -87,21 +96,29 @@ def gradient_passes(
     last_pass = LastPass(spec, norm, wanted, *made_of)
     made = _gradient_pass(plan, last_pass, largest) if packing is None else packed_gradient(last_pass, packing)
     dv, totals, full = made
-    vectors = _vectors(chain, spec, _places(norm, wanted, needs), sums, totals, tensors)
+    vectors = _vectors(chain, spec, places_of(norm, wanted, needs), sums, totals, tensors)
     return dv, {**dict(zip(wanted.full, full)), **vectors}
 
 
 def _read(
-    plan: Plan, last: int, value: Tensor, dy: Tensor, taps: Tensor | None, tensors: Sequence[Tensor]
+    plan: Plan, last: int, value: Tensor, behind: Sequence[Tensor], tensors: Sequence[Tensor]
 ) -> tuple[Pointer, list[Pointer]]:
-    """The gradient that the kernels load, and the steps' tensors. With a pool, the steps load the gradient
-    themselves."""
+    """The gradient that the kernels load, and the steps' tensors. Behind a pool or a reduction the steps load it, with
+    what was kept for it."""
     chain = plan.chain
     read = operands(chain, last, plan.value, tensors, value)
-    if plan.pool is None:
-        return dy, read
-    place, pooled = len(pass_slots(chain, last)), [dy] if taps is None else [dy, taps]
-    return Unread(value), [*read[:place], *pooled, *read[place + len(pooled) :]]
+    if plan.pool is None and plan.channels_end is None:
+        return behind[0], read
+    place = len(pass_slots(chain, last))
+    return Unread(value), [*read[:place], *behind, *read[place + len(behind) :]]
+
+
+def _cuts(plan: Plan) -> tuple[Cut, Cut]:
+    """Of the sums, and of the last pass."""
+    tile = _tile(plan)
+    if plan.over_channels is not None:
+        return gradient_cuts(plan.value, tile)
+    return moments_cut(plan.value, tile), last_cut(plan.value, tile)
 
 
 def without_unread(chain: Chain, tensors: Sequence[Tensor], value: Tensor, loaded: Collection[int]) -> list[Tensor]:
@@ -111,8 +128,8 @@ def without_unread(chain: Chain, tensors: Sequence[Tensor], value: Tensor, loade
     ]
 
 
-def _places(norm: Normalize | None, wanted: reverse.Wanted, needs: frozenset[int]) -> dict[int, list[int]]:
-    """The slots of vectors that need a gradient, and the sums that form it: the norm's, a step's, or both."""
+def places_of(norm: Normalize | None, wanted: reverse.Wanted, needs: frozenset[int]) -> dict[int, list[int]]:
+    """Slots of vectors that need a gradient, and the sums that make it: the norm's, a step's, or both."""
     slots: list[int | None] = []
     if norm is not None:
         slots += [None if slot is None else slot.index for slot in (norm.bias, norm.weight)] + list(wanted.sums)
@@ -166,7 +183,7 @@ def _sums_pass(
     """Sums per sample, channel and chunk: of dn, of dn · x̂, and of the gradients of vectors after the norm."""
     spec, acc = plan.value, accumulator_of(plan.value)
     batch, channels, positions = sizes_of(spec)
-    cut = moments_cut(spec, _tile(plan))
+    cut, _ = _cuts(plan)
     chunks = cut.chunks(positions)
     sums = torch.empty((count, batch, channels, chunks), dtype=acc, device=value.device)
     launch(
@@ -176,7 +193,7 @@ def _sums_pass(
         [value, dy, *means, sums, *read],
         (channels, positions, chunks, cut.tiles, per_group(norm, spec), batch * channels * chunks),
         {"SUMS_FN": steps_of(function, channels), "NUM_SUMS": count, **cut.constants(spec), "ACC": accumulator(acc)},
-        _warps(cut, spec),
+        _warps(plan, cut),
     )
     return sums
 
@@ -211,9 +228,10 @@ def _gradient_pass(plan: Plan, last: LastPass, largest: Tensor | None) -> tuple[
     """The last pass, with the gradient at the first value in the value's layout."""
     spec, arithmetic = plan.value, plan.largest_found
     batch, channels, positions = sizes_of(spec)
-    cut = last_cut(spec, _tile(plan))
+    _, cut = _cuts(plan)
     chunks = cut.chunks(positions)
-    first = torch.empty_like(last.value)
+    is_read = plan.channels_end is None or reverse.needs_first_value(plan.chain, last_with_gradient(plan.chain))
+    first = torch.empty_like(last.value) if is_read else last.value  # memory of that size, and no more
     sums, full, arguments = last.arguments(first, chunks)
     launch(
         "gradient",
@@ -228,7 +246,7 @@ def _gradient_pass(plan: Plan, last: LastPass, largest: Tensor | None) -> tuple[
             **cut.constants(spec),
             "ACC": accumulator(accumulator_of(spec)),
         },
-        _warps(cut, spec),
+        _warps(plan, cut),
     )
     return first, sums, full
 
@@ -272,7 +290,10 @@ def _tile(plan: Plan) -> Tile:
     )
 
 
-def _warps(cut: Cut, value: Spec) -> int:
+def _warps(plan: Plan, cut: Cut) -> int:
+    value = plan.value
+    if plan.over_channels is not None:
+        return pass_warps(cut.block * cut.block_c, _MOST_WARPS, 16)
     if cut.is_short:  # a row's sums cost each warp five shuffles
         return cut.warps(value, _WARPS, 8 if accumulator_of(value) == torch.float64 else 16)
     return cut.warps(value, _WARPS)

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from postlude.chain import Scalar, Value
-from postlude.expressions import Name, Term, call
+from postlude.expressions import Assign, Name, call
 from postlude.plan import Plan
 from postlude.plan.pools import POOL_WARPS, pool_tile, pooled_shape, unrolled_rows
 from postlude.plan.problem import memory_format
 from postlude.plan.program import FusedPool, fused_norm
 from postlude.plan.tiles import pass_warps
+from postlude.reverse import G
 from postlude.stages.cuts import accumulator, accumulator_of, is_wide, operands, sizes_of, steps_around
 from postlude.stages.normalize import per_group
 from postlude.stages.trace import Unread, launch
@@ -98,14 +99,12 @@ def windows_constants(fused: FusedPool, space: tuple[int, ...]) -> dict[str, Any
     return {**found, "DIVISOR": fused.pool.divisor or 0}
 
 
-def gradient_term(plan: Plan, place: int) -> Term | None:
-    """The gradient at the value before the pool, as an expression; None without a pool.
-
-    The block's steps have `place` tensors. The gradient of the pooled value follows them, then max_pool's taps.
-    """
+def unpooling_lines(plan: Plan, place: int) -> tuple[Assign, ...]:
+    """The gradient at the value before the pool, as an expression of a block whose steps have `place` tensors: those of
+    the pooled value's gradient and, of a max_pool, of its taps follow them. None without a pool."""
     fused, spec = plan.pool, plan.value
     if fused is None:
-        return None
+        return ()
     pointers = [Name(f"a{place}"), Name(f"a{place + 1}" if fused.pool.op == "max_pool" else f"a{place}")]
     constants = {
         "IS_CHANNELS_LAST": spec.layout == "channels_last",
@@ -114,4 +113,5 @@ def gradient_term(plan: Plan, place: int) -> Term | None:
         **windows_constants(fused, spec.shape[2:]),
     }
     block = (Value(0), Name("base"), Name("o_x"), Name("m_x"))
-    return call("pool_gradient", *pointers, *block, *(Scalar(constant) for constant in constants.values()))
+    term = call("pool_gradient", *pointers, *block, *(Scalar(constant) for constant in constants.values()))
+    return (Assign((G,), term),)

@@ -13,13 +13,17 @@ from postlude.chain import Chain
 from postlude.plan import Plan
 from postlude.plan.calls import Program, TorchCall, buffers_in, made_by
 from postlude.plan.problem import empty, layout_of
+from postlude.reverse import chooses
 from postlude.stages.backward import backward, combined
-from postlude.stages.cpu_passes import forward_on_cpu
+from postlude.stages.cpu_gradient import backward_on_cpu
+from postlude.stages.cpu_passes import forward_on_cpu, trained_on_cpu
 from postlude.stages.forward import forward
 from postlude.stages.library import cast_for_convolution
 from postlude.stages.trace import Tracer, empty_strided
 
 Given = tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]  # shape, strides and dtype of each slot
+
+Back = Callable[[Tensor], "list[Tensor | None]"]  # from the result's gradient to that of each slot
 
 
 def given_by(tensors: Sequence[Tensor]) -> Given:
@@ -41,16 +45,29 @@ def training_program(plan: Plan, given: Given, needs: tuple[bool, ...]) -> Progr
     tensors, tracer = _planned_for(plan, given), Tracer()
     slots = tuple(tracer.buffer(tensor, "given") for tensor in tensors)
     with torch.no_grad(), tracer:
-        parts = forward(plan, tensors, keeps_value=not plan.is_lean and not plan.from_result)
-        moments = combined(plan, parts)
+        result, back = _on_cpu(plan, tensors, needs) if plan.is_compiled else _on_gpu(plan, tensors, needs)
     calls, tracer.calls = tuple(tracer.calls), []
-    dy = torch.empty_like(parts.result)
+    dy = torch.empty_like(result)
     gradient = tracer.buffer(dy, "given")
     with torch.no_grad(), tracer:
-        found = backward(plan, tensors, parts, moments, dy, needs)
+        found = back(dy)
     gradients = tuple(None if grad is None else tracer.buffer(grad, "result") for grad in found)
-    end = tracer.buffer(parts.result, "result")
-    return _with_views_again(Program(slots, calls, end, gradient, tuple(tracer.calls), gradients))
+    end = tracer.buffer(result, "result")
+    # Second derivatives make the same choice, which may depend on tensors that no first one reads.
+    unmoved = tuple(slot for number, slot in enumerate(slots) if number not in plan.chain.moved)
+    also = unmoved if chooses(plan.chain) else ()
+    return _with_views_again(Program(slots, calls, end, gradient, tuple(tracer.calls), gradients, also))
+
+
+def _on_gpu(plan: Plan, tensors: Sequence[Tensor], needs: tuple[bool, ...]) -> tuple[Tensor, Back]:
+    parts = forward(plan, tensors, keeps_value=not plan.is_lean and not plan.from_result)
+    moments = combined(plan, parts)
+    return parts.result, lambda dy: backward(plan, tensors, parts, moments, dy, needs)
+
+
+def _on_cpu(plan: Plan, tensors: Sequence[Tensor], needs: tuple[bool, ...]) -> tuple[Tensor, Back]:
+    result, value, saved = trained_on_cpu(plan, tensors)
+    return result, lambda dy: backward_on_cpu(plan, tensors, value, saved, dy, needs)
 
 
 def _with_views_again(program: Program) -> Program:

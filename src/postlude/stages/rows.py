@@ -1,14 +1,11 @@
-"""Passes by rows: layer_norm, and norms, softmax and reductions over a linear layer's features.
-
-A tile holds whole rows, so all fused steps read and write the value once. layer_norm's gradients are one pass too, plus
-sums over rows.
-"""
+"""layer_norm, and all barriers over a linear layer's features: the fused steps in one reading and one writing of a
+value, rows of its last axes in tiles; and their gradients in one pass, but for what is summed over rows."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +19,10 @@ from postlude.stages.cuts import accumulator, accumulator_of, forward_steps, ope
 from postlude.stages.gradient import Gradients, add_channels, gradient_of_vector, without_unread
 from postlude.stages.trace import Unread, launch
 
-_TILE = 2048  # elements: a tile takes several short rows, up to this
-_ELEMENTS = 32  # per thread, at most
-_MOST_TILES = 16  # per program of the gradients: more tiles mean fewer partial sums
+_TILE = 2048  # elements: rows are put together up to this
+_ELEMENTS = 32  # of a tile for each thread, at most
+_MOST_TILES = 16  # of one program of the gradients: so many fewer partial sums are written
+_PROGRAMS = 256  # of a linear layer's gradients at least, as long as there are rows for them
 
 
 def rows_pass(plan: Plan, value: Tensor, tensors: Sequence[Tensor], keeps_value: bool = False) -> Tensor:
@@ -71,65 +69,100 @@ def reduced_in_rows(plan: Plan) -> Reduce | None:
 def rows_gradient(plan: Plan, needs: frozenset[int], value: Tensor, dy: Tensor, tensors: Sequence[Tensor]) -> Gradients:
     """The gradient at the first value, and the gradient of each slot in that slot's dtype."""
     chain, spec, last = plan.chain, plan.value, last_fused_step(plan.chain)
-    norm = fused_norm(chain)
-    assert norm is not None
-    # In the order of the kernel's sums.
-    slots = [None if slot is None else slot.index for slot in (norm.bias, norm.weight)]
-    rows = {slot: place for place, slot in enumerate(slots) if slot is not None and slot in needs}
-    wanted, function, acc = (
-        reverse.wanted(chain, last, needs),
-        reverse.gradient(chain, last, needs),
-        accumulator_of(spec),
-    )
+    wanted = reverse.wanted(chain, last, needs)
+    function, acc = reverse.gradient(chain, last, needs, plan.from_result), accumulator_of(spec)
     value, dy = value.contiguous(), dy.to(getattr(torch, plan.result_dtype)).contiguous()
     read = without_unread(chain, tensors, value, function.loaded)
-    length, in_channel, _, cut = rows_of(plan)
-    cut["BLOCK_ROWS"] = min(cut["BLOCK_ROWS"], power_of_two(in_channel))
-    tiles = min(_MOST_TILES, -(-in_channel // cut["BLOCK_ROWS"]))
-    chunks = -(-in_channel // (tiles * cut["BLOCK_ROWS"]))
-    batch, channels = spec.shape[:2]
-    programs, count = batch * channels * chunks, 2 if rows else 0
+    cut = _gradient_cut(plan)
+    # After a linear layer every vector has one number for each place of a row.
+    totals, columns = ((), wanted.totals) if chain.is_linear else (wanted.totals, ())
+    norm_sums = _norm_sums(plan, needs)
+    count = len(columns) + (2 if norm_sums else 0)
     first = torch.empty_like(value)
-    sums = torch.empty((len(wanted.totals), batch, channels, chunks), dtype=acc, device=value.device)
-    columns = torch.empty((count, programs, length, 1), dtype=acc, device=value.device)
+    sums = torch.empty((len(totals), *spec.shape[:2], cut.chunks), dtype=acc, device=value.device)
+    added = torch.empty((count, *cut.columns, 1), dtype=acc, device=value.device)
     full = [torch.empty_like(value, dtype=tensors[slot].dtype) for slot in wanted.full]
-    partial = [part if part.numel() else Unread(value) for part in (sums, columns)]
+    partial = [part if part.numel() else Unread(value) for part in (sums, added)]
     unread = [Unread(value)] * (reverse.MOST_FULL - len(full))
     launch(
         "rows",
         "rows_gradient_kernel",
-        (programs,),
+        (cut.programs,),
         [value, dy, first, *partial, *full, *unread, *operands(chain, last, spec, read, value)],
-        (channels, in_channel, length, chunks, tiles, programs),
+        (spec.shape[1], cut.rows, cut.length, cut.chunks, cut.tiles, cut.programs),
         {
-            "ROW_GRADIENT_FN": steps_of(function, channels),
-            "NUM_SUMS": len(wanted.totals),
+            "ROW_GRADIENT_FN": steps_of(function, spec.shape[1]),
+            "NUM_SUMS": len(totals),
             "NUM_FULL": len(wanted.full),
             "NUM_COLUMN_SUMS": count,
-            **{name: cut[name] for name in ("BLOCK_ROWS", "BLOCK_L", "ALIGN")},
+            "HAS_GROUPS": chain.is_linear,
+            "IS_REDUCED": reduced_in_rows(plan) is not None,
+            **cut.constants,
             "ACC": accumulator(acc),
         },
-        2 * _warps(cut),
+        2 * _warps(cut.constants),
     )
-    totals = {slot: place for place, slot in enumerate(wanted.totals)}
-    return first, dict(zip(wanted.full, full)) | _vectors(plan, totals, sums, rows, columns, tensors)
+    places = {slot: [place] for place, slot in enumerate(columns)}
+    for slot, place in norm_sums.items():
+        places.setdefault(slot, []).append(len(columns) + place)
+    found = dict(zip(wanted.full, full))
+    return first, found | _vectors(plan, {s: [n] for n, s in enumerate(totals)}, sums, places, added, tensors)
+
+
+class GradientCut(NamedTuple):
+    """How the rows are cut whose gradients one launch finds."""
+
+    length: int
+    rows: int  # that have the same part of γ and β: of a sample's channel, or after a linear layer all samples
+    tiles: int  # of a program
+    chunks: int
+    programs: int
+    columns: tuple[int, int]  # partial sums over rows, and places of each
+    constants: dict[str, Any]
+
+
+def _gradient_cut(plan: Plan) -> GradientCut:
+    length, in_channel, rows, cut = rows_of(plan)
+    batch, channels = plan.value.shape[:2]
+    constants = {name: cut[name] for name in ("BLOCK_ROWS", "BLOCK_L", "ALIGN")}
+    parts = row_parts(plan.chain) if plan.chain.is_linear else batch * channels
+    same = batch if plan.chain.is_linear else in_channel
+    constants["BLOCK_ROWS"] = block = min(cut["BLOCK_ROWS"], power_of_two(same))
+    most = max(1, rows // (block * _PROGRAMS)) if plan.chain.is_linear else _MOST_TILES
+    tiles = min(_MOST_TILES, most, -(-same // block))
+    chunks = -(-same // (tiles * block))
+    columns = (chunks, channels) if plan.chain.is_linear else (parts * chunks, length)
+    return GradientCut(length, same, tiles, chunks, parts * chunks, columns, constants)
+
+
+def _norm_sums(plan: Plan, needs: frozenset[int]) -> dict[int, int]:
+    """The slots of β and γ whose gradients are wanted, by their places among the norm's sums."""
+    norm = fused_norm(plan.chain)
+    slots = [] if norm is None else [None if slot is None else slot.index for slot in (norm.bias, norm.weight)]
+    return {slot: place for place, slot in enumerate(slots) if slot is not None and slot in needs}
 
 
 def _vectors(
-    plan: Plan, totals: dict[int, int], sums: Tensor, rows: dict[int, int], columns: Tensor, tensors: Sequence[Tensor]
+    plan: Plan,
+    totals: dict[int, list[int]],
+    sums: Tensor,
+    rows: dict[int, list[int]],
+    columns: Tensor,
+    tensors: Sequence[Tensor],
 ) -> dict[int, Tensor]:
-    """Gradients of the steps' vectors from `sums` [NUM_SUMS, N, C, CHUNKS], and of the norm's γ and β from `columns`
-    [2, PROGRAMS, LENGTH, 1]. Slots map to their index in these."""
+    """Gradients of the steps' vectors from `sums`, [NUM_SUMS, N, C, CHUNKS], and of what has a number for each place of
+    a row from `columns`, [NUM_COLUMN_SUMS, PARTS, PLACES, 1]: slots by their places in these, a norm's and a step's."""
     found = {}
     for slot in [slot for slot in totals if plan.chain.roles[slot] == "row"]:
-        total = sums[totals.pop(slot)].sum(-1, dtype=torch.float64)  # [N, C]
+        (place,) = totals.pop(slot)
+        total = sums[place].sum(-1, dtype=torch.float64)  # [N, C]
         found[slot] = total.to(tensors[slot].dtype).view(tensors[slot].shape)
     whole = Spec(tuple(columns.shape[1:]), plan.value.dtype, "contiguous")
     for part_spec, parts, places in ((plan.value, sums, totals), (whole, columns, rows)):
         if places:
             added = add_channels(part_spec, None, parts, [tensors[slot].dtype for slot in places])
-            for slot, place in places.items():
-                found[slot] = gradient_of_vector([added[place]], tensors[slot])
+            for slot, those in places.items():
+                found[slot] = gradient_of_vector([added[place] for place in those], tensors[slot])
     return found
 
 

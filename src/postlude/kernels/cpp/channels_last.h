@@ -11,15 +11,18 @@ template <class Kernel> struct ChannelsLast {
   Result* y;
   const void* const* a;
   Sizes s;
-  int64_t period, rows, tile, per_task, pieces;  // rows counts whole rows; tile and per_task are numbers of rows
+  Saved saved;
+  int64_t period, rows, tile, strip, per_task, pieces;  // rows are whole ones; the others are so many of them
 
-  ChannelsLast(const Value* x, Result* y, const void* const* a, Sizes s)
-      : x(x), y(y), a(a), s(s), period(period_of(s.channels)), rows(size() / period),
+  ChannelsLast(const Value* x, Result* y, const void* const* a, Sizes s, float* saved = nullptr)
+      : x(x), y(y), a(a), s(s), saved{saved, s.samples * s.groups}, period(period_of(s.channels)), rows(size() / period),
         tile(std::clamp<int64_t>(PIECE / period, 8, SPAN / LANES)),
+        strip(period > UNROLL * LANES ? std::clamp<int64_t>(STRIP / period, 4, tile) : tile),
         per_task(tile * std::max<int64_t>(1, PIECE / (tile * period))),
         pieces(std::max<int64_t>(1, (rows + per_task - 1) / per_task)) {}
 
-  static constexpr int64_t TURNED = 1024;  // positions that are transposed at a time
+  static constexpr int64_t TURNED = 1024;  // positions that are written contiguous at a time
+  static constexpr int64_t STRIP = 2048;   // elements that stay in the first cache from one block of columns to the next
 
   static int64_t period_of(int64_t channels) {
     const int64_t wide = std::lcm(channels, UNROLL * LANES);  // several vectors, for independent accumulators
@@ -34,10 +37,11 @@ template <class Kernel> struct ChannelsLast {
   // What a thread keeps from task to task.
   struct Scratch {
     Columns<List> columns;
-    std::vector<double> mean, m2;               // of every column of a task
-    std::vector<float> centre, means, rstds;    // of columns
+    std::vector<double> mean, m2;                            // of every column of a task
+    std::vector<float> centre, sums, squares, means, rstds;  // of columns
     Scratch(const void* const* a, int64_t period)
-        : columns(a, period), mean(period), m2(period), centre(period), means(period), rstds(period) {}
+        : columns(a, period), mean(period), m2(period), centre(period), sums(period), squares(period),
+          means(period), rstds(period) {}
   };
 
   // Calls fn(J, column): first for blocks of UNROLL vectors of columns, then for single ones.
@@ -53,51 +57,74 @@ template <class Kernel> struct ChannelsLast {
   void each_vector(const Scratch& own, int64_t base, int64_t column, int64_t begin, int64_t end, F fn) const {
     Column<List> at[J];
     for (int j = 0; j < J; ++j) at[j].begin(own.columns, column + j * LANES);
-    for (int64_t row = begin; row < end; ++row) {
+    const int64_t step = period, last = base + end * step + column;
+    for (int64_t offset = base + begin * step + column; offset < last; offset += step)
       for (int j = 0; j < J; ++j) {
-        at[j].offset = base + row * period + column + j * LANES;
+        at[j].offset = offset + j * LANES;
         fn(at[j], j);
       }
-    }
   }
 
   V value(const Column<List>& at, int64_t count = LANES) const {
     return Kernel::Before::run(at, count, read_vector(x + at.offset, count));
   }
 
-  // Adds rows [begin, end) of J vectors of columns to the `count` rows that were added before.
+  // Adds rows [begin, end) of J vectors of columns, around their centres, to what was added up before.
   template <bool SQUARES, int J>
-  void add_tile(Scratch& own, int64_t base, int64_t column, int64_t begin, int64_t end, double count) const {
-    const float here = end - begin;
+  void add_rows(Scratch& own, int64_t base, int64_t column, int64_t begin, int64_t end) const {
     V k[J], sums[J], squares[J];
-    for (int j = 0; j < J; ++j) k[j] = V::loadu(&own.centre[column + j * LANES]);
-    for (int turn = 0; turn < 2; ++turn) {
-      for (int j = 0; j < J; ++j) sums[j] = squares[j] = V(0.0f);
-      this->template each_vector<J>(own, base, column, begin, end, [&](const Column<List>& at, int j) {
-        const V d = value(at) - k[j];
-        sums[j] = sums[j] + d;
-        if constexpr (SQUARES) squares[j] = at::vec::fmadd(d, d, squares[j]);
-      });
-      bool is_near = true;
-      for (int j = 0; SQUARES && j < J; ++j) {
-        const V moved = sums[j] * sums[j] / V(here);
-        is_near &= (moved <= V(float(FAR)) * (squares[j] - moved)).zero_mask() == 0;
-      }
-      if (is_near || turn) break;
-      for (int j = 0; j < J; ++j) k[j] = k[j] + sums[j] / V(here);
+    for (int j = 0; j < J; ++j) {
+      const int64_t at = column + j * LANES;
+      k[j] = V::loadu(&own.centre[at]), sums[j] = V::loadu(&own.sums[at]), squares[j] = V::loadu(&own.squares[at]);
     }
-    alignas(64) float centres[J * LANES], totals[J * LANES], found[J * LANES];
+    this->template each_vector<J>(own, base, column, begin, end, [&](const Column<List>& at, int j) {
+      const V d = value(at) - k[j];
+      sums[j] = sums[j] + d;
+      if constexpr (SQUARES) squares[j] = at::vec::fmadd(d, d, squares[j]);
+    });
     for (int j = 0; j < J; ++j)
-      k[j].store(centres + j * LANES), sums[j].store(totals + j * LANES), squares[j].store(found + j * LANES);
+      sums[j].store(&own.sums[column + j * LANES]), squares[j].store(&own.squares[column + j * LANES]);
+  }
+
+  // Whether the centres of J vectors of columns were near the means of `count` rows; else they are moved there.
+  template <int J> bool is_near(Scratch& own, int64_t column, float count) const {
+    bool found = true;
+    for (int j = 0; j < J; ++j) {
+      const V sums = V::loadu(&own.sums[column + j * LANES]), moved = sums * sums / V(count);
+      const V squares = V::loadu(&own.squares[column + j * LANES]);
+      found &= (moved <= V(float(FAR)) * (squares - moved)).zero_mask() == 0;
+    }
+    for (int j = 0; !found && j < J; ++j) {
+      float* centre = &own.centre[column + j * LANES];
+      (V::loadu(centre) + V::loadu(&own.sums[column + j * LANES]) / V(count)).store(centre);
+    }
+    return found;
+  }
+
+  // Adds rows [begin, end) to those that were added before, `count` rows.
+  template <bool SQUARES> void add_tile(Scratch& own, int64_t base, int64_t begin, int64_t end, double count) const {
+    std::fill(own.sums.begin(), own.sums.end(), 0.0f), std::fill(own.squares.begin(), own.squares.end(), 0.0f);
+    for (int64_t row = begin; row < end; row += strip)
+      each_block([&](auto block, int64_t column) {
+        this->template add_rows<SQUARES, decltype(block)::value>(own, base, column, row, std::min(end, row + strip));
+      });
+    const float here = end - begin;
+    if constexpr (SQUARES)
+      each_block([&](auto block, int64_t column) {
+        constexpr int J = decltype(block)::value;
+        if (this->template is_near<J>(own, column, here)) return;
+        std::fill_n(&own.sums[column], J * LANES, 0.0f), std::fill_n(&own.squares[column], J * LANES, 0.0f);
+        this->template add_rows<true, J>(own, base, column, begin, end);
+      });
     const double share = here / (count + here), both = count * share, one = 1.0 / here;
-    for (int64_t i = 0; i < J * LANES; ++i) {
+    for (int64_t i = 0; i < period; ++i) {
       if constexpr (SQUARES) {
-        const double rest = totals[i] * one, mean = centres[i] + rest, delta = mean - own.mean[column + i];
-        own.mean[column + i] += delta * share;
-        own.m2[column + i] += found[i] - rest * totals[i] + delta * delta * both;
-        own.centre[column + i] = mean;
+        const double rest = own.sums[i] * one, mean = own.centre[i] + rest, delta = mean - own.mean[i];
+        own.mean[i] += delta * share;
+        own.m2[i] += own.squares[i] - rest * own.sums[i] + delta * delta * both;
+        own.centre[i] = mean;
       } else {
-        own.mean[column + i] += totals[i];
+        own.mean[i] += own.sums[i];
       }
     }
   }
@@ -123,10 +150,7 @@ template <class Kernel> struct ChannelsLast {
     std::fill(own.centre.begin(), own.centre.end(), 0.0f);
     if (SQUARES && first < last) look(own, base, first, last);
     for (int64_t begin = first; begin < last; begin += tile)
-      each_block([&](auto block, int64_t column) {
-        const int64_t end = std::min(last, begin + tile);
-        this->template add_tile<SQUARES, decltype(block)::value>(own, base, column, begin, end, begin - first);
-      });
+      add_tile<SQUARES>(own, base, begin, std::min(last, begin + tile), begin - first);
     fold<SQUARES>(own, last - first, channels);
     if (is_last(task)) add_short_row(own, base, channels);
   }
@@ -156,14 +180,15 @@ template <class Kernel> struct ChannelsLast {
     }
   }
 
-  // The moments [G] of one sample's groups from [TASKS, C].
-  void combine(const Sums* tasks, Statistic* statistics) const {
+  // [G] of one sample from [TASKS, C]
+  void combine(int64_t sample, const Sums* tasks, Statistic* statistics) const {
     for (int64_t group = 0; group < s.groups; ++group) {
       Sums sums;
       for (int64_t task = 0; task < pieces; ++task)
         for (int64_t c = group * s.per_group(); c < (group + 1) * s.per_group(); ++c)
           sums.add(tasks[task * s.channels + c]);
       statistics[group] = Statistic(sums, s.eps);
+      saved.keep(sample * s.groups + group, statistics[group]);
     }
   }
 
@@ -178,19 +203,23 @@ template <class Kernel> struct ChannelsLast {
 
   void finish_task(Scratch& own, int64_t task, const Statistic* statistics) const {
     const int64_t sample = task / pieces, base = sample * size(), first = first_row(task), last = last_row(task);
+    const bool streams = s.streams && past_alignment(y + base) == 0;
     spread(own, sample, statistics);
-    for (int64_t begin = first; begin < last; begin += tile)
+    for (int64_t begin = first; begin < last; begin += strip)
       each_block([&](auto block, int64_t column) {
         constexpr int J = decltype(block)::value;
         V mean[J], rstd[J];
         for (int j = 0; j < J; ++j)
           mean[j] = V::loadu(&own.means[column + j * LANES]), rstd[j] = V::loadu(&own.rstds[column + j * LANES]);
-        auto finish = [&](const Column<List>& at, int j) {
-          write_vector(y + at.offset, Kernel::Whole::run(at, LANES, read_vector(x + at.offset), mean[j], rstd[j]));
+        auto finish = [=, from = x, to = y](const Column<List>& at, int j) {
+          const V v = Kernel::Whole::run(at, LANES, read_vector(from + at.offset), mean[j], rstd[j]);
+          if (streams) stream_vector(to + at.offset, v);
+          else write_vector(to + at.offset, v);
         };
-        this->template each_vector<J>(own, base, column, begin, std::min(last, begin + tile), finish);
+        this->template each_vector<J>(own, base, column, begin, std::min(last, begin + strip), finish);
       });
     if (is_last(task)) finish_short_row(own, base);
+    if (streams) _mm_sfence();
   }
 
   void finish_short_row(Scratch& own, int64_t base) const {
@@ -219,7 +248,7 @@ template <class Kernel> struct ChannelsLast {
 #pragma omp for schedule(dynamic, 1)
       for (int64_t sample = 0; sample < s.samples; ++sample) {
         for (int64_t i = 0; i < pieces; ++i) task_moments<true>(own, sample * pieces + i, &found[i * s.channels]);
-        combine(found.data(), statistics.data());
+        combine(sample, found.data(), statistics.data());
         for (int64_t i = pieces - 1; i >= 0; --i) finish_task(own, sample * pieces + i, statistics.data());
       }
     }
@@ -230,7 +259,7 @@ template <class Kernel> struct ChannelsLast {
 #pragma omp for schedule(dynamic, 1)
     for (int64_t task = 0; task < s.samples * pieces; ++task) task_moments<true>(own, task, &found[task * s.channels]);
 #pragma omp single
-    for (int64_t n = 0; n < s.samples; ++n) combine(&found[n * pieces * s.channels], &statistics[n * s.groups]);
+    for (int64_t n = 0; n < s.samples; ++n) combine(n, &found[n * pieces * s.channels], &statistics[n * s.groups]);
   }
 
   // Reads the whole value twice in one parallel region, the second time from its end, which is still in cache.

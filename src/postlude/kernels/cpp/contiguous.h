@@ -21,17 +21,25 @@ inline Sums row_moments(At at, const typename Kernel::Value* x, int64_t begin, i
 
 template <class Kernel, class At>
 inline void finish_row(At at, const typename Kernel::Value* x, typename Kernel::Result* y, int64_t begin, int64_t end,
-                       V mean, V rstd, int64_t ahead) {
+                       V mean, V rstd, int64_t ahead, bool streams) {
+  auto finish_few = [&](int64_t i, int64_t count) {
+    at.offset = i;
+    write_vector(y + i, Kernel::Whole::run(at, count, read_vector(x + i, count), mean, rstd), count);
+  };
   int64_t i = begin;
+  if (streams && past_alignment(y + i)) {
+    i = std::min(end, i + LANES - past_alignment(y + i));
+    finish_few(begin, i - begin);
+  }
   for (; i + LANES <= end; i += LANES) {
     at.offset = i;
     if (ahead) __builtin_prefetch(x + i + ahead, 0, 2);
-    write_vector(y + i, Kernel::Whole::run(at, LANES, read_vector(x + i), mean, rstd));
+    const V v = Kernel::Whole::run(at, LANES, read_vector(x + i), mean, rstd);
+    if (streams) stream_vector(y + i, v);
+    else write_vector(y + i, v);
   }
-  if (i < end) {
-    at.offset = i;
-    write_vector(y + i, Kernel::Whole::run(at, end - i, read_vector(x + i, end - i), mean, rstd), end - i);
-  }
+  if (i < end) finish_few(i, end - i);
+  if (streams) _mm_sfence();
 }
 
 template <class Kernel> struct Contiguous {
@@ -42,8 +50,10 @@ template <class Kernel> struct Contiguous {
   Result* y;
   const void* const* a;
   Sizes s;
+  Saved saved;
 
-  Contiguous(const Value* x, Result* y, const void* const* a, Sizes s) : x(x), y(y), a(a), s(s) {}
+  Contiguous(const Value* x, Result* y, const void* const* a, Sizes s, float* saved = nullptr)
+      : x(x), y(y), a(a), s(s), saved{saved, s.samples * s.groups} {}
 
   Row<List> at(int64_t row) const { return Row<List>(a, row / s.channels, row % s.channels, s.channels); }
   int64_t pieces() const { return (s.positions + PIECE - 1) / PIECE; }
@@ -57,7 +67,7 @@ template <class Kernel> struct Contiguous {
   void finish_piece(int64_t task, Statistic found, int64_t ahead = 0) const {
     const int64_t row = task / pieces(), begin = task % pieces() * PIECE, end = std::min(s.positions, begin + PIECE);
     const int64_t first = row * s.positions;
-    finish_row<Kernel>(at(row), x, y, first + begin, first + end, V(found.mean), V(found.rstd), ahead);
+    finish_row<Kernel>(at(row), x, y, first + begin, first + end, V(found.mean), V(found.rstd), ahead, s.streams);
   }
 
   void normalize() const {
@@ -75,6 +85,7 @@ template <class Kernel> struct Contiguous {
       Sums sums;
       for (int64_t task = unit * tasks; task < (unit + 1) * tasks; ++task) sums.add(piece_moments<true>(task));
       const Statistic found(sums, s.eps);
+      saved.keep(unit, found);
       for (int64_t task = (unit + 1) * tasks - 1; task >= unit * tasks; --task)
         finish_piece(task, found, unit + s.threads < units ? ahead : 0);
     }
@@ -102,6 +113,7 @@ template <class Kernel> struct Contiguous {
         Sums sums;
         for (int64_t task = unit * each; task < (unit + 1) * each; ++task) sums.add(found[task]);
         statistics[unit] = Statistic(sums, s.eps);
+        saved.keep(unit, statistics[unit]);
       }
 #pragma omp for schedule(dynamic, chunk)
       for (int64_t i = 0; i < tasks; ++i) finish_piece(tasks - 1 - i, statistics[(tasks - 1 - i) / each]);

@@ -33,6 +33,18 @@ template <class T> inline void write_vector(T* p, V v, int64_t count = LANES) {
   else narrowed(v, T()).store(p, count);
 }
 
+// Past the caches, to an aligned address: a line that nobody reads soon need not be fetched before it is written,
+// nor take the place of one that somebody does.
+inline void stream_vector(float* p, V v) {
+#if defined(CPU_CAPABILITY_AVX512)
+  _mm512_stream_ps(p, v);
+#else
+  _mm256_stream_ps(p, v);
+#endif
+}
+template <class T> inline void stream_vector(T* p, V v) { write_vector(p, v); }
+inline int64_t past_alignment(const void* p) { return reinterpret_cast<uintptr_t>(p) / sizeof(float) % LANES; }
+
 enum Role { FULL, CHANNEL, ROW, ONE };  // a number for each element, channel, sample and channel, or one for all
 
 template <class T, Role R> struct Operand {

@@ -1,5 +1,7 @@
 // The vocabulary on the CPU: one function per word, on a vector of fp32.
 #pragma once
+#include <algorithm>
+
 #include <ATen/cpu/vec/vec.h>
 
 using V = at::vec::Vectorized<float>;
@@ -7,33 +9,35 @@ constexpr int64_t LANES = V::size();
 
 inline V where(V condition, V yes, V no) { return V::blendv(no, yes, condition); }
 
-// 2 to the power of x; a large x gives a finite number, not infinity. at::vec's version is a call, several times
-// slower.
-inline V exp2(V x) {
-  const V held = at::vec::clamp(x, V(-150.0f), V(127.4f));
-  const V n = held.round(), f = held - n;
-  constexpr float factors[] = {1.33998482e-3f, 9.61837359e-3f, 5.55032901e-2f, 2.40226477e-1f, 6.93147182e-1f, 1.0f};
-  V p(1.53707049e-4f);
-  for (float factor : factors) p = at::vec::fmadd(p, f, V(factor));
+// A power of two as (1 + f · slope) · scale, 0 below 2^-126.5 and infinite from 2^127.5 on; f keeps a NaN of x.
+// at::vec's exp is a call, several times as slow.
+struct Power {
+  V f, slope, scale;
+  Power(V x, float rate) {
+    constexpr float MIDDLE = 12582912.0f + 127.0f;  // beside which a float's last bits are whole numbers
+    constexpr float factors[] = {1.33998482e-3f, 9.61837359e-3f, 5.55032901e-2f, 2.40226477e-1f, 6.93147182e-1f};
+    const float low = -127.0f / rate, high = 128.0f / rate;
+    const V held = at::vec::clamp(x, V(std::min(low, high)), V(std::max(low, high)));
+    const V sum = at::vec::fmadd(held, V(rate), V(MIDDLE));
+    f = at::vec::fmadd(held, V(rate), V(MIDDLE) - sum);
+    slope = V(1.53707049e-4f);
+    for (float factor : factors) slope = at::vec::fmadd(slope, f, V(factor));
 #if defined(CPU_CAPABILITY_AVX512)
-  return _mm512_scalef_ps(p, n);
+    scale = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(sum), 23));
 #else
-  using Whole = at::vec::Vectorized<int32_t>;
-  const Whole power = (at::vec::convert_to_int_of_same_size(n) + Whole(127)) << Whole(23);
-  return where(x < V(-126.0f), V(0.0f), p * at::vec::cast<float>(power));
+    scale = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(sum), 23));
 #endif
-}
-inline V exp(V x) { return exp2(x * V(1.44269504f)); }
-
-// 1 / x within 2 ulp for finite x ≥ 1, and 0 for the largest x. A division takes as long as eight multiplications.
-inline V inverse(V x) {
-#if defined(CPU_CAPABILITY_AVX512)
-  const V close = _mm512_maskz_rcp14_ps(_mm512_cmp_ps_mask(x, V(1e38f), _CMP_NGE_UQ), x);
-#else
-  const V close = _mm256_andnot_ps(x >= V(1e38f), _mm256_rcp_ps(x));
-#endif
-  return close * at::vec::fnmadd(x, close, V(2.0f));
-}
+  }
+  V near_one() const { return at::vec::fmadd(slope, f, V(1.0f)); }
+  V value() const { return near_one() * scale; }
+  V plus_one() const { return at::vec::fmadd(near_one(), scale, V(1.0f)); }
+  V minus_one() const { return at::vec::fmadd(slope * f, scale, scale - V(1.0f)); }  // of what is not infinite
+};
+constexpr float LOG2_E = 1.44269504f;
+inline V exp2(V x) { return Power(x, 1.0f).value(); }
+inline V exp(V x) { return Power(x, LOG2_E).value(); }
+inline V expm1(V x) { return Power(x, LOG2_E).minus_one(); }
+inline V one_plus_exp(V x, float rate) { return Power(x, rate * LOG2_E).plus_one(); }
 
 // NaN as in PyTorch: at::vec's clamps keep a NaN of x, its maximum and minimum a NaN of either operand.
 inline V clamp_min(V x, float bound) { return at::vec::clamp_min(x, V(bound)); }
@@ -43,11 +47,11 @@ inline V clamp(V x, float low, float high) { return clamp_max(clamp_min(x, low),
 inline V hardtanh(V x, float low, float high) { return clamp(x, low, high); }
 inline V leaky_relu(V x, float slope) { return where(x > V(0.0f), x, x * V(slope)); }
 inline V elu(V x, float alpha, float scale, float input_scale) {
-  return where(x < V(0.0f), (x * V(input_scale)).expm1() * V(alpha * scale), x * V(scale));
+  return where(x < V(0.0f), expm1(x * V(input_scale)) * V(alpha * scale), x * V(scale));
 }
-inline V sigmoid(V x) { return inverse(V(1.0f) + exp(x.neg())); }
-inline V silu(V x) { return x * inverse(V(1.0f) + exp(x.neg())); }
-// The upper tail of the normal distribution for x ≥ 0: 2 to the power of a polynomial, within 5e-8.
+inline V sigmoid(V x) { return V(1.0f) / one_plus_exp(x, -1.0f); }
+inline V silu(V x) { return x / one_plus_exp(x, -1.0f); }
+// The normal distribution beyond x ≥ 0: 2 to the power of a polynomial, within 5e-8.
 inline V normal_tail(V x) {
   constexpr float factors[] = {3.06613493e-05f, -1.45488262e-04f, -2.33145130e-04f, 7.18583920e-03f,
                                -5.25782349e-02f, -4.59182039e-01f, -1.15110829f, -1.0f};
@@ -61,13 +65,13 @@ inline V gelu(V x) {
 }
 inline V gelu_tanh(V x) {
   const V inner = V(0.79788456f) * (x + V(0.044715f) * x * x * x);
-  return x * inverse(V(1.0f) + exp(V(-2.0f) * inner));
+  return x / one_plus_exp(inner, -2.0f);
 }
 // tanh(log(1 + e)) = n / (n + 2) with n = e² + 2e; the quotient rounds to 1 long before e² overflows.
 inline V mish(V x) {
   const V e = exp(at::vec::minimum(x, V(20.0f)));
   const V n = e * (e + V(2.0f));
-  return x * (n * inverse(n + V(2.0f)));
+  return x * (n / (n + V(2.0f)));
 }
 inline V hardswish(V x) { return x * clamp(x + V(3.0f), 0.0f, 6.0f) * V(1.0f / 6.0f); }
 inline V hardsigmoid(V x) { return clamp(x + V(3.0f), 0.0f, 6.0f) * V(1.0f / 6.0f); }
@@ -76,7 +80,10 @@ inline V softplus(V x, float beta, float threshold) {
   const V smooth = at::vec::maximum(scaled, V(0.0f)) + exp(scaled.abs().neg()).log1p();
   return where(scaled > V(threshold), x, smooth / V(beta));
 }
-inline V tanh(V x) { return x.tanh(); }
+inline V tanh(V x) {
+  const V e = Power(at::vec::clamp_max(x, V(10.0f)), 2 * LOG2_E).minus_one();
+  return e / (e + V(2.0f));
+}
 inline V abs(V x) { return x.abs(); }
 inline V sqrt(V x) { return x.sqrt(); }
 inline V reciprocal(V x) { return V(1.0f) / x; }

@@ -64,6 +64,7 @@ inline Sums span_moments(F value, int64_t begin, int64_t end, double centre, boo
 struct Sizes {
   int64_t samples, channels, positions, groups;
   double eps;
+  bool streams;  // the result goes past the caches
   int threads;
 
   int64_t per_group() const { return channels / groups; }
@@ -80,7 +81,16 @@ struct Statistic {
   Statistic(const Sums& sums, double eps) : mean(sums.mean), rstd(1 / std::sqrt(sums.m2 / sums.count + eps)) {}
 };
 
-// How many iterations of `bytes` each a thread takes at a time: enough to outweigh the cost of scheduling.
+// Where means and reciprocal deviations are kept for a backward pass, [2, N · G]; nowhere where that is null.
+struct Saved {
+  float* to;
+  int64_t count;
+  void keep(int64_t unit, const Statistic& found) const {
+    if (to) to[unit] = found.mean, to[count + unit] = found.rstd;
+  }
+};
+
+// How many iterations of `bytes` each a thread takes at a time: enough to be worth asking for.
 inline int grain(int64_t count, int64_t bytes, int threads) {
   return std::max<int64_t>(1, std::min(count / (4 * threads), (64 << 10) / std::max<int64_t>(1, bytes)));
 }

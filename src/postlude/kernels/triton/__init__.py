@@ -54,6 +54,7 @@ matrix product (GEMM) of a kernel.
     IS_FLIPPED, IS_TRANSPOSED, IS_AB_SWAPPED  taps in reverse order; a tile is stored transposed; A and B are swapped
     HAS_NORM, HAS_GAMMA, HAS_BETA, HAS_BIAS, HAS_M2, HAS_PADDING, HAS_RUNNING_STATS  whether there is one
     HAS_BORDER, IS_PADDING_COUNTED, HAS_TAPS  windows reach past the value; count_include_pad; keep the argmax
+    HAS_REDUCED                            a reduction's result is kept, before the steps after it
     IS_LINEAR, HAS_CENTRES                 upsampling: linear, else nearest; not align_corners
     USES_INT64, dtype                      offsets in a sample need 64 bits; dtype of a result
     alpha, beta, bound, eps, exponent, high, input_scale, low, momentum, scale, slope, threshold  settings of a step

@@ -20,6 +20,13 @@ def row_largest(b_x):
 
 
 @triton.jit
+def row_place(b_x, largest, o_c):
+    """The first channel that holds its row's largest; a NaN is larger than all others. o_c is [1, BLOCK_C]."""
+    is_largest = (b_x == largest[:, None]) | (b_x != b_x)
+    return tl.min(tl.where(is_largest, o_c, 1 << 30), axis=1)
+
+
+@triton.jit
 def row_logsumexp(b_x):
     """log(Σ exp(x)) of each row without overflow. Infinities and NaN give what PyTorch gives."""
     shift = tl.max(b_x, axis=1)
@@ -41,6 +48,15 @@ def channel_log_softmax(b_x, m_c):
 
 
 @triton.jit
+def channel_normalize(b_x, m_c, eps):
+    """x / max(‖x‖, eps) of each row [BLOCK_C]; a length that is NaN stays."""
+    b_x = tl.where(m_c[None, :], b_x, 0.0)
+    length = tl.sqrt(tl.sum(b_x * b_x, axis=1))
+    length = tl.where(length < eps, eps, length)
+    return b_x / length[:, None]
+
+
+@triton.jit
 def row_shift(b_x, m_c):
     return tl.max(tl.where(m_c[None, :], b_x, float("-inf")), axis=1)[:, None]
 
@@ -49,6 +65,8 @@ def row_shift(b_x, m_c):
 def channels_kernel(
     p_x,  # [N, C, S], or [N, S, C] where IS_CHANNELS_LAST
     p_y,  # [N, S], or where OP is "none" as p_x, which it may be, or [N, C, S] where IS_OUT_CONTIGUOUS, out
+    p_reduced,  # [N, S], out where HAS_REDUCED: what the reduction gives, before the steps after it
+    p_taps,  # [N, S], out where HAS_TAPS: the channel of the largest or smallest, of equal ones the first
     p_mean, p_rstd,  # [N·G]
     a0, a1, a2, a3, a4, a5,
     C, S, CHUNKS,
@@ -56,6 +74,7 @@ def channels_kernel(
     NORM_STEPS_FN: tl.constexpr,
     AFTER_FN: tl.constexpr,  # the steps after the reduction
     OP: tl.constexpr,  # "logsumexp", "amax", "amin", "sum", "mean", or "none"
+    HAS_REDUCED: tl.constexpr, HAS_TAPS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     BLOCK_S: tl.constexpr,  # positions of a tile
     BLOCK_C: tl.constexpr,  # at least C
@@ -79,17 +98,22 @@ def channels_kernel(
         if OP == "amin":
             b_x = -b_x
         b_x = tl.where(m_c[None, :], b_x, 0.0 if OP == "sum" or OP == "mean" else float("-inf"))
+        m_s = o_s < S
+        base = i_n.to(tl.int64) * S
         if OP == "logsumexp":
             b_y = row_logsumexp(b_x)
-        elif OP == "amax":
+        elif OP == "amax" or OP == "amin":
             b_y = row_largest(b_x)
-        elif OP == "amin":
-            b_y = -row_largest(b_x)
+            if HAS_TAPS:
+                b_tap = row_place(b_x, b_y, o_c[None, :])
+                tl.store(p_taps + base + o_s, b_tap.to(p_taps.dtype.element_ty), mask=m_s)
+            if OP == "amin":
+                b_y = -b_y
         elif OP == "mean":
             b_y = tl.sum(b_x, axis=1) / tl.cast(C, ACC)
         else:
             b_y = tl.sum(b_x, axis=1)
-        m_s = o_s < S
-        base = i_n.to(tl.int64) * S
+        if HAS_REDUCED:
+            tl.store(p_reduced + base + o_s, b_y.to(p_reduced.dtype.element_ty), mask=m_s)
         b_y = AFTER_FN(b_y, o_c, base, o_s, m_c, m_s, a0, a1, a2, a3, a4, a5)
         tl.store(p_y + base + o_s, b_y.to(p_y.dtype.element_ty), mask=m_s)

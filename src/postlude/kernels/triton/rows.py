@@ -60,7 +60,17 @@ def row_softmax(x, m_x):
 
 @triton.jit
 def row_log_softmax(x, m_x):
-    return x - row_log_sum_exp(x, m_x)
+    """The same rows are NaN."""
+    x = x - tl.max(tl.where(m_x, x, float("-inf")), axis=1)[:, None]
+    return x - tl.log(tl.sum(tl.where(m_x, exp(x), 0.0), axis=1))[:, None]
+
+
+@triton.jit
+def row_normalize(x, m_x, eps):
+    """x / max(‖x‖, eps) of each row; a length that is NaN stays."""
+    x = tl.where(m_x, x, 0.0)
+    length = tl.sqrt(tl.sum(x * x, axis=1))[:, None]
+    return x / tl.where(length < eps, eps, length)
 
 
 @triton.jit
@@ -118,36 +128,54 @@ def with_sums(totals, blocks, m_x, START: tl.constexpr, NUM_SUMS: tl.constexpr, 
 
 @triton.jit
 def rows_gradient_kernel(
-    p_x, p_g,  # [N·C, ROWS_PER_CHANNEL, L]
-    p_dx,  # [N·C, ROWS_PER_CHANNEL, L], out
+    p_x, p_g,  # [N·C, ROWS_PER_CHANNEL, L], or [N, GROUPS, L] where HAS_GROUPS; p_g is [N] where IS_REDUCED
+    p_dx,  # as p_x, out
     p_sums,  # [NUM_SUMS, N·C, CHUNKS], out
-    p_columns,  # [NUM_COLUMN_SUMS, N·C·CHUNKS, L], out
-    p_full0,  # [N·C, ROWS_PER_CHANNEL, L], out where NUM_FULL
-    p_full1,  # [N·C, ROWS_PER_CHANNEL, L], out where NUM_FULL is 2
+    p_columns,  # [NUM_COLUMN_SUMS, N·C·CHUNKS, L], or [NUM_COLUMN_SUMS, CHUNKS, GROUPS, L] where HAS_GROUPS, out
+    p_full0,  # as p_x, out where NUM_FULL
+    p_full1,  # as p_x, out where NUM_FULL is 2
     a0, a1, a2, a3, a4, a5,
-    C, ROWS_PER_CHANNEL, L, CHUNKS,
+    C,
+    ROWS_PER_CHANNEL,  # N where HAS_GROUPS
+    L, CHUNKS,
     TILES_PER_PROGRAM,  # of a chunk
     SUM_STRIDE,  # from one of the sums to the next: N·C·CHUNKS
     ROW_GRADIENT_FN: tl.constexpr,  # see reverse.py
     NUM_SUMS: tl.constexpr,  # blocks after the first that are summed
     NUM_FULL: tl.constexpr,  # blocks after those that are stored
-    NUM_COLUMN_SUMS: tl.constexpr,  # 2: the blocks after those are summed over rows
+    NUM_COLUMN_SUMS: tl.constexpr,  # the blocks after those are summed over rows
+    HAS_GROUPS: tl.constexpr,  # C // L rows are one sample, whose channels they share out: the programs of one have
+    # the same part of all samples
+    IS_REDUCED: tl.constexpr,  # the steps left one number of each row
     BLOCK_ROWS: tl.constexpr, BLOCK_L: tl.constexpr, ALIGN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     L = L // ALIGN * ALIGN
-    i_chunk = tl.program_id(0) % CHUNKS
-    i_row = tl.program_id(0) // CHUNKS
-    base = i_row.to(tl.int64) * ROWS_PER_CHANNEL * L
-    o_c = i_row % C
     o_l = tl.arange(0, BLOCK_L)[None, :]
+    if HAS_GROUPS:
+        i_chunk = tl.program_id(0) // (C // L)
+        first = tl.program_id(0) % (C // L) * L
+        o_c = first + o_l
+        pitch = C
+    else:
+        i_chunk = tl.program_id(0) % CHUNKS
+        i_row = tl.program_id(0) // CHUNKS
+        first = i_row.to(tl.int64) * ROWS_PER_CHANNEL * L
+        o_c = i_row % C
+        pitch = L
     totals = (tl.zeros([], ACC),) * NUM_SUMS
     columns = (tl.zeros([BLOCK_L], ACC),) * NUM_COLUMN_SUMS
     for i_tile in range(TILES_PER_PROGRAM):
-        o_r = (i_chunk * TILES_PER_PROGRAM + i_tile) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        o_x = o_r[:, None] * L + o_l  # [BLOCK_ROWS, BLOCK_L]
-        m_x = (o_r < ROWS_PER_CHANNEL)[:, None] & (o_l < L)
+        start = (i_chunk * TILES_PER_PROGRAM + i_tile) * BLOCK_ROWS
+        base = first + start.to(tl.int64) * pitch
+        o_r = tl.arange(0, BLOCK_ROWS)
+        o_x = o_r[:, None] * pitch + o_l  # [BLOCK_ROWS, BLOCK_L]
+        m_r = (start + o_r < ROWS_PER_CHANNEL)[:, None]
+        m_x = m_r & (o_l < L)
         b_x = tl.load(p_x + base + o_x, mask=m_x, other=0.0).to(ACC)
-        b_g = tl.load(p_g + base + o_x, mask=m_x, other=0.0).to(ACC)
+        if IS_REDUCED:
+            b_g = tl.load(p_g + start + o_r[:, None], mask=m_r, other=0.0).to(ACC)  # [BLOCK_ROWS, 1]
+        else:
+            b_g = tl.load(p_g + base + o_x, mask=m_x, other=0.0).to(ACC)
         blocks = ROW_GRADIENT_FN(b_x, b_g, o_l, L, o_c, base, o_x, o_c < C, m_x, a0, a1, a2, a3, a4, a5)
         tl.store(p_dx + base + o_x, blocks[0].to(p_dx.dtype.element_ty), mask=m_x)
         totals = with_sums(totals, blocks, m_x, 1, NUM_SUMS, False)

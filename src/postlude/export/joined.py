@@ -1,0 +1,86 @@
+"""Kernels in fewer statements: a short expression that is read once stands where it is read."""
+
+from __future__ import annotations
+
+import ast
+
+from postlude.export.analysis import Liveness, is_pure, name_of, reads, stored_names
+from postlude.export.rules import Replaced, single_values
+from postlude.export.source import remark_of, written
+
+SHORT = 40  # characters of an expression that may be part of another
+_LONG = 100  # of the statement that it becomes a part of
+_SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)
+
+
+def join(function: ast.FunctionDef) -> None:
+    """What has a remark, such as a shape, keeps its line, and so does what is read inside of a loop or a branch: there
+    it would be computed again. Reads of memory stay in their order."""
+    _put_in_numbers(function)
+    _join_block(function, function.body, 4)
+
+
+def _put_in_numbers(function: ast.FunctionDef) -> None:
+    """Names in lower case for one number: the capitals that they were made from are numbers as well."""
+    numbers = {
+        name: value
+        for name, value in single_values(function).items()
+        if isinstance(value, ast.Constant) and type(value.value) is int and name.islower()
+    }
+    owners = (n.value for n in ast.walk(function) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name))
+    numbers = {name: value for name, value in numbers.items() if name not in {owner.id for owner in owners}}
+    for statement in function.body:
+        Replaced(numbers).visit(statement)
+    for block in _blocks(function):
+        block[:] = [node for node in block if _joined_name(node) not in numbers]
+
+
+def _blocks(node: ast.AST) -> list[list[ast.stmt]]:
+    parts = [part for part in ast.walk(node) if isinstance(part, ast.FunctionDef | ast.If | ast.For)]
+    found = [block for part in parts for block in (part.body, getattr(part, "orelse", []))]
+    return [block for block in found if block]
+
+
+def _join_block(function: ast.FunctionDef, block: list[ast.stmt], indent: int) -> None:
+    for node in block:
+        for inner in (getattr(node, "body", []), getattr(node, "orelse", [])):
+            _join_block(function, inner, indent + 4)
+    live = Liveness(function)
+    for place in reversed(range(len(block))):
+        if _is_joined(live, block, place, indent):
+            del block[place]
+
+
+def _joined_name(node: ast.stmt) -> str:
+    is_plain = isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)
+    return node.targets[0].id if is_plain else ""  # type: ignore[attr-defined]
+
+
+def _is_joined(live: Liveness, block: list[ast.stmt], place: int, indent: int) -> bool:
+    """Whether a statement's value now stands where it was read."""
+    node, name = block[place], _joined_name(block[place])
+    if not isinstance(node, ast.Assign) or not name or remark_of(node) or not _may_move(node.value):
+        return False
+    after = next((at for at in range(place + 1, len(block)) if name in reads(block[at])), None)
+    if after is None or not isinstance(reader := block[after], _SIMPLE):
+        return False
+    between = set[str]().union(*(stored_names(other) for other in block[place + 1 : after]))
+    is_overwritten = name in stored_names(reader) and not isinstance(reader, ast.AugAssign)
+    loads = [part.id for part in ast.walk(reader) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load)]
+    is_read_later = name in live.after[reader] and not is_overwritten
+    if loads.count(name) != 1 or is_read_later or between & {name, *reads(node.value)}:
+        return False
+    length = len(written(reader)) - len(name) + len(written(node.value)) + len(remark_of(reader))
+    if indent + length > _LONG:
+        return False
+    Replaced({name: node.value}).visit(reader)
+    for other in block[place + 1 : after]:
+        live.after[other] = live.after[other] | reads(node.value)
+    return True
+
+
+def _may_move(value: ast.expr) -> bool:
+    calls = [name_of(node.func) for node in ast.walk(value) if isinstance(node, ast.Call)]
+    is_number = isinstance(value, ast.Constant)  # 0.to is no Python
+    stays = any(call.endswith(("load", "dot")) for call in calls)  # three products in one line would be hard to read
+    return not is_number and not stays and is_pure(value) and len(written(value)) <= SHORT

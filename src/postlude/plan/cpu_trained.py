@@ -1,0 +1,51 @@
+"""Chains in training on a CPU: what has a backward pass in C++, and what stays PyTorch's."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from postlude.chain import Chain
+from postlude.hardware import Machine
+from postlude.plan.cpu import MIB, lower_for_cpu
+from postlude.plan.cpu_passes import why_not_compiled
+from postlude.plan.problem import Problem, body_bytes
+from postlude.plan.program import fused_norm, last_fused_step, moments_only
+from postlude.plan.trained import trained_part
+from postlude.plan.types import Plan, Refusal
+from postlude.reverse import unsupported_gradient
+
+SMALLEST_TRAINED = MIB  # below, PyTorch's own operators take well under a millisecond
+
+
+def lower_for_cpu_training(chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool) -> Plan | Refusal:
+    """The fused passes up to the last step that they cover; what follows is PyTorch's, with its gradients."""
+    planned = trained_part(chain, problem)
+    reason = _reason_against(planned, problem, machine)
+    if reason is None and body_bytes(planned, problem) < SMALLEST_TRAINED and not even_if_slower:
+        reason = f"a value below {SMALLEST_TRAINED // MIB} MiB is too small to gain"
+    if reason is not None:
+        return Refusal(
+            (f"gradients are needed, and the fused passes for cpu devices have no backward pass here: {reason}",)
+        )
+    found = lower_for_cpu(planned, problem, machine, even_if_slower=True)
+    if isinstance(found, Refusal):
+        return found
+    reasons = (*found.reasons, "so is the backward pass up to the convolution's gradients, which are PyTorch's")
+    if planned is not chain:
+        reasons += (f"{' → '.join(chain.words()[len(planned.steps) :])}: PyTorch's, with its gradients",)
+    return dataclasses.replace(found, trains=True, reasons=reasons)
+
+
+def _reason_against(chain: Chain, problem: Problem, machine: Machine) -> str | None:
+    if chain.is_linear:
+        return "a linear layer's product takes nearly all of the time"
+    if (reason := why_not_compiled(chain, problem, machine)) is not None:
+        return reason
+    if moments_only(chain) is not None:
+        return "a chain that ends in a reduction of moments has no backward pass there"
+    if fused_norm(chain) is None:
+        return "there is no norm"
+    last = last_fused_step(chain)
+    if last < len(chain.steps):
+        return "a step after the last fused one reads a value from inside of the fused passes"
+    return unsupported_gradient(chain, last)

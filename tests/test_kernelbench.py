@@ -1,0 +1,192 @@
+"""benchmarks/kernelbench.py: problems prepared side by side and timed in turn; whatever fails is one row."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from postlude.check import records
+from test_records import loaded
+
+ROOT = Path(__file__).parents[1]
+
+WORKER = """
+import json, sys, time
+log = open(sys.argv[1], "a", buffering=1)
+for line in sys.stdin:
+    task = json.loads(line)
+    name = task["file"]
+    if name == "dies":
+        print("a last word", file=sys.stderr)
+        sys.exit(3)
+    for _ in range(1000 if name == "hangs" else 30):
+        print(json.dumps(["working", name, time.monotonic()]), file=log)
+        time.sleep(0.01)
+    if name == "raises":
+        print(json.dumps({"error": "ValueError: no"}), flush=True)
+        continue
+    if name.startswith("large") and task["rounds"] == 7:
+        print(json.dumps({"error": "CUDA out of memory"}), flush=True)
+        continue
+    print(json.dumps({"ready": True}), flush=True)
+    sys.stdin.readline()
+    start = time.monotonic()
+    time.sleep(0.15)
+    print(json.dumps(["timed", name, start, time.monotonic()]), file=log)
+    row = dict(chain=name, shape="", dtype="", layout="", precision="", mode="forward", variant="postlude", ms_p50=1.0)
+    print(json.dumps({"rows": [row]}), flush=True)
+"""
+
+PROBLEM = """
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self, cin, cout):
+        super().__init__()
+        self.conv = nn.Conv2d(cin, cout, 3)
+        self.norm = nn.GroupNorm(4, cout)
+
+    def forward(self, x):
+        {first}
+        return self.norm(torch.relu(self.conv(x)))
+
+
+batch_size = 8
+height, width = 12, 14
+
+
+def get_inputs():
+    return [torch.rand(batch_size, 8, height, width)]
+
+
+def get_init_inputs():
+    return [8, 16]
+"""
+
+
+@pytest.fixture(scope="module")
+def problem() -> ModuleType:
+    loaded("rows")
+    return loaded("kernelbench_problem")
+
+
+@pytest.fixture
+def pool(problem: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    module = loaded("kernelbench_pool")
+    (tmp_path / "worker.py").write_text(WORKER)
+    monkeypatch.setattr(module, "COMMAND", [sys.executable, str(tmp_path / "worker.py"), str(tmp_path / "log")])
+    return module
+
+
+def answers(pool: ModuleType, problem: ModuleType, names: list[str], memory: int = 10, jobs: int = 3) -> dict[str, str]:
+    """By name, why there is no row; nothing where there is one."""
+    found: dict[str, str] = {}
+    tasks = [(problem.Task(name), problem.Outline("", "", {}, 6 if name.startswith("large") else 2)) for name in names]
+    pool.Pool(jobs, memory, 3.0, lambda answer: found.update({answer.task.file: answer.reason})).run(tasks)
+    return found
+
+
+def disturbed(path: Path) -> int:
+    """How often another problem did something while one was timed."""
+    said = [json.loads(line) for line in path.read_text().splitlines()]
+    timed = [(name, start, end) for word, name, start, *rest in said if word == "timed" for end in rest]
+    at_work = [(name, at) for word, name, at, *_ in said if word == "working"]
+    both = sum(first < start < last for one, start, _ in timed for other, first, last in timed if one != other)
+    return both + sum(start < at < end for name, start, end in timed for other, at in at_work if other != name)
+
+
+def test_one_is_timed_while_the_others_are_stopped(
+    pool: ModuleType, problem: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"problem {number}" for number in range(6)]
+    assert answers(pool, problem, names) == dict.fromkeys(names, "")
+    assert disturbed(tmp_path / "log") == 0
+    monkeypatch.setattr(pool.Worker, "stop", lambda self: None)  # the mutant
+    (tmp_path / "log").unlink()
+    answers(pool, problem, names)
+    assert disturbed(tmp_path / "log") > 0
+
+
+def test_what_fails_stops_nobody(pool: ModuleType, problem: ModuleType) -> None:
+    found = answers(pool, problem, ["dies", "first", "hangs", "raises", "second"])
+    assert found.pop("first") == found.pop("second") == ""
+    assert found["raises"] == "ValueError: no"
+    assert found["dies"] == "its process ended; it said last: a last word"
+    assert found["hangs"] == "it took longer than 3 s and was ended"
+
+
+def test_memory_bounds_what_is_prepared_together(pool: ModuleType, problem: ModuleType, tmp_path: Path) -> None:
+    """Two that need six of ten are never there together; what lacked memory is tried once more alone, and told."""
+    found = answers(pool, problem, ["large 1", "large 2", "small"])
+    assert found == {"large 1": "CUDA out of memory", "large 2": "CUDA out of memory", "small": ""}
+    said = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    spans = {}
+    for word, name, start, *_ in said:
+        if word == "working":
+            spans.setdefault(name, []).append(start)
+    first, second = (sorted(spans[name])[:30] for name in ("large 1", "large 2"))
+    assert first[-1] < second[0] or second[-1] < first[0]
+    assert len(spans["large 1"]) == 60  # twice
+
+
+def test_problems_on_this_machine(problem: ModuleType, tmp_path: Path) -> None:
+    folder = tmp_path / "problems"
+    folder.mkdir()
+    for name, first in (("1_Conv2d_ReLU", "pass"), ("2_Conv2d_raises", "raise ValueError('no such thing')")):
+        (folder / f"{name}.py").write_text(PROBLEM.format(first=first))
+    path = tmp_path / "rows.csv"
+    script, options = ROOT / "benchmarks" / "kernelbench.py", "--device cpu --precision fp32 --jobs 2 --rounds 2"
+    command = [sys.executable, str(script), str(folder), *options.split(), "--csv", str(path)]
+    command += ["--modes", "forward", "train", "--variants", "eager", "postlude"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "2_Conv2d_raises" in done.stdout
+    assert "failed: ValueError: no such thing" in done.stdout
+    rows = records.read(path)
+    assert {(row.chain[0], row.mode, row.variant) for row in rows} == {
+        *(("1", mode, variant) for mode in ("forward", "training step") for variant in ("eager", "postlude")),
+        *(("2", mode, "postlude") for mode in ("forward", "training step")),
+    }
+    assert all(row.ms_p50 for row in rows if row.chain[0] == "1")
+    assert {row.verdict for row in rows if row.chain[0] == "2"} == {"failed"}
+    again = subprocess.run([*command, "--missing"], capture_output=True, text=True, check=False)
+    assert "1_Conv2d_ReLU" not in again.stdout  # it is there, the other one is tried anew
+    assert "2_Conv2d_raises" in again.stdout
+
+
+def test_a_row_counts_as_long_as_its_code_is_the_same(problem: ModuleType, tmp_path: Path) -> None:
+    loaded("kernelbench_pool")
+    bench = loaded("kernelbench")
+    (tmp_path / "1_Conv2d.py").write_text(PROBLEM.format(first="pass"))
+    task = problem.Task(str(tmp_path / "1_Conv2d.py"), ("forward", "train"), ("eager", "postlude"), device="cpu")
+    outline = problem.outline_of(task)
+    assert outline.shape == "8×8×12×14"
+    row = records.Record(**{**problem.row_of(task, "forward", "eager", outline), "ms_p50": 1.0})
+    known = [row, replace(row, variant="postlude")]
+    assert bench.is_recorded(task, "forward", known, outline.shape)
+    assert not bench.is_recorded(task, "train", known, outline.shape)
+    assert not bench.is_recorded(task, "forward", known[:1], outline.shape)
+    assert not bench.is_recorded(task, "forward", [row, replace(known[1], kernel_hash="other")], outline.shape)
+    assert not bench.is_recorded(replace(task, shapes="other"), "forward", known, outline.shape)
+    assert [asdict(one)["modes"] for one, _ in bench.outlined([task], known, lambda _: None)] == [("train",)]
+
+
+def test_the_floor_is_of_compulsory_bytes_and_operations(problem: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "1_Conv2d.py").write_text(PROBLEM.format(first="pass"))
+    task = problem.Task(str(tmp_path / "1_Conv2d.py"), ("forward", "train"))
+    work = problem.outline_of(task).work
+    weights, inputs, result = 16 * 8 * 9 + 3 * 16, 8 * 8 * 12 * 14, 8 * 16 * 10 * 12
+    assert work["forward"].bytes == 4 * (weights + inputs + result)
+    assert work["forward"].operations == 2 * 8 * 10 * 12 * 16 * 8 * 9
+    assert work["train"].bytes == 4 * (3 * (weights + inputs) + 2 * result)
+    assert work["train"].operations == 3 * work["forward"].operations
+    other = problem.outline_of(replace(task, shapes="other"))
+    assert other.shape == "5×8×11×13"

@@ -103,8 +103,8 @@ def gradient_passes(
 def _read(
     plan: Plan, last: int, value: Tensor, behind: Sequence[Tensor], tensors: Sequence[Tensor]
 ) -> tuple[Pointer, list[Pointer]]:
-    """The gradient that the kernels load, and the steps' tensors. Behind a pool or a reduction the steps load it, with
-    what was kept for it."""
+    """The gradient that the kernels load, and the steps' tensors. After a pool or a reduction the steps load the
+    gradient themselves, with what was saved for it."""
     chain = plan.chain
     read = operands(chain, last, plan.value, tensors, value)
     if plan.pool is None and plan.channels_end is None:
@@ -114,7 +114,7 @@ def _read(
 
 
 def _cuts(plan: Plan) -> tuple[Cut, Cut]:
-    """Of the sums, and of the last pass."""
+    """The cuts of the sums pass and of the last pass."""
     tile = _tile(plan)
     if plan.over_channels is not None:
         return gradient_cuts(plan.value, tile)

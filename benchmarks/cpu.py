@@ -1,13 +1,13 @@
 """Times chains on the CPU, eager, torch.compile and fused in turns, under the system's malloc and a tuned one, and
-under the tuned one beside as many busy processes as there are cores.
+under the tuned one next to as many busy processes as there are cores.
 
     python benchmarks/cpu.py                     print the table
     python benchmarks/cpu.py --record            also merge the rows into benchmarks/results/cpu.csv
     python benchmarks/cpu.py --only 23 --rounds 9
-    python benchmarks/cpu.py --busy 2            beside two busy processes alone
+    python benchmarks/cpu.py --busy 2            only next to two busy processes
 
-Every row carries its error against float64 beside PyTorch's own. Half of eager's time on large outputs is page faults,
-which a tuned malloc avoids: a ratio without saying which malloc means little.
+Every row has its error against float64 and PyTorch's own. Half of eager's time on large outputs is page faults, which a
+tuned malloc avoids, so a ratio means little without naming the malloc.
 """
 
 from __future__ import annotations

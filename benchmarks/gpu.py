@@ -198,9 +198,9 @@ def step_of(call: Callable[..., Tensor], dy: Tensor) -> Callable[..., Any]:
 
 
 def gradient_error(call: Callable[..., Tensor], bench: Bench) -> float:
-    """Of two samples: the worst tensor's error against float64, by the spread of its truth.
+    """The worst tensor's error against float64 on two samples, relative to the spread of its truth.
 
-    A bias that the norm cancels has no gradient but rounding: it is left out.
+    A bias that the norm cancels is left out: its gradient is only rounding.
     """
     shape = (2, *bench.shape[1:])
     tensors = tensors_for(bench.chain, shape, bench.dtype, "cuda", 1, "normal", bench.layout)
@@ -221,7 +221,7 @@ def gradient_error(call: Callable[..., Tensor], bench: Bench) -> float:
 
 
 def saved_mib(call: Callable[..., Tensor], tensors: Sequence[Tensor]) -> float:
-    """What a forward pass keeps for the backward one, beside the tensors that it was given."""
+    """What a forward pass saves for the backward pass, besides the tensors that it was given."""
     given = {t.untyped_storage().data_ptr() for t in tensors}
     kept: dict[int, int] = {}
 

@@ -43,7 +43,7 @@ SHAPES = {
     "128×32768→32768": (128, 32768, 32768),
     "128×16384→16384": (128, 16384, 16384),
 }
-# Rows, features and depth of a tile, stages, warps; whether the weight is cut inside of the product.
+# Rows, features and depth of a tile, stages, warps; whether the GEMM splits the weight itself.
 WAYS = [
     *((rows, features, depth, stages, warps, False) for rows, features, depth, stages, warps in (
         (128, 128, 64, 3, 8), (128, 128, 64, 2, 8), (128, 128, 32, 4, 8), (128, 64, 64, 3, 4), (64, 128, 64, 3, 4),
@@ -72,7 +72,7 @@ def chains(inner: int, outer: int) -> dict[str, Chain]:
 
 
 def tensors_of(chain: Chain, rows: int) -> list[Tensor]:
-    """As KernelBench draws them: rows of [0, 1), parameters as PyTorch initialises them, vectors from N(0, 1)."""
+    """Tensors like KernelBench's: rows in [0, 1), parameters as PyTorch initializes them, vectors from N(0, 1)."""
     layer = chain.convolution
     torch.manual_seed(0)
     bound = layer.in_channels**-0.5

@@ -170,7 +170,7 @@ class Contestant:
         return [output.detach() for output in outputs]
 
     def error(self, truth: Sequence[Tensor], gradients: Sequence[Tensor]) -> tuple[float, float]:
-        """Of the outputs, and of the worst parameter's gradient, by the size of the truth."""
+        """The error of the outputs, and of the worst parameter's gradient, relative to the size of the truth."""
         outputs = self.step()
         worst = max((relative(o, t) for o, t in zip(outputs, truth)), default=0.0)
         found = [p.grad for p in self.model.parameters() if p.grad is not None]

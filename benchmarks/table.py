@@ -110,7 +110,7 @@ def render() -> str:
 
 
 def _busy(rows: list[Record]) -> list[str]:
-    """The chain that gains least beside busy processes."""
+    """The chain that gains least next to busy processes."""
     ours = [row for row in rows if row.mode == BUSY and row.variant == "postlude" and row.speedup is not None]
     if not ours:
         return []

@@ -22,7 +22,7 @@ PARAMETERS = ("weight", "bias", "channel", "last", "running")  # roles of what a
 
 @contextlib.contextmanager
 def autocast(device: str, dtype: torch.dtype) -> Iterator[None]:
-    """As torch.autocast, which switches itself off where the device is missing."""
+    """Like torch.autocast, which turns itself off if the device is missing."""
     before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     torch.set_autocast_enabled(device, True)
     torch.set_autocast_dtype(device, dtype)

@@ -37,7 +37,7 @@ def _patch_the_language_once(interpreter: Any) -> None:
         return interpreter._LangPatchScope() if is_patched else honest(fn)
 
     def patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-        """As Triton's, without a second dictionary for each call and without the wrapper that asks for `_semantic`."""
+        """Like Triton's, without a second dictionary per call and without the wrapper that passes `_semantic`."""
         semantic, function = interpreter.TritonSemantic(builder), getattr(member, "__wrapped__", member)
 
         def called(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Cards as values: which one a driver's answer means, and where the figures of those come from that nobody measured."""
+"""Cards as values: which card a driver's answer means, and where the figures of unmeasured cards come from."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_properties_tell_the_published_peaks() -> None:
 
 @pytest.mark.parametrize("card", KNOWN, ids=lambda card: card.name)
 def test_crossovers_are_the_h200s_in_seconds(card: Card) -> None:
-    """A launch costs the host as much beside a slower card, which does less meanwhile."""
+    """A launch costs the host the same with a slower card, which does less in that time."""
     for mode in MODES:
         seconds = [one.crossovers.packing[mode] / one.rates.library[mode] for one in (card, H200)]
         assert seconds[0] == pytest.approx(seconds[1])

@@ -37,7 +37,7 @@ def blocks(text: str, *languages: str) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """As GitHub and the site make them of headings."""
+    """The anchors that GitHub and the site make from headings."""
     headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text_of(page), flags=re.DOTALL | re.MULTILINE), re.M)
     made = set()
     for heading in headings:
@@ -82,7 +82,7 @@ def test_python_parses_and_commands_exist(page: Path) -> None:
 
 
 def faults(line: str) -> Iterator[str]:
-    """What a line of a shell asks for that there is not."""
+    """What a shell line names that does not exist."""
     command = re.split(r"\s#|\s{3,}", line.strip())[0]
     if match := re.match(r"postlude (\w+)", command):
         known = typer.main.get_command(app)

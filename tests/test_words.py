@@ -31,7 +31,7 @@ ROUGH = {"hardsigmoid": 1e-7, "hardswish": 1e-7}  # PyTorch multiplies by a sixt
 
 
 def tensors_of(case: Case, dtype: torch.dtype, points: list[float] = POINTS) -> list[Tensor]:
-    """The points, every one beside operands that tie with some of them."""
+    """The points, together with operands that tie with some of them."""
     _, *others = tensors_for(case.chain, case.shape, dtype)
     for slot, other in enumerate(others, 1):
         if case.chain.roles[slot] == "full":
@@ -80,7 +80,7 @@ def test_gradients_at_ties_infinities_and_nan_are_pytorchs(case: Case) -> None:
 @pytest.mark.interpret
 @pytest.mark.filterwarnings("ignore")
 def test_numerical_differentiation_agrees(case: Case) -> None:
-    """Of our own forward by our own backward; every element's derivative at once, for each depends on one."""
+    """Our forward pass differentiated numerically against our backward pass, for all elements at once."""
     from tracing import run_plan
 
     step, points = 1e-6, [0.37 * number - 6.6 for number in range(36)]  # none within a step of a tie

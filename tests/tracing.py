@@ -53,7 +53,7 @@ def traced_calls(stage: Callable[..., Any], *tensors: Tensor) -> list[Call]:
 
 
 def program_of(plan: Plan, tensors: Sequence[Tensor], needs: Sequence[bool] | None = None) -> Program:
-    """Of the plan's own chain; with `needs` for training."""
+    """The program of the plan's own chain; with `needs`, for training."""
     given = given_by(tensors)
     return inference_program(plan, plan.chain, given) if needs is None else training_program(plan, given, tuple(needs))
 

@@ -224,29 +224,29 @@ TEXT = """# What is fused where
 
 Written by `tools/support_table.py` from `lower` itself; `tests/test_support.py` says when it is out of date.
 
-*yes*: a fused plan exists in {dtypes}, contiguous and channels-last; *ours in*: with a
-convolution of our own in these dtypes; *C++ in*: with passes in C++ where there is a compiler. *no* and missing dtypes
-have their reason below; there the chain runs through PyTorch's own operators, as do inputs that are empty or neither
-contiguous nor channels-last. A word is shown between a conv3d and a group_norm. Whether a plan pays at a given size is
+*yes*: a fused plan exists in {dtypes}, contiguous and channels-last. *ours in*: with
+Postlude's own convolution in these dtypes. *C++ in*: with C++ kernels if there is a compiler. *no* and missing dtypes
+have their reason below. PyTorch's own operators run the chain there, and also for inputs that are empty or neither
+contiguous nor channels-last. A word is tested between a conv3d and a group_norm. Whether a plan pays at a given size is
 another question, which `postlude explain` answers.
 
 {table}
 
 {notes}
 
-batch_norm takes the batch's statistics in training. A layer_norm's row may have 8192 elements on a GPU, and is shown
-over the last axis. mean and sum also go over channels. A reduction or softmax over more than {channels} channels is
-PyTorch's on a GPU, after the fused passes before it, and so is one after a pool. A linear layer takes
-matrices, [N, F]; its features are its channels. It is ours on a GPU in strict fp32, where tensor cores are three times
-as fast as ordinary instructions; in TF32 and 16 bits the product is cuBLAS's. In training barriers over more than 8192
-features, and from a second norm on, are PyTorch's, after our product. In no table because no fused pass exists: active
-dropout.
+batch_norm uses the batch's statistics in training. A layer_norm's row may have 8192 elements on a GPU, and is shown
+over the last axis. mean and sum also go over channels. On a GPU PyTorch runs a reduction or softmax over more than
+{channels} channels, after the fused passes before it, and one after a pool. A linear layer takes matrices, [N, F];
+its features are its channels. On a GPU its GEMM is Postlude's in strict fp32, on cards whose tensor cores are three
+times as fast as ordinary instructions, and cuBLAS's in TF32 and 16 bits. In training PyTorch runs norms, softmax and
+reductions over more than 8192 features, and everything from a second norm on, after Postlude's GEMM. Active dropout
+is in no table, because it is never fused.
 
 A pool may have any stride up to its window, padding, ceil_mode and up to 256 positions in a window. Elementwise steps
-after it are fused too, but are PyTorch's in training. A pool after a layer_norm is PyTorch's; on a CPU a chain ends
-before its pool.
+after it are fused too, except in training. PyTorch runs a pool after a layer_norm; on a CPU a chain ends before its
+pool.
 
-Tested with the versions below; outside of them Postlude says so once, and works as far as it can.
+Tested with the versions below; with others Postlude says so once, and works as far as it can.
 
 {versions}
 """

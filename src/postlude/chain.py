@@ -46,6 +46,15 @@ Role = Literal["input", "weight", "bias", "channel", "full", "row", "one", "last
 
 @dataclass(frozen=True)
 class Chain:
+    """What is computed: an optional producer and the steps after it, without tensors.
+
+    Attributes:
+        dims: Spatial axes of its values: 2 or 3; 0 after a linear layer.
+        producer: The convolution or linear layer at its start, if there is one.
+        steps: The steps, in order.
+        roles: What each tensor of a call is, such as "input", "weight" or "channel".
+    """
+
     dims: int
     producer: Convolution | None
     steps: tuple[Step, ...]
@@ -80,10 +89,12 @@ class Chain:
         return tuple(slot for slot, role in enumerate(self.roles) if role == "running")
 
     def dumps(self) -> str:
+        """The chain as text, which `loads` reads."""
         return encoded.dumps(self)
 
     @staticmethod
     def loads(text: str) -> Chain:
+        """The chain that `dumps` wrote; raises TypeError or ValueError for another text."""
         chain = encoded.loads(text, CLASSES)
         if not isinstance(chain, Chain):
             raise TypeError("the text does not describe a chain")

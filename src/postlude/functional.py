@@ -17,7 +17,7 @@ def run(chain: Chain, *tensors: Tensor, precision: str = "auto") -> Tensor:
 
     Args:
         chain: What to compute, for example `result.sites[0].chain`.
-        tensors: One tensor per slot, in the order of `chain.roles`, all on one device.
+        *tensors: One tensor per slot, in the order of `chain.roles`, all on one device.
         precision: "fp32" or "tf32"; "auto" follows PyTorch's own switches.
 
     Returns:

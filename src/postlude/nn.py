@@ -53,7 +53,7 @@ class FusedChain(nn.Sequential):
     this runs as a plain `nn.Sequential`. A compiler reads the settings when it compiles.
 
     Args:
-        modules: The modules in order.
+        *modules: The modules in order.
         precision: "fp32" or "tf32"; "auto" follows PyTorch's own switches.
     """
 

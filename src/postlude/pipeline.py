@@ -42,7 +42,15 @@ Only = Callable[[str, Chain], bool] | Iterable[str] | str | None
 
 @dataclass(frozen=True)
 class SiteReport:
-    """One chain of the model: where it is, what it computes, how it runs for the inputs, and whether it is right."""
+    """One chain of the model: where it is, what it computes, how it runs for the inputs, and whether it is right.
+
+    Attributes:
+        name: The module in which the chain begins.
+        chain: What is computed.
+        problem: The shapes, dtypes, layouts, device and precision of the call.
+        outcome: The plan that runs, or the refusal with its reasons.
+        verdict: The check against float64; None if there was none.
+    """
 
     name: str
     chain: Chain
@@ -52,18 +60,27 @@ class SiteReport:
 
     @property
     def is_fused(self) -> bool:
+        """Whether the chain runs fused."""
         return isinstance(self.outcome, Plan)
 
 
 @dataclass(frozen=True)
 class Optimized:
-    """What `optimize` found and did."""
+    """What `optimize` found and did.
+
+    Attributes:
+        model: The model, which was changed in place.
+        sites: The chains that were found, fused or refused.
+        declined: Operators that are in no chain, with the reasons.
+        verdict: On all fused chains together; None if nothing was fused, or with `verify=False`.
+        failure: Why the model could not be captured; None if it was.
+    """
 
     model: nn.Module
     sites: tuple[SiteReport, ...]
     declined: tuple[Declined, ...]
-    verdict: Verdict | None  # on the fused chains; None if nothing was fused, or with verify=False
-    failure: str | None  # why the model could not be captured, if it could not
+    verdict: Verdict | None
+    failure: str | None
     backend: Backend = field(repr=False)
 
     @property

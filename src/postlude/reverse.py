@@ -13,11 +13,11 @@ other arguments are as in steps.py:
     dn     the gradient at the norm's result γ · x̂ + β: its sums over a channel are β's gradient and, times x̂, γ's
     A, B   means of γ · dn and of γ · dn · x̂ over a group: the norm's operand gets rstd · (γ · dn − A − x̂ · B)
 
-Behind a pool or a reduction over channels, g is of another size: `given` are lines that make it, and what else the
-reverse of these reads. A block has all channels then where one goes over them.
+After a pool or a reduction over channels, g has another size: `given` are lines that compute it, and load what else
+its reverse reads. With a step over channels a block has all channels.
 
-A layer_norm's group is a row of the block, and so is all that a linear layer's barriers go over, so that one function
-does all of it:
+A layer_norm's group is a row of the block, and so is what a linear layer's barriers go over, so one function computes
+everything:
 
     gradient(v0, g, o_l, L, …)
         as above, then dn and dn · x̂, to be summed per place in the row; after a linear layer the vectors' gradients as
@@ -200,15 +200,15 @@ def reads_no_value(chain: Chain, last: int) -> bool:
 
 
 def needs_first_value(chain: Chain, last: int) -> bool:
-    """Whether the gradients of steps 1 to `last` depend on a value of the first one's size, that is from before a
-    reduction over channels: what that gave is kept in any case."""
+    """Whether the gradients of steps 1 to `last` read a value of the first one's size, from before a reduction over
+    channels; the reduction's own result is saved in any case."""
     reduce = reduce_step(chain, last)
     read = _values_read(chain, last, range(len(chain.roles)))
     return norm_step(chain, last) is not None or any(reduce is None or index < reduce for index in read)
 
 
 def kept_of_reduction(chain: Chain, last: int) -> tuple[Value | Name, ...]:
-    """What the gradients of steps 1 to `last` read of a reduction over channels: what it gave, or what it chose."""
+    """What the gradients of steps 1 to `last` read of a reduction over channels: its result, or the chosen channel."""
     number = reduce_step(chain, last)
     if number is None:
         return ()

@@ -91,8 +91,8 @@ def too_many_tensors(chain: Chain, last: int, more: int = 0) -> str | None:
 
 
 def forward(chain: Chain, name: str, last: int, first: int = 0) -> Function:
-    """Steps up to `last`; a norm among them takes its mean and rstd in `whole`, or finds them in `rows`. In `given` it
-    takes them too, rows of the block are what softmaxes go over, and what a reduction gave is there.
+    """The steps up to `last`. A norm among them takes its mean and rstd as arguments in `whole` and `given`, or
+    computes them in `rows`. In `given` softmaxes go over the rows of the block, and a reduction's result is loaded.
 
     If `first` is 0, they begin with the convolution's bias; otherwise with step `first`, on the value before it. A
     tensor is loaded before the first step that reads it.

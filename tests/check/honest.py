@@ -144,7 +144,7 @@ CANDIDATES: dict[str, dict[str, Candidate]] = {
 def points(
     kinked: Kinked, dtype: torch.dtype, seed: int, device: str = "cpu", beyond: float = 0.0
 ) -> Iterator[ChainPoint]:
-    """As for a site, with one value at every operator with a kink moved onto it, but for a rounding error."""
+    """Points as for a site, but at every operator with a kink one value is within a rounding error of it."""
     for place in range(6):
         family: Family = ("hierarchical", "normal", "uniform")[place % 3]
         tensors = tensors_for(kinked.chain, kinked.shape, dtype, device, 100 * seed + place, family)

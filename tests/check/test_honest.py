@@ -44,7 +44,7 @@ def test_an_honest_implementation_is_not_called_wrong(number: int) -> None:
 
 
 class _Relu(torch.autograd.Function):
-    """A relu whose derivative is whatever somebody says."""
+    """A relu with a given derivative."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, slope: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ CHAIN = Builder(2, conv(2, (8, 16))).norm(4).op("relu").pool("max", 2).chain()
 
 
 def honest(_: Chain, tensors: Sequence[Tensor]) -> Tensor:
-    """As a kernel does it: the convolution's result is rounded, what follows is not, up to the end."""
+    """Computes like a kernel: rounds the convolution's result, and nothing after it until the end."""
     x, weight, bias, gamma, beta = tensors
     value = F.conv2d(x, weight).float() + bias.float()[:, None, None]
     value = torch.relu(F.group_norm(value, 4, gamma.float(), beta.float()))

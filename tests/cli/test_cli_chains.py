@@ -156,7 +156,7 @@ def test_a_gpu_plan_is_explained_by_its_launches(capsys: pytest.CaptureFixture[s
 
 
 def test_cards_are_named_once_each(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a model on two GPUs both, and on a CPU none."""
+    """Names both cards of a model on two GPUs, and none on a CPU."""
     known = {"cuda:0": card(90), "cuda:1": card(80)}
     monkeypatch.setattr(hardware, "machine_for", lambda place: known[place])
     sites = []

@@ -286,7 +286,7 @@ def test_two_sources_of_cuda_have_a_launcher_each(tmp_path: Path) -> None:
 
 
 class Fake:
-    """As much of a tensor as `fits` asks."""
+    """A stand-in for a tensor with what `fits` reads."""
 
     def __init__(self, *shape: int, **other: object) -> None:
         self.shape, self.is_cuda = torch.Size(shape), True

@@ -115,7 +115,7 @@ def expected(case: Case, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def errors(case: Case, found: tuple[Tensor, ...], y: Tensor) -> tuple[float, float]:
-    """Of the means, in units of the outputs' size, and of the variances, in units of the squares' mean."""
+    """The errors of the means, relative to the outputs' size, and of the variances, relative to the mean of squares."""
     mean, m2, counts = expected(case, y)
     assert torch.equal(found[2], counts.expand(len(y), -1))
     size = float(y.square().mean().sqrt())

@@ -25,7 +25,7 @@ def truncated(total: Tensor) -> Tensor:
 
 
 def planes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """As packing makes them: the largest magnitude at 2¹⁴…2¹⁵, fp16 of that, and fp16 of the rest."""
+    """Planes as packing writes them: scaled to 2¹⁴…2¹⁵, then fp16 of the number, and fp16 of the remainder."""
     scaled = x * 2.0 ** (14 - torch.floor(torch.log2(x.abs().max())))
     high = scaled.half().double()
     return high, (scaled - high).half().double()

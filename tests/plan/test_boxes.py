@@ -1,4 +1,4 @@
-"""The convolution that reads its input where it lies, on paper: when it serves, and its tiles."""
+"""Plans of the convolution that reads its input in place by TMA boxes: when it is used, and its tiles."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_box_computes_little_for_nothing(out: tuple[int, int]) -> None:
     ("chain", "shape"),
     [
         (block(32, 32), (2, 32, 16, 64, 63)),  # an odd row has no pairs of neighbours
-        (CHAIN_61, (16, 64, 32, 32, 32)),  # 34 outputs: a third of every box would be for nothing
+        (CHAIN_61, (16, 64, 32, 32, 32)),  # 34 outputs: a third of every box would be wasted
         (block(256, 256), (2, 256, 32, 32, 32)),  # cuDNN is faster
         (Builder(3, conv(3, (32, 32), padding=1)).op("tanh").norm(4).chain(), (2, 32, 64, 64, 64)),  # infinities
     ],

@@ -59,7 +59,7 @@ def test_a_single_large_sample_is_cut_in_depth_too() -> None:
 @pytest.mark.parametrize("taps", [1, 2, 3, 4])
 @pytest.mark.parametrize("tile", [4, 16])
 def test_tiles_cover_every_position_and_output_once(taps: int, tile: int) -> None:
-    """As the kernel reckons: what a tile counts, and what it gives, along the second axis."""
+    """The kernel's own arithmetic: what a tile counts and what it returns along the second axis."""
     settings = FewChannelsGradient("float16", 2, 8, tile)
     for size in range(taps, 60):
         for padding in range(taps):

@@ -71,7 +71,7 @@ def planned(name: str, tensors: list[Tensor], trains: bool = False) -> Plan:
 
 
 def small_boxes(chain: Chain, tensors: list[Tensor]) -> Boxes:
-    """As `boxes_for` has it, in boxes so small that there are several."""
+    """Like `boxes_for`, with boxes so small that there are several."""
     assert chain.producer is not None
     x = problem_of(tensors).x
     packs = x.layout != "channels_last" or x.dtype != "float16"

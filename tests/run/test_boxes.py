@@ -1,4 +1,4 @@
-"""The convolution that reads its input where it lies, by Triton's interpreter: borders, neighbours, moments."""
+"""The convolution that reads its input in place, by Triton's interpreter: borders, neighbours, moments."""
 
 from __future__ import annotations
 

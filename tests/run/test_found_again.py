@@ -27,7 +27,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def compile_now(block: int = 1024) -> Any:
-    """As a new process would: nothing is remembered but what lies on the disk."""
+    """Starts like a new process: only what is on disk is remembered."""
     from triton.compiler import ASTSource
 
     from postlude.kernels.triton.pack import largest_kernel

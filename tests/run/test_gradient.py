@@ -195,7 +195,7 @@ def test_gradients_are_autograds(case: Case, layout: str) -> None:
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_dtypes_may_differ(layout: Any) -> None:
-    """As under autocast: a convolution in fp16, parameters and what follows the norm in fp32."""
+    """Dtypes as under autocast: a convolution in fp16, parameters and what follows the norm in fp32."""
     chain = Builder(2, dataclasses.replace(conv(2, (3, 6)), dtype="float16")).op("relu").norm(2).op("add", "full")
     steps = (*chain.steps, Cast(Value(3), "float32"))
     built = dataclasses.replace(chain.chain(), steps=steps)

@@ -23,7 +23,7 @@ SHAPES = [(6, 5, 1, 1), (11, 3, 1, 7), (6, 20, 15, 15), (6, 3, 30, 30), (11, 3, 
 
 
 def largest(x: Tensor) -> tuple[Tensor, bool]:
-    """Of each channel, and whether there was an infinity."""
+    """The largest magnitude of each channel, and whether there was an infinity."""
     (found,) = run_stage(lambda given: find_largest(given, spec_of(x), KEEPING), x)
     assert found is not None
     return found[:-1].view(torch.float32), bool(found[-1])

@@ -38,7 +38,7 @@ def error(ours: Tensor, truth: Tensor) -> float:
 
 
 def forward_error(chain: Chain, shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> float:
-    """As a part of the largest number; dtype, shape and strides are PyTorch's."""
+    """The error relative to the largest number; dtype, shape and strides must be PyTorch's."""
     tensors = list(tensors_for(chain, shape, dtype, "cpu", 0, "normal", layout))  # type: ignore[arg-type]
     ours, theirs = fused(chain, tensors), reference.evaluate(chain, tensors)
     assert (ours.dtype, ours.shape, ours.stride()) == (theirs.dtype, theirs.shape, theirs.stride())
@@ -161,7 +161,7 @@ def test_nan_and_infinities_are_pytorchs(op: str, layout: str, padding: int) -> 
 
 
 def tied(chain: Chain, seed: int) -> float:
-    """Of whole numbers, so that many are equal: gradients must go where PyTorch sends them."""
+    """The gradients' error on integer inputs, many of them equal: gradients must go where PyTorch's go."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(-2, 2, (2, 3, 7, 8), generator=generator).double().requires_grad_()
     truth = gradients(lambda ts: reference.evaluate(chain, ts), [x])

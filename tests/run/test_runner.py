@@ -120,7 +120,7 @@ def test_traffic_counts_reading_and_writing_and_no_views() -> None:
 
 
 class Compiled:
-    """As much of a compiled Triton kernel as a launch looks at."""
+    """A stand-in for a compiled Triton kernel with what a launch reads."""
 
     function, packed_metadata = 7, (4,)
 

@@ -236,7 +236,7 @@ def test_checkpointing() -> None:
 
 
 def saved_bytes(run: Callable[[Sequence[Tensor]], Tensor], tensors: Sequence[Tensor]) -> int:
-    """Of distinct memory that is no leaf: parameters and inputs are there anyway."""
+    """Saved bytes, each memory once, without leaves: parameters and inputs exist anyway."""
     seen: dict[int, int] = {}
     leaves = {t.untyped_storage().data_ptr() for t in tensors}
 
@@ -271,7 +271,7 @@ def test_never_more_is_kept_than_eager_keeps(name: str) -> None:
 
 @pytest.mark.usefixtures("library_convolution")
 def test_a_sum_may_be_changed_in_place_and_what_relu_keeps_may_not() -> None:
-    """As with PyTorch's own operators, of which an addition keeps nothing."""
+    """The same as with PyTorch's own operators, of which an addition saves nothing."""
     for word in ("mul", "relu"):
         start = Builder(2, conv(2, (3, 4))).op("add", "full")
         chain = (start.op("mul", 2.0) if word == "mul" else start.op("relu")).chain()

@@ -135,7 +135,7 @@ def test_a_graph_in_training_holds_it(
     caplog: pytest.LogCaptureFixture,
     request: pytest.FixtureRequest,
 ) -> None:
-    """As on a GPU. Where the check says that it is wrong, PyTorch's stays."""
+    """Runs as on a GPU. If the check says that it is wrong, PyTorch's operator stays."""
     monkeypatch.setattr(graphs, "_is_served", lambda x, how: how.is_served)
     if is_wrong:
         request.getfixturevalue("short_reach")

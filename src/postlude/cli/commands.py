@@ -242,8 +242,7 @@ def tune(
 ) -> None:
     """Measure other tiles for the model's chains on this card, and keep what is better for later processes.
 
-    Each candidate must give the same result as the untuned tiles before it is timed. A model run never measures
-    anything.
+    Each candidate must give the untuned tiles' result before it is timed. Running a model never measures anything.
 
     Exit code: 0 done, 2 could not run.
     """

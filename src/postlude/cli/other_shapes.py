@@ -1,4 +1,4 @@
-"""A problem at sizes that no tile was chosen for, derived from the file's own by one rule."""
+"""A problem at sizes for which no tile was tuned, derived from the file's own sizes by one rule."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ _SPACE = ("depth", "height", "width", "D", "H", "W")
 
 
 def at_other_shapes(problem: ProblemFile) -> ProblemFile:
-    """The file after its sizes were set anew: three quarters of the batch less one, and one less along every axis of
-    space. Where the model takes no such space, as with a layer_norm over it, only the batch is another."""
+    """The file with other sizes: three quarters of the batch minus one, and one less along every spatial axis.
+
+    If the model does not accept that, as with a layer_norm over space, only the batch changes.
+    """
     own = {name: getattr(problem.module, name, None) for name in (*_BATCH, *_SPACE)}
     sizes = {name: size for name, size in own.items() if type(size) is int}
     batch = {name: max(1, 3 * size // 4 - 1) for name, size in sizes.items() if name in _BATCH}
@@ -29,7 +31,7 @@ def at_other_shapes(problem: ProblemFile) -> ProblemFile:
 
 
 def _runs(problem: ProblemFile) -> bool:
-    """Without memory: only shapes can be wrong."""
+    """Whether the model accepts its sizes; runs on the meta device, which checks only shapes."""
     try:
         with torch.device("meta"):
             problem.run(problem.build("meta"), problem.inputs("meta"))

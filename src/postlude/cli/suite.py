@@ -194,14 +194,14 @@ def _key(settings: Settings, options: Options, path: Path) -> str:
 
 
 def _kept(target: Path, key: str, again: str) -> Report | None:
-    """What an earlier run found, where it still holds and is not to be run again."""
+    """The result of an earlier run, if it is still valid and not to be repeated."""
     if again == "all" or not target.exists():
         return None
     try:
         data: dict[str, Any] = json.loads(target.read_text(encoding="utf-8"))
         report = decode(data["reports"][0])
     except (ValueError, KeyError, IndexError, TypeError, OSError):
-        return None  # not a result of ours, or of another version: it is written anew
+        return None  # not a result, or one of another version: it is replaced
     if data.get("key") != key or (again == "failed" and report.judgement.outcome in (model.FAILED, model.WRONG)):
         return None
     return report

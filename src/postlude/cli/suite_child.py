@@ -92,4 +92,4 @@ def _leave_the_device_idle() -> None:
 if __name__ == "__main__":
     main(*sys.argv[1:])
     sys.stderr.flush()
-    os._exit(0)  # taking torch apart takes a second in which nobody else may be timed
+    os._exit(0)  # a normal exit of torch takes a second, during which no other problem could be timed

@@ -1,4 +1,4 @@
-"""torch.compile measures its kernels to choose among them: never two problems at once."""
+"""Keeps two problems from autotuning at once: torch.compile measures its kernels to choose among them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-PATIENCE_S = 60.0  # then it measures all the same: whoever has the turn may hang
+PATIENCE_S = 60.0  # then it measures without the lock, because its holder may hang
 PAUSE_S = 0.01
 
 
 @contextlib.contextmanager
 def choices_in_turn(lock: Path, patience_s: float = PATIENCE_S) -> Iterator[None]:
-    """Within it, this process measures a kernel on the card only while it holds `lock`."""
+    """A context in which this process measures a kernel on the card only while it holds `lock`."""
     from torch._inductor.runtime.benchmarking import benchmarker  # every choice of torch.compile's goes through it
 
     measure = benchmarker.benchmark_gpu

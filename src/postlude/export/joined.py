@@ -1,4 +1,4 @@
-"""Kernels in fewer statements: a short expression that is read once stands where it is read."""
+"""Writes kernels in fewer statements: a short expression that is read once is inlined."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)
 
 
 def join(function: ast.FunctionDef) -> None:
-    """What has a remark, such as a shape, keeps its line, and so does what is read inside of a loop or a branch: there
-    it would be computed again. Reads of memory stay in their order."""
+    """Inlines expressions. A statement with a remark, such as a shape, keeps its line, and so does one that is read
+    inside a loop or a branch, where it would be computed again. Loads stay in their order."""
     _put_in_numbers(function)
     _join_block(function, function.body, 4)
 
 
 def _put_in_numbers(function: ast.FunctionDef) -> None:
-    """Names in lower case for one number: the capitals that they were made from are numbers as well."""
+    """Replaces lower-case names of single numbers by the number, as was done with names in capitals."""
     numbers = {
         name: value
         for name, value in single_values(function).items()
@@ -57,7 +57,7 @@ def _joined_name(node: ast.stmt) -> str:
 
 
 def _is_joined(live: Liveness, block: list[ast.stmt], place: int, indent: int) -> bool:
-    """Whether a statement's value now stands where it was read."""
+    """Whether a statement was inlined where its value was read."""
     node, name = block[place], _joined_name(block[place])
     if not isinstance(node, ast.Assign) or not name or remark_of(node) or not _may_move(node.value):
         return False
@@ -81,6 +81,6 @@ def _is_joined(live: Liveness, block: list[ast.stmt], place: int, indent: int) -
 
 def _may_move(value: ast.expr) -> bool:
     calls = [name_of(node.func) for node in ast.walk(value) if isinstance(node, ast.Call)]
-    is_number = isinstance(value, ast.Constant)  # 0.to is no Python
+    is_number = isinstance(value, ast.Constant)  # 0.to is not valid Python
     stays = any(call.endswith(("load", "dot")) for call in calls)  # three products in one line would be hard to read
     return not is_number and not stays and is_pure(value) and len(written(value)) <= SHORT

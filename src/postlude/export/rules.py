@@ -38,7 +38,7 @@ class Replaced(ast.NodeTransformer):
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
         found = self.visit(node.value)
-        node.value = node.value if isinstance(found, ast.Constant) else found  # 0.to is no Python
+        node.value = node.value if isinstance(found, ast.Constant) else found  # 0.to is not valid Python
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.expr:

@@ -1,6 +1,6 @@
-"""How a norm over channels is read that is spelled with several operators: x divided by its length, as video VAEs do.
+"""Reads a norm over channels that consists of several operators: x divided by its length, as in video VAEs.
 
-`F.normalize(x, dim=1)`, which a RMSNorm multiplies by √C and γ.
+This is `F.normalize(x, dim=1)`, which an RMSNorm multiplies by √C and γ.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def is_length(node: fx.Node) -> bool:
 
 
 def read_channel_norm(length: fx.Node) -> ChannelNorm | str | None:
-    """That which begins with a length, a sentence why it is not understood, or None."""
+    """The norm that begins with node `length`; a sentence why it is not supported; None if it is none."""
     if not is_length(length):
         return None
     call = arguments_of(length)

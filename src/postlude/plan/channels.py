@@ -12,7 +12,7 @@ MOST_CHANNELS = 512  # a tile has all channels, and enough positions for coalesc
 # takes 0.047 and 0.048.
 _ELEMENTS, _LEAST, _MOST = 4096, 16, 1024
 CHANNELS_WARPS = 4
-_GRADIENT_ELEMENTS = 2048  # each needs registers for two values, and those of what goes over channels
+_GRADIENT_ELEMENTS = 2048  # each takes registers for two values, and more for steps over channels
 
 
 def takes_channels(chain: Chain, problem: Problem) -> bool:

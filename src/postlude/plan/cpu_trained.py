@@ -1,4 +1,4 @@
-"""Chains in training on a CPU: what has a backward pass in C++, and what stays PyTorch's."""
+"""Chains in training on a CPU: what has a backward pass in C++, and what PyTorch runs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from postlude.plan.trained import trained_part
 from postlude.plan.types import Plan, Refusal
 from postlude.reverse import unsupported_gradient
 
-SMALLEST_TRAINED = MIB  # below, PyTorch's own operators take well under a millisecond
+SMALLEST_TRAINED = MIB  # below this, PyTorch's own operators take well under a millisecond
 
 
 def lower_for_cpu_training(chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool) -> Plan | Refusal:
-    """The fused passes up to the last step that they cover; what follows is PyTorch's, with its gradients."""
+    """A plan for the steps that the fused passes cover; PyTorch runs what follows, with its gradients."""
     planned = trained_part(chain, problem)
     reason = _reason_against(planned, problem, machine)
     if reason is None and body_bytes(planned, problem) < SMALLEST_TRAINED and not even_if_slower:

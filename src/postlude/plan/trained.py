@@ -27,14 +27,17 @@ from postlude.plan.program import (
 from postlude.reverse import keeps_inside, needs_first_value, needs_no_more_than_its_result, unsupported_gradient
 from postlude.steps import pass_slots
 
-MOST_TRAINED = 8192  # features of a row whose gradients are found in one tile: more take more registers than there are
+MOST_TRAINED = 8192  # features of a row whose gradients one tile computes: more would exceed the registers
 _FEW_VECTORS = 2
 
 
 def trained_part(chain: Chain, problem: Problem) -> Chain:
-    """What the backward passes cover: from moments, a convolution with its norm directly after it; else what the
-    fused passes do, up to a pool, and that one where its gradient is ours, or with what goes over channels. What
-    follows reads nothing from inside."""
+    """The part of a chain that our backward passes cover; PyTorch runs the steps after it, which read no value inside
+    it.
+
+    For a chain that needs only moments: a convolution with a norm directly after it. Otherwise the fused steps up to a
+    pool, including the pool if its gradient is ours, or including the steps over channels.
+    """
     moments, last, rows = moments_only(chain), last_fused_step(chain), rows_from(chain)
     if chain.is_linear and rows is not None and why_rows_are_pytorchs(chain, problem) is not None:
         reads = [value.index for step in chain.steps[rows - 1 :] for value in values_of(step)]
@@ -51,10 +54,10 @@ def trained_part(chain: Chain, problem: Problem) -> Chain:
 
 
 def why_rows_are_pytorchs(chain: Chain, problem: Problem) -> str | None:
-    """Why the barriers over a linear layer's features are PyTorch's in training, where they are."""
+    """Why PyTorch runs barriers over a linear layer's features in training; None if our passes do."""
     length, last = body_shape(chain, problem)[1] // row_parts(chain), last_fused_step(chain)
     vectors = sum(chain.roles[slot] != "full" for slot in pass_slots(chain, last))
-    # Each element needs some registers, and one for each vector whose gradient is summed over rows.
+    # Each element takes some registers, and one more per vector whose gradient is summed over rows.
     most = MOST_TRAINED if vectors <= _FEW_VECTORS else MOST_TRAINED // 2
     if length > most:
         return f"rows of more than {most} features, whose gradients do not fit a tile"
@@ -62,7 +65,7 @@ def why_rows_are_pytorchs(chain: Chain, problem: Problem) -> str | None:
 
 
 def last_with_gradient(chain: Chain) -> int:
-    """Of a chain in training: the last step that the gradient passes have, but for a pool."""
+    """The last step that the gradient passes of a chain in training cover, not counting a pool."""
     over = over_channels(chain)
     return last_before_pool(chain) if over is None or fused_pool(chain) is not None else over.last
 
@@ -96,10 +99,10 @@ def why_not_ours(chain: Chain, problem: Problem) -> str | None:
 def reasons_against_training(chain: Chain, problem: Problem, library_tf32: bool | None, from_result: bool) -> list[str]:
     reasons = []
     last, pool = last_with_gradient(chain), fused_pool(chain)
-    # PyTorch's pools keep what they read, as large as the convolution's result.
+    # PyTorch's pools keep their input, which is as large as the convolution's result.
     can_keep = from_result or is_lean(chain, problem) or pool is not None or keeps_inside(chain, last)
     can_keep |= not needs_first_value(chain, last)
-    # A linear layer's result is small beside its weight and that weight's gradient, as a rule.
+    # A linear layer's result is usually small compared with its weight and the weight's gradient.
     if not has_norm(chain) and not can_keep and chain.producer is not None and not chain.is_linear:
         reasons.append("training would save the convolution's result, where PyTorch saves only the chain's")
     if library_tf32 is not None:

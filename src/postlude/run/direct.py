@@ -1,12 +1,12 @@
-"""Chains as Inductor's code calls them: a Python function instead of an operator.
+"""Lets Inductor's code call chains as Python functions instead of operators.
 
-An operator costs the host 60 to 80 µs before its first launch on the machine of the H200 that was measured. PyTorch's
-dispatcher is entered twice, which takes half of that. The text that says which program runs arrives as a new string
-each time, and its hash is computed anew. Grad mode, autocast and the current device are set, although the code that
-Inductor writes has set them. Networks of many small chains wait for all this.
+On the H200's machine an operator takes 60 to 80 µs of host time before its first launch. Half of that is PyTorch's
+dispatcher, which is entered twice. The text that says which program runs is a new string at every call and is hashed
+again. Grad mode, autocast and the current device are set, although Inductor's code has set them already. Networks of
+many small chains wait for all this.
 
-So Inductor prints another name for the pair of operators. It calls the same program. The graph, PyTorch's caches of it
-and every other tool see the operators.
+So Inductor writes another name for the pair of operators, which calls the same program. The graph, PyTorch's caches and
+every other tool still see the operators.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def run_forward(tensors: list[Tensor], text: str) -> list[Tensor]:
     known = _KNOWN.get(text)
     if known is None:
         known = _passes(text, tensors[0].device)
-    if known is None or profiler._is_profiler_enabled:  # a profiler is shown the operator by its name
+    if known is None or profiler._is_profiler_enabled:  # a profiler should see the operator by its name
         found: list[Tensor] = torch.ops.postlude.chain_forward(tensors, text)
         return found
     return known.forward(tensors)
@@ -47,7 +47,7 @@ def run_backward(dy: Tensor, saved: list[Tensor], text: str) -> list[Tensor]:
 
 
 def _passes(text: str, device: torch.device) -> Passes | None:
-    """None where sizes are known only at a call."""
+    """The passes for a text; None if sizes are known only at a call."""
     if not read(text).made:
         return None
     return _KNOWN.setdefault(text, passes(text, device))
@@ -55,10 +55,11 @@ def _passes(text: str, device: torch.device) -> Passes | None:
 
 @functools.cache
 def tell_inductor() -> None:
-    """Before the first graph is compiled. Without it the operators are called as any others are."""
+    """Registers the functions with Inductor, before the first graph is compiled. Without this it calls the
+    operators."""
     try:
         _tell_inductor()
-    except Exception as error:  # Inductor's insides are private
+    except Exception as error:  # Inductor's interfaces are private
         log.debug("Inductor calls chains through PyTorch's dispatcher (%s: %s)", type(error).__name__, error)
 
 
@@ -94,6 +95,6 @@ _NAMES = {
     "postlude.chain_forward.default": "torch.ops.postlude.run_forward",
     "postlude.chain_backward.default": "torch.ops.postlude.run_backward",
 }
-# Where the code that Inductor writes finds them, in a later process too.
+# The place where Inductor's code finds them, in later processes too.
 for _function in (run_forward, run_backward):
     setattr(torch.ops.postlude, _function.__name__, _function)

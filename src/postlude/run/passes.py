@@ -1,4 +1,4 @@
-"""Both passes of an operator's call whose program is known, on tensors as a graph hands them over."""
+"""Both passes of an operator's call whose program is known, on the tensors of a graph."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def passes(text: str, device: torch.device) -> Passes:
 
 
 class Passes:
-    """What each returns is what the call's text says. The caller has set grad mode, autocast and the device."""
+    """Both passes; each returns what the call's text says. The caller has set grad mode, autocast and the device."""
 
     def __init__(self, text: str, device: torch.device) -> None:
         call, program = read(text), program_of(text)
@@ -58,7 +58,7 @@ class Passes:
         return [base.clone() if shared else base for base, shared in zip(found, self.are_arguments)]
 
     def _fitted(self, tensors: Sequence[Any], specs: Sequence[Spec]) -> list[Tensor]:
-        """As programs read them and as compilers were told: a library's kernel may lay its result out otherwise."""
+        """The tensors with the strides that programs read and compilers were told; a library may return others."""
         return [
             tensor if tensor.stride() == spec[1] and tensor.dtype is spec[2] else self._copied(tensor, spec)
             for tensor, spec in zip(tensors, specs, strict=True)

@@ -1,6 +1,9 @@
-"""The last pass of a chain with a softmax or a reduction over channels: one reading of the value, and one writing of it
-at most. In training it keeps what a reduction gave and, of a max or min, which channel that was; the gradient passes
-have tiles with all channels as well, and begin with lines that load these."""
+"""The last pass of a chain with a softmax or a reduction over channels: it reads the value once and writes at most
+once.
+
+In training it saves a reduction's result and, for max and min, the channel that was chosen. The gradient passes have
+tiles with all channels too, and begin by loading these.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +27,13 @@ from postlude.stages.normalize import per_group
 from postlude.stages.trace import Unread, launch, or_unread
 from postlude.steps import C
 
-_EACH = 16  # elements of a thread where a tile is small
-_SPREAD = "[None, :]"  # of a number per channel over positions
-_MOST_TILES = 16  # of one program of the sums
+_EACH = 16  # elements per thread where a tile is small
+_SPREAD = "[None, :]"  # broadcasts a number per channel over positions
+_MOST_TILES = 16  # per program of the sums
 
 
 class Kept(NamedTuple):
-    """What training keeps of a reduction over channels, [N, S] each: what it gave, and which channel it chose."""
+    """What training saves of a reduction over channels, [N, S] each: its result, and the channel that was chosen."""
 
     reduced: Tensor | None = None
     taps: Tensor | None = None
@@ -43,8 +46,7 @@ def channels_pass(
     tensors: Sequence[Tensor],
     keeps_value: bool = False,
 ) -> tuple[Tensor, Kept]:
-    """All steps that are left before a reduction over channels, that one, and those after it; or all of them where
-    there is no reduction."""
+    """All remaining steps: those before the reduction over channels, the reduction, and those after it."""
     chain, spec, last, over = plan.chain, plan.value, plan.passes[-1].last, plan.over_channels
     assert over is not None
     batch, channels, positions = sizes_of(spec)
@@ -87,7 +89,7 @@ def channels_pass(
 
 
 def _kept(plan: Plan, value: Tensor) -> Kept:
-    """Memory for what the gradients of a reduction read; its result is in the accumulator's dtype, as it was found."""
+    """Memory for what a reduction's gradient reads; its result is kept in the accumulator's dtype."""
     spec, wanted = plan.value, kept_of_reduction(plan.chain, plan.passes[-1].last) if plan.trains else ()
     result, taps = (
         torch.empty((spec.shape[0], *spec.shape[2:]), dtype=dtype, device=value.device) if is_kept else None
@@ -97,8 +99,8 @@ def _kept(plan: Plan, value: Tensor) -> Kept:
 
 
 def gradient_lines(plan: Plan, place: int) -> tuple[Assign, ...]:
-    """What the functions of the gradient passes begin with behind a reduction over channels, where its steps have
-    `place` tensors: those of its gradient and of what was kept follow them."""
+    """The first lines of the gradient passes' functions after a reduction over channels. The steps have `place`
+    tensors; the reduction's gradient and what was saved follow them."""
     over, spec = plan.over_channels, plan.value
     if over is None or over.reduce is None:
         return ()
@@ -114,8 +116,8 @@ def gradient_lines(plan: Plan, place: int) -> tuple[Assign, ...]:
 
 
 def gradient_cuts(spec: Spec, tile: Tile) -> tuple[Cut, Cut]:
-    """How the sums and the last of the gradient passes are cut where tiles have all channels. A program of the sums
-    has as many elements as others would have."""
+    """The cuts of the sums pass and of the last gradient pass for tiles with all channels. A program of the sums has as
+    many elements as with other tiles."""
     _, channels, positions = sizes_of(spec)
     block, block_c = gradient_tile(channels, positions)
     elements = tile.tiles * tile.moments_block * max(1, tile.block_c, tile.moments_rows)

@@ -48,7 +48,7 @@ extern "C" void gradient(void* const* p, const double* n, int threads) {{
 def backward_on_cpu(
     plan: Plan, tensors: Sequence[Tensor], value: Tensor, saved: Tensor, dy: Tensor, needs: Sequence[bool]
 ) -> list[Tensor | None]:
-    """The gradient of every slot that needs one; `value` and `saved` are the forward pass's."""
+    """The gradient of every slot that needs one. `value` and `saved` come from the forward pass."""
     dv, found = _gradient_pass(
         plan, frozenset(i for i, is_needed in enumerate(needs) if is_needed), tensors, value, saved, dy
     )
@@ -63,7 +63,7 @@ def backward_on_cpu(
 def _gradient_pass(
     plan: Plan, needs: frozenset[int], tensors: Sequence[Tensor], value: Tensor, saved: Tensor, dy: Tensor
 ) -> tuple[Tensor, dict[int, Tensor]]:
-    """At the first value, and of the tensors that the steps read, by slot."""
+    """The gradients at the first value, and of the tensors that the steps read, by slot."""
     chain, last, norm = plan.chain, plan.passes[-1].last, fused_norm(plan.chain)
     assert norm is not None
     wanted, slots = reverse.wanted(chain, last, needs), pass_slots(chain, last)

@@ -62,12 +62,13 @@ def gradient_passes(
     taps: Tensor | None = None,
     kept: Kept = Kept(),  # noqa: B008  a value
 ) -> Gradients:
-    """The gradients at the first value and of the steps' tensors.
+    """The gradient at the first value, from which the convolution's follow, and those of the slots `needs`.
 
-    `value` is the convolution's result without its bias, or the input, or the chain's result where the plan says so;
-    `moments` the norm's mean and rstd. With `packing` the gradient at the first value comes packed. `largest`, zeros as
-    pack.py has them, becomes its channels' largest magnitudes. Behind a pool dy is the pooled value's, and `taps` say
-    where each window's largest lies; behind a reduction over channels `kept` says what that was.
+    `value` is the convolution's result without its bias, or the input, or the chain's result if the plan says so;
+    `moments` are the norm's mean and rstd; dy is the gradient of the last fused step's value, with a pool that of the
+    pooled value. With `packing` the gradient at the first value is written packed. `largest`, zeros as from
+    `none_found`, receives the largest magnitude of each of its channels. `taps` are max_pool's; `kept` is what the
+    forward pass saved of a reduction over channels.
     """
     chain, spec, last = plan.chain, plan.value, last_with_gradient(plan.chain)
     reason = reverse.unsupported_gradient(chain, last, None if plan.pool is None else plan.pool.pool)
@@ -102,8 +103,8 @@ def gradient_passes(
 def _read(
     plan: Plan, last: int, value: Tensor, behind: Sequence[Tensor], tensors: Sequence[Tensor]
 ) -> tuple[Pointer, list[Pointer]]:
-    """The gradient that the kernels load, and the steps' tensors. Behind a pool or a reduction the steps load it, with
-    what was kept for it."""
+    """The gradient that the kernels load, and the steps' tensors. After a pool or a reduction the steps load the
+    gradient themselves, with what was saved for it."""
     chain = plan.chain
     read = operands(chain, last, plan.value, tensors, value)
     if plan.pool is None and plan.channels_end is None:
@@ -113,7 +114,7 @@ def _read(
 
 
 def _cuts(plan: Plan) -> tuple[Cut, Cut]:
-    """Of the sums, and of the last pass."""
+    """The cuts of the sums pass and of the last pass."""
     tile = _tile(plan)
     if plan.over_channels is not None:
         return gradient_cuts(plan.value, tile)

@@ -1,5 +1,8 @@
-"""layer_norm, and all barriers over a linear layer's features: the fused steps in one reading and one writing of a
-value, rows of its last axes in tiles; and their gradients in one pass, but for what is summed over rows."""
+"""Passes by rows: layer_norm, and norms, softmax and reductions over a linear layer's features.
+
+A tile holds whole rows, so all fused steps read and write the value once. Their gradients are one pass too, plus sums
+over rows.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,10 @@ from postlude.stages.cuts import accumulator, accumulator_of, forward_steps, ope
 from postlude.stages.gradient import Gradients, add_channels, gradient_of_vector, without_unread
 from postlude.stages.trace import Unread, launch
 
-_TILE = 2048  # elements: rows are put together up to this
-_ELEMENTS = 32  # of a tile for each thread, at most
-_MOST_TILES = 16  # of one program of the gradients: so many fewer partial sums are written
-_PROGRAMS = 256  # of a linear layer's gradients at least, as long as there are rows for them
+_TILE = 2048  # elements: a tile takes several short rows, up to this
+_ELEMENTS = 32  # per thread, at most
+_MOST_TILES = 16  # per program of the gradients: more tiles mean fewer partial sums
+_PROGRAMS = 256  # least programs for a linear layer's gradients, if there are enough rows
 
 
 def rows_pass(plan: Plan, value: Tensor, tensors: Sequence[Tensor], keeps_value: bool = False) -> Tensor:
@@ -74,7 +77,7 @@ def rows_gradient(plan: Plan, needs: frozenset[int], value: Tensor, dy: Tensor, 
     value, dy = value.contiguous(), dy.to(getattr(torch, plan.result_dtype)).contiguous()
     read = without_unread(chain, tensors, value, function.loaded)
     cut = _gradient_cut(plan)
-    # After a linear layer every vector has one number for each place of a row.
+    # After a linear layer every vector has one number per position in a row.
     totals, columns = ((), wanted.totals) if chain.is_linear else (wanted.totals, ())
     norm_sums = _norm_sums(plan, needs)
     count = len(columns) + (2 if norm_sums else 0)
@@ -110,14 +113,14 @@ def rows_gradient(plan: Plan, needs: frozenset[int], value: Tensor, dy: Tensor, 
 
 
 class GradientCut(NamedTuple):
-    """How the rows are cut whose gradients one launch finds."""
+    """How the rows of a gradient launch are divided into programs."""
 
     length: int
-    rows: int  # that have the same part of γ and β: of a sample's channel, or after a linear layer all samples
-    tiles: int  # of a program
+    rows: int  # that share the same part of γ and β: of a sample's channel, or after a linear layer of all samples
+    tiles: int  # per program
     chunks: int
     programs: int
-    columns: tuple[int, int]  # partial sums over rows, and places of each
+    columns: tuple[int, int]  # partial sums over rows, and the positions of each
     constants: dict[str, Any]
 
 
@@ -136,7 +139,7 @@ def _gradient_cut(plan: Plan) -> GradientCut:
 
 
 def _norm_sums(plan: Plan, needs: frozenset[int]) -> dict[int, int]:
-    """The slots of β and γ whose gradients are wanted, by their places among the norm's sums."""
+    """The slots of β and γ whose gradients are needed, with their index among the norm's sums."""
     norm = fused_norm(plan.chain)
     slots = [] if norm is None else [None if slot is None else slot.index for slot in (norm.bias, norm.weight)]
     return {slot: place for place, slot in enumerate(slots) if slot is not None and slot in needs}
@@ -150,8 +153,8 @@ def _vectors(
     columns: Tensor,
     tensors: Sequence[Tensor],
 ) -> dict[int, Tensor]:
-    """Gradients of the steps' vectors from `sums`, [NUM_SUMS, N, C, CHUNKS], and of what has a number for each place of
-    a row from `columns`, [NUM_COLUMN_SUMS, PARTS, PLACES, 1]: slots by their places in these, a norm's and a step's."""
+    """Gradients of the steps' vectors from `sums` [NUM_SUMS, N, C, CHUNKS], and of vectors with one number per position
+    in a row from `columns` [NUM_COLUMN_SUMS, PARTS, PLACES, 1]. Slots map to their index in these."""
     found = {}
     for slot in [slot for slot in totals if plan.chain.roles[slot] == "row"]:
         (place,) = totals.pop(slot)

@@ -111,12 +111,12 @@ LIMITS = Limits(start_s=60, call_s=1, grace_s=0.2, output_bytes=4 << 20, file_by
 
 @pytest.fixture(autouse=True)
 def own_folder_for_temporaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What candidates of other tests leave while they run is not ours to find."""
+    """Keeps this test from finding what candidates of other tests leave while they run."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 def left_behind() -> dict[str, set[str]]:
-    """Of all candidates: folders, shared memory, and our own descriptors and threads."""
+    """What candidates left: folders, shared memory, and our own descriptors and threads."""
     shared = Path("/dev/shm")
     return {
         "folders": {str(path) for path in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*")},

@@ -27,7 +27,7 @@ STRETCHES = ((4.0, 1.0), (16.0, 1.0), (64.0, 1.0), (1.0, 3.0), (1.0, 10.0), (16.
 SHIFTS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0)  # of producers' biases
 BOUND_SEEDS = 500
 REMEMBERED = 1 << 22  # elements of inputs: the answers at larger shapes are computed again
-# The reference's and the candidate's call, drawing, sending and comparing, in calls of the reference.
+# The cost of one point in calls of the reference: its call, the candidate's, drawing, sending and comparing.
 COMPARING = 6.0
 
 
@@ -38,11 +38,11 @@ class Sheet:
     case: Case
     question: Question
     known: Known | None = None
-    points: dict[str, Point] | None = None  # as first measured, whoever answered
+    points: dict[str, Point] | None = None  # as first measured, for whichever candidate
 
 
 class Exam:
-    """Made once for a reference; with `remember`, further candidates get the same questions."""
+    """An examination, made once for a reference; with `remember`, all candidates get the same questions."""
 
     def __init__(self, reference: nn.Module, inputs: Sequence[Any], rules: Rules, remember: bool = False) -> None:
         self.rules = rules
@@ -62,7 +62,7 @@ class Exam:
             self.cases += self._bound_cases()
 
     def sheet(self, case: Case) -> Sheet:
-        """The question, drawn anew for each candidate unless it is remembered."""
+        """A case's question: new random numbers for each candidate unless it is cached."""
         key = (case.name, case.seed, case.shape, case.attempt)
         if key in self._sheets:
             return self._sheets[key]
@@ -78,7 +78,8 @@ class Exam:
         return sheet.known
 
     def expected_seconds(self, shape: str) -> float:
-        """For a shape that was not asked yet: the reference's time there, and the truth's share at the last point."""
+        """The expected time for a shape not asked yet: the reference's time there, and the truth's share at the last
+        point."""
         sizes = _sizes(self.shapes[shape].inputs)
         if sizes not in self.own_seconds:
             self._cost(self.shapes[shape].inputs)
@@ -87,7 +88,7 @@ class Exam:
         return self.own_seconds[sizes] * (share + COMPARING) * (3.0 if self.rules.backward else 1.0)
 
     def ignored_parameters(self, case: Case) -> list[str]:
-        """Parameters that change nothing at a point, each drawn anew by itself."""
+        """Parameters that do not affect the result at a point; each is replaced by new random numbers in turn."""
         question = replace(in_double(self._question(case)), backward=False)
         other = random_state(self.reference, case.state_seed + 1)
         truth, found = self.truths.exact(question), []
@@ -147,7 +148,7 @@ class Exam:
         return all(bool(torch.isfinite(one).all()) for name, one in truth.items() if name.startswith("output"))
 
     def _bound_cases(self) -> list[Case]:
-        """Further points, where those planned leave a bound of the reference on one side of all values."""
+        """Further points, if at the planned ones all values lie on one side of some bound of the reference."""
         watch = self._watched(self.cases[0])
         missing = set(watch.shares) - watch.reached
         found: list[Case] = []

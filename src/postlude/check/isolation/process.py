@@ -247,7 +247,7 @@ class Running:
         try:
             # It stays a zombie, so that no other process can get its group's number before the group is ended.
             found = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-        except ChildProcessError:  # somebody in this process waits for every child
+        except ChildProcessError:  # other code in this process reaps all children
             return self.process.poll()
         if found is None:
             return None

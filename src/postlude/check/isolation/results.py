@@ -11,7 +11,7 @@ from postlude.check.isolation.wire import DTYPES, flatten, is_dense, rebuild
 
 
 class RefusedError(Exception):
-    """Something about the candidate that is a sentence already."""
+    """A refusal of the candidate's result, as a sentence."""
 
 
 def materialise(tensor: Any) -> Tensor:
@@ -46,7 +46,7 @@ def kind_of(tensor: Any) -> str:
 
 
 def settled(value: Any) -> Any:
-    """Inside a timed window: results that are not plain tensors are computed now, not when somebody looks."""
+    """Inside a timed window: computes lazy results now, not when they are read."""
     tree, found = flatten(value)
     plain = [one if kind_of(one) == "plain" else materialise(one) for one in found]
     return rebuild(tree, plain)

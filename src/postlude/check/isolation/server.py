@@ -1,6 +1,6 @@
 """Inside the candidate's process: requests in, answers out.
 
-The candidate shares this process and may change whatever it finds here: nothing that is said here is believed.
+The candidate shares this process and may change anything in it, so the verifier trusts nothing that it sends.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What crosses between the verifier and a candidate's process: JSON messages, and tensors as bytes beside them.
 
-Both ends use this file; the candidate's end loads it by path, so it imports nothing of Postlude. Only the reading
-half guards anything: whatever the candidate's process sends is refused unless it is exactly what was agreed.
+Both ends use this file. The candidate's end loads it by path, so it imports nothing else of Postlude. Only reading
+protects the verifier: what the candidate's process sends is refused unless it has exactly the agreed form.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def _item(pair: Any, tensors: Sequence[Any], depth: int) -> tuple[str | int, Any
 
 
 def parse_message(data: bytes) -> dict[str, Any]:
-    """JSON of one object, without repeated keys and without numbers that nobody needs."""
+    """A message: one JSON object, without repeated keys and without overlong numbers."""
     try:
         message = json.loads(data.decode(), object_pairs_hook=_once_each, parse_int=_bounded)
     except (ValueError, RecursionError) as error:
@@ -219,7 +219,7 @@ def check_fields(data: Any, fields: dict[str, type]) -> dict[str, Any]:
 
 
 def parse_layout(data: Any, limit: int) -> Layout:
-    """The layout that a stranger announces, if it is one that fits `limit` bytes."""
+    """The layout that a candidate announces, if it is valid and fits `limit` bytes."""
     check_fields(data, {"tensors": list, "size": int})
     size, announced = data["size"], data["tensors"]
     if not 0 <= size <= limit:

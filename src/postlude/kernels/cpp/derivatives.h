@@ -1,5 +1,5 @@
-// The vocabulary's derivatives on the CPU: the gradient g of a word's result made one of its operand x, or of what the
-// result v tells. At ties and NaN they follow kernels/triton/derivatives.py, word by word.
+// The derivative of each word on the CPU: from the gradient g of the result to the gradient of the operand, by the
+// operand x or by the result v. Ties and NaN follow kernels/triton/derivatives.py, word by word.
 #pragma once
 #include "pointwise.h"
 

@@ -1,15 +1,15 @@
 // The backward pass of a norm with steps around it, in one parallel region: sums over the norm's groups, then the
-// gradient at the first value, group by group while both are in cache. reverse.py says what the two functions give.
+// gradient at the first value, group by group while both are in cache. reverse.py defines the two functions.
 //
-// A task is a part of one sample whose sums are kept apart: fp32 over short spans, double above, in an order that no
-// number of threads changes.
+// A task is a part of one sample with sums of its own: fp32 over short spans, double above them, in an order that does
+// not depend on the number of threads.
 #pragma once
 #include <array>
 
 #include "derivatives.h"
 #include "sums.h"
 
-constexpr int64_t ADDED = 128;  // terms of a lane that are added up in fp32
+constexpr int64_t ADDED = 128;  // terms per lane that are summed in fp32
 
 template <class Kernel> struct Gradients {
   using Value = typename Kernel::Value;
@@ -30,7 +30,7 @@ template <class Kernel> struct Gradients {
                              rstd);
   }
 
-  // Writes what has the value's size; the rest is for the caller to add up.
+  // Writes gradients of the value's size; the caller sums the rest.
   template <class At> auto finished(const At& at, int64_t count, V mean, V rstd, V A, V B) const {
     const V value = read_vector(x + at.offset, count), given = read_vector(g + at.offset, count);
     const auto made = Kernel::Gradient::run(at, count, value, given, mean, rstd, A, B);
@@ -47,7 +47,7 @@ template <class Kernel> struct Gradients {
     else return List::template Nth<Kernel::GAMMA>::at(a[Kernel::GAMMA], channel);
   }
 
-  // The means over a group of γ · dn and of γ · dn · x̂; `sum(k, c)` gives those of a channel.
+  // The means over a group of γ · dn and of γ · dn · x̂; `sum(k, c)` returns the sums of a channel.
   template <class F> std::pair<float, float> group_means(int64_t group, F sum) const {
     double first = 0, second = 0, count = s.per_group() * s.positions;
     for (int64_t c = group * s.per_group(); c < (group + 1) * s.per_group(); ++c)
@@ -64,7 +64,7 @@ template <class Kernel> struct ContiguousGradient : Gradients<Kernel> {
 
   int64_t pieces() const { return (s.positions + PIECE - 1) / PIECE; }
 
-  // fn(at, count) gives vectors of which those from `FIRST` on are added to `sums`.
+  // fn(at, count) returns vectors; those from `FIRST` on are added to `sums`.
   template <int FIRST, int COUNT, class F> void add_row(int64_t task, double* sums, F fn) const {
     const int64_t row = task / pieces(), first = row * s.positions, begin = first + task % pieces() * PIECE;
     const int64_t end = std::min(begin + PIECE, first + s.positions);
@@ -102,7 +102,7 @@ template <class Kernel> struct ContiguousGradient : Gradients<Kernel> {
                        [&](const auto& at, int64_t n) { return this->finished(at, n, mean, rstd, A, B); });
   }
 
-  // Of all groups of all samples, from the sums of their tasks.
+  // The means of all groups of all samples, from the sums of their tasks.
   std::pair<float, float> means_of(int64_t unit, const std::vector<Sums>& sums) const {
     const int64_t sample = unit / s.groups;
     return this->group_means(unit % s.groups, [&](int k, int64_t c) {
@@ -148,7 +148,7 @@ template <class Kernel> struct ChannelsLastGradient : Gradients<Kernel> {
   using List = typename Base::List;
   using Base::SUMS, Base::TOTALS, Base::ALL, Base::s, Base::a;
   static constexpr int J = 2;             // vectors of columns at a time
-  static constexpr int64_t STRIP = 2048;  // elements that stay in the first cache from one block of columns to the next
+  static constexpr int64_t STRIP = 2048;  // elements that stay in L1 from one block of columns to the next
   int64_t period, rows, strip, per_task, pieces;
 
   explicit ChannelsLastGradient(const Base& base) : Base(base) {
@@ -169,7 +169,7 @@ template <class Kernel> struct ChannelsLastGradient : Gradients<Kernel> {
         : columns(a, period), means(period), rstds(period), A(period), B(period), added((ALL + 1) * period) {}
   };
 
-  // fn(at, count, column) gives vectors of which those from `FIRST` on are added to sums [COUNT, C].
+  // fn(at, count, column) returns vectors; those from `FIRST` on are added to sums [COUNT, C].
   template <int FIRST, int COUNT, class F> void add_rows(Scratch& own, int64_t task, double* sums, F fn) const {
     const int64_t base = task / pieces * size(), first = task % pieces * per_task;
     const int64_t last = std::min(rows, first + per_task);

@@ -1,7 +1,7 @@
-"""Gradients of what goes over the rows of a block, [ROWS, LENGTH]: a softmax, or a reduction to one number of each row.
+"""Gradients of steps over the rows of a block [ROWS, LENGTH]: softmax, or a reduction to one number per row.
 
-g is the gradient of what it gave, x what it worked on, v what it gave; of a reduction g and v are [ROWS, 1]. Lanes
-outside of m_x count for nothing. Infinities and NaN are as PyTorch's formulas have them.
+g is the gradient of the result, x the operand, v the result; for a reduction g and v are [ROWS, 1]. Lanes outside m_x
+are masked out. Infinities and NaN follow PyTorch's formulas.
 """
 
 import triton
@@ -14,7 +14,7 @@ from postlude.kernels.triton.rows import row_sum
 
 @triton.jit
 def spread(g, m_x):
-    """A row's number for each of its elements."""
+    """Broadcasts a row's number to its elements."""
     return tl.where(m_x, g, 0.0)
 
 
@@ -25,8 +25,8 @@ def logsumexp_share(g, x, v, m_x):
 
 @triton.jit
 def largest_share(g, x, m_x):
-    """Equal ones divide it among them. The largest is looked for again: as another kernel rounded it, x may not hold
-    it."""
+    """The gradient of amax: equal elements share it. The largest is found again, because another kernel may have
+    rounded the saved one differently, so that no element equals it."""
     b_x = tl.where(m_x, x, float("-inf"))
     is_largest = (b_x == row_largest(b_x)[:, None]) & m_x
     count = tl.sum(tl.where(is_largest, 1.0, 0.0).to(x.dtype), axis=1)[:, None]
@@ -40,7 +40,7 @@ def smallest_share(g, x, m_x):
 
 @triton.jit
 def chosen_share(g, place, o_c):
-    """All of it for the one element that was chosen."""
+    """The gradient of max and min: all of it goes to the element that was chosen."""
     return tl.where(o_c == place, g, 0.0)
 
 
@@ -68,14 +68,14 @@ def log_softmax_share(g, v, m_x):
 
 @triton.jit
 def normalize_share(g, x, v, m_x, eps):
-    """What is along the row changes nothing but its length, which eps replaces where it is larger."""
+    """The gradient of x / max(‖x‖, eps): its component along the row is removed, unless eps is larger than ‖x‖."""
     length = tl.sqrt(row_sum(x * x, m_x))
     return tl.where(length < eps, g / eps, (g - v * row_sum(g * v, m_x)) / length)
 
 
 @triton.jit
 def in_first(g, o_c):
-    """Of a number for each row, which the sums over rows would count once for each element otherwise."""
+    """Keeps a row's number in its first element only, so that sums over a row count it once."""
     return tl.where(o_c == 0, g, 0.0)
 
 

@@ -144,9 +144,9 @@ def rows_gradient_kernel(
     NUM_SUMS: tl.constexpr,  # blocks after the first that are summed
     NUM_FULL: tl.constexpr,  # blocks after those that are stored
     NUM_COLUMN_SUMS: tl.constexpr,  # the blocks after those are summed over rows
-    HAS_GROUPS: tl.constexpr,  # C // L rows are one sample, whose channels they share out: the programs of one have
-    # the same part of all samples
-    IS_REDUCED: tl.constexpr,  # the steps left one number of each row
+    HAS_GROUPS: tl.constexpr,  # a sample is C // L rows, each with L of its channels; a program has one such row of
+    # several samples
+    IS_REDUCED: tl.constexpr,  # the steps left one number per row
     BLOCK_ROWS: tl.constexpr, BLOCK_L: tl.constexpr, ALIGN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     L = L // ALIGN * ALIGN

@@ -119,6 +119,7 @@ class Optimized:
             self.verdict,
             device,
             () if self.failure is None else (f"the model was not captured: {self.failure}",),
+            [(item.name, item.layout, item.shape, item.bytes) for item in self.conversions],
         )
         if path is not None:
             write(path, report)

@@ -30,6 +30,7 @@ from postlude.cli.measure import Timer, histograms_of, roofline_of
 from postlude.cli.output import check_writable, working
 from postlude.cli.report import check_report
 from postlude.cli.session import fuse, machine_data, open_problem
+from postlude.cli.site_times import site_seconds
 from postlude.cli.variants import (
     AUTOTUNED,
     BENCHMARKED,
@@ -54,6 +55,7 @@ from postlude.cli.watch import RANDOM, Watch, crowded, expected_results
 from postlude.errors import PostludeError
 from postlude.plan import Refusal
 from postlude.report import gather, model, write
+from postlude.report.groups import FEW
 from postlude.report.write import to_json
 
 __all__ = ["Options", "bench", "run"]
@@ -95,6 +97,7 @@ def run(
                 one.runners, one.opened.output, settings.device, options.rounds, options.seconds, progress=update
             )
             _time(one, timer, watch, candidate)
+            _time_sites(one, update)
         # Measured twice, so that other work on the machine during the first time does not lower the roof.
         ceilings = before.or_faster(_ceilings(one, work))
         _judge(one, watch, work, ceilings)
@@ -224,6 +227,13 @@ def _time(one: Bench, timer: Timer, watch: Watch, candidate: Candidate | None) -
         one.left_out += lost
 
 
+def _time_sites(one: Bench, progress: Callable[[str], None]) -> None:
+    """Of a network, where the time goes."""
+    assert one.result is not None
+    if len(one.result.sites) > FEW:
+        one.site_seconds = site_seconds(one.result.sites, one.options.seconds, progress)
+
+
 def _judge(one: Bench, watch: Watch, work: Work, ceilings: Ceilings) -> None:
     """Adds what the races found about results and times."""
     warm = one.races[0][2]
@@ -255,6 +265,10 @@ def _report(one: Bench, watch: Watch, work: Work, ceilings: Ceilings) -> model.R
         for direction, cache, found in one.races
     ]
     first = next(x for x in leaves_of(list(one.opened.inputs)))
+    sites = [
+        dataclasses.replace(site, before_seconds=before, after_seconds=after)
+        for site, (before, after) in zip(base.sites, one.site_seconds)
+    ]
     warm = {name: timing for name, timing in one.races[0][2].items() if name not in one.refused}
     environment = {**base.environment, **({"clock while timing": watch.clock_words} if watch.clocks else {})}
     environment["timed results compared"] = str(sum(watch.checked.values()))
@@ -265,6 +279,7 @@ def _report(one: Bench, watch: Watch, work: Work, ceilings: Ceilings) -> model.R
         precision=one.mode,
         shape=f"{'×'.join(map(str, first.shape))} {str(first.dtype).removeprefix('torch.')}",
         races=tuple(races),
+        sites=tuple(sites) or base.sites,
         variants=tuple(bench_show.variants(one)),
         roofline=roofline_of(warm, work, ceilings),
         findings=(*base.findings, *one.findings),

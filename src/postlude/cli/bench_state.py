@@ -45,6 +45,7 @@ class Bench:
     notes: dict[str, str] = field(default_factory=dict)
     result: Optimized | None = None
     races: list[tuple[str, str, Timings]] = field(default_factory=list)
+    site_seconds: list[tuple[float, float]] = field(default_factory=list)  # of each site of a network
     findings: list[str] = field(default_factory=list)
     questions: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)

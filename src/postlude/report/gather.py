@@ -72,6 +72,7 @@ def report_of(
     verdict: Verdict | None,
     device: str,
     findings: Sequence[str] = (),
+    conversions: Sequence[tuple[str, str, tuple[int, ...], int]] = (),
 ) -> model.Report:
     """The report without timings."""
     judgement = judgement_of(verdict)
@@ -87,6 +88,10 @@ def report_of(
         now(),
         sites=tuple(sites),
         declined=tuple(model.Declined(*item) for item in declined),
+        conversions=tuple(
+            model.Conversion(name, layout.replace("_", "-"), "×".join(map(str, shape)), size)
+            for name, layout, shape, size in conversions
+        ),
         findings=tuple(findings),
         left_out=("nothing was timed",),
         environment=environment,

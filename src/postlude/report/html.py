@@ -9,7 +9,7 @@ from typing import Any
 
 import jinja2
 
-from postlude.report import model, plots, suite, words
+from postlude.report import groups, model, plots, suite, words
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -47,6 +47,11 @@ def _environment() -> jinja2.Environment:
     }
     environment.filters.update(helpers)
     environment.globals.update(
-        headline=words.headline, verdicts=words.VERDICTS, plots=plots, right=model.RIGHT, eager=model.EAGER
+        groups=groups,
+        headline=words.headline,
+        verdicts=words.VERDICTS,
+        plots=plots,
+        right=model.RIGHT,
+        eager=model.EAGER,
     )
     return environment

@@ -159,6 +159,18 @@ class Site:
     unit: str = "launches"
     reasons: tuple[str, ...] = ()
     judgement: Judgement | None = None
+    before_seconds: float | None = None  # of the chain alone, by PyTorch's operators
+    after_seconds: float | None = None  # of the chain alone, as it runs now
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A place where a value becomes channels-last, or contiguous again: the border of a region."""
+
+    name: str
+    layout: str
+    shape: str
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -183,6 +195,7 @@ class Report:
     histograms: tuple[Histogram, ...] = ()
     sites: tuple[Site, ...] = ()
     declined: tuple[Declined, ...] = ()
+    conversions: tuple[Conversion, ...] = ()
     findings: tuple[str, ...] = ()  # what is wrong with the measurement or the result
     questions: tuple[str, ...] = ()  # what a reader should ask
     left_out: tuple[str, ...] = ()

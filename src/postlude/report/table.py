@@ -42,6 +42,8 @@ def _rows(report: model.Report) -> Iterator[_Row]:
             yield ("error histogram", "", histogram.variant, "log10 of error", count, low, high, "elements")
     for site in report.sites:
         yield from _site_rows(site)
+    for item in report.conversions:
+        yield ("conversion", item.name, item.shape, item.layout, item.bytes, "", "", "B")
     yield from (("declined", item.name, item.what, "reason", item.reason) for item in report.declined)
     yield from (("left out", "", "", "", sentence) for sentence in report.left_out)
     yield from (("environment", "", name, "", value) for name, value in report.environment.items())
@@ -97,6 +99,8 @@ def _site_rows(site: model.Site) -> Iterator[_Row]:
         unit = "operators" if side == "before" else site.unit
         yield from ((("chain", site.name, side, unit, launches),) if launches is not None else ())
         yield from ((("chain", site.name, side, "traffic", count, "", "", "B"),) if count is not None else ())
+    for side, seconds in (("before", site.before_seconds), ("after", site.after_seconds)):
+        yield from ((("chain", site.name, side, "time", seconds, "", "", "s"),) if seconds is not None else ())
     yield from (("chain", site.name, "", "reason", reason) for reason in site.reasons)
     if site.judgement is not None:
         yield from _quantity_rows(site.name, site.judgement)

@@ -26,7 +26,7 @@ from kernelbench_problem import Outline, Task
 from postlude.check.records import Record
 
 LOOK_S = 0.1
-DRAIN_S = 0.03  # until what the others had queued on the card is done
+DRAIN_S = 0.15  # until what the others had queued on the card is done, checks in float64 among it
 COMMAND = [sys.executable, str(Path(__file__).with_name("kernelbench.py")), "--worker"]
 NO_MEMORY = ("out of memory", "alloc_failed", "can't allocate memory")
 

@@ -163,7 +163,7 @@ def _rows(each: Sequence[Case], sources: list[Path], words: str) -> str:
         for row in records.read(KERNELBENCH_RESULTS)
         if row.variant.endswith("max-autotune")
     }
-    lines = [f"<details><summary>All {len(each)} rows {words}</summary>", "", _HEAD]
+    lines = [f'<details markdown="1"><summary>All {len(each)} rows {words}</summary>', "", _HEAD]
     for case in each:
         ours = case.ours
         tuned = autotuned.get((ours.chain, ours.shape, ours.precision, ours.mode))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from postlude.cli.suite_batch import Told
 from postlude.cli.suite_process import Outcome
 from postlude.cli.variants import STEP
 from postlude.report import gather, model, read
+from postlude.report.suite import geometric_mean, row_of
 from report.sample import FULL
 
 QUICK = ("--device", "cpu", "--baselines", "few", "--rounds", "3", "--seconds", "0.3")
@@ -39,6 +41,39 @@ def test_gradients_and_steps_on_request(run: Run, folder: Path, tmp_path: Path) 
     out = tmp_path / "out.json"
     assert run("suite", folder, *QUICK, "--train", "--results", tmp_path / "kept", "--json", out).code == 0
     assert STEP in out.read_text(encoding="utf-8")
+
+
+def test_other_shapes_are_kept_beside_the_files_own(run: Run, folder: Path, tmp_path: Path) -> None:
+    sized = GOOD.replace("def get_inputs():", "batch_size, height = 8, 9\n\n\ndef get_inputs():", 1)
+    _put(folder, p1_good=sized.replace(_first_size(sized), "torch.randn(batch_size, "))
+    out, kept = tmp_path / "out.json", tmp_path / "kept"
+    ran = run("suite", folder, *QUICK, "--shapes", "other", "--results", kept, "--json", out)
+    assert ran.code == 0, ran.err
+    (report,) = read(out)
+    assert report.shape.startswith("5×")
+    assert [path.name for path in kept.iterdir()] == ["level2__p1_good.other-shapes.json"]
+    assert run("suite", folder, *QUICK, "--shapes", "own", "--results", kept).code == 0
+    assert len(list(kept.iterdir())) == 2
+    assert run("suite", folder, *QUICK, "--shapes", "round", "--results", kept).code == 2
+
+
+def _first_size(text: str) -> str:
+    """The call that draws the input, up to its batch."""
+    found = re.search(r"torch\.randn?\(\d+, ", text.split("def get_inputs")[1])
+    assert found is not None
+    return found[0]
+
+
+def test_a_row_has_steps_errors_and_the_roofline() -> None:
+    """Of the sample report, which has all of them; the mean is of the ratios that are shown."""
+    row = row_of(FULL)
+    assert row.steps
+    assert row.share is not None
+    assert row.error is not None
+    assert row.own_error is not None
+    mean = geometric_mean([row, row_of(gather.failure("other.py", "no", "cpu", "fp32"))], model.EAGER)
+    assert mean == pytest.approx(row.ratios[model.EAGER].median)
+    assert geometric_mean([], model.EAGER) is None
 
 
 def _assert_timed_alone(kept: Sequence[dict[str, list[float]]]) -> None:

@@ -109,7 +109,7 @@ def run(
 
 def _opened(settings: Settings, options: Options) -> Bench:
     """The problem with random parameters: with a fresh model's γ = 1 and β = 0 some mistakes would not show."""
-    opened = open_problem(settings, options.file)
+    opened = open_problem(settings, options.file, options.shapes)
     floating = next((x for x in leaves_of(list(opened.inputs)) if x.is_floating_point()), opened.output)
     device, is_linear = torch.device(settings.device), has_no_convolution(opened.model)
     mode = resolve(settings.precision, floating.dtype, device, is_linear)

@@ -11,6 +11,7 @@ from torch import Tensor
 from postlude.check.verdict import Verdict
 from postlude.cli.frame import Settings
 from postlude.cli.measure import Timings
+from postlude.cli.other_shapes import OWN
 from postlude.cli.session import Opened
 from postlude.cli.variants import CANDIDATE, POSTLUDE, Runner
 from postlude.pipeline import Optimized
@@ -27,6 +28,7 @@ class Options:
     baselines: str | None = None  # one of LEVELS; None: all on a GPU, the usual ones on a CPU
     csv: Path | None = None
     report: Path | None = None
+    shapes: str = OWN  # the file's own, or shapes derived from them
     beside_others: bool = False  # other problems of a suite prepare at the same time: ignore the machine's load
 
 

@@ -10,6 +10,7 @@ import typer
 from postlude import __version__
 from postlude.cli import frame, output
 from postlude.cli.options import (
+    AgainOption,
     BaselinesOption,
     ConvolutionOption,
     Debug,
@@ -23,9 +24,11 @@ from postlude.cli.options import (
     NoVerify,
     Precision,
     ReportPath,
+    ResultsFolder,
     Seconds,
     Seed,
     SelfCheck,
+    ShapesOption,
     Training,
 )
 from postlude.errors import PostludeError
@@ -197,14 +200,11 @@ def bench(
 @app.command(short_help="Optimize, verify and time every problem of a folder.")
 def suite(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of problem files, such as KernelBench's.")],
-    results: Annotated[
-        Path, typer.Option("--results", metavar="PATH", help="The folder that keeps a file for each problem.")
-    ] = Path("postlude-suite"),
+    results: ResultsFolder = Path("postlude-suite"),
     only: Annotated[str, typer.Option(metavar="GLOB", help="Only files whose name matches, such as '61_*'.")] = "*",
-    again: Annotated[
-        str, typer.Option(metavar="none|failed|all", help="Which problems to run again although they have a result.")
-    ] = "none",
+    again: AgainOption = "none",
     train: Annotated[bool, typer.Option("--train", help="Check and time gradients and training steps too.")] = False,
+    shapes: ShapesOption = "own",
     limit: Limit = 600.0,
     jobs: JobsOption = 1,
     rounds: Annotated[int, typer.Option(min=3, help="How often the variants take turns.")] = 12,
@@ -224,8 +224,8 @@ def suite(
     def command(settings: frame.Settings) -> frame.Answer:
         from postlude.cli import suite as work
 
-        options = work.Options(folder, results, only, again, limit, rounds, seconds, baselines, report, train, jobs)
-        return work.suite(settings, options)
+        asked = (folder, results, only, again, limit, rounds, seconds, baselines, report, train, jobs, shapes)
+        return work.suite(settings, work.Options(*asked))
 
     frame.run("suite", frame.Request(device, precision, json, debug), command)
 

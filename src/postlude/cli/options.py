@@ -32,6 +32,21 @@ BaselinesOption = Annotated[
 JobsOption = Annotated[
     int, typer.Option("--jobs", metavar="N", help="Prepare N problems side by side; each is timed alone.")
 ]
+AgainOption = Annotated[
+    str,
+    typer.Option("--again", metavar="none|failed|all", help="Which problems to run again although they have a result."),
+]
+ResultsFolder = Annotated[
+    Path, typer.Option("--results", metavar="PATH", help="The folder that keeps a file for each problem.")
+]
+ShapesOption = Annotated[
+    str,
+    typer.Option(
+        "--shapes",
+        metavar="own|other",
+        help="other: three quarters of each file's batch less one, one less along each axis of space.",
+    ),
+]
 ReportPath = Annotated[
     Path | None,
     typer.Option("--report", metavar="PATH", help="Write a report: .html (one file, no network), .json or .csv."),

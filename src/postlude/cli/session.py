@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from postlude import hardware, problem_file
 from postlude.cards import Card
 from postlude.cli.frame import Settings
+from postlude.cli.other_shapes import OTHER, OWN, at_other_shapes
 from postlude.cli.output import working
 from postlude.pipeline import Optimized, SiteReport
 from postlude.pipeline import optimize as optimize_model
@@ -28,9 +29,11 @@ class Opened:
     output: Tensor  # the original model's result
 
 
-def open_problem(settings: Settings, path: Path) -> Opened:
+def open_problem(settings: Settings, path: Path, shapes: str = OWN) -> Opened:
     """Loads, builds and runs the model once, so that a problem with the file is reported first."""
     problem = problem_file.load(path)
+    if shapes == OTHER:
+        problem = at_other_shapes(problem)
     with working(f"Running {path.name} as it is"):
         model = problem.build(settings.device)
         inputs = problem.inputs(settings.device)

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,21 +18,24 @@ from urllib.parse import quote
 from postlude import __version__
 from postlude.check import records
 from postlude.cli.frame import DONE, NO, Answer, Settings, check_word
+from postlude.cli.other_shapes import OWN, SHAPES
 from postlude.cli.output import complain, say, show_table, working
 from postlude.cli.report import check_report
 from postlude.cli.suite_batch import Told, run_batch
 from postlude.cli.suite_process import Outcome
-from postlude.cli.variants import COMPILE, EAGER, LEVELS, POSTLUDE
+from postlude.cli.variants import AUTOTUNED, COMPILE, EAGER, LEVELS, POSTLUDE
 from postlude.cli.watch import crowded
 from postlude.errors import PostludeError
 from postlude.files import write_whole
 from postlude.report import Report, gather, model, words, write
 from postlude.report.decode import decode
-from postlude.report.suite import Row, Summary, row_of, summary
+from postlude.report.suite import Row, Summary, geometric_mean, row_of, summary
 from postlude.report.write import to_json
 
 AGAIN = ("none", "failed", "all")
-COLUMNS = ["problem", "verdict", "eager ms", "compile ms", "postlude ms", "× eager", "× compile", ""]
+COLUMNS = ["problem", "verdict", "eager ms", "compile ms", "postlude ms", "× eager", "× compile"]
+STEPS = ["step ms", "× eager's", "× compile's"]
+ERRORS = ["of the roofline", "error", "PyTorch's"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Options:
     report: Path | None = None
     train: bool = False
     jobs: int = 1
+    shapes: str = OWN
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class Task:
 def suite(settings: Settings, options: Options) -> Answer:
     check_word("--again", options.again, AGAIN)
     check_word("--baselines", options.baselines, LEVELS)
+    check_word("--shapes", options.shapes, SHAPES)
     check_report(options.report)
     if options.jobs < 1:
         raise PostludeError(f"--jobs {options.jobs} would prepare no problem; use 1 or more.")
@@ -112,10 +117,15 @@ def _tasks(settings: Settings, options: Options) -> list[Task]:
             name,
             f"{number} of {len(files)}",
             _key(settings, options, path),
-            options.results / f"{quote(name.replace(os.sep, '__'), safe='')}.json",
+            options.results / f"{quote(name.replace(os.sep, '__'), safe='')}{_suffix(options)}.json",
         )
         for number, (path, name) in enumerate(zip(files, names, strict=True), 1)
     ]
+
+
+def _suffix(options: Options) -> str:
+    """Results at other shapes are kept beside those at the file's own."""
+    return "" if options.shapes == OWN else f".{options.shapes}-shapes"
 
 
 class _Work:
@@ -151,7 +161,7 @@ class _Work:
             run_batch(requests, self.options.limit, Told(keep, update, lambda text: _note(f"{words}: {text}")))
 
     def _request(self, task: Task) -> dict[str, Any]:
-        names = ("rounds", "seconds", "baselines", "train")
+        names = ("rounds", "seconds", "baselines", "train", "shapes")
         return {
             "file": str(task.path),
             **{name: getattr(self.options, name) for name in names},
@@ -189,7 +199,8 @@ def _progress(text: str) -> Iterator[Callable[[str], None]]:
 def _key(settings: Settings, options: Options, path: Path) -> str:
     """A result holds for this file, these settings and this code."""
     asked = (settings.device, settings.precision, options.rounds, options.seconds, options.baselines, options.train)
-    known = json.dumps([__version__, records.commit(), *asked])
+    shapes = () if options.shapes == OWN else (options.shapes,)
+    known = json.dumps([__version__, records.commit(), *asked, *shapes])
     return hashlib.sha256(known.encode() + path.read_bytes()).hexdigest()[:16]
 
 
@@ -214,23 +225,47 @@ def _words(row: Row) -> str:
 
 
 def _show(found: Summary) -> None:
+    has_steps = any(row.steps for row in found.rows)
+    tuned = [AUTOTUNED] if any(AUTOTUNED in row.seconds for row in found.rows) else []
+    timed = [EAGER, COMPILE, *tuned, POSTLUDE]
+    columns = [*COLUMNS[:4], *(["max-autotune ms"] * len(tuned)), *COLUMNS[4:], *(STEPS if has_steps else []), *ERRORS]
     rows = [
         [
             row.title,
             words.VERDICTS[row.outcome].lower(),
-            *(words.milliseconds(row.seconds[n]) if n in row.seconds else "–" for n in (EAGER, COMPILE, POSTLUDE)),
-            *(words.times(row.ratios[base].median) if base in row.ratios else "–" for base in (EAGER, COMPILE)),
+            *(words.milliseconds(row.seconds[name]) if name in row.seconds else "–" for name in timed),
+            *_times(row.ratios),
+            *(_step(row) if has_steps else []),
+            *_errors(row),
             "" if row.outcome == model.RIGHT else row.note,
         ]
         for row in found.rows
     ]
-    show_table(COLUMNS, rows, numbers=COLUMNS[2:-1])
+    show_table([*columns, ""], rows, numbers=columns[2:])
+    for of_steps in (False, True):
+        means = {base: geometric_mean(found.rows, base, of_steps=of_steps) for base in (EAGER, COMPILE)}
+        known = [f"{words.times(mean)} {base}" for base, mean in means.items() if mean is not None]
+        if known:
+            say(f"{'Training steps' if of_steps else 'Forward'}, geometric means: {', '.join(known)}.")
     for base, shares in found.fast.items():
         known = [f"fast_{speed:g} {words.percent(share)}" for speed, share in shares.items() if share is not None]
         say(f"Against {base}: {', '.join(known) if known else 'not timed'}.")
     counts = {one: sum(row.outcome == one for row in found.rows) for one in model.OUTCOMES}
     said = ", ".join(f"{count} {words.VERDICTS[one].lower()}" for one, count in counts.items() if count)
     say(f"{words.counted(found.total, 'problems')}: {said}.", "bold")
+
+
+def _times(ratios: Mapping[str, model.Interval]) -> list[str]:
+    return [words.times(ratios[base].median) if base in ratios else "–" for base in (EAGER, COMPILE)]
+
+
+def _step(row: Row) -> list[str]:
+    return [words.milliseconds(row.steps[POSTLUDE]) if POSTLUDE in row.steps else "–", *_times(row.step_ratios)]
+
+
+def _errors(row: Row) -> list[str]:
+    errors = ["–" if one is None else words.error(one) for one in (row.error, row.own_error)]
+    return ["–" if row.share is None else words.percent(row.share), *errors]
 
 
 def _fast_data(found: Summary) -> dict[str, dict[str, float | None]]:

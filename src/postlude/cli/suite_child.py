@@ -65,6 +65,7 @@ def _report(request: dict[str, Any], turn: Turn) -> Any:
             flushed=False,
             baselines=request["baselines"],
             train=request["train"],
+            shapes=request["shapes"],
             beside_others=request["lock"] is not None,
         )
         with _choices(request, settings.device):

@@ -28,7 +28,7 @@ from postlude.chain import (
 from postlude.graph import spellings
 from postlude.graph.capture import same_shape
 from postlude.graph.idioms import with_idioms
-from postlude.graph.pools import last_pool, pooled, softmaxed
+from postlude.graph.pools import averaged, last_pool, pooled, softmaxed
 from postlude.graph.reductions import Reduction, read_reduction
 from postlude.graph.row_norms import RowNorm, read_row_norm
 from postlude.graph.spellings import arguments_of, describe
@@ -68,6 +68,8 @@ class Draft:
         if row_norm is not None:
             return _normalize_rows(self, row_norm)
         reduction = read_reduction(node, self.dims)
+        if isinstance(reduction, str) and (over_axis := averaged(self, node)) is not None:
+            return over_axis
         if reduction is not None:
             return reduction if isinstance(reduction, str) else _reduce(self, node, reduction)
         if spellings.pool(node) is not None:

@@ -16,6 +16,11 @@ from postlude.plan.trained import trained_part, why_not_ours
 from postlude.plan.types import Pass, Plan, Refusal, Store
 
 _ASKED = "it was asked for"
+_THROUGH = "no product of this size is needed"
+_FOLDED = (
+    "the pool is part of the convolution's weight: an infinity in the input stays one where PyTorch's average of "
+    "infinities of both signs is NaN"
+)
 # Devices with backward passes of ours; elsewhere a chain in training is PyTorch's.
 TRAINS = frozenset({"cuda"})
 
@@ -30,7 +35,9 @@ def lower(
     reasons = _unsupported(chain, problem)
     if reasons:
         return Refusal(reasons)
-    if (through := _through(chain, problem, machine, even_if_slower and problem.device == "cuda")) is not None:
+    if (
+        through := _through(chain, problem, machine, even_if_slower and problem.device == "cuda", not_ours)
+    ) is not None:
         return through
     if problem.device == "cuda":
         planned = trained_part(chain, problem) if problem.needs_grad else chain
@@ -46,10 +53,12 @@ def lower(
     return lower_for_cpu(chain, problem, machine, even_if_slower)
 
 
-def _through(chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool) -> Plan | None:
-    """Without the producer, where a sum goes through it."""
+def _through(
+    chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool, not_ours: str | None
+) -> Plan | None:
+    """Without the producer, where a sum goes through it; or with another one, where a pool does."""
     own = through_for(chain, problem, machine.card, even_if_slower)
-    if own is None:
+    if own is None or (own.folding is not None and not_ours is not None):
         return None
     planned = dataclasses.replace(chain, steps=chain.steps[: own.reduction]) if problem.needs_grad else chain
     value = body_spec(chain, problem, "contiguous")
@@ -63,7 +72,7 @@ def _through(chain: Chain, problem: Problem, machine: Machine, even_if_slower: b
         convolve="own",
         result_layout=result_layout(planned, problem, machine),
         result_dtype=result_dtype(planned, problem),
-        reasons=("no product of this size is needed",),
+        reasons=(_THROUGH if own.folding is None else _FOLDED,),
         tile=tile_for(chain, problem, machine, "contiguous") if problem.device == "cuda" else None,
         own=own,
         trains=problem.needs_grad,

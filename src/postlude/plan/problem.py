@@ -17,7 +17,7 @@ from postlude.plan.program import channels_end
 Layout = Literal["contiguous", "channels_last", "strided"]
 PRECISIONS = ("auto", "fp32", "tf32")
 CONVOLUTIONS = ("auto", "pytorch")  # who convolves: whoever is faster, or PyTorch in any case
-_TF32_CHANNELS = 16  # with fewer, cuDNN computes contiguous fp32 in fp32 whatever its switch says (seen on an H200)
+TF32_CHANNELS = 16  # with fewer, cuDNN computes contiguous fp32 in fp32 whatever its switch says (seen on an H200)
 LAID_OUT_LIKE_THE_OTHER = ("rsub", "rdiv")  # words whose second operand is written first
 CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}  # by spatial axes
 
@@ -164,7 +164,7 @@ def fp32_mode(chain: Chain, problem: Problem) -> str:
     conv = chain.producer
     if conv is not None and conv.is_linear:
         return "tf32" if problem.multiplies_tf32 else "fp32"
-    return "tf32" if problem.allows_tf32 and conv is not None and conv.in_channels >= _TF32_CHANNELS else "fp32"
+    return "tf32" if problem.allows_tf32 and conv is not None and conv.in_channels >= TF32_CHANNELS else "fp32"
 
 
 def body_bytes(chain: Chain, problem: Problem) -> int:

@@ -18,6 +18,7 @@ from postlude.check import tensors_for
 from postlude.plan import Plan, lower
 from postlude.plan import through as plans
 from postlude.plan.folding import folded_flops, folding_of
+from postlude.plan.linear import LinearGemm
 from postlude.plan.rules import FOLDED, rules_of
 from postlude.plan.through import Through, through_for
 from postlude.run.execute import prepare
@@ -43,6 +44,11 @@ CASES: dict[str, tuple[Chain, tuple[int, ...]]] = {
     "depth": (DEPTH.chain(), (2, 2, 6, 4, 5)),
     "depth, upwards": (Builder(3, up(3, (2, 3))).pool("avg", (8, 1, 1)).op("tanh").chain(), (2, 2, 4, 3, 5)),
     "height": (Builder(3, conv(3, (2, 3))).op("mul", 2.0).pool("avg", (1, 5, 1)).chain(), (2, 2, 5, 7, 6)),
+    "features": (Builder(0, conv(0, (6, 13))).pool("avg", 4).op("gelu", approximate="none").chain(), (5, 6)),
+    "features without a bias": (
+        Builder(0, conv(0, (6, 12), bias=False)).pool("avg", 3).reduce("max", "channels").chain(),
+        (5, 6),
+    ),
     "height of two": (Builder(2, conv(2, (3, 4), padding=1)).pool("avg", (5, 1)).chain(), (2, 3, 5, 6)),
 }
 
@@ -166,6 +172,27 @@ def test_only_in_contiguous_fp32_on_a_gpu() -> None:
     assert through_for(few, problem(few, shape), H200.card) is None
     given = problem(wide, (2, 16, 12, 12), device="cuda", allows_tf32=True)
     assert through_for(wide, given, H200.card) is None
+
+
+def test_where_a_pool_of_features_is_no_part_of_the_weight_the_layer_is_planned_without_it() -> None:
+    chain = Builder(0, conv(0, (4096, 4096))).pool("avg", 4).op("tanh").chain()
+    for trains in (False, True):
+        kinds = {"precision": "fp32", "multiplies_tf32": True, "needs_grad": trains}
+        plan = planned(chain, (1024, 4096), **kinds)
+        assert isinstance(plan.own, LinearGemm)
+        assert plan.chain.steps == ()
+        assert "avg_pool(4) → tanh: PyTorch's" in str(plan)
+    # Windows of four save less than tensor cores do.
+    assert isinstance(planned(chain, (1024, 4096)).own, LinearGemm)
+    wider = Builder(0, conv(0, (4096, 4096))).pool("avg", 16).op("tanh").chain()
+    assert isinstance(planned(wider, (1024, 4096)).own, Through)
+    for built in (
+        Builder(0, conv(0, (4096, 4096))).op("relu").pool("avg", 4),
+        Builder(0, conv(0, (4096, 4096))).pool("avg", 4, 2),
+    ):
+        found = planned(built.chain(), (1024, 4096))
+        assert not isinstance(found.own, Through)
+        assert found.chain.steps == built.chain().steps[:-1]
 
 
 @pytest.mark.parametrize(("name", "part"), [("50", 0.6), ("65", 0.26)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from postlude.graph.idioms import with_idioms
 from postlude.graph.pools import averaged, last_pool, pooled, softmaxed
 from postlude.graph.reductions import Reduction, read_reduction
 from postlude.graph.row_norms import RowNorm, read_row_norm
+from postlude.graph.row_pools import pooled_features
 from postlude.graph.spellings import arguments_of, describe
 from postlude.words import POINTWISE
 
@@ -67,6 +68,8 @@ class Draft:
         row_norm = read_row_norm(node) if self.dims == 0 else None
         if row_norm is not None:
             return _normalize_rows(self, row_norm)
+        if self.dims == 0 and (over_features := pooled_features(self, node)) is not None:
+            return over_features
         reduction = read_reduction(node, self.dims)
         if isinstance(reduction, str) and (over_axis := averaged(self, node)) is not None:
             return over_axis
@@ -99,6 +102,10 @@ class Draft:
         steps = (*self.steps, step)
         wide = dataclasses.replace(self, steps=steps, dtypes=(*self.dtypes, dtype))
         return wide._add(node, Cast(Value(len(steps)), name_of(dtype_of(node))))
+
+    def _with(self, nodes: Sequence[fx.Node]) -> Draft:
+        """With nodes between two values, which no other step reads."""
+        return dataclasses.replace(self, nodes=(*self.nodes, *nodes))
 
     def _add(self, node: fx.Node, step: Step) -> Draft:
         steps = (*self.steps, step)
@@ -269,7 +276,7 @@ def _normalize_rows(draft: Draft, found: RowNorm) -> Draft | str:
     """A norm over the features of a linear layer."""
     result = found.nodes[-1]
     draft, value = draft._cast(draft.values[found.operand], dtype_of(result))
-    draft = dataclasses.replace(draft, nodes=(*draft.nodes, *found.nodes[:-1]))
+    draft = draft._with(found.nodes[:-1])
     return draft._add(result, Normalize(found.op, value, None, found.eps, axes=1))
 
 
@@ -278,7 +285,7 @@ def _reduce(draft: Draft, node: fx.Node, found: Reduction) -> Draft | str:
     if operand not in draft.values:
         return f"{describe(node)} does not work on the chain's value"
     draft, value = draft._cast(draft.values[operand], dtype_of(result))
-    draft = dataclasses.replace(draft, nodes=(*draft.nodes, *found.nodes[:-1]))
+    draft = draft._with(found.nodes[:-1])
     return draft._add(result, Reduce(found.op, value, found.over, found.keepdim))  # type: ignore[arg-type]
 
 

@@ -11,6 +11,8 @@ A window as long as the axis leaves one position: there each tap meets a sum of 
 up first, and the axis is gone (`summed`). The mean over the depth of conv_transpose3d(16→64, k3) at 32×128² takes 14
 instead of 464 GFLOP.
 
+Of a linear layer's features the averages are those of its weight's rows.
+
 NaN stay. An infinity in the input meets an average of taps: it stays one where PyTorch's average of infinities of both
 signs is NaN.
 """
@@ -20,7 +22,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from postlude.chain import Convolution, Pool
+from postlude.chain import Convolution, Pool, linear
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Folding:
 
 def folding_of(conv: Convolution, pool: Pool, space: tuple[int, ...]) -> Folding | None:
     """Of a pool behind a convolution over an input of this space; None where it cannot be folded."""
+    if conv.is_linear:
+        return _of_features(conv, pool)
     windows, out = pool.windows, conv.output_space(space)
     is_plain = pool.op == "avg_pool" and pool.divisor is None and conv.groups == 1 and conv.dtype is None
     if not is_plain or windows.has_border(out) or any(size != 1 for size in conv.dilation):
@@ -48,6 +52,15 @@ def folding_of(conv: Convolution, pool: Pool, space: tuple[int, ...]) -> Folding
         is_met = conv.transposed or conv.stride[axis] == 1
         return _summed(conv, axis, out) if is_met and set(windows.stride) - {windows.stride[axis]} <= {1} else None
     return _folded(conv, pool, space)
+
+
+def _of_features(conv: Convolution, pool: Pool) -> Folding | None:
+    windows = pool.windows
+    is_plain = pool.op == "avg_pool" and pool.divisor is None and conv.dtype is None
+    if not is_plain or windows.kernel != windows.stride or any(windows.padding) or windows.is_ceil:
+        return None
+    (outputs,) = windows.output_space((conv.out_channels,))
+    return Folding(linear(conv.in_channels, outputs), None, windows.kernel, (), (), ())
 
 
 def _summed(conv: Convolution, axis: int, out: tuple[int, ...]) -> Folding:

@@ -40,17 +40,25 @@ def lower(
     ) is not None:
         return through
     if problem.device == "cuda":
-        planned = trained_part(chain, problem) if problem.needs_grad else chain
+        planned = before_features(chain)
+        planned = trained_part(planned, problem) if problem.needs_grad else planned
         asked = _ASKED if problem.convolution == "pytorch" else None
         why = not_ours or asked or (None if even_if_slower else why_not_ours(planned, problem))
         found = lower_for_gpu(planned, problem, machine, even_if_slower, why)
         if planned is chain or isinstance(found, Refusal):
             return found
         rest = " → ".join(chain.words()[len(planned.steps) :])
-        return dataclasses.replace(found, reasons=(*found.reasons, f"{rest}: PyTorch's, with its gradients"))
+        more = ", with its gradients" if problem.needs_grad else ""
+        return dataclasses.replace(found, reasons=(*found.reasons, f"{rest}: PyTorch's{more}"))
     if chain.is_linear:
         return Refusal(("a linear layer is PyTorch's on a CPU, where its product takes nearly all of the time",))
     return lower_for_cpu(chain, problem, machine, even_if_slower)
+
+
+def before_features(chain: Chain) -> Chain:
+    """Without a pool over a linear layer's features, and what follows it: no pass has that."""
+    number = next((number for number, step in enumerate(chain.steps) if isinstance(step, Pool)), None)
+    return chain if chain.dims or number is None else dataclasses.replace(chain, steps=chain.steps[:number])
 
 
 def _through(

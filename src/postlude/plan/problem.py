@@ -132,7 +132,8 @@ def result_shape(chain: Chain, problem: Problem) -> tuple[int, ...]:
             kept = 2 if step.over == "space" else 1
             shape = shape[:kept] + ((1,) * (len(shape) - kept) if step.keepdim else ())
         elif isinstance(step, Pool):
-            shape = (*shape[:2], *step.windows.output_space(shape[2:]))
+            kept = 2 if chain.dims else 1  # windows of positions, or of features
+            shape = (*shape[:kept], *step.windows.output_space(shape[kept:]))
     return shape
 
 

@@ -68,12 +68,14 @@ def through_for(chain: Chain, problem: Problem, card: Card, even_if_slower: bool
 
 def _folding(chain: Chain, step: Pool, problem: Problem) -> Folding | None:
     """On a GPU, in contiguous fp32: with TF32 fewer roundings would be averaged than in PyTorch's result."""
-    if chain.is_linear or problem.device != "cuda" or step.operand != Value(chain.steps.index(step)):
+    if problem.device != "cuda" or step.operand != Value(chain.steps.index(step)):
         return None
     folding = folding_of(chain.convolution, step, problem.x.shape[2:])
     layouts = {problem.x.layout, problem.tensors[1].layout}
     if folding is None or layouts != {"contiguous"} or problem.hands_on or fp32_mode(chain, problem) != "fp32":
         return None
+    if chain.is_linear:  # steps before it would have a slope of their own for each feature
+        return folding if chain.steps[0] == step and not problem.multiplies_tf32 else None
     is_few = problem.precision == "auto" and folding.convolution.in_channels < TF32_CHANNELS
     return folding if is_few or not problem.allows_tf32 else None
 
@@ -83,7 +85,7 @@ def _is_less(chain: Chain, folding: Folding, problem: Problem, card: Card) -> bo
     batch, _, *space = problem.x.shape
     flops, rates = chain.convolution.flops(batch, tuple(space)), card.rates
     fused = min(flops / rates.library["fp32"], 3 * flops / rates.product) + 2 * body_bytes(chain, problem) / rates.copy
-    sums = 0 if folding.summed is None else 2 * problem.x.bytes
+    sums = problem.tensors[1].bytes if chain.is_linear else 0 if folding.summed is None else 2 * problem.x.bytes
     ours = folded_flops(folding, batch) / rates.library["fp32"] + sums / rates.copy
     return fused > _SECONDS and ours < fused
 

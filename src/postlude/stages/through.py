@@ -11,7 +11,7 @@ from torch import Tensor
 from postlude.chain import Chain, Convolution, Pointwise, Pool, Reduce, Scalar, Slot
 from postlude.plan.folding import folding_of
 from postlude.reference import per_channel
-from postlude.stages.folding import average_through
+from postlude.stages.folding import average_through, features_through
 from postlude.stages.runs import along, runs_along
 from postlude.stages.trace import derived
 
@@ -25,6 +25,10 @@ def sum_through(chain: Chain, number: int, tensors: Sequence[Tensor]) -> Tensor:
     slope, shift = _affine(chain, number, tensors)
     x, weight = tensors[:2]
     bias = tensors[2].double() if conv.has_bias else 0.0
+    if isinstance(step, Pool) and conv.is_linear:
+        folding = folding_of(conv, step, ())
+        assert folding is not None
+        return features_through(folding, x, weight, tensors[2] if conv.has_bias else None)
     if isinstance(step, Pool):
         return _averages(conv, step, x, weight, slope, bias * slope + shift)
     assert isinstance(step, Reduce)

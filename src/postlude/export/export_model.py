@@ -65,7 +65,7 @@ def export(
     `convolution="pytorch"` leaves the model's own calls of convolutions, digit for digit, and fuses what follows."""
     original = read(source)
     values = arguments_of(type(model), *arguments)
-    traced = trace(model, inputs, training)
+    traced = trace(model, inputs)
     if convolution == "pytorch":
         convolved = [found for found in traced.chains if not found.match.chain.is_linear]
         traced = replace(traced, chains=tuple(map(without_convolution, convolved)))

@@ -121,7 +121,7 @@ class Builder:
         divisor: int | None = None,
     ) -> Builder:
         given = (kernel, kernel if stride is None else stride, padding)
-        sizes = [(size,) * self.dims if isinstance(size, int) else size for size in given]
+        sizes = [(size,) * max(1, self.dims) if isinstance(size, int) else size for size in given]
         self.steps.append(Pool(f"{op}_pool", self.value, Windows(*sizes, ceil), counts_padding, divisor))
         return self
 

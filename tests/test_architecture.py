@@ -32,7 +32,8 @@ MAY_IMPORT = {
     "reference": {"chain"},
     "expressions": {"chain"},
     "steps": {"chain", "expressions"},
-    "reverse": {"chain", "expressions", "steps"},
+    "derivatives": {"chain", "expressions", "steps"},
+    "reverse": {"chain", "derivatives", "expressions", "steps"},
     "emit": {"chain", "expressions", "steps"},
     "emit_cpp": {"chain", "emit", "expressions", "steps"},
     "kernels": set(),
@@ -43,6 +44,7 @@ MAY_IMPORT = {
     # Not hardware: a program is the plan's, whatever machine traces it.
     "stages": {
         "chain",
+        "derivatives",
         "emit",
         "emit_cpp",
         "expressions",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import postlude
 from cases import CASES, LINEAR, WORDS
-from postlude import moments, reference, reverse, steps, words
+from postlude import derivatives, moments, reference, reverse, steps, words
 from postlude.chain import Chain, Normalize, Pointwise, Reduce, Scalar, Value
 from postlude.check import tensors_for
 from postlude.expressions import Call, Term, leaves
@@ -29,14 +29,14 @@ def test_pointwise_tables_have_equal_keys() -> None:
     assert set(reference.POINTWISE) == vocabulary
     assert set(spellings.POINTWISE) == vocabulary
     assert set(cpu.IN_PLACE) <= vocabulary
-    assert set(reverse.DERIVATIVES) <= vocabulary
+    assert set(derivatives.DERIVATIVES) <= vocabulary
 
 
 def test_every_word_and_derivative_has_its_device_function() -> None:
     known = {name: set(re.findall(r"^def (\w+)", (DEVICE / name).read_text(), re.MULTILINE)) for name in _FILES}
     for step in STEPS:
         assert steps.device_function(step) in known["pointwise.py"]
-        called = {name for term in reverse.derivatives(step) for name in _functions(term)}
+        called = {name for term in derivatives.derivatives(step) for name in _functions(term)}
         assert called <= known["pointwise.py"] | known["derivatives.py"]
 
 
@@ -59,7 +59,7 @@ def test_every_word_has_its_function_on_the_cpu() -> None:
 
 
 def test_every_operand_has_a_derivative() -> None:
-    assert all(len(reverse.derivatives(step)) == words.POINTWISE[step.op].arity for step in STEPS)
+    assert all(len(derivatives.derivatives(step)) == words.POINTWISE[step.op].arity for step in STEPS)
 
 
 def test_two_operands_in_the_other_order_are_a_word_too() -> None:
@@ -101,11 +101,11 @@ def test_the_derivatives_tell_whether_pytorch_keeps_a_value_inside_a_chain() -> 
 
 def test_every_word_whose_value_tells_its_gradient_can_be_differentiated_again() -> None:
     """By PyTorch's operators, where the value is all that was kept."""
-    rows = {word: (reverse.ROW_DERIVATIVES[word],) for word in words.SOFTMAXES}
+    rows = {word: (derivatives.ROW_DERIVATIVES[word],) for word in words.SOFTMAXES}
     told = {
         word
-        for word, terms in {**reverse.DERIVATIVES, **rows}.items()
-        if any(reverse.V in leaves(term) and {steps.X, steps.Y}.isdisjoint(leaves(term)) for term in terms)
+        for word, terms in {**derivatives.DERIVATIVES, **rows}.items()
+        if any(derivatives.V in leaves(term) and {steps.X, steps.Y}.isdisjoint(leaves(term)) for term in terms)
     }
     assert set(differentiable.FROM_VALUE) == told
 
@@ -152,7 +152,7 @@ def test_every_word_is_in_the_table_of_cases() -> None:
 
 def test_every_reduction_over_channels_and_softmax_has_a_gradient() -> None:
     over = {op for op, spans in words.REDUCTIONS.items() if "channels" in spans}
-    assert set(reverse.ROW_DERIVATIVES) == over | set(words.SOFTMAXES) | set(words.LENGTHS)
+    assert set(derivatives.ROW_DERIVATIVES) == over | set(words.SOFTMAXES) | set(words.LENGTHS)
     text = (Path(postlude.__file__).parent / "kernels" / "triton" / "row_derivatives.py").read_text("utf-8")
-    called = {name for term in reverse.ROW_DERIVATIVES.values() for name in _functions(term)}
+    called = {name for term in derivatives.ROW_DERIVATIVES.values() for name in _functions(term)}
     assert called <= set(re.findall(r"(?m)^def (\w+)", text))

@@ -163,7 +163,8 @@ def _may_follow(slot: Slot, reduced: Reduce, roles: tuple[Role, ...]) -> bool:
 
 def _pool_mistakes(step: Pool, number: int, chain: Chain) -> Iterator[str]:
     sizes = (step.windows.kernel, step.windows.stride, step.windows.padding)
-    if step.op not in POOLS or any(len(each) != chain.dims for each in sizes):
+    axes = chain.dims or 1  # the features of a linear layer
+    if step.op not in POOLS or any(len(each) != axes for each in sizes):
         yield f"unknown pool {step}"
     if any(value.index < number for later in chain.steps[number:] for value in values_of(later)):
         yield f"a step after the pool reads a value from before step {number}"

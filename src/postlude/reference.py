@@ -110,6 +110,9 @@ def _max_pool(x: Tensor, step: Pool) -> Tensor:
 
 
 def _avg_pool(x: Tensor, step: Pool) -> Tensor:
+    if x.dim() == 2:  # over features
+        windows = step.windows
+        return F.avg_pool1d(x.unsqueeze(1), windows.kernel, windows.stride, windows.padding).squeeze(1)
     function, windows = F.avg_pool2d if x.dim() == 4 else F.avg_pool3d, step.windows
     how = (windows.kernel, windows.stride, windows.padding, windows.is_ceil, step.counts_padding, step.divisor)
     return function(x, *how)

@@ -39,57 +39,18 @@ from postlude.chain import (
     Pointwise,
     Pool,
     Reduce,
-    Scalar,
     Slot,
     Softmax,
     Step,
     Value,
     values_of,
 )
+from postlude.derivatives import CHOICES, ROW_DERIVATIVES, TAP, G, V, derivatives
 from postlude.expressions import Assign, Expression, Function, Gradient, Load, Name, Term, bound, call, leaves, live
-from postlude.steps import EPS, M_X, MEAN, O_C, PLACE, ROW, RSTD, C, L, U, X, Y, Z, pass_slots
+from postlude.steps import M_X, MEAN, O_C, PLACE, ROW, RSTD, C, L, X, pass_slots
 
 MOST_FULL = 2  # gradients of full-size tensors that the kernels can store besides the value's
-G, V = Name("g"), Name("v")
 X_HAT, A, B, ROW_A, ROW_B = map(Name, ("x_hat", "A", "B", "row_a", "row_b"))
-TAP = Name("tap")  # the channel that a largest or smallest was chosen from
-_NOTHING = call("nothing", G)
-# The gradient of each operand, from g of the step's value v; the functions are in kernels/triton/derivatives.py.
-# A word of one operand without a row has word_gradient(g, x, settings).
-DERIVATIVES: dict[str, tuple[Expression, ...]] = {
-    **{word: (call(f"{word}_gradient", G, V),) for word in ("relu", "tanh", "sigmoid", "sqrt", "reciprocal")},
-    "detach": (_NOTHING,),
-    "add": (G, G),
-    "sub": (G, -G),
-    "rsub": (-G, G),
-    "mul": (G * Y, G * X),
-    "div": (G / Y, -G * (V / Y)),
-    "rdiv": (-G * (V / X), G / X),
-    "maximum": (call("maximum_gradient", G, X, Y), call("maximum_gradient", G, Y, X)),
-    "minimum": (call("minimum_gradient", G, X, Y), call("minimum_gradient", G, Y, X)),
-    "prelu": (call("prelu_gradient", G, X, Y), call("prelu_weight_gradient", G, X)),
-    # PyTorch has no gradient of running statistics.
-    "batch_norm": (
-        G * call("batch_norm_slope", Z, U, EPS),
-        _NOTHING,
-        _NOTHING,
-        G * call("batch_norm", X, Y, Z, Scalar(1.0), Scalar(0.0), EPS),
-        G,
-    ),
-}
-# The same of what goes over the rows of a block; the functions are in kernels/triton/row_derivatives.py.
-ROW_DERIVATIVES: dict[str, Expression] = {
-    "softmax": call("softmax_share", G, V, M_X),
-    "log_softmax": call("log_softmax_share", G, V, M_X),
-    "normalize": call("normalize_share", G, X, V, M_X, EPS),
-    "sum": call("spread", G, M_X),
-    "mean": call("spread", G / C, M_X),
-    "logsumexp": call("logsumexp_share", G, X, V, M_X),
-    "amax": call("largest_share", G, X, M_X),
-    "amin": call("smallest_share", G, X, M_X),
-    **dict.fromkeys(("max", "min"), call("chosen_share", G, TAP, O_C)),
-}
-_CHOICES = ("max", "min")
 
 
 @dataclass(frozen=True)
@@ -220,7 +181,7 @@ def kept_of_reduction(chain: Chain, last: int) -> tuple[Value | Name, ...]:
 
 def chooses(chain: Chain) -> bool:
     """Whether a gradient goes to the one of several values that was chosen in the forward pass."""
-    return any(isinstance(step, Reduce | Pool) and step.op in (*_CHOICES, "max_pool") for step in chain.steps)
+    return any(isinstance(step, Reduce | Pool) and step.op in (*CHOICES, "max_pool") for step in chain.steps)
 
 
 def reduce_step(chain: Chain, last: int) -> int | None:
@@ -238,12 +199,6 @@ def has_rows(chain: Chain, last: int) -> bool:
         first = next(found, None)
         return first is not None and not (isinstance(first, Normalize) and first.over == "batch")
     return any(isinstance(step, Normalize) and step.over == "row" for step in chain.steps[:last])
-
-
-def derivatives(step: Pointwise) -> tuple[Expression, ...]:
-    """The table's row, or the function named `<word>_gradient`."""
-    settings = [Name(name) for name, value in step.settings if not isinstance(value, str)]
-    return DERIVATIVES.get(step.op) or (call(f"{steps.device_function(step)}_gradient", G, X, *settings),)
 
 
 def _values_read(chain: Chain, last: int, slots: Iterable[int]) -> set[int]:
@@ -268,7 +223,7 @@ def _forward(chain: Chain, last: int) -> list[Assign]:
         step = chain.steps[reduce - 1]
         assert isinstance(step, Reduce)
         body.append(Assign((C,), L))
-        if step.op in _CHOICES:
+        if step.op in CHOICES:
             body.append(Assign((TAP,), call(f"{step.op}_place", step.operand, O_C, M_X)))
     if norm is not None:
         (operand,) = values_of(chain.steps[norm - 1])

@@ -145,6 +145,7 @@ TRAINED = (
     "layer_norm",
     "windows of channels that leave lanes",
     "means over windows in padding",
+    "softmax and what follows",
 )
 
 

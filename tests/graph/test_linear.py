@@ -43,6 +43,9 @@ SPELLINGS: dict[str, list[Callable[[Tensor], Tensor]]] = {
     "linear(6→10) → sum over features → mul(1.5)": [lambda x: LINEAR(x).sum(1, keepdim=True) * 1.5],
     "linear(6→10) → mean over features": [lambda x: LINEAR(x).mean(-1)],
     "linear(6→10) → max over features → abs": [lambda x: LINEAR(x).max(1, keepdim=True)[0].abs()],
+    "linear(6→10) → avg_pool(5) → gelu → max over features": [
+        lambda x: F.gelu(F.avg_pool1d(LINEAR(x).unsqueeze(1), 5).squeeze(1)).max(1)[0]
+    ],
     "linear(6→10) → logsumexp over features → gelu": [lambda x: F.gelu(LINEAR(x).logsumexp(1))],
 }
 ROWS = [
@@ -83,6 +86,11 @@ ENDS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "a sum over rows": (lambda x: LINEAR(x).relu().sum(0), "linear(6→10) → relu"),
     "a sum of everything": (lambda x: LINEAR(x).relu().sum(), "linear(6→10) → relu"),
     "instance_norm of a matrix": (lambda x: F.instance_norm(LINEAR(x)[None]).squeeze(0), "linear(6→10)"),
+    "overlapping windows": (lambda x: F.avg_pool1d(LINEAR(x).unsqueeze(1), 4, 2).squeeze(1), "linear(6→10)"),
+    "windows of what is no layer's": (
+        lambda x: F.avg_pool1d(LINEAR(x).relu().unsqueeze(1), 5).squeeze(1),
+        "linear(6→10) → relu",
+    ),
     "a residual after a reduction": (
         lambda x: LINEAR(x).mean(1, keepdim=True) + x,
         "linear(6→10) → mean over features",

@@ -211,6 +211,29 @@ def test_where_a_chain_ends_at_a_pool(name: str) -> None:
     assert str(found[0].chain).removeprefix("conv2d(4→4, k3, p1) → ") == line
 
 
+def test_a_mean_over_one_axis_that_stays_is_a_pool_of_one_window() -> None:
+    x = torch.randn(N, C, 5, 6)
+    (found,), _ = found_in(lambda x: torch.tanh((x * 2).mean(2, keepdim=True) + VECTOR), x)
+    line = "mul(2) → avg_pool(5×1) → add(per channel) → tanh"
+    assert str(found.chain).removeprefix("conv2d(4→4, k3, p1) → ") == line
+    theirs = torch.tanh((CONV(x) * 2).mean(2, keepdim=True) + VECTOR)
+    torch.testing.assert_close(reference.evaluate(found.chain, constants_of(found, x)), theirs)
+
+
+@pytest.mark.parametrize(
+    ("line", "body"),
+    [
+        ("relu", lambda x: F.relu(x).mean(2, keepdim=True)),  # nothing that goes through a convolution
+        ("mul(2)", lambda x: (x * 2).mean(3, keepdim=True)),  # windows along rows
+        ("mul(2)", lambda x: (x * 2).mean(2)),  # an axis less
+        ("mul(2)", lambda x: (x * 2).sum(2, keepdim=True)),
+    ],
+)
+def test_other_means_over_one_axis_end_a_chain(line: str, body: Body) -> None:
+    (found,), _ = found_in(body, torch.randn(N, C, 5, 6))
+    assert str(found.chain).removeprefix("conv2d(4→4, k3, p1) → ") == line
+
+
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_on_a_cpu_a_chain_ends_before_the_pool() -> None:
     backend = Backend(rest="eager")

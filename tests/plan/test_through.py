@@ -81,13 +81,13 @@ def test_runs_and_has_gradients(name: str) -> None:
 
 def test_a_tap_that_meets_one_position_more_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutant."""
-    honest = through._runs
+    honest = through.runs_along
 
     def wrong(*given: object) -> list[tuple[int, int]]:
         (low, high), *rest = honest(*given)  # type: ignore[arg-type]
         return [(max(0, low - 1), high), *rest]
 
-    monkeypatch.setattr(through, "_runs", wrong)
+    monkeypatch.setattr(through, "runs_along", wrong)
     with pytest.raises(AssertionError):
         test_is_an_identity("space, upwards")
 

@@ -66,7 +66,7 @@ def export(
     """
     original = read(source)
     values = arguments_of(type(model), *arguments)
-    traced = trace(model, inputs, training)
+    traced = trace(model, inputs)
     if convolution == "pytorch":
         convolved = [found for found in traced.chains if not found.match.chain.is_linear]
         traced = replace(traced, chains=tuple(map(without_convolution, convolved)))

@@ -56,7 +56,7 @@ def _arithmetic(plan: Plan) -> str:
         what = "product" if plan.chain.is_linear else "convolution"
         return f"fp32; the {what} is PyTorch's" if plan.chain.producer else "fp32"
     if isinstance(own, Through):
-        return "sums in fp32, their product in fp64"
+        return "sums in fp32, their product in fp64" if own.folding is None else "fp32; the convolution is PyTorch's"
     planes = own.planes if isinstance(own, FewChannels) else own.arithmetic.planes
     if plan.input.dtype != "float32":
         return f"products of {plan.input.dtype}, summed in fp32"

@@ -16,7 +16,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor, nn
 
-from postlude.chain import Convolution, Normalize, Reduce, Scalar, Slot, Softmax, Step
+from postlude.chain import Convolution, Normalize, Scalar, Slot, Step
 from postlude.errors import PostludeError
 from postlude.graph.capture import capture_function
 from postlude.graph.match import Match, match
@@ -44,12 +44,12 @@ class Traced:
     declined: Mapping[str, str]  # the name of a call that is not fused, and why
 
 
-def trace(model: nn.Module, inputs: Sequence[Any], training: bool = False) -> Traced:
+def trace(model: nn.Module, inputs: Sequence[Any]) -> Traced:
     """Traces a model. A chain that continues past a batch_norm in training may not map to calls; a shorter one may."""
     graph, tries = _calls(model), []
     for over_batch in (True, False):
         below = _Below(model, graph, inputs)
-        found, declined = match(below.aten, functools.partial(_unwritten, training, over_batch))
+        found, declined = match(below.aten, functools.partial(_unwritten, over_batch))
         reasons = {item.name: f"{item.what.removeprefix('aten.')}: {item.reason}" for item in declined}
         chains, failed = [], False
         for item in found:
@@ -102,12 +102,10 @@ def _write_out_constants(model: nn.Module, graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _unwritten(training: bool, over_batch: bool, step: Step) -> str | None:
+def _unwritten(over_batch: bool, step: Step) -> str | None:
     """Why the kernels of a file end before a step, or None."""
     if isinstance(step, Normalize) and step.over == "batch" and not over_batch:
         return "a chain over this batch_norm could not be written as calls"
-    if training and (isinstance(step, Softmax) or (isinstance(step, Reduce) and step.over == "channels")):
-        return "no kernels are written for the gradients of a reduction or softmax over channels"
     return None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +30,10 @@ from postlude.graph import spellings
 from postlude.graph.capture import same_shape
 from postlude.graph.channel_norms import ChannelNorm, read_channel_norm
 from postlude.graph.idioms import with_idioms
-from postlude.graph.pools import last_pool, pooled, softmaxed
+from postlude.graph.pools import averaged, last_pool, pooled, softmaxed
 from postlude.graph.reductions import Reduction, read_reduction
 from postlude.graph.row_norms import RowNorm, read_row_norm
+from postlude.graph.row_pools import pooled_features
 from postlude.graph.spellings import arguments_of, describe
 from postlude.words import POINTWISE
 
@@ -73,7 +74,11 @@ class Draft:
         channel_norm = read_channel_norm(node) if self.dims else None
         if channel_norm is not None:
             return channel_norm if isinstance(channel_norm, str) else _normalize_channels(self, channel_norm)
+        if self.dims == 0 and (over_features := pooled_features(self, node)) is not None:
+            return over_features
         reduction = read_reduction(node, self.dims)
+        if isinstance(reduction, str) and (over_axis := averaged(self, node)) is not None:
+            return over_axis
         if reduction is not None:
             return reduction if isinstance(reduction, str) else _reduce(self, node, reduction)
         if spellings.pool(node) is not None:
@@ -103,6 +108,10 @@ class Draft:
         steps = (*self.steps, step)
         wide = dataclasses.replace(self, steps=steps, dtypes=(*self.dtypes, dtype))
         return wide._add(node, Cast(Value(len(steps)), name_of(dtype_of(node))))
+
+    def _with(self, nodes: Sequence[fx.Node]) -> Draft:
+        """With nodes between two values, which no other step reads."""
+        return dataclasses.replace(self, nodes=(*self.nodes, *nodes))
 
     def _add(self, node: fx.Node, step: Step) -> Draft:
         steps = (*self.steps, step)
@@ -273,7 +282,7 @@ def _normalize_rows(draft: Draft, found: RowNorm) -> Draft | str:
     """A norm over the features of a linear layer."""
     result = found.nodes[-1]
     draft, value = draft._cast(draft.values[found.operand], dtype_of(result))
-    draft = dataclasses.replace(draft, nodes=(*draft.nodes, *found.nodes[:-1]))
+    draft = draft._with(found.nodes[:-1])
     return draft._add(result, Normalize(found.op, value, None, found.eps, axes=1))
 
 
@@ -291,7 +300,7 @@ def _reduce(draft: Draft, node: fx.Node, found: Reduction) -> Draft | str:
     if operand not in draft.values:
         return f"{describe(node)} does not work on the chain's value"
     draft, value = draft._cast(draft.values[operand], dtype_of(result))
-    draft = dataclasses.replace(draft, nodes=(*draft.nodes, *found.nodes[:-1]))
+    draft = draft._with(found.nodes[:-1])
     return draft._add(result, Reduce(found.op, value, found.over, found.keepdim))  # type: ignore[arg-type]
 
 

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch.fx as fx
 
-from postlude.chain import Pool, Softmax, Step, Value
+from postlude.chain import Pointwise, Pool, Softmax, Step, Value
 from postlude.graph import spellings
 from postlude.graph.spellings import arguments_of, describe
+from postlude.plan.through import AFFINE as THROUGH
 from postlude.windows import Windows, per_axis
 
 if TYPE_CHECKING:
@@ -50,6 +51,27 @@ def pooled(draft: Draft, node: fx.Node) -> Draft | str:
     draft, value = draft._cast(draft.values[operand], node.meta["val"].dtype)
     pool = read_pool(node, draft.dims, value)
     return draft._add(node, pool) if isinstance(pool, Pool) else str(pool)
+
+
+def averaged(draft: Draft, node: fx.Node) -> Draft | None:
+    """The draft with a mean over one axis of space, which stays, as a pool of one window; None where it is none, or
+    where it could not go through the convolution. Windows along the last axis would be read number by number."""
+    if spellings.reduction(node) != "mean" or draft.producer is None or draft.dims < 2:
+        return None
+    call = arguments_of(node)
+    given, operand = call["dim"], call["self"]
+    axes = [axis % (draft.dims + 2) for axis in (given if isinstance(given, (list, tuple)) else [given])]
+    is_affine = all(isinstance(step, Pointwise) and step.op in THROUGH for step in draft.steps)
+    if len(axes) != 1 or not 2 <= axes[0] <= draft.dims or not call["keepdim"] or call.get("dtype") is not None:
+        return None
+    if not is_affine or operand not in draft.values:
+        return None
+    size = operand.meta["val"].shape[axes[0]]
+    if not isinstance(size, int) or not 1 < size <= MOST_TAPS:
+        return None
+    draft, value = draft._cast(draft.values[operand], node.meta["val"].dtype)
+    kernel = tuple(size if axis == axes[0] else 1 for axis in range(2, draft.dims + 2))
+    return draft._add(node, Pool("avg_pool", value, Windows(kernel, kernel, (0,) * draft.dims)))
 
 
 def last_pool(steps: Sequence[Step]) -> int:

@@ -17,6 +17,11 @@ from postlude.plan.trained import trained_part, why_not_ours
 from postlude.plan.types import Pass, Plan, Refusal, Store
 
 _ASKED = "it was asked for"
+_THROUGH = "no product of this size is needed"
+_FOLDED = (
+    "the pool is part of the convolution's weight: an infinity in the input stays one where PyTorch's average of "
+    "infinities of both signs is NaN"
+)
 # Devices whose plans may be lean in training.
 TRAINS = frozenset({"cuda"})
 
@@ -41,20 +46,21 @@ def lower(
     if reasons:
         return Refusal(reasons)
     trains_on_cpu = problem.needs_grad and problem.device == "cpu"
-    if (
-        not trains_on_cpu
-        and (through := _through(chain, problem, machine, even_if_slower and problem.device == "cuda")) is not None
-    ):
+    is_forced = even_if_slower and problem.device == "cuda"
+    through = None if trains_on_cpu else _through(chain, problem, machine, is_forced, not_ours)
+    if through is not None:
         return through
     if problem.device == "cuda":
-        planned = trained_part(chain, problem) if problem.needs_grad else chain
+        planned = before_features(chain)
+        planned = trained_part(planned, problem) if problem.needs_grad else planned
         asked = _ASKED if problem.convolution == "pytorch" else None
         why = not_ours or asked or (None if even_if_slower else why_not_ours(planned, problem))
         found = lower_for_gpu(planned, problem, machine, even_if_slower, why)
         if planned is chain or isinstance(found, Refusal):
             return found
         rest = " → ".join(chain.words()[len(planned.steps) :])
-        return dataclasses.replace(found, reasons=(*found.reasons, f"{rest}: PyTorch's, with its gradients"))
+        more = ", with its gradients" if problem.needs_grad else ""
+        return dataclasses.replace(found, reasons=(*found.reasons, f"{rest}: PyTorch's{more}"))
     if problem.needs_grad:
         return lower_for_cpu_training(chain, problem, machine, even_if_slower)
     if chain.is_linear:
@@ -62,10 +68,18 @@ def lower(
     return lower_for_cpu(chain, problem, machine, even_if_slower)
 
 
-def _through(chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool) -> Plan | None:
-    """A plan that computes a sum without its producer (see through.py), if that is possible."""
+def before_features(chain: Chain) -> Chain:
+    """The chain up to a pool over a linear layer's features, which no pass computes."""
+    number = next((number for number, step in enumerate(chain.steps) if isinstance(step, Pool)), None)
+    return chain if chain.dims or number is None else dataclasses.replace(chain, steps=chain.steps[:number])
+
+
+def _through(
+    chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool, not_ours: str | None
+) -> Plan | None:
+    """A plan without the producer, if a sum goes through it; or with a smaller one, if a pool does (through.py)."""
     own = through_for(chain, problem, machine.card, even_if_slower)
-    if own is None:
+    if own is None or (own.folding is not None and not_ours is not None):
         return None
     planned = dataclasses.replace(chain, steps=chain.steps[: own.reduction]) if problem.needs_grad else chain
     value = body_spec(chain, problem, "contiguous")
@@ -79,7 +93,7 @@ def _through(chain: Chain, problem: Problem, machine: Machine, even_if_slower: b
         convolve="own",
         result_layout=result_layout(planned, problem, machine),
         result_dtype=result_dtype(planned, problem),
-        reasons=("no product of this size is needed",),
+        reasons=(_THROUGH if own.folding is None else _FOLDED,),
         tile=tile_for(chain, problem, machine, "contiguous") if problem.device == "cuda" else None,
         own=own,
         trains=problem.needs_grad,

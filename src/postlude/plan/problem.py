@@ -30,7 +30,7 @@ from postlude.plan.program import channels_end
 Layout = Literal["contiguous", "channels_last", "strided"]
 PRECISIONS = ("auto", "fp32", "tf32")
 CONVOLUTIONS = ("auto", "pytorch")  # who convolves: whoever is faster, or always PyTorch
-_TF32_CHANNELS = 16  # with fewer, cuDNN ignores its TF32 switch for contiguous fp32 (seen on an H200)
+TF32_CHANNELS = 16  # with fewer, cuDNN ignores its TF32 switch for contiguous fp32 (seen on an H200)
 LAID_OUT_LIKE_THE_OTHER = ("rsub", "rdiv")  # words whose second operand is PyTorch's first one
 CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}  # by spatial axes
 
@@ -147,7 +147,8 @@ def result_shape(chain: Chain, problem: Problem) -> tuple[int, ...]:
             kept = 2 if step.over == "space" else 1
             shape = shape[:kept] + ((1,) * (len(shape) - kept) if step.keepdim else ())
         elif isinstance(step, Pool):
-            shape = (*shape[:2], *step.windows.output_space(shape[2:]))
+            kept = 2 if chain.dims else 1  # windows of positions, or of features
+            shape = (*shape[:kept], *step.windows.output_space(shape[kept:]))
     return shape
 
 
@@ -179,7 +180,7 @@ def fp32_mode(chain: Chain, problem: Problem) -> str:
     conv = chain.producer
     if conv is not None and conv.is_linear:
         return "tf32" if problem.multiplies_tf32 else "fp32"
-    return "tf32" if problem.allows_tf32 and conv is not None and conv.in_channels >= _TF32_CHANNELS else "fp32"
+    return "tf32" if problem.allows_tf32 and conv is not None and conv.in_channels >= TF32_CHANNELS else "fp32"
 
 
 def body_bytes(chain: Chain, problem: Problem) -> int:

@@ -92,9 +92,12 @@ def channels_end(chain: Chain) -> Reduce | None:
 def fused_pool(chain: Chain) -> FusedPool | None:
     """The first pool, merged with pools directly after it where that is possible.
 
-    None if a reduction, a second norm or a layer_norm, whose tiles are rows, comes before it.
+    None if a reduction, a second norm or a layer_norm, whose tiles are rows, comes before it, or if it goes over a
+    linear layer's features.
     """
     seen_norm = False
+    if not chain.dims:
+        return None
     for number, step in enumerate(chain.steps, 1):
         if isinstance(step, Reduce | Softmax) or (isinstance(step, Normalize) and (seen_norm or step.over == "row")):
             return None
@@ -186,7 +189,7 @@ def rows_from(chain: Chain) -> int | None:
     if barrier is None or chain.dims:
         return row_norm(chain)
     step = chain.steps[barrier - 1]
-    return None if isinstance(step, Normalize) and step.over == "batch" else barrier
+    return None if isinstance(step, Pool) or (isinstance(step, Normalize) and step.over == "batch") else barrier
 
 
 def has_whole_rows(chain: Chain) -> bool:

@@ -11,12 +11,14 @@ TURNED = "transposed as plain"
 PHASES = "by phase"
 AFFINE = "affine gradient"
 THROUGH = "sum through the producer"
+FOLDED = "pool in the weight"
 RULES = {
     MEAN: "steps between a norm and a mean or sum are affine in each sample and channel, so moments are all they need",
     TURNED: "a transposed convolution of stride 1 is a convolution with its taps reversed",
     PHASES: "a transposed convolution with strides is a convolution of stride 1 for each remainder of its outputs",
     THROUGH: "a convolution or a linear layer is linear, so a sum of its result is a product with sums of its input or "
     "of its weight",
+    FOLDED: "a convolution and an average of windows are linear, so both are one convolution with averages of taps",
     AFFINE: "where moments are all that is needed, the gradient at the convolution's result is affine in that result: "
     "the norm's sums need no pass over data",
 }
@@ -27,7 +29,7 @@ def rules_of(plan: Plan) -> tuple[str, ...]:
     found = []
     conv = plan.chain.producer
     if isinstance(plan.own, Through):
-        return (THROUGH,)
+        return (THROUGH,) if plan.own.folding is None else (FOLDED,)
     if conv is not None and conv.transposed and plan.convolve == "own":
         found.append(PHASES if any(size > 1 for size in conv.stride) else TURNED)
     if isinstance(plan.passes[-1].sink, Moments):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from postlude.chain import Scalar, Value
+from postlude.derivatives import TAP, G
 from postlude.expressions import Assign, Name, Term, call
 from postlude.plan import Plan
 from postlude.plan.channels import CHANNELS_WARPS, channels_kind, channels_tile, gradient_tile
@@ -21,7 +22,7 @@ from postlude.plan.problem import Spec, power_in
 from postlude.plan.program import fused_norm
 from postlude.plan.tiles import pass_warps
 from postlude.plan.types import Tile
-from postlude.reverse import TAP, G, kept_of_reduction
+from postlude.reverse import kept_of_reduction
 from postlude.stages.cuts import Cut, accumulator, accumulator_of, is_wide, operands, sizes_of, steps_around
 from postlude.stages.normalize import per_group
 from postlude.stages.trace import Unread, launch, or_unread

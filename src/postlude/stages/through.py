@@ -8,7 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from postlude.chain import Chain, Convolution, Pointwise, Reduce, Scalar, Slot
+from postlude.chain import Chain, Convolution, Pointwise, Pool, Reduce, Scalar, Slot
+from postlude.plan.folding import folding_of
+from postlude.reference import per_channel
+from postlude.stages.folding import average_through, features_through
+from postlude.stages.runs import along, runs_along
 from postlude.stages.trace import derived
 
 _ADDED = 128  # rows of a weight that are summed in its own dtype
@@ -16,12 +20,18 @@ Coefficient = Tensor | float  # of every channel in float64, or one for all
 
 
 def sum_through(chain: Chain, number: int, tensors: Sequence[Tensor]) -> Tensor:
-    """The result of step `number` of the chain, which sums over all positions or all features."""
+    """The result of step `number` of the chain, which sums all positions or all features, or averages windows."""
     conv, step = chain.convolution, chain.steps[number - 1]
-    assert isinstance(step, Reduce)
     slope, shift = _affine(chain, number, tensors)
     x, weight = tensors[:2]
     bias = tensors[2].double() if conv.has_bias else 0.0
+    if isinstance(step, Pool) and conv.is_linear:
+        folding = folding_of(conv, step, ())
+        assert folding is not None
+        return features_through(folding, x, weight, tensors[2] if conv.has_bias else None)
+    if isinstance(step, Pool):
+        return _averages(conv, step, x, weight, slope, bias * slope + shift)
+    assert isinstance(step, Reduce)
     if conv.is_linear:
         total, count = _of_features(x, weight, bias, slope, shift), conv.out_channels
         result = (total if step.op == "sum" else total / count).to(x.dtype)
@@ -34,6 +44,21 @@ def sum_through(chain: Chain, number: int, tensors: Sequence[Tensor]) -> Tensor:
     result = (means * positions if step.op == "sum" else means).to(x.dtype)
     keeps = step.keepdim or step.op == "adaptive_avg_pool"
     return result.reshape(*result.shape, *[1] * conv.dims) if keeps else result
+
+
+def _averages(
+    conv: Convolution, step: Pool, x: Tensor, weight: Tensor, slope: Coefficient, shift: Coefficient
+) -> Tensor:
+    """Of windows, which are as large as a value: in the value's own dtype."""
+    folding = folding_of(conv, step, tuple(x.shape[2:]))
+    assert folding is not None
+    found = average_through(conv, folding, x, weight)
+    for by, word in ((slope, torch.mul), (shift, torch.add)):
+        if isinstance(by, Tensor):
+            found = word(found, per_channel(by.to(x.dtype), conv.dims))
+        elif by != (1.0 if word is torch.mul else 0.0):
+            found = word(found, by)
+    return found.contiguous()
 
 
 def gradients_through(
@@ -102,39 +127,9 @@ def _sums_by_tap(conv: Convolution, x: Tensor) -> Tensor:
     value = x
     out = conv.output_space(tuple(x.shape[2:]))
     for axis in reversed(range(conv.dims)):
-        value = torch.stack(_along(value, 2 + axis, _runs(conv, axis, x.shape[2 + axis], out[axis])), -1)
+        value = torch.stack(along(value, 2 + axis, runs_along(conv, axis, x.shape[2 + axis], out[axis])), -1)
         value = value.double()
     return value.permute(0, 1, *reversed(range(2, 2 + conv.dims)))
-
-
-def _runs(conv: Convolution, axis: int, size: int, out: int) -> list[tuple[int, int]]:
-    """For each tap, the range [first, end) of positions along an axis that it reads."""
-    found = []
-    for tap in range(conv.kernel[axis]):
-        ahead = tap * conv.dilation[axis] - conv.padding[axis]
-        if conv.transposed:  # position i contributes to output i · stride + ahead
-            step = conv.stride[axis]
-            first, last = -(ahead // step), (out - 1 - ahead) // step
-        else:  # output o reads position o + ahead
-            first, last = ahead, out - 1 + ahead
-        found.append((max(0, first), max(max(0, first), min(size, last + 1))))
-    return found
-
-
-def _along(value: Tensor, axis: int, runs: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """The sums of all runs. What they share is summed once, and nothing is subtracted, which would lose digits."""
-    first, last = max(run[0] for run in runs), min(run[1] for run in runs)
-    if first >= last:
-        return [value.narrow(axis, low, high - low).sum(axis) for low, high in runs]
-    shared, found = value.narrow(axis, first, last - first).sum(axis), []
-    for low, high in runs:
-        total = shared
-        if low < first:
-            total = total + value.narrow(axis, low, first - low).sum(axis)
-        if high > last:
-            total = total + value.narrow(axis, last, high - last).sum(axis)
-        found.append(total)
-    return found
 
 
 def _weighted(sums: Tensor, conv: Convolution, weight: Tensor) -> Tensor:

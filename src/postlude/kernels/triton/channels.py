@@ -22,8 +22,8 @@ def row_largest(b_x):
 @triton.jit
 def row_place(b_x, largest, o_c):
     """The first channel that holds its row's largest; a NaN is larger than all others. o_c is [1, BLOCK_C]."""
-    is_largest = (b_x == largest[:, None]) | (b_x != b_x)
-    return tl.min(tl.where(is_largest, o_c, 1 << 30), axis=1)
+    place = tl.where(b_x == largest[:, None], o_c, 1 << 30)
+    return tl.min(tl.where(b_x <= float("inf"), place, o_c), axis=1)
 
 
 @triton.jit

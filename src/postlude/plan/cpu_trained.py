@@ -24,7 +24,9 @@ def lower_for_cpu_training(chain: Chain, problem: Problem, machine: Machine, eve
     if reason is None and body_bytes(planned, problem) < SMALLEST_TRAINED and not even_if_slower:
         reason = f"a value below {SMALLEST_TRAINED // MIB} MiB is too small to gain"
     if reason is not None:
-        return Refusal((f"gradients are needed, and the fused passes for cpu devices have no backward pass here: {reason}",))
+        return Refusal(
+            (f"gradients are needed, and the fused passes for cpu devices have no backward pass here: {reason}",)
+        )
     found = lower_for_cpu(planned, problem, machine, even_if_slower=True)
     if isinstance(found, Refusal):
         return found

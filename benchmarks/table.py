@@ -38,12 +38,13 @@ def _files(folder: str, names: str) -> list[Path]:
 # What a time depends on; a result whose hash differs was measured on other code.
 CPU_SOURCES = [
     *_files(".", "moments expressions steps emit_cpp"),
-    *_files("plan", "cpu cpu_passes cpu_few_channels"),
-    *_files("stages", "cpu_passes cpu_few_channels cpu_kernel"),
+    *_files("plan", "cpu cpu_passes cpu_few_channels cpu_trained"),
+    *_files("stages", "cpu_passes cpu_few_channels cpu_kernel cpu_gradient"),
     *_files("run", "cpp cpu onednn normalize"),
     *sorted((SOURCE / "kernels" / "cpp").glob("*.h")),
 ]
 BUSY = "forward, busy"  # beside as many busy processes as cores
+STEP, AUTOCAST = "training step", "bfloat16 autocast"
 GPU_SOURCES = [
     SOURCE / "kernels" / "cuda",
     *_files("kernels/triton", "pointwise tiles normalize moments planes pack unfold rows channels"),
@@ -199,18 +200,25 @@ def render() -> str:
         gains = _gain(ours), _gain(None if other is None else other.ours)
         layout = ours.layout.replace("_", "-")
         lines.append(_line(ours.chain, ours.shape, layout, *_times(case), *gains, since(ours, CPU_SOURCES)))
-    return "\n".join([*lines, "", _where(_rows(found)), *_busy(records.read(RESULTS))])
+    return "\n".join([*lines, "", _where(_rows(found)), *_more(records.read(RESULTS))])
 
 
-def _busy(rows: list[Record]) -> list[str]:
-    """The chain that gains least beside busy processes."""
-    ours = [row for row in rows if row.mode == BUSY and row.variant == "postlude" and row.speedup is not None]
-    if not ours:
-        return []
-    worst = min(ours, key=lambda row: row.speedup or 0.0)
-    mean = statistics.geometric_mean([row.speedup or 0.0 for row in ours])
-    least = f"{worst.speedup:.2f} ({worst.chain}, {worst.layout.replace('_', '-')})"
-    return ["", f"Beside as many busy processes as cores: {mean:.2f} × eager by geometric mean, at the least {least}."]
+def _more(rows: list[Record]) -> list[str]:
+    """The chain that gains least in each of the other modes."""
+    modes = {
+        BUSY: "Beside as many busy processes as cores",
+        STEP: "Training steps under a tuned malloc",
+        AUTOCAST: "bfloat16 autocast under a tuned malloc",
+    }
+    lines = []
+    for mode, words in modes.items():
+        ours = [row for row in rows if row.mode == mode and row.variant == "postlude" and row.speedup is not None]
+        if ours:
+            worst = min(ours, key=lambda row: row.speedup or 0.0)
+            mean = statistics.geometric_mean([row.speedup or 0.0 for row in ours])
+            least = f"{worst.speedup:.2f} ({worst.chain}, {worst.layout.replace('_', '-')})"
+            lines += ["", f"{words}: {mean:.2f} × eager by geometric mean, at the least {least}."]
+    return lines
 
 
 def render_kernelbench() -> str:

@@ -1,5 +1,6 @@
 """Times chains on the CPU, eager, torch.compile and fused in turns, under the system's malloc and a tuned one, and
-under the tuned one next to as many busy processes as there are cores.
+under the tuned one next to as many busy processes as there are cores. Under the tuned one, training steps and bfloat16
+autocast are timed as well. All of it takes about seven minutes on 2 quiet cores.
 
     python benchmarks/cpu.py                     print the table
     python benchmarks/cpu.py --record            also merge the rows into benchmarks/results/cpu.csv
@@ -14,10 +15,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import functools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +29,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from rows import BUSY, CPU_SOURCES, RESULTS
+from rows import AUTOCAST, BUSY, CPU_SOURCES, RESULTS, STEP
 
 from cases import CHAIN_23, CHAIN_61, Builder, conv
 from postlude import hardware, reference
@@ -51,6 +54,7 @@ class Bench:
     shape: tuple[int, ...]
     compiled: bool = False  # torch.compile takes part: ten seconds of compiling for each row
     layouts: tuple[str, ...] = ("contiguous", "channels_last")
+    more: tuple[str, ...] = ()  # modes in which it is timed under the tuned malloc besides: STEP, AUTOCAST
 
 
 BENCHES = [
@@ -62,6 +66,7 @@ BENCHES = [
         Builder(3, conv(3, (32, 32), padding=1)).norm(None).op("leaky_relu", slope=0.01).chain(),
         (2, 32, 32, 32, 32),
         True,
+        more=(STEP, AUTOCAST),
     ),
     Bench(
         "few channels, norm, relu",
@@ -96,13 +101,14 @@ BENCHES = [
         .chain(),
         (8, 16, 48, 48),
     ),
-    Bench("group_norm relu", Builder(3).norm(8).op("relu").chain(), (2, 32, 32, 48, 48), True),
-    Bench("group_norm silu 2-D", Builder(2).norm(32).op("silu").chain(), (8, 128, 64, 64), True),
+    Bench("group_norm relu", Builder(3).norm(8).op("relu").chain(), (2, 32, 32, 48, 48), True, more=(STEP, AUTOCAST)),
+    Bench("group_norm silu 2-D", Builder(2).norm(32).op("silu").chain(), (8, 128, 64, 64), True, more=(STEP, AUTOCAST)),
     Bench(
         "instance_norm leaky_relu",
         Builder(3).norm(None).op("leaky_relu", slope=0.01).chain(),
         (2, 32, 32, 48, 48),
         True,
+        more=(STEP,),
     ),
     Bench("group_norm mean", Builder(3).norm(8).reduce("mean", "space").chain(), (4, 32, 32, 32, 32)),
     Bench(
@@ -126,17 +132,22 @@ def beside_busy_processes(count: int) -> Iterator[None]:
 
 
 def measure(bench: Bench, layout: str, mode: str, rounds: int, seconds: float) -> list[records.Record]:
-    inputs = [tensors_for(bench.chain, bench.shape, torch.float32, "cpu", seed, "normal", layout) for seed in range(3)]
-    truth = reference.evaluate(bench.chain, inputs[0], dtype=torch.float64)
-    variants = {
-        "eager": clock.rotating(lambda *tensors: reference.evaluate(bench.chain, tensors), inputs),
-        "postlude": clock.rotating(Site(bench.name, bench.chain), inputs),
+    inputs = inputs_for(bench, layout, mode)
+    # Of a training step: the gradient of the input.
+    first = functools.partial(step, dy=torch.randn(bench.shape)) if mode == STEP else call
+    truth = first(functools.partial(reference.evaluate, bench.chain, dtype=torch.float64), inputs[0])
+    site = Site(bench.name, bench.chain)
+    runs: dict[str, Run] = {
+        "eager": lambda tensors: reference.evaluate(bench.chain, tensors),
+        "postlude": lambda tensors: site(*tensors),
     }
     if bench.compiled and hardware.cpp_compiler() is not None:
         torch._dynamo.reset()
-        compiled = torch.compile(lambda *tensors: reference.evaluate(bench.chain, tensors))
-        variants["torch.compile"] = clock.rotating(compiled, inputs)
-    timings = clock.time_interleaved(variants, rounds=rounds, min_window_s=0.2, budget_s=seconds)
+        runs["torch.compile"] = torch.compile(runs["eager"])
+    variants = {
+        name: clock.rotating(lambda *tensors, run=run: first(run, tensors), inputs) for name, run in runs.items()
+    }
+    timings = clock.time_interleaved(variants, rounds=rounds, min_window_s=0.1, budget_s=seconds)
     rows = []
     for name, timing in timings.items():
         result = variants[name](0)
@@ -146,9 +157,9 @@ def measure(bench: Bench, layout: str, mode: str, rounds: int, seconds: float) -
             records.Record(
                 str(bench.chain),
                 "×".join(map(str, bench.shape)),
-                "float32",
+                "bfloat16" if mode == AUTOCAST else "float32",
                 layout,
-                "fp32",
+                "bf16" if mode == AUTOCAST else "fp32",
                 mode,
                 name,
                 *records.times_of(timing, timings["eager"]),
@@ -162,8 +173,38 @@ def measure(bench: Bench, layout: str, mode: str, rounds: int, seconds: float) -
     return rows
 
 
-def way_of(bench: Bench, layout: str) -> str:
-    tensors = tensors_for(bench.chain, bench.shape, torch.float32, "cpu", 0, "normal", layout)
+Run = Callable[[Sequence[Tensor]], Tensor]
+
+
+def call(run: Run, tensors: Sequence[Tensor]) -> Tensor:
+    return run(tensors)
+
+
+def step(run: Run, tensors: Sequence[Tensor], dy: Tensor) -> Tensor:
+    result = run(tensors)
+    return torch.autograd.grad(result, tensors, dy.view(-1)[: result.numel()].view(result.shape).to(result.dtype))[0]
+
+
+def inputs_for(bench: Bench, layout: str, mode: str) -> list[list[Tensor]]:
+    """Three calls' tensors. Under autocast the value is of 16 bits and what a norm reads beside it is not."""
+    found = [tensors_for(bench.chain, bench.shape, torch.float32, "cpu", seed, "normal", layout) for seed in range(3)]
+    if mode == AUTOCAST:
+        narrow = ("input", "full") if bench.chain.producer is None else ()
+        found = [[t.bfloat16() if r in narrow else t for t, r in zip(ts, bench.chain.roles)] for ts in found]
+    return [[tensor.requires_grad_(mode == STEP) for tensor in tensors] for tensors in found]
+
+
+def under(bench: Bench, mode: str) -> Bench:
+    """As autocast has it: a convolution in bfloat16."""
+    conv = bench.chain.producer
+    if mode != AUTOCAST or conv is None:
+        return bench
+    narrow = dataclasses.replace(conv, dtype="bfloat16")
+    return dataclasses.replace(bench, chain=dataclasses.replace(bench.chain, producer=narrow))
+
+
+def way_of(bench: Bench, layout: str, mode: str) -> str:
+    tensors = inputs_for(bench, layout, mode)[0]
     outcome, _ = running.prepared(bench.chain, problem_of(tensors))
     if not isinstance(outcome, Plan):
         return "through PyTorch"
@@ -178,7 +219,7 @@ def show(rows: Sequence[records.Record], way: str) -> None:
     by_name = {row.variant: row for row in rows}
     eager, ours, rival = by_name["eager"], by_name["postlude"], by_name.get("torch.compile")
     print(
-        f"{eager.malloc:8} {eager.layout:14} {eager.chain[:62]:62} {eager.shape:16} {eager.ms_p50:8.2f}"
+        f"{eager.malloc:8} {eager.mode:18} {eager.layout:14} {eager.chain[:62]:62} {eager.shape:16} {eager.ms_p50:8.2f}"
         f" {'' if rival is None else format(rival.ms_p50, '.2f'):>8} {ours.ms_p50:8.2f}"
         f" {ours.speedup:5.2f} ({ours.speedup_low:.2f}–{ours.speedup_high:.2f})"
         f"  {ours.error_rms:.1e} / {eager.error_rms:.1e}  {way}",
@@ -189,23 +230,25 @@ def show(rows: Sequence[records.Record], way: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="benches whose name contains this")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--seconds", type=float, default=20.0, help="at most, for each row")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--seconds", type=float, default=8.0, help="at most, for each row")
     parser.add_argument("--record", action="store_true", help=f"merge into {RESULTS.name}")
     parser.add_argument("--busy", type=int, default=0, help="processes that keep cores busy meanwhile")
     options = parser.parse_args()
     torch.set_num_threads(2)
-    mode = BUSY if options.busy else "forward"
     if options.busy:
         print(f"beside {options.busy} busy processes")
     for bench in BENCHES:
         if options.only in bench.name:
-            for layout in bench.layouts:
-                with torch.no_grad(), beside_busy_processes(options.busy):
-                    rows = measure(bench, layout, mode, options.rounds, options.seconds)
-                    show(rows, way_of(bench, layout))
-                if options.record:
-                    records.update(RESULTS, rows)
+            is_more = hardware.malloc_is_tuned() and not options.busy
+            for mode in (BUSY if options.busy else "forward", *(bench.more if is_more else ())):
+                for layout in bench.layouts:
+                    with torch.set_grad_enabled(mode == STEP), beside_busy_processes(options.busy):
+                        asked = under(bench, mode)
+                        rows = measure(asked, layout, mode, options.rounds, options.seconds)
+                        show(rows, way_of(asked, layout, mode))
+                    if options.record:
+                        records.update(RESULTS, rows)
     if not hardware.malloc_is_tuned():
         tuned = {**os.environ, **TUNED}
         subprocess.run([sys.executable, *sys.argv], env=tuned, check=True)

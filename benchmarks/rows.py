@@ -28,12 +28,13 @@ def _files(folder: str, names: str) -> list[Path]:
 # What a time depends on; a result whose hash differs was measured on other code.
 CPU_SOURCES = [
     *_files(".", "moments expressions steps emit_cpp"),
-    *_files("plan", "cpu cpu_passes cpu_few_channels"),
-    *_files("stages", "cpu_passes cpu_few_channels cpu_kernel"),
+    *_files("plan", "cpu cpu_passes cpu_few_channels cpu_trained"),
+    *_files("stages", "cpu_passes cpu_few_channels cpu_kernel cpu_gradient"),
     *_files("run", "cpp cpu onednn normalize"),
     *sorted((SOURCE / "kernels" / "cpp").glob("*.h")),
 ]
 BUSY = "forward, busy"  # beside as many busy processes as cores
+STEP, AUTOCAST = "training step", "bfloat16 autocast"
 
 
 def _gpu_files(folder: str, is_backward: bool) -> list[Path]:

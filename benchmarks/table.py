@@ -17,6 +17,7 @@ from pathlib import Path
 
 import kernelbench_table
 from rows import (
+    AUTOCAST,
     BUSY,
     CHAIN_23,
     CHAIN_61,
@@ -27,6 +28,7 @@ from rows import (
     NETWORK_RESULTS,
     RESULTS,
     ROOT,
+    STEP,
     TRAINING_SOURCES,
     Case,
     cases,
@@ -106,18 +108,25 @@ def render() -> str:
         gains = gain(ours), gain(None if other is None else other.ours)
         layout = ours.layout.replace("_", "-")
         lines.append(line(ours.chain, ours.shape, layout, *times(case), *gains, since(ours, CPU_SOURCES)))
-    return "\n".join([*lines, "", where(rows_of(found)), *_busy(records.read(RESULTS))])
+    return "\n".join([*lines, "", where(rows_of(found)), *_more(records.read(RESULTS))])
 
 
-def _busy(rows: list[Record]) -> list[str]:
-    """The chain that gains least next to busy processes."""
-    ours = [row for row in rows if row.mode == BUSY and row.variant == "postlude" and row.speedup is not None]
-    if not ours:
-        return []
-    worst = min(ours, key=lambda row: row.speedup or 0.0)
-    mean = statistics.geometric_mean([row.speedup or 0.0 for row in ours])
-    least = f"{worst.speedup:.2f} ({worst.chain}, {worst.layout.replace('_', '-')})"
-    return ["", f"Beside as many busy processes as cores: {mean:.2f} × eager by geometric mean, at the least {least}."]
+def _more(rows: list[Record]) -> list[str]:
+    """The chain that gains least in each of the other modes."""
+    modes = {
+        BUSY: "Beside as many busy processes as cores",
+        STEP: "Training steps under a tuned malloc",
+        AUTOCAST: "bfloat16 autocast under a tuned malloc",
+    }
+    lines = []
+    for mode, words in modes.items():
+        ours = [row for row in rows if row.mode == mode and row.variant == "postlude" and row.speedup is not None]
+        if ours:
+            worst = min(ours, key=lambda row: row.speedup or 0.0)
+            mean = statistics.geometric_mean([row.speedup or 0.0 for row in ours])
+            least = f"{worst.speedup:.2f} ({worst.chain}, {worst.layout.replace('_', '-')})"
+            lines += ["", f"{words}: {mean:.2f} × eager by geometric mean, at the least {least}."]
+    return lines
 
 
 def render_networks() -> str:

@@ -58,6 +58,12 @@ def test_every_word_has_its_function_on_the_cpu() -> None:
     assert {word for word, row in words.POINTWISE.items() if row.affine} <= many
 
 
+def test_every_derivative_has_its_functions_on_the_cpu() -> None:
+    texts = "".join((DEVICE.parent / "cpp" / name).read_text() for name in ("pointwise.h", "derivatives.h"))
+    there = set(re.findall(r"^inline V (\w+)\(", texts, re.MULTILINE))
+    assert {word for step in STEPS for term in reverse.derivatives(step) for word in _functions(term)} <= there
+
+
 def test_every_operand_has_a_derivative() -> None:
     assert all(len(derivatives.derivatives(step)) == words.POINTWISE[step.op].arity for step in STEPS)
 

@@ -85,9 +85,22 @@ def test_slabs_follow_the_cache() -> None:
 def test_a_batch_of_one_that_pytorch_takes_out_of_onednn_is_called_directly() -> None:
     chain = Builder(3, conv(3, (8, 16))).op("relu").chain()
     assert plan(chain, problem(chain, (1, 8, 48, 48, 48))).convolve == "direct"
+    chain = Builder(3, conv(3, (8, 16))).op("relu").op("add", "full").chain()
     assert plan(chain, problem(chain, (2, 8, 48, 48, 48))).convolve == "eager"
     without = dataclasses.replace(CPU, has_onednn=False)
     assert plan(chain, problem(chain, (1, 8, 48, 48, 48)), without).convolve == "eager"
+
+
+def test_one_short_step_after_a_convolution_is_left_to_pytorch() -> None:
+    tuned = dataclasses.replace(CPU, maps_large_buffers=False)
+    for word, is_refused in (("relu", True), ("silu", False)):
+        chain = Builder(3, conv(3, (8, 16))).op(word).chain()
+        for machine, shape in ((CPU, (4, 8, 24, 32, 32)), (tuned, (4, 8, 48, 48, 48))):
+            found = lower(chain, problem(chain, shape), machine)
+            assert isinstance(found, Refusal) == is_refused
+            assert not is_refused or "one short step" in str(found)
+    chain = Builder(3, conv(3, (8, 16))).op("relu").chain()
+    assert isinstance(lower(chain, problem(chain, (4, 8, 48, 48, 48)), CPU), Plan)  # mapped anew at every call
 
 
 @pytest.mark.parametrize(

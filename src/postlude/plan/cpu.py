@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from postlude.chain import Chain, Normalize
+from postlude.chain import POINTWISE, Chain, Normalize, Pointwise
 from postlude.hardware import Machine
 from postlude.plan.cpu_few_channels import CpuFewChannels, few_channels_for
 from postlude.plan.cpu_passes import compiled_passes, turns, why_not_compiled
@@ -53,6 +53,8 @@ def lower_for_cpu(chain: Chain, problem: Problem, machine: Machine, even_if_slow
     smallest = SMALLEST_STORED if is_stored else SMALLEST_REDUCED
     if size < smallest and not even_if_slower and not _leaves_onednn(chain, problem, machine):
         return Refusal((f"too small to gain: a value of {size / MIB:.1f} MiB, fusing pays from {smallest // MIB} on",))
+    if not even_if_slower and _is_one_short_step(chain, problem, machine):
+        return Refusal(("one short step after PyTorch's convolution takes no longer in eager",))
     if why_not_compiled(chain, problem, machine) is None:
         return _compiled_plan(chain, problem, machine, moments)
     if moments is None:
@@ -207,6 +209,15 @@ def _leaves_onednn(chain: Chain, problem: Problem, machine: Machine) -> bool:
         return False
     # PyTorch's own rule for fp32: a batch of one goes to oneDNN if it has more than 20480 rows along the last axis.
     return math.prod(problem.x.shape[:4]) <= 20480 and not (conv.kernel[-1] > 3 and conv.kernel[-2] > 3)
+
+
+def _is_one_short_step(chain: Chain, problem: Problem, machine: Machine) -> bool:
+    """As conv → relu: measured alike (1.00 to 1.06), and beside busy processes 0.89. Where a large buffer is mapped
+    anew at every call, or PyTorch leaves oneDNN, there is more to gain than the step."""
+    if chain.producer is None or len(chain.steps) != 1 or not isinstance(chain.steps[0], Pointwise):
+        return False
+    is_mapped = machine.maps_large_buffers and body_bytes(chain, problem) >= MAPPED
+    return not (POINTWISE[chain.steps[0].op].long or is_mapped or _leaves_onednn(chain, problem, machine))
 
 
 def _flops_per_element(chain: Chain) -> float:

@@ -15,7 +15,7 @@ from postlude.plan.problem import memory_format
 from postlude.plan.program import fused_norm
 from postlude.stages.convolution_gradients import convolution_gradients
 from postlude.stages.cpu_kernel import TYPES, operand_types, operands
-from postlude.stages.cpu_passes import sizes_of
+from postlude.stages.cpu_passes import is_turned, sizes_of
 from postlude.stages.gradient import gradient_of_vector, places_of, without_unread
 from postlude.stages.trace import launch_cpp
 from postlude.steps import pass_slots
@@ -45,6 +45,15 @@ extern "C" void gradient(void* const* p, const double* n, int threads) {{
 """
 
 
+_TURN = """#include "turn.h"
+
+extern "C" void turn(void* const* p, const double* n, int threads) {
+  const Sizes sizes{int64_t(n[0]), int64_t(n[1]), int64_t(n[2]), 1, 0, false, threads};
+  turn_all(static_cast<const float*>(p[0]), static_cast<float*>(p[1]), sizes);
+}
+"""
+
+
 def backward_on_cpu(
     plan: Plan, tensors: Sequence[Tensor], value: Tensor, saved: Tensor, dy: Tensor, needs: Sequence[bool]
 ) -> list[Tensor | None]:
@@ -60,6 +69,13 @@ def backward_on_cpu(
     return grads
 
 
+def _channels_last(dy: Tensor, value: Tensor) -> Tensor:
+    """The gradient of a contiguous result in the layout of its value: both are float32 there (cpu_passes.turns)."""
+    turned = torch.empty_like(value)
+    launch_cpp("turn", _TURN, {"dy": dy, "turned": turned}, sizes_of(value))
+    return turned
+
+
 def _gradient_pass(
     plan: Plan, needs: frozenset[int], tensors: Sequence[Tensor], value: Tensor, saved: Tensor, dy: Tensor
 ) -> tuple[Tensor, dict[int, Tensor]]:
@@ -69,7 +85,10 @@ def _gradient_pass(
     wanted, slots = reverse.wanted(chain, last, needs), pass_slots(chain, last)
     sums, gradient = reverse.sums(chain, last, needs), reverse.gradient(chain, last, needs)
     layout = memory_format(plan.value.layout, chain.dims)
-    dy = dy.to(getattr(torch, plan.result_dtype)).contiguous(memory_format=layout)
+    if is_turned(plan):
+        dy = _channels_last(dy, value)
+    else:
+        dy = dy.to(getattr(torch, plan.result_dtype)).contiguous(memory_format=layout)
     read = operands(plan, slots, without_unread(chain, tensors, value, sums.loaded | gradient.loaded))
     full = [torch.empty_like(value, dtype=tensors[slot].dtype) for slot in wanted.full]
     batch, channels, _ = sizes_of(value)

@@ -52,7 +52,7 @@ def forward_on_cpu(plan: Plan, tensors: Sequence[Tensor]) -> Tensor:
     if isinstance(last.sink, MomentsSink):
         return _reduced(plan, tensors, dtype, last.last, last.sink.squares)
     value, is_ours = _value(plan, tensors)
-    result = value if is_ours and value.dtype == dtype and not _is_turned(plan) else _result_like(plan, value, dtype)
+    result = value if is_ours and value.dtype == dtype and not is_turned(plan) else _result_like(plan, value, dtype)
     _finish_pass(plan, value, result, tensors)
     return continue_from(chain, last.last, result, tensors, moves=True)
 
@@ -70,12 +70,12 @@ def trained_on_cpu(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor, Tenso
 
 
 def _result_like(plan: Plan, value: Tensor, dtype: torch.dtype) -> Tensor:
-    if _is_turned(plan):
+    if is_turned(plan):
         return torch.empty(value.shape, dtype=dtype, device=value.device)
     return torch.empty_like(value, dtype=dtype)
 
 
-def _is_turned(plan: Plan) -> bool:
+def is_turned(plan: Plan) -> bool:
     """Whether the pass writes another layout than it reads."""
     return (plan.value.layout, plan.result_layout) == ("channels_last", "contiguous")
 
@@ -128,7 +128,7 @@ def _finish_pass(
     if norm is not None:
         steps = emit_cpp(before(chain, (first_barrier(chain) or 1) - 1, first), "Before", slots) + steps
     name = "map" if norm is None else "normalize"
-    text = kernel_text(name, f"{name}{'_turned' * _is_turned(plan)}()", plan, steps, slots, value, result, tensors)
+    text = kernel_text(name, f"{name}{'_turned' * is_turned(plan)}()", plan, steps, slots, value, result, tensors)
     groups, eps = (1, 0.0) if norm is None else (norm.groups or channels, norm.eps)
     kept = {} if saved is None else {"saved": saved}
     given = {"value": value, "result": result, **kept, **operands(plan, slots, tensors)}

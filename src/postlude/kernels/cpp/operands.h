@@ -29,8 +29,17 @@ template <class T> inline V read_vector(const T* p, int64_t count = LANES) {
 }
 
 template <class T> inline void write_vector(T* p, V v, int64_t count = LANES) {
-  if constexpr (std::is_same_v<T, float>) v.store(p, count);
-  else narrowed(v, T()).store(p, count);
+  if constexpr (std::is_same_v<T, float>) {
+    v.store(p, count);
+  } else if (count < LANES) {
+    narrowed(v, T()).store(p, count);
+  } else {  // half of a vector: at::vec would take it through memory
+#if defined(CPU_CAPABILITY_AVX512)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_castsi512_si256(narrowed(v, T())));
+#else
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(narrowed(v, T())));
+#endif
+  }
 }
 
 // Past the caches, to an aligned address: a line that nobody reads soon need not be fetched before it is written,

@@ -84,6 +84,7 @@ class Case:
 def cases(path: Path, mode: str, malloc: str = "default") -> list[Case]:
     """The problems of a file in the order of its rows; modes are told by how they begin."""
     rows = [row for row in records.read(path) if row.mode.startswith(mode) and row.malloc == malloc]
+    rows = [row for row in rows if row.mode != BUSY or mode == BUSY]
     rows = [row for row in rows if row.ms_p50 is not None]  # others say why there is no time
     problems: dict[tuple[str, ...], dict[str, Record]] = {}
     for row in rows:

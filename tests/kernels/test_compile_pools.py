@@ -44,7 +44,8 @@ def compiled(
 def test_compiles_within_the_cards_limits(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     offline.use_card(monkeypatch, 90)
     found = compiled(*CHAINS[name], layout, "float32", trains=True)
-    assert len(found) == (3 if name in ("72", "85", "stem") else 2)
+    are_apart = name == "stem" and layout == "contiguous"  # PyTorch runs the pool (plan/trained.py)
+    assert len(found) == (3 if name in ("72", "85", "stem") and not are_apart else 2)
     for one, _ in found:
         used = offline.resources(one.ptx, 90)
         assert used.registers * 32 * one.warps <= 65_536 // 2, one.name  # two programs of a multiprocessor at least

@@ -32,6 +32,16 @@ def covered(chain: Chain) -> Chain:
     return trained_part(chain, problem(chain, SHAPE, device="cuda", needs_grad=True))
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_overlapping_windows_of_a_contiguous_value_are_pytorchs(layout: str) -> None:
+    """Their gradients were wrong on a card."""
+    before = Builder(2, WIDE).norm(8).op("relu").chain()
+    for size, is_ours in ((2, True), (3, layout == "channels_last")):
+        chain = Builder(2, WIDE).norm(8).op("relu").pool("max", size, 2).chain()
+        given = problem(chain, SHAPE, layout, device="cuda", needs_grad=True)
+        assert trained_part(chain, given) == (chain if is_ours else before)
+
+
 def test_a_norm_and_what_follows_it_is_covered_up_to_the_next_barrier() -> None:
     start = Builder(2, WIDE).op("silu").norm(8).op("relu")
     whole = start.chain()

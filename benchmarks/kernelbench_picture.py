@@ -79,7 +79,7 @@ def _marks(case: Case, x: int, eager: float, compiled: float, foot: int) -> list
 
 def _legend() -> str:
     return (
-        '<text class="title" x="12" y="24">How many times as fast Postlude is on KernelBench\'s level 2</text>'
+        '<text class="title" x="12" y="24">Level 2: how many times as fast Postlude is</text>'
         '<circle class="eager" cx="450" cy="20" r="4"/><text x="460" y="24">against eager PyTorch</text>'
         '<circle class="compile" cx="610" cy="20" r="4"/><text x="620" y="24">against torch.compile</text>'
     )

@@ -62,8 +62,9 @@ TRAINING_HEAD = (
     "|---|---|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|---|"
 )
 NETWORKS_HEAD = (
-    "| network | input | precision | mode | eager ms | compile ms | postlude ms | × eager | × compile | code since |\n"
-    "|---|---|---|---|--:|--:|--:|--:|--:|---|"
+    "| network | input | precision | mode | eager ms | compile ms | postlude ms | × eager | × compile "
+    "| peak MiB: eager | compile | postlude | error | PyTorch's | code since |\n"
+    "|---|---|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|---|"
 )
 
 
@@ -73,9 +74,21 @@ def render_headline() -> str:
     first, second = (found[chain].times_eager for chain in (CHAIN_61, CHAIN_23))
     text = (
         f"On an H200 in fp32, KernelBench's chain 61 runs {first:.1f}× and chain 23 {second:.1f}× as fast as eager "
-        f"PyTorch. {kernelbench_table.sentence()}"
+        f"PyTorch. {kernelbench_table.sentence()}{_networks_sentence()}"
     )
     return "\n".join(textwrap.wrap(text, 118))
+
+
+def _networks_sentence() -> str:
+    """Of training steps, against torch.compile; the slower ones by name."""
+    found = cases(NETWORK_RESULTS, "training step") if NETWORK_RESULTS.exists() else []
+    gains = {case.ours.chain: case.times_compile for case in found if case.times_compile is not None}
+    ahead, behind = ({name: gain for name, gain in gains.items() if (gain >= 1) is wanted} for wanted in (True, False))
+    if not ahead:
+        return ""
+    slower = "".join(f"; {name} is slower ({gain:.2f}×)" for name, gain in behind.items())
+    listed = ", ".join(f"{name} {gain:.2f}×" for name, gain in ahead.items())
+    return f" Training steps of whole networks, against the better of torch.compile's layouts: {listed}{slower}."
 
 
 def render_gpu() -> str:
@@ -136,8 +149,10 @@ def render_networks() -> str:
     lines = [NETWORKS_HEAD]
     for case in found:
         ours = case.ours
-        about = ours.chain, ours.shape, ours.dtype, ours.mode, *times(case)
-        lines.append(line(*about, gain(ours), number(case.times_compile), since(ours, TRAINING_SOURCES)))
+        about = ours.chain, ours.shape, ours.dtype, ours.mode, *times(case), gain(ours), number(case.times_compile)
+        rows = (case.eager, case.compiled, ours)
+        memory = ["" if row is None or row.peak_mib is None else f"{row.peak_mib:.0f}" for row in rows]
+        lines.append(line(*about, *memory, error(ours), error(case.eager), since(ours, TRAINING_SOURCES)))
     return "\n".join([*lines, "", where(rows_of(found))])
 
 

@@ -32,7 +32,7 @@ from postlude.run import cpu
 from postlude.run.execute import execute
 
 ASKED = os.environ.get("POSTLUDE_FUZZ")
-EXAMPLES = int(ASKED or 600)
+EXAMPLES = int(ASKED or 400)
 LUCK = 2.0 if ASKED else 1.0  # among ten thousand chains are some where PyTorch's rounding errors happen to cancel
 POINTS = 5
 COUNTS: Counter[str] = Counter()

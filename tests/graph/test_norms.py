@@ -101,7 +101,7 @@ def test_a_tracked_norm_moves_its_statistics_in_training() -> None:
 
 
 DECLINED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "length, on a CPU": (lambda: chain(Rms(8)), "normalize is PyTorch's on a CPU"),
+    "length, on a CPU": (lambda: chain(Rms(8)), "PyTorch runs normalize on a CPU"),
     "over a last axis": (lambda: chain(OverLastAxis(8)), "aten.movedim.int is not in the vocabulary"),
 }
 

@@ -37,8 +37,8 @@ MUTANTS: list[tuple[str, str, str, Chain, str]] = [
     ("convolve", "FIRST_SLICE - z_last", "FIRST_SLICE + 1 - z_last", BY_NAME["61 small"].chain, "normal"),
     (
         "channels",
-        'else float("-inf"))\n        if OP == "logsumexp"',
-        'else b_x)\n        if OP == "logsumexp"',
+        'else float("-inf"))\n        m_s = o_s < S',
+        "else b_x)\n        m_s = o_s < S",
         SOFT,
         "normal",
     ),

@@ -6,29 +6,21 @@ This is `F.normalize(x, dim=1)`, which an RMSNorm multiplies by √C and γ.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
 
+from postlude.graph.row_norms import ComposedNorm
 from postlude.graph.spellings import arguments_of
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class ChannelNorm:
-    op: str
-    eps: float
-    operand: fx.Node
-    nodes: tuple[fx.Node, ...]  # the last one holds the values
 
 
 def is_length(node: fx.Node) -> bool:
     return node.target is aten.linalg_vector_norm.default
 
 
-def read_channel_norm(length: fx.Node) -> ChannelNorm | str | None:
+def read_channel_norm(length: fx.Node) -> ComposedNorm | str | None:
     """The norm that begins with node `length`; a sentence why it is not supported; None if it is none."""
     if not is_length(length):
         return None
@@ -46,7 +38,7 @@ def read_channel_norm(length: fx.Node) -> ChannelNorm | str | None:
         return "normalize with an eps that is not a number"
     if divided.meta["val"].dtype.itemsize < 4:
         return "normalize in 16 bits, in which PyTorch rounds its eps to zero"
-    return ChannelNorm("normalize", float(eps), x, (length, bounded, spread, divided))
+    return ComposedNorm("normalize", float(eps), x, (length, bounded, spread, divided))
 
 
 def _only_user(node: fx.Node | None, target: object) -> fx.Node | None:

@@ -28,11 +28,11 @@ from postlude.chain import (
 )
 from postlude.graph import spellings
 from postlude.graph.capture import same_shape
-from postlude.graph.channel_norms import ChannelNorm, read_channel_norm
+from postlude.graph.channel_norms import read_channel_norm
 from postlude.graph.idioms import with_idioms
 from postlude.graph.pools import averaged, last_pool, pooled, softmaxed
 from postlude.graph.reductions import Reduction, read_reduction
-from postlude.graph.row_norms import RowNorm, read_row_norm
+from postlude.graph.row_norms import ComposedNorm, read_row_norm
 from postlude.graph.row_pools import pooled_features
 from postlude.graph.spellings import arguments_of, describe
 from postlude.words import POINTWISE
@@ -278,7 +278,7 @@ def _normalize(draft: Draft, node: fx.Node) -> Draft | str:
     return draft._add(node, Normalize(op, value, groups, float(call["eps"]), weight, bias, axes, running, momentum))
 
 
-def _normalize_rows(draft: Draft, found: RowNorm) -> Draft | str:
+def _normalize_rows(draft: Draft, found: ComposedNorm) -> Draft | str:
     """A norm over the features of a linear layer."""
     result = found.nodes[-1]
     draft, value = draft._cast(draft.values[found.operand], dtype_of(result))
@@ -286,7 +286,7 @@ def _normalize_rows(draft: Draft, found: RowNorm) -> Draft | str:
     return draft._add(result, Normalize(found.op, value, None, found.eps, axes=1))
 
 
-def _normalize_channels(draft: Draft, found: ChannelNorm) -> Draft | str:
+def _normalize_channels(draft: Draft, found: ComposedNorm) -> Draft | str:
     result = found.nodes[-1]
     if found.operand not in draft.values:
         return f"{found.op} does not work on the chain's value"

@@ -14,14 +14,16 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class RowNorm:
+class ComposedNorm:
+    """A norm that a graph has as several operators."""
+
     op: str
     eps: float
     operand: fx.Node
     nodes: tuple[fx.Node, ...]  # the last one holds the values
 
 
-def read_row_norm(first: fx.Node) -> RowNorm | None:
+def read_row_norm(first: fx.Node) -> ComposedNorm | None:
     """The norm that begins with node `first`, or None.
 
     [N, F] → [N, 1, …, F] → instance_norm without affine → [N, F] equals layer_norm without weight and bias.
@@ -42,7 +44,7 @@ def read_row_norm(first: fx.Node) -> RowNorm | None:
         node = _only_user(node)
         if node is None or node.target is not aten.squeeze.dim or arguments_of(node)["dim"] != 1:
             return None
-    return RowNorm("layer_norm", float(call["eps"]), arguments_of(first)["self"], (*nodes, node))
+    return ComposedNorm("layer_norm", float(call["eps"]), arguments_of(first)["self"], (*nodes, node))
 
 
 def _adds_an_axis(node: fx.Node) -> bool:

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from cases import Builder, conv
-from gpu_plans import planned_for_a_gpu
 from level2 import POOLED, up
 from machines import H200
 from plan.test_lower import problem
+from plan.test_through import assert_trains
 from postlude import reference
 from postlude.chain import Chain, Pool
 from postlude.check import tensors_for
@@ -21,7 +21,6 @@ from postlude.plan.folding import folded_flops, folding_of
 from postlude.plan.linear import LinearGemm
 from postlude.plan.rules import FOLDED, rules_of
 from postlude.plan.through import Through, through_for
-from postlude.run.execute import prepare
 from postlude.stages import folding, through
 
 DEPTH = Builder(3, conv(3, (2, 3), transposed=True, padding=1)).pool("avg", (6, 1, 1)).op("add", "channel").softmax()
@@ -88,16 +87,7 @@ def test_is_an_identity(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("always")
 def test_runs_and_has_gradients(name: str) -> None:
-    chain, shape = CASES[name]
-    tensors = [tensor.requires_grad_() for tensor in tensors_for(chain, shape, torch.float32)]
-    with planned_for_a_gpu():
-        ours = prepare(chain, planned(chain, shape, needs_grad=True))(tensors)
-    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
-    truth = reference.evaluate(chain, exact)
-    dy = torch.randn(truth.shape)
-    torch.testing.assert_close(ours, truth.float(), rtol=1e-4, atol=1e-4)
-    for found, wanted in zip(torch.autograd.grad(ours, tensors, dy), torch.autograd.grad(truth, exact, dy.double())):
-        torch.testing.assert_close(found, wanted.float(), rtol=1e-4, atol=1e-4)
+    assert_trains(*CASES[name], planned(*CASES[name], needs_grad=True))
 
 
 MUTANTS = [

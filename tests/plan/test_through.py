@@ -65,18 +65,22 @@ def test_is_an_identity(name: str) -> None:
     torch.testing.assert_close(reference.continue_from(chain, plan.own.reduction, ours, tensors), truth)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_runs_and_has_gradients(name: str) -> None:
-    chain, shape = CASES[name]
+def assert_trains(chain: Chain, shape: tuple[int, ...], plan: Plan) -> None:
+    """Result and gradients by this plan are float64's."""
     tensors = [tensor.requires_grad_() for tensor in tensors_for(chain, shape, torch.float32)]
     with planned_for_a_gpu():
-        ours = prepare(chain, planned(chain, shape, trains=True))(tensors)
+        ours = prepare(chain, plan)(tensors)
     exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
     truth = reference.evaluate(chain, exact)
     dy = torch.randn(truth.shape)
     torch.testing.assert_close(ours, truth.float(), rtol=1e-4, atol=1e-4)
     for found, wanted in zip(torch.autograd.grad(ours, tensors, dy), torch.autograd.grad(truth, exact, dy.double())):
         torch.testing.assert_close(found, wanted.float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_runs_and_has_gradients(name: str) -> None:
+    assert_trains(*CASES[name], planned(*CASES[name], trains=True))
 
 
 def test_a_tap_that_meets_one_position_more_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

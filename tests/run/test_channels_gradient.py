@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -18,6 +17,7 @@ from postlude.plan import Plan, lower, problem_of
 from postlude.run.chain_run import Training
 from postlude.run.compose import compose
 from postlude.stages import channels
+from run.test_channels import COLUMNS
 from run.test_gpu import CARD, library_convolution
 from run.test_training import gradients
 from tracing import kernel_calls
@@ -125,19 +125,6 @@ def test_of_equal_values_max_chooses_the_first_and_amax_divides() -> None:
             gradients(run, [x])[1] for run in (training(chain, [x]), lambda ts, c=chain: reference.evaluate(c, ts))
         )
         torch.testing.assert_close(ours, true, rtol=0, atol=0)
-
-
-COLUMNS = [
-    [1.0, -math.inf, 2.0],
-    [-math.inf] * 3,
-    [1.0, math.inf, 2.0],
-    [math.inf] * 3,
-    [-math.inf, math.inf, 0.0],
-    [1.0, math.nan, 2.0],
-    [math.nan, 1.0, math.inf],
-    [math.nan] * 3,
-    [-math.inf, math.nan, -math.inf],
-]
 
 
 @pytest.mark.parametrize("op", [*REDUCED, *SOFT])

@@ -21,6 +21,7 @@ report) and takes longer.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -41,7 +42,8 @@ from postlude.cli.suite import problem_files
 from postlude.cli.variants import COMPILE, EAGER, POSTLUDE
 
 CONTEXT_BYTES = 1 << 30  # of a process on the card, beside its tensors
-USED = 0.85  # of the card's memory: estimates are rough
+USED = 0.6  # of the card's memory: the rest is for the one check that runs at a time
+LEFT_BYTES = 256 << 20  # that a worker may hold between two problems
 FAILED = "failed"
 
 
@@ -65,16 +67,21 @@ def work() -> int:
             said = {"error": first_line(error)[:300], "is_over": "CUDA error" in str(error)}
         prepared = None  # type: ignore[assignment]
         torch._dynamo.reset()
-        _leave_idle()
+        if _leave_idle() > LEFT_BYTES:  # a compiler's error may keep tensors alive
+            said["is_over"] = True
         print(json.dumps(said), file=answers, flush=True)
     return 0
 
 
-def _leave_idle() -> None:
+def _leave_idle() -> int:
+    """Waits for the card and gives its memory back; the bytes that are still held."""
     gc.collect()
-    if torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized():
+        return 0
+    with contextlib.suppress(RuntimeError):  # after an error of the card the process is of no more use
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
 
 
 def is_recorded(task: Task, mode: str, known: Iterable[records.Record], shape: str) -> bool:

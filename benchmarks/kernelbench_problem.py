@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import math
+import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +33,7 @@ from postlude.pipeline import Optimized
 from postlude.plan import Plan
 from postlude.plan.through import Through
 from postlude.problem_file import ProblemFile
+from postlude.run.ledger import Ledger
 
 MODES = {"forward": "forward", "train": "training step"}  # and what records call them
 VARIANTS = {"eager": EAGER, "compile": COMPILE, "max-autotune": AUTOTUNED, "postlude": POSTLUDE}
@@ -145,8 +149,7 @@ class Prepared:
 
     def _timed(self, mode: str, calls: dict[str, Call]) -> list[records.Record]:
         found = self.found.get(mode)
-        verdict = "" if found is None else "nothing is fused" if found.verdict is None else found.verdict.outcome
-        reasons = "; ".join(found.verdict.reasons) if found is not None and found.verdict is not None else ""
+        verdict, reasons = ("", "") if found is None else judged(found)
         shown = {name: call for name, call in calls.items() if not (name == POSTLUDE and verdict == "wrong")}
         timings = clock.time_interleaved(
             {name: clock.rotating(call, [self.inputs]) for name, call in shown.items()},
@@ -234,7 +237,8 @@ def _prepare_mode(
     task, inputs = ready.task, ready.inputs
     calls = dict(models)
     if ours is not None:
-        ready.found[mode] = postlude.optimize(ours, inputs, precision=task.precision)
+        with one_check_at_a_time(task.device):
+            ready.found[mode] = postlude.optimize(ours, inputs, precision=task.precision)
         calls[POSTLUDE] = ours
     if mode == "train":
         with torch.no_grad():
@@ -243,6 +247,28 @@ def _prepare_mode(
     failed = {name: why for name, call in calls.items() if (why := _why_not(name, call, inputs)) is not None}
     ready.calls[mode] = {name: call for name, call in calls.items() if name not in failed}
     ready.left_out |= {(mode, name): why for name, why in failed.items()}
+
+
+@contextmanager
+def one_check_at_a_time(device: str) -> Iterator[None]:
+    """Checks in float64 take the memory that they find: processes take turns."""
+    honest = Ledger._checked
+    lock = Path(tempfile.gettempdir()) / f"postlude-check-{os.getuid()}.lock"
+
+    def checked(*asked: Any) -> Any:
+        with lock.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                return honest(*asked)
+            finally:
+                if device == "cuda":
+                    torch.cuda.empty_cache()
+
+    Ledger._checked = checked  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Ledger._checked = honest  # type: ignore[method-assign]
 
 
 def _why_not(name: str, call: Call, inputs: Sequence[Any]) -> str | None:
@@ -264,6 +290,17 @@ def errors_of(found: Optimized) -> dict[str, float]:
         EAGER: max((one.own.rms for one in judged if one.own), default=math.nan),
     }
     return {name: error for name, error in errors.items() if not math.isnan(error)}
+
+
+def judged(found: Optimized) -> tuple[str, str]:
+    """The verdict on what runs, and its reasons."""
+    refused = [f"{site.name}: {reason}" for site in found.sites if not site.is_fused for reason in site.outcome.reasons]
+    if found.verdict is not None:
+        return found.verdict.outcome, "; ".join(found.verdict.reasons or refused)
+    declined = [f"{one.name}: {one.reason}" for one in found.declined]
+    return ("not checked" if any(site.is_fused for site in found.sites) else "nothing is fused"), "; ".join(
+        refused or declined
+    )
 
 
 def launches_of(found: Optimized | None) -> int | None:

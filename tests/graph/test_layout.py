@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.fx as fx
 from torch._dynamo.backends.registry import lookup_backend
 
+import machines
 import postlude
+from cases import Builder, conv
 from gpu_plans import planned_for_a_gpu
+from plan.test_lower import problem
 from postlude.graph import backend, decide, layout, regions
+from postlude.plan import Plan, lower
 from postlude.run import passes
 from postlude.run.ledger import Entry, Ledger, Question
 from run.test_operator_pair import Net, step
@@ -174,6 +180,32 @@ def test_a_pass_that_inductor_makes_as_well_is_left_to_it(rest: str) -> None:
         assert "Inductor" in result.sites[0].outcome.reasons[0]
 
 
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_small_values_behind_pytorchs_convolution_are_inductors_unless_launches_are_replayed(
+    mode: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = types.SimpleNamespace(outcome=_planned((1, 64, 64, 48, 64)))
+    small = types.SimpleNamespace(outcome=_planned((1, 64, 64, 47, 64)))
+    ledger = types.SimpleNamespace(planned=lambda one: one.entry, refuse=lambda _, why: why)
+    monkeypatch.setattr(decide, "machine_for", lambda _: machines.H200)
+    chain = Builder(3, conv(3, (8, 64), stride=2)).norm(8).op("relu").chain()
+    for known, is_left in ((entry, False), (small, mode is None)):
+        problem = types.SimpleNamespace(device="cuda", place="cuda:0")
+        question: Any = types.SimpleNamespace(entry=known, chain=chain, problem=problem)
+        found = decide._entry(cast("Ledger", ledger), question, by_inductor=True, has_graphs=mode is not None)
+        assert (isinstance(found, str) and "47.0 MiB" in found) == is_left
+        assert (found is known) != is_left
+
+
+def _planned(shape: tuple[int, ...]) -> Plan:
+    """A plan with PyTorch's convolution, of which only the value's size matters."""
+    chain = Builder(3, conv(3, (8, 64), stride=2)).norm(8).op("relu").chain()
+    given = dataclasses.replace(problem(chain, (1, 8, 16, 16, 16), "contiguous"), device="cuda")
+    plan = lower(chain, given, machines.H200, even_if_slower=True, not_ours="as asked")
+    assert isinstance(plan, Plan)
+    return dataclasses.replace(plan, value=dataclasses.replace(plan.value, shape=shape))
+
+
 class _Viewed(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -298,3 +330,13 @@ def test_gradients_are_converted_where_a_compiler_sees_it(monkeypatch: pytest.Mo
             torch.testing.assert_close(ours, theirs)
         assert not copied
         torch.compiler.reset()
+
+
+def test_convolutions_read_channels_last_values_that_inductor_cannot_move(graphs: list[fx.GraphModule]) -> None:
+    plain = torch.nn.Sequential(torch.nn.Conv3d(2, 4, 3), torch.nn.Sigmoid(), torch.nn.Conv3d(4, 2, 3)).double()
+    model, x = copy.deepcopy(plain), torch.randn(2, 2, 6, 6, 6, dtype=torch.float64)
+    postlude.optimize(model, x, rest="inductor", verify=False)
+    read = [node.args[0].target for node in graphs[0].graph.nodes if "conv" in str(node.target)]
+    assert read == [torch.ops.postlude.channels_last.default]  # by the last one; the first is in a chain
+    for ours, theirs in zip(step(model, x), step(plain, x), strict=True):
+        torch.testing.assert_close(ours, theirs)

@@ -74,7 +74,17 @@ def compiled_calls(calls: Iterable[Call], architecture: int) -> list[Compiled]:
         launch, made = compiled(call)
         assert made.metadata.target.arch == architecture
         found.append(Compiled(call.kernel, made.metadata.shared, launch.warps, made.asm["ptx"]))
+        assert not packed_constants(found[-1].ptx), f"ptxas 12.8 would compute something else for {call.kernel}"
     return found
+
+
+def packed_constants(ptx: str) -> list[str]:
+    """Additions to pairs of 16-bit integers of constants that differ: where only one of the pair is used, ptxas 12.8
+    adds the other's."""
+    found = {name: int(number) for name, number in re.findall(r"mov\.b32\s+(%r\d+), (-?\d+);", ptx)}
+    differing = {name for name, number in found.items() if (number & 0xFFFF) != (number >> 16 & 0xFFFF)}
+    added = re.findall(r"(add\.[su]16x2\s+%r\d+, (%r\d+), (%r\d+);)", ptx)
+    return [text for text, *operands in added if not differing.isdisjoint(operands)]
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,14 @@ def test_runs_and_has_gradients(name: str) -> None:
     assert_trains(*CASES[name], planned(*CASES[name], trains=True))
 
 
+def test_runs_in_training_where_no_tensor_wants_a_gradient() -> None:
+    chain, shape = CASES["space, upwards"]
+    tensors, plan = tensors_for(chain, shape, torch.float32), planned(chain, shape, trains=True)
+    with planned_for_a_gpu():
+        ours = prepare(chain, plan)(tensors)
+    torch.testing.assert_close(ours, reference.evaluate(chain, tensors), rtol=1e-4, atol=1e-4)
+
+
 def test_a_tap_that_meets_one_position_more_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutant."""
     honest = through.runs_along

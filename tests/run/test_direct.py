@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._inductor.utils import run_and_get_code
 
 import postlude
 from gpu_plans import planned_for_a_gpu
 from postlude import hardware
 from postlude.run import direct
+from postlude.run import layouts as layouts  # defines the operator
 
 pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("fresh_dynamo")]
 
@@ -66,3 +68,17 @@ def test_a_profiler_is_shown_the_operators(monkeypatch: pytest.MonkeyPatch) -> N
     with torch.profiler.profile():
         direct.run_forward([torch.ones(2)], "a text")
     assert shown == ["a text"]
+
+
+@pytest.mark.skipif(not hardware.cpp_compiler(), reason="Inductor compiles C++")
+@pytest.mark.parametrize("is_held", [True, False])
+def test_inductor_takes_the_layout_of_what_is_held(is_held: bool) -> None:
+    """And drops it otherwise: a version that keeps it would make the operator superfluous."""
+
+    def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y = (2 * x).contiguous(memory_format=torch.channels_last_3d)
+        return torch.conv3d(torch.ops.postlude.channels_last(y) if is_held else y, weight)
+
+    with torch.no_grad():
+        _, (code,) = run_and_get_code(torch.compile(run), torch.randn(1, 2, 4, 4, 4), torch.randn(2, 2, 3, 3, 3))
+    assert ("(16, 1, 8, 4, 2), 'torch.ops.aten.convolution" in code) == is_held, code

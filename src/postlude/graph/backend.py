@@ -22,6 +22,7 @@ from postlude.graph.layout import (
     UnsuitedError,
     conversions_in,
     hold,
+    hold_convolutions,
     read_channels_last,
     restore_results,
     results_of,
@@ -117,6 +118,7 @@ class Backend:
         if conversions:
             hold(traced)
             keep_layouts(traced)
+            hold_convolutions(traced)
             cast_weights(traced, wanting_gradients(traced, inputs))
         restore(traced)
         if rest == "inductor":
@@ -143,6 +145,7 @@ class Backend:
             known = decide(
                 *(traced, inputs, found, conversions, before, self._site, self.ledger, refused),
                 by_inductor=rest == "inductor",
+                has_graphs=bool(self.inductor.get("triton.cudagraphs")),
             )
             fused = {item: question for item, question in known.questions.items() if item not in known.refused}
             self.ledger.expect(list(fused.values()))

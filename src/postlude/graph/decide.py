@@ -13,6 +13,7 @@ from postlude.graph.expected import questions_of
 from postlude.graph.layout import propagate
 from postlude.graph.match import Match
 from postlude.graph.regions import unpaid, withdraw
+from postlude.hardware import machine_for
 from postlude.plan import Plan
 from postlude.plan.program import first_barrier
 from postlude.run.ledger import Entry, Ledger, Question
@@ -39,18 +40,20 @@ def decide(
     ledger: Ledger,
     refused: set[Match],
     by_inductor: bool,
+    has_graphs: bool,
 ) -> Decided:
     """Decides until nothing changes: a refused chain, or a region that is not worth its conversions, may change the
     layout that other chains read, and with it their plans.
 
     `before` are the graph's results before any conversion, `refused` the chains that are known to be refused.
+    `has_graphs` says that CUDA graphs will replay the launches, so that host time does not count.
     """
     while True:
         handing_on = propagate(graph, [item for item in chains if item not in refused]) if conversions else set()
         sites = [site_for(item, "channels_last" if item in handing_on else "") for item in chains]
         asked = zip(chains, questions_of(graph, inputs, chains, sites))
         questions = {item: question for item, question in asked if question is not None}
-        entries = {item: _entry(ledger, question, by_inductor) for item, question in questions.items()}
+        entries = {item: _entry(ledger, question, by_inductor, has_graphs) for item, question in questions.items()}
         now = {item for item, entry in entries.items() if entry is not None and entry.is_left_to_pytorch}
         if conversions and not now <= refused:
             refused = refused | now
@@ -64,19 +67,34 @@ def decide(
             propagate(graph, [])
 
 
-def _entry(ledger: Ledger, question: Question, by_inductor: bool) -> Entry | None:
-    """The planned entry; a refusal if the plan is PyTorch's producer and one pass, which Inductor generates as well.
-
-    Inductor also fuses what surrounds that pass: for example a residual's sum with the moments of the norm after it.
-    """
+def _entry(ledger: Ledger, question: Question, by_inductor: bool, has_graphs: bool) -> Entry | None:
+    """The planned entry; a refusal where PyTorch multiplies and Inductor's passes after that are as good as ours."""
     entry = ledger.planned(question)
     plan = entry.outcome if entry is not None else None
-    is_library = isinstance(plan, Plan) and plan.on_gpu and plan.own is None
-    if by_inductor and is_library and _is_a_pass(question.chain):
-        what = "product" if question.chain.is_linear else "convolution"
-        passes = "one pass" if question.chain.producer is None else f"PyTorch's {what} and one pass after it"
-        return ledger.refuse(question, f"{passes}, which Inductor fuses with its neighbours")
-    return entry
+    if not (by_inductor and isinstance(plan, Plan) and plan.on_gpu and plan.own is None):
+        return entry
+    why = _why_inductors(question, plan, has_graphs)
+    return entry if why is None else ledger.refuse(question, why)
+
+
+def _why_inductors(question: Question, plan: Plan, has_graphs: bool) -> str | None:
+    """Why Inductor should run a chain whose producer is PyTorch's; None if we should.
+
+    One pass Inductor generates as well, and fuses it with its neighbours: for example a residual's sum with the moments
+    of the norm after it. Of a small value it takes less host time for several passes, too.
+    """
+    chain, problem = question.chain, question.problem
+    what = "product" if chain.is_linear else "convolution"
+    if _is_a_pass(chain):
+        passes = "one pass" if chain.producer is None else f"PyTorch's {what} and one pass after it"
+        return f"{passes}, which Inductor fuses with its neighbours"
+    if chain.producer is None or has_graphs or problem.device != "cuda":
+        return None
+    least, size = machine_for(problem.place).card.crossovers.smallest_by_inductor, plan.value.bytes
+    if size >= least:
+        return None
+    about = f"a value of {size / 2**20:.1f} MiB, fusing pays from {least >> 20} on"
+    return f"PyTorch's {what} and passes that Inductor generates with less host time: {about}"
 
 
 def _is_a_pass(chain: Chain) -> bool:

@@ -16,7 +16,6 @@ from postlude.plan.problem import (
     Layout,
     Problem,
     body_dtype,
-    body_layout,
     body_shape,
     fp32_mode,
     result_layout,
@@ -52,7 +51,7 @@ def trained_part(chain: Chain, problem: Problem) -> Chain:
         reads = [value.index for step in chain.steps[rows - 1 :] for value in values_of(step)]
         return dataclasses.replace(chain, steps=chain.steps[: rows - 1]) if min(reads) >= rows - 1 else chain
     if (pool := fused_pool(chain)) is not None:
-        is_taken = unsupported_gradient(chain, pool.first - 1, pool.pool) is None and not is_in_doubt(chain, problem)
+        is_taken = unsupported_gradient(chain, pool.first - 1, pool.pool) is None
         last = pool.first if is_taken else pool.first - 1
     elif (over := over_channels(chain)) is not None and problem.device == "cuda" and takes_channels(chain, problem):
         last = over.last if unsupported_gradient(chain, over.last) is None else last
@@ -60,20 +59,6 @@ def trained_part(chain: Chain, problem: Problem) -> Chain:
         return chain
     is_apart = all(value.index >= last for step in chain.steps[last:] for value in values_of(step))
     return dataclasses.replace(chain, steps=chain.steps[:last]) if is_apart else chain
-
-
-def is_in_doubt(chain: Chain, problem: Problem) -> bool:
-    """Whether the chain has a max_pool whose windows overlap, of a contiguous value.
-
-    On an H200 the gradients of conv2d(3→32, k7, s2) → batch_norm → relu → max_pool(3, s2, p1) at 4×3×64² in fp32 were
-    wrong, although they are right channels-last and in Triton's interpreter. Until that is explained PyTorch runs the
-    pool.
-    """
-    fused = fused_pool(chain)
-    if fused is None or fused.pool.op != "max_pool" or body_layout(chain, problem) != "contiguous":
-        return False
-    windows = fused.pool.windows
-    return any(size > stride for size, stride in zip(windows.kernel, windows.stride))
 
 
 def why_rows_are_pytorchs(chain: Chain, problem: Problem) -> str | None:

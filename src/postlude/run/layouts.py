@@ -9,6 +9,8 @@ operator is a reduction over space and one pass, in both directions.
 are one launch of Inductor's instead of one each, and so are the casts of their gradients: a fifth of the launches of a
 training step of resnet50_gn. cuDNN returns a gradient channels-last, and autograd would copy it into the weight's own
 layout. Here the cast back does that on its way.
+
+`channels_last` is a value in that layout, which Inductor does not change.
 """
 
 from __future__ import annotations
@@ -21,11 +23,26 @@ from torch import Tensor
 from postlude.plan.problem import layout_of, memory_format
 from postlude.run.operator import LIBRARY
 
+LIBRARY.define("channels_last(Tensor x) -> Tensor")
 LIBRARY.define("weights(Tensor[] weights, ScalarType dtype) -> Tensor[]")
 LIBRARY.define(
     "norm(Tensor x, Tensor? weight, Tensor? bias, int groups, float eps, ScalarType computed, ScalarType dtype)"
     " -> Tensor"
 )
+
+
+class _ChannelsLast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
+        from torch._inductor import inductor_prims
+
+        laid_out = x.contiguous(memory_format=memory_format("channels_last", x.dim() - 2))
+        found: Tensor = inductor_prims.force_stride_order(laid_out, laid_out.stride())
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:  # noqa: ARG004
+        return dy
 
 
 class _Weights(torch.autograd.Function):
@@ -113,5 +130,6 @@ def _along_channels(vector: Tensor, like: Tensor) -> Tensor:
     return vector.reshape(1, -1, *[1] * (like.dim() - 2))
 
 
+LIBRARY.impl("channels_last", _ChannelsLast.apply, "CompositeImplicitAutograd")
 LIBRARY.impl("weights", _weights, "CompositeImplicitAutograd")
 LIBRARY.impl("norm", _Norm.apply, "CompositeImplicitAutograd")

@@ -65,6 +65,8 @@ def gradients_through(
     chain: Chain, number: int, tensors: Sequence[Tensor], dy: Tensor, needs: Sequence[bool]
 ) -> list[Tensor | None]:
     slots = [slot for slot, is_needed in enumerate(needs) if is_needed]
+    if not slots:
+        return [None] * len(tensors)
 
     def result(*wanted: Tensor) -> Tensor:
         given = dict(zip(slots, wanted))

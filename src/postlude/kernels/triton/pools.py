@@ -146,9 +146,13 @@ def pool_gradient(
     i_c = o_x % C if IS_CHANNELS_LAST else o_x // S
     i_s = o_x // C if IS_CHANNELS_LAST else o_x % S
     base = base // S * OS
-    x = i_s % W + PW
-    y = i_s // W % H + PH
-    z = i_s // (W * H) + PD
+    # Remainders as differences: of `i_s % W + PW` LLVM makes additions of pairs of 16-bit integers, and ptxas 12.8 may
+    # add the wrong constant of the two (neighbours got the same window).
+    row = i_s // W
+    plane = row // H
+    x = i_s - row * W + PW
+    y = row - plane * H + PH
+    z = plane + PD
     b_g = tl.zeros_like(like)
     for i_z in tl.static_range((KD + STRIDE_D - 1) // STRIDE_D):
         for i_y in tl.static_range((KH + STRIDE_H - 1) // STRIDE_H):

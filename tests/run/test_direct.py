@@ -80,5 +80,5 @@ def test_inductor_takes_the_layout_of_what_is_held(is_held: bool) -> None:
         return torch.conv3d(torch.ops.postlude.channels_last(y) if is_held else y, weight)
 
     with torch.no_grad():
-        _, (code,) = run_and_get_code(torch.compile(run), torch.randn(1, 2, 4, 4, 4), torch.randn(2, 2, 3, 3, 3))
-    assert ("(16, 1, 8, 4, 2), 'torch.ops.aten.convolution" in code) == is_held, code
+        _, (code,) = run_and_get_code(torch.compile(run), torch.randn(2, 8, 6, 6, 6), torch.randn(16, 8, 3, 3, 3))
+    assert ("(1024, 1, 256, 64, 16), 'torch.ops.aten.convolution" in code) == is_held, code

@@ -84,7 +84,7 @@ def test_compiles_within_each_cards_limits(name: str, card: int) -> None:
 def test_a_training_step_compiles_for_hopper(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     offline.use_card(monkeypatch, 90)
     launches = compiled(name, 90, trains=True)
-    assert sum(found.name == "linear_kernel" for found in launches) == (2 if name == "cut" else 3)
+    assert sum(found.name == "linear_kernel" for found in launches) == 3
     assert_fits(launches, 90)
 
 

@@ -14,13 +14,15 @@ from postlude import reference
 from postlude.chain import Cast, Chain, Pointwise, Scalar, Value, values_of
 from postlude.check import chain_points, tensors_for, verify_chain
 from postlude.plan import Plan, lower, problem_of
+from postlude.plan.gemm import Arithmetic
 from postlude.plan.gpu import lower_for_gpu
 from postlude.plan.linear import LinearGemm
 from postlude.run.chain_run import Training
 from postlude.run.compose import compose
+from postlude.stages.linear import pack_rows
 from run.test_gpu import CARD
 from run.test_training import gradients
-from tracing import run_plan
+from tracing import run_plan, run_stage
 from wrong_kernels import replace_text
 
 pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("poisoned_memory")]
@@ -160,6 +162,25 @@ def test_magnitudes_of_each_row_have_a_scale_of_their_own() -> None:
         ours = run_plan(planned(chain, [x, weight], cuts), [x, weight]).double()
         assert float(((ours - truth).abs() / truth.abs().amax(1, keepdim=True)).max()) < 5e-6
         assert float(((ours - truth).abs() / truth.abs().amax(0, keepdim=True)).max()) < 5e-6
+
+
+@pytest.mark.parametrize(
+    "arithmetic", [Arithmetic("float16", 2, scaled=True, keeps_infinities=True), Arithmetic("float64")]
+)
+def test_a_matrix_that_lies_transposed_is_packed_to_the_same_bits(arithmetic: Arithmetic) -> None:
+    lying = torch.randn(150, 40, dtype=torch.float64 if arithmetic.is_exact else torch.float32)
+    lying = lying * torch.logspace(-12, 12, 40, dtype=lying.dtype)
+    lying[3, 5], lying[7, 9] = float("inf"), float("nan")
+
+    def packed(x: Tensor) -> list[Tensor]:
+        return [plane for plane in run_stage(lambda x: pack_rows(x, arithmetic), x) if plane is not None]
+
+    turned = run_stage(lambda x: pack_rows(x.t(), arithmetic), lying)
+    for ours, same in zip(
+        (plane for plane in turned if plane is not None), packed(lying.t().contiguous()), strict=True
+    ):
+        assert ours.shape == same.shape
+        torch.testing.assert_close(ours, same, rtol=0, atol=0, equal_nan=True)
 
 
 # The chain that tells, the file, what is right and what is not.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from postlude.cards import Card
 from postlude.chain import Chain, Convolution
@@ -16,7 +16,8 @@ _LIBRARY = 0.76
 # per tile of rows (1024×8192×8192 on an H200: 1.25 ms in all, 0.91 with the weight packed before).
 _CUTTING = 0.5
 _ROWS, _FEATURES, _DEPTH = 128, 128, 64  # of a tile
-_CUT_FEATURES = 64  # if the GEMM splits the weight: two blocks fit, one splits while one multiplies (1.25, not 1.35 ms)
+# If the GEMM splits the weight: two blocks fit, one splits while one multiplies (1.25, not 1.35 ms).
+_SMALL_FEATURES = 64
 _DESCRIPTOR = 16  # a descriptor's rows are a multiple of so many bytes
 
 
@@ -89,7 +90,7 @@ def linear_gemm(layer: Convolution, rows: int, arithmetic: Arithmetic, machine: 
     height, width = min(_ROWS, max(16, power_of_two(rows))), min(_FEATURES, max(64, power_of_two(layer.out_channels)))
     pipelines = [(3, _DEPTH), (2, _DEPTH), (3, _DEPTH // 2), (2, _DEPTH // 2)]
     cuts = _cuts_weight(layer, rows, arithmetic, machine.card)
-    width = _CUT_FEATURES if cuts else width
+    width = _SMALL_FEATURES if cuts else width
     # Two blocks that split the weight share a multiprocessor's memory. Without wgmma the epilogue takes up to 48 KiB of
     # it.
     for stages, depth in pipelines[cuts or not machine.card.abilities.has_wgmma :]:
@@ -97,6 +98,20 @@ def linear_gemm(layer: Convolution, rows: int, arithmetic: Arithmetic, machine: 
         if not machine.card.shared_bytes or gemm.shared_bytes <= machine.card.shared_bytes:
             break
     return gemm
+
+
+def gradient_gemm(forward: LinearGemm, packs: bool = False) -> LinearGemm:
+    """The GEMM of a layer's gradients, given that of its forward pass.
+
+    A weight that is split inside the product is read as it lies, transposed, and needs the registers of a shallower
+    step. The weight's own gradient packs its operands, which are smaller than the weight. Its sums are as short as the
+    batch: more and smaller blocks hide the beginning and the end of each (on an H200 1024×8192×8192 takes 0.81 ms,
+    0.85 in tiles of 128 × 128 × 64; 128×32768×32768 2.7 and 3.3 ms).
+    """
+    cuts = forward.cuts_weight and not packs
+    if forward.arithmetic.planes == 2 and forward.rows == _ROWS and (cuts or packs):
+        return LinearGemm(forward.arithmetic, _ROWS, _SMALL_FEATURES, _DEPTH // 2, 3, 4, cuts)
+    return replace(forward, cuts_weight=cuts)
 
 
 def _cuts_weight(layer: Convolution, rows: int, arithmetic: Arithmetic, card: Card) -> bool:

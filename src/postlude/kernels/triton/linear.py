@@ -51,6 +51,39 @@ def pack_rows_kernel(
 
 
 @triton.jit
+def pack_columns_kernel(
+    p_x,  # [K, ROWS]
+    p_high,  # [ROWS, C_PACKED], out
+    p_low,  # [ROWS, C_PACKED], out; where PLANES is 2
+    p_unscale,  # [ROWS], out; where IS_SCALED
+    ROWS, K, C_PACKED,
+    PLANES: tl.constexpr, IS_SCALED: tl.constexpr, KEEPS_INF: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """As `pack_rows_kernel`, of a matrix that lies transposed."""
+    o_r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    m_r = o_r < ROWS
+    scale = tl.full([BLOCK_R], 1.0, tl.float32)
+    if IS_SCALED:
+        b_largest = tl.zeros([BLOCK_K, BLOCK_R], tl.float32)
+        for start in range(0, K, BLOCK_K):
+            o_k = start + tl.arange(0, BLOCK_K)
+            o_x = o_k.to(tl.int64)[:, None] * ROWS + o_r[None, :]
+            b_x = tl.load(p_x + o_x, mask=(o_k < K)[:, None] & m_r[None, :], other=0.0)
+            b_largest = tl.maximum(b_largest, finite_magnitude(b_x))
+        scale = scale_for(tl.max(b_largest, axis=0))
+        tl.store(p_unscale + o_r, unscale_of(scale), mask=m_r)
+    for start in range(0, C_PACKED, BLOCK_K):
+        o_k = start + tl.arange(0, BLOCK_K)
+        o_x = o_k.to(tl.int64)[:, None] * ROWS + o_r[None, :]
+        b_x = tl.load(p_x + o_x, mask=(o_k < K)[:, None] & m_r[None, :], other=0.0)  # [BLOCK_K, BLOCK_R]
+        b_scaled = b_x * scale[None, :] if IS_SCALED else b_x
+        b_high = high_plane(b_x, b_scaled, KEEPS_INF, p_high.dtype.element_ty)
+        o_out = o_r.to(tl.int64)[:, None] * C_PACKED + o_k[None, :]
+        store_planes(p_high, p_low, o_out, b_high, b_scaled, m_r[:, None] & (o_k < C_PACKED)[None, :], PLANES, True)
+
+
+@triton.jit
 def cut(b_w):
     """Both planes of an fp32 block [BLOCK_C, BLOCK_K], and the inverse scale of each of its rows.
 
@@ -71,10 +104,17 @@ def cut_high(b_w):
 
 
 @triton.jit
+def weight_block(d_w, c0, k0, IS_TURNED: tl.constexpr):
+    """The block [BLOCK_C, BLOCK_K] of the weight."""
+    return d_w.load([k0, c0]).T if IS_TURNED else d_w.load([c0, k0])
+
+
+@triton.jit
 def linear_kernel(
     d_x,  # descriptor [S, C_PACKED] of the high plane of the input
     d_x_low,  # its low plane, where PLANES is 2
-    d_w,  # descriptor of the weight: its high plane [C_OUT, C_PACKED], or [C_OUT, K] in fp32 where IS_WEIGHT_CUT
+    d_w,  # descriptor of the weight: its high plane [C_OUT, C_PACKED], or where IS_WEIGHT_CUT in fp32 [C_OUT, K], or
+    # [K, C_OUT] where IS_WEIGHT_TURNED
     d_w_low,  # the low plane of a packed weight
     p_x_unscale,  # [S] where IS_SCALED
     p_w_unscale,  # [C_OUT], of a packed weight
@@ -85,8 +125,8 @@ def linear_kernel(
     C_OUT, S, K,
     TILES,  # along the samples
     STEPS_FN: tl.constexpr, PLANES: tl.constexpr, IS_SCALED: tl.constexpr, KEEPS_INF: tl.constexpr,
-    IS_WEIGHT_CUT: tl.constexpr, STORE: tl.constexpr, MOMENTS: tl.constexpr, IS_CHANNELS_LAST: tl.constexpr,
-    USES_INT64: tl.constexpr, IS_EVEN_C: tl.constexpr, BLOCKS_C: tl.constexpr,
+    IS_WEIGHT_CUT: tl.constexpr, IS_WEIGHT_TURNED: tl.constexpr, STORE: tl.constexpr, MOMENTS: tl.constexpr,
+    IS_CHANNELS_LAST: tl.constexpr, USES_INT64: tl.constexpr, IS_EVEN_C: tl.constexpr, BLOCKS_C: tl.constexpr,
     BLOCKS_TOGETHER: tl.constexpr,  # tiles along the features in one group, with all tiles along the samples
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -103,7 +143,7 @@ def linear_kernel(
     for i in tl.range(0, tl.cdiv(K, BLOCK_K), num_stages=STAGES):
         high = d_x.load([row0, i * BLOCK_K])  # [BLOCK_M, BLOCK_K]
         low = d_x_low.load([row0, i * BLOCK_K]) if PLANES == 2 else high
-        w = d_w.load([c0, i * BLOCK_K])  # [BLOCK_C, BLOCK_K]
+        w = weight_block(d_w, c0, i * BLOCK_K, IS_WEIGHT_TURNED)
         if IS_WEIGHT_CUT:
             w_high, w_low, unscale = cut(w)
             # As `multiply`, but each step has its own scales. Undoing them fuses with the addition.
@@ -119,7 +159,7 @@ def linear_kernel(
         if tl.max(tl.max(tl.where(tl.abs(acc) < float("inf"), 0, 1), axis=1), axis=0) > 0:
             alone = tl.zeros([BLOCK_C, BLOCK_M], ACC)
             for i in tl.range(0, tl.cdiv(K, BLOCK_K)):
-                w_high = d_w.load([c0, i * BLOCK_K])
+                w_high = weight_block(d_w, c0, i * BLOCK_K, IS_WEIGHT_TURNED)
                 if IS_WEIGHT_CUT:
                     w_high = cut_high(w_high)
                 alone = tl.dot(w_high, d_x.load([row0, i * BLOCK_K]).T, alone, out_dtype=ACC)

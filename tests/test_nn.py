@@ -63,7 +63,7 @@ def test_what_is_changed_after_a_call_counts(name: str) -> None:
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_key_without_settings_would_not_notice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_nn, "_settings", lambda module: [])
-    monkeypatch.setattr(fused_nn, "_HOOKS", ())
+    monkeypatch.setattr(fused_nn, "HOOKS", ())
     fused, plain = _chain()
     fused(X)
     for chain in (fused, plain):

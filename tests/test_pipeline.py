@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import gc
@@ -374,9 +373,9 @@ def _doubled(module: nn.Module, given: object, result: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("watched", [True, False])
 def test_hooks_that_come_later_fire_and_go_again(watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's compiler looks for new hooks only where it is told to, which the second run takes away."""
+    """PyTorch's compiler looks for hooks only where it is told to. The second run does not look for them."""
     if not watched:
-        monkeypatch.setattr("postlude.pipeline.hooks_are_watched", contextlib.nullcontext)
+        monkeypatch.setattr("postlude.pipeline.HookWatch.sees_hooks", lambda _: False)
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU()).eval()
     twin = copy.deepcopy(model)
     x = torch.randn(2, 2, 6, 6)
@@ -389,6 +388,20 @@ def test_hooks_that_come_later_fire_and_go_again(watched: bool, monkeypatch: pyt
             for handle in handles:
                 handle.remove()
             assert torch.equal(model(x), before)
+
+
+def test_hooks_that_change_while_others_stay_are_seen() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU()).eval()
+    x = torch.randn(2, 2, 6, 6)
+    with torch.no_grad():
+        postlude.optimize(model, x)
+        plain = model(x)
+        first, second = (model.register_forward_hook(_doubled) for _ in range(2))
+        assert torch.equal(model(x), 4 * plain)
+        first.remove()
+        assert torch.equal(model(x), 2 * plain)
+        second.remove()
+        assert torch.equal(model(x), plain)
 
 
 def test_backward_hooks_that_come_later_fire() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from postlude.errors import PostludeError
-from postlude.graph.capture import capture_function, hooks_of_all_modules
+from postlude.graph.capture import HOOKS, capture_function, hooks_of_all_modules
 from postlude.graph.match import Match, match
 from postlude.graph.tidy import functionalise
 from postlude.run.execute import check_precision, is_transformed
@@ -17,7 +17,6 @@ from postlude.run.site import Site
 
 __all__ = ["FusedChain", "Mean"]
 _COUNT = torch.ops.aten.add_.Tensor
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN = frozenset((bool, int, float, str))
 _OWN = frozenset(vars(nn.Module()))  # nn.Module's own attributes: dictionaries of hooks, tensors and modules
 _REMEMBERED = 64  # chains per module before the cache is cleared
@@ -81,7 +80,7 @@ class FusedChain(nn.Sequential):
     def _is_watched(self) -> bool:
         """Whether a hook needs to see the input or output of a module inside."""
         inside = (module for module in self.modules() if module is not self)
-        return hooks_of_all_modules() or any(getattr(module, kind) for module in inside for kind in _HOOKS)
+        return hooks_of_all_modules() or any(getattr(module, kind) for module in inside for kind in HOOKS)
 
     def _key(self, *call: Any) -> tuple[Any, ...]:
         """Everything that the chain depends on: the call's properties and the modules' current settings."""

@@ -19,7 +19,7 @@ from postlude.chain import Chain
 from postlude.check.budget import Verdict, combine
 from postlude.errors import PostludeError
 from postlude.graph.backend import Backend
-from postlude.graph.capture import hooks_are_watched, hooks_of_all_modules, is_traced
+from postlude.graph.capture import HookWatch, hooks_are_watched, hooks_of_all_modules, is_traced
 from postlude.graph.layout import Conversion
 from postlude.graph.match import Declined, Match
 from postlude.plan import Plan, Problem, Refusal
@@ -233,15 +233,20 @@ def _compile(model: nn.Module, backend: Backend) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)
 
-    own = types.FunctionType(call.__code__.replace(), call.__globals__, "call", None, call.__closure__)
-    compiled = torch.compile(own, backend=backend)
+    def compiled_apart() -> Callable[..., Any]:
+        own = types.FunctionType(call.__code__.replace(), call.__globals__, "call", None, call.__closure__)
+        return torch.compile(own, backend=backend)
+
+    plain, hooked, hooks = compiled_apart(), compiled_apart(), HookWatch(model)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         # Another tracer needs the model's own operators, and global module hooks need its own modules.
         if is_traced() or hooks_of_all_modules():
             return call(*args, **kwargs)
+        if not hooks.sees_hooks():
+            return plain(*args, **kwargs)
         with hooks_are_watched():
-            return compiled(*args, **kwargs)
+            return hooked(*args, **kwargs)
 
     return run
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch._dynamo.config as dynamo
 import torch.fx as fx
+from torch import nn
 from torch._guards import TracingContext
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -20,6 +21,9 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils.hooks import RemovableHandle
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # attributes of a module
 
 # Nodes that change how everything after them computes; no chain crosses one.
 MODE_CHANGES = (_enter_autocast, _exit_autocast, torch._C._set_grad_enabled)
@@ -72,6 +76,23 @@ def hooks_are_watched() -> Iterator[None]:
         yield
     finally:
         dynamo.skip_nnmodule_hook_guards = before
+
+
+class HookWatch:
+    """Says whether a model's modules have hooks.
+
+    It is asked at every call and looks at the modules only if a hook has been registered somewhere since. Dynamo's
+    guards on the hooks of every module take 70 µs of each call of MONAI's UNet, and 110 µs of resnet50's.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.registered, self.found = model, -1, False
+
+    def sees_hooks(self) -> bool:
+        if self.found or self.registered != RemovableHandle.next_id:
+            self.registered = RemovableHandle.next_id
+            self.found = any(getattr(module, kind) for module in self.model.modules() for kind in HOOKS)
+        return self.found
 
 
 def hooks_of_all_modules() -> bool:

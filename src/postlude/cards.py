@@ -84,9 +84,9 @@ class Crossovers:
     # The same in training, unless PyTorch's three convolutions take at least `step_seconds`, the host time of one of
     # our steps (2×128→128×32³ in fp16: 1.0 to 1.2 ms, eager 0.8 to 1.0).
     smallest_trained: int
-    # The same for a chain behind PyTorch's convolution whose graph Inductor compiles: Inductor reads and writes such a
-    # value as often as our passes do, and a chain takes 0.1 to 0.2 ms more of host time (MONAI's UNet on an H200, four
-    # chains of 8 to 32 MiB: 1.85 ms of host time, 1.17 without them, for 1.2 ms of work).
+    # The same under autocast for a chain behind PyTorch's convolution whose graph Inductor compiles: Inductor reads and
+    # writes such a value as often as our passes do, and a chain takes 0.2 ms more of host time (inference of MONAI's
+    # UNet on an H200, four chains of 8 to 32 MiB: 1.72 ms, 0.89 without them, for 1.0 ms of work).
     smallest_by_inductor: int = 48 << 20
     step_seconds: float = 1e-3
     trained_channels: int = 64  # of an input; above this, cuDNN's gradients are faster in 16 bits

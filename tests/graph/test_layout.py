@@ -188,9 +188,10 @@ def test_small_values_behind_pytorchs_convolution_are_inductors_unless_launches_
     small = types.SimpleNamespace(outcome=_planned((1, 64, 64, 47, 64)))
     ledger = types.SimpleNamespace(planned=lambda one: one.entry, refuse=lambda _, why: why)
     monkeypatch.setattr(decide, "machine_for", lambda _: machines.H200)
-    chain = Builder(3, conv(3, (8, 64), stride=2)).norm(8).op("relu").chain()
+    chain = Builder(3, dataclasses.replace(conv(3, (8, 64), stride=2), dtype="float16")).norm(8).op("relu").chain()
     for known, is_left in ((entry, False), (small, mode is None)):
-        problem = types.SimpleNamespace(device="cuda", place="cuda:0")
+        weight = types.SimpleNamespace(dtype="float32")
+        problem = types.SimpleNamespace(device="cuda", place="cuda:0", tensors=(weight, weight))
         question: Any = types.SimpleNamespace(entry=known, chain=chain, problem=problem)
         found = decide._entry(cast("Ledger", ledger), question, by_inductor=True, has_graphs=mode is not None)
         assert (isinstance(found, str) and "47.0 MiB" in found) == is_left

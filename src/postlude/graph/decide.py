@@ -81,14 +81,16 @@ def _why_inductors(question: Question, plan: Plan, has_graphs: bool) -> str | No
     """Why Inductor should run a chain whose producer is PyTorch's; None if we should.
 
     One pass Inductor generates as well, and fuses it with its neighbours: for example a residual's sum with the moments
-    of the norm after it. Of a small value it takes less host time for several passes, too.
+    of the norm after it. Under autocast a chain also casts its weight at each call, which Inductor does for all weights
+    at once: of a small value, Inductor takes less host time for several passes, too.
     """
     chain, problem = question.chain, question.problem
     what = "product" if chain.is_linear else "convolution"
     if _is_a_pass(chain):
         passes = "one pass" if chain.producer is None else f"PyTorch's {what} and one pass after it"
         return f"{passes}, which Inductor fuses with its neighbours"
-    if chain.producer is None or has_graphs or problem.device != "cuda":
+    casts = chain.producer is not None and chain.convolution.dtype not in (None, problem.tensors[1].dtype)
+    if not casts or has_graphs or problem.device != "cuda":
         return None
     least, size = machine_for(problem.place).card.crossovers.smallest_by_inductor, plan.value.bytes
     if size >= least:

@@ -17,10 +17,11 @@ from plan.test_convolve import card
 from plan.test_lower import problem
 from postlude.chain import Chain, Convolution
 from postlude.plan import Plan, Problem, Store
-from postlude.plan.convolve import gemm_for, gradient_products
-from postlude.plan.gemm import Gemm, phased_volume
+from postlude.plan.convolve import gemm_for
+from postlude.plan.gemm import Gemm
 from postlude.plan.gpu import lower_for_gpu
 from postlude.plan.phases import Axis, has_phases, phases_of
+from postlude.plan.volume import phased_volume
 
 
 def axis(size: int, kernel: int, stride: int, padding: int, output_padding: int) -> Axis:
@@ -152,14 +153,6 @@ def test_a_plan_by_phase() -> None:
     packed = 16 * 17 * 33 * 33 * 32 * 2 * 2
     value = 16 * 64 * 32 * 64 * 64 * 4
     assert plan.moved_bytes == pytest.approx(3 * value + 2 * given.x.bytes + 2 * packed, rel=2e-2)  # and moments
-
-
-def test_gradients_by_phase_are_pytorchs() -> None:
-    given = problem(CHAIN, (16, 32, 16, 32, 32), device="cuda", precision="fp32", needs_grad=True)
-    own = gemm_for(CHAIN, given, card(90))
-    assert isinstance(own, Gemm)
-    assert gradient_products(CHAIN, given, own, card(90)) == (None, None)
-    assert isinstance(lower_for_gpu(CHAIN, given, card(90)), Plan)
 
 
 def chain_of(how: Convolution, *words: str) -> Chain:

@@ -4,6 +4,8 @@ A row of the GEMM is one output position, or NEIGHBOURS neighbouring ones; its c
 (z, y) of the taps, the NEIGHBOURS + KW − 1 input positions that a row reads are consecutive in one packed row. A tile
 of the left operand is therefore one 2-D descriptor load, with nothing to mask. With few channels, NEIGHBOURS > 1 reads
 each input fewer times, at the price of multiplications with zeros.
+
+With strides the input is packed by residue (see residues.py) and NEIGHBOURS is 1; a tap is then a shifted read too.
 """
 
 import triton
@@ -11,6 +13,30 @@ import triton.language as tl
 
 from postlude.kernels.triton.epilogue import epilogue
 from postlude.kernels.triton.planes import multiply
+from postlude.kernels.triton.residues import tap_offset
+
+
+@triton.jit
+def place_of(
+    i, ROW_PITCH, SLICE_PITCH, RESIDUE_PITCH,
+    KH: tl.constexpr, KW: tl.constexpr, STRIDE_D: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
+    K_PER_TAP_ROW: tl.constexpr, C_PACKED: tl.constexpr, NEIGHBOURS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Where step i of the product reads the packed input: rows after the tile's first, and the column."""
+    BLOCKS_K: tl.constexpr = K_PER_TAP_ROW // BLOCK_K
+    i_zy = i // BLOCKS_K
+    k = i % BLOCKS_K * BLOCK_K  # in the tap row
+    if STRIDE_D * STRIDE_H * STRIDE_W == 1:
+        offset = (i_zy // KH) * SLICE_PITCH + (i_zy % KH) * ROW_PITCH
+        row = offset // NEIGHBOURS
+        column = (offset % NEIGHBOURS) * C_PACKED + k
+    else:
+        row = tap_offset(
+            i_zy // KH, i_zy % KH, k // C_PACKED, ROW_PITCH, SLICE_PITCH, RESIDUE_PITCH,
+            KH, KW, STRIDE_D, STRIDE_H, STRIDE_W,
+        )  # fmt: skip
+        column = k % C_PACKED
+    return row, column
 
 
 @triton.jit
@@ -29,10 +55,12 @@ def convolve_kernel(
     UNITS,  # tiles in all, times the blocks of channels
     M_PER_SAMPLE,  # rows of the left operand from one sample to the next
     ROW_PITCH, SLICE_PITCH,  # positions of a packed row, and of a packed slice
+    RESIDUE_PITCH,  # positions of one residue's volume, all samples, where there are strides
     FIRST_SLICE,  # the first slice of the packed sample that holds input
     LAST_SLICE,  # the last slice that holds input
     OD, OH, OW,
-    STEPS_FN: tl.constexpr, KD: tl.constexpr, KH: tl.constexpr,
+    STEPS_FN: tl.constexpr, KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
+    STRIDE_D: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
     K_PER_TAP_ROW: tl.constexpr,  # elements that a row of the GEMM reads for one (z, y) of the taps: SPAN·C_PACKED
     C_PACKED: tl.constexpr,  # channels of a packed position
     NEIGHBOURS: tl.constexpr, PLANES: tl.constexpr, IS_SCALED: tl.constexpr,
@@ -62,13 +90,13 @@ def convolve_kernel(
         kd_end = tl.minimum(KD, LAST_SLICE + 1 - s0 // SLICE_PITCH)
         acc = tl.zeros([BLOCK_M, NEIGHBOURS * BLOCK_C], ACC)
         for i in tl.range(kd_first * (KH * BLOCKS_K), kd_end * (KH * BLOCKS_K), num_stages=STAGES):
-            i_zy = i // BLOCKS_K
-            offset = (i_zy // KH) * SLICE_PITCH + (i_zy % KH) * ROW_PITCH
-            row = row0 + offset // NEIGHBOURS
-            column = (offset % NEIGHBOURS) * C_PACKED + (i % BLOCKS_K) * BLOCK_K
-            high = d_x.load([row, column])  # [BLOCK_M, BLOCK_K]
+            row, column = place_of(
+                i, ROW_PITCH, SLICE_PITCH, RESIDUE_PITCH, KH, KW, STRIDE_D, STRIDE_H, STRIDE_W,
+                K_PER_TAP_ROW, C_PACKED, NEIGHBOURS, BLOCK_K,
+            )  # fmt: skip
+            high = d_x.load([row0 + row, column])  # [BLOCK_M, BLOCK_K]
             w_high = d_w.load([column0, i * BLOCK_K])  # [NEIGHBOURS·BLOCK_C, BLOCK_K]
-            low = d_x_low.load([row, column]) if PLANES == 2 else high
+            low = d_x_low.load([row0 + row, column]) if PLANES == 2 else high
             w_low = d_w.load([column0, K + i * BLOCK_K]) if PLANES == 2 else w_high
             acc = multiply(high, low, w_high.T, w_low.T, acc, PLANES, ACC)
         if KEEPS_INF and PLANES == 2:  # noqa: SIM102 (decided when compiling; the other when running)
@@ -77,9 +105,11 @@ def convolve_kernel(
             if tl.load(p_inf) != 0:
                 alone = tl.zeros([BLOCK_M, NEIGHBOURS * BLOCK_C], ACC)
                 for i in tl.range(kd_first * (KH * BLOCKS_K), kd_end * (KH * BLOCKS_K)):
-                    # NEIGHBOURS is 1 where KEEPS_INF.
-                    row = row0 + (i // BLOCKS_K // KH) * SLICE_PITCH + (i // BLOCKS_K % KH) * ROW_PITCH
-                    high = d_x.load([row, (i % BLOCKS_K) * BLOCK_K])
+                    row, column = place_of(
+                        i, ROW_PITCH, SLICE_PITCH, RESIDUE_PITCH, KH, KW, STRIDE_D, STRIDE_H, STRIDE_W,
+                        K_PER_TAP_ROW, C_PACKED, NEIGHBOURS, BLOCK_K,
+                    )  # fmt: skip
+                    high = d_x.load([row0 + row, column])
                     alone = tl.dot(high, d_w.load([column0, i * BLOCK_K]).T, alone, out_dtype=ACC)
                 acc = tl.where(tl.abs(alone) < float("inf"), acc, alone)
         b_v = tl.reshape(acc, [BLOCK_M * NEIGHBOURS, BLOCK_C])

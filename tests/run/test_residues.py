@@ -140,7 +140,7 @@ MUTANTS = [
     ("residues", "y // STRIDE_H * ROW_PITCH", "y // STRIDE_H * ROW_PITCH * 0", (True, True)),
     ("residues", "% SLICE_ROWS * STRIDE_H + residue_zy % RESIDUES_H", "% SLICE_ROWS * STRIDE_H", (True, True)),
     ("residues", "tl.where(o_pad < PW, o_pad, o_pad + W)", "o_pad + W", (True, True)),
-    ("convolve", "i_zy % KH, k // C_PACKED, ROW_PITCH", "i_zy % KH, 0, ROW_PITCH", (True, False)),
+    ("convolve", "column = i % BLOCKS_K * BLOCK_K % C_PACKED", "column = 0", (True, False)),
     ("weight_gradient", "z, y, x0 + 1, ROW_PITCH", "z, y, x0, ROW_PITCH", (False, True)),
 ]
 

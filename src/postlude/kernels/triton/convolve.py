@@ -17,29 +17,6 @@ from postlude.kernels.triton.residues import tap_offset
 
 
 @triton.jit
-def place_of(
-    i, ROW_PITCH, SLICE_PITCH, RESIDUE_PITCH,
-    KH: tl.constexpr, KW: tl.constexpr, STRIDE_D: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
-    K_PER_TAP_ROW: tl.constexpr, C_PACKED: tl.constexpr, NEIGHBOURS: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Where step i of the product reads the packed input: rows after the tile's first, and the column."""
-    BLOCKS_K: tl.constexpr = K_PER_TAP_ROW // BLOCK_K
-    i_zy = i // BLOCKS_K
-    k = i % BLOCKS_K * BLOCK_K  # in the tap row
-    if STRIDE_D * STRIDE_H * STRIDE_W == 1:
-        offset = (i_zy // KH) * SLICE_PITCH + (i_zy % KH) * ROW_PITCH
-        row = offset // NEIGHBOURS
-        column = (offset % NEIGHBOURS) * C_PACKED + k
-    else:
-        row = tap_offset(
-            i_zy // KH, i_zy % KH, k // C_PACKED, ROW_PITCH, SLICE_PITCH, RESIDUE_PITCH,
-            KH, KW, STRIDE_D, STRIDE_H, STRIDE_W,
-        )  # fmt: skip
-        column = k % C_PACKED
-    return row, column
-
-
-@triton.jit
 def convolve_kernel(
     d_x,  # descriptor [rows, columns] over the packed input; rows overlap where NEIGHBOURS > 1
     d_x_low,  # the low plane, where PLANES is 2
@@ -90,13 +67,19 @@ def convolve_kernel(
         kd_end = tl.minimum(KD, LAST_SLICE + 1 - s0 // SLICE_PITCH)
         acc = tl.zeros([BLOCK_M, NEIGHBOURS * BLOCK_C], ACC)
         for i in tl.range(kd_first * (KH * BLOCKS_K), kd_end * (KH * BLOCKS_K), num_stages=STAGES):
-            row, column = place_of(
-                i, ROW_PITCH, SLICE_PITCH, RESIDUE_PITCH, KH, KW, STRIDE_D, STRIDE_H, STRIDE_W,
-                K_PER_TAP_ROW, C_PACKED, NEIGHBOURS, BLOCK_K,
-            )  # fmt: skip
-            high = d_x.load([row0 + row, column])  # [BLOCK_M, BLOCK_K]
+            i_zy = i // BLOCKS_K
+            offset = (i_zy // KH) * SLICE_PITCH + (i_zy % KH) * ROW_PITCH
+            row = row0 + offset // NEIGHBOURS
+            column = (offset % NEIGHBOURS) * C_PACKED + (i % BLOCKS_K) * BLOCK_K
+            if STRIDE_D * STRIDE_H * STRIDE_W > 1:
+                row = row0 + tap_offset(
+                    i // BLOCKS_K // KH, i // BLOCKS_K % KH, i % BLOCKS_K * BLOCK_K // C_PACKED,
+                    ROW_PITCH, SLICE_PITCH, RESIDUE_PITCH, KH, KW, STRIDE_D, STRIDE_H, STRIDE_W,
+                )  # fmt: skip
+                column = i % BLOCKS_K * BLOCK_K % C_PACKED
+            high = d_x.load([row, column])  # [BLOCK_M, BLOCK_K]
             w_high = d_w.load([column0, i * BLOCK_K])  # [NEIGHBOURS·BLOCK_C, BLOCK_K]
-            low = d_x_low.load([row0 + row, column]) if PLANES == 2 else high
+            low = d_x_low.load([row, column]) if PLANES == 2 else high
             w_low = d_w.load([column0, K + i * BLOCK_K]) if PLANES == 2 else w_high
             acc = multiply(high, low, w_high.T, w_low.T, acc, PLANES, ACC)
         if KEEPS_INF and PLANES == 2:  # noqa: SIM102 (decided when compiling; the other when running)
@@ -105,11 +88,16 @@ def convolve_kernel(
             if tl.load(p_inf) != 0:
                 alone = tl.zeros([BLOCK_M, NEIGHBOURS * BLOCK_C], ACC)
                 for i in tl.range(kd_first * (KH * BLOCKS_K), kd_end * (KH * BLOCKS_K)):
-                    row, column = place_of(
-                        i, ROW_PITCH, SLICE_PITCH, RESIDUE_PITCH, KH, KW, STRIDE_D, STRIDE_H, STRIDE_W,
-                        K_PER_TAP_ROW, C_PACKED, NEIGHBOURS, BLOCK_K,
-                    )  # fmt: skip
-                    high = d_x.load([row0 + row, column])
+                    # NEIGHBOURS is 1 where KEEPS_INF.
+                    row = row0 + (i // BLOCKS_K // KH) * SLICE_PITCH + (i // BLOCKS_K % KH) * ROW_PITCH
+                    column = (i % BLOCKS_K) * BLOCK_K
+                    if STRIDE_D * STRIDE_H * STRIDE_W > 1:
+                        row = row0 + tap_offset(
+                            i // BLOCKS_K // KH, i // BLOCKS_K % KH, i % BLOCKS_K * BLOCK_K // C_PACKED,
+                            ROW_PITCH, SLICE_PITCH, RESIDUE_PITCH, KH, KW, STRIDE_D, STRIDE_H, STRIDE_W,
+                        )  # fmt: skip
+                        column = i % BLOCKS_K * BLOCK_K % C_PACKED
+                    high = d_x.load([row, column])
                     alone = tl.dot(high, d_w.load([column0, i * BLOCK_K]).T, alone, out_dtype=ACC)
                 acc = tl.where(tl.abs(alone) < float("inf"), acc, alone)
         b_v = tl.reshape(acc, [BLOCK_M * NEIGHBOURS, BLOCK_C])

@@ -262,12 +262,23 @@ def test_the_pass_of_a_layer_norm_is_nobodys_gain() -> None:
     assert isinstance(gemm_for(chain, problem(chain, shape, device="cuda", precision="tf32"), card(90)), Gemm)
 
 
-@pytest.mark.parametrize("how", [strided(), conv(3, (32, 64))], ids=str)
-def test_gradients_before_a_layer_norm_are_pytorchs(how: Convolution) -> None:
+def test_gradients_before_a_layer_norm_are_pytorchs_at_stride_1() -> None:
     """Ours multiply by zeros, which NaN of one row does not leave to the others."""
-    chain = of_layer_norm(how)
+    chain = of_layer_norm(conv(3, (32, 64)))
     given = problem(chain, (16, 32, 32, 64, 64), device="cuda", precision="fp32", needs_grad=True)
     for plan in (lower_for_gpu(chain, one, card(90), even_if_slower=True) for one in (given, in_16_bits(given))):
         assert isinstance(plan, Plan)
         assert plan.own is not None
         assert (plan.input_gradient, plan.weight_gradient, plan.packs_gradient) == (None, None, False)
+
+
+def test_gradients_before_a_layer_norm_are_ours_by_residue() -> None:
+    """In two planes: each row of the product is one position, and infinities are kept."""
+    chain = of_layer_norm(strided())
+    given = problem(chain, (16, 32, 32, 64, 64), device="cuda", precision="fp32", needs_grad=True)
+    plans = [lower_for_gpu(chain, one, card(90), even_if_slower=True) for one in (given, in_16_bits(given))]
+    two, half = (plan for plan in plans if isinstance(plan, Plan))
+    assert two.input_gradient is not None
+    assert two.input_gradient.arithmetic.keeps_infinities
+    assert two.weight_gradient is not None
+    assert (half.input_gradient, half.weight_gradient) == (None, None)

@@ -109,6 +109,7 @@ def test_infinities_in_the_input_s_gradient_are_autograds() -> None:
     assert float((ours[0].double() - truth[0])[is_finite].abs().max()) < 1e-4
 
 
+ROWS = Builder(2, dataclasses.replace(BIASED, out_channels=4)).layer_norm().op("silu").chain()
 NORM, PLAIN = Builder(2, BIASED).op("silu").norm(3).chain(), Builder(2, BIASED).op("tanh").op("add", "full").chain()
 
 
@@ -131,6 +132,26 @@ def test_a_chain_trains_with_them(chain: Chain, layout: str, slots: tuple[int, .
     right = torch.autograd.grad(truth, leaves[1], dy.double())
     for mine, true in zip(torch.autograd.grad(Training(plan, chain)(ours), leaves[0], dy), right):
         torch.testing.assert_close(mine.double(), true, rtol=1e-4, atol=1e-4 * float(true.abs().max()))
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+def test_nan_of_one_row_stays_where_autograd_has_it() -> None:
+    """A layer_norm makes one row of the convolution's result NaN. No sum of the product reads another row for it."""
+    tensors = tensors_for(ROWS, (2, 5, 4, 4), torch.float32, "cpu", 0, "normal")
+    tensors[0][0, 2, 1, 2] = torch.inf
+    problem = dataclasses.replace(problem_of(tensors, "fp32"), needs_grad=True)
+    plan = lower_for_gpu(ROWS, problem, CARD, even_if_slower=True)
+    assert isinstance(plan, Plan), plan
+    assert plan.input_gradient is not None
+    ours, theirs = tensors[0].clone().requires_grad_(), tensors[0].double().requires_grad_()
+    truth = reference.evaluate(ROWS, [theirs, *(t.double() for t in tensors[1:])])
+    (right,) = torch.autograd.grad(truth, theirs, torch.ones_like(truth))
+    y = Training(plan, ROWS)([ours, *tensors[1:]])
+    (mine,) = torch.autograd.grad(y, ours, torch.ones_like(y))
+    assert 0 < int(right.isnan().sum()) < right.numel()
+    assert torch.equal(mine.isnan(), right.isnan())
+    is_right = right.isfinite()
+    torch.testing.assert_close(mine[is_right].double(), right[is_right], rtol=1e-4, atol=1e-5)
 
 
 # module, the right text, the wrong text, and which gradients are then wrong: the input's, the weight's

@@ -53,7 +53,7 @@ def gemm_for(chain: Chain, problem: Problem, machine: Machine, even_if_slower: b
         boxes = boxes_for(chain, problem, arithmetic, machine)
         if problem.needs_grad or not has_moments_apart(gemm):
             gemm = _with_room(chain, gemm, machine)
-    brings_gradients = problem.needs_grad and row_norm(chain) is None and _brings_gradients(conv, gemm, machine)
+    brings_gradients = problem.needs_grad and not spreads_nan(chain) and _brings_gradients(conv, gemm, machine)
     reason = None if even_if_slower else slower(chain, problem, machine.card, gemm, boxes is not None, brings_gradients)
     return reason or boxes or gemm
 
@@ -167,7 +167,7 @@ def gradient_products(
     if is_few and (conv.dtype or problem.x.dtype) != "float32":
         return None, None
     arithmetic = Arithmetic("float16", own.planes, scaled=True) if isinstance(own, FewChannels) else own.arithmetic
-    hides = has_norm(chain)  # then an infinity has no finite gradients in any case
+    hides = has_norm(chain) and row_norm(chain) is None  # then an infinity has no finite gradients in any case
     arithmetic = dataclasses.replace(arithmetic, keeps_infinities=arithmetic.keeps_infinities and not hides)
     space = problem.x.shape[2:]
     if is_few:
@@ -181,6 +181,15 @@ def gradient_products(
     group = neighbours_for(conv, arithmetic)
     back = product_for(*given, widens=hides, kind="input's gradient", group=group)
     return back, weight_gemm_for(conv, space, arithmetic, machine, back.volume.width)
+
+
+def spreads_nan(chain: Chain) -> bool:
+    """Whether our gradients would spread NaN.
+
+    Before a layer_norm an infinity turns only its own row into NaN, but our GEMMs multiply neighbours by zeros. By
+    residue they have none.
+    """
+    return row_norm(chain) is not None and not has_phases(chain.convolution)
 
 
 def _brings_gradients(conv: Convolution, own: Own, machine: Machine) -> bool:

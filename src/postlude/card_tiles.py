@@ -9,6 +9,7 @@ from typing import NamedTuple
 from postlude.tile_table import Question, Row, TileTable
 
 MEASURED = "shipped for sm_90, measured on an H200"
+BY_RULE_90 = "shipped for sm_90, by rule and not measured"
 BY_RULE_80 = "shipped for sm_80, by rule and not measured"
 RULE = "by rule, not measured on this kind of card"
 # The origin of tiles that depend on more than a `Question` holds; only Hopper has them.
@@ -83,6 +84,13 @@ def _back(planes: str, outputs: int, **settings: int) -> Row:
     return _row(MEASURED, Question("input's gradient", arithmetic=planes, channels=(0, outputs)), **settings)
 
 
+def _back_by_residue() -> Iterator[Row]:
+    """As at stride 1: four warps a block, so that several blocks fit. More output channels fall back to a product's."""
+    for outputs in (1, 2, 4, 8, 16, 32, 64):
+        question = Question("input's gradient by residue", arithmetic="2 planes", channels=(0, outputs))
+        yield _row(BY_RULE_90, question, rows=128, stages=2, warps=4)
+
+
 def _passes(origin: str, layout: str, summed: int, programs: int, last: int) -> tuple[Row, ...]:
     moments, rest = (Question(kind, layout=layout) for kind in ("moments pass", "last pass"))
     return _row(origin, moments, elements=summed, programs=programs), _row(origin, rest, elements=last)
@@ -123,6 +131,7 @@ _HOPPER_ROWS = (
     _back("1 plane", 32, rows=256, width=4, stages=4, warps=8),
     _back("1 plane", 64, rows=256, width=2, stages=4, warps=8),
     _back("2 planes", 64, rows=128, width=1, stages=2, warps=4),
+    *_back_by_residue(),
     _row(MEASURED, Question("last pass", arithmetic="float32", layout="contiguous"), elements=1024),
     *_passes(MEASURED, "contiguous", 1024, 8, 2048),
     *_passes(MEASURED, "channels_last", 8192, 2, 8192),

@@ -26,6 +26,7 @@ SETTINGS: dict[str, dict[str, tuple[int, ...]]] = {
     "product by phase": {"rows": (64, 128, 256), "stages": (2, 3, 4), "warps": (4, 8)},
     "product in place": {"columns": (64, 128, 256), "steps": (16, 32, 64), "stages": (2, 3, 4)},
     "input's gradient": {"rows": (64, 128, 256), "width": (1, 2, 4), "stages": (2, 3, 4), "warps": (4, 8)},
+    "input's gradient by residue": {"rows": (64, 128, 256), "stages": (2, 3, 4), "warps": (4, 8)},
     "input's gradient in place": {"columns": (128, 256), "steps": (32, 64), "stages": (2, 3, 4), "warps": (4, 8)},
     "weight's gradient": {"stages": (2, 3, 4, 5), "warps": (4, 8), "programs": (1, 2, 4)},
     "moments pass": {"elements": (512, 1024, 2048, 4096, 8192), "programs": (2, 4, 8, 16)},

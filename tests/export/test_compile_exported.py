@@ -153,6 +153,17 @@ def test_every_way_to_convolve_compiles_for_hopper(way: str, tmp_path: Path, mon
     check(found, 90)
 
 
+def test_gradients_by_residue_compile_for_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offline.use_card(monkeypatch, 90)
+    made, _, _ = export_text(WAYS["phases"].text, tmp_path, training=True)
+    (tmp_path / "file.py").write_text(made.text, encoding="utf-8")
+    module, found = imported(tmp_path / "file.py")
+    gradients_of(module, "ConvHardswishMul", tuple(buffer.shape for buffer in made.chains[0].given))
+    names = [one.metadata.name for one in found]
+    assert {"pack_residues_kernel", "input_gradient_kernel", "weight_gradient_kernel"} <= set(names)
+    check(found, 90)
+
+
 @pytest.mark.parametrize("card", [80, 90])
 def test_a_reduction_over_channels_compiles(card: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     offline.use_card(monkeypatch, card)

@@ -45,6 +45,7 @@ FLAT = Builder(2, conv(2, (64, 128))).op("relu").op("add", "channel").chain()
 UP = Builder(2, conv(2, (64, 64), transposed=True, stride=2, padding=1, output_padding=1)).op("mish").op("mul", 2.0)
 ODD = Builder(2, conv(2, (64, 64), 4, transposed=True, stride=2, padding=1, output_padding=1)).op("sub", "channel")
 DEEP = Builder(3, conv(3, (32, 64), transposed=True, stride=2, padding=1, output_padding=1)).op("add", "full")
+UNEVEN = Builder(3, conv(3, (64, 128), transposed=True, stride=2, padding=1)).op("clamp_min", bound=-1.0).chain()
 UP_NORM = Builder(3, conv(3, (64, 32), 2, transposed=True, stride=2)).norm(None).op("leaky_relu", slope=0.01).chain()
 FEW_UP, FEW_NORM = FEW["3 channels, strides"][0], FEW["8 channels, then a norm"][0]
 NARROW = Builder(3, conv(3, (3, 16), 4)).op("hardswish").norm(4).chain()
@@ -70,6 +71,7 @@ PLANS: dict[str, tuple[Chain, tuple[int, ...], torch.dtype, str, str]] = {
     "phases tf32": (UP.chain(), (128, 64, 128, 128), torch.float32, "contiguous", "tf32"),
     "phases, odd rows": (ODD.op("tanh").chain(), (32, 64, 256, 256), torch.float32, "contiguous", "tf32"),
     "phases, 3-D": (DEEP.op("hardswish").chain(), (128, 32, 16, 16, 16), torch.float32, "contiguous", "tf32"),
+    "phases into odd rows fp32": (UNEVEN, (16, 64, 24, 48, 48), torch.float32, "contiguous", "fp32"),
     "phases, then rows": (*LEVEL2["34"], torch.float32, "contiguous", "tf32"),
     "phases, then rows fp32": (*LEVEL2["34"], torch.float32, "contiguous", "fp32"),
     "phases of few channels": (FEW_UP, (128, 3, 16, 32, 32), torch.float32, "contiguous", "tf32"),
@@ -94,7 +96,7 @@ EVERYWHERE = ("61 fp32", "61 tf32", "library channels-last")
 ON_AMPERE = ("no norm fp32", "phases fp32", "phases tf32")
 TRAINED = (
     *("61 fp32", "61 tf32", "61 bf16", "block channels-last", "residual fp32", "library", "gated"),
-    *("no norm tf32", "16 channels tf32", "16 channels fp32"),
+    *("no norm tf32", "16 channels tf32", "16 channels fp32", "phases fp32", "phases into odd rows fp32"),
 )
 
 

@@ -26,17 +26,9 @@ from postlude.plan.convolve import (
     weight_gemm_for,
 )
 from postlude.plan.few_channels import FewChannels, Geometry, few_channels_for, shared_bytes
-from postlude.plan.gemm import (
-    Arithmetic,
-    Gemm,
-    Volume,
-    WeightGemm,
-    input_gradient_of,
-    unfolded_volume,
-    unsupported,
-    volume_for,
-)
+from postlude.plan.gemm import Arithmetic, Gemm, WeightGemm, input_gradient_of, unsupported
 from postlude.plan.gpu import lower_for_gpu
+from postlude.plan.volume import Volume, unfolded_volume, volume_for
 
 BLOCK = Builder(3, conv(3, (32, 32), padding=1)).norm(None).op("leaky_relu", slope=0.01).chain()
 

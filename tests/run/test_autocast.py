@@ -18,8 +18,9 @@ from postlude.chain import Chain
 from postlude.check import tensors_for
 from postlude.plan import Plan, problem_of
 from postlude.plan.boxes import Boxes
-from postlude.plan.gemm import Arithmetic, Gemm, Volume, volume_for
+from postlude.plan.gemm import Arithmetic, Gemm
 from postlude.plan.gpu import lower_for_gpu
+from postlude.plan.volume import Volume, volume_for
 from postlude.run import differentiable
 from postlude.run.execute import prepare
 from postlude.stages import convolve_boxes

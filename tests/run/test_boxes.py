@@ -14,8 +14,9 @@ from postlude.chain import Chain
 from postlude.check import tensors_for
 from postlude.plan import Plan, problem_of
 from postlude.plan.boxes import Boxes
-from postlude.plan.gemm import Arithmetic, volume_for
+from postlude.plan.gemm import Arithmetic
 from postlude.plan.gpu import lower_for_gpu
+from postlude.plan.volume import volume_for
 from run.test_gpu import CARD
 from tracing import run_plan
 from wrong_kernels import replace_text

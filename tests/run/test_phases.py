@@ -58,7 +58,8 @@ def chains(name: str) -> tuple[Chain, Chain]:
 
 
 def planned(chain: Chain, tensors: Sequence[Tensor], precision: str = "auto", needs_grad: bool = False) -> Plan:
-    given = dataclasses.replace(problem_of(tensors, precision), needs_grad=needs_grad)
+    tf32 = precision == "tf32"
+    given = dataclasses.replace(problem_of(tensors, precision), needs_grad=needs_grad, allows_tf32=tf32)
     plan = lower_for_gpu(chain, given, CARD, even_if_slower=True)
     assert isinstance(plan, Plan), plan
     assert isinstance(plan.own, Gemm)
@@ -117,16 +118,18 @@ def test_only_moments_are_kept_where_no_more_is_needed() -> None:
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-def test_trains_with_pytorchs_gradients_of_the_convolution() -> None:
+def test_in_tf32_trains_with_pytorchs_gradients_of_the_convolution() -> None:
     chain = Builder(2, transposed(FLAT["k3s2p1op1"])).op("silu").norm(5).op("relu").chain()
     tensors = [t.requires_grad_() for t in tensors_for(chain, (2, 3, 4, 5), torch.float32, "cpu", 0, "normal")]
-    training = Training(planned(chain, tensors, needs_grad=True), chain)
+    plan = planned(chain, tensors, "tf32", needs_grad=True)
+    assert (plan.input_gradient, plan.weight_gradient) == (None, None)
+    training = Training(plan, chain)
     theirs = [t.detach().double().requires_grad_() for t in tensors]
     truth = reference.evaluate(chain, theirs)
     dy = torch.randn(truth.shape)
     ours = torch.autograd.grad(training(tensors), tensors, dy)
     for mine, right in zip(ours, torch.autograd.grad(truth, theirs, dy.double())):
-        torch.testing.assert_close(mine.double(), right, rtol=1e-4, atol=1e-4 * float(right.abs().max()))
+        torch.testing.assert_close(mine.double(), right, rtol=1e-2, atol=1e-2 * float(right.abs().max()))
 
 
 STEPS = Builder(2, conv(2, (3, 5), padding=1)).op("leaky_relu", slope=0.5).chain()
@@ -222,7 +225,7 @@ def test_a_dropped_output_padding_is_seen_to_fail(monkeypatch: pytest.MonkeyPatc
     tensors = tensors_for(NORMAL, (2, 3, 4, 5), torch.float32, "cpu", 0, "normal")
     honest = phases.phases_of
     monkeypatch.setattr(
-        "postlude.plan.gemm.phases_of",
+        "postlude.plan.volume.phases_of",
         lambda how, space: honest(dataclasses.replace(how, output_padding=(0,) * how.dims), space),
     )
     assert not is_right(NORMAL, tensors)

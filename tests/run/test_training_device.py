@@ -54,6 +54,19 @@ SMALL: dict[str, tuple[Chain, tuple[int, ...]]] = {
     ),
     "moments": (Builder(3, conv(3, (16, 24), 5)).norm(4).reduce("mean", "space").chain(), (3, 16, 9, 8, 12)),
     "phases": (Builder(3, up(3, (16, 24))).op("silu").norm(4).op("relu").chain(), (2, 16, 7, 6, 5)),
+    "phases, dense cells": (Builder(3, up(3, (64, 128), 3, 1, 0)).op("silu").chain(), (2, 64, 5, 6, 7)),
+    "phases, k2": (Builder(2, up(2, (64, 24), 2, 0, 1)).norm(None).chain(), (3, 64, 13, 11)),
+    "phases, k5": (Builder(2, up(2, (20, 130), 5, 2, 0)).op("tanh").chain(), (3, 20, 13, 11)),
+    "phases, 3 channels": (Builder(3, up(3, (3, 16), 3, 1, 0)).op("silu").norm(4).chain(), (3, 3, 9, 8, 7)),
+    "phases, stride 3": (
+        Builder(2, conv(2, (32, 64), 5, transposed=True, stride=3, padding=1, output_padding=2)).op("mish").chain(),
+        (2, 32, 19, 17),
+    ),
+    "phases, layer_norm": (Builder(3, up(3, (32, 40))).layer_norm().op("silu").chain(), (2, 32, 5, 6, 7)),
+}
+STRIDED_UP: dict[str, tuple[Chain, tuple[int, ...]]] = {
+    "64→64": (Builder(2, up(2, (64, 64))).op("tanh").chain(), (8, 64, 128, 128)),
+    "64→128": (Builder(3, up(3, (64, 128), 3, 1, 0)).op("tanh").chain(), (2, 64, 24, 48, 48)),
 }
 
 
@@ -102,6 +115,30 @@ def test_same_bits_every_time(name: str) -> None:
             assert torch.equal(one, other)
     finally:
         torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.parametrize("name", STRIDED_UP)
+def test_gradients_by_residue_are_as_exact_as_pytorchs(name: str) -> None:
+    """At KernelBench's sizes, with fewer samples: against float64, beside strict PyTorch."""
+    chain, shape = STRIDED_UP[name]
+    tensors = tensors_for(chain, shape, torch.float32, "cuda", 3, "normal")
+    exact = [t.double().requires_grad_() for t in tensors]
+    truth = gradients(lambda ts: reference.evaluate(chain, ts), exact)
+    switch = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    before = switch.fp32_precision
+    try:
+        switch.fp32_precision = "ieee"
+        given = [t.requires_grad_() for t in tensors]
+        plan = lower(chain, problem_of(given), hardware.machine_for("cuda"))
+        assert isinstance(plan, Plan), plan
+        assert plan.weight_gradient is not None
+        ours, theirs = gradients(prepare(chain, plan), given), gradients(lambda ts: reference.evaluate(chain, ts), given)
+    finally:
+        switch.fp32_precision = before
+    for mine, their, right in zip(ours, theirs, truth, strict=True):
+        ulp = torch.finfo(torch.float32).eps * float(right.abs().max())
+        error, own = (float((t.double() - right).square().mean().sqrt()) for t in (mine, their))
+        assert error <= 2 * own + ulp
 
 
 @pytest.mark.parametrize(("name", "shape"), [("61", (16, 64, 32, 32, 32)), ("23", (128, 3, 24, 32, 32))])

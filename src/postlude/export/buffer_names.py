@@ -46,6 +46,7 @@ KERNELS = {
 BACKWARD = {
     "largest_kernel": "largest_kernel_2",
     "pack_input_kernel": "pack_gradient_kernel",
+    "pack_residues_kernel": "pack_gradient_by_residue_kernel",
     "pack_weight_kernel": "pack_flipped_kernel",
     "convolve_kernel": "input_gradient_kernel",
     "convolve_boxes_kernel": "input_gradient_kernel",
@@ -57,6 +58,7 @@ _REMARKS = {
     "unfold_input_kernel": "im2col of the innermost taps: a row holds the channels of several of them.",
     "pack_weight_kernel": "The weight as a matrix of output channels by taps and input channels.",
     "pack_phases_kernel": "The weight as a matrix for each phase of the strides.",
+    "pack_residues_kernel": "Rows of channels, those of one residue modulo the strides together.",
     "convolve_kernel": "Implicit GEMM: every tap is a shifted read of the packed input.",
     "convolve_boxes_kernel": "Implicit GEMM: every tap is a box of the input where it lies.",
     "convolve_phases_kernel": "Implicit GEMM, one for each phase of the strides.",

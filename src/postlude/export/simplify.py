@@ -12,17 +12,26 @@ from postlude.export.device_text import changed
 from postlude.export.source import parse, text_of
 from postlude.plan.calls import KernelCall
 
-# In 2-D there is no slice to skip.
-_FLAT = {
-    """        # Skip taps along z that read only padding.
+_SKIPPING = """        # Skip taps along z that read only padding.
         z_last = tl.minimum(s0 + BLOCK_M * NEIGHBOURS - 1, OD * SLICE_PITCH - 1) // SLICE_PITCH
         kd_first = tl.maximum(0, FIRST_SLICE - z_last)
         kd_end = tl.minimum(KD, LAST_SLICE + 1 - s0 // SLICE_PITCH)
-""": "",
-    "tl.range(kd_first * (KH * BLOCKS_K), kd_end * (KH * BLOCKS_K), num_stages=STAGES)": (
-        "tl.range(KH * BLOCKS_K, num_stages=STAGES)"
-    ),
-    "tl.range(kd_first * (KH * BLOCKS_K), kd_end * (KH * BLOCKS_K))": "tl.range(KH * BLOCKS_K)",
+"""
+_RANGES = (
+    "tl.range(kd_first * (KH * BLOCKS_K), kd_end * (KH * BLOCKS_K), num_stages=STAGES)",
+    "tl.range(kd_first * (KH * BLOCKS_K), kd_end * (KH * BLOCKS_K))",
+)
+# With strides no slice is skipped.
+_STRIDED = {
+    _SKIPPING: "",
+    _RANGES[0]: "tl.range(KD * KH * BLOCKS_K, num_stages=STAGES)",
+    _RANGES[1]: "tl.range(KD * KH * BLOCKS_K)",
+}
+# In 2-D there is none to skip.
+_FLAT = {
+    _SKIPPING: "",
+    _RANGES[0]: "tl.range(KH * BLOCKS_K, num_stages=STAGES)",
+    _RANGES[1]: "tl.range(KH * BLOCKS_K)",
     """            i_zy = i // BLOCKS_K
             offset = (i_zy // KH) * SLICE_PITCH + (i_zy % KH) * ROW_PITCH
 """: "            offset = i // BLOCKS_K * ROW_PITCH\n",
@@ -94,6 +103,9 @@ def _holding(call: KernelCall, known: Mapping[str, int]) -> set[str]:
             found |= {"is_row"}
         if known["PW"] == known["BLOCK_PAD"]:
             found |= {"o_pad < PW", "m_zero"}
+    if call.kernel == "pack_residues_kernel":
+        found |= {"o_c < C_PACKED"}
+        found |= {"m_c"} if known["C"] == known["C_PACKED"] else set()
     if call.kernel in ("pack_weight_kernel", "pack_phases_kernel") and _fills(known):
         found |= {"o_c < C_IN"}
         found |= {"i_o < C_OUT"} if call.grid[0] == known["C_OUT"] else set()
@@ -125,6 +137,8 @@ def _changes(kernel: str, known: Mapping[str, int]) -> dict[str, str]:
         changes["  # same value; the compiler sees the alignment and widens the stores"] = ""
         if known["KD"] == known["OD"] == 1:
             changes |= _FLAT
+        elif known["STRIDE_D"] * known["STRIDE_H"] * known["STRIDE_W"] > 1:
+            changes |= _STRIDED
         if known["NEIGHBOURS"] == 1:
             reshape, scaling = (
                 "        b_v = tl.reshape(acc, [BLOCK_M * NEIGHBOURS, BLOCK_C])\n",

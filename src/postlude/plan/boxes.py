@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from postlude.cards import WGMMA_ROWS
 from postlude.chain import Chain, Convolution
 from postlude.hardware import Machine
-from postlude.plan.gemm import SHARED_BESIDE, Arithmetic, Volume, padded_channels, volume_for
+from postlude.plan.gemm import SHARED_BESIDE, Arithmetic, padded_channels
 from postlude.plan.problem import Problem, power_of_two
 from postlude.plan.program import norm_hides_infinities
 from postlude.plan.tiles import answers, product_questions
+from postlude.plan.volume import Volume, volume_for
 
 _WASTE = 1.1  # most positions computed per position needed
 _BACK_ROWS = 128

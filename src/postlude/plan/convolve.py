@@ -12,21 +12,12 @@ from postlude.chain import POINTWISE, Chain, Convolution, Pointwise
 from postlude.hardware import Machine
 from postlude.plan.boxes import Boxes, boxes_for, gradient_boxes_for
 from postlude.plan.few_channels import FewChannels, few_channels_for
-from postlude.plan.gemm import (
-    Arithmetic,
-    Gemm,
-    WeightGemm,
-    input_gradient_of,
-    padded_channels,
-    phased_volume,
-    unfolded_volume,
-    unsupported,
-    volume_for,
-)
+from postlude.plan.gemm import Arithmetic, Gemm, WeightGemm, input_gradient_of, padded_channels, unsupported
 from postlude.plan.phases import has_phases
 from postlude.plan.problem import Problem, body_dtype, fp32_mode, power_in, power_of_two
 from postlude.plan.program import first_barrier, has_norm, norm_hides_infinities, row_norm
 from postlude.plan.tiles import answers, product_questions
+from postlude.plan.volume import phased_volume, unfolded_volume, volume_for
 from postlude.plan.worth import has_moments_apart, slower
 
 _COLUMNS = 128  # columns of a tile; with few channels, neighbouring outputs fill them (see `width_for`)
@@ -62,7 +53,7 @@ def gemm_for(chain: Chain, problem: Problem, machine: Machine, even_if_slower: b
         boxes = boxes_for(chain, problem, arithmetic, machine)
         if problem.needs_grad or not has_moments_apart(gemm):
             gemm = _with_room(chain, gemm, machine)
-    brings_gradients = problem.needs_grad and row_norm(chain) is None and _brings_gradients(conv, gemm, machine)
+    brings_gradients = problem.needs_grad and not spreads_nan(chain) and _brings_gradients(conv, gemm, machine)
     reason = None if even_if_slower else slower(chain, problem, machine.card, gemm, boxes is not None, brings_gradients)
     return reason or boxes or gemm
 
@@ -91,14 +82,16 @@ def product_for(
     kind: str = "product",
     group: int = 1,
 ) -> Gemm:
-    """The GEMM of a convolution for which `unsupported` is None; `group` as in `Volume`."""
+    """The GEMM of a convolution for which `unsupported` is None, or of a strided one that does not widen; `group` as in
+    `Volume`."""
     channels, block_c = padded_channels(conv.in_channels), _block_c(conv, arithmetic)
     width = width_for(conv, block_c) if widens else 1
 
     def made(tile: Mapping[str, int]) -> Gemm:
         volume = volume_for(conv, space, min(width, tile.get("width", width)), group)
         steps = (16,) if arithmetic.is_exact else (64, 32, 16)
-        block_k = next(k for k in steps if volume.span * channels % k == 0)
+        together = channels if volume.has_residues else volume.span * channels  # contiguous in a row of the GEMM
+        block_k = next(k for k in steps if together % k == 0)
         return Gemm(arithmetic, volume, channels, tile["rows"], block_c, block_k, tile["stages"], tile["warps"])
 
     return _in_the_best_tile(kind, conv, arithmetic, machine, made)
@@ -174,12 +167,14 @@ def gradient_products(
     if is_few and (conv.dtype or problem.x.dtype) != "float32":
         return None, None
     arithmetic = Arithmetic("float16", own.planes, scaled=True) if isinstance(own, FewChannels) else own.arithmetic
-    hides = has_norm(chain)  # then an infinity has no finite gradients in any case
+    hides = has_norm(chain) and row_norm(chain) is None  # then an infinity has no finite gradients in any case
     arithmetic = dataclasses.replace(arithmetic, keeps_infinities=arithmetic.keeps_infinities and not hides)
     space = problem.x.shape[2:]
     if is_few:
         return None, weight_gemm_for(conv, space, arithmetic, machine)
     given = (input_gradient_of(conv), conv.output_space(space), arithmetic, machine)
+    if has_phases(conv):  # both gradients read the gradient at the result, packed by residue
+        return product_for(*given, widens=False, kind="input's gradient by residue"), weight_gemm_for(*given)
     boxes, weight = gradient_boxes_for(*given), weight_gemm_for(conv, space, arithmetic, machine)
     if boxes is not None and weight.gradient_volume.is_flat:  # boxes cannot skip rows between samples
         return boxes, weight
@@ -188,23 +183,38 @@ def gradient_products(
     return back, weight_gemm_for(conv, space, arithmetic, machine, back.volume.width)
 
 
+def spreads_nan(chain: Chain) -> bool:
+    """Whether our gradients would spread NaN.
+
+    Before a layer_norm an infinity turns only its own row into NaN, but our GEMMs multiply neighbours by zeros. By
+    residue they have none.
+    """
+    return row_norm(chain) is not None and not has_phases(chain.convolution)
+
+
 def _brings_gradients(conv: Convolution, own: Own, machine: Machine) -> bool:
-    """Whether our kernels compute the gradients too. PyTorch computes those of a convolution by phase."""
+    """Whether our kernels compute the gradients too.
+
+    Those of a convolution by phase only in two planes: there PyTorch's gradients do without tensor cores, and those of
+    conv_transpose2d(64→64, k3, s2) at 128×64×128² take six times as long as our forward pass.
+    """
     if not machine.card.abilities.has_weight_gradients or max(conv.kernel[-2:]) > _WIDEST_TRAINED:
         return False
     if isinstance(own, Boxes):
         return conv.in_channels <= machine.card.crossovers.trained_channels
-    return isinstance(own, FewChannels) or own.phases is None
+    if isinstance(own, FewChannels) or own.phases is None:
+        return True
+    return own.arithmetic.planes == 2 or own.arithmetic.is_exact
 
 
 def packs_gradient(dx: Gemm | Boxes | None, dw: WeightGemm | None) -> bool:
     """Whether the last gradient pass writes the gradient packed, as both GEMMs read it.
 
-    Not with scaled planes, because the scale is known only after the gradient. Not with short rows: rows of 34 with a
-    border between them give uncoalesced accesses (chain 61: 0.27 ms, against 0.20 for two passes). Rows of 128 take
-    0.23 instead of 0.31 ms (2×32×128³).
+    Not by residue. Not with scaled planes, because the scale is known only after the gradient. Not with short rows:
+    rows of 34 with a border between them give uncoalesced accesses (chain 61: 0.27 ms, against 0.20 for two passes).
+    Rows of 128 take 0.23 instead of 0.31 ms (2×32×128³).
     """
-    if dx is None or dw is None or dx.arithmetic.scaled:
+    if dx is None or dw is None or dx.arithmetic.scaled or dx.volume.has_residues:
         return False
     return isinstance(dx, Boxes) or dx.volume.is_flat or dx.volume.space[2] % 32 == 0
 
@@ -236,7 +246,7 @@ def _tiles(kind: str, conv: Convolution, arithmetic: Arithmetic, machine: Machin
 def weight_gemm_for(
     conv: Convolution, space: tuple[int, ...], arithmetic: Arithmetic, machine: Machine, width: int = 1
 ) -> WeightGemm:
-    """The GEMM for the weight's gradient, of a convolution for which `unsupported` is None.
+    """The GEMM for the weight's gradient, of a convolution for which `unsupported` is None, or of a strided one.
 
     `width` is that of the GEMM for the input's gradient, so that both read the same packed gradient.
     """
@@ -253,6 +263,8 @@ def weight_gemm_for(
         rows, columns = min(rows, 32), min(columns, 32)
     measured = machine.card.tiles.weight_of(arithmetic.planes, rows, columns)
     ruled = WeightTile(False, 16 if is_exact else 64, *_weight_pipeline(arithmetic, neighbours, rows, columns))
+    if volume.has_residues and not is_exact:
+        ruled = WeightTile(rows < WGMMA_ROWS <= columns, 32, 2, 4, 3)
     turned, block_k, stages, warps, programs = measured or ruled
     gemm = WeightGemm(
         *(arithmetic, volume, channels, out_channels, neighbours, shared, rows, columns),
@@ -275,6 +287,7 @@ def neighbours_for(conv: Convolution, arithmetic: Arithmetic) -> int:
     """Positions per row of the weight gradient's GEMM: with 16 or 32 output channels, enough to fill wgmma's rows."""
     out_channels = padded_channels(conv.out_channels)
     is_short = out_channels in (16, 32) and conv.kernel[-1] > 1 and not arithmetic.is_exact
+    is_short &= all(size == 1 for size in conv.stride)
     return WGMMA_ROWS // out_channels if is_short else 1
 
 

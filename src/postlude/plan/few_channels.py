@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from postlude.chain import Chain, Convolution
 from postlude.hardware import Machine
-from postlude.plan.gemm import unsupported, volume_for
+from postlude.plan.gemm import unsupported
 from postlude.plan.problem import Problem, body_dtype, fp32_mode
 from postlude.plan.program import moments_only
 from postlude.plan.tiles import answer, few_channels_question
+from postlude.plan.volume import volume_for
 
 WIDTH = 32  # outputs of a tile along the last axis
 _MOST_FRAGMENTS = 4  # their accumulators must fit in registers

@@ -1,13 +1,13 @@
-"""Our implicit GEMM as a value: its arithmetic, the packed volume that it reads, its tiles."""
+"""Our implicit GEMM as a value: its arithmetic and tiles."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 
 from postlude.chain import Convolution
-from postlude.plan.phases import Phases, phases_of
+from postlude.plan.phases import Phases
+from postlude.plan.volume import Volume
 
 SHARED_BESIDE = 5 << 10  # bytes for barriers and for the warps' sums of moments; at most 4 KiB were seen
 
@@ -39,71 +39,6 @@ class Arithmetic:
     def __str__(self) -> str:
         planes = {1: "", 2: " in two planes"}[self.planes]
         return f"{self.operands}{planes}{', scaled' if self.scaled else ''}"
-
-
-@dataclass(frozen=True)
-class Volume:
-    """The packed input: padding in front of each axis, none behind it (see kernels/triton/pack.py)."""
-
-    space: tuple[int, int, int]  # of the input
-    kernel: tuple[int, int, int]
-    padding: tuple[int, int, int]  # of the equivalent ordinary convolution
-    width: int  # neighbouring outputs per row of the GEMM, a power of two
-    group: int = 1  # the width of another GEMM that reads the same volume, also a power of two
-
-    @property
-    def padded(self) -> tuple[int, int, int]:
-        d, h, w = (size + pad for size, pad in zip(self.space, self.padding))
-        return d, h, w
-
-    @property
-    def out(self) -> tuple[int, int, int]:
-        d, h, w = (s + 2 * p - k + 1 for s, p, k in zip(self.space, self.padding, self.kernel))
-        return d, h, w
-
-    @property
-    def pitch(self) -> int:
-        return self.padded[2]
-
-    @property
-    def plane(self) -> int:
-        return self.padded[1] * self.padded[2]
-
-    def position(self, place: tuple[int, int, int]) -> int:
-        return place[0] * self.plane + place[1] * self.pitch + place[2]
-
-    @property
-    def sample_rows(self) -> int:
-        """Rows of a packed sample: so many that every GEMM has a whole number of rows per sample."""
-        longest = max(self.width, self.group)
-        step = longest // math.gcd(longest, self.pitch)
-        return -(-self.padded[0] * self.padded[1] // step) * step
-
-    @property
-    def tail_rows(self) -> int:
-        """Rows of zeros after the last sample, which overlapping rows of the GEMM may read."""
-        return -(-(max(self.width, self.group) + self.kernel[2] - 2) // self.pitch)
-
-    @property
-    def is_dense(self) -> bool:
-        return self.padded[1:] == self.out[1:]
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether there is no padding at all: packed samples are then just the input's positions in order."""
-        d, h, _ = self.space
-        return not any(self.padding) and self.sample_rows == d * h
-
-    def as_one_row(self) -> Volume:
-        return Volume((1, 1, math.prod(self.space)), (1, 1, 1), (0, 0, 0), 1)
-
-    @property
-    def span(self) -> int:
-        return self.width + self.kernel[2] - 1
-
-    def tiles(self, rows: int) -> int:
-        """Tiles per sample. Slices past the last output are not computed."""
-        return -(-self.out[0] * self.plane // (rows * self.width))
 
 
 @dataclass(frozen=True)
@@ -148,7 +83,8 @@ class Gemm:
     def packed_bytes(self, batch: int) -> int:
         """Bytes of the packed input in all planes."""
         volume = self.volume
-        return batch * volume.sample_rows * volume.pitch * self.channels * 2 * self.arithmetic.planes
+        rows = batch * volume.sample_rows * volume.residues
+        return rows * volume.pitch * self.channels * 2 * self.arithmetic.planes
 
     @property
     def unfolds(self) -> bool:
@@ -162,6 +98,8 @@ class Gemm:
 
     def __str__(self) -> str:
         each = "" if self.phases is None else f"; {self.phases}"
+        if self.volume.has_residues:
+            each = f"; by {self.volume.residues} residues modulo the stride"
         if self.unfolds:
             each = f"; {' × '.join(str(taps) for taps in self.unfolded if taps > 1)} taps side by side"
         tiles = f"tiles of {self.rows} × {self.columns} × {self.block_k}"
@@ -215,7 +153,7 @@ class WeightGemm:
     def gradient_volume(self) -> Volume:
         """The gradient's volume, with the input's pitch: shorter rows, slices and samples are padded in front."""
         d, h, w = (whole - out for whole, out in zip(self.volume.padded, self.volume.out))
-        return dataclasses.replace(self.volume, space=self.volume.out, padding=(d, h, w))
+        return dataclasses.replace(self.volume, space=self.volume.out, padding=(d, h, w), stride=(1, 1, 1))
 
     @property
     def shift(self) -> int:
@@ -233,39 +171,9 @@ class WeightGemm:
         return int(self.shift % self.neighbours > 0 and first < reach)
 
 
-def volume_for(conv: Convolution, space: tuple[int, ...], width: int, group: int = 1) -> Volume:
-    """The packed volume of a convolution. In 2-D it has one slice."""
-    plain = conv.as_plain()
-    assert plain is not None
-    missing = 3 - len(space)
-    ones, zeros = (1,) * missing, (0,) * missing
-    return Volume((*ones, *space), (*ones, *conv.kernel), (*zeros, *plain.padding), width, group)  # type: ignore[arg-type]
-
-
-def unfolded_volume(conv: Convolution, space: tuple[int, ...], taps: tuple[int, int]) -> Volume:
-    """The volume of a partial im2col, with these taps along y and x in one packed position.
-
-    Along an unfolded axis a position is an output, so there is nothing to shift or pad.
-    """
-    whole = volume_for(conv, space, 1)
-    sizes = list(zip(whole.space, whole.kernel, whole.padding, whole.out))
-    for axis, count in zip((1, 2), taps):
-        if count > 1:
-            sizes[axis] = (whole.out[axis], 1, 0, whole.out[axis])
-    room, kernel, padding, _ = zip(*sizes)
-    return Volume(room, kernel, padding, 1)
-
-
 def padded_channels(channels: int) -> int:
     """Channels per position in memory: a multiple of 16, so that rows are aligned as a descriptor needs."""
     return -(-channels // 16) * 16
-
-
-def phased_volume(conv: Convolution, space: tuple[int, ...]) -> tuple[Volume, Phases]:
-    """The packed input of a convolution by phase, with the padding that any of its phases needs."""
-    phases = phases_of(conv, space)
-    d, h, w = (axis.size for axis in phases.axes)
-    return Volume((d, h, w), (1, 1, 1), phases.front, 1), phases
 
 
 def input_gradient_of(conv: Convolution) -> Convolution:

@@ -59,7 +59,14 @@ def _kind_of(own: Gemm | Boxes | FewChannels | None) -> str:
 
 
 def _back_kind_of(product: Gemm | Boxes | None) -> str:
-    return "input's gradient in place" if isinstance(product, Boxes) else "input's gradient"
+    if isinstance(product, Boxes):
+        return "input's gradient in place"
+    return "input's gradient by residue" if product is not None and product.volume.has_residues else "input's gradient"
+
+
+def _summed(conv: Convolution, product: WeightGemm | None) -> Convolution:
+    """The convolution whose weight's gradient the GEMM computes: by residue that of the input's gradient."""
+    return input_gradient_of(conv) if product is not None and product.volume.has_residues else conv
 
 
 def _products(plan: Plan, machine: Machine) -> list[tuple[tuple[Question, ...], Product]]:
@@ -71,7 +78,7 @@ def _products(plan: Plan, machine: Machine) -> list[tuple[tuple[Question, ...], 
     given: list[tuple[str, Convolution, Product | FewChannels | None]] = [
         (_kind_of(own), conv, own),
         (_back_kind_of(plan.input_gradient), input_gradient_of(conv), plan.input_gradient),
-        ("weight's gradient", conv, plan.weight_gradient),
+        ("weight's gradient", _summed(conv, plan.weight_gradient), plan.weight_gradient),
     ]
     return [
         (product_questions(kind, convolution, product.arithmetic, machine), product)

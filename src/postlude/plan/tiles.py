@@ -29,7 +29,7 @@ def answer(machine: Machine, question: Question) -> Row:
 def product_questions(kind: str, conv: Convolution, arithmetic: Arithmetic, machine: Machine) -> tuple[Question, ...]:
     """The questions to ask for a GEMM's tiles. The input's gradient falls back to the rows for a forward GEMM."""
     asked = _convolution(kind, conv, f"{arithmetic.planes} plane{'s' * (arithmetic.planes != 1)}", machine)
-    if kind != "input's gradient":
+    if kind not in ("input's gradient", "input's gradient by residue"):
         return (asked,)
     return asked, Question("product", *_fields(asked))
 

@@ -8,7 +8,7 @@ from postlude.chain import Chain, values_of
 from postlude.hardware import Machine
 from postlude.plan.boxes import Boxes
 from postlude.plan.channels import takes_channels
-from postlude.plan.convolve import Own, gradient_products
+from postlude.plan.convolve import Own, gradient_products, spreads_nan
 from postlude.plan.few_channels import FewChannels
 from postlude.plan.few_channels_gradient import GradientPlan, few_channels_gradient_for
 from postlude.plan.gemm import Gemm, WeightGemm
@@ -28,7 +28,6 @@ from postlude.plan.program import (
     last_fused_step,
     moments_only,
     over_channels,
-    row_norm,
     row_parts,
     rows_from,
 )
@@ -130,12 +129,8 @@ def reasons_against_training(chain: Chain, problem: Problem, library_tf32: bool 
 def convolution_gradients(
     chain: Chain, problem: Problem, own: Own | str, machine: Machine
 ) -> tuple[Gemm | Boxes | None, WeightGemm | None, GradientPlan | None]:
-    """Our kernels for the gradients of input and weight, separate or both at once.
-
-    Before a layer_norm PyTorch computes them: there an infinity turns only its own row into NaN, but our GEMM
-    multiplies neighbours by zeros and would spread the NaN.
-    """
-    if not problem.needs_grad or isinstance(own, str) or chain.producer is None or row_norm(chain) is not None:
+    """Our kernels for the gradients of input and weight, separate or both at once."""
+    if not problem.needs_grad or isinstance(own, str) or chain.producer is None or spreads_nan(chain):
         return None, None, None
     few = few_channels_gradient_for(own, chain, problem, machine) if isinstance(own, FewChannels) else None
     return (None, None, few) if few is not None else (*gradient_products(chain, problem, own, machine), None)

@@ -11,11 +11,12 @@ from torch import Tensor
 from postlude.chain import Chain
 from postlude.plan import Pass, Plan, Store
 from postlude.plan.boxes import Boxes
-from postlude.plan.gemm import input_gradient_of
+from postlude.plan.gemm import Gemm, input_gradient_of
 from postlude.stages.convolve import convolve, input_packing
 from postlude.stages.convolve_boxes import convolve_boxes, rows_packing
 from postlude.stages.pack import Packed, Packing
-from postlude.stages.weight_gradient import gradient_packing, weight_gradient
+from postlude.stages.residues import pack_residues
+from postlude.stages.weight_gradient import gradient_packing, product_over_positions, weight_gradient
 
 
 def packing_of_gradient(plan: Plan) -> Packing:
@@ -47,6 +48,8 @@ def convolution_gradients(
         needs: Whether each slot needs a gradient.
     """
     conv, product, summed = plan.chain.convolution, plan.input_gradient, plan.weight_gradient
+    if summed is not None and summed.volume.has_residues:
+        return _by_residue(plan, dv, largest, x, weight, needs)
     if packed is None and product is not None and summed is not None:
         packed = packing_of_gradient(plan)(dv, largest)
     operand = dv if packed is None else packed.high
@@ -67,6 +70,26 @@ def convolution_gradients(
         more = (conv.transposed, list(conv.output_padding), conv.groups)
         found = torch.ops.aten.convolution_backward(operand, x, weight, None, *sizes, *more, left)
         dx, dw = found[0] if left[0] else dx, found[1] if left[1] else dw
+    return [dx, dw]
+
+
+def _by_residue(
+    plan: Plan, dv: Tensor, largest: Tensor | None, x: Tensor, weight: Tensor, needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradients of a strided transposed convolution: `dv` is packed by residue once for both.
+
+    The input's gradient is a strided convolution of `dv` with the same weight, and the weight's gradient is that
+    convolution's for the result's gradient `x`.
+    """
+    product, summed, back = plan.input_gradient, plan.weight_gradient, _back(plan)
+    assert isinstance(product, Gemm)
+    assert summed is not None
+    packed = pack_residues(dv, plan.value, product.volume, product.arithmetic, product.channels, largest)
+    dx = convolve(back, product, (dv, weight), packed)[0] if needs[0] else None
+    dw = None
+    if needs[1]:
+        outputs = gradient_packing(summed, back.value)(x)
+        dw = product_over_positions(back.chain.convolution, summed, plan.input.shape[0], packed, outputs, weight)
     return [dx, dw]
 
 

@@ -14,12 +14,19 @@ from postlude.stages.cuts import Partials, is_wide
 from postlude.stages.epilogue import Epilogue, product_tile
 from postlude.stages.pack import Packed, Packing, matrices, pack_weight, planes
 from postlude.stages.phases import launch_phases, pack_phases
+from postlude.stages.residues import pack_residues, residue_pitch, strides
 from postlude.stages.trace import Matrix, Pointer, or_unread
 from postlude.stages.unfold import unfold_input
 
 
 def input_packing(plan: Plan, gemm: Gemm) -> Packing:
     return Packing(plan.input, gemm.volume, gemm.arithmetic, gemm.channels)
+
+
+def _packed(plan: Plan, gemm: Gemm, x: Tensor) -> Packed:
+    if gemm.volume.has_residues:
+        return pack_residues(x, plan.input, gemm.volume, gemm.arithmetic, gemm.channels)
+    return unfold_input(x, plan.input, plan.chain.convolution, gemm) if gemm.unfolds else input_packing(plan, gemm)(x)
 
 
 def convolve(
@@ -29,18 +36,17 @@ def convolve(
     conv, volume, arithmetic = plan.chain.convolution, gemm.volume, gemm.arithmetic
     if packed is None:
         x = tensors[0].contiguous(memory_format=memory_format(plan.input.layout, plan.chain.dims))
-        packed = unfold_input(x, plan.input, conv, gemm) if gemm.unfolds else input_packing(plan, gemm)(x)
+        packed = _packed(plan, gemm, x)
     sizes = (conv.out_channels, conv.in_channels)
     if gemm.phases is not None:
         weight = pack_phases(gemm, gemm.phases, tensors[1], sizes, packed.largest)
     else:
         tile, taps = (volume, arithmetic, gemm.channels, gemm.block_c), math.prod(gemm.unfolded)
         weight = pack_weight(tensors[1], *tile, sizes, packed.largest, conv.transposed, taps)
-    row = volume.width * gemm.channels
-    shape = (
-        plan.input.shape[0] * volume.sample_rows * volume.pitch // volume.width,
-        row + (volume.span - 1) * gemm.channels,
-    )
+    row, batch = volume.width * gemm.channels, plan.input.shape[0]
+    shape = (batch * volume.sample_rows * volume.pitch // volume.width, row + (volume.span - 1) * gemm.channels)
+    if volume.has_residues:
+        shape = (volume.packed_rows(batch) * volume.pitch, gemm.channels)
     inputs = matrices(packed, shape, row, (gemm.rows, gemm.block_k))
     depth = weight.matrix.shape[1]
     columns = Matrix(weight.matrix, tuple(weight.matrix.shape), (depth, 1), (gemm.columns, gemm.block_k))
@@ -57,11 +63,17 @@ def _launch(
     volume, positions = gemm.volume, math.prod(gemm.volume.out)
     end = Epilogue(plan, gemm.chunks, gemm.block_c)
     rows, first = volume.sample_rows * volume.pitch // volume.width, volume.padding[0]
-    sizes = (rows, volume.pitch, volume.plane, first, first + volume.space[0] - 1, *volume.out)
+    slices = (first, first + volume.space[0] - 1)
+    if volume.has_residues:  # no tap is skipped: each residue has input in other slices
+        slices = (0, volume.padded[0] + volume.kernel[0])
+    pitches = (volume.pitch, volume.plane, residue_pitch(volume, plan.input.shape[0]))
+    sizes = (rows, *pitches, *slices, *volume.out)
     constants = {
         "STEPS_FN": end.before,
         "KD": volume.kernel[0],
         "KH": volume.kernel[1],
+        "KW": volume.kernel[2],
+        **strides(volume),
         "K_PER_TAP_ROW": volume.span * gemm.channels,
         "C_PACKED": gemm.channels,
         "NEIGHBOURS": volume.width,

@@ -15,12 +15,12 @@ from torch import Tensor
 from postlude.plan import Plan
 from postlude.plan.boxes import Boxes
 from postlude.plan.few_channels import FewChannels
-from postlude.plan.gemm import volume_for
 from postlude.plan.linear import LinearGemm
 from postlude.plan.problem import memory_format
 from postlude.plan.program import fused_norm, rows_from
 from postlude.plan.through import Through
 from postlude.plan.types import Moments, reads_moments
+from postlude.plan.volume import volume_for
 from postlude.reference import continue_from
 from postlude.stages.batch import combine_batch
 from postlude.stages.channels import Kept, channels_pass

@@ -11,9 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from postlude.plan.gemm import Arithmetic, Volume
+from postlude.plan.gemm import Arithmetic
 from postlude.plan.problem import Spec, power_in, power_of_two
 from postlude.plan.tiles import pass_warps, short_rows
+from postlude.plan.volume import Volume
 from postlude.stages.trace import Matrix, Pointer, Unread, launch, or_unread
 
 _PACK_BLOCK = 64  # positions of a packing tile

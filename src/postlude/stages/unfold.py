@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from postlude.chain import Convolution
-from postlude.plan.gemm import Gemm, volume_for
+from postlude.plan.gemm import Gemm
 from postlude.plan.problem import Spec, power_of_two
+from postlude.plan.volume import volume_for
 from postlude.stages.cuts import is_wide
 from postlude.stages.pack import Packed, find_largest, planes
 from postlude.stages.trace import launch, or_unread

@@ -12,6 +12,7 @@ from postlude.plan.gemm import WeightGemm
 from postlude.plan.problem import Spec, power_of_two
 from postlude.stages.cuts import accumulator
 from postlude.stages.pack import Packed, Packing, matrices, weight_strides
+from postlude.stages.residues import residue_pitch, strides
 from postlude.stages.trace import launch, or_unread
 
 _BLOCK = 128  # input channels for which one program adds the parts
@@ -27,10 +28,16 @@ def weight_gradient(
 ) -> Tensor:
     """The gradient of `weight`, with its dtype and strides; `spec` is the input's."""
     packing = Packing(spec, gemm.volume, gemm.arithmetic, gemm.channels, gemm.front * gemm.neighbours * gemm.channels)
-    packed = packing(x)
+    return product_over_positions(conv, gemm, spec.shape[0], packing(x), gradient, weight)
+
+
+def product_over_positions(
+    conv: Convolution, gemm: WeightGemm, batch: int, packed: Packed, gradient: Packed, weight: Tensor
+) -> Tensor:
+    """The same from the packed input."""
     acc = torch.float64 if gemm.arithmetic.operands == "float64" else torch.float32
-    parts = torch.empty((gemm.splits, gemm.groups * gemm.shared, *gemm.result), dtype=acc, device=x.device)
-    _product(gemm, spec, packed, gradient, parts)
+    parts = torch.empty((gemm.splits, gemm.groups * gemm.shared, *gemm.result), dtype=acc, device=weight.device)
+    _product(gemm, batch, packed, gradient, parts)
     result = torch.empty_like(weight)
     taps = gemm.volume.kernel[0] * gemm.volume.kernel[1] * gemm.volume.kernel[2]
     block = min(_BLOCK, power_of_two(conv.in_channels))
@@ -54,28 +61,34 @@ def weight_gradient(
     return result
 
 
-def _product(gemm: WeightGemm, x: Spec, packed: Packed, gradient: Packed, parts: Tensor) -> None:
+def _product(gemm: WeightGemm, batch: int, packed: Packed, gradient: Packed, parts: Tensor) -> None:
     volume, (rows, columns) = gemm.volume, gemm.result
-    positions = x.shape[0] * volume.sample_rows * volume.pitch // gemm.neighbours
+    positions = batch * volume.sample_rows * volume.pitch // gemm.neighbours
     each, wide = gemm.neighbours * gemm.channels, gemm.neighbours * gemm.out_channels
     # The columns of a row: its positions, wherever among its neighbours it begins.
     shape = (positions + gemm.front, each + columns - gemm.channels)
+    if volume.has_residues:
+        shape = (volume.packed_rows(batch) * volume.pitch, each)
     inputs = matrices(packed, shape, each, (gemm.block_k, gemm.columns))
     slopes = matrices(gradient, (positions, wide), wide, (gemm.block_k, gemm.rows))
     steps = -(-positions // (gemm.block_k * gemm.splits))
+    pitches = (volume.pitch, volume.plane, residue_pitch(volume, batch))
     following = 1 if gemm.neighbours == 1 else volume.pitch
     launch(
         "weight_gradient",
         "weight_gradient_kernel",
         (gemm.groups * gemm.splits, -(-rows // gemm.rows), -(-columns // gemm.columns)),
         [*inputs, *slopes, parts],
-        (rows, columns, steps, volume.pitch, volume.plane, following, gemm.shift, gemm.channels),
+        (rows, columns, steps, *pitches, following, gemm.shift, gemm.channels),
         {
             "TAP_GROUPS": gemm.groups,
             "TAP_GROUPS_PER_SLICE": gemm.groups // volume.kernel[0],
             "TAP_GROUPS_PER_ROW": gemm.groups_of_a_row,
             "FRONT_ROWS": gemm.front,
             "PRODUCTS_PER_GROUP": gemm.shared,
+            "KH": volume.kernel[1],
+            "KW": volume.kernel[2],
+            **strides(volume),
             "NEIGHBOURS": gemm.neighbours,
             "PLANES": gemm.arithmetic.planes,
             "IS_AB_SWAPPED": gemm.turned,

@@ -12,7 +12,8 @@ matrix product (GEMM) of a kernel.
     L, ROWS, ROWS_PER_CHANNEL              layer_norm: elements of a row; rows in all, and per channel of a sample
     KD, KH, KW, TAPS, TAP_ROWS             taps of a convolution or window: along z, y, x; KD·KH·KW; KD·KH
     PD, PH, PW                             padding in front of each axis of the input
-    STRIDE_D, STRIDE_H, STRIDE_W           strides of a transposed convolution or of a pool's windows
+    STRIDE_D, STRIDE_H, STRIDE_W           strides of a convolution, of a transposed one, or of a pool's windows
+    RESIDUES_H, RESIDUES_W, RESIDUE_PITCH  residues modulo the strides that are packed; positions of one in the volume
     CROP_D, CROP_H, CROP_W                 a transposed convolution's padding, which crops its output
     KERNEL, STRIDE, CROP, PAD              of one axis: K, STRIDE_, CROP_ and P as above
     DIVISOR, UNROLLED                      avg_pool's divisor_override, or 0; rows of a window's taps that are unrolled

@@ -4,6 +4,8 @@ A row of the GEMM is one output position, or NEIGHBOURS neighbouring ones; its c
 (z, y) of the taps, the NEIGHBOURS + KW − 1 input positions that a row reads are consecutive in one packed row. A tile
 of the left operand is therefore one 2-D descriptor load, with nothing to mask. With few channels, NEIGHBOURS > 1 reads
 each input fewer times, at the price of multiplications with zeros.
+
+With strides the input is packed by residue (see residues.py) and NEIGHBOURS is 1; a tap is then a shifted read too.
 """
 
 import triton
@@ -11,6 +13,7 @@ import triton.language as tl
 
 from postlude.kernels.triton.epilogue import epilogue
 from postlude.kernels.triton.planes import multiply
+from postlude.kernels.triton.residues import tap_offset
 
 
 @triton.jit
@@ -29,10 +32,12 @@ def convolve_kernel(
     UNITS,  # tiles in all, times the blocks of channels
     M_PER_SAMPLE,  # rows of the left operand from one sample to the next
     ROW_PITCH, SLICE_PITCH,  # positions of a packed row, and of a packed slice
+    RESIDUE_PITCH,  # positions of one residue's volume, all samples, where there are strides
     FIRST_SLICE,  # the first slice of the packed sample that holds input
     LAST_SLICE,  # the last slice that holds input
     OD, OH, OW,
-    STEPS_FN: tl.constexpr, KD: tl.constexpr, KH: tl.constexpr,
+    STEPS_FN: tl.constexpr, KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
+    STRIDE_D: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
     K_PER_TAP_ROW: tl.constexpr,  # elements that a row of the GEMM reads for one (z, y) of the taps: SPAN·C_PACKED
     C_PACKED: tl.constexpr,  # channels of a packed position
     NEIGHBOURS: tl.constexpr, PLANES: tl.constexpr, IS_SCALED: tl.constexpr,
@@ -66,6 +71,12 @@ def convolve_kernel(
             offset = (i_zy // KH) * SLICE_PITCH + (i_zy % KH) * ROW_PITCH
             row = row0 + offset // NEIGHBOURS
             column = (offset % NEIGHBOURS) * C_PACKED + (i % BLOCKS_K) * BLOCK_K
+            if STRIDE_D * STRIDE_H * STRIDE_W > 1:
+                row = row0 + tap_offset(
+                    i // BLOCKS_K // KH, i // BLOCKS_K % KH, i % BLOCKS_K * BLOCK_K // C_PACKED,
+                    ROW_PITCH, SLICE_PITCH, RESIDUE_PITCH, KH, KW, STRIDE_D, STRIDE_H, STRIDE_W,
+                )  # fmt: skip
+                column = i % BLOCKS_K * BLOCK_K % C_PACKED
             high = d_x.load([row, column])  # [BLOCK_M, BLOCK_K]
             w_high = d_w.load([column0, i * BLOCK_K])  # [NEIGHBOURS·BLOCK_C, BLOCK_K]
             low = d_x_low.load([row, column]) if PLANES == 2 else high
@@ -79,7 +90,14 @@ def convolve_kernel(
                 for i in tl.range(kd_first * (KH * BLOCKS_K), kd_end * (KH * BLOCKS_K)):
                     # NEIGHBOURS is 1 where KEEPS_INF.
                     row = row0 + (i // BLOCKS_K // KH) * SLICE_PITCH + (i // BLOCKS_K % KH) * ROW_PITCH
-                    high = d_x.load([row, (i % BLOCKS_K) * BLOCK_K])
+                    column = (i % BLOCKS_K) * BLOCK_K
+                    if STRIDE_D * STRIDE_H * STRIDE_W > 1:
+                        row = row0 + tap_offset(
+                            i // BLOCKS_K // KH, i // BLOCKS_K % KH, i % BLOCKS_K * BLOCK_K // C_PACKED,
+                            ROW_PITCH, SLICE_PITCH, RESIDUE_PITCH, KH, KW, STRIDE_D, STRIDE_H, STRIDE_W,
+                        )  # fmt: skip
+                        column = i % BLOCKS_K * BLOCK_K % C_PACKED
+                    high = d_x.load([row, column])
                     alone = tl.dot(high, d_w.load([column0, i * BLOCK_K]).T, alone, out_dtype=ACC)
                 acc = tl.where(tl.abs(alone) < float("inf"), acc, alone)
         b_v = tl.reshape(acc, [BLOCK_M * NEIGHBOURS, BLOCK_C])

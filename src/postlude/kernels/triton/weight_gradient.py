@@ -8,12 +8,15 @@ are more than three; with few channels it is taps along y.
 
 With few channels a row of the GEMM is NEIGHBOURS neighbouring positions: their gradients on one side, and on the other
 all inputs that their taps along x read. The product of output (j, o) and input (t, c) then belongs to tap t − j.
+
+With strides the input is packed by residue (see residues.py), a group is taps along x, and NEIGHBOURS is 1.
 """
 
 import triton
 import triton.language as tl
 
 from postlude.kernels.triton.planes import multiply
+from postlude.kernels.triton.residues import tap_offset
 
 
 @triton.jit
@@ -37,6 +40,7 @@ def weight_gradient_kernel(
     PRODUCT_N,  # input channels of NEIGHBOURS − 1 + KW positions, padded; of one where NEIGHBOURS is 1
     K_STEPS,  # of BLOCK_K rows, for one program
     ROW_PITCH, SLICE_PITCH,
+    RESIDUE_PITCH,  # positions of one residue's volume, all samples, where there are strides
     PRODUCT_PITCH,  # positions of the input from one product of a group to the next
     GRADIENT_SHIFT,  # positions by which a gradient lies behind its output's position
     C_PACKED,  # channels of a packed position of the input
@@ -45,6 +49,8 @@ def weight_gradient_kernel(
     TAP_GROUPS_PER_ROW: tl.constexpr,  # of one (z, y)
     FRONT_ROWS: tl.constexpr,  # rows before the input's first
     PRODUCTS_PER_GROUP: tl.constexpr,  # tiles of the input for one tile of the gradient
+    KH: tl.constexpr, KW: tl.constexpr,
+    STRIDE_D: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
     NEIGHBOURS: tl.constexpr, PLANES: tl.constexpr,
     IS_AB_SWAPPED: tl.constexpr,  # compute xᵀ · g: tensor cores are faster with the longer side as columns
     BLOCK_M: tl.constexpr,  # rows of a tile
@@ -69,6 +75,17 @@ def weight_gradient_kernel(
     column1 = (offset + PRODUCT_PITCH) % NEIGHBOURS * C_PACKED + c0
     row2 = (offset + 2 * PRODUCT_PITCH) // NEIGHBOURS - GRADIENT_SHIFT + FRONT_ROWS
     column2 = (offset + 2 * PRODUCT_PITCH) % NEIGHBOURS * C_PACKED + c0
+    if STRIDE_D * STRIDE_H * STRIDE_W > 1:
+        z, x0 = i_group // TAP_GROUPS_PER_SLICE, i_group % TAP_GROUPS_PER_ROW * PRODUCTS_PER_GROUP
+        row0 = tap_offset(
+            z, y, x0, ROW_PITCH, SLICE_PITCH, RESIDUE_PITCH, KH, KW, STRIDE_D, STRIDE_H, STRIDE_W
+        ) - GRADIENT_SHIFT  # fmt: skip
+        row1 = tap_offset(
+            z, y, x0 + 1, ROW_PITCH, SLICE_PITCH, RESIDUE_PITCH, KH, KW, STRIDE_D, STRIDE_H, STRIDE_W
+        ) - GRADIENT_SHIFT  # fmt: skip
+        row2 = tap_offset(
+            z, y, x0 + 2, ROW_PITCH, SLICE_PITCH, RESIDUE_PITCH, KH, KW, STRIDE_D, STRIDE_H, STRIDE_W
+        ) - GRADIENT_SHIFT  # fmt: skip
     first = i_split * K_STEPS * BLOCK_K
     acc0 = tl.zeros([BLOCK_N, BLOCK_M] if IS_AB_SWAPPED else [BLOCK_M, BLOCK_N], ACC)
     acc1 = tl.zeros_like(acc0)

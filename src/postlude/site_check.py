@@ -29,6 +29,7 @@ from postlude.files import read_kept, write_kept
 from postlude.plan import Problem, lower, problem_of
 from postlude.plan.problem import empty, result_shape
 from postlude.plan.program import takes_the_batch
+from postlude.plan.rules import FOLDED, rules_of
 from postlude.run.chain_run import laid_out
 from postlude.run.crop import cut_space, of_batch
 from postlude.run.execute import call as call_runner
@@ -77,6 +78,7 @@ def _judge(call: Call, tensors: Sequence[Tensor] | None) -> Verdict:
             _points(call.chain, samples, is_large),
             call.problem.precision,
             backward=call.needs if call.plan.trains else False,
+            tells_infinities=FOLDED not in rules_of(call.plan),
             least=1 if is_large else MIN_POINTS,
         )
     return replace(verdict, notes=(*verdict.notes, *notes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -14,18 +15,19 @@ from plan.test_lower import problem
 from plan.test_through import assert_trains
 from postlude import reference
 from postlude.chain import Chain, Pool
-from postlude.check import tensors_for
+from postlude.check import chain_points, tensors_for, verify_chain
 from postlude.plan import Plan, lower
 from postlude.plan import through as plans
 from postlude.plan.folding import folded_flops, folding_of
 from postlude.plan.linear import LinearGemm
 from postlude.plan.rules import FOLDED, rules_of
 from postlude.plan.through import Through, through_for
+from postlude.run.execute import prepare
 from postlude.stages import folding, through
 
 DEPTH = Builder(3, conv(3, (2, 3), transposed=True, padding=1)).pool("avg", (6, 1, 1)).op("add", "channel").softmax()
 CASES: dict[str, tuple[Chain, tuple[int, ...]]] = {
-    "plain": (Builder(2, conv(2, (3, 4))).pool("avg", 2).op("sigmoid").chain(), (2, 3, 9, 8)),
+    "plain": (Builder(2, conv(2, (3, 4))).pool("avg", 2).op("mul", 3.0).chain(), (2, 3, 9, 8)),
     "padded": (Builder(2, conv(2, (3, 4), 5, padding=2)).op("mul", "channel").pool("avg", 3).chain(), (2, 3, 9, 11)),
     "strided": (Builder(2, conv(2, (3, 4), stride=2, padding=1)).op("sub", 0.5).pool("avg", 2).chain(), (2, 3, 11, 10)),
     "overlapping": (Builder(3, conv(3, (2, 3), 2)).pool("avg", 3, 2).chain(), (2, 2, 8, 7, 9)),
@@ -41,7 +43,7 @@ CASES: dict[str, tuple[Chain, tuple[int, ...]]] = {
     "upwards, four taps": (Builder(2, up(2, (3, 4), 4, 1, 0)).pool("avg", 2).chain(), (2, 3, 5, 6)),
     "upwards, every other": (Builder(2, up(2, (3, 4), 5, 2, 1)).op("rsub", 1.0).pool("avg", 4).chain(), (2, 3, 6, 5)),
     "depth": (DEPTH.chain(), (2, 2, 6, 4, 5)),
-    "depth, upwards": (Builder(3, up(3, (2, 3))).pool("avg", (8, 1, 1)).op("tanh").chain(), (2, 2, 4, 3, 5)),
+    "depth, upwards": (Builder(3, up(3, (2, 3))).pool("avg", (8, 1, 1)).op("sub", 0.5).chain(), (2, 2, 4, 3, 5)),
     "height": (Builder(3, conv(3, (2, 3))).op("mul", 2.0).pool("avg", (1, 5, 1)).chain(), (2, 2, 5, 7, 6)),
     "features": (Builder(0, conv(0, (6, 13))).pool("avg", 4).op("gelu", approximate="none").chain(), (5, 6)),
     "features without a bias": (
@@ -185,7 +187,25 @@ def test_where_a_pool_of_features_is_no_part_of_the_weight_the_layer_is_planned_
         assert found.chain.steps == built.chain().steps[:-1]
 
 
-@pytest.mark.parametrize(("name", "part"), [("50", 0.6), ("65", 0.26)])
+@pytest.mark.parametrize("tells", [False, True])
+@pytest.mark.usefixtures("always")
+def test_is_right_by_the_rule_except_that_infinities_stay(tells: bool) -> None:
+    """The second run is what the rule says that it does not keep, and is seen."""
+    chain, shape = CASES["upwards"]
+
+    def run(chain: Chain, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return prepare(chain, planned(chain, shape))(list(tensors))
+
+    points = chain_points(chain, shape)
+    assert verify_chain(run, chain, points, tells_infinities=tells).right == (not tells)
+
+
+def test_is_not_used_where_a_step_after_it_makes_infinities_finite() -> None:
+    chain, shape = POOLED["65"]
+    assert not isinstance(planned(chain, shape).own, Through)
+
+
+@pytest.mark.parametrize(("name", "part"), [("50", 0.6)])
 def test_level2_has_fewer_operations_and_stores_no_unpooled_value(name: str, part: float) -> None:
     chain, shape = POOLED[name]
     plan = planned(chain, shape)

@@ -130,9 +130,11 @@ def _without_faint(rounds: Sequence[Round]) -> tuple[list[Round], list[Round]]:
     return part(False), part(True)
 
 
-def nonfinite_problem(result: Tensor, own: Tensor, truth: Tensor, what: str) -> str | None:
+def nonfinite_problem(
+    result: Tensor, own: Tensor, truth: Tensor, what: str, tells_infinities: bool = True
+) -> str | None:
     """A problem if PyTorch and the truth agree on what is finite, NaN or infinite, and the result does not."""
-    kinds = [_kind(tensor.to(truth.device)) for tensor in (result, own, truth)]
+    kinds = [_kind(tensor.to(truth.device), tells_infinities) for tensor in (result, own, truth)]
     wrong = (kinds[0] != kinds[2]) & (kinds[1] == kinds[2])
     if not bool(wrong.any()):
         return None
@@ -220,9 +222,10 @@ def larger(a: Deviation, b: Deviation) -> Deviation:
     return Deviation(errors, max(a.nearness, b.nearness))
 
 
-def _kind(tensor: Tensor) -> Tensor:
-    """0 finite, 1 NaN, 2 infinite."""
-    return tensor.isnan().to(torch.int8) + 2 * tensor.isinf().to(torch.int8)
+def _kind(tensor: Tensor, tells_infinities: bool) -> Tensor:
+    """0 finite, 1 NaN, 2 infinite; 1 for both without `tells_infinities`."""
+    infinite = 2 if tells_infinities else 1
+    return tensor.isnan().to(torch.int8) + infinite * tensor.isinf().to(torch.int8)
 
 
 def _with_floors(one: Round) -> Round:

@@ -56,21 +56,22 @@ def verify_chain(
     precision: str = "auto",
     *,
     backward: Backward = False,
-    nonfinite: bool = True,
+    tells_infinities: bool = True,
     least: int = MIN_POINTS,
     progress: Progress = None,
 ) -> Verdict:
     """Judges `run` on the given points (see `chain_points`), on request with gradients: for all slots, or slot by slot.
 
     With fewer points than `least` the verdict is "cannot tell". Two more points have a NaN or an infinity in one sample
-    of the first point, which must stay there. The error of the precision itself is computed only if PyTorch's own error
+    of the first point, which must stay there; without `tells_infinities` an infinity may be NaN, or NaN an infinity,
+    which a plan's rule must say. The error of the precision itself is computed only if PyTorch's own error
     does not cover the result's: it costs as much as the truth, and most results do not need it.
     """
     given = [point if isinstance(point, ChainPoint) else ChainPoint(tuple(point)) for point in points]
     dtype, device = _product_dtype(chain, given[0].tensors), given[0].tensors[0].device
     mode = resolve(precision, dtype, device, chain.is_linear)
     findings: list[str] = []
-    asked = (run, chain, given, mode, backward, nonfinite, progress, findings)
+    asked = (run, chain, given, mode, backward, tells_infinities, progress, findings)
     try:
         rounds = _rounds(*asked, rounded=False)
         verdict = verdict_of(rounds, findings, mode, least=least)
@@ -100,7 +101,7 @@ def _rounds(
     points: Sequence[ChainPoint],
     mode: str,
     backward: Backward,
-    nonfinite: bool,
+    tells_infinities: bool,
     progress: Progress,
     findings: list[str],
     rounded: bool,
@@ -111,8 +112,8 @@ def _rounds(
         with_nulls = point.family != LARGE_OFFSET and sum(map(_can_tell, rounds)) < NULL_POINTS
         answers = _answers(run, chain, point, mode, seed, backward, findings, with_nulls, rounded)
         rounds.append(Round(point.family, compare(answers, findings)))
-        if seed == 0 and nonfinite:
-            findings += _nonfinite_findings(run, chain, point.tensors, mode)
+        if seed == 0:
+            findings += _nonfinite_findings(run, chain, point.tensors, mode, tells_infinities)
         if progress:
             progress(f"point {seed + 1} ({point.family})")
         if findings:
@@ -270,7 +271,9 @@ def _by_pytorch(chain: Chain, tensors: Sequence[Tensor]) -> Tensor:
     return evaluate(chain, tensors, moves=True)
 
 
-def _nonfinite_findings(run: Run, chain: Chain, tensors: Sequence[Tensor], mode: str) -> list[str]:
+def _nonfinite_findings(
+    run: Run, chain: Chain, tensors: Sequence[Tensor], mode: str, tells_infinities: bool
+) -> list[str]:
     findings = []
     for what, value in NONFINITE:
         x = tensors[0].clone()
@@ -281,7 +284,8 @@ def _nonfinite_findings(run: Run, chain: Chain, tensors: Sequence[Tensor], mode:
         result = _candidate(lambda: _call(run, chain, changed, False).output)  # noqa: B023  called at once
         with torch.no_grad(), pytorch_switches(mode, x.device), in_double(x.device):
             own, truth = evaluate(chain, changed), evaluate(chain, changed, dtype=torch.float64)
-        problem = contract_problem("output", result, own) or nonfinite_problem(result, own, truth, what)
+        problem = contract_problem("output", result, own)
+        problem = problem or nonfinite_problem(result, own, truth, what, tells_infinities)
         findings += [problem] if problem else []
     return findings
 

@@ -20,7 +20,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from postlude.cards import Card
-from postlude.chain import Chain, Convolution, Pointwise, Pool, Reduce, Scalar, Slot, Value, values_of
+from postlude.chain import (
+    Chain,
+    Convolution,
+    Normalize,
+    Pointwise,
+    Pool,
+    Reduce,
+    Scalar,
+    Slot,
+    Softmax,
+    Value,
+    values_of,
+)
 from postlude.plan.folding import Folding, folded_flops, folding_of
 from postlude.plan.problem import TF32_CHANNELS, Problem, body_bytes, body_dtype, fp32_mode
 from postlude.plan.worth import pytorch_seconds
@@ -77,8 +89,20 @@ def _folding(chain: Chain, step: Pool, problem: Problem) -> Folding | None:
         return None
     if chain.is_linear:  # steps before it would have a slope of their own for each feature
         return folding if chain.steps[0] == step and not problem.multiplies_tf32 else None
+    if not _stays_infinite(chain, chain.steps.index(step) + 1):
+        return None
     is_few = problem.precision == "auto" and folding.convolution.in_channels < TF32_CHANNELS
     return folding if is_few or not problem.allows_tf32 else None
+
+
+def _stays_infinite(chain: Chain, number: int) -> bool:
+    """Whether the steps after `number` make no infinity finite: where PyTorch has NaN, ours may be infinite there."""
+    for step in chain.steps[number:]:
+        if isinstance(step, Softmax | Normalize):
+            return True  # NaN from here on
+        if not isinstance(step, Pointwise) or step.op not in AFFINE:
+            return False
+    return True
 
 
 def _is_less(chain: Chain, folding: Folding, problem: Problem, card: Card) -> bool:

@@ -7,6 +7,7 @@ import gc
 import math
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ from postlude.run.ledger import Ledger
 MODES = {"forward": "forward", "train": "training step"}  # and what records call them
 VARIANTS = {"eager": EAGER, "compile": COMPILE, "max-autotune": AUTOTUNED, "postlude": POSTLUDE}
 WINDOW_S = 0.02
+QUICK, QUICK_S, IDLE_LIMIT_S = 50, 0.5e-3, 20.0  # kernels in a row, of so many seconds each; a time slice takes 2 ms
 PRODUCTS = {"fp32": 3, "tf32": 1}  # of half precision that one of the mode's takes on tensor cores
 
 
@@ -141,6 +143,8 @@ class Prepared:
     left_out: dict[tuple[str, str], str] = field(default_factory=dict)  # mode and variant, and why
 
     def measure(self) -> list[records.Record]:
+        if self.task.device == "cuda":
+            wait_for_an_idle_card()
         rows: list[records.Record] = []
         for mode, calls in self.calls.items():
             with switched(self.task, mode):
@@ -214,9 +218,11 @@ def prepare(task: Task) -> Prepared:
     with torch.device(task.device):
         inputs = problem.inputs(task.device)
         eager = problem.build(task.device)
-        ours = problem.build(task.device) if "postlude" in task.variants else None
-    if ours is not None:
-        ours.load_state_dict(eager.state_dict(keep_vars=True), assign=True)
+        # One for each mode: to optimize a model again changes how it runs in the mode before.
+        copies = [problem.build(task.device) if "postlude" in task.variants else None for _ in task.modes]
+    for ours in copies:
+        if ours is not None:
+            ours.load_state_dict(eager.state_dict(keep_vars=True), assign=True)
     ready = Prepared(task, outline_of(task), inputs)
     ways: dict[str, Callable[[], Call]] = {
         EAGER: lambda: eager,
@@ -224,7 +230,7 @@ def prepare(task: Task) -> Prepared:
         AUTOTUNED: lambda: torch.compile(eager, mode="max-autotune-no-cudagraphs"),
     }
     models = {name: ways[name]() for name in (VARIANTS[word] for word in task.variants) if name in ways}
-    for mode in task.modes:
+    for mode, ours in zip(task.modes, copies):
         with switched(task, mode):
             _prepare_mode(ready, mode, eager, models, ours)
         gc.collect()
@@ -301,6 +307,17 @@ def judged(found: Optimized) -> tuple[str, str]:
     return ("not checked" if any(site.is_fused for site in found.sites) else "nothing is fused"), "; ".join(
         refused or declined
     )
+
+
+def wait_for_an_idle_card() -> None:
+    """Waits until small kernels run at once: what other processes had queued when they were stopped still runs, and a
+    float64 convolution takes seconds."""
+    small, since, quick = torch.zeros(1, device="cuda"), time.monotonic(), 0
+    while quick < QUICK and time.monotonic() - since < IDLE_LIMIT_S:
+        begin = time.perf_counter()
+        small.add_(1)
+        torch.cuda.synchronize()
+        quick = quick + 1 if time.perf_counter() - begin < QUICK_S else 0
 
 
 def launches_of(found: Optimized | None) -> int | None:

@@ -93,6 +93,9 @@ def _seconds(chain: Chain, problem: Problem, card: Card, gemm: Gemm) -> tuple[fl
     rate = rates.library[_mode(chain, problem)]
     if conv.in_channels < _FEW and arithmetic.planes == 1:
         rate *= conv.in_channels / _FEW
+    elif conv.in_channels < _FEW and conv.transposed:
+        # In fp32 conv_transpose3d(3→16, k3, s2) at 128×3×16×32² takes 10 ms on an H200: 0.5 TFLOP/s.
+        rate *= (conv.in_channels / _FEW) ** 2
     if arithmetic.planes == 1:
         rate *= rates.library_flat if conv.dims == 2 else 1.0
         rate *= rates.library_last if x.layout == "channels_last" else 1.0

@@ -132,7 +132,8 @@ def test_gradients_by_residue_are_as_exact_as_pytorchs(name: str) -> None:
         plan = lower(chain, problem_of(given), hardware.machine_for("cuda"))
         assert isinstance(plan, Plan), plan
         assert plan.weight_gradient is not None
-        ours, theirs = gradients(prepare(chain, plan), given), gradients(lambda ts: reference.evaluate(chain, ts), given)
+        ours = gradients(prepare(chain, plan), given)
+        theirs = gradients(lambda ts: reference.evaluate(chain, ts), given)
     finally:
         switch.fp32_precision = before
     for mine, their, right in zip(ours, theirs, truth, strict=True):

@@ -156,12 +156,14 @@ def test_nan_of_one_row_stays_where_autograd_has_it() -> None:
 
 # module, the right text, the wrong text, and which gradients are then wrong: the input's, the weight's
 MUTANTS = [
-    ("residues", "x % STRIDE_W\n    cell", "0\n    cell", (True, True)),
-    ("residues", "+ x // STRIDE_W", "+ (x + 1) // STRIDE_W", (True, True)),
-    ("residues", "y // STRIDE_H * ROW_PITCH", "y // STRIDE_H * ROW_PITCH * 0", (True, True)),
+    ("residues", "x % STRIDE_W\n    cell", "0\n    cell", (False, True)),
+    ("residues", "+ x // STRIDE_W", "+ (x + 1) // STRIDE_W", (False, True)),
+    ("residues", "y * ROW_PITCH + x\n", "y * ROW_PITCH + x + 1\n", (True, False)),
     ("residues", "% SLICE_ROWS * STRIDE_H + residue_zy % RESIDUES_H", "% SLICE_ROWS * STRIDE_H", (True, True)),
     ("residues", "tl.where(o_pad < PW, o_pad, o_pad + W)", "o_pad + W", (True, True)),
-    ("convolve", "column = i % BLOCKS_K * BLOCK_K % C_PACKED", "column = 0", (True, False)),
+    ("residues", "column = i // (KD * KH * KW) * BLOCK_K", "column = 0", (True, False)),
+    ("residues", "LONGER + (i - FIRST) // TAPS", "LONGER - 1 + (i - FIRST) // TAPS", (True, False)),
+    ("residues", "cell = tl.where(is_longer, i %", "cell = tl.where(is_longer, 0 * i %", (True, False)),
     ("weight_gradient", "z, y, x0 + 1, ROW_PITCH", "z, y, x0, ROW_PITCH", (False, True)),
 ]
 

@@ -32,12 +32,12 @@ _FLAT = {
     _SKIPPING: "",
     _RANGES[0]: "tl.range(KH * BLOCKS_K, num_stages=STAGES)",
     _RANGES[1]: "tl.range(KH * BLOCKS_K)",
-    """            i_zy = i // BLOCKS_K
-            offset = (i_zy // KH) * SLICE_PITCH + (i_zy % KH) * ROW_PITCH
-""": "            offset = i // BLOCKS_K * ROW_PITCH\n",
-    """                    # NEIGHBOURS is 1 where KEEPS_INF.
-                    row = row0 + (i // BLOCKS_K // KH) * SLICE_PITCH + (i // BLOCKS_K % KH) * ROW_PITCH
-""": "                    row = row0 + i // BLOCKS_K * ROW_PITCH\n",
+    """                i_zy = i // BLOCKS_K
+                offset = (i_zy // KH) * SLICE_PITCH + (i_zy % KH) * ROW_PITCH
+""": "                offset = i // BLOCKS_K * ROW_PITCH\n",
+    """                        # NEIGHBOURS is 1 where KEEPS_INF.
+                        row = row0 + (i // BLOCKS_K // KH) * SLICE_PITCH + (i // BLOCKS_K % KH) * ROW_PITCH
+""": "                        row = row0 + i // BLOCKS_K * ROW_PITCH\n",
 }
 
 
@@ -147,7 +147,7 @@ def _changes(kernel: str, known: Mapping[str, int]) -> dict[str, str]:
             plain = {reshape: "        b_v = acc\n"}
             changes |= {reshape: "", scaling: scaling.replace("b_v *", "acc *")} if known["IS_SCALED"] else plain
             if not known["KD"] == known["OD"] == 1:
-                changes["                    # NEIGHBOURS is 1 where KEEPS_INF.\n"] = ""
+                changes["                        # NEIGHBOURS is 1 where KEEPS_INF.\n"] = ""
     return changes
 
 

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from postlude.kernels.triton.epilogue import epilogue
 from postlude.kernels.triton.planes import multiply
-from postlude.kernels.triton.residues import tap_offset
+from postlude.kernels.triton.residues import strided_step
 
 
 @triton.jit
@@ -67,20 +67,24 @@ def convolve_kernel(
         kd_end = tl.minimum(KD, LAST_SLICE + 1 - s0 // SLICE_PITCH)
         acc = tl.zeros([BLOCK_M, NEIGHBOURS * BLOCK_C], ACC)
         for i in tl.range(kd_first * (KH * BLOCKS_K), kd_end * (KH * BLOCKS_K), num_stages=STAGES):
-            i_zy = i // BLOCKS_K
-            offset = (i_zy // KH) * SLICE_PITCH + (i_zy % KH) * ROW_PITCH
-            row = row0 + offset // NEIGHBOURS
-            column = (offset % NEIGHBOURS) * C_PACKED + (i % BLOCKS_K) * BLOCK_K
             if STRIDE_D * STRIDE_H * STRIDE_W > 1:
-                row = row0 + tap_offset(
-                    i // BLOCKS_K // KH, i // BLOCKS_K % KH, i % BLOCKS_K * BLOCK_K // C_PACKED,
-                    ROW_PITCH, SLICE_PITCH, RESIDUE_PITCH, KH, KW, STRIDE_D, STRIDE_H, STRIDE_W,
+                row, column, k = strided_step(
+                    i, ROW_PITCH, SLICE_PITCH, RESIDUE_PITCH, KD, KH, KW, STRIDE_D, STRIDE_H, STRIDE_W,
+                    C_PACKED, BLOCK_K,
                 )  # fmt: skip
-                column = i % BLOCKS_K * BLOCK_K % C_PACKED
-            high = d_x.load([row, column])  # [BLOCK_M, BLOCK_K]
-            w_high = d_w.load([column0, i * BLOCK_K])  # [NEIGHBOURS·BLOCK_C, BLOCK_K]
-            low = d_x_low.load([row, column]) if PLANES == 2 else high
-            w_low = d_w.load([column0, K + i * BLOCK_K]) if PLANES == 2 else w_high
+                high = d_x.load([row0 + row, column])  # [BLOCK_M, BLOCK_K]
+                w_high = d_w.load([column0, k])  # [BLOCK_C, BLOCK_K]
+                low = d_x_low.load([row0 + row, column]) if PLANES == 2 else high
+                w_low = d_w.load([column0, K + k]) if PLANES == 2 else w_high
+            else:
+                i_zy = i // BLOCKS_K
+                offset = (i_zy // KH) * SLICE_PITCH + (i_zy % KH) * ROW_PITCH
+                row = row0 + offset // NEIGHBOURS
+                column = (offset % NEIGHBOURS) * C_PACKED + (i % BLOCKS_K) * BLOCK_K
+                high = d_x.load([row, column])  # [BLOCK_M, BLOCK_K]
+                w_high = d_w.load([column0, i * BLOCK_K])  # [NEIGHBOURS·BLOCK_C, BLOCK_K]
+                low = d_x_low.load([row, column]) if PLANES == 2 else high
+                w_low = d_w.load([column0, K + i * BLOCK_K]) if PLANES == 2 else w_high
             acc = multiply(high, low, w_high.T, w_low.T, acc, PLANES, ACC)
         if KEEPS_INF and PLANES == 2:  # noqa: SIM102 (decided when compiling; the other when running)
             # An infinity times a low plane has an arbitrary sign or is NaN. The product of the high planes alone is
@@ -88,17 +92,18 @@ def convolve_kernel(
             if tl.load(p_inf) != 0:
                 alone = tl.zeros([BLOCK_M, NEIGHBOURS * BLOCK_C], ACC)
                 for i in tl.range(kd_first * (KH * BLOCKS_K), kd_end * (KH * BLOCKS_K)):
-                    # NEIGHBOURS is 1 where KEEPS_INF.
-                    row = row0 + (i // BLOCKS_K // KH) * SLICE_PITCH + (i // BLOCKS_K % KH) * ROW_PITCH
-                    column = (i % BLOCKS_K) * BLOCK_K
                     if STRIDE_D * STRIDE_H * STRIDE_W > 1:
-                        row = row0 + tap_offset(
-                            i // BLOCKS_K // KH, i // BLOCKS_K % KH, i % BLOCKS_K * BLOCK_K // C_PACKED,
-                            ROW_PITCH, SLICE_PITCH, RESIDUE_PITCH, KH, KW, STRIDE_D, STRIDE_H, STRIDE_W,
+                        row, column, k = strided_step(
+                            i, ROW_PITCH, SLICE_PITCH, RESIDUE_PITCH, KD, KH, KW, STRIDE_D, STRIDE_H, STRIDE_W,
+                            C_PACKED, BLOCK_K,
                         )  # fmt: skip
-                        column = i % BLOCKS_K * BLOCK_K % C_PACKED
-                    high = d_x.load([row, column])
-                    alone = tl.dot(high, d_w.load([column0, i * BLOCK_K]).T, alone, out_dtype=ACC)
+                        high = d_x.load([row0 + row, column])
+                        alone = tl.dot(high, d_w.load([column0, k]).T, alone, out_dtype=ACC)
+                    else:
+                        # NEIGHBOURS is 1 where KEEPS_INF.
+                        row = row0 + (i // BLOCKS_K // KH) * SLICE_PITCH + (i // BLOCKS_K % KH) * ROW_PITCH
+                        high = d_x.load([row, (i % BLOCKS_K) * BLOCK_K])
+                        alone = tl.dot(high, d_w.load([column0, i * BLOCK_K]).T, alone, out_dtype=ACC)
                 acc = tl.where(tl.abs(alone) < float("inf"), acc, alone)
         b_v = tl.reshape(acc, [BLOCK_M * NEIGHBOURS, BLOCK_C])
         o_c = i_b * BLOCK_C + tl.arange(0, BLOCK_C)

@@ -81,8 +81,12 @@ class Case:
         return self.ours.dtype if self.ours.precision == "auto" else self.ours.precision
 
 
-def cases(path: Path, mode: str, malloc: str = "default") -> list[Case]:
-    """The problems of a file in the order of its rows; modes are told by how they begin."""
+GRAPHS = " reduce-overhead"  # ends the name of a variant whose launches CUDA graphs replay
+
+
+def cases(path: Path, mode: str, malloc: str = "default", has_graphs: bool = False) -> list[Case]:
+    """The problems of a file in the order of its rows; modes are told by how they begin. With `has_graphs`, those that
+    were also measured with CUDA graphs, on both sides."""
     rows = [row for row in records.read(path) if row.mode.startswith(mode) and row.malloc == malloc]
     rows = [row for row in rows if row.mode != BUSY or mode == BUSY]
     rows = [row for row in rows if row.ms_p50 is not None]  # others say why there is no time
@@ -90,10 +94,17 @@ def cases(path: Path, mode: str, malloc: str = "default") -> list[Case]:
     for row in rows:
         problem = (row.chain, row.shape, row.dtype, row.precision, row.layout, row.mode)
         problems.setdefault(problem, {})[row.variant] = row
-    return [_case(found) for found in problems.values() if {"eager", "postlude"} <= set(found)]
+    found = [_with_graphs(one) if has_graphs else one for one in problems.values()]
+    return [_case(one) for one in found if {"eager", "postlude"} <= set(one)]
+
+
+def _with_graphs(found: Mapping[str, Record]) -> dict[str, Record]:
+    replayed = {name.removesuffix(GRAPHS): row for name, row in found.items() if name.endswith(GRAPHS)}
+    return {**{name: row for name, row in found.items() if name == "eager"}, **replayed}
 
 
 def _case(found: Mapping[str, Record]) -> Case:
+    found = {name: row for name, row in found.items() if not name.endswith(GRAPHS)}
     rivals = [row for name, row in found.items() if name.removeprefix("torch.").startswith("compile")]
     return Case(found["eager"], min(rivals, key=median, default=None), found["postlude"])
 

@@ -145,15 +145,17 @@ def _more(rows: list[Record]) -> list[str]:
 def render_networks() -> str:
     if not NETWORK_RESULTS.exists():
         return "Not recorded yet: `python benchmarks/networks.py --csv benchmarks/results/h200-networks.csv` does it."
-    found = [case for mode in ("training step", "inference") for case in cases(NETWORK_RESULTS, mode)]
+    modes = [(mode, has_graphs) for has_graphs in (False, True) for mode in ("training step", "inference")]
+    found = {(mode, graphs): cases(NETWORK_RESULTS, mode, has_graphs=graphs) for mode, graphs in modes}
     lines = [NETWORKS_HEAD]
-    for case in found:
+    for case, has_graphs in [(case, graphs) for (_, graphs), some in found.items() for case in some]:
         ours = case.ours
-        about = ours.chain, ours.shape, ours.dtype, ours.mode, *times(case), gain(ours), number(case.times_compile)
+        mode = f"{ours.mode}, CUDA graphs" if has_graphs else ours.mode
+        about = ours.chain, ours.shape, ours.dtype, mode, *times(case), gain(ours), number(case.times_compile)
         rows = (case.eager, case.compiled, ours)
         memory = ["" if row is None or row.peak_mib is None else f"{row.peak_mib:.0f}" for row in rows]
         lines.append(line(*about, *memory, error(ours), error(case.eager), since(ours, TRAINING_SOURCES)))
-    return "\n".join([*lines, "", where(rows_of(found))])
+    return "\n".join([*lines, "", where(rows_of([case for some in found.values() for case in some]))])
 
 
 HARNESS_HEAD = (

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from cases import Builder, conv
+from gpu_plans import planned_for_a_gpu
 from postlude import reference
 from postlude.chain import Chain
 from postlude.check import tensors_for
+from postlude.graph import backend
 from postlude.plan import Plan, problem_of
 from postlude.plan.boxes import Boxes
 from postlude.plan.convolve import packs_gradient, weight_gemm_for
@@ -23,6 +25,7 @@ from postlude.plan.volume import volume_for
 from postlude.run.chain_run import Training
 from postlude.stages import convolve_boxes
 from run.test_gpu import CARD
+from run.test_training import gradients
 
 pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore")]
 FLAT = Builder(2, conv(2, (18, 20), transposed=True)).op("relu").norm(2).chain()
@@ -85,3 +88,54 @@ def test_taps_the_wrong_way_round_are_seen(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(convolve_boxes, "pack_weight", turned)
     assert error("2-D", "contiguous", packs=True) > 1e-2
+
+
+ALONE = {
+    "plain": conv(3, (4, 8), padding=1),
+    "without a bias": conv(2, (4, 8), bias=False),
+    "upwards": conv(2, (4, 8), transposed=True, stride=2, padding=1, output_padding=1),
+}
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("name", ALONE)
+def test_a_convolution_alone_is_trained(name: str, layout: str) -> None:
+    chain = Builder(ALONE[name].dims, ALONE[name]).chain()
+    shape = (2, 4, *[9] * chain.dims)
+    tensors = [t.requires_grad_() for t in tensors_for(chain, shape, torch.float32, layout=layout)]  # type: ignore[arg-type]
+    problem = dataclasses.replace(problem_of(tensors, "fp32"), device="cuda", needs_grad=True)
+    plan = lower_for_gpu(chain, problem, CARD, even_if_slower=True)
+    assert isinstance(plan, Plan), plan
+    assert plan.input_gradient is not None
+    assert plan.weight_gradient is not None
+    truth = gradients(lambda given: reference.evaluate(chain, given, dtype=torch.float64), tensors)
+    for ours, true in zip(gradients(Training(plan, chain), tensors), truth, strict=True):
+        assert ours.shape == true.shape
+        torch.testing.assert_close(ours.double(), true.double(), rtol=2e-6, atol=2e-6 * float(true.abs().max()))
+
+
+class Least(torch.nn.Module):
+    """A convolution before a step that no chain has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv3d(3, 8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.softmax(torch.min(self.conv(x), dim=2)[0], dim=1)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_convolution_alone_is_a_chain_in_strict_fp32(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "_device_of", lambda _: "cuda")
+    monkeypatch.setattr(backend, "check_precision", lambda *_: None)
+    plain, x = Least(), torch.randn(2, 3, 5, 6, 7)
+    model, made = Least(), backend.Backend(precision=precision, rest="eager")
+    model.load_state_dict(plain.state_dict())
+    with planned_for_a_gpu():
+        y = torch.compile(model, backend=made)(x)
+    torch.testing.assert_close(y, plain(x), rtol=1e-4, atol=1e-5)
+    assert [str(site.chain) for one in made.captured for site in one.sites] == (
+        ["conv3d(3→8, k3)"] if precision == "fp32" else []
+    )

@@ -105,7 +105,7 @@ class Backend:
         # not.
         lays_out = rest == "inductor" and layout == "auto"
         conversions = read_channels_last(traced, self._allows_tf32()) if lays_out else []
-        found, declined = _match(traced, inputs)
+        found, declined = self._match(traced, inputs)
         left_out = [item for item in found if self.wanted is not None and not self.wanted(item.name, item)]
         found = [item for item in found if item not in left_out]
         sites, fused = self._decided(traced, inputs, found, rest, conversions, before)
@@ -162,6 +162,16 @@ class Backend:
         pairs = zip(found, known.sites)
         return known.sites, {item: (site, outcomes.get(item)) for item, site in pairs if item not in refused}
 
+    def _match(self, traced: fx.GraphModule, inputs: Sequence[Any]) -> tuple[list[Match], list[Declined]]:
+        device = _device_of(inputs)
+        # cuDNN's convolutions in strict fp32 use no tensor cores, and ours do.
+        is_strict = device == "cuda" and not self._allows_tf32()
+
+        def takes_alone(node: fx.Node) -> bool:
+            return is_strict and node.meta["val"].dtype == torch.float32
+
+        return match(traced, functools.partial(left_to_pytorch, device), takes_alone)
+
     def _site(self, item: Match, hands_on: str) -> Site:
         return Site(item.name, item.chain, self.precision, self.memory, self.convolution, self.ledger, hands_on)
 
@@ -179,7 +189,7 @@ class Backend:
         return "inductor" if has_inductor and not self._is_all_fused(traced, inputs) else "eager"
 
     def _is_all_fused(self, traced: fx.GraphModule, inputs: Sequence[Any]) -> bool:
-        found, _ = _match(traced, inputs)
+        found, _ = self._match(traced, inputs)
         taken = {node for item in found for node in item.nodes}
         others = {node for node in traced.graph.nodes if node.op == "call_function" and node.target not in MODE_CHANGES}
         if not found or others - taken or self.wanted is not None:
@@ -203,10 +213,6 @@ class Backend:
             )
             return graph.forward
         return cast("Callable[..., Any]", compiled)
-
-
-def _match(traced: fx.GraphModule, inputs: Sequence[Any]) -> tuple[list[Match], list[Declined]]:
-    return match(traced, functools.partial(left_to_pytorch, _device_of(inputs)))
 
 
 @functools.cache

@@ -47,10 +47,16 @@ class Declined:
 
 
 def match(
-    graph: fx.GraphModule, declines: Callable[[Step], str | None] = lambda _: None
+    graph: fx.GraphModule,
+    declines: Callable[[Step], str | None] = lambda _: None,
+    takes_alone: Callable[[fx.Node], bool] = lambda _: False,
 ) -> tuple[list[Match], list[Declined]]:
-    """The chains, and what is in none. `declines` returns why a chain should end before a step, or None."""
-    finder = _Finder(graph, declines)
+    """The chains, and what is in none.
+
+    `declines` returns why a chain should end before a step, or None. `takes_alone` says whether a convolution that
+    nothing can be fused with is a chain, because ours is faster than PyTorch's.
+    """
+    finder = _Finder(graph, declines, takes_alone)
     for node in graph.graph.nodes:
         if spellings.is_convolution(node):
             finder.try_from(node, start_with_convolution, wants_norm=False)
@@ -68,8 +74,10 @@ def match(
 
 
 class _Finder:
-    def __init__(self, graph: fx.GraphModule, declines: Callable[[Step], str | None]) -> None:
-        self.declines = declines
+    def __init__(
+        self, graph: fx.GraphModule, declines: Callable[[Step], str | None], takes_alone: Callable[[fx.Node], bool]
+    ) -> None:
+        self.declines, self.takes_alone = declines, takes_alone
         self.place: dict[fx.Node, int] = {}
         self.mode: dict[fx.Node, int] = {}  # chains do not cross a change of autocast or grad mode
         self.writes: list[tuple[int, set[object]]] = []
@@ -175,9 +183,9 @@ class _Finder:
 
     def _stands_alone(self, draft: Draft) -> bool:
         """Whether only the draft's last value is used outside it. A linear layer alone may be a chain, because its GEMM
-        is most of the work."""
+        is most of the work, and so may a convolution."""
         if not draft.steps:
-            return draft.producer is not None and draft.producer.is_linear
+            return draft.producer is not None and (draft.producer.is_linear or self.takes_alone(draft.nodes[0]))
         inside = set(draft.nodes)
         return all(set(node.users) <= inside for node in draft.nodes[:-1])
 

@@ -104,7 +104,7 @@ def lower_for_gpu(
         input_gradient=dx,
         weight_gradient=dw,
         # Tiles with all channels are none of a packed row.
-        packs_gradient=packs_gradient(dx, dw) and over_channels(chain) is None,
+        packs_gradient=packs_gradient(dx, dw) and over_channels(chain) is None and bool(chain.steps),
         few_gradient=few,
         is_lean=is_lean(chain, problem) and not from_result,
         from_result=from_result,
@@ -257,6 +257,8 @@ def _reasons_against_rows(chain: Chain, problem: Problem) -> list[str]:
 
 def _reasons_to_stay(chain: Chain, problem: Problem, card: Card, own: Own | LinearGemm | str) -> list[str]:
     size, crossovers = body_bytes(chain, problem), card.crossovers
+    if not chain.steps and not chain.is_linear and isinstance(own, str):
+        return [f"a convolution alone, and PyTorch's is faster ({own})"]
     if not isinstance(own, str) and not problem.needs_grad:
         return []
     is_asked = problem.convolution == "pytorch"

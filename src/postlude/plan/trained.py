@@ -118,9 +118,7 @@ def reasons_against_training(chain: Chain, problem: Problem, library_tf32: bool 
         reasons.append(f"PyTorch's backward convolutions follow only its own switch: set {switch}")
     if trained_part(chain, problem) is not chain:
         reasons.append("the backward passes do not cover a reduction or a second norm")
-    if moments_only(chain) is not None:
-        return reasons
-    if chain.is_linear and not chain.steps:
+    if moments_only(chain) is not None or not chain.steps:
         return reasons
     unsupported = unsupported_gradient(chain, last, None if pool is None else pool.pool)
     return reasons if unsupported is None else [*reasons, unsupported]

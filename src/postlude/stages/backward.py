@@ -60,8 +60,9 @@ def backward(
     value, chain = _value(plan, tensors, parts, dy), plan.chain
     wanted = frozenset(slot for slot, is_needed in enumerate(needs) if is_needed)
     largest = None
-    if not chain.steps:  # a linear layer alone
-        dv, found = dy, {2: dy.sum(0)} if len(needs) > 2 and needs[2] else {}
+    if not chain.steps:  # a convolution or a linear layer alone
+        others = [axis for axis in range(dy.dim()) if axis != 1]
+        dv, found = dy, {2: dy.sum(others)} if len(needs) > 2 and needs[2] else {}
     elif rows_from(chain) is not None:
         dv, found = rows_gradient(plan, wanted, value, dy, tensors)
     else:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,31 @@ import interpreter
 # A kernel in C++ takes seconds to compile: tests of them build theirs together (cpp_kernels.py), others do without.
 os.environ.setdefault("POSTLUDE_CPP", "0")
 RUNGS = {"interpret", "compile", "export", "networks", "record", "gpu"}
+MARK = re.compile(r"\bmark\.(\w+)")
+MARK_OF_A_FILE = re.compile(r"^pytestmark = (?:\[[^\]]*\]|.*)", re.MULTILINE)
+
+
+@cache
+def rungs_in(path: Path) -> frozenset[str]:
+    """The rungs that a file of tests names, and `pure` unless one of them has all its tests."""
+    text = path.read_text(encoding="utf-8")
+    of_all = {name for marks in MARK_OF_A_FILE.findall(text) for name in MARK.findall(marks)}
+    return frozenset(RUNGS.intersection(MARK.findall(text))) | (set() if of_all & RUNGS else {"pure"})
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files without a test of the rung that is asked for: importing all of them takes ten seconds a process."""
+    asked = config.option.markexpr
+    is_test = collection_path.suffix == ".py" and collection_path.name.startswith("test_")
+    return True if is_test and asked in {*RUNGS, "pure"} and asked not in rungs_in(collection_path) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if RUNGS.isdisjoint(mark.name for mark in item.iter_markers()):
+        rungs = RUNGS.intersection(mark.name for mark in item.iter_markers())
+        if unnamed := rungs - rungs_in(item.path):
+            raise pytest.UsageError(f"{item.nodeid}: its file does not name {unnamed}, and that rung would not see it")
+        if not rungs:
             item.add_marker(pytest.mark.pure)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))

@@ -3,12 +3,14 @@
 It patches the language for every launch, and once more for every device function that a kernel calls, where that is in
 force already. It computes each sum and product of integers again in 64 bits, for an overflow check whose outcome only
 its debug mode looks at. And for every value it makes the type, the shape and their names anew, although a kernel has a
-few types in all: here types are made once, and operands of one type go past the rules of promotion and broadcasting.
+few types in all: here types are made once, operands of one type go past the rules of promotion and broadcasting, and a
+number beside a tensor becomes a tensor once.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +34,10 @@ def _patch_the_language_once(interpreter: Any) -> None:
     honest = interpreter._patch_lang
 
     def patch_once(fn: Any) -> Any:
-        languages = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
+        languages = fn.__dict__.get("languages")
+        if languages is None:  # as many lookups as its module has names, for every call
+            languages = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
+            fn.languages = languages
         is_patched = languages and not any(tl.core.is_builtin(language.load) for language in languages)
         return interpreter._LangPatchScope() if is_patched else honest(fn)
 
@@ -107,11 +112,14 @@ def _skip_rules_for_equal_types() -> None:
     constant, constants = TritonSemantic.scalar_constant, {}  # type: ignore[var-annotated]
 
     def promoted(self: Any, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
-        if type(lhs) is core.tensor and type(rhs) is core.tensor and lhs.type is rhs.type:
-            scalar = lhs.type.scalar
-            if scalar.is_int() or scalar.is_fp32() or scalar.is_fp64():  # 16 bits become 32 in divisions
-                return lhs, rhs
-        return promote(self, lhs, rhs, *args, **kwargs)
+        if type(lhs) is core.tensor and type(rhs) is core.tensor:
+            ours, theirs = lhs.type.scalar, rhs.type.scalar
+            if ours is theirs and (ours.is_int() or ours.is_fp32() or ours.is_fp64()):  # 16 bits: 32 in divisions
+                return broadcasted(self, lhs, rhs)
+            if args[:1] == (True,) and ours.is_ptr() and theirs.is_int():  # where pointers are allowed
+                return broadcasted(self, lhs, rhs)
+            return promote(self, lhs, rhs, *args, **kwargs)
+        return beside_a_number(self, lhs, rhs, *args, **kwargs)
 
     def broadcasted(self: Any, lhs: Any, rhs: Any) -> Any:
         ours, theirs = lhs.type, rhs.type
@@ -122,11 +130,39 @@ def _skip_rules_for_equal_types() -> None:
     def scalar_constant(self: Any, value: Any, dtype: Any) -> Any:
         key = (type(value), value, dtype.name)
         if key not in constants:
-            if value != value:
+            if not _can_be_found_again(value):
                 return constant(self, value, dtype)
             constants[key] = constant(self, value, dtype)
         return constants[key]
 
+    beside_a_number = _each_number_once(promote, core.tensor)
     TritonSemantic.binary_op_type_checking_impl = promoted
     TritonSemantic.broadcast_impl_value = broadcasted
     TritonSemantic.scalar_constant = scalar_constant
+
+
+def _can_be_found_again(value: float) -> bool:
+    """NaN equals nothing, and -0.0 equals 0.0."""
+    return value == value and (value != 0 or math.copysign(1.0, value) > 0)
+
+
+def _each_number_once(promote: Callable[..., Any], tensor: type) -> Callable[..., Any]:
+    """`promote` with what it made of a number where the other operand stays as it is."""
+    found: dict[Any, Any] = {}
+
+    def beside_a_number(self: Any, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
+        is_left = type(lhs) is tensor
+        other, number = (lhs, rhs) if is_left else (rhs, lhs)
+        if type(number) not in (int, float) or type(other) is not tensor or not _can_be_found_again(number):
+            return promote(self, lhs, rhs, *args, **kwargs)
+        # Types of blocks are made once; those of pointers are not, and only their names stay.
+        kind = id(other.type) if other.type.is_block() else other.type.name
+        key = (kind, is_left, type(number), number, args, *kwargs.items())
+        if key not in found:
+            both = promote(self, lhs, rhs, *args, **kwargs)
+            if both[not is_left] is not other:
+                return both
+            found[key] = both[is_left]
+        return (other, found[key]) if is_left else (found[key], other)
+
+    return beside_a_number

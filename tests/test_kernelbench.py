@@ -143,7 +143,7 @@ def test_problems_on_this_machine(problem: ModuleType, tmp_path: Path) -> None:
     for name, first in (("1_Conv2d_ReLU", "pass"), ("2_Conv2d_raises", "raise ValueError('no such thing')")):
         (folder / f"{name}.py").write_text(PROBLEM.format(first=first))
     path = tmp_path / "rows.csv"
-    script, options = ROOT / "benchmarks" / "kernelbench.py", "--device cpu --precision fp32 --jobs 2 --rounds 2"
+    script, options = ROOT / "benchmarks" / "kernelbench.py", "--device cpu --precision fp32 --rounds 2"
     command = [sys.executable, str(script), str(folder), *options.split(), "--csv", str(path)]
     command += ["--modes", "forward", "train", "--variants", "eager", "postlude"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from cli.kept_processes import kept_processes
 from cli.problem_texts import GOOD, RESULT, Ran, Run, Write
 from postlude.cli import main
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kept_processes() -> Iterator[None]:
+    with kept_processes():
+        yield
 
 
 @pytest.fixture

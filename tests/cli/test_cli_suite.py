@@ -36,19 +36,14 @@ def _put(folder: Path, **texts: str) -> None:
         (folder / "level2" / f"{name}.py").write_text(text, encoding="utf-8")
 
 
-def test_gradients_and_steps_on_request(run: Run, folder: Path, tmp_path: Path) -> None:
-    _put(folder, p1_good=GOOD)
-    out = tmp_path / "out.json"
-    assert run("suite", folder, *QUICK, "--train", "--results", tmp_path / "kept", "--json", out).code == 0
-    assert STEP in out.read_text(encoding="utf-8")
-
-
-def test_other_shapes_are_kept_beside_the_files_own(run: Run, folder: Path, tmp_path: Path) -> None:
+def test_steps_and_other_shapes_on_request(run: Run, folder: Path, tmp_path: Path) -> None:
+    """What was timed with other shapes is kept beside the files' own."""
     sized = GOOD.replace("def get_inputs():", "batch_size, height = 8, 9\n\n\ndef get_inputs():", 1)
     _put(folder, p1_good=sized.replace(_first_size(sized), "torch.randn(batch_size, "))
     out, kept = tmp_path / "out.json", tmp_path / "kept"
-    ran = run("suite", folder, *QUICK, "--shapes", "other", "--results", kept, "--json", out)
+    ran = run("suite", folder, *QUICK, "--train", "--shapes", "other", "--results", kept, "--json", out)
     assert ran.code == 0, ran.err
+    assert STEP in out.read_text(encoding="utf-8")
     (report,) = read(out)
     assert report.shape.startswith("5×")
     assert [path.name for path in kept.iterdir()] == ["level2__p1_good.other-shapes.json"]

@@ -24,7 +24,6 @@ from run.test_operator_pair import Net
 
 # How the model is wrapped, whether it is optimized before or after that, and who runs the rest.
 CASES = (
-    ("ddp", "before", "eager"),
     ("ddp", "after", "inductor"),
     ("fsdp", "before", "inductor"),
 )

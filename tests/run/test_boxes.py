@@ -83,9 +83,7 @@ MUTANTS = [
     # where it is, the right text, the wrong one, a case that tells them apart
     ("convolve_boxes", "(x + PW * NEIGHBOURS) // NEIGHBOURS - PW", "x // NEIGHBOURS", "same"),
     ("convolve_boxes", "% KH - PH", "% KH", "flat"),
-    ("convolve_boxes", "PD - z0)", "PD + 1 - z0)", "same"),
     ("convolve_boxes", "D + PD - z0)", "D - z0)", "transposed"),
-    ("convolve_boxes", "(o_y < OH)", "(o_y < OH - 1)", "flat"),
     ("epilogue", "b_sum / tl.maximum(count, 1.0)", "b_sum / (count + 1.0)", "same"),
     ("convolve_boxes", "(2, 0, 1))", "(2, 1, 0))", "uneven taps"),
 ]

@@ -16,7 +16,9 @@ TESTS = CHILD.parents[1]
 
 
 def test_gradients_are_the_plain_models() -> None:
-    """However it is wrapped, before it is optimized or after, also where Dynamo splits its graph at DDP's buckets."""
+    """Wrapped before it is optimized, so that Dynamo splits its graph at DDP's buckets, and after, by FSDP2.
+
+    DDP around an optimized model is a recipe, which tests/networks runs."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
@@ -36,5 +38,5 @@ def test_gradients_are_the_plain_models() -> None:
         out, err = process.communicate(timeout=240)
         assert process.returncode == 0, err[-3000:]
         errors = [float(line.split()[-1]) for line in out.splitlines()]
-        assert len(errors) == 3
+        assert len(errors) == 2
         assert max(errors) < 1e-6, out

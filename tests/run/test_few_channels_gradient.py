@@ -77,8 +77,12 @@ def truth(name: str, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return gradients(lambda ts: reference.evaluate(chain, ts, dtype=torch.float64), tensors)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 3e-3)], ids=str)
-@pytest.mark.parametrize("name", CHAINS)
+# Only the product knows the dtype: one case in 16 bits says as much of it as all.
+@pytest.mark.parametrize(
+    ("name", "dtype", "tolerance"),
+    [*((name, torch.float32, 1e-5) for name in CHAINS), ("23", torch.float16, 3e-3)],
+    ids=str,
+)
 @pytest.mark.usefixtures("poisoned_memory", "host_kernels")
 def test_gradients_are_autograds(name: str, dtype: torch.dtype, tolerance: float) -> None:
     tensors = inputs(name, dtype)

@@ -126,8 +126,10 @@ def infinite(name: str) -> tuple[Chain, list[Tensor]]:
     return chain, [x, weight, *rest]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "tf32"])
-@pytest.mark.parametrize("name", ["3 channels", "8 channels", "k4 along x", "3-D, 3 channels"])
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("3 channels", "fp32"), ("8 channels", "tf32"), ("k4 along x", "fp32"), ("3-D, 3 channels", "fp32")],
+)
 def test_infinities_come_out_as_of_pytorch(name: str, precision: str) -> None:
     assert infinities_are_kept(*infinite(name), precision)
 
@@ -162,8 +164,6 @@ MUTANTS = {
         "3 channels",
     ),
     "left of the border": ("unfold", "& (x >= 0) & (x < W)", "& (x < W)", "8 channels"),
-    "right of the border": ("unfold", "& (x >= 0) & (x < W)", "& (x >= 0)", "8 channels"),
-    "above the border": ("unfold", "(y >= 0) & (y < H)", "(y < H)", "3-D, 3 channels"),
     "below the border": ("unfold", "(y >= 0) & (y < H)", "(y >= 0)", "3-D, 3 channels"),
     "in front of the border": ("unfold", "(z >= 0) & (z < D)", "(z < D)", "3-D, 3 channels"),
     "one row of a program": (

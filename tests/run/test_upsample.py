@@ -68,7 +68,7 @@ def test_gradient_is_pytorchs(name: str, layout: Layout) -> None:
     torch.testing.assert_close(ours.double(), truth, rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(1, 9), st.integers(1, 8), st.integers(0, 8), st.sampled_from(["linear", "corners", "near", "exact"]))
 def test_any_size_up_to_eight_times_larger(small: int, times: int, more: int, kind: str) -> None:
     large = min(small * times + more, small * 8)

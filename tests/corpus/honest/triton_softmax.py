@@ -1,4 +1,4 @@
-"""A Triton kernel per row: product, softmax, store.
+"""A Triton kernel per sample: product, softmax, store.
 
 Stands in for: product_softmax
 Interpreted: yes
@@ -11,16 +11,16 @@ from torch import nn
 
 
 @triton.jit
-def product_softmax(a_ptr, b_ptr, t_ptr, out_ptr, rows, inner, columns, BLOCK: tl.constexpr):  # noqa: N803
-    n, row, place = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK)
-    inside = place < columns
-    total = tl.zeros([BLOCK], dtype=tl.float32)
+def product_softmax(a_ptr, b_ptr, t_ptr, out_ptr, rows, inner, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
+    n, row, place = tl.program_id(0), tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :]
+    total = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
     for k in range(inner):
-        left = tl.load(a_ptr + (n * rows + row) * inner + k)
-        total += left * tl.load(b_ptr + (n * inner + k) * columns + place, mask=inside, other=0.0)
-    y = tl.where(inside, total * tl.load(t_ptr), float("-inf"))
-    y = tl.exp(y - tl.max(y, axis=0))
-    tl.store(out_ptr + (n * rows + row) * columns + place, y / tl.sum(y, axis=0), mask=inside)
+        left = tl.load(a_ptr + (n * rows + row) * inner + k, mask=row < rows, other=0.0)
+        total += left * tl.load(b_ptr + (n * inner + k) * columns + place, mask=place < columns, other=0.0)
+    y = tl.where(place < columns, total * tl.load(t_ptr), float("-inf"))
+    y = tl.exp(y - tl.max(y, axis=1, keep_dims=True))
+    y = y / tl.sum(y, axis=1, keep_dims=True)
+    tl.store(out_ptr + (n * rows + row) * columns + place, y, mask=(row < rows) & (place < columns))
 
 
 class ModelNew(nn.Module):
@@ -32,5 +32,6 @@ class ModelNew(nn.Module):
         a, b = a.contiguous(), b.contiguous()
         (n, rows, inner), columns = a.shape, b.shape[2]
         result = torch.empty(n, rows, columns, device=a.device)
-        product_softmax[(n, rows)](a, b, self.temperature, result, rows, inner, columns, BLOCK=16)
+        sizes = {"ROWS": triton.next_power_of_2(rows), "BLOCK": 16}
+        product_softmax[(n,)](a, b, self.temperature, result, rows, inner, columns, **sizes)
         return result

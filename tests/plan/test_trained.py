@@ -32,14 +32,10 @@ def covered(chain: Chain) -> Chain:
     return trained_part(chain, problem(chain, SHAPE, device="cuda", needs_grad=True))
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-def test_overlapping_windows_of_a_contiguous_value_are_pytorchs(layout: str) -> None:
-    """Their gradients were wrong on a card."""
-    before = Builder(2, WIDE).norm(8).op("relu").chain()
-    for size, is_ours in ((2, True), (3, layout == "channels_last")):
-        chain = Builder(2, WIDE).norm(8).op("relu").pool("max", size, 2).chain()
-        given = problem(chain, SHAPE, layout, device="cuda", needs_grad=True)
-        assert trained_part(chain, given) == (chain if is_ours else before)
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_pool_is_covered_whether_its_windows_overlap_or_not(size: int) -> None:
+    chain = Builder(2, WIDE).norm(8).op("relu").pool("max", size, 2).chain()
+    assert covered(chain) is chain
 
 
 def test_a_norm_and_what_follows_it_is_covered_up_to_the_next_barrier() -> None:

@@ -56,6 +56,7 @@ def verify_chain(
     precision: str = "auto",
     *,
     backward: Backward = False,
+    nonfinite: bool = True,
     tells_infinities: bool = True,
     least: int = MIN_POINTS,
     progress: Progress = None,
@@ -71,7 +72,7 @@ def verify_chain(
     dtype, device = _product_dtype(chain, given[0].tensors), given[0].tensors[0].device
     mode = resolve(precision, dtype, device, chain.is_linear)
     findings: list[str] = []
-    asked = (run, chain, given, mode, backward, tells_infinities, progress, findings)
+    asked = (run, chain, given, mode, backward, tells_infinities if nonfinite else None, progress, findings)
     try:
         rounds = _rounds(*asked, rounded=False)
         verdict = verdict_of(rounds, findings, mode, least=least)
@@ -101,7 +102,7 @@ def _rounds(
     points: Sequence[ChainPoint],
     mode: str,
     backward: Backward,
-    tells_infinities: bool,
+    tells_infinities: bool | None,  # None: no point that is not finite
     progress: Progress,
     findings: list[str],
     rounded: bool,
@@ -112,7 +113,7 @@ def _rounds(
         with_nulls = point.family != LARGE_OFFSET and sum(map(_can_tell, rounds)) < NULL_POINTS
         answers = _answers(run, chain, point, mode, seed, backward, findings, with_nulls, rounded)
         rounds.append(Round(point.family, compare(answers, findings)))
-        if seed == 0:
+        if seed == 0 and tells_infinities is not None:
             findings += _nonfinite_findings(run, chain, point.tensors, mode, tells_infinities)
         if progress:
             progress(f"point {seed + 1} ({point.family})")

@@ -136,7 +136,7 @@ def pack_rows(x: Tensor, arithmetic: Arithmetic) -> PackedRows:
         warps = pass_warps(block, 8, 8)
         launch("linear", "pack_rows_kernel", (rows,), [x, *written], (inner, padded), constants, warps)
     else:
-        constants = {**planes(arithmetic), "BLOCK_R": _COLUMNS, "BLOCK_K": _COLUMN_BLOCK}
+        constants = {**planes(arithmetic), "BLOCK_ROWS": _COLUMNS, "BLOCK_K": _COLUMN_BLOCK}
         numbers = (rows, inner, padded)
         grid = (-(-rows // _COLUMNS),)
         launch("linear", "pack_columns_kernel", grid, [x.t(), *written], numbers, constants, 8)

@@ -58,14 +58,14 @@ def pack_columns_kernel(
     p_unscale,  # [ROWS], out; where IS_SCALED
     ROWS, K, C_PACKED,
     PLANES: tl.constexpr, IS_SCALED: tl.constexpr, KEEPS_INF: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """As `pack_rows_kernel`, of a matrix that lies transposed."""
-    o_r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    o_r = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     m_r = o_r < ROWS
-    scale = tl.full([BLOCK_R], 1.0, tl.float32)
+    scale = tl.full([BLOCK_ROWS], 1.0, tl.float32)
     if IS_SCALED:
-        b_largest = tl.zeros([BLOCK_K, BLOCK_R], tl.float32)
+        b_largest = tl.zeros([BLOCK_K, BLOCK_ROWS], tl.float32)
         for start in range(0, K, BLOCK_K):
             o_k = start + tl.arange(0, BLOCK_K)
             o_x = o_k.to(tl.int64)[:, None] * ROWS + o_r[None, :]
@@ -76,7 +76,7 @@ def pack_columns_kernel(
     for start in range(0, C_PACKED, BLOCK_K):
         o_k = start + tl.arange(0, BLOCK_K)
         o_x = o_k.to(tl.int64)[:, None] * ROWS + o_r[None, :]
-        b_x = tl.load(p_x + o_x, mask=(o_k < K)[:, None] & m_r[None, :], other=0.0)  # [BLOCK_K, BLOCK_R]
+        b_x = tl.load(p_x + o_x, mask=(o_k < K)[:, None] & m_r[None, :], other=0.0)  # [BLOCK_K, BLOCK_ROWS]
         b_scaled = b_x * scale[None, :] if IS_SCALED else b_x
         b_high = high_plane(b_x, b_scaled, KEEPS_INF, p_high.dtype.element_ty)
         o_out = o_r.to(tl.int64)[:, None] * C_PACKED + o_k[None, :]
@@ -104,9 +104,9 @@ def cut_high(b_w):
 
 
 @triton.jit
-def weight_block(d_w, c0, k0, IS_TURNED: tl.constexpr):
+def weight_block(d_w, c0, k0, IS_WEIGHT_TURNED: tl.constexpr):
     """The block [BLOCK_C, BLOCK_K] of the weight."""
-    return d_w.load([k0, c0]).T if IS_TURNED else d_w.load([c0, k0])
+    return d_w.load([k0, c0]).T if IS_WEIGHT_TURNED else d_w.load([c0, k0])
 
 
 @triton.jit

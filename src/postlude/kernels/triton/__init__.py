@@ -48,7 +48,8 @@ matrix product (GEMM) of a kernel.
     IS_CHANNELS_LAST, IS_CONTIGUOUS, IS_OUT_CONTIGUOUS  the value is [N, S, C]; the value, or the result, is [N, C, S]
     HAS_SHORT_ROWS, IS_WHOLE_SAMPLE, HAS_ONE_CHANNEL  a tile holds whole rows; a row is a sample; rows share a channel
     HAS_GROUPS, IS_REDUCED                 a row is one group of a sample's features; a pass leaves one number per row
-    IS_WEIGHT_CUT, IS_WEIGHT_TURNED, BLOCKS_TOGETHER  the weight is split in the kernel; lies transposed; its tiles at once
+    IS_WEIGHT_CUT, IS_WEIGHT_TURNED        the weight is split into planes in the kernel; it lies transposed
+    BLOCKS_TOGETHER                        tiles of the weight that run together
     IS_DENSE, IS_EVEN_C, IS_EVEN_ROWS      nothing to mask: between packed rows, past the channels, past the rows
     IS_OVER_SPACE, IS_OVER_ROWS, IS_OVER_BATCH, IS_SUM  what is reduced: space alone, rows, samples; sum, not mean
     IS_SCALED, KEEPS_INF, FLAGS_INF, HAS_LARGEST  operands are scaled; infinities kept, flagged; find max |x|

@@ -96,7 +96,7 @@ EVERYWHERE = ("61 fp32", "61 tf32", "library channels-last")
 ON_AMPERE = ("no norm fp32", "phases fp32", "phases tf32")
 TRAINED = (
     *("61 fp32", "61 tf32", "61 bf16", "block channels-last", "residual fp32", "library", "gated"),
-    *("no norm tf32", "16 channels tf32", "16 channels fp32", "phases fp32", "phases into odd rows fp32"),
+    *("no norm tf32", "16 channels tf32", "16 channels fp32", "phases into odd rows fp32"),
 )
 
 

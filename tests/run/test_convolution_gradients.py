@@ -97,8 +97,9 @@ ALONE = {
 }
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize(
+    ("name", "layout"), [("plain", "contiguous"), ("without a bias", "contiguous"), ("upwards", "channels_last")]
+)
 def test_a_convolution_alone_is_trained(name: str, layout: str) -> None:
     chain = Builder(ALONE[name].dims, ALONE[name]).chain()
     shape = (2, 4, *[9] * chain.dims)

@@ -258,7 +258,7 @@ def _reasons_against_rows(chain: Chain, problem: Problem) -> list[str]:
 def _reasons_to_stay(chain: Chain, problem: Problem, card: Card, own: Own | LinearGemm | str) -> list[str]:
     size, crossovers = body_bytes(chain, problem), card.crossovers
     if not chain.steps and not chain.is_linear and isinstance(own, str):
-        return [f"a convolution alone, and PyTorch's is faster ({own})"]
+        return [f"a convolution alone, which PyTorch runs: {own}"]
     if not isinstance(own, str) and not problem.needs_grad:
         return []
     is_asked = problem.convolution == "pytorch"

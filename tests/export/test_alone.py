@@ -126,20 +126,18 @@ def run_alone(folder: Path, cases: list[dict[str, Any]]) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("half", [0, 1])  # the longest test otherwise, for which a whole core would wait
-def test_every_kind_of_chain_runs_alone(tmp_path: Path, half: int) -> None:
+def test_every_kind_of_chain_runs_alone(tmp_path: Path) -> None:
     quick = ("norm alone", "PyTorch's convolution without a norm")
-    cases = [small_case(tmp_path, problem, is_quick=problem.name in quick) for problem in SMALL_PROBLEMS[half::2]]
-    if half:
-        made, model, inputs = export_text(TWO_BLOCKS, tmp_path)
-        assert len(made.chains) == 4  # the head is a linear layer
-        cases.append(case_of(tmp_path, "two_blocks.py", made, model, inputs, [4, 5], 2e-5))
-    else:
-        kept = ("61", "im2col, a copy apart, and a number as a tensor")
-        cases += [small_case(tmp_path, BY_NAME[name], convolution="pytorch") for name in kept]
+    cases = [small_case(tmp_path, problem, is_quick=problem.name in quick) for problem in SMALL_PROBLEMS]
+    made, model, inputs = export_text(TWO_BLOCKS, tmp_path)
+    assert len(made.chains) == 4  # the head is a linear layer
+    cases.append(case_of(tmp_path, "two_blocks.py", made, model, inputs, [4, 5], 2e-5))
+    kept = ("61", "im2col, a copy apart, and a number as a tensor")
+    cases += [small_case(tmp_path, BY_NAME[name], convolution="pytorch") for name in kept]
     assert run_alone(tmp_path, cases) == ""
 
 
+# Tested here, not last: the two tests that take longest then run in different processes.
 # γ left out of a kernel; relu left out of what runs without kernels; in the backward pass that PyTorch's functions
 # make other groups, and a gradient that is left out.
 WRONG = {

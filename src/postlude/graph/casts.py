@@ -14,6 +14,7 @@ import torch
 import torch.fx as fx
 
 from postlude.graph import spellings
+from postlude.graph.tidy import meta_for_another
 from postlude.plan.problem import layout_of
 from postlude.run import layouts as layouts  # defines the operator
 
@@ -28,7 +29,7 @@ def cast_inputs(graph: fx.GraphModule) -> None:
             continue
         with graph.graph.inserting_before(node):
             cast = graph.graph.call_function(aten.to.dtype, (x, dtype))
-        cast.meta = {key: value for key, value in x.meta.items() if key != "in_place"}
+        cast.meta = meta_for_another(x)
         cast.meta["val"] = x.meta["val"].to(dtype)
         node.replace_input_with(x, cast)
 
@@ -64,7 +65,7 @@ def _cast_together(
         together.meta["val"] = [weight.meta["val"].to(dtype) for weight in weights]
         for place, weight in enumerate(weights):
             cast = graph.graph.call_function(operator.getitem, (together, place))
-            cast.meta = {key: item for key, item in weight.meta.items() if key != "in_place"}
+            cast.meta = meta_for_another(weight)
             cast.meta["val"] = together.meta["val"][place]
             for node in readers[weight]:
                 node.args = (node.args[0], cast, *node.args[2:])

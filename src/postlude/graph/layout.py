@@ -20,6 +20,7 @@ from postlude.graph import spellings
 from postlude.graph.capture import fakes_of, modes_left_as_found
 from postlude.graph.match import Match, site_name
 from postlude.graph.norms import keeps_layout
+from postlude.graph.tidy import meta_for_another
 from postlude.plan.problem import CHANNELS_LAST, layout_of
 from postlude.run import layouts as layouts  # defines the operator
 
@@ -72,7 +73,7 @@ def _pays(node: fx.Node, x: fx.Node, allows_tf32: bool) -> bool:
 
 def _converted(graph: fx.GraphModule, node: fx.Node, layout: torch.memory_format) -> fx.Node:
     made = graph.graph.call_function(aten.contiguous.default, (node,), {"memory_format": layout})
-    made.meta = {key: value for key, value in node.meta.items() if key != "in_place"}
+    made.meta = meta_for_another(node)
     made.meta["val"] = node.meta["val"].contiguous(memory_format=layout)
     return made
 
@@ -170,7 +171,7 @@ def hold_convolutions(graph: fx.GraphModule) -> None:
         if x not in made:
             with graph.graph.inserting_before(node):
                 made[x] = graph.graph.call_function(torch.ops.postlude.channels_last.default, (x,))
-            made[x].meta = {key: value for key, value in x.meta.items() if key != "in_place"}
+            made[x].meta = meta_for_another(x)
         node.replace_input_with(x, made[x])
 
 

@@ -10,6 +10,7 @@ import torch.fx as fx
 
 from postlude.code_hash import source_digest
 from postlude.graph.match import Match
+from postlude.graph.tidy import meta_for_another
 from postlude.run.site import Site
 
 
@@ -23,7 +24,7 @@ def splice(graph: fx.GraphModule, matches: list[Match], sites: list[Site]) -> No
         tensors = tuple(replaced.get(node, node) for node in found.tensors)
         with graph.graph.inserting_before(last):
             call = graph.graph.call_module(target, tensors)
-        call.meta = {key: value for key, value in last.meta.items() if key != "in_place"}
+        call.meta = meta_for_another(last)
         last.replace_all_uses_with(call)
         replaced[last] = call
         for node in reversed(found.nodes):

@@ -42,6 +42,11 @@ def functionalise(graph: fx.GraphModule) -> None:
         node.target = twin
 
 
+def meta_for_another(node: fx.Node) -> dict[str, Any]:
+    """The metadata of `node` for a node that takes its place or is inserted beside it, which was not in place."""
+    return {key: value for key, value in node.meta.items() if key != "in_place"}
+
+
 def restore(graph: fx.GraphModule) -> None:
     """Makes operators that were not fused in-place again, to save memory as in eager, except on a chain's result."""
     for node in list(graph.graph.nodes):

@@ -12,15 +12,7 @@ from postlude.plan.convolve import Own, gradient_products, spreads_nan
 from postlude.plan.few_channels import FewChannels
 from postlude.plan.few_channels_gradient import GradientPlan, few_channels_gradient_for
 from postlude.plan.gemm import Gemm, WeightGemm
-from postlude.plan.problem import (
-    Layout,
-    Problem,
-    body_dtype,
-    body_shape,
-    fp32_mode,
-    result_layout,
-    value_dtypes,
-)
+from postlude.plan.problem import Layout, Problem, body_dtype, body_shape, fp32_mode, result_layout, value_dtypes
 from postlude.plan.program import (
     fused_pool,
     has_norm,

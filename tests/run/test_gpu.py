@@ -22,8 +22,8 @@ from postlude.plan.types import Tile
 from postlude.run import launch
 from postlude.stages import forward
 from postlude.stages.cuts import Partials
-from postlude.stages.normalize import per_group
-from tracing import run_plan
+from postlude.stages.normalize import combine_moments, per_group
+from tracing import run_plan, run_stage
 
 pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore")]
 CARD = SMALL_H200
@@ -140,3 +140,15 @@ def test_a_norm_without_the_second_sum_is_seen_to_fail(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(forward, "combine_moments", forgetful)
     assert not verify_chain(fused, case.chain, points).right
+
+
+def test_groups_whose_parts_agree_have_exactly_their_mean() -> None:
+    """An error that all groups make to the same side does not average out in sums over a batch."""
+    norm = Builder(2).norm(8).chain().steps[0]
+    assert isinstance(norm, Normalize)
+    value = Spec((1, 128, 17, 17), "float32", "contiguous")
+    means = torch.full((1, 128, 3), 1000.1)
+    counts = torch.tensor([[128.0, 128.0, 33.0]])
+    mean, _ = run_stage(lambda *given: combine_moments(norm, value, Partials(*given)), means, 0 * means, counts)
+    assert mean is not None
+    assert torch.equal(mean, means[0, :8, 0])

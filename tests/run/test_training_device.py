@@ -98,6 +98,24 @@ def test_gradients_are_right_by_the_rule(name: str, precision: str, memory: str)
     assert verdict.right, verdict
 
 
+OF_MANY: dict[str, tuple[Chain, tuple[int, ...]]] = {
+    "group_norm": (Builder(2).norm(8).chain(), (512, 128, 17, 17)),
+    "layer_norm": (Builder(2).layer_norm().chain(), (4096, 16, 15, 15)),
+    "softmax over channels": (
+        Builder(3, up(3, (32, 64), 3)).softmax().op("sigmoid").chain(),
+        (4, 32, 16, 32, 32),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_MANY)
+def test_sums_over_many_values_collect_no_bias(name: str) -> None:
+    """A division that errs to one side, by 0.1 ulp of each value, is many ulp of a sum over 100,000 of them."""
+    chain, shape = OF_MANY[name]
+    verdict = verify_chain(fused("default"), chain, chain_points(chain, shape, torch.float32, "cuda"), backward=True)
+    assert verdict.right, verdict
+
+
 def gradients(run: Runner, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     y = run(tensors)
     return torch.autograd.grad(y, list(tensors), torch.ones_like(y))

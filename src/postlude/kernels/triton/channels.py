@@ -8,7 +8,7 @@ are masked out of every result.
 import triton
 import triton.language as tl
 
-from postlude.kernels.triton.pointwise import exp
+from postlude.kernels.triton.pointwise import exp, quotient
 from postlude.kernels.triton.tiles import of_groups, own_channels, own_rows, own_tile, places
 
 
@@ -38,7 +38,7 @@ def row_logsumexp(b_x):
 def channel_softmax(b_x, m_c):
     """exp(x) / Σ exp(x) of each row [BLOCK_C]. A row with an infinity becomes NaN, as in PyTorch."""
     b_e = tl.where(m_c[None, :], exp(b_x - row_shift(b_x, m_c)), 0.0)
-    return b_e / tl.sum(b_e, axis=1)[:, None]
+    return b_e * quotient(1.0, tl.sum(b_e, axis=1))[:, None]
 
 
 @triton.jit

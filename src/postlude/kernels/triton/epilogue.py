@@ -7,6 +7,8 @@ values after STEPS_FN, per channel and tile: "no", "sums", or "both" (mean and M
 import triton
 import triton.language as tl
 
+from postlude.kernels.triton.pointwise import quotient
+
 
 @triton.jit
 def epilogue(
@@ -40,7 +42,7 @@ def epilogue(
         b_sum = tl.sum(tl.where(m_x, b_v, 0.0), axis=POSITION_AXIS)  # [BLOCK_C]
         o_out = (i_n * C_OUT + o_c) * CHUNKS + i_chunk
         if MOMENTS == "both":
-            b_mean = b_sum / tl.maximum(count, 1.0)
+            b_mean = quotient(b_sum, tl.maximum(count, 1.0))
             b_diff = tl.where(m_x, b_v - tl.expand_dims(b_mean, POSITION_AXIS), 0.0)
             tl.store(p_mean + o_out, b_mean, mask=m_c)
             tl.store(p_m2 + o_out, tl.sum(b_diff * b_diff, axis=POSITION_AXIS), mask=m_c)

@@ -94,14 +94,20 @@ def combined_parts(
     p_mean, p_m2, p_count, PARTS, CHUNKS, SAMPLE_STRIDE, count,
     IS_OVER_BATCH: tl.constexpr, BLOCK_PARTS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Mean and M2 from PARTS partial moments: of a group's channels, or of one channel over the batch."""
+    """Mean and M2 from PARTS partial moments: of a group's channels, or of one channel over the batch.
+
+    The mean is the first part's plus what the others differ from it: a sum of all would lose digits where the mean is
+    large against the spread, to the same side in every group.
+    """
     total = tl.zeros([BLOCK_PARTS], ACC)
+    first = tl.load(p_mean)
     for start in range(0, PARTS, BLOCK_PARTS):
         o = start + tl.arange(0, BLOCK_PARTS)
         m = o < PARTS
         b_count = tl.load(p_count + count_at(o, CHUNKS, IS_OVER_BATCH), mask=m, other=0.0)  # [BLOCK_PARTS]
-        total += tl.load(p_mean + part_at(o, CHUNKS, SAMPLE_STRIDE, IS_OVER_BATCH), mask=m, other=0.0) * b_count
-    mean = tl.sum(total) / count
+        b_mean = tl.load(p_mean + part_at(o, CHUNKS, SAMPLE_STRIDE, IS_OVER_BATCH), mask=m, other=0.0)
+        total += (b_mean - first) * b_count
+    mean = first + tl.sum(total) / count
     m2 = tl.zeros([BLOCK_PARTS], ACC)
     for start in range(0, PARTS, BLOCK_PARTS):
         o = start + tl.arange(0, BLOCK_PARTS)

@@ -23,6 +23,13 @@ def inverse(x):
 
 
 @triton.jit
+def quotient(x, y):
+    """x / y to nearest; a plain division errs to one side for one y, by 0.1 ulp, which sums over a batch collect."""
+    q = x / y
+    return q + tl.fma(-q, y, x) / y
+
+
+@triton.jit
 def relu(x):
     # A plain maximum turns NaN into 0 on the GPU; PyTorch's relu keeps it.
     return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)

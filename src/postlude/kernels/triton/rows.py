@@ -14,13 +14,13 @@ import triton
 import triton.language as tl
 
 from postlude.kernels.triton.channels import row_largest, row_logsumexp
-from postlude.kernels.triton.pointwise import exp
+from postlude.kernels.triton.pointwise import exp, quotient
 from postlude.kernels.triton.tiles import store_full
 
 
 @triton.jit
 def row_mean(x, m_x, L):
-    return tl.sum(tl.where(m_x, x, 0.0), axis=1)[:, None] / tl.cast(L, x.dtype)  # [BLOCK_ROWS, 1]
+    return quotient(tl.sum(tl.where(m_x, x, 0.0), axis=1), tl.cast(L, x.dtype))[:, None]  # [BLOCK_ROWS, 1]
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def row_softmax(x, m_x):
     """Softmax of each row. A row with +∞, or with nothing but −∞, becomes NaN, as in PyTorch."""
     largest = tl.max(tl.where(m_x, x, float("-inf")), axis=1)[:, None]
     powers = tl.where(m_x, exp(x - largest), 0.0)
-    return powers / tl.sum(powers, axis=1)[:, None]
+    return powers * quotient(1.0, tl.sum(powers, axis=1))[:, None]
 
 
 @triton.jit

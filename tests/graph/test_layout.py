@@ -193,9 +193,31 @@ def test_small_values_behind_pytorchs_convolution_are_inductors_unless_launches_
         weight = types.SimpleNamespace(dtype="float32")
         problem = types.SimpleNamespace(device="cuda", place="cuda:0", tensors=(weight, weight))
         question: Any = types.SimpleNamespace(entry=known, chain=chain, problem=problem)
-        found = decide._entry(cast("Ledger", ledger), question, by_inductor=True, has_graphs=mode is not None)
+        found = decide._entry(cast("Ledger", ledger), question, True, mode is not None, False)
         assert (isinstance(found, str) and "47.0 MiB" in found) == is_left
         assert (found is known) != is_left
+
+
+def test_a_result_that_is_also_read_in_16_bits_is_inductors(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = types.SimpleNamespace(outcome=_planned((1, 64, 64, 96, 64)))
+    ledger = types.SimpleNamespace(planned=lambda _: entry, refuse=lambda _, why: why)
+    monkeypatch.setattr(decide, "machine_for", lambda _: machines.H200)
+    aten, weight = torch.ops.aten, types.SimpleNamespace(dtype="float32")
+    given = types.SimpleNamespace(device="cpu", tensors=(weight, weight))
+    question: Any = types.SimpleNamespace(chain=entry.outcome.chain, problem=given)
+    for is_laid_out, targets, is_left in (
+        (False, [aten.neg.default], False),
+        (True, [aten.neg.default], False),
+        (False, [aten.neg.default, aten.to.dtype], True),
+        (True, [aten.to.dtype], True),
+    ):
+        graph = fx.Graph()
+        result = graph.call_function(torch.relu, (graph.placeholder("x"),))
+        read = graph.call_function(aten.contiguous.default, (result,)) if is_laid_out else result
+        for target in targets:
+            graph.call_function(target, (read,))
+        found = decide._entry(cast("Ledger", ledger), question, True, True, decide.is_cast_afterwards(result))
+        assert (isinstance(found, str) and "16 bits" in found) == is_left
 
 
 def _planned(shape: tuple[int, ...]) -> Plan:

@@ -43,7 +43,8 @@ def _lines(one: Shown, here: str) -> list[str]:
 
 
 def _line(label: str, cells: Sequence[str]) -> str:
-    return f"{label:<{WIDTH - sum(WIDTHS)}}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS))
+    figures = "".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS))
+    return f"{label:<{WIDTH - len(figures)}}{figures}"  # a wide interval takes its place from the label's blanks
 
 
 def _recorded_cells(rows: dict[str, Record]) -> list[str]:

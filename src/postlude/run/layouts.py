@@ -15,6 +15,7 @@ layout. Here the cast back does that on its way.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from torch import Tensor
 
 from postlude.plan.problem import layout_of, memory_format
 from postlude.run.operator import LIBRARY
+
+_RESULTS = 16384  # of a reduction that Inductor does not split: from 64 for each of an H200's 132 multiprocessors on
+_LEAST_POSITIONS = 32  # of a part
 
 LIBRARY.define("channels_last(Tensor x) -> Tensor")
 LIBRARY.define("weights(Tensor[] weights, ScalarType dtype) -> Tensor[]")
@@ -80,38 +84,52 @@ class _Norm(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> Tensor:
         ctx.groups, ctx.computed, ctx.of_bias = groups, computed, None if bias is None else bias.dtype
-        space = list(range(2, x.dim()))
-        variance, mean = torch.var_mean(x.to(computed), space, correction=0)  # [N, C] each, in one reading
-        of_groups = _grouped(mean, groups).mean(2, keepdim=True)
+        variance, mean = torch.var_mean(_parts(x.to(computed)), 2, correction=0)  # [N, K, C] each, in one reading
+        of_groups = _grouped(mean, groups).mean((1, 3), keepdim=True)  # [N, 1, G, 1]
         apart = (_grouped(mean, groups) - of_groups).square()
-        spread = torch.rsqrt((_grouped(variance, groups) + apart).mean(2) + eps)  # [N, G]
-        ctx.save_for_backward(x, weight, of_groups.squeeze(2), spread)
+        spread = torch.rsqrt((_grouped(variance, groups) + apart).mean((1, 3)) + eps)  # [N, G]
+        of_groups = of_groups.flatten(1)
+        ctx.save_for_backward(x, weight, of_groups, spread)
         scaled = _scale(spread, weight, x)
-        result = (x.to(computed) - _of_channels(of_groups.squeeze(2), x)) * scaled
+        result = (x.to(computed) - _of_channels(of_groups, x)) * scaled
         return (result if bias is None else result + _along_channels(bias, x)).to(dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, spread = ctx.saved_tensors
-        space, groups = list(range(2, x.dim())), ctx.groups
+        groups = ctx.groups
         dy, centred = dy.to(ctx.computed), x.to(ctx.computed) - _of_channels(mean, x)
-        sums, products = dy.sum(space), (dy * centred).sum(space)  # [N, C] each, in one reading
+        sums, products = _parts(dy).sum(2), _parts(dy * centred).sum(2)  # [N, K, C] each, in one reading
         weighted = [value if weight is None else value * weight.to(ctx.computed) for value in (sums, products)]
-        per_group = [_grouped(value, groups).sum(2) * spread for value in weighted]  # [N, G]
+        per_group = [_grouped(value, groups).sum((1, 3)) * spread for value in weighted]  # [N, G]
         count = x[0].numel() // groups
         scaled = _scale(spread, weight, x)
         shift, slope = per_group[0] / count, per_group[1] * spread.square() / count
         dx = (dy * scaled - _of_channels(shift, x) - centred * _of_channels(slope, x)).to(x.dtype)
         dweight = dbias = None
         if ctx.needs_input_grad[1]:
-            dweight = (_grouped(products, groups) * spread.unsqueeze(2)).sum(0).flatten().to(weight.dtype)
+            dweight = (_grouped(products, groups) * spread[:, None, :, None]).sum((0, 1)).flatten().to(weight.dtype)
         if ctx.needs_input_grad[2]:
-            dbias = sums.sum(0).to(ctx.of_bias)
+            dbias = sums.sum((0, 1)).to(ctx.of_bias)
         return dx, dweight, dbias, None, None, None, None
 
 
+def _parts(x: Tensor) -> Tensor:
+    """[N, C, …] as [N, K, positions, C], a view of a channels-last value.
+
+    Inductor splits a reduction with few results itself, into up to four kernels for a group's moments. With this many
+    parts one kernel reduces each, and another one the parts of a group.
+    """
+    batch, channels, positions = x.shape[0], x.shape[1], math.prod(x.shape[2:])
+    parts = 1
+    if isinstance(positions, int) and isinstance(batch, int):
+        most = min(_RESULTS // (batch * channels), positions // _LEAST_POSITIONS)
+        parts = next((n for n in range(most, 1, -1) if positions % n == 0), 1)
+    return x.movedim(1, -1).reshape(batch, parts, -1, channels)
+
+
 def _grouped(value: Tensor, groups: int) -> Tensor:
-    return value.reshape(value.shape[0], groups, -1)  # [N, C] as [N, G, C / G]
+    return value.unflatten(2, (groups, -1))  # [N, K, C] as [N, K, G, C / G]
 
 
 def _of_channels(value: Tensor, like: Tensor) -> Tensor:

@@ -108,7 +108,9 @@ def _functional_twin(node: fx.Node) -> OpOverload | None:
 
 
 def _takes(overload: OpOverload) -> list[tuple[str, str]]:
-    return [(argument.name, str(argument.type)) for argument in overload._schema.arguments]
+    """Names and types of the arguments. The first one's name does not count: dropout has "input", dropout_ "self"."""
+    arguments = overload._schema.arguments
+    return [(argument.name if number else "", str(argument.type)) for number, argument in enumerate(arguments)]
 
 
 def _erase_inactive_dropout(graph: fx.GraphModule) -> None:

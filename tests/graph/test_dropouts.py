@@ -152,6 +152,18 @@ def test_what_is_not_fused_is_the_operator_that_it_was() -> None:
     assert kinds[0] == kinds[1]
 
 
+@pytest.mark.usefixtures("refused_chains_too")
+def test_dropout_in_place_stays_so_after_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its functional twin draws other numbers on a GPU."""
+    seen: list[fx.GraphModule] = []
+    monkeypatch.setattr(backend, "restore", lambda graph: (restore(graph), seen.append(graph)))
+    net = Net(lambda m, x: F.dropout(m.norm(m.conv(x)), 0.5, inplace=True))
+    net.compile(backend=Backend(rest="eager"))
+    net(torch.randn(IMAGE))
+    (chain,) = (node for node in seen[0].graph.nodes if node.op == "call_module")
+    assert [user.target for user in chain.users] == [aten.dropout_.default]
+
+
 def test_kept_values_are_scaled_so_that_the_mean_stays() -> None:
     p, ones = 0.3, torch.ones(400, 500)
     graph, _ = _opened(lambda x: F.dropout(x, p), ones)

@@ -179,9 +179,7 @@ class _Below:
         masks = {slot: self.masks[node] for slot, node in enumerate(item.tensors) if node in self.masks}
         if not are_drawn_in_order(self.aten.graph, list(masks.values()), item.nodes[-1]):
             return "another call draws random numbers between its dropout and its end"
-        for slot, node in enumerate(item.tensors):
-            if slot in masks:
-                continue
+        for slot, node in [(slot, node) for slot, node in enumerate(item.tensors) if slot not in masks]:
             source = self.placeholders.get(node, self.origins.get(node, ""))
             made = self.calls.get(source)
             if made is not None and (number := _number(made)) is not None:

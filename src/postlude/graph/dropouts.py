@@ -88,13 +88,16 @@ def _draw(graph: fx.Graph, node: fx.Node, value: torch.Tensor, p: float) -> tupl
     """The nodes that draw the mask for `node`: zeros and ones.
 
     On a GPU `dropout` is `native_dropout`, except in place. What that computes of its input is not read, so the input
-    is memory that nobody has written. Everything else is `bernoulli_`, whose numbers do not depend on the dtype.
+    is memory that nobody has written. Everything else is `bernoulli_`, whose numbers are the same in all dtypes but
+    float64.
     """
     is_feature, is_native = node.target is not aten.dropout.default, False
     if is_feature:  # one number per sample and channel: small, so it has the value's dtype
         mask = value.new_empty((*value.shape[:2], *(1,) * (value.dim() - 2)))
     else:
-        mask, is_native = torch.empty_like(value, dtype=torch.bool), "in_place" not in node.meta
+        is_native = "in_place" not in node.meta
+        is_double = value.dtype == torch.float64 and not is_native
+        mask = torch.empty_like(value, dtype=torch.float64 if is_double else torch.bool)
     dtype = value.dtype if is_native else mask.dtype
     about = {"dtype": dtype, "device": value.device, "memory_format": _format_of(mask)}
     memory = graph.call_function(aten.empty.memory_format, (list(mask.shape),), about)  # type: ignore[arg-type]

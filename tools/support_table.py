@@ -239,8 +239,15 @@ over the last axis. mean and sum also go over channels. On a GPU PyTorch runs a 
 {channels} channels, after the fused passes before it, and one after a pool. A linear layer takes matrices, [N, F];
 its features are its channels. On a GPU its GEMM is Postlude's in strict fp32, on cards whose tensor cores are three
 times as fast as ordinary instructions, and cuBLAS's in TF32 and 16 bits. In training PyTorch runs norms, softmax and
-reductions over more than 8192 features, and everything from a second norm on, after Postlude's GEMM. Active dropout
-is in no table, because it is never fused.
+reductions over more than 8192 features, and everything from a second norm on, after Postlude's GEMM.
+
+Active dropout (`dropout`, `dropout2d`, `dropout3d`, in place too) is part of a chain on a GPU: a chain shows it as
+`mul(tensor) → mul(1.25)`, or `mul(per sample and channel)` for whole channels. The mask has one byte per element and is
+drawn beside the chain by PyTorch's own operator, where the dropout was. With `rest="eager"`, and in exported files, it
+is the mask that eager draws with the same seed, except in place in channels-last memory; Inductor draws other numbers,
+as in torch.compile. A chain ends before alpha_dropout, before dropout on a CPU or with p = 1, and where sizes are
+symbols (`dynamic=True`). If a chain with a mask is refused, for example because its passes read too many tensors, it
+ends before that dropout.
 
 A pool may have any stride up to its window, padding, ceil_mode and up to 256 positions in a window. Elementwise steps
 after it are fused too, except in training. PyTorch runs a pool after a layer_norm; on a CPU a chain ends before its

@@ -177,6 +177,18 @@ def test_a_reduction_over_channels_compiles(card: int, tmp_path: Path, monkeypat
     check(found, card)
 
 
+def test_a_mask_of_bytes_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offline.use_card(monkeypatch, 90)
+    init, forward = "self.norm = nn.GroupNorm(3, cin)", "return F.relu(self.norm(F.dropout(x, 0.2, True)))"
+    text = Problem("", init, forward, (2, 24, 50, 70), 4, ()).text
+    (tmp_path / "drop.py").write_text(export_text(text, tmp_path)[0].text, encoding="utf-8")
+    module, found = imported(tmp_path / "drop.py")
+    given = [torch.empty(shape, device="meta") for shape in module.SHAPES]
+    module.mul_mul_norm_relu(*given, torch.empty(given[0].shape, dtype=torch.bool, device="meta"))
+    assert len(found) == 3
+    check(found, 90)
+
+
 @pytest.mark.skipif(not has_nvrtc(), reason="needs NVRTC: install nvidia-cuda-nvrtc")
 @pytest.mark.parametrize(("precision", "training"), [("fp32", False), ("tf32", False), ("fp32", True)])
 def test_23_compiles_for_hopper(

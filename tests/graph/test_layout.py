@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import types
 from collections.abc import Iterator
 from typing import Any, cast
@@ -71,6 +72,28 @@ def _assert_a_value_is_converted_once_and_inside_it_stays(graph: fx.GraphModule,
         ("leaky_relu_1", "contiguous"),
     ]
     assert changed[1].kwargs["memory_format"] is torch.contiguous_format
+
+
+def test_masks_are_channels_last_where_the_chain_is_and_drawn_in_eagers_order(
+    graphs: list[fx.GraphModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The conversion is one that Inductor makes part of the pass that draws."""
+    monkeypatch.setattr(backend, "open_dropouts", functools.partial(backend.open_dropouts, devices=("cpu",)))
+    layers = [torch.nn.Conv2d(3, 4, 3), torch.nn.Dropout(0.5), torch.nn.GroupNorm(2, 4), torch.nn.Conv2d(4, 4, 1)]
+    plain, x = torch.nn.Sequential(*layers).double(), torch.randn(2, 3, 5, 5, dtype=torch.float64)
+    model = copy.deepcopy(plain)
+    with torch.no_grad():
+        result = postlude.optimize(model, x, rest="inductor", verify=False)
+        (site,) = [site for site in result.sites if "mul(tensor)" in str(site.chain)]
+        assert site.is_fused
+        assert site.problem.tensors[3].layout == site.problem.hands_on == "channels_last"
+        found = []
+        for one in (model, plain):
+            torch.manual_seed(1)
+            found.append(one(x))
+    torch.testing.assert_close(*found)
+    (draw,) = [node for node in graphs[0].graph.nodes if node.target is torch.ops.aten.native_dropout.default]
+    assert draw.args[0].kwargs["memory_format"] is torch.contiguous_format
 
 
 @pytest.mark.parametrize("refused", ["first", "last"])

@@ -211,6 +211,8 @@ def _slot_values(
             values = draw(shape, input_family(family, seed, has_bias), generator, dtype)
         elif role == "weight":
             values = _fan_in_scaled(shape, transposed, generator)
+        elif dtype == torch.bool:  # a mask: almost every other number would be true
+            values = uniform(shape, generator) < 0.5
         elif role == "full":
             values = draw(shape, "hierarchical", generator, dtype)
         elif index in gammas:

@@ -30,7 +30,7 @@ class {Name}(torch.autograd.Function):
 {backward}'''
 _BY_VJP = "        return torch.func.vjp({name}_by_pytorch, *ctx.saved_tensors)[1](grad)\n"
 # Running statistics move on before the backward pass, which does not read them: they are None in it.
-_WITHOUT_MOVED = """\
+_BY_GRAD = """\
         needs = ctx.needs_input_grad
         with torch.enable_grad():
             tensors = [t if t is None else t.view_as(t) for t in ctx.saved_tensors]
@@ -50,7 +50,8 @@ def recomputing_class(chain: Chain, name: str, names: Mapping[int, str], tensors
     """The chain by PyTorch's functions, and the class whose backward pass differentiates it."""
     moved = chain.moved  # running statistics are updated before the backward pass, which does not read them
     kept = f"*(None if n in {moved} else t for n, t in enumerate(tensors))" if moved else "*tensors"
-    text = _RECOMPUTING.replace("{backward}", _WITHOUT_MOVED if moved else _BY_VJP).replace("{kept}", kept)
+    is_by_vjp = not moved and all(tensor.is_floating_point() for tensor in tensors)  # a mask is not
+    text = _RECOMPUTING.replace("{backward}", _BY_VJP if is_by_vjp else _BY_GRAD).replace("{kept}", kept)
     text = text.replace("{Name}", class_name(name)).replace("{name}", name)
     plain = f"{name}_by_pytorch"
     return {plain: plain_function(chain, plain, names, tensors), class_name(name): fold(text)}

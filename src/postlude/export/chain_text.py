@@ -28,7 +28,7 @@ class ChainText:
     name: str  # of its launcher
     chain: Chain
     plan: Plan
-    given: tuple[Buffer, ...]  # the tensors that the kernels are specialised to, one per slot
+    given: tuple[Buffer, ...]  # the tensors that the kernels are specialised to, without masks that are drawn for them
     shapes_name: str  # of the constant with their shapes
     kernels: tuple[Kernel, ...]  # including those of the chains before it in the file
     functions: Mapping[str, str]  # the launcher and what stands around it, by name, in order
@@ -46,8 +46,10 @@ def chain_text(
     tensors: Sequence[Tensor],
     training: bool,
     before: Sequence[ChainText] = (),
+    drawn: int = 0,
 ) -> ChainText:
-    """The text of a chain. `names` has a name for each slot; with `training` the library's backward pass is included.
+    """The text of a chain. `names` has a name for each slot, of which the last `drawn` are masks; with `training` the
+    library's backward pass is included.
 
     A function that a chain `before` it in the file defines under the same name is shared, or gets a number.
     """
@@ -70,13 +72,14 @@ def chain_text(
         text = ProgramText(program, names, RESERVED, functions=kernels)
         body = [*text.forward_lines(), f"    return {text.words[program.result.number]}"]
         functions = _function(chain, name, names, body) | recomputing_class(chain, name, names, tensors)
+    given = program.given[: len(program.given) - drawn]
     functions = {word: fold(re.sub(r"\bSOURCE", f"SOURCE{number}", body)) for word, body in functions.items()}
     return ChainText(
         name,
         chain,
         plan,
-        program.given,
-        next((other.shapes_name for other in before if _same(other.given, program.given)), f"SHAPES{number}"),
+        given,
+        next((other.shapes_name for other in before if _same(other.given, given)), f"SHAPES{number}"),
         tuple(kernels.values()),
         {**({"compiled": COMPILE} if text.sources else {}), **functions},
         {word.replace("SOURCE", f"SOURCE{number}"): source for word, source in text.sources.items()},

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import keyword
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from postlude import cards
-from postlude.chain import Normalize
+from postlude.chain import Chain, Normalize
 from postlude.errors import PostludeError
 from postlude.export.chain_text import ChainText, chain_text
 from postlude.export.device_text import library
 from postlude.export.file import assemble
 from postlude.export.forward import ForwardText
 from postlude.export.heading import heading
+from postlude.export.masks import Drawn
 from postlude.export.measured import Measured
 from postlude.export.original import arguments_of, read, reads_settings
-from postlude.export.trace import FoundChain, trace, without_convolution
+from postlude.export.trace import FoundChain, Traced, trace, without_convolution
 from postlude.hardware import Machine, machine_on
-from postlude.plan import Plan, Problem, lower
+from postlude.plan import Plan, Problem, Refusal, lower
 from postlude.plan.problem import spec_of
 
 # The machine that a file is written for if there is no GPU here.
@@ -66,25 +67,26 @@ def export(
     """
     original = read(source)
     values = arguments_of(type(model), *arguments)
-    traced = trace(model, inputs)
-    if convolution == "pytorch":
-        convolved = [found for found in traced.chains if not found.match.chain.is_linear]
-        traced = replace(traced, chains=tuple(map(without_convolution, convolved)))
+
+    def planned(found: FoundChain) -> tuple[Chain, Problem, Plan | Refusal]:
+        specs = tuple(spec_of(node.meta["val"]) for node in found.match.tensors)
+        problem = Problem(specs, "cuda", precision, training, allows_tf32, multiplies_tf32=multiplies_tf32)
+        chain = found.match.chain
+        return chain, problem, lower(chain, problem, machine, even_if_slower=even_if_slower)
+
+    traced = _traced(model, inputs, convolution, planned)
     reasons = dict(traced.declined)
     texts: dict[FoundChain, ChainText] = {}
     made: dict[object, ChainText] = {}  # equal chains share one text
     for found in traced.chains:
-        specs = tuple(spec_of(node.meta["val"]) for node in found.match.tensors)
-        chain = found.match.chain
-        problem = Problem(specs, "cuda", precision, training, allows_tf32, multiplies_tf32=multiplies_tf32)
-        outcome = lower(chain, problem, machine, even_if_slower=even_if_slower)
+        chain, problem, outcome = planned(found)
         if not isinstance(outcome, Plan):
             reasons[found.calls[0].name] = f"{chain}: {outcome}"
             continue
         tensors, names = [node.meta["val"] for node in found.match.tensors], _slot_names(found)
         key = (chain, problem, *names.values(), *(tensor.stride() for tensor in tensors))
         if key not in made:
-            made[key] = chain_text(chain, outcome, names, tensors, training, tuple(made.values()))
+            made[key] = chain_text(chain, outcome, names, tensors, training, tuple(made.values()), found.masks)
         texts[found] = made[key]
     if not texts:
         raise PostludeError("there is no chain in this model that kernels could be written for" + _first(reasons))
@@ -93,6 +95,24 @@ def export(
     settings, card = reads_settings(original, model), machine.card
     text = assemble(original, chains, forward, values, top, card.architecture, settings)
     return Export(text, tuple(texts.values()), reasons)
+
+
+def _traced(
+    model: nn.Module,
+    inputs: Sequence[Any],
+    convolution: str,
+    planned: Callable[[FoundChain], tuple[Chain, Problem, Plan | Refusal]],
+) -> Traced:
+    """The forward and its chains. They end before active dropout if one that goes past it is refused: a pass reads few
+    tensors."""
+    for over_dropout in (True, False):
+        traced = trace(model, inputs, over_dropout)
+        if convolution == "pytorch":
+            convolved = [found for found in traced.chains if not found.match.chain.is_linear]
+            traced = replace(traced, chains=tuple(map(without_convolution, convolved)))
+        if all(isinstance(planned(found)[2], Plan) for found in traced.chains if found.masks):
+            break
+    return traced
 
 
 def _first(reasons: Mapping[str, str]) -> str:
@@ -114,7 +134,8 @@ def _slot_names(found: FoundChain) -> dict[int, str]:
                     names[slot.index] = _free(word, names)
     for index, item in enumerate(found.tensors):
         if index not in names:
-            names[index] = _free(item.split(".")[-1] if isinstance(item, str) else "other", names)
+            word = item.split(".")[-1] if isinstance(item, str) else "mask" if isinstance(item, Drawn) else "other"
+            names[index] = _free(word, names)
     return names
 
 

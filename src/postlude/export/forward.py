@@ -18,6 +18,7 @@ from torch.fx.graph import inplace_methods, magic_methods
 from postlude.errors import PostludeError
 from postlude.export.chain_text import ChainText
 from postlude.export.layout import WIDTH, call, comment
+from postlude.export.masks import Drawn
 from postlude.export.rules import Replaced
 from postlude.export.source import written
 from postlude.export.trace import FoundChain, Traced
@@ -54,8 +55,10 @@ class ForwardText:
     def _chain(self, chain: FoundChain) -> None:
         """The launcher if all tensors fit it, else the original calls."""
         last, text = chain.calls[-1], self.chains[chain]
-        tensors = [written(self.value(item)) if isinstance(item, fx.Node) else _path(item) for item in chain.tensors]
+        given = [item for item in chain.tensors if not isinstance(item, Drawn)]
+        tensors = [written(self.value(item)) if isinstance(item, fx.Node) else _path(item) for item in given]
         self.lines += _tensors(tensors, self._taken())
+        masks = self._masks(chain, tensors[0])
         ends = all(user.op == "output" and user.args[0] is last for user in last.users)
         start = "return" if ends else f"{self._name(last, chain.calls[0])} ="
         modes = [f"{'' if mode else 'not '}{_path(path)}.training" for path, mode in chain.modes]
@@ -63,13 +66,23 @@ class ForwardText:
         self.lines += [
             f"        if {' and '.join(checks)}:",
             *(f"            {_path(path)}.add_(1)" for path in chain.counters),
+            *(f"            {line}" for lines in masks.values() for line in lines),
             f"            with torch.cuda.device_of({tensors[0]}):",
-            f"                {start} {text.called}(*tensors)",
+            f"                {start} {text.called}({', '.join(['*tensors', *masks])})",
             *([] if ends else ["        else:"]),
             *self._plain(chain, f"{' ' * (8 if ends else 12)}{start} "),
         ]
         if not ends:
             self.names[last] = ast.Name(start.removesuffix(" ="))
+
+    def _masks(self, chain: FoundChain, x: str) -> dict[str, list[str]]:
+        """A name for each mask that the chain's dropouts draw, and the statements that draw it."""
+        drawn, dtype = (
+            [item for item in chain.tensors if isinstance(item, Drawn)],
+            chain.match.tensors[0].meta["val"].dtype,
+        )
+        free = (name for name in ("mask", *(f"mask{i}" for i in range(2, 99))) if name not in self._taken())
+        return {name: item.lines(name, x, dtype) for name, item in zip(free, drawn)}
 
     def _plain(self, chain: FoundChain, start: str) -> list[str]:
         """The original calls of a chain, as one expression if that is short and computes nothing twice."""

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from postlude.chain import Convolution, Normalize, Scalar, Slot, Step
 from postlude.errors import PostludeError
+from postlude.export.masks import Drawn, are_drawn_in_order, drawn_by
 from postlude.graph.capture import capture_function
+from postlude.graph.dropouts import open_dropouts
 from postlude.graph.match import Match, match
 from postlude.graph.tidy import functionalise
 
@@ -28,13 +30,19 @@ _MODAL = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)
 
 @dataclass(frozen=True)
 class FoundChain:
-    """A chain as calls of the forward, in order, and where each of its tensors comes from: a call, or an attribute."""
+    """A chain as calls of the forward, in order, and where each of its tensors comes from: a call, an attribute, or a
+    draw; masks that are drawn come last."""
 
     match: Match
     calls: tuple[fx.Node, ...]
-    tensors: tuple[fx.Node | str, ...]  # a dotted path is a parameter or buffer
+    tensors: tuple[fx.Node | str | Drawn, ...]  # a dotted path is a parameter or buffer
     counters: tuple[str, ...] = ()  # batch_norm's num_batches_tracked, which each call increments
     modes: tuple[tuple[str, bool], ...] = ()  # modules whose mode affects their result, and the mode when traced
+
+    @property
+    def masks(self) -> int:
+        """How many of its tensors are masks that are drawn."""
+        return sum(isinstance(tensor, Drawn) for tensor in self.tensors)
 
 
 @dataclass(frozen=True)
@@ -44,11 +52,12 @@ class Traced:
     declined: Mapping[str, str]  # the name of a call that is not fused, and why
 
 
-def trace(model: nn.Module, inputs: Sequence[Any]) -> Traced:
-    """Traces a model. A chain that continues past a batch_norm in training may not map to calls; a shorter one may."""
+def trace(model: nn.Module, inputs: Sequence[Any], over_dropout: bool = True) -> Traced:
+    """Traces a model. A chain that continues past a batch_norm in training, or past an active dropout, may not map to
+    calls; a shorter one may."""
     graph, tries = _calls(model), []
-    for over_batch in (True, False):
-        below = _Below(model, graph, inputs)
+    for over_batch, over_masks in [(True, over_dropout), (False, over_dropout), (True, False), (False, False)]:
+        below = _Below(model, graph, inputs, over_masks)
         found, declined = match(below.aten, functools.partial(_unwritten, over_batch))
         reasons = {item.name: f"{item.what.removeprefix('aten.')}: {item.reason}" for item in declined}
         chains, failed = [], False
@@ -61,7 +70,7 @@ def trace(model: nn.Module, inputs: Sequence[Any]) -> Traced:
             else:
                 chains.append(chain)
         tries.append(Traced(graph, tuple(chains), reasons))
-        if not failed:
+        if not failed or (not over_batch and not below.masks):
             break
     return max(tries, key=lambda traced: len(traced.chains))
 
@@ -125,7 +134,7 @@ class _Interpreted(nn.Module):
 class _Below:
     """The ATen graph of the calls; maps its nodes to calls, and its inputs to tensors."""
 
-    def __init__(self, model: nn.Module, graph: fx.Graph, inputs: Sequence[Any]) -> None:
+    def __init__(self, model: nn.Module, graph: fx.Graph, inputs: Sequence[Any], opens_dropout: bool) -> None:
         state: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self.model, interpreted, count = model, _Interpreted(model, graph), len(inputs)
 
@@ -139,6 +148,9 @@ class _Below:
         except Exception as error:
             raise _refusal("traced", error) from error
         functionalise(self.aten)
+        opened = open_dropouts(self.aten, devices=("cpu", "cuda", "meta") if opens_dropout else ())
+        self.masks = {one.mask: one for one in opened}
+        self.drawing = {node for one in opened for node in one.drawing}
         nodes, self.calls = self.aten.graph.nodes, {node.name: node for node in graph.nodes}
         names = [node.name for node in graph.nodes if node.op == "placeholder"][:count]
         placeholders = [node for node in nodes if node.op == "placeholder"]
@@ -149,7 +161,8 @@ class _Below:
     def as_calls(self, item: Match) -> FoundChain | str:
         """A match as calls of the forward, or why it is none."""
         names = {self.origins.get(node, "") for node in item.nodes}
-        whole = [node for node, name in self.origins.items() if name in names and node.op == "call_function"]
+        computing = [node for node in self.origins if node.op == "call_function" and node not in self.drawing]
+        whole = [node for node in computing if self.origins[node] in names]
         counters = {node: path for node in whole if (path := self._counter(node)) is not None}
         if not names <= self.calls.keys() or set(whole) - set(counters) != set(item.nodes):
             return "a call of the forward lies only partly in the chain"
@@ -162,8 +175,11 @@ class _Below:
         calls = self._with_inner(calls)
         if any(user not in calls for call in calls[:-1] for user in call.users):
             return "a value inside the chain is used outside it as well"
-        numbers, tensors = dict[int, float](), list[fx.Node | str]()
-        for slot, node in enumerate(item.tensors):
+        numbers, tensors = dict[int, float](), list[fx.Node | str | Drawn]()
+        masks = {slot: self.masks[node] for slot, node in enumerate(item.tensors) if node in self.masks}
+        if not are_drawn_in_order(self.aten.graph, list(masks.values()), item.nodes[-1]):
+            return "another call draws random numbers between its dropout and its end"
+        for slot, node in [(slot, node) for slot, node in enumerate(item.tensors) if slot not in masks]:
             source = self.placeholders.get(node, self.origins.get(node, ""))
             made = self.calls.get(source)
             if made is not None and (number := _number(made)) is not None:
@@ -174,11 +190,12 @@ class _Below:
                 tensors.append(made)
             else:
                 return "a tensor that the chain reads is made on the way"
-        left = [slot for slot in range(len(item.chain.roles)) if slot not in numbers]
+        left = [slot for slot in range(len(item.chain.roles)) if slot not in numbers and slot not in masks]
         paths = [str(node.target) for node in calls if node.op == "call_module"]
         modules = [(path, self.model.get_submodule(path)) for path in paths]
         modes = tuple((path, module.training) for path, module in modules if isinstance(module, _MODAL))
-        item = _with_slots(item, left, numbers, item.chain.producer)
+        item = _with_slots(item, [*left, *masks], numbers, item.chain.producer)
+        tensors += map(drawn_by, masks.values())
         return FoundChain(item, tuple(calls), tuple(tensors), tuple(counters.values()), modes)
 
     def _counter(self, node: fx.Node) -> str | None:

@@ -16,6 +16,7 @@ from postlude.errors import PostludeError
 from postlude.graph.capture import MODE_CHANGES, capture
 from postlude.graph.casts import cast_inputs, cast_weights
 from postlude.graph.decide import decide
+from postlude.graph.dropouts import Opened, close_dropouts, masks_of, open_dropouts
 from postlude.graph.expected import questions_of, wanting_gradients
 from postlude.graph.layout import (
     Conversion,
@@ -99,6 +100,7 @@ class Backend:
     def _compile(self, traced: fx.GraphModule, inputs: Sequence[Any], layout: str) -> Callable[..., Any]:
         functionalise(traced)
         cast_inputs(traced)
+        dropouts = self._open_dropouts(traced, inputs)
         rest = self._rest_for(traced, inputs)
         before = results_of(traced)
         # Some operators return contiguous results for channels-last inputs. Inductor fuses the conversion, eager does
@@ -115,6 +117,7 @@ class Backend:
         left = conversions_in(traced) if conversions else ()
         self.captured.append(Captured(tuple(sites), tuple(declined), left, tuple(gathered)))
         splice(traced, list(fused), [site for site, _ in fused.values()])
+        close_dropouts(traced, dropouts)
         if conversions:
             hold(traced)
             keep_layouts(traced)
@@ -161,6 +164,22 @@ class Backend:
         outcomes = {item: entry.outcome for item, entry in entries.items()}
         pairs = zip(found, known.sites)
         return known.sites, {item: (site, outcomes.get(item)) for item, site in pairs if item not in refused}
+
+    def _open_dropouts(self, traced: fx.GraphModule, inputs: Sequence[Any]) -> list[Opened]:
+        """Opens dropouts, except those with which a chain is refused: it may be fused if it ends before its last one,
+        because a pass reads few tensors."""
+        opened = open_dropouts(traced)
+        while opened:
+            found, _ = self._match(traced, inputs)
+            found = [item for item in found if masks_of(item.tensors)]
+            asked = zip(found, questions_of(traced, inputs, found, [self._site(item, "") for item in found]))
+            entries = [(item, self.ledger.planned(question)) for item, question in asked if question is not None]
+            last = {masks_of(item.tensors)[-1] for item, entry in entries if entry and entry.is_left_to_pytorch}
+            if not last:
+                break
+            close_dropouts(traced, [one for one in opened if one.mask in last])
+            opened = [one for one in opened if one.mask not in last]
+        return opened
 
     def _match(self, traced: fx.GraphModule, inputs: Sequence[Any]) -> tuple[list[Match], list[Declined]]:
         device = _device_of(inputs)

@@ -18,6 +18,7 @@ import torch.fx as fx
 from postlude.chain import Reduce
 from postlude.graph import spellings
 from postlude.graph.capture import fakes_of, modes_left_as_found
+from postlude.graph.dropouts import masks_of
 from postlude.graph.match import Match, site_name
 from postlude.graph.norms import keeps_layout
 from postlude.graph.tidy import meta_for_another
@@ -81,7 +82,8 @@ def _converted(graph: fx.GraphModule, node: fx.Node, layout: torch.memory_format
 def propagate(graph: fx.GraphModule, chains: Sequence[Match]) -> set[Match]:
     """Recomputes the strides of every node, and returns the chains whose result is channels-last."""
     given = [node.meta.get("val") for node in graph.graph.nodes if node.op == "placeholder"]
-    walk = _Strides(graph, {item.nodes[-1]: item for item in chains})
+    masks = {node: item for item in chains for node in masks_of(item.tensors)}
+    walk = _Strides(graph, {**masks, **{item.nodes[-1]: item for item in chains}})
     try:
         with modes_left_as_found(), fakes_of(given):
             walk.run(*given)
@@ -91,7 +93,7 @@ def propagate(graph: fx.GraphModule, chains: Sequence[Match]) -> set[Match]:
 
 
 class _Strides(fx.Interpreter):
-    """Runs the graph on fake tensors, with the strides that the chains' results will have."""
+    """Runs the graph on fake tensors, with the strides that the chains' results and the masks for them will have."""
 
     def __init__(self, graph: fx.GraphModule, ends: dict[fx.Node, Match]) -> None:
         super().__init__(graph)

@@ -182,9 +182,10 @@ POINTWISE: dict[str, dict[OpOverload, Reader]] = {
 # Overloads that are known but not supported, and why.
 DECLINED: dict[OpOverload, str] = {
     **dict.fromkeys(
-        (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default),
-        "active dropout draws random numbers, which a fused pass would draw differently",
+        (aten.dropout.default, aten.feature_dropout.default),  # those that graph/dropouts.py did not write as products
+        "active dropout is part of a chain only on a GPU, with known sizes and p below 1",
     ),
+    aten.alpha_dropout.default: "alpha_dropout replaces what it drops by a number other than zero",
 }
 NORMS: dict[str, OpOverload] = {
     "group_norm": aten.group_norm.default,

@@ -48,9 +48,12 @@ def meta_for_another(node: fx.Node) -> dict[str, Any]:
 
 
 def restore(graph: fx.GraphModule) -> None:
-    """Makes operators that were not fused in-place again, to save memory as in eager, except on a chain's result."""
+    """Makes operators that were not fused in-place again, to save memory as in eager, except on a chain's result.
+
+    Dropout is in place there too: on a GPU `dropout` draws other numbers than `dropout_`.
+    """
     for node in list(graph.graph.nodes):
-        if "in_place" in node.meta and node.args[0].op != "call_module":
+        if "in_place" in node.meta and (node.args[0].op != "call_module" or node.target.overloadpacket in _DROPOUTS):
             node.target = node.meta["in_place"]
         elif "in_place" in node.meta:
             _keep_dtype(graph, node)
@@ -108,7 +111,9 @@ def _functional_twin(node: fx.Node) -> OpOverload | None:
 
 
 def _takes(overload: OpOverload) -> list[tuple[str, str]]:
-    return [(argument.name, str(argument.type)) for argument in overload._schema.arguments]
+    """Names and types of the arguments. The first one's name does not count: dropout has "input", dropout_ "self"."""
+    arguments = overload._schema.arguments
+    return [(argument.name if number else "", str(argument.type)) for number, argument in enumerate(arguments)]
 
 
 def _erase_inactive_dropout(graph: fx.GraphModule) -> None:

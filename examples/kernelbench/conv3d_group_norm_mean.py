@@ -329,26 +329,23 @@ class ConvNormMean(torch.autograd.Function):
     """The kernels forward; backward, PyTorch's derivative of the calls they replace."""
 
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+    def forward(ctx, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
         return conv_norm_mean(*tensors)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         return torch.func.vjp(conv_norm_mean_by_pytorch, *ctx.saved_tensors)[1](grad)
 
 
-def fits(tensors: tuple[Tensor, ...], expected: tuple[Any, ...]) -> bool:
+def fits(tensors: tuple[Tensor, ...], expected: tuple[tuple, ...]) -> bool:
     """Whether the kernels take these tensors; PyTorch's operators take all others."""
     x = tensors[0]
-    return (
-        x.is_cuda
-        and not torch.is_autocast_enabled("cuda")
-        and torch.cuda.get_device_capability(x.device) == (9, 0)  # what the tiles were chosen for
-        and all(t.dtype == torch.float32 and t.device == x.device for t in tensors)
-        and all(t.shape == e and t.is_contiguous() for t, e in zip(tensors, expected))
-        and CUDA_HOME is not None  # torch's way to NVRTC asks for it
-    )
+    is_card = x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0)  # what the tiles were chosen for
+    is_card = is_card and CUDA_HOME is not None  # torch's way to NVRTC asks for it
+    is_plain = all(t.dtype == torch.float32 and t.is_contiguous() and t.device == x.device for t in tensors)
+    is_like = tuple(t.shape for t in tensors) == expected
+    return is_card and is_plain and is_like and not torch.is_autocast_enabled("cuda")
 
 
 class ModelNew(nn.Module):

@@ -10,8 +10,6 @@ Tensors of other shapes (see `fits`) go through PyTorch's own operators.
 Names in kernels: p_ pointer, i_ index, o_ offsets, m_ mask, b_ block of values.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -37,7 +35,7 @@ def largest_kernel(
 ):
     i_chunk = tl.program_id(0) % 2
     o_c = tl.program_id(0) // 2 % 64 + tl.arange(0, 1)
-    p_x += (tl.program_id(0) // 2 // 64).to(tl.int64) * 32768 * 64
+    p_x += (tl.program_id(0) // 128).to(tl.int64) * 32768 * 64
     largest = tl.zeros([BLOCK_S, 1], tl.float32)
     for i in range(4):
         o_s = (i_chunk * 4 + i) * BLOCK_S + tl.arange(0, BLOCK_S)
@@ -70,19 +68,18 @@ def pack_input_kernel(
     p_largest,  # [64]
     H: tl.constexpr = 32,
     W: tl.constexpr = 32,
-    BLOCK_C: tl.constexpr = 64,
 ):
     # One row per program, indexed by the input's positions: the compiler then sees that the loads are contiguous.
     i_row = tl.program_id(0)
     i_n = i_row // 1156
     z = (i_row % 1156) // 34 - 2
-    y = (i_row % 1156) % 34 - 2
+    y = i_row % 34 - 2
     is_row = (z >= 0) & (z < 32) & (y >= 0) & (y < H) & (i_n < 16)
     o_w = tl.arange(0, 32)
-    o_c = tl.arange(0, BLOCK_C)
-    sample = i_n.to(tl.int64) * 64 * 32 * H * W
-    o_x = o_c[:, None].to(tl.int64) * (32 * H * W) + ((z * H + y) * W + o_w)[None, :]  # [BLOCK_C, 32]
-    b_x = tl.trans(tl.load(p_x + sample + o_x, mask=((o_w < W) & is_row)[None, :], other=0.0))
+    o_c = tl.arange(0, 64)
+    m_w = (o_w < W) & is_row
+    o_x = o_c[:, None].to(tl.int64) * (32 * H * W) + ((z * H + y) * W + o_w)[None, :]  # [64, 32]
+    b_x = tl.trans(tl.load(p_x + i_n.to(tl.int64) * 64 * 32 * H * W + o_x, mask=m_w[None, :], other=0.0))
     scale = scale_for(tl.load(p_largest + o_c).to(tl.float32, bitcast=True))
     b_s = b_x.to(tl.float32) * scale[None, :]
     high = b_s.to(tl.float16)
@@ -90,10 +87,9 @@ def pack_input_kernel(
     o_out = (2 + o_w)[:, None] * 64 + o_c[None, :]
     m_out = (o_w < W)[:, None]
     tl.store(p_high + out + o_out, high, mask=m_out)
-    low = rest_of(b_s, high).to(high.dtype)
-    tl.store(p_low + out + o_out, low, mask=m_out)
+    tl.store(p_low + out + o_out, rest_of(b_s, high).to(high.dtype), mask=m_out)
     o_zero = tl.arange(0, 2)[:, None] * 64 + o_c[None, :]
-    zeros = tl.zeros([2, BLOCK_C], tl.float16)
+    zeros = tl.zeros([2, 64], tl.float16)
     tl.store(p_high + out + o_zero, zeros)
     tl.store(p_low + out + o_zero, zeros)
 
@@ -101,35 +97,31 @@ def pack_input_kernel(
 @triton.jit
 def pack_weight_kernel(
     p_w,  # [128, 64, taps] through its strides
-    p_out,  # [columns, 2·K], K = TAP_ROWS·3·64
+    p_out,  # [columns, 3456]
     p_largest,  # [64] of the input
     p_unscale,  # [128], out
-    TAP_ROWS: tl.constexpr = 9,  # KD·KH
     BLOCK_K: tl.constexpr = 1024,
 ):
-    i_o = tl.program_id(0)  # up to 128 rounded to 128
-    K: tl.constexpr = TAP_ROWS * 3 * 64
+    i_o = tl.program_id(0)
     largest = tl.zeros([BLOCK_K], tl.float32)
-    for start in range(0, TAP_ROWS * 3 * 64, BLOCK_K):
+    for start in range(0, 1728, BLOCK_K):
         o = start + tl.arange(0, BLOCK_K)
         o_c = o % 64
-        b_w = tl.load(p_w + i_o * 27 + o_c * 3456 + o // 64, mask=o // 64 < TAP_ROWS * 3, other=0.0)
+        b_w = tl.load(p_w + i_o * 27 + o_c * 3456 + o // 64, mask=o < 1728, other=0.0)
         powers = scale_for(tl.load(p_largest + o_c).to(tl.float32, bitcast=True))
         largest = tl.maximum(largest, finite_magnitude(b_w.to(tl.float32) / powers))
     scale = scale_for(tl.max(largest))
     tl.store(p_unscale + i_o, 1.0 / scale)
-    for start in range(0, K, BLOCK_K):
+    for start in range(0, 1728, BLOCK_K):
         o = start + tl.arange(0, BLOCK_K)
         o_c = o % 64
-        tap = o // 192 * 3 + (o // 64) % 3
-        b_w = tl.load(p_w + i_o * 27 + o_c * 3456 + (TAP_ROWS * 3 - 1 - tap), mask=o < K, other=0.0)
+        b_w = tl.load(p_w + i_o * 27 + o_c * 3456 + (26 - o // 64), mask=o < 1728, other=0.0)
         powers = scale_for(tl.load(p_largest + o_c).to(tl.float32, bitcast=True))
         b_s = b_w.to(tl.float32) / powers * scale
         high = b_s.to(tl.float16)
-        out = i_o * (2 * K)
-        tl.store(p_out + out + o, high, mask=o < K)
-        low = rest_of(b_s, high).to(high.dtype)
-        tl.store(p_out + out + K + o, low, mask=o < K)
+        out = i_o * 3456
+        tl.store(p_out + out + o, high, mask=o < 1728)
+        tl.store(p_out + out + 1728 + o, rest_of(b_s, high).to(high.dtype), mask=o < 1728)
 
 
 @triton.jit
@@ -139,19 +131,12 @@ def relu(x):
 
 
 @triton.jit
-def quotient(x, y):
-    """x / y to nearest; a plain division errs to one side for one y, by 0.1 ulp, which sums over a batch collect."""
-    q = x / y
-    return q + tl.fma(-q, y, x) / y
-
-
-@triton.jit
 def convolve_kernel(
     d_x,  # descriptor [rows, columns] over the packed input
     d_x_low,  # the low plane
-    d_w,  # descriptor [columns, 2·K]
+    d_w,  # descriptor [columns, 3456]
     p_unscale,  # [128]
-    p_y,  # [N, 128, S], out
+    p_y,  # [N, 128, 39304], out
     p_mean,  # [N, 128, TILES], out
     p_m2,  # [N, 128, TILES], out
     p_count,  # [N, TILES], out: how many of a tile's outputs are not padding
@@ -161,11 +146,8 @@ def convolve_kernel(
     BLOCK_C: tl.constexpr = 128,
     BLOCK_K: tl.constexpr = 64,
 ):
-    BLOCKS_K: tl.constexpr = 192 // BLOCK_K
-    K: tl.constexpr = 1728
-    unit = tl.program_id(0)
-    i_tile = unit % TILES
-    i_n = unit // TILES
+    i_tile = tl.program_id(0) % TILES
+    i_n = tl.program_id(0) // TILES
     s0 = i_tile * BLOCK_M
     row0 = i_n * 39304 + i_tile * BLOCK_M
     # Skip taps along z that read only padding.
@@ -173,15 +155,14 @@ def convolve_kernel(
     kd_first = tl.maximum(0, 2 - z_last)
     kd_end = tl.minimum(3, 34 - s0 // SLICE_PITCH)
     acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-    for i in tl.range(kd_first * (3 * BLOCKS_K), kd_end * (3 * BLOCKS_K), num_stages=3):
-        i_zy = i // BLOCKS_K
-        offset = (i_zy // 3) * SLICE_PITCH + (i_zy % 3) * 34
-        row = row0 + offset
-        column = (i % BLOCKS_K) * BLOCK_K
+    for i in tl.range(kd_first * 9, kd_end * 9, num_stages=3):
+        i_zy = i // 3
+        row = row0 + ((i_zy // 3) * SLICE_PITCH + (i_zy % 3) * 34)
+        column = (i % 3) * BLOCK_K
         high = d_x.load([row, column])  # [BLOCK_M, BLOCK_K]
         w_high = d_w.load([0, i * BLOCK_K])  # [BLOCK_C, BLOCK_K]
         low = d_x_low.load([row, column])
-        w_low = d_w.load([0, K + i * BLOCK_K])
+        w_low = d_w.load([0, 1728 + i * BLOCK_K])
         # Tensor cores truncate while they accumulate: they sum over one block only, small products first, and
         # its sum is added in ordinary fp32 (promotion).
         part = tl.dot(low, w_high.T)
@@ -191,19 +172,21 @@ def convolve_kernel(
     o_c = tl.arange(0, BLOCK_C)
     b_v = acc * tl.load(p_unscale + o_c)[None, :]
     o_p = s0 + tl.arange(0, BLOCK_M)
-    S = 39304
-    m_s = o_p < S
+    m_s = o_p < 39304
     m_x = m_s[:, None]
     b_v = relu(b_v)
     count = tl.sum(m_s.to(tl.float32))
     b_sum = tl.sum(tl.where(m_x, b_v, 0.0), axis=0)  # [BLOCK_C]
     o_out = (i_n * 128 + o_c) * TILES + i_tile
-    b_mean = quotient(b_sum, tl.maximum(count, 1.0))
+    y = tl.maximum(count, 1.0)
+    # b_sum / y to nearest; a plain division errs to one side for one y, by 0.1 ulp, which sums over a batch collect.
+    q = b_sum / y
+    b_mean = q + tl.fma(-q, y, b_sum) / y
     b_diff = tl.where(m_x, b_v - b_mean[None, :], 0.0)
     tl.store(p_mean + o_out, b_mean)
     tl.store(p_m2 + o_out, tl.sum(b_diff * b_diff, axis=0))
     tl.store(p_count + i_n * TILES + i_tile, count)
-    tl.store(p_y + i_n.to(tl.int64) * 128 * S + (o_c[None, :] * S + o_p[:, None]), b_v, mask=m_x)
+    tl.store(p_y + i_n.to(tl.int64) * 128 * 39304 + (o_c[None, :] * 39304 + o_p[:, None]), b_v, mask=m_x)
 
 
 @triton.jit
@@ -248,19 +231,18 @@ def finish_kernel(
     p_rstd,  # [N·G]
     p_gamma,
     p_beta,
-    BLOCK_S: tl.constexpr = 1024,
 ):
     i_row = tl.program_id(0) // 39
     base = i_row.to(tl.int64) * 39304
     o_c = i_row % 128
-    o_s = tl.program_id(0) % 39 * BLOCK_S + tl.arange(0, BLOCK_S)
+    o_s = tl.program_id(0) % 39 * 1024 + tl.arange(0, 1024)
     m_x = o_s < 39304
     b_x = tl.load(p_x + base + o_s, mask=m_x, other=0.0).to(tl.float32)
     o_g = i_row // 16
     mean = tl.load(p_mean + o_g)
     rstd = tl.load(p_rstd + o_g)
-    gamma = tl.load(p_gamma + o_c).to(b_x.dtype)
-    beta = tl.load(p_beta + o_c).to(b_x.dtype)
+    gamma = tl.load(p_gamma + o_c)
+    beta = tl.load(p_beta + o_c)
     tl.store(p_y + base + o_s, (b_x - mean) * (rstd * gamma) + beta, mask=m_x)
 
 
@@ -282,8 +264,7 @@ def conv_relu_norm(x: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor) -> Te
     squares = torch.empty_like(means)
     counts = x.new_empty((16, 308))
     # Implicit GEMM: every tap is a shifted read of the packed input.
-    d_x = TensorDescriptor(high, [628864, 192], [64, 1], [128, 64])
-    d_x_low = TensorDescriptor(low, [628864, 192], [64, 1], [128, 64])
+    d_x, d_x_low = (TensorDescriptor(plane, [628864, 192], [64, 1], [128, 64]) for plane in (high, low))
     d_w = TensorDescriptor(packed_weight, [128, 3456], [3456, 1], [128, 64])
     convolve_kernel[(4928,)](d_x, d_x_low, d_w, unscale, value, means, squares, counts, num_warps=8)
     mean = x.new_empty((128,))
@@ -305,25 +286,22 @@ class ConvReluNorm(torch.autograd.Function):
     """The kernels forward; backward, PyTorch's derivative of the calls they replace."""
 
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+    def forward(ctx, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
         return conv_relu_norm(*tensors)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         return torch.func.vjp(conv_relu_norm_by_pytorch, *ctx.saved_tensors)[1](grad)
 
 
-def fits(tensors: tuple[Tensor, ...], expected: tuple[Any, ...]) -> bool:
+def fits(tensors: tuple[Tensor, ...], expected: tuple[tuple, ...]) -> bool:
     """Whether the kernels take these tensors; PyTorch's operators take all others."""
     x = tensors[0]
-    return (
-        x.is_cuda
-        and not torch.is_autocast_enabled("cuda")
-        and torch.cuda.get_device_capability(x.device) == (9, 0)  # what the tiles were chosen for
-        and all(t.dtype == torch.float32 and t.device == x.device for t in tensors)
-        and all(t.shape == e and t.is_contiguous() for t, e in zip(tensors, expected))
-    )
+    is_card = x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0)  # what the tiles were chosen for
+    is_plain = all(t.dtype == torch.float32 and t.is_contiguous() and t.device == x.device for t in tensors)
+    is_like = tuple(t.shape for t in tensors) == expected
+    return is_card and is_plain and is_like and not torch.is_autocast_enabled("cuda")
 
 
 class ModelNew(nn.Module):

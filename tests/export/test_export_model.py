@@ -249,7 +249,7 @@ def test_a_long_docstring_keeps_its_quotes(tmp_path: Path) -> None:
     made, _, _ = export_text(text, tmp_path)
     (tmp_path / "file.py").write_text(made.text, encoding="utf-8")
     assert ruff(tmp_path / "file.py") == ""
-    assert 'class ModelNew(nn.Module):\n    """\n    A very very' in made.text
+    assert 'class ModelNew(nn.Module):\n    """A very very' in made.text
 
 
 def test_a_file_built_otherwise_runs_without_kernels(tmp_path: Path) -> None:

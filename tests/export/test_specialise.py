@@ -45,6 +45,14 @@ def assert_becomes(before: str, after: str, **constants: object) -> None:
         ("x.to(DTYPE)", "x.to(tl.float32)"),
         ("x * NEGATIVE + f(NEGATIVE)", "x * -2 + f(-2)"),
         ("BEFORE(x[None, :], N, y)", "relu(x[None, :])"),
+        ("N // 3 // SIZE", "N // 192"),
+        ("N % SIZE % BLOCK + N % BLOCK // SIZE", "N % 16"),
+        ("N // 48 * 3 + N // BLOCK % 3", "N // 16"),
+        ("N // 3 * 3 + N % 3", "N"),
+        ("(N // BLOCK < 4) & (FLAG & (M < 3))", "(N < 64) & (M < 3)"),
+        ("N // BLOCK * 3 + N % ONE", "N // 16 * 3"),
+        ("f(tl.cdiv(100, 1) // BLOCK)", "f(6)"),
+        ("N % BLOCK % SIZE + N // 7 * 3 + N // 2 % 3", "N % 16 % 64 + N // 7 * 3 + N // 2 % 3"),
         # What may be a block, or not a whole number, is left alone.
         ("x % ONE + y * ZERO", "x % 1 + y * 0"),
         ("(tl.arange(0, SIZE) % ONE)[:, None]", "(tl.arange(0, 64) % 1)[:, None]"),
@@ -186,12 +194,32 @@ def test_local_constants() -> None:
     """
     after = """
     def f(p_y, n):
-        K: tl.constexpr = 4096
         i_b = n % 1
         o_p = tl.program_id(0)
-        tl.store(p_y + o_p + i_b, K)  # [64]
+        tl.store(p_y + o_p + i_b, 4096)  # [64]
     """
     assert_becomes(before, after, C=64, BLOCK=64)
+
+
+def test_a_loop_of_one_round_is_its_body() -> None:
+    before = """
+    def f(p_y, n, BLOCK: tl.constexpr):
+        for start in range(0, 48, BLOCK):
+            o = start + tl.arange(0, BLOCK)
+            tl.store(p_y + o, n)
+        for k in range(2):
+            i = k // 1
+            tl.store(p_y + i, i)
+    """
+    after = """
+    def f(p_y, n):
+        o = tl.arange(0, 64)
+        tl.store(p_y + o, n)
+        for k in range(2):
+            tl.store(p_y + k, k)
+    """
+    assert_becomes(before, after, BLOCK=64)
+    assert "for start in" in cut(before, BLOCK=32)
 
 
 def test_a_decided_parameter_that_is_overwritten() -> None:

@@ -84,7 +84,7 @@ MUTANTS = [
     ("convolve_boxes", "(x + PW * NEIGHBOURS) // NEIGHBOURS - PW", "x // NEIGHBOURS", "same"),
     ("convolve_boxes", "% KH - PH", "% KH", "flat"),
     ("convolve_boxes", "D + PD - z0)", "D - z0)", "transposed"),
-    ("epilogue", "b_sum / tl.maximum(count, 1.0)", "b_sum / (count + 1.0)", "same"),
+    ("epilogue", "quotient(b_sum, tl.maximum(count, 1.0))", "b_sum / (count + 1.0)", "same"),
     ("convolve_boxes", "(2, 0, 1))", "(2, 1, 0))", "uneven taps"),
 ]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from postlude.export.source import Comment
@@ -17,6 +18,7 @@ RANGES = ("range", "tl.range", "tl.static_range")
 _EFFECTS = ("store", "atomic", "device_", "static_", "debug_", "inline_asm", "assume")
 _PURE_METHODS = ("to", "load", "sum", "max", "min", "reshape", "view", "trans", "permute", "broadcast_to", "cast")
 _PURE_BUILTINS = ("range", "len", "min", "max", "abs", "int", "float", "bool")
+_TRITON = SimpleNamespace(cdiv=lambda x, y: -(-x // y))
 Stores = dict[str, list[tuple[ast.stmt, ast.expr | None]]]
 
 
@@ -26,6 +28,9 @@ def value_of(node: ast.expr, known: Mapping[str, object]) -> Any:
         return node.value
     if isinstance(node, ast.Name):
         return known.get(node.id, UNKNOWN)
+    if isinstance(node, ast.Call) and name_of(node.func) == "tl.cdiv":
+        parts = [value_of(part, known) for part in node.args]
+        return _TRITON.cdiv(*parts) if all(type(part) is int and part > 0 for part in parts) else UNKNOWN
     parts = [value_of(part, known) for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
     if not isinstance(node, _PLAIN) or UNKNOWN in parts:
         return UNKNOWN
@@ -34,7 +39,7 @@ def value_of(node: ast.expr, known: Mapping[str, object]) -> Any:
             return UNKNOWN
         if isinstance(node.op, _ROUNDING) and (min(parts) < 0 or parts[1] == 0):
             return UNKNOWN  # the device rounds towards 0, Python rounds down
-    return eval(ast.unparse(node), {"__builtins__": {}}, dict(known))
+    return eval(ast.unparse(node), {"__builtins__": {}, "tl": _TRITON}, dict(known))
 
 
 def name_of(node: ast.expr) -> str:
@@ -47,11 +52,13 @@ def name_of(node: ast.expr) -> str:
     return f"{owner if owner.split('.')[0] in ('tl', 'triton') else ''}.{node.attr}"
 
 
-def is_pure(node: ast.AST) -> bool:
-    """Whether evaluation has no side effects: no store, and no call of a function other than Triton's own."""
+def is_pure(node: ast.AST, helpers: Collection[str] = ()) -> bool:
+    """Whether evaluation has no side effects: no store, and no call of a function other than Triton's own and these."""
     for part in ast.walk(node):
         if isinstance(part, ast.Call):
             owner, _, last = name_of(part.func).rpartition(".")
+            if last in helpers and isinstance(part.func, ast.Name):
+                continue
             if owner:
                 allowed = not last.startswith(_EFFECTS)
             else:
@@ -63,10 +70,22 @@ def is_pure(node: ast.AST) -> bool:
 
 def never_runs(node: ast.For) -> bool:
     """A loop over a range that is known to be empty."""
+    found = _range_of(node, {})
+    return found is not None and not found
+
+
+def only_round(node: ast.For, known: Mapping[str, object]) -> int | None:
+    """The first number of a loop over a range that is known to have one; None if the loop assigns it."""
+    found = _range_of(node, known)
+    is_left = stored_names(node.target).isdisjoint(set[str]().union(*map(stored_names, node.body)))
+    return found[0] if found is not None and len(found) == 1 and is_left else None
+
+
+def _range_of(node: ast.For, known: Mapping[str, object]) -> range | None:
     if not isinstance(node.iter, ast.Call) or name_of(node.iter.func) not in RANGES or node.iter.keywords:
-        return False
-    limits = [value_of(argument, {}) for argument in node.iter.args]
-    return all(type(limit) is int for limit in limits) and len(limits) < 3 and not range(*limits)
+        return None
+    limits = [value_of(argument, known) for argument in node.iter.args]
+    return range(*limits) if all(type(limit) is int for limit in limits) and 0 not in limits[2:] else None
 
 
 def stores(function: ast.FunctionDef) -> Stores:
@@ -185,6 +204,12 @@ class Liveness:
             self.dead.append(node)
             return after
         return (after | names if isinstance(node, ast.AugAssign) else after - names) | reads(node)
+
+
+def owners(node: ast.AST) -> set[str]:
+    """The names that an attribute is read of, such as x in x.to: no number can replace them."""
+    found = (part.value for part in ast.walk(node) if isinstance(part, ast.Attribute))
+    return {owner.id for owner in found if isinstance(owner, ast.Name)}
 
 
 def reads(node: ast.AST) -> set[str]:

@@ -21,12 +21,12 @@ class {Name}(torch.autograd.Function):
     """The kernels forward; backward, PyTorch's derivative of the calls they replace."""
 
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+    def forward(ctx, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward({kept})
         return {name}(*tensors)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
 {backward}'''
 _BY_VJP = "        return torch.func.vjp({name}_by_pytorch, *ctx.saved_tensors)[1](grad)\n"
 # Running statistics move on before the backward pass, which does not read them: they are None in it.
@@ -57,15 +57,19 @@ def recomputing_class(chain: Chain, name: str, names: Mapping[int, str], tensors
     return {plain: plain_function(chain, plain, names, tensors), class_name(name): fold(text)}
 
 
+def returning(lines: Sequence[str], result: str) -> list[str]:
+    """The statements and a return of the result, which the last of them may have made."""
+    *body, last = lines
+    end = last.removeprefix(f"    {result} = ")
+    return [*body, *([f"    return {end}"] if end != last else [last, f"    return {result}"])]
+
+
 def plain_function(chain: Chain, name: str, names: Mapping[int, str], tensors: Sequence[Tensor]) -> str:
     program = plain_program(chain, tensors)
     text = ProgramText(program, names)
     if _is_straight(program):
         text.words |= {b.number: "value" for item in program.forward for b in getattr(item, "results", ())}
-    *body, last = text.forward_lines()
-    result = text.words[program.result.number]
-    end = last.removeprefix(f"    {result} = ")
-    lines = [*body, *([f"    return {end}"] if end != last else [last, f"    return {result}"])]
+    lines = returning(text.forward_lines(), text.words[program.result.number])
     arguments = [f"{names[slot]}: Tensor" for slot in range(len(chain.roles))]
     head = call(f"def {name}", arguments, after=" -> Tensor:", indent=0)
     return fold("\n".join([*head, *docstring(f"{chain}, by PyTorch."), *lines]) + "\n")
@@ -113,14 +117,14 @@ def kept_class(chain: Chain, name: str, names: Mapping[int, str], text: ProgramT
         *docstring(f"{chain}: kernels both ways, the second from what the first kept."),
         "",
         "    @staticmethod",
-        *call("def forward", ["ctx: Any", *(f"{slot}: Tensor" for slot in slots)], after=" -> Tensor:"),
+        *call("def forward", ["ctx", *(f"{slot}: Tensor" for slot in slots)], after=" -> Tensor:"),
         *forward,
         *call("ctx.save_for_backward", words, indent=8),
         f"        return {text.words[program.result.number]}",
         "",
         "    @staticmethod",
         "    @once_differentiable",
-        f"    def backward(ctx: Any, {grad}: Tensor) -> tuple[Tensor | None, ...]:",
+        f"    def backward(ctx, {grad}: Tensor) -> tuple[Tensor | None, ...]:",
         *(["        needs = ctx.needs_input_grad"] if "needs[" in guarded else []),
         *_unpacked(words),
         f"        {grad} = {grad}.contiguous({layout})",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from postlude.chain import Chain, Normalize
-from postlude.export.autograd import class_name, kept_class, recomputing_class, rest_lines
+from postlude.export.autograd import class_name, kept_class, recomputing_class, rest_lines, returning
 from postlude.export.cuda import COMPILE
 from postlude.export.device_text import Kernel
 from postlude.export.layout import call, docstring, fold
@@ -70,7 +70,7 @@ def chain_text(
     else:
         program = inference_program(plan, chain, given_by(tensors))
         text = ProgramText(program, names, RESERVED, functions=kernels)
-        body = [*text.forward_lines(), f"    return {text.words[program.result.number]}"]
+        body = returning(text.forward_lines(), text.words[program.result.number])
         functions = _function(chain, name, names, body) | recomputing_class(chain, name, names, tensors)
     given = program.given[: len(program.given) - drawn]
     functions = {word: fold(re.sub(r"\bSOURCE", f"SOURCE{number}", body)) for word, body in functions.items()}

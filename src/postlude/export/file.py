@@ -8,6 +8,7 @@ from typing import Any
 
 from postlude.cards import capability_of
 from postlude.export.chain_text import ChainText
+from postlude.export.inlining import put_in_place
 from postlude.export.layout import call
 from postlude.export.original import Original, model_text
 from postlude.plan.calls import Buffer
@@ -44,7 +45,7 @@ def assemble(
     sources = {name: source for chain in chains for name, source in chain.sources.items()}
     shapes = {chain.shapes_name: shapes_text(chain) for chain in chains}
     model = model_text(original, forward, values, reads_settings)
-    kernels = [kernel.text for kernel in chains[-1].kernels]
+    kernels = [kernel.text for kernel in put_in_place(chains[-1].kernels)]
     body = [*kernels, *functions.values(), fits_text(chains, architecture), *original.helpers, model]
     cuda = [f'{name} = r"""\n{source}"""\n' for name, source in sources.items()]
     text = "".join(f"{part.rstrip()}\n\n\n" for part in body).rstrip() + "\n"
@@ -83,39 +84,33 @@ def _entry(buffer: Buffer) -> str:
 
 
 _FITS = '''\
-def fits(tensors: tuple[Tensor, ...], expected: tuple[Any, ...]) -> bool:
+def fits(tensors: tuple[Tensor, ...], expected: tuple[tuple, ...]) -> bool:
     """Whether the kernels take these tensors; PyTorch's operators take all others."""
     x = tensors[0]
-    return (
-        x.is_cuda
-        and not torch.is_autocast_enabled("cuda")
-        and {checks}
-    )
+    is_card = x.is_cuda and torch.cuda.get_device_capability(x.device) {card}
+{checks}
 '''
 
 
 def fits_text(chains: Sequence[ChainText], architecture: str) -> str:
     """The check for exactly the shapes, dtypes and layouts of the kernels; PyTorch runs anything else."""
     if all(chain.plan.own is None for chain in chains):
-        wanted = ">= (8, 0)"
+        card = ">= (8, 0)"
     else:
         major, minor = capability_of(architecture)
-        wanted = f"== ({major}, {minor})  # what the tiles were chosen for"
-    checks = [f"torch.cuda.get_device_capability(x.device) {wanted}"]
+        card = f"== ({major}, {minor})  # what the tiles were chosen for"
     if all(map(_is_plain, chains)):
         dtypes = {chain.given[0].dtype for chain in chains}
         assert len(dtypes) == 1, "chains of several dtypes say so in their entries"
-        checks += [
-            f"all(t.dtype == torch.{dtypes.pop()} and t.device == x.device for t in tensors)",
-            "all(t.shape == e and t.is_contiguous() for t, e in zip(tensors, expected))",
-        ]
+        same, what = f"t.dtype == torch.{dtypes.pop()} and t.is_contiguous() and ", "t.shape"
     else:
-        checks += [
-            "all(t.device == x.device for t in tensors)",
-            "all((t.shape, t.stride(), t.dtype) == e for t, e in zip(tensors, expected))",
-        ]
-    if any(chain.is_aligned for chain in chains):
-        checks.append("x.data_ptr() % 16 == 0  # as tensor descriptors ask")
+        same, what = "", "(t.shape, t.stride(), t.dtype)"
+    lines = []
     if any(chain.sources for chain in chains):
-        checks.append("CUDA_HOME is not None  # torch's way to NVRTC asks for it")
-    return _FITS.replace("{checks}", "\n        and ".join(checks))
+        lines.append("is_card = is_card and CUDA_HOME is not None  # torch's way to NVRTC asks for it")
+    lines.append(f"is_plain = all({same}t.device == x.device for t in tensors)")
+    if any(chain.is_aligned for chain in chains):
+        lines.append("is_plain = is_plain and is_card and x.data_ptr() % 16 == 0  # as tensor descriptors ask")
+    lines.append(f"is_like = tuple({what} for t in tensors) == expected")
+    lines.append('return is_card and is_plain and is_like and not torch.is_autocast_enabled("cuda")')
+    return _FITS.replace("{card}", card).replace("{checks}", "\n".join(f"    {line}" for line in lines))

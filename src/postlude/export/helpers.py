@@ -11,6 +11,7 @@ from postlude.export.device_text import Kernel, cut, library
 from postlude.export.layout import WIDTH, fold
 from postlude.export.rules import Replaced, rewritten
 from postlude.export.simplify import simplified_helper
+from postlude.export.single import in_single
 from postlude.export.source import Comment, parse, text_of, written
 from postlude.plan.calls import Word
 from postlude.words import POINTWISE
@@ -22,8 +23,15 @@ def kernel_of(function: ast.FunctionDef) -> Kernel:
     return Kernel(function.name, fold(text_of(function)), tuple(arg.arg for arg in function.args.args))
 
 
-def with_helpers(functions: Sequence[Kernel], values: Mapping[str, object]) -> list[Kernel]:
-    """The functions with their helpers before them. `values` are the kernel's numbers that keep their names."""
+def shorter(kernel: Kernel) -> Kernel:
+    """The function with what it says simplified. It keeps its parameters, because its callers pass them all."""
+    made = cut(kernel.text, {}, {})
+    return made if made.parameters == kernel.parameters else kernel
+
+
+def with_helpers(functions: Sequence[Kernel], values: Mapping[str, object], single: bool) -> list[Kernel]:
+    """The functions with their helpers before them. `values` are the kernel's numbers that keep their names; with
+    `single` nothing is float64."""
     trees = {function.name: parse(function.text) for function in functions}
     helpers: list[str] = []
     while (helper := _next_helper(trees)) is not None:
@@ -31,7 +39,8 @@ def with_helpers(functions: Sequence[Kernel], values: Mapping[str, object]) -> l
         calls = [call for tree in trees.values() for call in _calls(tree, helper)]
         shared = {word: value for place, word in enumerate(parameters)
                   if (value := _shared([call.args[place] for call in calls], values)) is not None}  # fmt: skip
-        made = cut(simplified_helper(helper, library()[helper], shared), shared, {})
+        source = simplified_helper(helper, library()[helper], shared)
+        made = cut(in_single(source) if single else source, shared, {})
         for call in calls:
             call.args = [call.args[parameters.index(word)] for word in made.parameters]
         trees[helper] = parse(made.text)

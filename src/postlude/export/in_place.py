@@ -65,7 +65,7 @@ def _given(call: ast.Call, shared: ast.FunctionDef) -> dict[str, ast.expr]:
     return dict(zip((arg.arg for arg in shared.args.args), call.args, strict=True))
 
 
-class _InPlace(ast.NodeTransformer):
+class InPlace(ast.NodeTransformer):
     """Replaces names by other names, or by expressions if they are only read."""
 
     def __init__(self, words: Mapping[str, ast.expr]) -> None:
@@ -91,7 +91,7 @@ class _Expressions(ast.NodeTransformer):
         shared = self.functions.get(_called(node))
         if shared is None or not isinstance(only := _body(shared)[0], ast.Return):
             return node
-        return _InPlace(_given(node, shared)).visit(copy.deepcopy(only.value))  # type: ignore
+        return InPlace(_given(node, shared)).visit(copy.deepcopy(only.value))  # type: ignore
 
 
 def _statements(node: ast.stmt, functions: Mapping[str, ast.FunctionDef], after: set[str]) -> list[ast.stmt]:
@@ -106,7 +106,7 @@ def _statements(node: ast.stmt, functions: Mapping[str, ast.FunctionDef], after:
         raise ValueError(f"{name} gives {len(results)} values for {len(targets)} names")
     pairs = [(target, result) for target, result in zip(targets, results) if ast.unparse(target) != "_"]
     words = {r.id: target for target, r in pairs if isinstance(r, ast.Name) and r.id not in given} | given
-    change = _InPlace(words)
+    change = InPlace(words)
     made = [change.visit(copy.deepcopy(part)) for part in body if part is not last or not results]
     for target, result in pairs:
         value = change.visit(copy.deepcopy(result))

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Collection
 
-from postlude.export.analysis import Liveness, is_pure, name_of, reads, stored_names
+from postlude.export.analysis import Liveness, is_pure, name_of, owners, reads, stored_names
 from postlude.export.rules import Replaced, single_values
 from postlude.export.source import remark_of, written
 
-SHORT = 40  # characters of an expression that may be part of another
-_LONG = 100  # of the statement that it becomes a part of
+SHORT = 46  # characters of an expression that may be part of another
+_LONG = 108  # of the statement that it becomes a part of
 _SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)
 
 
-def join(function: ast.FunctionDef) -> None:
-    """Inlines expressions. A statement with a remark, such as a shape, keeps its line, and so does one that is read
-    inside a loop or a branch, where it would be computed again. Loads stay in their order."""
+def join(function: ast.FunctionDef, helpers: Collection[str] = ()) -> None:
+    """Inlines expressions, of Triton's functions and these. A statement with a remark, such as a shape, keeps its line,
+    and so does one that is read inside a loop or a branch, where it would be computed again. Loads stay in their order.
+    """
     _put_in_numbers(function)
-    _join_block(function, function.body, 4)
+    _join_block(function, function.body, 4, helpers)
 
 
 def _put_in_numbers(function: ast.FunctionDef) -> None:
@@ -27,8 +29,7 @@ def _put_in_numbers(function: ast.FunctionDef) -> None:
         for name, value in single_values(function).items()
         if isinstance(value, ast.Constant) and type(value.value) is int and name.islower()
     }
-    owners = (n.value for n in ast.walk(function) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name))
-    numbers = {name: value for name, value in numbers.items() if name not in {owner.id for owner in owners}}
+    numbers = {name: value for name, value in numbers.items() if name not in owners(function)}
     for statement in function.body:
         Replaced(numbers).visit(statement)
     for block in _blocks(function):
@@ -41,13 +42,13 @@ def _blocks(node: ast.AST) -> list[list[ast.stmt]]:
     return [block for block in found if block]
 
 
-def _join_block(function: ast.FunctionDef, block: list[ast.stmt], indent: int) -> None:
+def _join_block(function: ast.FunctionDef, block: list[ast.stmt], indent: int, helpers: Collection[str]) -> None:
     for node in block:
-        for inner in (getattr(node, "body", []), getattr(node, "orelse", [])):
-            _join_block(function, inner, indent + 4)
+        for inner in filter(None, (getattr(node, "body", []), getattr(node, "orelse", []))):
+            _join_block(function, inner, indent + 4, helpers)
     live = Liveness(function)
     for place in reversed(range(len(block))):
-        if _is_joined(live, block, place, indent):
+        if is_pure(block[place], helpers) and _is_joined(live, block, place, indent):
             del block[place]
 
 
@@ -63,6 +64,8 @@ def _is_joined(live: Liveness, block: list[ast.stmt], place: int, indent: int) -
         return False
     after = next((at for at in range(place + 1, len(block)) if name in reads(block[at])), None)
     if after is None or not isinstance(reader := block[after], _SIMPLE):
+        return False
+    if _loads(node.value) and (after > place + 1 or _loads(reader) or not isinstance(reader, ast.Assign)):
         return False
     between = set[str]().union(*(stored_names(other) for other in block[place + 1 : after]))
     is_overwritten = name in stored_names(reader) and not isinstance(reader, ast.AugAssign)
@@ -82,5 +85,11 @@ def _is_joined(live: Liveness, block: list[ast.stmt], place: int, indent: int) -
 def _may_move(value: ast.expr) -> bool:
     calls = [name_of(node.func) for node in ast.walk(value) if isinstance(node, ast.Call)]
     is_number = isinstance(value, ast.Constant)  # 0.to is not valid Python
-    stays = any(call.endswith(("load", "dot")) for call in calls)  # three products in one line would be hard to read
-    return not is_number and not stays and is_pure(value) and len(written(value)) <= SHORT
+    stays = any(call.endswith("dot") for call in calls)  # three products in one line would be hard to read
+    return not is_number and not stays and len(written(value)) <= SHORT
+
+
+def _loads(node: ast.AST) -> bool:
+    """Whether something is loaded; a kernel's loads and stores keep their order."""
+    calls = (name_of(part.func) for part in ast.walk(node) if isinstance(part, ast.Call))
+    return any(call.endswith("load") for call in calls)

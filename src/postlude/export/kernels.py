@@ -11,16 +11,19 @@ from typing import Any
 
 from postlude.export.analysis import name_of
 from postlude.export.device_text import Kernel, changed, cut, library
-from postlude.export.helpers import kernel_of, with_helpers
+from postlude.export.helpers import kernel_of, shorter, with_helpers
 from postlude.export.joined import join
 from postlude.export.layout import fold
+from postlude.export.repeats import pure_helpers, remove_repeats
 from postlude.export.rules import rewritten
 from postlude.export.simplify import has_all_channels, simplified
+from postlude.export.single import is_single, without_casts
 from postlude.export.source import parse, written
 from postlude.export.specialise import Inline, rename
 from postlude.plan.calls import Argument, Buffer, Descriptor, KernelCall, Steps
 
-_INFIX = {"add": Inline("{0} + {1}"), "mul": Inline("{0} * {1}")}
+_INFIX = {"add": "{0} + {1}", "mul": "{0} * {1}", "sub": "{0} - {1}", "rsub": "{1} - {0}"}
+_INFIX |= {"div": "{0} / {1}", "rdiv": "{1} / {0}"}
 # Spatial sizes and tile sizes that a kernel reads several times keep their names; other names become numbers.
 _SIZE_WORDS = (
     "D H W S L OD OH OW ROW_PITCH SLICE_PITCH SLICE_ROWS SAMPLE_ROWS M_PER_SAMPLE ROWS PACKED_ROWS TAP_ROWS PRODUCT_M "
@@ -31,6 +34,7 @@ _TILE_WORDS = (
     "STAGES"
 )
 _SIZES, _TILES = frozenset(_SIZE_WORDS.split()), frozenset(_TILE_WORDS.split())
+_FEW_READS = 2  # of tile sizes that need no names
 _HINT = re.compile(r"(?m)^ +(\w+) = \1 // ALIGN \* ALIGN.*\n")
 
 
@@ -66,29 +70,43 @@ def cut_kernel(call: KernelCall, words: Mapping[int, str], slots: Mapping[int, s
         if re.fullmatch(r"a\d", word) and isinstance(value, Buffer)
     }
     names = {**pointers, call.kernel: name}
+    single = is_single(call, source)
+    plain = [word for word in pointers if getattr(given[word], "dtype", "") == "float32"] if single else []
     functions: list[Kernel] = []
     for word, value in constants.items():
         if isinstance(value, Steps):
             text = value.text.replace(", mask=m_c, other=0.0", "") if has_all_channels(call) else value.text
+            text = without_casts(text, plain)
             function, constants[word] = _steps(replace(value, text=text), pointers, slots, constants.get("C", 0))
             functions += [] if function is None else [function]
     keep, kernel = _named_sizes(source, constants, names)
     if len(functions) == 1 and (joined := inlined(kernel, functions[0])) is not None:
         functions, kernel = [], joined
     values = {word: constants[word] for word in keep}
-    *functions, kernel = with_helpers([*functions, kernel], values)
+    *functions, kernel = with_helpers([*functions, kernel], values, single)
     uses = _uses(kernel)
     unread = {word: values.pop(word) for word in keep if not uses[word]}  # except by a helper, which has the number now
     kernel = _with_defaults(cut(kernel.text, unread, {}), values)
     places = {names.get(word, word): value for word, value in given.items()}
-    made = tuple(map(_joined, (*functions, kernel)))
+    kernel = _joined(kernel)
+    uses = _uses(kernel)
+    tiles = {word: value for word, value in values.items() if word in _TILES}
+    if tiles and all(uses[word] <= _FEW_READS for word in tiles):
+        made = (*map(_joined, functions), _joined(cut(kernel.text, tiles, {})))
+    else:
+        made = (*map(_joined, functions), kernel)
     return CutKernel(made, tuple(places[word] for word in kernel.parameters if word not in values))
 
 
 def _joined(kernel: Kernel) -> Kernel:
-    function = parse(kernel.text)
-    join(function)
-    return kernel_of(function)
+    """The kernel in fewer statements. What was joined may be simpler as a whole, and the same as a line above it."""
+    text = ""
+    while text != kernel.text:
+        text, function = kernel.text, parse(kernel.text)
+        join(function, pure_helpers())
+        remove_repeats(function)
+        kernel = shorter(kernel_of(function))
+    return kernel
 
 
 def _uses(kernel: Kernel) -> Counter[str]:
@@ -117,7 +135,7 @@ def _one_unit(source: str) -> str:
     """The text without the loop over units, because each program has one."""
     loop = "    for unit in range(tl.program_id(0), UNITS, tl.num_programs(0)):\n"
     head, body = changed(source, {loop: "\f"}).split("\f")
-    return f"{head}    unit = tl.program_id(0)\n" + re.sub(r"(?m)^    (?=    )", "", body)
+    return head + re.sub(r"\bunit\b", "tl.program_id(0)", re.sub(r"(?m)^    (?=    )", "", body))
 
 
 def _named_sizes(
@@ -155,7 +173,7 @@ def _steps(
     )
     order = [arg.arg for arg in parse(steps.text).args.args]
     constants: dict[str, object] = {"C": channels} if steps.name == "moments" else {}
-    made = cut(text, {**constants, **_INFIX}, renamed)
+    made = cut(text, {**constants, **{word: Inline(form) for word, form in _INFIX.items()}}, renamed)
     places = {renamed.get(name, name): f"{{{number}}}" for number, name in enumerate(order)}
     first = parse(made.text).body[0]
     if isinstance(first, ast.Return) and first.value is not None and not isinstance(first.value, ast.Tuple):

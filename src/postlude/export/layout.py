@@ -56,6 +56,22 @@ def fold(text: str) -> str:
     return "\n".join(line for lines in folded for line in lines)
 
 
+def refilled(text: str) -> str:
+    """The text of a device function with sentences and docstrings rewrapped, which were written for less room."""
+    text = re.sub(r"(?m)^( *)#(.*[^.:])\n(?:\1#(.*)(?:\n|$))", _two_lines, text)
+    return _DOCSTRING.sub(_one_paragraph, text)
+
+
+def _two_lines(match: re.Match[str]) -> str:
+    """A sentence over two lines of comment on one, if that has room."""
+    line = f"{match[1]}#{match[2]}{match[3]}"
+    return f"{line}\n" if len(line) <= WIDTH else match[0]
+
+
+def _one_paragraph(match: re.Match[str]) -> str:
+    return "\n".join(docstring(" ".join(match[2].split()), len(match[1])))
+
+
 def _is_within(text: str) -> bool:
     return all(len(line) <= WIDTH for line in text.split("\n"))
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from postlude.errors import PostludeError
 from postlude.export.forward import ORIGINAL, literal
-from postlude.export.layout import WIDTH, call, fold, parts_of
+from postlude.export.layout import WIDTH, call, docstring, fold, parts_of
 
 _TORCH = ("torch", "triton")
 _FUNCTIONS = ("get_inputs", "get_init_inputs")
@@ -149,13 +149,12 @@ def model_text(
             is_apart = isinstance(statement, ast.FunctionDef) or _is_docstring(statement)
             lines += ["", *gap] if is_apart and not (gap and not gap[0]) else gap
     renamed = "\n".join(lines).replace("class Model(", "class ModelNew(", 1).replace("super(Model, self)", "super()")
-    return fold(_SENTENCE.sub(_on_one_line, renamed) + "\n")
+    return fold(_SENTENCE.sub(_in_few_lines, renamed) + "\n")
 
 
-def _on_one_line(match: re.Match[str]) -> str:
-    """A docstring of one paragraph, where there is room."""
-    line = f'{match[1]}"""{" ".join(match[2].split())}"""'
-    return line if len(line) <= WIDTH else match[0]
+def _in_few_lines(match: re.Match[str]) -> str:
+    """A docstring of one paragraph."""
+    return "\n".join(docstring(" ".join(match[2].split()), len(match[1])))
 
 
 def _is_docstring(node: ast.stmt) -> bool:

@@ -10,8 +10,8 @@ from postlude.export.buffer_names import BACKWARD, KERNELS, remark, words_for
 from postlude.export.cuda import cuda_text, launch_lines
 from postlude.export.device_text import Kernel
 from postlude.export.kernels import CutKernel, cut_kernel, written_places
+from postlude.export.layout import WIDTH, comment
 from postlude.export.layout import call as laid_out
-from postlude.export.layout import comment
 from postlude.export.torch_text import VIEWS, TorchText
 from postlude.plan.calls import Buffer, Call, CppCall, CudaCall, Descriptor, KernelCall, Program, TorchCall, buffers_in
 
@@ -192,19 +192,26 @@ class ProgramText:
             name, words = self.source_names[id(call)], [text.value(buffer) for buffer in call.arguments]
             return [f"{' ' * self.indent}{line}" for line in launch_lines(call, name, words, text.value(text.first))]
         cut, name = self.cuts[id(call)]
-        lines, arguments = [], []
+        arguments = []
+        made: dict[tuple[str, ...], dict[str, str]] = {}  # descriptors by what they have in common
         for word, value in zip(cut.kernel.parameters, call.arguments):
             if isinstance(value, Descriptor):
-                parts = [
-                    text.value(value.buffer),
-                    *(str(list(part)) for part in (value.shape, value.strides, value.block)),
-                ]
-                lines += laid_out("TensorDescriptor", parts, before=f"{word} = ", indent=self.indent)
-                arguments.append(word)
-            else:
-                arguments.append(text.value(value))
+                common = tuple(str(list(part)) for part in (value.shape, value.strides, value.block))
+                made.setdefault(common, {})[word] = text.value(value.buffer)
+            arguments.append(word if isinstance(value, Descriptor) else text.value(value))
+        lines = [line for common, words in made.items() for line in self._descriptors(words, common)]
         grid = call.grid
         while len(grid) > 1 and grid[-1] == 1:
             grid = grid[:-1]
         warps = [f"num_warps={call.warps}"] if call.warps != 4 else []
         return [*lines, *laid_out(f"{name}[{text.value(grid)}]", [*arguments, *warps], indent=self.indent)]
+
+    def _descriptors(self, words: Mapping[str, str], common: Sequence[str]) -> list[str]:
+        """Descriptors that differ only in their tensor, by their names."""
+        if len(words) > 1:
+            each, given = ", ".join(["plane", *common]), ", ".join(words.values())
+            line = f"{' ' * self.indent}{', '.join(words)} = (TensorDescriptor({each}) for plane in ({given}))"
+            if len(line) <= WIDTH:
+                return [line]
+        made = [("TensorDescriptor", [value, *common], f"{word} = ") for word, value in words.items()]
+        return [line for name, parts, before in made for line in laid_out(name, parts, before, indent=self.indent)]

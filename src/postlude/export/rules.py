@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import copy
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from postlude.export.analysis import (
@@ -16,13 +17,17 @@ from postlude.export.analysis import (
     is_pure,
     name_of,
     never_runs,
+    only_round,
+    owners,
     reads,
     stored_names,
     stores,
     value_of,
 )
+from postlude.export.arithmetic import simpler, simpler_comparison
 from postlude.export.source import Comment, is_empty
 
+_INTEGERS = ("tl.int32", "tl.int64")
 _ADDRESSED = ("tl.load", "tl.store", "tl.atomic_add", "tl.atomic_max", "tl.atomic_min")
 
 
@@ -89,7 +94,7 @@ class Folded(ast.NodeTransformer):
         right, op = value_of(node.right, {}), node.op
         number, other = (right, node.left) if type(right) is int else (value_of(node.left, {}), node.right)
         if type(number) is not int or number not in (0, 1):
-            return node
+            return simpler(node, self.kinds)
         is_right, kind = other is node.left, self.kinds(other)
         is_zero = number == 0 and isinstance(op, ast.Mult)
         if (is_zero or (number == 1 and isinstance(op, ast.Mod) and is_right)) and kind >= SCALAR:
@@ -97,7 +102,11 @@ class Folded(ast.NodeTransformer):
         is_factor = number == 1 and (isinstance(op, ast.Mult) or (isinstance(op, ast.FloorDiv) and is_right))
         is_term = number == 0 and (isinstance(op, ast.Add) or (isinstance(op, ast.Sub) and is_right))
         is_same = kind >= WHOLE or node in self.addresses
-        return other if (is_factor or is_term) and is_same else node
+        return other if (is_factor or is_term) and is_same else simpler(node, self.kinds)
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        found = self.generic_visit(node)
+        return simpler_comparison(found) if isinstance(found, ast.Compare) else found
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
         """Drops known parts of a condition; one decides it if nothing before it has side effects."""
@@ -119,8 +128,13 @@ class Folded(ast.NodeTransformer):
         return node if value is UNKNOWN else node.body if value else node.orelse
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
-        """Writes tl.expand_dims as indexing; the kernels use it only for a second axis of a one-dimensional block."""
+        """Writes tl.expand_dims as indexing; the kernels use it only for a second axis of a one-dimensional block. A 0
+        is one of every type."""
         self.generic_visit(node)
+        if isinstance(node.func, ast.Attribute) and node.args and name_of(node.args[0]) in _INTEGERS:
+            owner = value_of(node.func.value, self.known)
+            if node.func.attr == "to" and type(owner) is int and owner == 0:
+                return ast.Constant(0)
         axis = value_of(node.args[1], {}) if name_of(node.func) == "tl.expand_dims" else None
         if axis not in (0, 1):
             return node
@@ -153,9 +167,12 @@ def taken(node: ast.If, truth: bool) -> list[ast.stmt]:
 
 
 def decide(function: ast.FunctionDef, known: Mapping[str, object]) -> None:
-    """Replaces known conditions by the branch that is taken."""
+    """Replaces known conditions by the branch that is taken, and loops of one round by their body."""
 
     def change(node: ast.stmt) -> list[ast.stmt]:
+        if isinstance(node, ast.For) and (first := only_round(node, known)) is not None:
+            words = dict.fromkeys(stored_names(node.target), ast.Constant(first))
+            return [Replaced(words).visit(statement) for statement in node.body]
         value = value_of(node.test, known) if isinstance(node, ast.If) else UNKNOWN
         return [node] if value is UNKNOWN or not isinstance(node, ast.If) else taken(node, bool(value))
 
@@ -184,20 +201,41 @@ def _does_nothing(node: ast.stmt, read: set[str]) -> bool:
     return isinstance(node, ast.If) and is_empty([*node.body, *node.orelse]) and is_pure(node.test)
 
 
-def propagated(function: ast.FunctionDef) -> dict[str, ast.expr]:
-    """Substitutes locals that are just another name for a flag, for 0 or 1, or for another local; returns them."""
+def propagated(function: ast.FunctionDef, known: Mapping[str, object]) -> dict[str, ast.expr]:
+    """Substitutes locals that are just another name for a flag, a whole number, or another local; returns them."""
     singles, assigned = single_values(function), stores(function)
     names = {arg.arg for arg in function.args.args} - set(assigned) | set(singles)
-    words = {}
+    words: dict[str, ast.expr] = {}
     for name, value in singles.items():
-        constant = value_of(value, {})
-        is_flag = isinstance(constant, bool | str) or (type(constant) is int and constant in (0, 1))
-        if is_flag or (isinstance(value, ast.Name) and value.id in names):
+        constant = value_of(value, known)
+        if isinstance(constant, bool | str | int):
+            words[name] = ast.Constant(constant)
+        elif isinstance(value, ast.Name) and value.id in names:
             words[name] = value
+    words |= _loop_names(function, singles)
     words = {name: value for name, value in words.items() if not (isinstance(value, ast.Name) and value.id in words)}
     for statement in function.body:
         Replaced(words).visit(statement)
     return words
+
+
+def _loop_names(function: ast.FunctionDef, singles: Mapping[str, ast.expr]) -> dict[str, ast.expr]:
+    """Locals of a loop, read only there, that are another name for what it counts."""
+    found: dict[str, ast.expr] = {}
+    every = _times_read(function)
+    for loop in (node for node in ast.walk(function) if isinstance(node, ast.For)):
+        counted, inside = stored_names(loop.target), _times_read(loop)
+        changed = set[str]().union(*map(stored_names, loop.body))
+        for name in (changed & singles.keys()) - owners(loop):  # a loop may count in Python's numbers
+            value = singles[name]
+            if isinstance(value, ast.Name) and value.id in counted - changed and every[name] == inside[name]:
+                found[name] = value
+    return found
+
+
+def _times_read(node: ast.AST) -> Counter[str]:
+    names = (part for part in ast.walk(node) if isinstance(part, ast.Name))
+    return Counter(part.id for part in names if isinstance(part.ctx, ast.Load))
 
 
 def single_values(function: ast.FunctionDef) -> dict[str, ast.expr]:

@@ -21,13 +21,13 @@ _RANGES = (
     "tl.range(kd_first * (KH * BLOCKS_K), kd_end * (KH * BLOCKS_K), num_stages=STAGES)",
     "tl.range(kd_first * (KH * BLOCKS_K), kd_end * (KH * BLOCKS_K))",
 )
-# With strides no slice is skipped.
-_STRIDED = {
+# With strides no slice is skipped, and without padding along z there is none to skip.
+_WHOLE = {
     _SKIPPING: "",
     _RANGES[0]: "tl.range(KD * KH * BLOCKS_K, num_stages=STAGES)",
     _RANGES[1]: "tl.range(KD * KH * BLOCKS_K)",
 }
-# In 2-D there is none to skip.
+# In 2-D there is none either.
 _FLAT = {
     _SKIPPING: "",
     _RANGES[0]: "tl.range(KH * BLOCKS_K, num_stages=STAGES)",
@@ -39,11 +39,18 @@ _FLAT = {
                         row = row0 + (i // BLOCKS_K // KH) * SLICE_PITCH + (i // BLOCKS_K % KH) * ROW_PITCH
 """: "                        row = row0 + i // BLOCKS_K * ROW_PITCH\n",
 }
+# im2col along x alone: all taps of a position lie in one row of the input.
+_IN_ONE_ROW = {
+    "    t_y = o_j // UNFOLDED_W % UNFOLDED_H\n": "",
+    " - PH + t_y  # [C_PACKED]": " - PH",
+    "((y >= 0) & (y < H) & (z >= 0) & (z < D))[:, None]": "((y >= 0) & (y < H) & (z >= 0) & (z < D))",
+    "row[:, None] + o_x": "row + o_x",
+}
 
 
 def simplified(call: KernelCall, source: str) -> str:
     known = dict(call.numbers) | dict(call.constants)
-    function = parse(changed(source, _changes(call.kernel, known)))
+    function = parse(changed(source, _changes(call, known)))
     holding = _holding(call, known)
     if absent := [condition for condition in holding if condition not in source]:
         raise ValueError(f"the kernel says no {absent[0]!r}")
@@ -106,8 +113,8 @@ def _holding(call: KernelCall, known: Mapping[str, int]) -> set[str]:
     if call.kernel == "pack_residues_kernel":
         found |= {"o_c < C_PACKED"}
         found |= {"m_c"} if known["C"] == known["C_PACKED"] else set()
-    if call.kernel in ("pack_weight_kernel", "pack_phases_kernel") and _fills(known):
-        found |= {"o_c < C_IN"}
+    if call.kernel in ("pack_weight_kernel", "pack_phases_kernel"):
+        found |= {"o_c < C_IN"} if _fills(known) else set()
         found |= {"i_o < C_OUT"} if call.grid[0] == known["C_OUT"] else set()
     if call.kernel == "pack_weight_kernel" and known["NEIGHBOURS"] == 1:
         found |= {"kw >= 0", "kw < KW"}
@@ -116,15 +123,26 @@ def _holding(call: KernelCall, known: Mapping[str, int]) -> set[str]:
     return found
 
 
-def _changes(kernel: str, known: Mapping[str, int]) -> dict[str, str]:
+def _reads_no_padding(known: Mapping[str, int]) -> bool:
+    """Whether every tap along z of every output lies in a slice that holds input."""
+    return known["FIRST_SLICE"] <= 0 and known["OD"] + known["KD"] <= known["LAST_SLICE"] + 2
+
+
+def _changes(call: KernelCall, known: Mapping[str, int]) -> dict[str, str]:
     """Replacements for parts of a kernel's text."""
     changes: dict[str, str] = {}
+    kernel = call.kernel
+    if kernel == "unfold_input_kernel" and known["UNFOLDED_H"] == 1:
+        changes |= _IN_ONE_ROW
+    if kernel == "pack_weight_kernel" and call.grid[0] == known["C_OUT"]:
+        changes["  # up to C_OUT rounded to BLOCK_C"] = ""
     if kernel == "pack_input_kernel" and not known["PW"]:
         changes["    if tl.program_id(1) == 0:\n"] = "    if False:\n"
     if kernel == "pack_weight_kernel" and known["UNFOLDED_TAPS"] == 1:
         within = "UNFOLDED_TAPS + o % C_PACKED % UNFOLDED_TAPS"
         changes[f"tap = o // C_PACKED * {within}"] = "tap = o // C_PACKED"
-        changes[f"((o // (C_PACKED * SPAN)) * KW + kw) * {within}"] = "o // (C_PACKED * SPAN) * KW + kw"
+        tap = "o // C_PACKED" if known["NEIGHBOURS"] == 1 else "o // (C_PACKED * SPAN) * KW + kw"
+        changes[f"((o // (C_PACKED * SPAN)) * KW + kw) * {within}"] = tap
     if kernel == "pack_phases_kernel":
         changes["tap = o // C_PACKED * 1 + o % C_PACKED % 1"] = "tap = o // C_PACKED"
     if kernel == "pack_weight_kernel" and known["NEIGHBOURS"] == 1:
@@ -137,8 +155,8 @@ def _changes(kernel: str, known: Mapping[str, int]) -> dict[str, str]:
         changes["  # same value; the compiler sees the alignment and widens the stores"] = ""
         if known["KD"] == known["OD"] == 1:
             changes |= _FLAT
-        elif known["STRIDE_D"] * known["STRIDE_H"] * known["STRIDE_W"] > 1:
-            changes |= _STRIDED
+        elif known["STRIDE_D"] * known["STRIDE_H"] * known["STRIDE_W"] > 1 or _reads_no_padding(known):
+            changes |= _WHOLE
         if known["NEIGHBOURS"] == 1:
             reshape, scaling = (
                 "        b_v = tl.reshape(acc, [BLOCK_M * NEIGHBOURS, BLOCK_C])\n",

@@ -58,7 +58,7 @@ def specialise(
         rules.Folded(function, known).visit(function)
         rules.decide(function, known)
         rules.leave_out(function)
-        _say(function, rules.propagated(function))
+        _say(function, rules.propagated(function, known))
     _drop_unread(function)
     rename(function, names)
     return Specialised(text_of(function), tuple(arg.arg for arg in function.args.args))
@@ -106,7 +106,8 @@ def _say(function: ast.FunctionDef, values: Mapping[str, ast.expr]) -> None:
     words = {name: written(value) for name, value in values.items() if name.isupper()}
     for node in ast.walk(function):
         if remark := remark_of(node):
-            vars(node)["remark"] = with_words(remark, words)
+            plain = re.sub(r", (\w+) = [^,;]*", lambda m: "" if m[1] in words else m[0], remark)
+            vars(node)["remark"] = with_words(plain, words)
 
 
 def _drop_unread(function: ast.FunctionDef) -> None:

@@ -129,7 +129,7 @@ def _parts(x: Tensor) -> Tensor:
 
 
 def _grouped(value: Tensor, groups: int) -> Tensor:
-    return value.unflatten(2, (groups, -1))  # [N, K, C] as [N, K, G, C / G]
+    return value.reshape(*value.shape[:2], groups, -1)  # [N, K, C] as [N, K, G, C / G]
 
 
 def _of_channels(value: Tensor, like: Tensor) -> Tensor:

@@ -1,0 +1,60 @@
+"""Removes assignments that compute again what a name already holds, such as a load in what were two loops."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+
+from postlude.export.analysis import is_pure, reads, stored_names
+from postlude.export.device_text import library
+from postlude.export.source import Comment
+
+_POINTERS = ("p_", "d_")
+
+
+def remove_repeats(function: ast.FunctionDef) -> None:
+    _remove(function.body)
+
+
+def _remove(block: list[ast.stmt]) -> None:
+    for node in block:
+        for inner in (getattr(node, "body", []), getattr(node, "orelse", [])):
+            _remove(inner)
+    block[:] = [node for place, node in enumerate(block) if not _is_repeated(block[:place], node)]
+
+
+def _is_repeated(before: list[ast.stmt], node: ast.stmt) -> bool:
+    if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name) or _written(node):
+        return False
+    needed = {node.targets[0].id, *reads(node.value)}
+    for other in reversed(before):
+        if isinstance(other, ast.Assign) and ast.dump(other) == ast.dump(node):
+            return node.targets[0].id not in reads(node.value)
+        if not isinstance(other, Comment) and (stored_names(other) | _written(other)) & needed:
+            return False
+    return False
+
+
+def _written(node: ast.stmt) -> set[str]:
+    """The pointers that a statement may write to: those that stand in a call that may store."""
+    calls = [part for part in ast.walk(node) if isinstance(part, ast.Call)]
+    return {name for call in calls if not _only_reads(call) for name in reads(call) if name.startswith(_POINTERS)}
+
+
+def _only_reads(call: ast.Call) -> bool:
+    return is_pure(ast.Call(call.func, [], []), pure_helpers())
+
+
+@functools.cache
+def pure_helpers() -> frozenset[str]:
+    """The library's device functions that store nothing."""
+    return frozenset(name for name in library() if not _stores(name))
+
+
+@functools.cache
+def _stores(name: str) -> bool:
+    """Whether a device function stores, itself or in what it calls."""
+    text = library()[name]
+    called = {word for word in re.findall(r"(?<![\w.])(\w+)\(", text) if word in library()} - {name}
+    return re.search(r"tl\.(?:store|atomic_\w+)\(|\.store\(", text) is not None or any(map(_stores, called))

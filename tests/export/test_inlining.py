@@ -1,0 +1,80 @@
+"""Fewer lines: device functions where they are called, nothing computed twice, nothing for float64's sake."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from export.exporting import SMALL_PROBLEMS, Problem, export_text
+from postlude.export.device_text import Kernel
+from postlude.export.inlining import put_in_place
+from postlude.export.repeats import remove_repeats
+from postlude.export.single import in_single, without_casts
+from postlude.export.source import parse, text_of
+
+
+def texts(*sources: str) -> list[str]:
+    functions = [parse(source) for source in sources]
+    made = put_in_place([Kernel(f.name, text_of(f), tuple(a.arg for a in f.args.args)) for f in functions])
+    return [kernel.text for kernel in made]
+
+
+INVERSE = 'def inverse(x):\n    """1 / x, infinity included."""\n    root = tl.rsqrt(x)\n    return root * root\n'
+SILU = "def silu(x):\n    return x * inverse(1.0 + tl.exp2(-x))\n"
+
+
+def test_a_function_with_one_call_stands_there() -> None:
+    """With what it says; an argument that this is about gets a name, and no name means two things."""
+    kernel = "def some_kernel(p_y, x, root):\n    tl.store(p_y, silu(x) + root)\n"
+    silu, _ = texts(INVERSE, SILU, kernel)
+    lines = ["y = 1.0 + tl.exp2(-x)", "# 1 / y, infinity included.", "root = tl.rsqrt(y)", "return x * (root * root)"]
+    assert silu == "def silu(x):\n" + "".join(f"    {line}\n" for line in lines)
+
+
+def test_a_word_keeps_its_name_in_a_kernel_and_a_function_with_two_calls_stays() -> None:
+    kernel = "def some_kernel(p_y, x):\n    tl.store(p_y, inverse(x) + silu(x))\n"
+    assert texts(INVERSE, SILU, kernel) == [INVERSE, SILU, kernel]
+
+
+def test_a_short_expression_stands_at_every_call_and_unread_parameters_go() -> None:
+    block = "def block(d_w, c0, k0, N):\n    return d_w.load([c0, k0])\n"
+    body = "    a = block(d_w, i, 0, N)\n    tl.store(p_y, a + block(d_w, 0, i, N))\n"
+    kernel = f"def some_kernel(p_y, d_w, i, N=3):\n{body}"
+    (made,) = texts(block, kernel)
+    expected = "    a = d_w.load([i, 0])\n    tl.store(p_y, a + d_w.load([0, i]))\n"
+    assert made == f"def some_kernel(p_y, d_w, i):\n{expected}"
+
+
+@pytest.mark.parametrize(
+    ("between", "is_left"), [("tl.store(p_y, x)", False), ("tl.store(p_x, x)", True), ("o = 2", True)]
+)
+def test_what_a_name_holds_already_is_not_computed_again(between: str, is_left: bool) -> None:
+    line = "    x = scale_for(tl.load(p_x + o))\n"
+    function = parse(f"def f(p_x, p_y, o):\n{line}    {between}\n{line}")
+    remove_repeats(function)
+    assert text_of(function).count("scale_for") == 1 + is_left
+
+
+def test_without_float64_a_constant_is_a_number() -> None:
+    source = "def f(x):\n    if x.dtype == tl.float64:\n        return x\n"
+    source += "    return tl.maximum(x, tl.full(x.shape, 2.0, x.dtype))\n"
+    assert in_single(source).splitlines()[-1] == "    return tl.maximum(x, 2.0)"
+    assert "if False" in in_single(source)
+    steps = "    b = tl.load(a0 + o_c)[None, :].to(v0.dtype)\n    c = tl.load(a1).to(v0.dtype)\n"
+    assert without_casts(steps, ["a0"]) == steps.replace(".to(v0.dtype)", "", 1)
+
+
+@pytest.mark.parametrize("problem", SMALL_PROBLEMS[::4], ids=lambda problem: problem.name)
+def test_every_function_is_called_with_what_it_takes(problem: Problem, tmp_path: Path) -> None:
+    made, _, _ = export_text(problem.text, tmp_path, dtype=problem.dtype, precision=problem.precision)
+    functions = [node for node in ast.parse(made.text).body if isinstance(node, ast.FunctionDef)]
+    device = {f.name: f for f in functions if f.decorator_list and "jit" in ast.unparse(f.decorator_list[0])}
+    called = [node for f in functions for node in ast.walk(f) if isinstance(node, ast.Call)]
+    for call in called:
+        name = re.sub(r"\[.*", "", ast.unparse(call.func), flags=re.DOTALL)
+        if name in device:
+            takes = device[name].args
+            assert len(takes.args) - len(takes.defaults) <= len(call.args) <= len(takes.args), name

@@ -32,11 +32,11 @@ class Rung:
 
 
 RUNGS = (
-    Rung("pure", 480, "pure logic and the CPU path, no Triton needed", "no tests yet, nothing to run", 2),
-    Rung("interpret", 480, "kernels under TRITON_INTERPRET=1", "no kernels yet, nothing to run", 2),
-    Rung("compile", 180, "kernels compiled ahead of time", "no kernels yet, nothing to compile", 2),
-    Rung("export", 150, "exported files run without the package", "no exporter yet, nothing to run", 2),
-    Rung("networks", 150, "networks of other packages under autocast", "no networks yet, nothing to run", 2),
+    Rung("pure", 600, "pure logic and the CPU path, no Triton needed", "no tests yet, nothing to run", 2),
+    Rung("interpret", 600, "kernels under TRITON_INTERPRET=1", "no kernels yet, nothing to run", 2),
+    Rung("compile", 360, "kernels compiled ahead of time", "no kernels yet, nothing to compile", 2),
+    Rung("export", 300, "exported files run without the package", "no exporter yet, nothing to run", 2),
+    Rung("networks", 300, "networks of other packages under autocast", "no networks yet, nothing to run", 2),
     Rung("record", 60, "README and documents show the recorded results", "no results yet, nothing to compare"),
 )
 

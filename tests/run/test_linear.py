@@ -116,7 +116,7 @@ def test_gradients_are_autograds(name: str, way: str) -> None:
 
 
 # What is cut in the product is the same whatever follows it.
-RULED = [(name, False) for name in ("pointwise", "softmax")] + [("groups", True)]
+RULED = [(name, False) for name in ("pointwise", "batch_norm", "groups", "softmax", "logsumexp")] + [("groups", True)]
 
 
 @pytest.mark.parametrize(("name", "cuts"), RULED)

@@ -76,7 +76,7 @@ def _drop_unread(trees: Trees) -> None:
     """Removes parameters that a function does not read from it and its calls, and sizes that a kernel does not read."""
     for name, tree in trees.items():  # callers come after what they call
         calls = list(_calls(trees, name))
-        read = set(_loads(tree.body))
+        read = set(_names_read(tree.body))
         kept = [
             (arg, default) for arg, default in parameters(tree) if arg.arg in read or (not calls and default is None)
         ]
@@ -108,8 +108,8 @@ def _places(trees: Trees, name: str) -> list[_Place]:
 
 def _keeps_name(name: str, trees: Trees, places: Sequence[_Place]) -> bool:
     """Whether it is a word that a kernel or its composed steps call."""
-    owners = {place.owner.name for place in places}
-    return name in POINTWISE and any(owner not in library() or not any(_calls(trees, owner)) for owner in owners)
+    callers = {place.owner.name for place in places}
+    return name in POINTWISE and any(caller not in library() or not any(_calls(trees, caller)) for caller in callers)
 
 
 def _body(function: ast.FunctionDef, place: _Place, calls: int) -> _Body | None:
@@ -169,7 +169,7 @@ class _Names:
         """By name: an argument that is a name, a number or read once stays as it is; others get a name, and so do those
         that are said something about."""
         found: dict[str, ast.expr] = {}
-        reads, stored = Counter(_loads(body)), set[str]().union(*map(stored_names, body))
+        reads, stored = Counter(_names_read(body)), set[str]().union(*map(stored_names, body))
         owned = owners(self.function)
         for parameter, argument in zip((arg.arg for arg in self.function.args.args), self.place.call.args, strict=True):
             is_number = isinstance(argument, ast.Constant) and parameter not in owned
@@ -191,7 +191,7 @@ class _Names:
         return found
 
 
-def _loads(body: Sequence[ast.stmt]) -> Iterator[str]:
+def _names_read(body: Sequence[ast.stmt]) -> Iterator[str]:
     for node in (part for statement in body for part in ast.walk(statement)):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
             yield node.id

@@ -16,14 +16,13 @@ import torch
 import torch.fx as fx
 from torch._ops import OpOverload
 
-from postlude.graph.spellings import arguments_of
+from postlude.graph.spellings import DROPOUTS, arguments_of
 from postlude.graph.tidy import meta_for_another
-from postlude.plan.problem import CHANNELS_LAST, layout_of
+from postlude.plan.problem import layout_of, memory_format
 
 aten = torch.ops.aten
 FUSED_ON = ("cuda",)  # the kernels for CPUs do not read a mask
 DRAWN = "is a drawn mask"  # in a node's metadata
-_DROPOUTS = (aten.dropout.default, aten.feature_dropout.default)
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Opened:
 
 def open_dropouts(graph: fx.GraphModule, devices: Sequence[str] = FUSED_ON) -> list[Opened]:
     """Writes every active dropout on one of `devices` as products, if its sizes are known."""
-    found = [node for node in graph.graph.nodes if node.target in _DROPOUTS and _can_be_opened(node, devices)]
+    found = [node for node in graph.graph.nodes if node.target in DROPOUTS and _can_be_opened(node, devices)]
     return [_opened(graph, node) for node in found]
 
 
@@ -99,7 +98,7 @@ def _draw(graph: fx.Graph, node: fx.Node, value: torch.Tensor, p: float) -> tupl
         is_double = value.dtype == torch.float64 and not is_native
         mask = torch.empty_like(value, dtype=torch.float64 if is_double else torch.bool)
     dtype = value.dtype if is_native else mask.dtype
-    about = {"dtype": dtype, "device": value.device, "memory_format": _format_of(mask)}
+    about = {"dtype": dtype, "device": value.device, "memory_format": memory_format(layout_of(mask), mask.dim() - 2)}
     memory = graph.call_function(aten.empty.memory_format, (list(mask.shape),), about)  # type: ignore[arg-type]
     if is_native:
         pair = graph.call_function(aten.native_dropout.default, (memory, p, True))
@@ -113,10 +112,6 @@ def _draw(graph: fx.Graph, node: fx.Node, value: torch.Tensor, p: float) -> tupl
         one.meta = {**meta_for_another(node), "val": one.meta["val"]}
     nodes[-1].meta[DRAWN] = True
     return nodes
-
-
-def _format_of(value: torch.Tensor) -> torch.memory_format:
-    return CHANNELS_LAST[value.dim() - 2] if layout_of(value) == "channels_last" else torch.contiguous_format
 
 
 def _restore(graph: fx.GraphModule, one: Opened) -> None:

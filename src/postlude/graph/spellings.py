@@ -179,10 +179,11 @@ POINTWISE: dict[str, dict[OpOverload, Reader]] = {
     "prelu": {aten.prelu.default: _prelu},
     "batch_norm": {aten.batch_norm.default: _batch_norm, aten.instance_norm.default: _batch_norm},
 }
+DROPOUTS = (aten.dropout.default, aten.feature_dropout.default)  # graph/dropouts.py writes active ones as products
 # Overloads that are known but not supported, and why.
 DECLINED: dict[OpOverload, str] = {
     **dict.fromkeys(
-        (aten.dropout.default, aten.feature_dropout.default),  # those that graph/dropouts.py did not write as products
+        DROPOUTS,  # those that are left
         "active dropout is part of a chain only on a GPU, with known sizes and p below 1",
     ),
     aten.alpha_dropout.default: "alpha_dropout replaces what it drops by a number other than zero",

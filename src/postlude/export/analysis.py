@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Collection, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -214,6 +215,12 @@ def owners(node: ast.AST) -> set[str]:
 
 def reads(node: ast.AST) -> set[str]:
     return {part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load)}
+
+
+def times_read(*nodes: ast.AST) -> Counter[str]:
+    """How often each name is read in these nodes."""
+    names = (part for node in nodes for part in ast.walk(node) if isinstance(part, ast.Name))
+    return Counter(part.id for part in names if isinstance(part.ctx, ast.Load))
 
 
 def stored_names(node: ast.AST) -> set[str]:

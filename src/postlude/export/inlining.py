@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from postlude.export.analysis import name_of, owners, stored_names
+from postlude.export.analysis import name_of, owners, stored_names, times_read
 from postlude.export.comments import with_words
 from postlude.export.device_text import Kernel, library
 from postlude.export.helpers import kernel_of, shorter
@@ -76,7 +75,7 @@ def _drop_unread(trees: Trees) -> None:
     """Removes parameters that a function does not read from it and its calls, and sizes that a kernel does not read."""
     for name, tree in trees.items():  # callers come after what they call
         calls = list(_calls(trees, name))
-        read = set(_names_read(tree.body))
+        read = times_read(*tree.body)
         kept = [
             (arg, default) for arg, default in parameters(tree) if arg.arg in read or (not calls and default is None)
         ]
@@ -169,7 +168,7 @@ class _Names:
         """By name: an argument that is a name, a number or read once stays as it is; others get a name, and so do those
         that are said something about."""
         found: dict[str, ast.expr] = {}
-        reads, stored = Counter(_names_read(body)), set[str]().union(*map(stored_names, body))
+        reads, stored = times_read(*body), set[str]().union(*map(stored_names, body))
         owned = owners(self.function)
         for parameter, argument in zip((arg.arg for arg in self.function.args.args), self.place.call.args, strict=True):
             is_number = isinstance(argument, ast.Constant) and parameter not in owned
@@ -189,12 +188,6 @@ class _Names:
                 return None
             found[name] = ast.Name(word, ast.Load())
         return found
-
-
-def _names_read(body: Sequence[ast.stmt]) -> Iterator[str]:
-    for node in (part for statement in body for part in ast.walk(statement)):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-            yield node.id
 
 
 class _Exchanged(ast.NodeTransformer):

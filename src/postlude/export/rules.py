@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections import Counter
 from collections.abc import Callable, Mapping
 
 from postlude.export.analysis import (
@@ -22,6 +21,7 @@ from postlude.export.analysis import (
     reads,
     stored_names,
     stores,
+    times_read,
     value_of,
 )
 from postlude.export.arithmetic import simpler, simpler_comparison
@@ -222,20 +222,15 @@ def propagated(function: ast.FunctionDef, known: Mapping[str, object]) -> dict[s
 def _loop_names(function: ast.FunctionDef, singles: Mapping[str, ast.expr]) -> dict[str, ast.expr]:
     """Locals of a loop, read only there, that are another name for what it counts."""
     found: dict[str, ast.expr] = {}
-    every = _times_read(function)
+    every = times_read(function)
     for loop in (node for node in ast.walk(function) if isinstance(node, ast.For)):
-        counted, inside = stored_names(loop.target), _times_read(loop)
+        counted, inside = stored_names(loop.target), times_read(loop)
         changed = set[str]().union(*map(stored_names, loop.body))
         for name in (changed & singles.keys()) - owners(loop):  # a loop may count in Python's numbers
             value = singles[name]
             if isinstance(value, ast.Name) and value.id in counted - changed and every[name] == inside[name]:
                 found[name] = value
     return found
-
-
-def _times_read(node: ast.AST) -> Counter[str]:
-    names = (part for part in ast.walk(node) if isinstance(part, ast.Name))
-    return Counter(part.id for part in names if isinstance(part.ctx, ast.Load))
 
 
 def single_values(function: ast.FunctionDef) -> dict[str, ast.expr]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
 import pytest
 
 from export.exporting import SMALL_PROBLEMS, Problem, export_text
+from postlude.export import repeats
 from postlude.export.device_text import Kernel
 from postlude.export.inlining import put_in_place
 from postlude.export.repeats import remove_repeats
@@ -63,11 +65,31 @@ def test_without_float64_a_constant_is_a_number() -> None:
     source += "    return tl.maximum(x, tl.full(x.shape, 2.0, x.dtype))\n"
     assert in_single(source).splitlines()[-1] == "    return tl.maximum(x, 2.0)"
     assert "if False" in in_single(source)
-    steps = "    b = tl.load(a0 + o_c)[None, :].to(v0.dtype)\n    c = tl.load(a1).to(v0.dtype)\n"
-    assert without_casts(steps, ["a0"]) == steps.replace(".to(v0.dtype)", "", 1)
 
 
-@pytest.mark.parametrize("problem", SMALL_PROBLEMS[::4], ids=lambda problem: problem.name)
+def test_without_float64_what_a_pointer_to_fp32_holds_is_not_converted() -> None:
+    lines = "    b = tl.load(a0 + o_c, mask=m_c, other=0.0)[None, :]{0}\n    c = v0 * tl.load(a0){0}\n"
+    others = "    d = tl.load(a1 + o_c).to(v0.dtype)\n    e = tl.load(a0).to(tl.float16)\n    f = v0.to(v0.dtype)\n"
+    source = f"def f(v0, o_c, m_c, a0, a1):\n{lines}{others}    return b + c + d + e + f\n"
+    assert without_casts(source.format(".to(v0.dtype)"), ["a0"]) == source.format("")
+    assert without_casts(source.format(".to(v0.dtype)"), []) == source.format(".to(v0.dtype)")
+
+
+def test_a_function_stores_by_its_own_calls_or_by_those_of_what_it_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a comment, a docstring or a name says is no call."""
+    functions = {
+        "plain": 'def plain(x):\n    """tl.store(p_x, x)"""\n    return x  # tl.store(p_x, x)\n',
+        "named": "def named(store, x):\n    return plain(store + x)\n",
+        "adds": "def adds(p_x, x):\n    tl.atomic_add(p_x, x)\n",
+        "writes": "def writes(d_x, x):\n    d_x.store([0], x)\n",
+        "calls": "def calls(d_x, x):\n    return plain(writes(d_x, x))\n",
+    }
+    monkeypatch.setattr(repeats, "library", lambda: functions)
+    monkeypatch.setattr(repeats, "_stores", functools.cache(repeats._stores.__wrapped__))
+    assert {name for name in functions if repeats._stores(name)} == {"adds", "writes", "calls"}
+
+
+@pytest.mark.parametrize("problem", SMALL_PROBLEMS[::8], ids=lambda problem: problem.name)
 def test_every_function_is_called_with_what_it_takes(problem: Problem, tmp_path: Path) -> None:
     made, _, _ = export_text(problem.text, tmp_path, dtype=problem.dtype, precision=problem.precision)
     functions = [node for node in ast.parse(made.text).body if isinstance(node, ast.FunctionDef)]

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from postlude.export.source import Comment
+from postlude.export.trees import walk
 
 UNKNOWN = object()
 SCALAR, WHOLE, ANYTHING = 2, 1, 0  # one whole number; whole numbers or a block of them; anything
@@ -55,7 +56,7 @@ def name_of(node: ast.expr) -> str:
 
 def is_pure(node: ast.AST, helpers: Collection[str] = ()) -> bool:
     """Whether evaluation has no side effects: no store, and no call of a function other than Triton's own and these."""
-    for part in ast.walk(node):
+    for part in walk(node):
         if isinstance(part, ast.Call):
             owner, _, last = name_of(part.func).rpartition(".")
             if last in helpers and isinstance(part.func, ast.Name):
@@ -92,7 +93,7 @@ def _range_of(node: ast.For, known: Mapping[str, object]) -> range | None:
 def stores(function: ast.FunctionDef) -> Stores:
     """The names that the body assigns: each statement, and its value if it assigns just this name."""
     found: Stores = {}
-    for statement in ast.walk(ast.Module(function.body, [])):
+    for statement in walk(ast.Module(function.body, [])):
         if isinstance(statement, ast.stmt):
             for part in ast.iter_child_nodes(statement):
                 for name in set() if isinstance(part, ast.stmt) else stored_names(part):
@@ -209,19 +210,19 @@ class Liveness:
 
 def owners(node: ast.AST) -> set[str]:
     """The names that an attribute is read of, such as x in x.to: no number can replace them."""
-    found = (part.value for part in ast.walk(node) if isinstance(part, ast.Attribute))
+    found = (part.value for part in walk(node) if isinstance(part, ast.Attribute))
     return {owner.id for owner in found if isinstance(owner, ast.Name)}
 
 
 def reads(node: ast.AST) -> set[str]:
-    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load)}
+    return {part.id for part in walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load)}
 
 
 def times_read(*nodes: ast.AST) -> Counter[str]:
     """How often each name is read in these nodes."""
-    names = (part for node in nodes for part in ast.walk(node) if isinstance(part, ast.Name))
+    names = (part for node in nodes for part in walk(node) if isinstance(part, ast.Name))
     return Counter(part.id for part in names if isinstance(part.ctx, ast.Load))
 
 
 def stored_names(node: ast.AST) -> set[str]:
-    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
+    return {part.id for part in walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 import re
 from collections.abc import Mapping, Sequence
 
@@ -13,6 +12,7 @@ from postlude.export.rules import Replaced, rewritten
 from postlude.export.simplify import simplified_helper
 from postlude.export.single import in_single
 from postlude.export.source import Comment, parse, text_of, written
+from postlude.export.trees import copied, walk
 from postlude.plan.calls import Word
 from postlude.words import POINTWISE
 
@@ -60,16 +60,16 @@ def _is_put_in(helper: str, trees: Mapping[str, ast.FunctionDef], kernels: set[s
     if len(calls) != 1 or not isinstance(last, ast.Return) or last.value is None:
         return False
     (owner, call), parameters = calls[0], [arg.arg for arg in trees[helper].args.args]
-    names = [node.id for node in ast.walk(last.value) if isinstance(node, ast.Name)]
+    names = [node.id for node in walk(last.value) if isinstance(node, ast.Name)]
     is_once = (isinstance(a, ast.Name | ast.Constant) or names.count(p) == 1 for p, a in zip(parameters, call.args))
     if helper in POINTWISE or owner not in kernels or not all(is_once) or call.keywords:
         return False
     said = [node.text.strip('"# ') for node in comments if isinstance(node, Comment)]
-    statements = [node for node in ast.walk(trees[owner]) if isinstance(node, _SIMPLE)]
-    around = next((node for node in statements if call in ast.walk(node)), None)
+    statements = [node for node in walk(trees[owner]) if isinstance(node, _SIMPLE)]
+    around = next((node for node in statements if call in walk(node)), None)
     if around is None or len(said) < len(comments):
         return False
-    expression = Replaced(dict(zip(parameters, call.args))).visit(copy.deepcopy(last.value))
+    expression = Replaced(dict(zip(parameters, call.args))).visit(copied(last.value))
     if len(written(around)) + len(written(expression)) - len(written(call)) > WIDTH - 12:
         return False
     _Put(call, expression).visit(around)
@@ -88,7 +88,7 @@ class _Put(ast.NodeTransformer):
 
 def _next_helper(trees: Mapping[str, ast.FunctionDef]) -> str | None:
     """A device function that is called but not included yet, and that no other such function calls."""
-    nodes = (node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.Call))
+    nodes = (node for tree in trees.values() for node in walk(tree) if isinstance(node, ast.Call))
     wanted = {node.func.id for node in nodes if isinstance(node.func, ast.Name)} & library().keys() - trees.keys()
     return next((name for name in sorted(wanted) if not any(name in _reached(other) for other in wanted)), None)
 
@@ -100,7 +100,7 @@ def _reached(name: str) -> set[str]:
 
 
 def _calls(function: ast.FunctionDef, name: str) -> list[ast.Call]:
-    nodes = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+    nodes = [node for node in walk(function) if isinstance(node, ast.Call)]
     return [node for node in nodes if isinstance(node.func, ast.Name) and node.func.id == name]
 
 

@@ -7,12 +7,12 @@ the caller's names. Its other names stay, so they must not collide with the call
 from __future__ import annotations
 
 import ast
-import copy
 from collections.abc import Mapping
 
 from postlude.export.analysis import Liveness, name_of, reads, stored_names
 from postlude.export.rules import rewritten
 from postlude.export.source import Comment, parse, text_of
+from postlude.export.trees import copied, walk
 
 # The functions of kernels/triton that are inlined; all others stay functions.
 SHARED = frozenset(
@@ -40,12 +40,12 @@ def _make_whole(name: str, trees: Mapping[str, ast.FunctionDef], whole: dict[str
     if name in whole:
         return
     function = trees[name]
-    for called in sorted({_called(node) for node in ast.walk(function)} - {""}):
+    for called in sorted({_called(node) for node in walk(function)} - {""}):
         _make_whole(called, trees, whole)
     _Expressions(whole).visit(function)
     after = Liveness(function).after
     function.body = rewritten(function.body, lambda node: _statements(node, whole, after.get(node, set())))
-    if left := [node for node in ast.walk(function) if _called(node)]:
+    if left := [node for node in walk(function) if _called(node)]:
         raise ValueError(f"{_called(left[0])} is not called as a statement")
     whole[name] = function
 
@@ -72,7 +72,7 @@ class InPlace(ast.NodeTransformer):
         self.words = words
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        word = copy.deepcopy(self.words.get(node.id, node))
+        word = copied(self.words.get(node.id, node))
         if isinstance(word, ast.Name):
             word.ctx = node.ctx
         elif isinstance(node.ctx, ast.Store):
@@ -91,7 +91,7 @@ class _Expressions(ast.NodeTransformer):
         shared = self.functions.get(_called(node))
         if shared is None or not isinstance(only := _body(shared)[0], ast.Return):
             return node
-        return InPlace(_given(node, shared)).visit(copy.deepcopy(only.value))  # type: ignore
+        return InPlace(_given(node, shared)).visit(copied(only.value))  # type: ignore
 
 
 def _statements(node: ast.stmt, functions: Mapping[str, ast.FunctionDef], after: set[str]) -> list[ast.stmt]:
@@ -107,9 +107,9 @@ def _statements(node: ast.stmt, functions: Mapping[str, ast.FunctionDef], after:
     pairs = [(target, result) for target, result in zip(targets, results) if ast.unparse(target) != "_"]
     words = {r.id: target for target, r in pairs if isinstance(r, ast.Name) and r.id not in given} | given
     change = InPlace(words)
-    made = [change.visit(copy.deepcopy(part)) for part in body if part is not last or not results]
+    made = [change.visit(copied(part)) for part in body if part is not last or not results]
     for target, result in pairs:
-        value = change.visit(copy.deepcopy(result))
+        value = change.visit(copied(result))
         made += [ast.Assign([target], value, lineno=0)] if ast.unparse(value) != ast.unparse(target) else []
     _check(functions[name], words, given, after - stored_names(node))
     return made

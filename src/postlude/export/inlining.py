@@ -7,7 +7,6 @@ becomes a comment. A word of a chain keeps its name where the chain's steps are 
 from __future__ import annotations
 
 import ast
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,6 +18,7 @@ from postlude.export.in_place import InPlace
 from postlude.export.layout import WIDTH, refilled
 from postlude.export.rules import rewritten
 from postlude.export.source import Comment, parameters, parse, written
+from postlude.export.trees import copied, walk
 from postlude.words import POINTWISE
 
 _SHORT = 44  # characters of an expression that stands at every call
@@ -87,7 +87,7 @@ def _drop_unread(trees: Trees) -> None:
 
 
 def _calls(trees: Trees, name: str) -> Iterator[ast.Call]:
-    nodes = (node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.Call))
+    nodes = (node for tree in trees.values() for node in walk(tree) if isinstance(node, ast.Call))
     return (node for node in nodes if name_of(node.func) == name)
 
 
@@ -95,11 +95,11 @@ def _places(trees: Trees, name: str) -> list[_Place]:
     """The calls of a function; none if one of them is not in a simple statement, or not always made."""
     found, count = [], 0
     for owner in trees.values():
-        nodes = list(ast.walk(owner))
+        nodes = list(walk(owner))
         calls = [node for node in nodes if isinstance(node, ast.Call) and name_of(node.func) == name]
         count += len(calls)
         for around in (node for node in nodes if isinstance(node, _SIMPLE)):
-            inside = list(ast.walk(around))
+            inside = list(walk(around))
             if not any(isinstance(part, _CHOICES) for part in inside):
                 found += [_Place(owner, around, call) for call in calls if call in inside]
     return found if len(found) == count else []
@@ -113,7 +113,7 @@ def _keeps_name(name: str, trees: Trees, places: Sequence[_Place]) -> bool:
 
 def _body(function: ast.FunctionDef, place: _Place, calls: int) -> _Body | None:
     """What stands at one of its calls; None if the function has to stay one."""
-    *body, last = copy.deepcopy(function.body)
+    *body, last = copied(function.body)
     said = [" ".join(node.text.strip('"# ').split()) for node in body if isinstance(node, Comment)]
     body = [node for node in body if not isinstance(node, Comment)]
     if not isinstance(last, ast.Return) or last.value is None or isinstance(last.value, ast.Tuple):
@@ -156,8 +156,8 @@ class _Names:
     def __init__(self, function: ast.FunctionDef, place: _Place) -> None:
         self.function, self.place = function, place
         self.bound: list[ast.stmt] = []
-        inner = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
-        self.outer = {node.id for node in ast.walk(place.owner) if isinstance(node, ast.Name)}
+        inner = {node.id for node in walk(function) if isinstance(node, ast.Name)}
+        self.outer = {node.id for node in walk(place.owner) if isinstance(node, ast.Name)}
         self.outer |= {arg.arg for arg in place.owner.args.args}
         self.left = iter([name for name in _FRESH if name not in inner | self.outer])
 

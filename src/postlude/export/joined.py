@@ -8,6 +8,7 @@ from collections.abc import Collection
 from postlude.export.analysis import Liveness, is_pure, name_of, owners, reads, stored_names
 from postlude.export.rules import Replaced, single_values
 from postlude.export.source import remark_of, written
+from postlude.export.trees import walk
 
 SHORT = 46  # characters of an expression that may be part of another
 _LONG = 108  # of the statement that it becomes a part of
@@ -37,7 +38,7 @@ def _put_in_numbers(function: ast.FunctionDef) -> None:
 
 
 def _blocks(node: ast.AST) -> list[list[ast.stmt]]:
-    parts = [part for part in ast.walk(node) if isinstance(part, ast.FunctionDef | ast.If | ast.For)]
+    parts = [part for part in walk(node) if isinstance(part, ast.FunctionDef | ast.If | ast.For)]
     found = [block for part in parts for block in (part.body, getattr(part, "orelse", []))]
     return [block for block in found if block]
 
@@ -69,7 +70,7 @@ def _is_joined(live: Liveness, block: list[ast.stmt], place: int, indent: int) -
         return False
     between = set[str]().union(*(stored_names(other) for other in block[place + 1 : after]))
     is_overwritten = name in stored_names(reader) and not isinstance(reader, ast.AugAssign)
-    loads = [part.id for part in ast.walk(reader) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load)]
+    loads = [part.id for part in walk(reader) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load)]
     is_read_later = name in live.after[reader] and not is_overwritten
     if loads.count(name) != 1 or is_read_later or between & {name, *reads(node.value)}:
         return False
@@ -83,7 +84,7 @@ def _is_joined(live: Liveness, block: list[ast.stmt], place: int, indent: int) -
 
 
 def _may_move(value: ast.expr) -> bool:
-    calls = [name_of(node.func) for node in ast.walk(value) if isinstance(node, ast.Call)]
+    calls = [name_of(node.func) for node in walk(value) if isinstance(node, ast.Call)]
     is_number = isinstance(value, ast.Constant)  # 0.to is not valid Python
     stays = any(call.endswith("dot") for call in calls)  # three products in one line would be hard to read
     return not is_number and not stays and len(written(value)) <= SHORT
@@ -91,5 +92,5 @@ def _may_move(value: ast.expr) -> bool:
 
 def _loads(node: ast.AST) -> bool:
     """Whether something is loaded; a kernel's loads and stores keep their order."""
-    calls = (name_of(part.func) for part in ast.walk(node) if isinstance(part, ast.Call))
+    calls = (name_of(part.func) for part in walk(node) if isinstance(part, ast.Call))
     return any(call.endswith("load") for call in calls)

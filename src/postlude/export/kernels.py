@@ -20,6 +20,7 @@ from postlude.export.simplify import has_all_channels, simplified
 from postlude.export.single import is_single, without_casts
 from postlude.export.source import parse, written
 from postlude.export.specialise import Inline, rename
+from postlude.export.trees import walk
 from postlude.plan.calls import Argument, Buffer, Descriptor, KernelCall, Steps
 
 _INFIX = {"add": "{0} + {1}", "mul": "{0} * {1}", "sub": "{0} - {1}", "rsub": "{1} - {0}"}
@@ -111,7 +112,7 @@ def _joined(kernel: Kernel) -> Kernel:
 
 def _uses(kernel: Kernel) -> Counter[str]:
     """How often the statements of a kernel read each name."""
-    names = (node for statement in parse(kernel.text).body for node in ast.walk(statement))
+    names = (node for statement in parse(kernel.text).body for node in walk(statement))
     return Counter(node.id for node in names if isinstance(node, ast.Name))
 
 
@@ -197,8 +198,8 @@ def inlined(kernel: Kernel, function: Kernel) -> Kernel | None:
     """The kernel with a function inlined at its one call, `name = function(…)`."""
     outer, inner = parse(kernel.text), parse(function.text)
     *body, last = inner.body
-    calls = [node for node in ast.walk(outer) if isinstance(node, ast.Call) and name_of(node.func) == function.name]
-    around = [node for node in ast.walk(outer) if isinstance(node, ast.Assign) and node.value in calls]
+    calls = [node for node in walk(outer) if isinstance(node, ast.Call) and name_of(node.func) == function.name]
+    around = [node for node in walk(outer) if isinstance(node, ast.Assign) and node.value in calls]
     words = [argument.id for call in calls for argument in call.args if isinstance(argument, ast.Name)]
     if len(calls) != 1 or not around or not isinstance(last, ast.Return) or len(words) < len(calls[0].args):
         return None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 import functools
-import re
 
-from postlude.export.analysis import is_pure, reads, stored_names
+from postlude.export.analysis import is_pure, name_of, reads, stored_names
 from postlude.export.device_text import library
 from postlude.export.source import Comment
+from postlude.export.trees import walk
 
 _POINTERS = ("p_", "d_")
 
@@ -29,16 +29,23 @@ def _is_repeated(before: list[ast.stmt], node: ast.stmt) -> bool:
         return False
     needed = {node.targets[0].id, *reads(node.value)}
     for other in reversed(before):
-        if isinstance(other, ast.Assign) and ast.dump(other) == ast.dump(node):
+        if _is_same(other, node):
             return node.targets[0].id not in reads(node.value)
         if not isinstance(other, Comment) and (stored_names(other) | _written(other)) & needed:
             return False
     return False
 
 
+def _is_same(one: ast.stmt, other: ast.Assign) -> bool:
+    """Whether two statements assign the same value to the same name."""
+    if not isinstance(one, ast.Assign) or stored_names(one.targets[0]) != stored_names(other.targets[0]):
+        return False
+    return ast.dump(one) == ast.dump(other)
+
+
 def _written(node: ast.stmt) -> set[str]:
     """The pointers that a statement may write to: those that stand in a call that may store."""
-    calls = [part for part in ast.walk(node) if isinstance(part, ast.Call)]
+    calls = [part for part in walk(node) if isinstance(part, ast.Call)]
     return {name for call in calls if not _only_reads(call) for name in reads(call) if name.startswith(_POINTERS)}
 
 
@@ -55,6 +62,12 @@ def pure_helpers() -> frozenset[str]:
 @functools.cache
 def _stores(name: str) -> bool:
     """Whether a device function stores, itself or in what it calls."""
-    text = library()[name]
-    called = {word for word in re.findall(r"(?<![\w.])(\w+)\(", text) if word in library()} - {name}
-    return re.search(r"tl\.(?:store|atomic_\w+)\(|\.store\(", text) is not None or any(map(_stores, called))
+    nodes = walk(ast.parse(library()[name]))
+    called = {name_of(node.func) for node in nodes if isinstance(node, ast.Call)} - {name}
+    return any(map(_is_store, called)) or any(_stores(helper) for helper in called & library().keys())
+
+
+def _is_store(name: str) -> bool:
+    """Whether this is a function of Triton, or a method, that writes to memory."""
+    owner, dot, last = name.rpartition(".")
+    return dot != "" and (last == "store" or (owner == "tl" and last.startswith("atomic_")))

@@ -4,7 +4,6 @@ removed."""
 from __future__ import annotations
 
 import ast
-import copy
 from collections.abc import Callable, Mapping
 
 from postlude.export.analysis import (
@@ -26,6 +25,7 @@ from postlude.export.analysis import (
 )
 from postlude.export.arithmetic import simpler, simpler_comparison
 from postlude.export.source import Comment, is_empty
+from postlude.export.trees import copied, walk
 
 _INTEGERS = ("tl.int32", "tl.int64")
 _ADDRESSED = ("tl.load", "tl.store", "tl.atomic_add", "tl.atomic_max", "tl.atomic_min")
@@ -39,7 +39,7 @@ class Replaced(ast.NodeTransformer):
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         is_known = isinstance(node.ctx, ast.Load) and node.id in self.words
-        return copy.deepcopy(self.words[node.id]) if is_known else node
+        return copied(self.words[node.id]) if is_known else node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
         found = self.visit(node.value)
@@ -51,7 +51,7 @@ class Replaced(ast.NodeTransformer):
         if not isinstance(node.func, ast.Name) or node.func.id not in self.inlined:
             return node
         places = {f"_{number}": argument for number, argument in enumerate(node.args)}
-        return Replaced(places).visit(copy.deepcopy(self.inlined[node.func.id]))  # type: ignore[no-any-return]
+        return Replaced(places).visit(copied(self.inlined[node.func.id]))  # type: ignore[no-any-return]
 
 
 def substitute(function: ast.FunctionDef, words: Mapping[str, ast.expr], inlined: Mapping[str, ast.expr]) -> None:
@@ -71,7 +71,7 @@ class Folded(ast.NodeTransformer):
     def __init__(self, function: ast.FunctionDef, known: Mapping[str, object]) -> None:
         self.known, self.kinds = known, Kinds(function, known)
         self.addresses: set[ast.AST] = set()  # sums of a pointer and offsets, which are integers
-        for node in ast.walk(function):
+        for node in walk(function):
             if isinstance(node, ast.Call) and name_of(node.func) in _ADDRESSED:
                 left = node.args[:1]
                 while left:
@@ -223,7 +223,7 @@ def _loop_names(function: ast.FunctionDef, singles: Mapping[str, ast.expr]) -> d
     """Locals of a loop, read only there, that are another name for what it counts."""
     found: dict[str, ast.expr] = {}
     every = times_read(function)
-    for loop in (node for node in ast.walk(function) if isinstance(node, ast.For)):
+    for loop in (node for node in walk(function) if isinstance(node, ast.For)):
         counted, inside = stored_names(loop.target), times_read(loop)
         changed = set[str]().union(*map(stored_names, loop.body))
         for name in (changed & singles.keys()) - owners(loop):  # a loop may count in Python's numbers

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
-import re
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from postlude.export.analysis import name_of
 from postlude.export.source import parse, text_of
@@ -33,11 +32,32 @@ def in_single(source: str) -> str:
     return text_of(_Single().visit(function))
 
 
-def without_casts(text: str, pointers: Iterable[str]) -> str:
+def without_casts(text: str, pointers: Collection[str]) -> str:
     """The text of steps, without conversions to fp32 of what these pointers to fp32 hold."""
-    for pointer in pointers:
-        text = re.sub(rf"(tl\.load\({pointer}\b[^\n]*?\)(?:\[[^\]]*\])?)\.to\(\w+\.dtype\)", r"\1", text)
-    return text
+    return text_of(_WithoutCasts(pointers).visit(parse(text))) if pointers else text
+
+
+class _WithoutCasts(ast.NodeTransformer):
+    def __init__(self, pointers: Collection[str]) -> None:
+        self.pointers = pointers
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        if name_of(node.func) != ".to" or not isinstance(node.func, ast.Attribute):
+            return node
+        is_a_blocks = [isinstance(dtype, ast.Attribute) and dtype.attr == "dtype" for dtype in node.args] == [True]
+        return node.func.value if is_a_blocks and _loaded_from(node.func.value) in self.pointers else node
+
+
+def _loaded_from(node: ast.expr) -> str:
+    """The pointer of a load, which may be broadcast by an index; "" for anything else."""
+    load = node.value if isinstance(node, ast.Subscript) else node
+    if not isinstance(load, ast.Call) or name_of(load.func) != "tl.load":
+        return ""
+    place = load.args[0]
+    while isinstance(place, ast.BinOp):  # a pointer and what is added to it
+        place = place.left
+    return name_of(place)
 
 
 class _Single(ast.NodeTransformer):

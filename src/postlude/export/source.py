@@ -18,6 +18,7 @@ import tokenize
 from collections.abc import Sequence
 
 from postlude.export.layout import call
+from postlude.export.trees import copied, walk
 
 
 class Comment(ast.stmt):
@@ -43,7 +44,7 @@ def parse(text: str) -> ast.FunctionDef:
         vars(arg)["remark"] = " ".join(words for words in found if end > last or words.startswith("["))
         last = end
     starts = [0, *itertools.accumulate(len(line) + 1 for line in plain.split("\n"))]
-    for node in ast.walk(function):
+    for node in walk(function):
         if isinstance(node, ast.BinOp):
             assert node.end_lineno is not None
             assert node.end_col_offset is not None
@@ -148,7 +149,7 @@ def _statement(node: ast.stmt, indent: int) -> list[str]:
 
 def written(node: ast.AST) -> str:
     """An expression or a simple statement in the style of Python's formatters."""
-    return ast.unparse(_Written().visit(copy.deepcopy(node)))
+    return ast.unparse(_Written().visit(copied(node)))
 
 
 class _Written(ast.NodeTransformer):

@@ -17,6 +17,7 @@ from postlude.export import rules
 from postlude.export.analysis import UNKNOWN, Liveness, stores, value_of
 from postlude.export.comments import decided, with_one_of_two, with_words
 from postlude.export.source import Comment, parameters, parse, remark_of, text_of, written
+from postlude.export.trees import walk
 from postlude.plan.calls import Word
 
 
@@ -91,7 +92,7 @@ def _decide_comments(function: ast.FunctionDef, constants: Mapping[str, object],
             words[name] = value.text.partition("(")[0]
         elif type(value) in (int, float) and name.isupper():
             words[name] = str(value)
-    for node in ast.walk(function):
+    for node in walk(function):
         if remark := remark_of(node):
             vars(node)["remark"] = with_words(decided(remark, constants), words)
         elif isinstance(node, Comment):
@@ -104,7 +105,7 @@ def _decide_comments(function: ast.FunctionDef, constants: Mapping[str, object],
 def _say(function: ast.FunctionDef, values: Mapping[str, ast.expr]) -> None:
     """Replaces names in capitals by their values in remarks as well."""
     words = {name: written(value) for name, value in values.items() if name.isupper()}
-    for node in ast.walk(function):
+    for node in walk(function):
         if remark := remark_of(node):
             plain = re.sub(r", (\w+) = [^,;]*", lambda m: "" if m[1] in words else m[0], remark)
             vars(node)["remark"] = with_words(plain, words)
@@ -119,7 +120,7 @@ def _drop_unread(function: ast.FunctionDef) -> None:
 
 def rename(function: ast.FunctionDef, names: Mapping[str, str]) -> None:
     function.name = names.get(function.name, function.name)
-    for node in ast.walk(function):
+    for node in walk(function):
         if isinstance(node, ast.Name):
             node.id = names.get(node.id, node.id)
         elif isinstance(node, ast.arg):

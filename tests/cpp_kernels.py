@@ -51,7 +51,7 @@ def built(calls: Sequence[CppCall], edit: Callable[[str], str] = lambda text: te
 
 
 def quick_command() -> tuple[str, ...]:
-    return tuple("-O1" if flag == "-O3" else flag for flag in _COMMAND())
+    return tuple("-Og" if flag == "-O3" else flag for flag in _COMMAND())
 
 
 def serve(monkeypatch: pytest.MonkeyPatch, library: Library) -> None:

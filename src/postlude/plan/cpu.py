@@ -106,7 +106,7 @@ def _compiled_plan(chain: Chain, problem: Problem, machine: Machine, moments: Mo
 def _own(chain: Chain, problem: Problem, machine: Machine, moments: MomentsOnly | None) -> CpuFewChannels | None:
     if moments is None or problem.convolution == "pytorch" or why_not_compiled(chain, problem, machine) is not None:
         return None
-    return few_channels_for(chain, moments)
+    return few_channels_for(chain, moments, problem.x.shape[2:])
 
 
 def _moments_plan(chain: Chain, problem: Problem, machine: Machine, moments: MomentsOnly) -> Plan:

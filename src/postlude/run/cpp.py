@@ -94,7 +94,7 @@ def cpp_command() -> tuple[str, ...]:
     capability, folder = cpu_capability(), Path(torch.__file__).parent
     flags = ("-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-w")
     macros = (f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}")
-    linked = ("-L", str(folder / "lib"), "-ltorch_cpu")
+    linked = ("-L", str(folder / "lib"), "-ltorch_cpu", "-lc10")  # c10: headers' checks that a compiler leaves in
     return (cpp_compiler() or "", *flags, *_VECTORS[capability], *macros, "-I", str(folder / "include"), *linked)
 
 

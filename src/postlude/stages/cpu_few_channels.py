@@ -1,4 +1,5 @@
-"""A convolution of few input channels on the CPU that keeps only moments: one call of kernels/cpp/few_channels.h."""
+"""A convolution of few input channels on the CPU that keeps only moments: one call of kernels/cpp/few_channels.h
+or correlation_moments.h."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from postlude.stages.cpu_kernel import TYPES, End, before, operand_types, operan
 from postlude.stages.trace import launch_cpp
 from postlude.steps import pass_slots
 
-_KERNEL = """#include "few_channels.h"
+_KERNEL = """#include "{header}.h"
 #include "moments_end.h"
 
 namespace {{
@@ -30,7 +31,7 @@ extern "C" void few_channels(void* const* p, const double* n, int threads) {{
   const auto at = [&](int i) {{ return int64_t(n[i]); }};
   const Volume volume{{at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7), at(8), at(9), at(10), at(11)}};
   const auto weight = static_cast<const float*>(p[1]), bias = static_cast<const float*>(p[2]);
-  const FewChannels<Kernel, {way}> pass(static_cast<const Kernel::Value*>(p[0]), weight, bias, p + 4, volume, threads);
+  const {pass_name}<Kernel, {way}> pass(static_cast<const Kernel::Value*>(p[0]), weight, bias, p + 4, volume, threads);
   end<Kernel>(pass.moments<{squares}>(), volume.samples, Kernel::COUT, p + 4, p[3]);
 }}
 """
@@ -63,6 +64,8 @@ def convolve_moments(
         is_plain=str(end.first == 1).lower(),
         sizes=", ".join(f"{name} = {size}" for name, size in sizes),
         steps="".join(f"  {line}\n" for line in steps.splitlines()),
+        header="correlation_moments" if own.is_correlated else "few_channels",
+        pass_name="CorrelationMoments" if own.is_correlated else "FewChannels",
         way="Winograd" if own.is_winograd else "Direct",
         squares=str(squares).lower(),
     )

@@ -124,15 +124,25 @@ template <class Kernel, template <class> class Way> struct FewChannels : Way<Ker
 
   // The moments of each channel of each sample, [N, COUT].
   template <bool SQUARES> std::vector<Sums> moments() const {
-    const int64_t each = this->deep * this->high, tasks = this->v.samples * each;
-    std::vector<Sums> found(tasks * COUT), whole(this->v.samples * COUT);
+    std::vector<Sums> whole(this->v.samples * COUT);
+    std::vector<int64_t> samples(this->v.samples);
+    std::iota(samples.begin(), samples.end(), 0);
+    moments<SQUARES>(samples, whole);
+    return whole;
+  }
+
+  // Those of some samples.
+  template <bool SQUARES> void moments(const std::vector<int64_t>& samples, std::vector<Sums>& whole) const {
+    const int64_t each = this->deep * this->high, tasks = samples.size() * each;
+    std::vector<Sums> found(tasks * COUT);
 #pragma omp parallel num_threads(threads)
     {
       Scratch own(*this);
 #pragma omp for schedule(dynamic, 1)
-      for (int64_t task = 0; task < tasks; ++task) task_moments<SQUARES>(own, task, &found[task * COUT]);
+      for (int64_t task = 0; task < tasks; ++task)
+        task_moments<SQUARES>(own, samples[task / each] * each + task % each, &found[task * COUT]);
     }
-    for (int64_t i = 0; i < tasks * COUT; ++i) whole[i / COUT / each * COUT + i % COUT].add(found[i]);
-    return whole;
+    for (int64_t n : samples) std::fill_n(&whole[n * COUT], COUT, Sums());
+    for (int64_t i = 0; i < tasks * COUT; ++i) whole[samples[i / COUT / each] * COUT + i % COUT].add(found[i]);
   }
 };

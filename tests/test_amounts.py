@@ -1,0 +1,23 @@
+"""Amounts in reasons are never 0.0 of a unit."""
+
+from __future__ import annotations
+
+import pytest
+
+from postlude.amounts import shown_bytes
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    [
+        (47 << 20, "47.0 MiB"),
+        (104858, "0.1 MiB"),
+        (104857, "102.4 KiB"),
+        (4096, "4.0 KiB"),
+        (103, "0.1 KiB"),
+        (102, "102 bytes"),
+        (0, "0 bytes"),
+    ],
+)
+def test_the_unit_fits_the_amount(count: int, shown: str) -> None:
+    assert shown_bytes(count) == shown

@@ -17,6 +17,7 @@ from gpu_plans import planned_for_a_gpu
 from postlude import hardware
 from postlude.run import direct
 from postlude.run import layouts as layouts  # defines the operator
+from postlude.run.passes import KNOWN, passes
 
 pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("fresh_dynamo")]
 
@@ -49,6 +50,7 @@ def test_inductors_code_calls_programs_without_the_dispatcher(calls: Counter[str
     ours, x = copy.deepcopy(plain), torch.randn(2, 3, 6, 8, dtype=torch.float64)
     postlude.optimize(ours, x, rest="inductor", verify=False)
     calls.clear()
+    KNOWN.clear()
     for _ in range(2):
         results = []
         for net in (ours, plain):
@@ -59,11 +61,14 @@ def test_inductors_code_calls_programs_without_the_dispatcher(calls: Counter[str
         for found, truth in zip(*results, strict=True):
             torch.testing.assert_close(found, truth)
     assert calls == {"run_forward": 2, "run_backward": 2}
+    ((text, known),) = KNOWN.items()
+    assert passes(text, x.device) is known  # the operators find the same
+    assert passes(text, torch.device("meta")) is not known
 
 
 def test_a_profiler_is_shown_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
-    monkeypatch.setattr(direct, "_KNOWN", {"a text": object()})
+    monkeypatch.setitem(KNOWN, "a text", object())
     monkeypatch.setattr(torch.ops.postlude, "chain_forward", lambda _, text: shown.append(text), raising=False)
     with torch.profiler.profile():
         direct.run_forward([torch.ones(2)], "a text")

@@ -35,13 +35,13 @@ CASES: dict[str, tuple[Convolution, tuple[int, ...]]] = {
     "2 taps": (conv(2, (5, 18), 2), (2, 5, 6, 4)),
     "4 taps": (conv(2, (5, 18), 4, padding=1), (2, 5, 6, 5)),
     "5 taps, transposed": (conv(2, (4, 6), 5, transposed=True, padding=1), (2, 4, 4, 3)),
-    "neighbours": (conv(3, (5, 32), padding=1), (2, 5, 3, 4, 6)),
+    "neighbours": (conv(3, (5, 18), padding=1), (2, 5, 3, 4, 6)),
     "neighbours, transposed": (conv(2, (20, 30), transposed=True, padding=1), (3, 20, 5, 4)),
     "neighbours, 2 taps": (conv(2, (3, 32), 2), (2, 3, 4, 5)),
     "neighbours, 2 taps, an odd shift": (conv(2, (3, 32), 2), (2, 3, 4, 4)),
     "neighbours, 16 channels": (conv(3, (3, 8)), (2, 3, 4, 5, 5)),
-    "neighbours, 4 taps": (conv(2, (3, 32), 4, padding=1), (2, 3, 5, 6)),
-    "neighbours, 5 taps": (conv(2, (3, 32), 5, padding=2), (2, 3, 4, 5)),
+    "neighbours, 4 taps": (conv(2, (3, 18), 4, padding=1), (2, 3, 5, 6)),
+    "neighbours, 5 taps": (conv(2, (3, 18), 5, padding=2), (2, 3, 4, 5)),
 }
 EXAMPLES = int(os.environ.get("POSTLUDE_FUZZ", "5"))
 NEIGHBOURS = [name for name in CASES if name.startswith("neighbours")]

@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -18,6 +18,7 @@ from postlude.graph.casts import cast_inputs, cast_weights
 from postlude.graph.decide import decide
 from postlude.graph.dropouts import Opened, close_dropouts, masks_of, open_dropouts
 from postlude.graph.expected import questions_of, wanting_gradients
+from postlude.graph.inductor import compile_rest, start_workers
 from postlude.graph.layout import (
     Conversion,
     UnsuitedError,
@@ -33,9 +34,8 @@ from postlude.graph.norms import keep_layouts
 from postlude.graph.pools import left_to_pytorch
 from postlude.graph.splice import splice, use_operator
 from postlude.graph.tidy import functionalise, restore
-from postlude.graph.upsample import gather_gradients
+from postlude.graph.upsample import expect_gathers, gather_gradients
 from postlude.plan import Plan, Refusal
-from postlude.run.direct import tell_inductor
 from postlude.run.execute import check_convolution, check_precision
 from postlude.run.ledger import Ledger
 from postlude.run.operator_call import judged_by
@@ -44,6 +44,7 @@ from postlude.run.site import Site
 log = logging.getLogger("postlude")
 RESTS = ("auto", "eager", "inductor")
 LAYOUTS = ("auto", "keep")
+_MULTIPLIED = "PyTorch runs this product, and chains begin after it"
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,8 @@ class Backend:
         cast_inputs(traced)
         dropouts = self._open_dropouts(traced, inputs)
         rest = self._rest_for(traced, inputs)
+        if rest == "inductor" and _device_of(inputs) == "cuda":
+            start_workers()  # while chains are planned, built and checked
         before = results_of(traced)
         # Some operators return contiguous results for channels-last inputs. Inductor fuses the conversion, eager does
         # not.
@@ -152,6 +155,7 @@ class Backend:
             )
             fused = {item: question for item, question in known.questions.items() if item not in known.refused}
             self.ledger.expect(list(fused.values()))
+            expect_gathers(traced, wanting_gradients(traced, inputs))
             if rest == "eager":  # where sizes are symbols, each call plans and checks
                 off = {item for item in known.refused if not item.has_symbols}
                 return known.sites, {item: (site, None) for item, site in zip(found, known.sites) if item not in off}
@@ -189,7 +193,21 @@ class Backend:
         def takes_alone(node: fx.Node) -> bool:
             return is_strict and node.meta["val"].dtype == torch.float32
 
-        return match(traced, functools.partial(left_to_pytorch, device), takes_alone)
+        declines = functools.partial(left_to_pytorch, device)
+        found, declined = match(traced, declines, takes_alone)
+        left = self._hiding_others(traced, inputs, found)
+        if left:
+            found, declined = match(traced, declines, takes_alone, left={item.nodes[0] for item in left})
+        return found, declined + [Declined(item.name, str(item.chain), _MULTIPLIED) for item in left]
+
+    def _hiding_others(self, traced: fx.GraphModule, inputs: Sequence[Any], found: list[Match]) -> list[Match]:
+        """Chains of a linear layer that PyTorch multiplies, if a chain may begin after it: at a value of four or five
+        axes."""
+        some = [item for item in found if item.chain.is_linear and item.chain.steps]
+        some = [item for item in some if item.tensors[0].meta["val"].dim() in (4, 5)]
+        asked = zip(some, questions_of(traced, inputs, some, [self._site(item, "") for item in some]))
+        entries = [(item, self.ledger.planned(question)) for item, question in asked if question is not None]
+        return [item for item, entry in entries if entry and getattr(entry.outcome, "own", None) is None]
 
     def _site(self, item: Match, hands_on: str) -> Site:
         return Site(item.name, item.chain, self.precision, self.memory, self.convolution, self.ledger, hands_on)
@@ -218,11 +236,8 @@ class Backend:
         return not any(entry is None or entry.is_left_to_pytorch for entry in entries)
 
     def _by_inductor(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        from torch._inductor.compile_fx import compile_fx
-
-        tell_inductor()
         try:
-            compiled = compile_fx(graph, list(inputs), config_patches=self.inductor or None)
+            return compile_rest(graph, inputs, self.inductor)
         except Exception as error:
             if self.rest == "inductor":
                 raise
@@ -231,7 +246,6 @@ class Backend:
                 "Inductor failed (%s): what is not fused runs as it was", text[0] if text else type(error).__name__
             )
             return graph.forward
-        return cast("Callable[..., Any]", compiled)
 
 
 @functools.cache

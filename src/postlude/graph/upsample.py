@@ -13,8 +13,9 @@ from torch import Tensor
 from postlude.graph.match import site_name
 from postlude.plan.problem import memory_format
 from postlude.plan.upsample import Upsampling
+from postlude.run.ahead import load_all, raises_errors, start_all
 from postlude.run.apart import apart
-from postlude.run.upsample import by_pytorch, layout_for, text_of
+from postlude.run.upsample import by_pytorch, jobs_for, layout_for, text_of
 
 log = logging.getLogger("postlude")
 aten = torch.ops.aten
@@ -28,17 +29,40 @@ _ALLOWED = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 def gather_gradients(graph: fx.GraphModule, wanting: Collection[fx.Node], checks: bool) -> list[str]:
     """Replaces upsampling that needs a gradient which our kernel can compute; returns the modules' names."""
     found = []
-    for node in list(graph.graph.nodes):
-        how = _upsampling_of(node) if node in wanting else None
-        if how is None or not _is_served(node.args[0].meta["val"], how):
-            continue
-        if checks and not apart(gradient_is_right, node.args[0].meta["val"], how):
-            log.warning("the gathered gradient of %s is wrong: PyTorch computes it", site_name((node,)))
+    for node, how in _served(graph, wanting):
+        why_not = apart(_why_not, node.args[0].meta["val"], how, checks)
+        if why_not:
+            log.warning("the gathered gradient of %s %s: PyTorch computes it", site_name((node,)), why_not)
             continue
         node.args, node.kwargs = (node.args[0], text_of(how)), {}
         node.target = torch.ops.postlude.upsample.default
         found.append(site_name((node,)))
     return found
+
+
+def _why_not(x: Tensor, how: Upsampling, checks: bool) -> str:
+    """Why our gradient cannot be used; empty if it can."""
+    try:
+        load_all(jobs_for(x, how), str(x.device))
+        return "" if not checks or gradient_is_right(x, how) else "is wrong"
+    except torch.OutOfMemoryError:
+        return "could not be checked for lack of memory"
+    except Exception as error:
+        if raises_errors():
+            raise
+        return f"could not be built ({type(error).__name__})"
+
+
+def expect_gathers(graph: fx.GraphModule, wanting: Collection[fx.Node]) -> None:
+    """Begins to compile the kernels that `gather_gradients` will need if layouts stay as they are."""
+    for node, how in _served(graph, wanting):
+        x = node.args[0].meta["val"]
+        start_all(apart(jobs_for, x, how), str(x.device))
+
+
+def _served(graph: fx.GraphModule, wanting: Collection[fx.Node]) -> list[tuple[Any, Upsampling]]:
+    found = [(node, _upsampling_of(node)) for node in graph.graph.nodes if node in wanting]
+    return [(node, how) for node, how in found if how is not None and _is_served(node.args[0].meta["val"], how)]
 
 
 def _upsampling_of(node: fx.Node) -> Upsampling | None:

@@ -1,7 +1,7 @@
 """Compiles kernels before they are needed: several at a time, and while PyTorch can still take over if one fails.
 
 A plan's program lists every launch. A pool of threads compiles the kernels (Triton's passes, ptxas and C++ compilers
-release the GIL), then they are loaded.
+release the GIL). Nobody waits for all of them: a chain is loaded and checked while those of the next are compiled.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,9 @@ class Job:
 
     key: Any
     build: Callable[[], object] = field(compare=False)
+
+
+_STARTED: dict[tuple[str, Job], Future[object]] = {}  # by device and job, until somebody loads it
 
 
 def program_of(chain: Chain, runner: Any, problem: Problem, needs: Sequence[bool]) -> Program:
@@ -67,22 +70,29 @@ def on_device(place: str) -> contextlib.AbstractContextManager[object]:
     return torch.cuda.device(place) if place.startswith("cuda") else contextlib.nullcontext()
 
 
-def build_all(jobs: Iterable[Job], place: str) -> None:
-    """Compiles and loads what is not loaded yet. Errors are ignored here: they show when the kernel is needed."""
-    unique = list(dict.fromkeys(jobs))
-    if len(unique) < 2:
+def start_all(jobs: Iterable[Job], place: str) -> None:
+    """Begins to compile and load what is not loaded yet, in threads. Errors show when a kernel is loaded."""
+    unique = [job for job in dict.fromkeys(jobs) if (place, job) not in _STARTED]
+    if not unique:
         return
     threads = min(_MOST_THREADS, usable_cores(), len(unique))
     begin = functools.partial(torch.cuda.set_device, place) if place.startswith("cuda") else None
-    with ThreadPoolExecutor(threads, "postlude-compile", begin) as pool:
-        for future in [pool.submit(job.build) for job in unique]:
-            future.exception()
+    pool = ThreadPoolExecutor(threads, "postlude-compile", begin)
+    _STARTED.update({(place, job): pool.submit(job.build) for job in unique})
+    pool.shutdown(wait=False)
 
 
-def load_all(jobs: Iterable[Job]) -> None:
+def load_all(jobs: Iterable[Job], place: str) -> None:
     """Compiles and loads the kernels, and raises if one fails. Those that are loaded already take no time."""
-    for job in dict.fromkeys(jobs):
-        job.build()
+    jobs = list(dict.fromkeys(jobs))
+    if len(jobs) > 1:
+        start_all(jobs, place)
+    with on_device(place):
+        for job in jobs:
+            started = _STARTED.pop((place, job), None)
+            if started is not None:
+                started.exception()  # waits; what failed raises here once more
+            job.build()
 
 
 def _built(launch: Launch, tensors: tuple[Any, ...]) -> None:

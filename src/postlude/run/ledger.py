@@ -131,7 +131,7 @@ class Ledger:
         return entry
 
     def expect(self, questions: Sequence[Question]) -> None:
-        """Compiles the kernels of several problems together. Errors show when the problem is entered."""
+        """Begins to compile the kernels of several problems together. Errors show when a problem is entered."""
         jobs: dict[str, list[ahead.Job]] = {}  # by device
         chains = 0
         for question in questions:
@@ -149,8 +149,7 @@ class Ledger:
         if jobs:
             self._say(f"compiling the kernels of {chains} chains")
         for place, some in jobs.items():
-            with ahead.on_device(place):
-                ahead.build_all(some, place)
+            ahead.start_all(some, place)
 
     def switch_off(self, name: str, why: str) -> None:
         """From now on PyTorch's operators run the site, in existing graphs and in later ones."""
@@ -170,10 +169,7 @@ class Ledger:
                 return Entry(problem, outcome, runner)
             if outcome.has_program:
                 program = ahead.program_of(chain, runner, problem, question.needs)
-                jobs = ahead.jobs_of(program, problem.index)
-                with ahead.on_device(problem.place):
-                    ahead.build_all(jobs, problem.place)
-                    ahead.load_all(jobs)
+                ahead.load_all(ahead.jobs_of(program, problem.index), problem.place)
             verdict = self._checked(Call(chain, problem, question.needs, outcome, runner), question.name, tensors)
         except Exception as error:
             if ahead.raises_errors():

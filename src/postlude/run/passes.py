@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -17,11 +16,16 @@ from postlude.run.runner import runner_of
 
 log = logging.getLogger("postlude")
 Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
+# By text, which names the device as well. Inductor's code looks here first, where a key of text and device would take
+# twice as long.
+KNOWN: dict[str, Passes] = {}
 
 
-@functools.lru_cache(maxsize=4096)
 def passes(text: str, device: torch.device) -> Passes:
-    return Passes(text, device)
+    known = KNOWN.get(text)
+    if known is None:
+        known = KNOWN[text] = Passes(text, device)
+    return known if known.device == device else Passes(text, device)  # a graph may be moved, if it is not Inductor's
 
 
 class Passes:
@@ -30,6 +34,7 @@ class Passes:
     def __init__(self, text: str, device: torch.device) -> None:
         call, program = read(text), program_of(text)
         assert program is not None
+        self.device = device
         self.name, self.moved = str(call.chain), call.chain.moved
         self.given, self.made, self.found = call.tensors, _specs(call.made), _specs(call.found)
         # An operator must not return its arguments' memory; a chain of no-ops could.

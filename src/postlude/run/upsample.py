@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from postlude import encoded
+from postlude.plan.calls import Program
 from postlude.plan.problem import Layout, layout_of, memory_format
 from postlude.plan.upsample import Upsampling
+from postlude.run.ahead import Job, jobs_of
 from postlude.run.chain_run import on_device_of
 from postlude.run.operator import LIBRARY
 from postlude.run.runner import Run, runner_of
@@ -74,11 +76,21 @@ def _upsample(x: Tensor, text: str) -> Tensor:
     return result
 
 
+def _program(shape: tuple[int, ...], dtype: torch.dtype, how: Upsampling, layout: Layout) -> Program:
+    like = torch.empty(shape, dtype=dtype, device="meta", memory_format=memory_format(layout, len(how.small)))
+    return traced(lambda given: upsample_gradient(given[0], how, layout), [like])
+
+
 @functools.lru_cache(maxsize=256)
 def _runner(shape: tuple[int, ...], dtype: torch.dtype, how: Upsampling, layout: Layout, device: str) -> Run:
-    like = torch.empty(shape, dtype=dtype, device="meta", memory_format=memory_format(layout, len(how.small)))
-    program = traced(lambda given: upsample_gradient(given[0], how, layout), [like])
+    program = _program(shape, dtype, how, layout)
     return runner_of(program.given, program.forward, [program.result], device)
+
+
+def jobs_for(x: Tensor, how: Upsampling) -> list[Job]:
+    """The kernels of the gradient of upsampling `x`, which take seconds to compile: up to 125 taps are unrolled."""
+    program = _program((*x.shape[:2], *how.large), x.dtype, how, layout_for(x))
+    return jobs_of(program, x.device.index or 0)
 
 
 def _gradient(dy: Tensor, text: str, layout: Layout) -> Tensor:

@@ -1,0 +1,109 @@
+"""Inductor, which compiles what is not fused: started early, and its kernels launched with little host time."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+import torch.fx as fx
+from torch.autograd import profiler
+
+from postlude.run.direct import tell_inductor
+
+log = logging.getLogger("postlude")
+
+
+@functools.cache
+def start_workers() -> None:
+    """Starts the processes in which Inductor compiles kernels. They need seconds to import PyTorch, and until they are
+    ready, Inductor compiles one kernel after the other."""
+    try:
+        from torch._inductor.async_compile import AsyncCompile
+
+        AsyncCompile.wakeup()
+    except Exception as error:  # private, and only a matter of time
+        log.debug("Inductor's workers are not started early (%s: %s)", type(error).__name__, error)
+
+
+def compile_rest(graph: fx.GraphModule, inputs: Sequence[Any], settings: dict[str, Any]) -> Callable[..., Any]:
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    tell_inductor()
+
+    def compile_pass(*args: Any, **kwargs: Any) -> Any:  # the backward pass is compiled when it first runs
+        with short_launches():
+            return compile_fx_inner(*args, **kwargs)
+
+    with short_launches():
+        compiled = compile_fx(graph, list(inputs), inner_compile=compile_pass, config_patches=settings or None)
+    return cast("Callable[..., Any]", compiled)
+
+
+@contextlib.contextmanager
+def short_launches() -> Iterator[None]:
+    """Shortens the launches of all kernels in code that Inductor loads inside.
+
+    Before PyTorch 2.13, which does this itself, a launch looks for a debugger, sets an allocator, counts configurations
+    and asks for switches that cannot have changed: 4 µs, for which the GPU waits in networks of many small kernels
+    (0.6 of the 5.5 ms of resnet50_gn's inference on an H200's machine).
+    """
+    from torch._inductor.codecache import PyCodeCache
+
+    modules: list[Any] = getattr(PyCodeCache, "modules", [])
+    before = len(modules)
+    yield
+    try:
+        from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+        kernels = [kernel for module in modules[before:] for kernel in vars(module).values()]
+        for kernel in kernels:
+            if isinstance(kernel, CachingAutotuner) and not hasattr(kernel, "_cached_launcher"):
+                shorten(kernel)
+    except Exception as error:  # Inductor's interfaces are private
+        log.debug("Inductor's kernels are launched as always (%s: %s)", type(error).__name__, error)
+
+
+def shorten(kernel: Any) -> None:
+    """Lets a kernel of Inductor's run once as always, then by the launcher that it has chosen."""
+    if "run" in vars(kernel):  # shortened already: the forward pass is compiled inside of the whole
+        return
+    whole = kernel.run  # bound to the kernel
+
+    def first(*args: Any, **kwargs: Any) -> Any:
+        result = whole(*args, **kwargs)
+        del kernel.run
+        launcher = _settled(kernel)
+        if launcher is not None:
+            kernel.run = _short(launcher, whole)
+        return result
+
+    kernel.run = first
+
+
+def _short(launcher: Callable[..., Any], whole: Callable[..., Any]) -> Callable[..., Any]:
+    debug_mode = getattr(torch.utils, "_debug_mode", None)
+    is_debugged = getattr(debug_mode, "get_active_debug_mode", lambda: None)
+
+    def run(*args: Any, stream: Any, **kwargs: Any) -> Any:
+        if kwargs or profiler._is_profiler_enabled or is_debugged() is not None:
+            return whole(*args, stream=stream, **kwargs)
+        return launcher(*args, stream=stream)
+
+    return run
+
+
+def _settled(kernel: Any) -> Callable[..., Any] | None:
+    """The kernel's only launcher, if every later launch would just call it."""
+    if len(kernel.launchers) != 1 or kernel.triton_interpret:
+        return None
+    (launcher,) = kernel.launchers
+    is_tuned = launcher.config.found_by_coordesc if kernel.inductor_meta.get("coordinate_descent_tuning") else True
+    # Other launchers may allocate scratch memory through the allocator that a whole launch sets.
+    is_static = type(getattr(launcher.__globals__.get("runner"), "__self__", None)).__name__.startswith("Static")
+    writes = launcher.store_cubin or getattr(kernel, "dump_launch_params", False)
+    writes = writes or getattr(kernel, "dump_launch_tensors", False)
+    return launcher if is_tuned and is_static and not writes else None

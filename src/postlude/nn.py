@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from postlude.errors import PostludeError
 from postlude.graph.capture import HOOKS, capture_function, hooks_of_all_modules
 from postlude.graph.match import Match, match
+from postlude.graph.rows import has_row_axes
 from postlude.graph.tidy import functionalise
 from postlude.run.execute import check_precision, is_transformed
 from postlude.run.site import Site
@@ -156,6 +157,10 @@ class FusedChain(nn.Sequential):
             reasons = "; ".join(f"{item.what}: {item.reason}" for item in declined) or _why_not_one(found)
             raise PostludeError(
                 f"these modules are not one chain ({reasons}); use nn.Sequential and postlude.optimize."
+            )
+        if has_row_axes(found[0].chain, x):
+            raise PostludeError(
+                "a FusedChain with a linear layer takes matrices; use nn.Sequential and postlude.optimize."
             )
         by_node = dict(zip(placeholders, [None, *names]))
         if not by_node.keys() >= set(found[0].tensors):

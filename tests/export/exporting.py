@@ -311,11 +311,11 @@ def export_named(name: str, precision: str = "fp32", training: bool = False) -> 
     )
 
 
-def ruff(path: Path) -> str:
-    """What ruff with its own settings finds wrong with a file."""
+def ruff(*paths: Path) -> str:
+    """What ruff with its own settings finds wrong with files."""
     found = ""
     for arguments in (["check"], ["format", "--diff"]):
-        command = [sys.executable, "-m", "ruff", *arguments, "--isolated", "--line-length=120", "--no-cache", str(path)]
-        done = subprocess.run(command, capture_output=True, text=True)
+        command = [sys.executable, "-m", "ruff", *arguments, "--isolated", "--line-length=120", "--no-cache"]
+        done = subprocess.run([*command, *map(str, paths)], capture_output=True, text=True)
         found += done.stdout + done.stderr if done.returncode else ""
     return found

@@ -112,7 +112,6 @@ def small_case(
     assert "Measured   " not in made.text  # nothing was at this size
     file = re.sub(r"\W+", "_", problem.name) + f"{'_trained' * training}_{convolution}.py"
     case = case_of(folder, file, made, model, inputs, [problem.shape[1], problem.cout], problem.tolerance)
-    assert ruff(folder / file) == ""
     return {**(with_second(case, model) if is_quick else case), "is_last": problem.is_last}
 
 
@@ -134,61 +133,8 @@ def test_every_kind_of_chain_runs_alone(tmp_path: Path) -> None:
     cases.append(case_of(tmp_path, "two_blocks.py", made, model, inputs, [4, 5], 2e-5))
     kept = ("61", "im2col, a copy apart, and a number as a tensor")
     cases += [small_case(tmp_path, BY_NAME[name], convolution="pytorch") for name in kept]
+    assert ruff(*(tmp_path / case["file"] for case in cases)) == ""
     assert run_alone(tmp_path, cases) == ""
-
-
-# Tested here, not last: the two tests that take longest then run in different processes.
-# γ left out of a kernel; relu left out of what runs without kernels; in the backward pass that PyTorch's functions
-# make other groups, and a gradient that is left out.
-WRONG = {
-    "* (rstd * gamma)": ("* rstd", "its kernels: an error"),
-    "F.relu(self.norm(x))": ("self.norm(x)", "PyTorch's operators: an error"),
-    "F.group_norm(x, 3,": ("F.group_norm(x, 2,", "the gradient of"),
-    "[1](grad)": ("[1](grad * 0)", "the gradient of"),
-}
-
-
-def test_a_wrong_file_is_seen(tmp_path: Path) -> None:
-    right = small_case(tmp_path, BY_NAME["norm alone"])
-    text = (tmp_path / right["file"]).read_text("utf-8")
-    for number, (before, (after, _)) in enumerate(WRONG.items()):
-        assert before in text
-        (tmp_path / f"mutant_{number}.py").write_text(text.replace(before, after), encoding="utf-8")
-    cases = [{**right, "file": f"mutant_{number}.py"} for number in range(len(WRONG))]
-    lines = run_alone(tmp_path, [right, *cases]).splitlines()
-    assert all(line.startswith("mutant_") for line in lines)
-    for number, (_, seen) in enumerate(WRONG.values()):
-        assert any(line.startswith(f"mutant_{number}.py: {seen}") for line in lines), (number, lines)
-
-
-TRAINED = (
-    "PyTorch's convolution, residual",
-    "PyTorch's convolution without a norm",
-    "norm alone",
-    "by phase of the strides, no norm after it",
-    "layer_norm",
-    "windows of channels that leave lanes",
-    "means over windows in padding",
-    "softmax and what follows",
-)
-
-
-def test_files_that_train_have_the_librarys_backward_pass(tmp_path: Path) -> None:
-    cases = [
-        small_case(tmp_path, BY_NAME[name], training=True, is_quick=name.endswith("without a norm")) for name in TRAINED
-    ]
-    # Both products of gradients, of which the interpreter takes long: one small problem.
-    problem = replace(BY_NAME["batch_norm in training"], shape=(2, 16, 3, 3))
-    cases.append(small_case(tmp_path, problem, training=True))
-    assert "weight_gradient_kernel" in (tmp_path / cases[-1]["file"]).read_text("utf-8")
-    assert all(case["trains"] for case in cases)
-    text = (tmp_path / cases[2]["file"]).read_text("utf-8")
-    before = "(v0 - mean) * rstd"
-    assert text.count(before) == 2
-    (tmp_path / "mutant.py").write_text(text.replace(before, "(v0 - mean)"), encoding="utf-8")
-    lines = run_alone(tmp_path, [*cases, {**cases[2], "file": "mutant.py"}]).splitlines()
-    assert [line for line in lines if not line.startswith("mutant.py: the gradient of")] == []
-    assert lines
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ to compile the kernel for the host")
@@ -205,11 +151,11 @@ def test_the_direct_convolution_runs_alone(tmp_path: Path) -> None:
         made, model, inputs = export_text(text, folder)
         case = case_of(tmp_path, f"{name}.py", made, model, inputs, arguments, 1e-5)
         case["libraries"] = {entry: host_library(folder, made, entry) for entry in KERNELS}
-        assert ruff(tmp_path / f"{name}.py") == ""
         cases.append(case)
         if name == "chain_23":
             mutant = mutant_of_23(tmp_path / "mutant", case, made)
     cases.append(trained_23(tmp_path))
+    assert ruff(*(tmp_path / case["file"] for case in cases)) == ""
     first, *gradients = run_alone(tmp_path, [*cases, mutant]).splitlines()  # the right one says nothing
     assert first.startswith("chain_23.py: its kernels: an error")
     assert all(line.startswith("chain_23.py: the gradient of") for line in gradients)  # twice the result goes back
@@ -235,6 +181,61 @@ def mutant_of_23(folder: Path, case: dict[str, Any], made: Export) -> dict[str, 
 
 def host_library(folder: Path, made: Export, entry: str, source: str = "SOURCE") -> str:
     return str(cuda_host.build_text(folder, made.chains[0].sources[source], entry))
+
+
+# Two processes share these tests: the second begins here, and both then take as long.
+TRAINED = (
+    "PyTorch's convolution, residual",
+    "PyTorch's convolution without a norm",
+    "norm alone",
+    "by phase of the strides, no norm after it",
+    "layer_norm",
+    "windows of channels that leave lanes",
+    "means over windows in padding",
+    "softmax and what follows",
+)
+
+
+def test_files_that_train_have_the_librarys_backward_pass(tmp_path: Path) -> None:
+    cases = [
+        small_case(tmp_path, BY_NAME[name], training=True, is_quick=name.endswith("without a norm")) for name in TRAINED
+    ]
+    # Both products of gradients, of which the interpreter takes long: one small problem.
+    problem = replace(BY_NAME["batch_norm in training"], shape=(2, 16, 3, 3))
+    cases.append(small_case(tmp_path, problem, training=True))
+    assert "weight_gradient_kernel" in (tmp_path / cases[-1]["file"]).read_text("utf-8")
+    assert all(case["trains"] for case in cases)
+    assert ruff(*(tmp_path / case["file"] for case in cases)) == ""
+    text = (tmp_path / cases[2]["file"]).read_text("utf-8")
+    before = "(v0 - mean) * rstd"
+    assert text.count(before) == 2
+    (tmp_path / "mutant.py").write_text(text.replace(before, "(v0 - mean)"), encoding="utf-8")
+    lines = run_alone(tmp_path, [*cases, {**cases[2], "file": "mutant.py"}]).splitlines()
+    assert [line for line in lines if not line.startswith("mutant.py: the gradient of")] == []
+    assert lines
+
+
+# γ left out of a kernel; relu left out of what runs without kernels; in the backward pass that PyTorch's functions
+# make other groups, and a gradient that is left out.
+WRONG = {
+    "* (rstd * gamma)": ("* rstd", "its kernels: an error"),
+    "F.relu(self.norm(x))": ("self.norm(x)", "PyTorch's operators: an error"),
+    "F.group_norm(x, 3,": ("F.group_norm(x, 2,", "the gradient of"),
+    "[1](grad)": ("[1](grad * 0)", "the gradient of"),
+}
+
+
+def test_a_wrong_file_is_seen(tmp_path: Path) -> None:
+    right = small_case(tmp_path, BY_NAME["norm alone"])
+    text = (tmp_path / right["file"]).read_text("utf-8")
+    for number, (before, (after, _)) in enumerate(WRONG.items()):
+        assert before in text
+        (tmp_path / f"mutant_{number}.py").write_text(text.replace(before, after), encoding="utf-8")
+    cases = [{**right, "file": f"mutant_{number}.py"} for number in range(len(WRONG))]
+    lines = run_alone(tmp_path, [right, *cases]).splitlines()
+    assert all(line.startswith("mutant_") for line in lines)
+    for number, (_, seen) in enumerate(WRONG.values()):
+        assert any(line.startswith(f"mutant_{number}.py: {seen}") for line in lines), (number, lines)
 
 
 def test_an_import_of_postlude_is_seen(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_a_file_draws_masks_after_the_check_and_is_laid_out(tmp_path: Path) -> N
     assert forward.index("self.drop.training") < forward.index("fits(") < forward.index("mask = ")
 
 
-def _assert_like_the_model(problem: Problem, folder: Path, change: tuple[str, str] = ("", "")) -> None:
+def assert_like_the_model(problem: Problem, folder: Path, change: tuple[str, str] = ("", "")) -> None:
     """The file's kernels against the model with the same seed: results, gradients, and what is drawn next."""
     made, model, (x,) = export_text(problem.text, folder, is_last=problem.is_last, machine=SMALL_CARD)
     path = folder / f"exported_{problem.name}.py"
@@ -78,13 +78,13 @@ def _assert_like_the_model(problem: Problem, folder: Path, change: tuple[str, st
 @pytest.mark.interpret
 @pytest.mark.parametrize("problem", [MATMUL, LAST], ids=["66", "83"])
 def test_a_file_drops_what_the_model_drops(problem: Problem, tmp_path: Path) -> None:
-    _assert_like_the_model(problem, tmp_path)
+    assert_like_the_model(problem, tmp_path)
 
 
 @pytest.mark.interpret
 def test_a_file_with_another_mask_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="not close"):
-        _assert_like_the_model(MATMUL, tmp_path, (", 0.2, True)[1]", ", 0.8, True)[1]"))
+        assert_like_the_model(MATMUL, tmp_path, (", 0.2, True)[1]", ", 0.8, True)[1]"))
 
 
 def test_a_chain_ends_before_a_dropout_if_something_else_draws_before_its_end(tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ BODIES: dict[str, tuple[Body, tuple[int, ...], str]] = {
     "in place": (lambda m, x: m.norm(F.dropout(m.conv(x), 0.2, inplace=True)), IMAGE, f"{NATIVE} → group_norm"),
     "of features": (lambda m, x: m.norm(F.dropout2d(m.conv(x), 0.5)), IMAGE, "mul(per sample and channel) → mul(2)"),
     "of a matrix": (lambda m, x: torch.relu(F.dropout(m.linear(x), 0.2)), MATRIX, f"{NATIVE} → relu"),
+    "of rows": (lambda m, x: torch.relu(F.dropout(m.linear(x), 0.2)), (2, 3, 6), f"{NATIVE} → relu"),
     "two around another": (_two_around_another, IMAGE, "mul(2) → group_norm(2) → add(tensor) → mul(tensor)"),
 }
 

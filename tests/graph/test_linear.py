@@ -65,11 +65,11 @@ def test_spellings(line: str, body: Callable[[Tensor], Tensor]) -> None:
     assert str(found.chain) == line
 
 
-# What begins no chain: a weight that is no transpose, more axes than two, a bias for each sample.
+# What begins no chain: a weight that is no transpose, one axis, a bias for each sample.
 OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "not a transpose": lambda x: (x @ torch.randn(6, 10)).relu(),
     "twice turned": lambda x: (x @ torch.randn(6, 10).permute(0, 1)).relu(),
-    "three axes": lambda x: LINEAR(x[None]).relu(),
+    "a vector": lambda x: LINEAR(x[0]).relu(),
     "a bias for each sample": lambda x: torch.addmm(torch.randn(5, 10), x, WEIGHT.t()).relu(),
     "half a bias": lambda x: torch.addmm(VECTOR, x, WEIGHT.t(), beta=0.5).relu(),
 }
@@ -93,6 +93,10 @@ ENDS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     ),
     "a residual after a reduction": (
         lambda x: LINEAR(x).mean(1, keepdim=True) + x,
+        "linear(6→10) → mean over features",
+    ),
+    "a number with more axes than what is left": (
+        lambda x: LINEAR(x).mean(1) + NUMBER[None],
         "linear(6→10) → mean over features",
     ),
 }

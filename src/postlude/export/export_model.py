@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from postlude import cards
 from postlude.chain import Chain, Normalize
@@ -21,6 +21,7 @@ from postlude.export.masks import Drawn
 from postlude.export.measured import Measured
 from postlude.export.original import arguments_of, read, reads_settings
 from postlude.export.trace import FoundChain, Traced, trace, without_convolution
+from postlude.graph.rows import as_matrices
 from postlude.hardware import Machine, machine_on
 from postlude.plan import Plan, Problem, Refusal, lower
 from postlude.plan.problem import spec_of
@@ -69,7 +70,7 @@ def export(
     values = arguments_of(type(model), *arguments)
 
     def planned(found: FoundChain) -> tuple[Chain, Problem, Plan | Refusal]:
-        specs = tuple(spec_of(node.meta["val"]) for node in found.match.tensors)
+        specs = tuple(map(spec_of, _read_by(found)))
         problem = Problem(specs, "cuda", precision, training, allows_tf32, multiplies_tf32=multiplies_tf32)
         chain = found.match.chain
         return chain, problem, lower(chain, problem, machine, even_if_slower=even_if_slower)
@@ -83,7 +84,7 @@ def export(
         if not isinstance(outcome, Plan):
             reasons[found.calls[0].name] = f"{chain}: {outcome}"
             continue
-        tensors, names = [node.meta["val"] for node in found.match.tensors], _slot_names(found)
+        tensors, names = _read_by(found), _slot_names(found)
         key = (chain, problem, *names.values(), *(tensor.stride() for tensor in tensors))
         if key not in made:
             made[key] = chain_text(chain, outcome, names, tensors, training, tuple(made.values()), found.masks)
@@ -95,6 +96,11 @@ def export(
     settings, card = reads_settings(original, model), machine.card
     text = assemble(original, chains, forward, values, top, card.architecture, settings)
     return Export(text, tuple(texts.values()), reasons)
+
+
+def _read_by(found: FoundChain) -> list[Tensor]:
+    """Tensors like those that a chain's kernels read: of several axes of rows, matrices."""
+    return as_matrices(found.match.chain, [node.meta["val"] for node in found.match.tensors])
 
 
 def _traced(

@@ -22,6 +22,7 @@ from postlude.export.masks import Drawn
 from postlude.export.rules import Replaced
 from postlude.export.source import written
 from postlude.export.trace import FoundChain, Traced
+from postlude.graph.rows import FLATTENED, has_row_axes
 
 ORIGINAL = "\0"  # stands for the statements of the original forward
 
@@ -57,8 +58,9 @@ class ForwardText:
         last, text = chain.calls[-1], self.chains[chain]
         given = [item for item in chain.tensors if not isinstance(item, Drawn)]
         tensors = [written(self.value(item)) if isinstance(item, fx.Node) else _path(item) for item in given]
-        self.lines += _tensors(tensors, self._taken())
-        masks = self._masks(chain, tensors[0])
+        masks, x = self._masks(chain, tensors[0]), tensors[0]
+        read, result = _of_rows(chain, [*tensors, *masks], f"{text.called}({{}})", x)
+        self.lines += _tensors(read[: len(tensors)], self._taken())
         ends = all(user.op == "output" and user.args[0] is last for user in last.users)
         start = "return" if ends else f"{self._name(last, chain.calls[0])} ="
         modes = [f"{'' if mode else 'not '}{_path(path)}.training" for path, mode in chain.modes]
@@ -67,8 +69,8 @@ class ForwardText:
             f"        if {' and '.join(checks)}:",
             *(f"            {_path(path)}.add_(1)" for path in chain.counters),
             *(f"            {line}" for lines in masks.values() for line in lines),
-            f"            with torch.cuda.device_of({tensors[0]}):",
-            f"                {start} {text.called}({', '.join(['*tensors', *masks])})",
+            f"            with torch.cuda.device_of({x}):",
+            f"                {start} {result.format(', '.join(['*tensors', *read[len(tensors) :]]))}",
             *([] if ends else ["        else:"]),
             *self._plain(chain, f"{' ' * (8 if ends else 12)}{start} "),
         ]
@@ -169,6 +171,19 @@ class ForwardText:
 
     def value(self, item: Any) -> ast.expr:
         return _value(item, lambda node: copy.deepcopy(self.names[node]))
+
+
+def _of_rows(chain: FoundChain, tensors: list[str], result: str, x: str) -> tuple[list[str], str]:
+    """The tensors as the kernels read them, and the result as the model does: rows of several axes are one matrix.
+
+    This comes before the check of shapes, so it works for a single row too.
+    """
+    found = chain.match
+    if not has_row_axes(found.chain, found.tensors[0].meta["val"]):
+        return tensors, result
+    pairs = zip(tensors, found.chain.roles, strict=True)
+    read = [f"{tensor}.reshape(-1, {tensor}.shape[-1])" if role in FLATTENED else tensor for tensor, role in pairs]
+    return read, f"{result}.unflatten(0, {x}.shape[:-1])"
 
 
 def _parsed(text: str) -> ast.expr:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from postlude.amounts import shown_bytes
 from postlude.chain import Chain, Normalize
 from postlude.graph.expected import questions_of
 from postlude.graph.layout import propagate
@@ -110,7 +111,7 @@ def _why_inductors(question: Question, plan: Plan, has_graphs: bool, is_cast: bo
     least, size = machine_for(problem.place).card.crossovers.smallest_by_inductor, plan.value.bytes
     if size >= least:
         return None
-    about = f"a value of {size / 2**20:.1f} MiB, fusing pays from {least >> 20} on"
+    about = f"a value of {shown_bytes(size)}, fusing pays from {shown_bytes(least)} on"
     return f"PyTorch's {what} and passes that Inductor generates with less host time: {about}"
 
 

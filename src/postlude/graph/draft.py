@@ -32,8 +32,10 @@ from postlude.graph.channel_norms import read_channel_norm
 from postlude.graph.idioms import with_idioms
 from postlude.graph.pools import averaged, last_pool, pooled, softmaxed
 from postlude.graph.reductions import Reduction, read_reduction
+from postlude.graph.roles import are_ones, broadcast_role, vector_role
 from postlude.graph.row_norms import ComposedNorm, read_row_norm
 from postlude.graph.row_pools import pooled_features
+from postlude.graph.rows import is_contiguous
 from postlude.graph.spellings import arguments_of, describe
 from postlude.words import POINTWISE
 
@@ -48,6 +50,11 @@ class Draft:
     steps: tuple[Step, ...]
     roles: tuple[Role, ...]
     tensors: tuple[fx.Node, ...]
+
+    @property
+    def is_of_rows(self) -> bool:
+        """Whether the rows of a linear layer are several axes of its values: [B, T, F], not [N, F]."""
+        return self.producer is not None and self.producer.is_linear and len(shape_of(self.nodes[0])) > 2
 
     def chain(self) -> Chain:
         return with_idioms(Chain(self.dims, self.producer, self.steps, self.roles))
@@ -68,13 +75,14 @@ class Draft:
             # A pass ends with a pool and the elementwise steps after it, so a norm needs a pass, and a chain, of its
             # own.
             return f"{describe(node)} after a pool begins a chain" if last_pool(self.steps) else _normalize(self, node)
-        row_norm = read_row_norm(node) if self.dims == 0 else None
+        is_matrix = self.dims == 0 and not self.is_of_rows
+        row_norm = read_row_norm(node) if is_matrix else None
         if row_norm is not None:
             return _normalize_rows(self, row_norm)
         channel_norm = read_channel_norm(node) if self.dims else None
         if channel_norm is not None:
             return channel_norm if isinstance(channel_norm, str) else _normalize_channels(self, channel_norm)
-        if self.dims == 0 and (over_features := pooled_features(self, node)) is not None:
+        if is_matrix and (over_features := pooled_features(self, node)) is not None:
             return over_features
         reduction = read_reduction(node, self.dims)
         if isinstance(reduction, str) and (over_axis := averaged(self, node)) is not None:
@@ -165,6 +173,8 @@ def _pointwise(draft: Draft, node: fx.Node, spelled: spellings.Spelled) -> Draft
     if not isinstance(given[0], fx.Node) or given[0] not in draft.values:
         return f"{describe(node)} does not work on the chain's value"
     first = given[0]
+    if op == "batch_norm" and draft.is_of_rows:
+        return _other_channels(node)
     for item in given:
         operand = _operand(draft, node, first, item, row.vectors)
         if isinstance(operand, str):
@@ -196,42 +206,17 @@ def _operand(draft: Draft, node: fx.Node, first: fx.Node, item: Any, is_vector: 
             return f"{describe(node)} broadcasts one of the chain's values"
         return draft, draft.values[item]
     reduced = [step.over for step in draft.steps if isinstance(step, Reduce)]
-    if reduced and (reduced != ["channels"] or not _are_ones(other)):
+    if reduced and (reduced != ["channels"] or not are_ones(other)):
         return f"{describe(node)} brings another tensor in after a reduction"
-    role = _vector_role(shape, other) if is_vector else _broadcast_role(shape, other)
-    role = "one" if reduced else role  # with one channel, one number per channel is one number
+    role = (vector_role if is_vector else broadcast_role)(shape, other, draft.is_of_rows)
+    role = "one" if reduced and role is not None else role  # with one channel, one number per channel is one number
     if role is None:
         return f"{describe(node)} broadcasts a tensor of shape {tuple(other)}, which is neither full nor per channel"
+    if role == "full" and draft.is_of_rows and not is_contiguous(item.meta["val"]):
+        return f"{describe(node)} reads a tensor of the value's size that is not contiguous"
     if last_pool(draft.steps) and role in ("full", "row"):
         return f"{describe(node)} brings a tensor of more than one number per channel in after a pool"
     return draft._slot(item, role)
-
-
-def _vector_role(shape: tuple[Any, ...], other: tuple[Any, ...]) -> Role | None:
-    if same_shape(shape[1:2], other):
-        return "channel"
-    return "one" if _are_ones(other) else None
-
-
-def _broadcast_role(shape: tuple[Any, ...], other: tuple[Any, ...]) -> Role | None:
-    """The role of a tensor that is broadcast against a value of `shape`, by PyTorch's rules."""
-    if same_shape(shape, other):
-        return "full"
-    if len(other) > len(shape):
-        return None
-    padded = (1,) * (len(shape) - len(other)) + other
-    if not _are_ones(padded[2:]):
-        return None
-    is_batch, is_channels = (same_shape(shape[axis : axis + 1], padded[axis : axis + 1]) for axis in (0, 1))
-    if is_channels and _are_ones(padded[:1]):
-        return "channel"
-    if is_channels and is_batch:
-        return "row"
-    return "one" if _are_ones(padded) else None
-
-
-def _are_ones(sizes: tuple[Any, ...]) -> bool:
-    return same_shape(sizes, (1,) * len(sizes))
 
 
 def _promoted(draft: Draft, operands: list[Operand]) -> torch.dtype:
@@ -256,9 +241,11 @@ def _normalize(draft: Draft, node: fx.Node) -> Draft | str:
         return "instance_norm that moves running statistics, which are means over the batch"
     if call["input"] not in draft.values:
         return f"{describe(node)} does not work on the chain's value"
+    axes = len(call["normalized_shape"]) if op == "layer_norm" else 0
+    if draft.is_of_rows and axes != 1:
+        return f"{describe(node)} over more than the features" if axes else _other_channels(node)
     if op == "instance_norm" and draft.dims == 0:
         return "instance_norm of a matrix, whose rows are its channels"
-    axes = len(call["normalized_shape"]) if op == "layer_norm" else 0
     if axes > draft.dims + 1:
         return "layer_norm over all axes, the batch among them"
     if op == "batch_norm" and not isinstance(call["momentum"], (int, float)):
@@ -276,6 +263,10 @@ def _normalize(draft: Draft, node: fx.Node) -> Draft | str:
     groups = int(call["num_groups"]) if op == "group_norm" else None
     momentum = float(call["momentum"]) if running is not None else 0.0
     return draft._add(node, Normalize(op, value, groups, float(call["eps"]), weight, bias, axes, running, momentum))
+
+
+def _other_channels(node: fx.Node) -> str:
+    return f"{describe(node)} has the second axis as its channels, and a linear layer the last"
 
 
 def _normalize_rows(draft: Draft, found: ComposedNorm) -> Draft | str:

@@ -11,6 +11,7 @@ import torch.fx as fx
 
 from postlude.graph.capture import example_of
 from postlude.graph.match import Match
+from postlude.graph.rows import as_matrices
 from postlude.plan import problem_of
 from postlude.run.ledger import Question
 from postlude.run.site import Site
@@ -30,7 +31,7 @@ def _question(item: Match, site: Site, wants: set[fx.Node]) -> Question | None:
     if len(known) < len(values):
         return None
     needs = tuple(node in wants for node in item.tensors)
-    problem = problem_of(known, *site.settings)
+    problem = problem_of(as_matrices(item.chain, known), *site.settings)
     return Question(site.name, site.chain, dataclasses.replace(problem, needs_grad=any(needs)), needs)
 
 

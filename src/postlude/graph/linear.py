@@ -15,8 +15,8 @@ def start_with_linear(node: fx.Node) -> Draft | str:
     operands = spellings.linear_operands(node)
     assert operands is not None
     x, weight, bias = operands
-    if not isinstance(weight, fx.Node) or len(shape_of(weight)) != 2 or len(shape_of(x)) != 2:
-        return f"{describe(node)} of anything but a matrix and the transpose of a weight"
+    if not isinstance(weight, fx.Node) or len(shape_of(weight)) != 2 or len(shape_of(x)) < 2:
+        return f"{describe(node)} of anything but rows and the transpose of a weight"
     out_features, in_features = shape_of(weight)
     if not isinstance(out_features, int) or not isinstance(in_features, int):
         return f"{describe(node)} whose weight has no fixed shape"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch.fx as fx
@@ -50,17 +50,19 @@ def match(
     graph: fx.GraphModule,
     declines: Callable[[Step], str | None] = lambda _: None,
     takes_alone: Callable[[fx.Node], bool] = lambda _: False,
+    left: Collection[fx.Node] = (),
 ) -> tuple[list[Match], list[Declined]]:
     """The chains, and what is in none.
 
     `declines` returns why a chain should end before a step, or None. `takes_alone` says whether a convolution that
-    nothing can be fused with is a chain, because ours is faster than PyTorch's.
+    nothing can be fused with is a chain, because ours is faster than PyTorch's. No chain begins with the layers `left`
+    to PyTorch.
     """
     finder = _Finder(graph, declines, takes_alone)
     for node in graph.graph.nodes:
         if spellings.is_convolution(node):
             finder.try_from(node, start_with_convolution, wants_norm=False)
-        elif spellings.linear_operands(node) is not None:
+        elif node not in left and spellings.linear_operands(node) is not None:
             finder.try_from(node, start_with_linear, wants_norm=False)
     for node in graph.graph.nodes:
         # Without a convolution a chain begins at an elementwise step or a norm, and pays only if it has a norm.

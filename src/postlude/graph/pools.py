@@ -84,7 +84,8 @@ def softmaxed(draft: Draft, node: fx.Node) -> Draft | str:
     call, op = arguments_of(node), spellings.softmax(node)
     if call["self"] not in draft.values:
         return f"{describe(node)} does not work on the chain's value"
-    if call["dim"] % (draft.dims + 2) != 1:
+    rank = call["self"].meta["val"].dim()
+    if call["dim"] % rank != (1 if draft.dims else rank - 1):  # a linear layer's channels are its features
         return f"{describe(node)} over axis {call['dim']}: only channels is supported"
     if call["dtype"] is not None:
         return f"{describe(node)} with a dtype of its own"

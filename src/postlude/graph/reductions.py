@@ -38,9 +38,12 @@ def read_reduction(node: fx.Node, dims: int) -> Reduction | str | None:
     nodes = _with_parts(node) if op in ("max", "min") else (node,)
     if not nodes:
         return f"{describe(node)} whose indices are used"
-    axes, spans = _axes(call, dims + 2), REDUCTIONS[op]
+    spans = REDUCTIONS[op]
     if not dims:  # a linear layer: features are the channels, and all there is of a sample
-        return Reduction(op, spans[-1], bool(call["keepdim"]), nodes) if axes == (1,) else f"{describe(node)} of rows"
+        rank = call["self"].meta["val"].dim()
+        is_features = _axes(call, rank) == (rank - 1,)
+        return Reduction(op, spans[-1], bool(call["keepdim"]), nodes) if is_features else f"{describe(node)} of rows"
+    axes = _axes(call, dims + 2)
     over = {tuple(range(2, dims + 2)): "space", tuple(range(1, dims + 2)): "sample", (1,): "channels"}.get(axes, "")
     if over not in spans:
         return f"{describe(node)} over axes {list(axes)}: only {_UNDERSTOOD[spans]} is supported"

@@ -10,6 +10,7 @@ import torch.fx as fx
 
 from postlude.code_hash import source_digest
 from postlude.graph.match import Match
+from postlude.graph.rows import flatten_rows, has_row_axes, restore_axes
 from postlude.graph.tidy import meta_for_another
 from postlude.run.site import Site
 
@@ -21,14 +22,28 @@ def splice(graph: fx.GraphModule, matches: list[Match], sites: list[Site]) -> No
         target = f"chain_{number}"
         graph.add_module(target, site)
         last = found.nodes[-1]
-        tensors = tuple(replaced.get(node, node) for node in found.tensors)
+        tensors = [replaced.get(node, node) for node in found.tensors]
         with graph.graph.inserting_before(last):
-            call = graph.graph.call_module(target, tensors)
-        call.meta = meta_for_another(last)
-        last.replace_all_uses_with(call)
-        replaced[last] = call
+            result = _called(graph.graph, target, found, tensors)
+        last.replace_all_uses_with(result)
+        replaced[last] = result
         for node in reversed(found.nodes):
             graph.graph.erase_node(node)
+
+
+def _called(graph: fx.Graph, target: str, found: Match, tensors: list[fx.Node]) -> fx.Node:
+    """The node with the result of a new call. Tensors of more axes than the chain has are matrices for the call."""
+    x, about = tensors[0], meta_for_another(found.nodes[-1])
+    is_of_rows = has_row_axes(found.chain, x.meta["val"])
+    given = flatten_rows(graph, found.chain, tensors) if is_of_rows else tensors
+    call = graph.call_module(target, tuple(given))
+    call.meta = dict(about)
+    if not is_of_rows:
+        return call
+    result = restore_axes(graph, call, x, about["val"])
+    result.meta = about
+    call.meta.pop("val")
+    return result
 
 
 def use_operator(graph: fx.GraphModule, fused: Sequence[tuple[Site, object]]) -> None:

@@ -8,6 +8,8 @@ import torch
 import torch.fx as fx
 from torch._ops import OpOverload
 
+from postlude.graph.rows import is_chains_result
+
 aten = torch.ops.aten
 _DROPOUTS = (aten.dropout, aten.feature_dropout, aten.alpha_dropout, aten.dropout_, aten.feature_dropout_)
 
@@ -52,10 +54,10 @@ def restore(graph: fx.GraphModule) -> None:
 
     Dropout is in place there too: on a GPU `dropout` draws other numbers than `dropout_`.
     """
-    for node in list(graph.graph.nodes):
-        if "in_place" in node.meta and (node.args[0].op != "call_module" or node.target.overloadpacket in _DROPOUTS):
+    for node in [node for node in graph.graph.nodes if "in_place" in node.meta]:
+        if not is_chains_result(node.args[0]) or node.target.overloadpacket in _DROPOUTS:
             node.target = node.meta["in_place"]
-        elif "in_place" in node.meta:
+        else:
             _keep_dtype(graph, node)
 
 

@@ -75,6 +75,7 @@ class Means:
     compiled: float
     count: int
     not_slower: int  # than eager
+    compared: int  # with torch.compile, which fails in some
     not_slower_compiled: int
     roofline: float | None
 
@@ -87,15 +88,21 @@ class Means:
             compiled,
             len(shown),
             sum(case.times_eager >= 1 for case in shown),
+            sum(case.times_compile is not None for case in shown),
             sum((case.times_compile or 0) >= 1 for case in shown),
             shares[len(shares) // 2] if shares else None,
         )
+
+    @property
+    def slower(self) -> int:
+        """How many are slower than torch.compile."""
+        return self.compared - self.not_slower_compiled
 
     def cells(self) -> list[str]:
         share = "" if self.roofline is None else f"{self.roofline:.0%}"
         return [
             *(str(self.count), f"{self.eager:.2f}", f"{self.compiled:.2f}"),
-            *(f"{self.not_slower} of {self.count}", f"{self.not_slower_compiled} of {self.count}", share),
+            *(f"{self.not_slower} of {self.count}", f"{self.not_slower_compiled} of {self.compared}", share),
         ]
 
 
@@ -113,13 +120,14 @@ def sentence() -> str:
     return (
         f"Over {how_many} problems of KernelBench's level 2 {words}, inference is {one.eager:.2f}× eager and "
         f"{one.compiled:.2f}× torch.compile by geometric mean, a training step {step.eager:.2f}× and "
-        f"{step.compiled:.2f}×; {_slower(one)} of them slower than torch.compile in inference and {_slower(step)} in "
-        "training."
+        f"{step.compiled:.2f}×; {_losses(one.slower, step.slower)}."
     )
 
 
-def _slower(means: Means) -> str:
-    return str(means.count - means.not_slower_compiled or "none")
+def _losses(inference: int, training: int) -> str:
+    if not inference + training:
+        return "none of them is slower than torch.compile"
+    return f"{inference or 'none'} of them slower than torch.compile in inference and {training or 'none'} in training"
 
 
 def render(mode: str) -> str:

@@ -236,10 +236,18 @@ another question, which `postlude explain` answers.
 
 batch_norm uses the batch's statistics in training. A layer_norm's row may have 8192 elements on a GPU, and is shown
 over the last axis. mean and sum also go over channels. On a GPU PyTorch runs a reduction or softmax over more than
-{channels} channels, after the fused passes before it, and one after a pool. A linear layer takes matrices, [N, F];
-its features are its channels. On a GPU its GEMM is Postlude's in strict fp32, on cards whose tensor cores are three
-times as fast as ordinary instructions, and cuBLAS's in TF32 and 16 bits. In training PyTorch runs norms, softmax and
-reductions over more than 8192 features, and everything from a second norm on, after Postlude's GEMM.
+{channels} channels, after the fused passes before it, and one after a pool.
+
+A linear layer takes [N, F] or more axes, such as [B, T, F] and [B, H, W, F]; its features, the last axis, are its
+channels. With more than two axes a chain is one of the matrix of all rows. It has steps that work on each row alone:
+elementwise steps with numbers, vectors over features and contiguous tensors of the value's shape, layer_norm, softmax
+and reductions over the last axis. It ends before batch_norm, group_norm and instance_norm, whose channels are the
+second axis, and before everything over another axis. An input that is not contiguous is copied, as PyTorch's layer
+does. Where PyTorch runs the product of a layer with four or five axes, a chain may begin after it.
+
+On a GPU the GEMM of a linear layer is Postlude's in strict fp32, on cards whose tensor cores are three times as fast as
+ordinary instructions, and cuBLAS's in TF32 and 16 bits. In training PyTorch runs norms, softmax and reductions over
+more than 8192 features, and everything from a second norm on, after Postlude's GEMM.
 
 Active dropout (`dropout`, `dropout2d`, `dropout3d`, in place too) is part of a chain on a GPU: a chain shows it as
 `mul(tensor) → mul(1.25)`, or `mul(per sample and channel)` for whole channels. The mask has one byte per element and is

@@ -3,8 +3,9 @@
 It patches the language for every launch, and once more for every device function that a kernel calls, where that is in
 force already. It computes each sum and product of integers again in 64 bits, for an overflow check whose outcome only
 its debug mode looks at. And for every value it makes the type, the shape and their names anew, although a kernel has a
-few types in all: here types are made once, operands of one type go past the rules of promotion and broadcasting, and a
-number beside a tensor becomes a tensor once.
+few types in all: here types are made once, operands of one type go past the rules of promotion and broadcasting, a
+number beside a tensor becomes a tensor once, and a computed one is spread over a block without a type of the
+compiler's. Data of a size that their type cannot have would be an error of the interpreter, and is not looked for.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def make_fast() -> None:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     _patch_the_language_once(interpreter)
     _make_each_type_once(interpreter)
-    _skip_rules_for_equal_types()
+    _skip_rules_for_equal_types(interpreter.TensorHandle)
+    interpreter.TensorHandle.__post_init__ = lambda _: None
 
 
 def _patch_the_language_once(interpreter: Any) -> None:
@@ -104,7 +106,8 @@ def _by_name(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return cached
 
 
-def _skip_rules_for_equal_types() -> None:
+def _skip_rules_for_equal_types(handle: Any) -> None:
+    import numpy as np
     from triton.language import core
     from triton.language.semantic import TritonSemantic
 
@@ -123,9 +126,18 @@ def _skip_rules_for_equal_types() -> None:
 
     def broadcasted(self: Any, lhs: Any, rhs: Any) -> Any:
         ours, theirs = lhs.type, rhs.type
-        if ours is theirs or (ours.is_block() and theirs.is_block() and ours.shape.values == theirs.shape.values):
+        if ours is theirs:
             return lhs, rhs
-        return broadcast(self, lhs, rhs)
+        if not ours.is_block():
+            return (spread(lhs, theirs), rhs) if theirs.is_block() else (lhs, rhs)
+        if not theirs.is_block():
+            return lhs, spread(rhs, ours)
+        return (lhs, rhs) if ours.shape.values == theirs.shape.values else broadcast(self, lhs, rhs)
+
+    def spread(scalar: Any, block: Any) -> Any:
+        data = scalar.handle.data
+        full = np.full(block.shape.values, data, data.dtype)
+        return core.tensor(handle(full, scalar.handle.dtype), block.with_element_ty(scalar.type))
 
     def scalar_constant(self: Any, value: Any, dtype: Any) -> Any:
         key = (type(value), value, dtype.name)

@@ -32,7 +32,8 @@ class Rung:
 
 
 RUNGS = (
-    Rung("pure", 600, "pure logic and the CPU path, no Triton needed", "no tests yet, nothing to run", 2),
+    # Three for two cores: a fifth of its time is spent on waiting, for processes that hang on purpose and for timers.
+    Rung("pure", 600, "pure logic and the CPU path, no Triton needed", "no tests yet, nothing to run", 3),
     Rung("interpret", 600, "kernels under TRITON_INTERPRET=1", "no kernels yet, nothing to run", 2),
     Rung("compile", 360, "kernels compiled ahead of time", "no kernels yet, nothing to compile", 2),
     Rung("export", 300, "exported files run without the package", "no exporter yet, nothing to run", 2),
@@ -54,7 +55,9 @@ class Outcome:
 
 
 def environment(rung: Rung) -> dict[str, str]:
-    outside = ("TRITON_INTERPRET", "PYTEST_ADDOPTS")  # settings of the caller's shell would change a rung
+    # Settings of the caller's shell would change a rung. Without bytecode on disk each of some hundred processes would
+    # compile the package and its tests again.
+    outside = ("TRITON_INTERPRET", "PYTEST_ADDOPTS", "PYTHONDONTWRITEBYTECODE")
     env = {key: value for key, value in os.environ.items() if key not in outside}
     # .venv may show the packages of the Python it was made from: their pytest plugins are not ours to run.
     env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"

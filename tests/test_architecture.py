@@ -16,6 +16,7 @@ ROOT = Path(postlude.__file__).parent
 
 # Layer → the layers it may import. A name is a folder or a file of src/postlude.
 MAY_IMPORT = {
+    "amounts": set(),
     "errors": set(),
     "words": set(),
     "encoded": set(),
@@ -69,7 +70,7 @@ MAY_IMPORT = {
         "stages",
         "tile_table",
     },
-    "graph": {"chain", "code_hash", "errors", "hardware", "plan", "run", "windows", "words"},
+    "graph": {"amounts", "chain", "code_hash", "errors", "hardware", "plan", "run", "windows", "words"},
     "check": {"chain", "code_hash", "errors", "files", "hardware", "reference", "windows"},
     "shown": set(),
     "functional": {"chain", "errors", "run"},

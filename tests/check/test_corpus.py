@@ -71,10 +71,11 @@ def test_honest_kernel_is_accepted(on_honest: dict[str, Verdict], entry: Entry) 
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("entry", [e for e in HONEST if e.interpreted], ids=lambda entry: entry.name)
-def test_honest_triton_kernel_is_accepted(entry: Entry) -> None:
-    verdict = corpus.verdict_on(entry)
-    assert verdict.right, verdict
+def test_honest_triton_kernels_are_accepted() -> None:
+    """In one process: they are tame, and it imports torch and Triton once."""
+    found = {entry.name: verdict for entry, verdict in corpus.verdicts([e for e in HONEST if e.interpreted])}
+    assert len(found) > 1
+    assert {name: verdict for name, verdict in found.items() if not verdict.right} == {}
 
 
 # What each of these tries is found for the reason that it should be.

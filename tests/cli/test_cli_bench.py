@@ -61,7 +61,10 @@ def test_all_variants_and_an_honest_candidate(run: Run, good: Path, candidate: C
     assert ran.code == 0
     (report,) = read(out)
     ours = {"eager", "eager, channels-last", "torch.compile", "postlude"}
-    assert _entries(report) == {"forward, warm": ours | {"candidate"}, "forward, caches flushed": ours}
+    warm, flushed = _entries(report).values()
+    assert warm == ours | {"candidate"}
+    # On a busy machine a call may be lost in the time of the flush, which is subtracted from it; it is then named.
+    assert flushed | {name for name in ours if any(f"flushed caches, {name}:" in why for why in report.left_out)} == ours
     assert report.subject == "candidate"
     assert report.judgement.outcome == "right"
     for entry in report.races[0].entries:
@@ -73,7 +76,7 @@ def test_all_variants_and_an_honest_candidate(run: Run, good: Path, candidate: C
     assert {one.variant for one in report.histograms} == {"eager", "postlude", "candidate"}
     assert all(one.peak_bytes is not None for one in report.variants if one.name != "candidate")
     assert {row.variant for row in records.read(csv)} == ours | {"candidate"}
-    assert {row.mode for row in records.read(csv)} == {"forward", "forward, flushed"}
+    assert {row.variant for row in records.read(csv) if row.mode == "forward, flushed"} == flushed
     assert "Right in fp32" in page.read_text(encoding="utf-8")
     assert "Left out: eager, cudnn.benchmark" in ran.out
 

@@ -34,6 +34,9 @@ pytestmark = [
 # Of eager's own error, which bfloat16 causes: the fused passes round less often than eager, not more.
 MOST = 1.25
 NEEDS_PYTHON = {"diffusers": (3, 11), "pytorch3dunet": (3, 11)}
+# Attention there reads transposed values in its linear layers. PyTorch's layer rounds such a product before it adds the
+# bias, a chain adds it first: other bits. A CPU leaves these chains to PyTorch; graph/test_rows.py has them.
+WITHOUT_LINEAR = ("diffusers",)
 AGAIN = 1e-6  # of a tensor's size: sums in another order, where eager's own error happens to be none
 
 
@@ -96,7 +99,9 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 def optimized(model: nn.Module, network: Network) -> Optimized:
     with torch.autocast("cpu", torch.bfloat16):
-        return postlude.optimize(model, {_first_argument(model): network.inputs(), **network.more}, verify=False)
+        inputs = {_first_argument(model): network.inputs(), **network.more}
+        only = (lambda _, chain: not chain.is_linear) if network.package in WITHOUT_LINEAR else None
+        return postlude.optimize(model, inputs, verify=False, only=only)
 
 
 def _first_argument(model: nn.Module) -> str:

@@ -91,8 +91,8 @@ ENDS = {
     "close_control": "the candidate closed its connection to the verifier during a call",
     "garbage": "sent an answer that is 1195725856 bytes long",
     "forged": "sent an answer that belongs to no question",
-    "outside": "sent an answer that has a tensor outside its buffer",
     "unwritten": "a call took longer than 1 seconds",
+    "outside": "sent an answer that has a tensor outside its buffer",
     "too_large": "announces 8388608 bytes of tensors where 4194304 are allowed",
     "disk": "the candidate wrote more than 16777216 bytes into its folder",
     "children": "the candidate's process ended with exit code 1 during a call",
@@ -165,7 +165,6 @@ def test_it_ends_in_one_sentence_and_leaves_nothing(hostile: Path, way: str) -> 
 
 
 STARTS = {
-    "import": ("import no_such_module", "an import fails: ModuleNotFoundError: No module named 'no_such_module'"),
     "exits": ("import sys; sys.exit(0)", "the candidate ends the process (sys.exit)"),
     "leaves": ("import os; os._exit(0)", "ended with exit code 0 during its start"),
     "constructor": (
@@ -191,6 +190,7 @@ def test_a_file_that_cannot_be_started(tmp_path: Path, name: str) -> None:
     ("text", "reason"),
     [
         ("", "it has no class ModelNew that is a torch.nn.Module"),
+        ("import no_such_module", "an import fails: ModuleNotFoundError: No module named 'no_such_module'"),
         ("ModelNew = 3", "it has no class ModelNew"),
         ("class ModelNew(:\n", "syntax error in line 1: "),
         ("a\0b", "null bytes"),

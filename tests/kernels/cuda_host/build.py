@@ -81,7 +81,7 @@ def build_text(folder: Path, source: str, entry: str) -> Path:
 
 def _compiled(kernel: Path, entry: str, options: Sequence[str]) -> Path:
     library = kernel.with_suffix(".so")
-    command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", *options]
+    command = ["g++", "-std=c++17", "-Og", "-shared", "-fPIC", *options]
     command += [f"-DPOSTLUDE_ENTRY={entry}", f'-DPOSTLUDE_KERNEL="{kernel}"']
     command += [str(HERE / "driver.cpp"), "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True)

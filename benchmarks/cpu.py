@@ -4,6 +4,7 @@ autocast are timed as well. All of it takes about ten minutes on 2 quiet cores.
 
     python benchmarks/cpu.py                     print the table
     python benchmarks/cpu.py --record            also merge the rows into benchmarks/results/cpu.csv
+    ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=avx2 python benchmarks/cpu.py    without AVX512
     python benchmarks/cpu.py --only 23 --rounds 9
     python benchmarks/cpu.py --busy 2            only next to two busy processes
 
@@ -237,7 +238,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="benches whose name contains this")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=8.0, help="at most, for each row")
-    parser.add_argument("--record", action="store_true", help=f"merge into {RESULTS.name}")
+    parser.add_argument("--record", action="store_true", help="merge the rows into a file")
+    parser.add_argument("--csv", type=Path, default=RESULTS, help=f"which, instead of {RESULTS.name}")
     parser.add_argument("--busy", type=int, default=0, help="processes that keep cores busy meanwhile")
     options = parser.parse_args()
     torch.set_num_threads(2)
@@ -253,7 +255,7 @@ def main() -> None:
                         rows = measure(asked, layout, mode, options.rounds, options.seconds)
                         show(rows, way_of(asked, layout, mode))
                     if options.record:
-                        records.update(RESULTS, rows)
+                        records.update(options.csv, rows)
     if not hardware.malloc_is_tuned():
         tuned = {**os.environ, **TUNED}
         subprocess.run([sys.executable, *sys.argv], env=tuned, check=True)

@@ -19,8 +19,8 @@ import torch
 from postlude.plan.calls import Call
 from tracing import compiled, kernel_calls
 
-# Architecture → shared memory that one block may have, in bytes. sm_86 is planned and compiled like sm_89.
-CARDS = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+# Architecture → shared memory that one block may have, in bytes.
+CARDS = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 
 
 class OfflineDriver:

@@ -23,6 +23,7 @@ template <class Kernel> struct ChannelsLast {
 
   static constexpr int64_t TURNED = 1024;  // positions that are written contiguous at a time
   static constexpr int64_t STRIP = 2048;   // elements that stay in the first cache from one block of columns to the next
+  static constexpr int64_t WIDEST = LANES == 16 ? 8 : 4;  // vectors whose sums, squares and centres fit the registers
 
   static int64_t period_of(int64_t channels) {
     const int64_t wide = std::lcm(channels, UNROLL * LANES);  // several vectors, for independent accumulators
@@ -86,6 +87,21 @@ template <class Kernel> struct ChannelsLast {
       sums[j].store(&own.sums[column + j * LANES]), squares[j].store(&own.squares[column + j * LANES]);
   }
 
+  // The same for all columns, one row after the other: memory is read from one end to the other, as prefetchers expect.
+  // In blocks of columns, rows of 128 channels took twice as long (AVX512, from memory: 0.9 instead of 0.45 ms).
+  template <bool SQUARES> void add_whole_rows(Scratch& own, int64_t base, int64_t begin, int64_t end) const {
+    float *centre = own.centre.data(), *sums = own.sums.data(), *squares = own.squares.data();
+    for (int64_t row = begin; row < end; ++row)
+      for (int64_t column = 0; column < period; column += LANES) {
+        Column<List> at;
+        at.begin(own.columns, column);
+        at.offset = base + row * period + column;
+        const V d = value(at) - V::loadu(centre + column);
+        (V::loadu(sums + column) + d).store(sums + column);
+        if constexpr (SQUARES) at::vec::fmadd(d, d, V::loadu(squares + column)).store(squares + column);
+      }
+  }
+
   // Whether the centres of J vectors of columns were near the means of `count` rows; else they are moved there.
   template <int J> bool is_near(Scratch& own, int64_t column, float count) const {
     bool found = true;
@@ -104,10 +120,9 @@ template <class Kernel> struct ChannelsLast {
   // Adds rows [begin, end) to those that were added before, `count` rows.
   template <bool SQUARES> void add_tile(Scratch& own, int64_t base, int64_t begin, int64_t end, double count) const {
     std::fill(own.sums.begin(), own.sums.end(), 0.0f), std::fill(own.squares.begin(), own.squares.end(), 0.0f);
-    for (int64_t row = begin; row < end; row += strip)
-      each_block([&](auto block, int64_t column) {
-        this->template add_rows<SQUARES, decltype(block)::value>(own, base, column, row, std::min(end, row + strip));
-      });
+    if (period == UNROLL * LANES) add_rows<SQUARES, UNROLL>(own, base, 0, begin, end);
+    else if (period == WIDEST * LANES) add_rows<SQUARES, WIDEST>(own, base, 0, begin, end);
+    else add_whole_rows<SQUARES>(own, base, begin, end);
     const float here = end - begin;
     if constexpr (SQUARES)
       each_block([&](auto block, int64_t column) {
@@ -183,11 +198,15 @@ template <class Kernel> struct ChannelsLast {
   // [G] of one sample from [TASKS, C]
   void combine(int64_t sample, const Sums* tasks, Statistic* statistics) const {
     for (int64_t group = 0; group < s.groups; ++group) {
-      Sums sums;
-      for (int64_t task = 0; task < pieces; ++task)
-        for (int64_t c = group * s.per_group(); c < (group + 1) * s.per_group(); ++c)
-          sums.add(tasks[task * s.channels + c]);
-      statistics[group] = Statistic(sums, s.eps);
+      double count = 0, total = 0, m2 = 0;
+      const auto each = [&](auto fn) {
+        for (int64_t task = 0; task < pieces; ++task)
+          for (int64_t c = group * s.per_group(); c < (group + 1) * s.per_group(); ++c) fn(tasks[task * s.channels + c]);
+      };
+      each([&](const Sums& one) { count += one.count, total += one.count * one.mean; });
+      const double mean = total / count;
+      each([&](const Sums& one) { m2 += one.m2 + one.count * (one.mean - mean) * (one.mean - mean); });
+      statistics[group] = Statistic({mean, m2, count}, s.eps);
       saved.keep(sample * s.groups + group, statistics[group]);
     }
   }

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -205,28 +205,39 @@ def run_one(name: str, mode: str, options: argparse.Namespace) -> None:
         records.update(options.csv, rows)
 
 
-def run_side_by_side(wanted: Sequence[tuple[str, str]], options: argparse.Namespace) -> int:
-    """Compiles in `options.jobs` processes at a time and lets them wait; then times one after the other."""
+Item = tuple[str, str]  # a network and a mode
 
-    def start(item: tuple[str, str]) -> subprocess.Popen[str]:
+
+def run_side_by_side(wanted: Sequence[Item], options: argparse.Namespace) -> int:
+    """Compiles in `options.jobs` processes at a time and lets them wait; then times one after the other. What is not
+    ready in `options.ready_within` seconds is ended and named."""
+    started: dict[Item, subprocess.Popen[str]] = {}
+
+    def start(item: Item) -> None:
         command = [sys.executable, __file__, "--waits", "--only", item[0], "--modes", item[1]]
         more = [variant for variant in VARIANTS if variant.endswith(_GRAPHS)] if item[0] in options.graphs else []
         command += ["--variants", *options.variants, *more, "--rounds", str(options.rounds)]
         command += ["--profile"] * options.profile + (["--csv", str(options.csv)] if options.csv else [])
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        child = subprocess.Popen(command, text=True, **pipes)  # type: ignore[call-overload]
+        child = started[item] = subprocess.Popen(command, text=True, **pipes)  # type: ignore[call-overload]
         for line in child.stdout:
             if line.strip() == _READY:
                 break
             print(line, end="", flush=True)
-        return child  # type: ignore[no-any-return]
 
     with ThreadPoolExecutor(options.jobs) as pool:
-        children = list(pool.map(start, wanted))
-    for child in children:
+        items = {pool.submit(start, item): item for item in wanted}
+        _, late = wait(items, options.ready_within)
+        for one in late:
+            if not one.cancel():  # it runs
+                started[items[one]].kill()
+    for one in late:
+        print(f"{', '.join(items[one])}: not ready after {options.ready_within:g} s, not timed", flush=True)
+    ready = [started[item] for one, item in items.items() if one not in late]
+    for child in ready:
         text, _ = child.communicate("go\n")
         print(text, end="", flush=True)
-    return max(child.returncode for child in children)
+    return max([int(bool(late)), *(child.returncode for child in ready)])
 
 
 def first_step(name: str, variant: str) -> float:
@@ -239,6 +250,21 @@ def first_step(name: str, variant: str) -> float:
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
     return float(done.stdout.strip().splitlines()[-1])
+
+
+def record_first_step(name: str, variant: str, csv: Path | None) -> None:
+    seconds = first_step(name, variant)
+    print(f"{name} {variant}: first step after {seconds:.1f} s", flush=True)
+    if csv is None:
+        return
+    network = NETWORKS[name]
+    row = records.Record(
+        *(name, "×".join(map(str, network.shape)), network.precision, "", "auto", "first step", variant),
+        ms_p50=1e3 * seconds,
+        kernel_hash=records.kernel_hash(TRAINING_SOURCES),
+        **records.environment("cuda"),  # type: ignore[arg-type]
+    )
+    records.update(csv, [row])
 
 
 def child(name: str, variant: str) -> None:
@@ -269,6 +295,7 @@ def main() -> int:
     parser.add_argument("--first-step", action="store_true")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--jobs", type=int, default=0, help="compile in so many processes before timing")
+    parser.add_argument("--ready-within", type=float, metavar="SECONDS", help="with --jobs: time what is ready by then")
     parser.add_argument("--graphs", nargs="*", choices=NETWORKS, default=(), help="with --jobs: CUDA graphs as well")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--waits", action="store_true", help=argparse.SUPPRESS)
@@ -285,7 +312,7 @@ def main() -> int:
         elif options.first_step:
             for name in options.only:
                 for variant in options.variants:
-                    print(f"{name} {variant}: first step after {first_step(name, variant):.1f} s", flush=True)
+                    record_first_step(name, variant, options.csv)
         else:
             for name, mode in wanted:
                 run_one(name, mode, options)

@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "kernels": set(),
     "export": {"cards", "chain", "errors", "graph", "hardware", "plan", "stages", "words"},
     # Not emit: nothing is decided by text. `Plan.program` is what the stages make of it.
-    "plan": {"stages", "card_tiles", "cards", "chain", "hardware", "reverse", "steps", "tile_table"},
+    "plan": {"amounts", "stages", "card_tiles", "cards", "chain", "hardware", "reverse", "steps", "tile_table"},
     "moments": {"chain", "reference"},
     # Not hardware: a program is the plan's, whatever machine traces it.
     "stages": {

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from postlude.amounts import shown_bytes
 from postlude.chain import POINTWISE, Chain, Normalize, Pointwise
 from postlude.hardware import Machine
 from postlude.plan.cpu_few_channels import CpuFewChannels, few_channels_for
@@ -52,7 +53,8 @@ def lower_for_cpu(chain: Chain, problem: Problem, machine: Machine, even_if_slow
     is_stored = moments is None or _own(chain, problem, machine, moments) is not None
     smallest = SMALLEST_STORED if is_stored else SMALLEST_REDUCED
     if size < smallest and not even_if_slower and not _leaves_onednn(chain, problem, machine):
-        return Refusal((f"too small to gain: a value of {size / MIB:.1f} MiB, fusing pays from {smallest // MIB} on",))
+        amounts = f"a value of {shown_bytes(size)}, fusing pays from {shown_bytes(smallest)} on"
+        return Refusal((f"too small to gain: {amounts}",))
     if not even_if_slower and _is_one_short_step(chain, problem, machine):
         return Refusal(("one short step after PyTorch's convolution takes no longer in eager",))
     if why_not_compiled(chain, problem, machine) is None:

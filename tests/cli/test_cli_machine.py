@@ -11,7 +11,7 @@ import pytest
 
 from cli.problem_texts import Run
 from postlude import cards, hardware
-from postlude.cli import demo, demo_case, demo_child, doctor
+from postlude.cli import demo, demo_case, demo_child, demo_table, doctor
 from postlude.cli.frame import Settings
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -145,6 +145,13 @@ def test_demo_ends_with_a_table_and_what_to_try_next(
     assert "\x1b" not in ran.out
     assert "nnU-Net stage" in page.read_text(encoding="utf-8")
     assert all(problem["sites"] for problem in problems)
+
+
+def test_figures_of_the_demos_table_stay_apart() -> None:
+    cells = ("51.4", "33.8", "4.49", "11.19× (10.56–13.36)", "7.47×")
+    line = demo_table._line("  CPU, system malloc", cells)
+    assert line.split() == ["CPU,", "system", "malloc", *" ".join(cells).split()]
+    assert len(line) == demo_table.WIDTH
 
 
 @pytest.mark.parametrize("load", [0.1, 99.0])

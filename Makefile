@@ -33,7 +33,7 @@ test: lint
 
 # The site's tools are installed on first use: the tests do without them.
 $(VENV)/.docs: $(STAMP)
-	@$(PY) -m pip install -qq --no-input -c $(VENV)/constraints.txt -e '.[docs]'
+	@$(PY) -m pip install -qq --no-input --no-warn-conflicts -c $(VENV)/constraints.txt -e '.[docs]'
 	@touch $@
 
 docs: $(VENV)/.docs

@@ -136,10 +136,20 @@ def compiled(name: str, variants: Sequence[str], trains: bool) -> tuple[dict[str
     return contestants, truth
 
 
+def record_of(name: str, mode: str, variant: str, *times: float, **more: float | None) -> records.Record:
+    network = NETWORKS[name]
+    return records.Record(
+        *(name, "×".join(map(str, network.shape)), network.precision, "", "auto", mode, variant),
+        *times,
+        kernel_hash=records.kernel_hash(TRAINING_SOURCES),
+        **more,  # type: ignore[arg-type]
+        **records.environment("cuda"),  # type: ignore[arg-type]
+    )
+
+
 def measure(
     name: str, contestants: dict[str, Contestant], truth: Any, trains: bool, rounds: int, profile: bool
 ) -> list[records.Record]:
-    network = NETWORKS[name]
     # One copy of Dynamo's state serves all: guards tell the models apart.
     steps = {variant: clock.rotating(lambda made=made: made.step(), [()]) for variant, made in contestants.items()}
     timings = clock.time_interleaved(steps, rounds=rounds, min_window_s=0.1)
@@ -147,16 +157,13 @@ def measure(
     for variant, made in contestants.items():
         outputs, worst = made.error(*truth)
         rows.append(
-            records.Record(
-                *(name, "×".join(map(str, network.shape)), network.precision, "", "auto"),
-                *("training step" if trains else "inference", variant),
+            record_of(
+                *(name, "training step" if trains else "inference", variant),
                 *records.times_of(timings[variant], timings["eager"]),
                 error_rms=outputs,
                 error_worst=worst if trains else None,
                 peak_mib=peak_of(made),
                 launches=int(made.sites.split()[0]) if made.sites else None,
-                kernel_hash=records.kernel_hash(TRAINING_SOURCES),
-                **records.environment("cuda"),  # type: ignore[arg-type]
             )
         )
         times = f"{rows[-1].ms_p50:8.2f} ms  {rows[-1].peak_mib:7.0f} MiB"
@@ -255,16 +262,8 @@ def first_step(name: str, variant: str) -> float:
 def record_first_step(name: str, variant: str, csv: Path | None) -> None:
     seconds = first_step(name, variant)
     print(f"{name} {variant}: first step after {seconds:.1f} s", flush=True)
-    if csv is None:
-        return
-    network = NETWORKS[name]
-    row = records.Record(
-        *(name, "×".join(map(str, network.shape)), network.precision, "", "auto", "first step", variant),
-        ms_p50=1e3 * seconds,
-        kernel_hash=records.kernel_hash(TRAINING_SOURCES),
-        **records.environment("cuda"),  # type: ignore[arg-type]
-    )
-    records.update(csv, [row])
+    if csv is not None:
+        records.update(csv, [record_of(name, "first step", variant, ms_p50=1e3 * seconds)])
 
 
 def child(name: str, variant: str) -> None:

@@ -195,7 +195,7 @@ template <class Kernel> struct ChannelsLast {
     }
   }
 
-  // [G] of one sample from [TASKS, C]
+  // [G] of one sample from [TASKS, C]: the means first, then the deviations. Sums::add would divide for every part.
   void combine(int64_t sample, const Sums* tasks, Statistic* statistics) const {
     for (int64_t group = 0; group < s.groups; ++group) {
       double count = 0, total = 0, m2 = 0;

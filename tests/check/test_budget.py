@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from postlude.check.budget import MIN_POINTS, MismatchError, Point, deviation, judge, scale_of
+from postlude.check import deviations as deviations_module
+from postlude.check.budget import MIN_POINTS, Point, judge
+from postlude.check.deviations import MismatchError, deviation, deviations, scale_of
 from postlude.check.nulls import null_candidates
 from postlude.check.verdict import Errors, Judged, Verdict, combine, conclude
 
@@ -109,6 +111,27 @@ def test_nonfinite_values_must_be_where_the_truth_has_them(true: float, ours: fl
     assert judge("output", [point(truth, result, truth)] * MIN_POINTS).outcome == "wrong"
     assert deviation(truth, truth).errors == Errors(0.0, 0.0)
     assert judge("output", [point(truth, truth, truth)] * MIN_POINTS).outcome == "right"
+
+
+def test_results_measured_together_are_measured_as_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deviations_module, "BLOCK", 64)  # several blocks, the last one partial
+    truth = torch.randn(7, 31, dtype=torch.float64)
+    results = [truth.clone(), truth + 1e-3 * torch.randn_like(truth), truth.float(), torch.zeros_like(truth)]
+    results[0][6, 30] = math.nan  # only one of them, in the last block
+    found = deviations(results, truth)
+    error = (results[1] - truth).abs()
+    assert found[1].errors.rms == pytest.approx(float(error.square().mean().sqrt()), rel=1e-12)
+    assert found[1].errors.worst == float(error.max())
+    assert found[1].nearness == pytest.approx(float((error / (1e-5 + 1e-5 * truth.abs())).max()), rel=1e-12)
+    assert found[0].errors == Errors(math.inf, math.inf)
+    assert found[2].allclose
+    assert not found[3].allclose
+    one_by_one = [deviation(result, truth) for result in results]
+    assert [one.errors.worst for one in found] == [one.errors.worst for one in one_by_one]
+    assert [one.errors.rms for one in found] == pytest.approx([one.errors.rms for one in one_by_one], rel=1e-12)
+    truth[0, 0] = math.nan  # then every result is wrong here, and one with the same NaN is not
+    results[1][0, 0] = math.nan
+    assert [math.isfinite(one.errors.worst) for one in deviations(results, truth)] == [False, True, False, False]
 
 
 def test_another_shape_is_refused_in_a_sentence() -> None:

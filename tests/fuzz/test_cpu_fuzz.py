@@ -24,8 +24,8 @@ from fuzz.drawing import Drawn, draws
 from postlude import hardware, moments, reference
 from postlude.chain import Chain, Normalize, Reduce, Value
 from postlude.check import Errors, Point, deviation, judge, scale_of
-from postlude.check.budget import Deviation
 from postlude.check.compare import OFFSET_SLACK, nonfinite_problem, same_bits
+from postlude.check.deviations import Deviation
 from postlude.plan import Plan, lower, problem_of
 from postlude.plan import cpu as plan_cpu
 from postlude.run import cpu

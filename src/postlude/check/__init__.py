@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from postlude.check.budget import Deviation, MismatchError, Point, deviation, judge, scale_of
+from postlude.check.budget import Point, judge
 from postlude.check.clock import Estimate, Timing, ratio, rotating, time_interleaved
+from postlude.check.deviations import Deviation, MismatchError, deviation, scale_of
 from postlude.check.modules import verify_modules
 from postlude.check.nulls import null_candidates
 from postlude.check.points import (

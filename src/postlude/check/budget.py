@@ -8,59 +8,23 @@ result is right when its error, pooled over at least five points, is within 2 bu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
+from postlude.check.deviations import TOLERANCE, Deviation, Scale
 from postlude.check.verdict import NONE, Errors, Judged, Outcome
 from postlude.check.verdict import Verdict as Verdict
 from postlude.check.verdict import combine as combine
-from postlude.errors import PostludeError
 
 RMS_FACTOR = 2.0
 WORST_FACTOR = 4.0
 ULPS = 4
 MIN_POINTS = 5
-TOLERANCE = 1e-5  # atol and rtol of the strict fp32 rule
 EASILY = 0.5  # of what allclose allows: closer to the limit, it is luck which of two honest results passes
 # With fewer elements than this a point's own spread means little, and the points of a pool share one.
 FEW_ELEMENTS = 8
 # A truth that varies by fewer ulp than this cannot tell a right result from a constant.
 MIN_SPREAD_ULPS = 8
-BLOCK = 1 << 22  # elements compared at a time, so that the float64 copies stay small
-
-
-class MismatchError(PostludeError):
-    """A result that cannot be compared with the truth because its shape differs."""
-
-
-@dataclass(frozen=True)
-class Deviation:
-    """Absolute error against the truth; infinite if non-finite values differ from the truth's."""
-
-    errors: Errors
-    nearness: float  # the largest error relative to what allclose allows there; up to 1 it passes
-
-    @property
-    def allclose(self) -> bool:
-        return self.nearness <= 1
-
-
-@dataclass(frozen=True)
-class Scale:
-    """How large and how spread out a truth's finite values are, and the ulp of the output's dtype there."""
-
-    count: int
-    mean: float
-    spread: float
-    ulp: Errors
-    eps: float
-
-    @property
-    def rms(self) -> float:
-        return math.hypot(self.mean, self.spread)
 
 
 @dataclass(frozen=True)
@@ -74,63 +38,6 @@ class Point:
     nulls: Mapping[str, Errors] = field(default_factory=dict)
     floor: float = 0.0  # errors are relative to at least this; for gradients whose truth may be zero
     kinks: Errors = NONE  # the error that elements within rounding of a kink may add, if no cotangent spares them
-
-
-def deviation(result: Tensor, truth: Tensor) -> Deviation:
-    if result.shape != truth.shape:
-        raise MismatchError(f"the result has shape {tuple(result.shape)}, it should be {tuple(truth.shape)}")
-    found = [_compared(ours, true) for ours, true in _blocks(result.to(truth.device), truth)]
-    if not found:
-        return Deviation(Errors(0.0, 0.0), 0.0)
-    # Summed on the device: the host waits for one transfer only.
-    squares, worst, strays, nearness, count = _on_host(torch.stack(found), largest=(1, 3))
-    if strays:
-        return Deviation(Errors(math.inf, math.inf), math.inf)
-    return Deviation(Errors(math.sqrt(squares / max(count, 1)), worst), nearness)
-
-
-def _compared(ours: Tensor, true: Tensor) -> Tensor:
-    """For one block: squared error, worst error, mismatches among the non-finite, nearness, number of finite
-    elements."""
-    finite = torch.isfinite(true)
-    agrees = torch.where(finite, torch.isfinite(ours), (ours == true) | (ours.isnan() & true.isnan()))
-    error = torch.where(finite & agrees, (ours - true).abs(), 0.0)
-    nearness = torch.where(finite, error / (TOLERANCE + TOLERANCE * true.abs()), 0.0)
-    return torch.stack([error.square().sum(), error.max(), (~agrees).sum(), nearness.max(), finite.sum()])
-
-
-def _on_host(parts: Tensor, largest: tuple[int, ...]) -> list[float]:
-    """The sum of each column of a table; for the columns `largest`, the maximum."""
-    columns = [column.max() if place in largest else column.sum() for place, column in enumerate(parts.unbind(1))]
-    return [float(one) for one in torch.stack(columns).tolist()]
-
-
-def scale_of(truth: Tensor, dtype: torch.dtype) -> Scale:
-    """The scale of a truth whose results come in `dtype`."""
-    info = torch.finfo(dtype)
-    blocks = [block for (block,) in _blocks(truth)]
-    if not blocks:
-        return Scale(0, 0.0, 0.0, Errors(0.0, 0.0), info.eps)
-    parts = torch.stack([_measured(block, info) for block in blocks])
-    centre = parts[:, 1].sum() / parts[:, 0].sum().clamp(min=1)
-    squares = [torch.where(torch.isfinite(one), one - centre, 0.0).square().sum() for one in blocks]
-    table = torch.cat([parts, torch.stack(squares)[:, None]], 1)
-    count, total, largest, ulp_squares, variance = _on_host(table, largest=(2,))
-    if count == 0:
-        return Scale(0, 0.0, 0.0, Errors(0.0, 0.0), info.eps)
-    worst_ulp = info.eps * 2.0 ** math.floor(math.log2(max(largest, info.tiny)))
-    ulps = Errors(math.sqrt(ulp_squares / count), worst_ulp)
-    return Scale(int(count), total / count, math.sqrt(variance / count), ulps, info.eps)
-
-
-def _measured(block: Tensor, info: torch.finfo) -> Tensor:
-    """For one block's finite elements: how many, their sum, the largest, their squared ulps."""
-    finite = torch.isfinite(block)
-    values = torch.where(finite, block, 0.0)
-    magnitude = values.abs().clamp(min=info.tiny)
-    ulp = torch.ldexp(torch.full_like(magnitude, info.eps), torch.frexp(magnitude).exponent - 1)
-    ulp_squares = torch.where(finite, ulp.square(), 0.0).sum()
-    return torch.stack([finite.sum().double(), values.sum(), values.abs().max(), ulp_squares])
 
 
 def pooled(errors: Sequence[Errors], spreads: Sequence[float]) -> Errors:
@@ -244,9 +151,3 @@ def is_constant(point: Point, spread: float) -> bool:
 def _ulp(point: Point) -> Errors:
     least = point.scale.eps * point.floor
     return Errors(max(point.scale.ulp.rms, least), max(point.scale.ulp.worst, least))
-
-
-def _blocks(*tensors: Tensor) -> Iterator[list[Tensor]]:
-    flat = [tensor.detach().reshape(-1) for tensor in tensors]
-    for start in range(0, flat[0].numel(), BLOCK):
-        yield [one[start : start + BLOCK].double() for one in flat]

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from postlude.check.budget import MIN_POINTS, Deviation, Point, budget_of, deviation, judge, scale_of, spreads_of
+from postlude.check.budget import MIN_POINTS, Point, budget_of, judge, spreads_of
+from postlude.check.deviations import Deviation, deviation, deviations, scale_of
 from postlude.check.nulls import null_candidates
 from postlude.check.points import draw, generator_for
 from postlude.check.verdict import NONE, Errors, Judged, Verdict, conclude
@@ -173,42 +174,58 @@ def same_bits(a: Any, b: Any) -> bool:
 
 
 def _point(name: str, answers: Answers, truth: Tensor) -> Point:
-    result = deviation(answers.result[name], truth)
+    compared = _compared(name, answers, truth)
+    found = dict(zip(compared, deviations(list(compared.values()), truth), strict=True))
+    result = found[_RESULT]
     if answers.repeated is not None and name in answers.repeated:
-        again = answers.repeated[name]
         # A second answer of another shape is as wrong as one with other values.
-        second = deviation(again, truth) if again.shape == truth.shape else _INFINITE
-        result = larger(result, second)
+        result = larger(result, found.get(_REPEATED, _INFINITE))
     if answers.before is not None and name in answers.before:
         return replace(answers.before[name], result=result)
-    # All channels may have the same gradient, so only zeros are tried as a null candidate.
-    nulls = {"zeros": torch.zeros_like(truth)} if name.startswith(GRADIENT) else null_candidates(truth)
-    nulls = nulls if answers.guesses else {}
-    if name.startswith("output"):
-        nulls.update({null: found[name] for null, found in (answers.nulls or {}).items() if name in found})
+    sides = [one.errors for (what, _), one in found.items() if what == _SIDE]
     return Point(
         scale=scale_of(truth, answers.own[name].dtype),
         result=result,
-        own=_own_deviation(name, answers, truth),
-        mode=EXACT if answers.mode is None else deviation(answers.mode[name], truth),
-        nulls={null: deviation(values, truth).errors for null, values in nulls.items()},
-        kinks=_at_kinks(name, answers, truth),
+        own=found[_OWN] if answers.single is None else _own_in_float64(name, *answers.single),
+        mode=found.get(_MODE, EXACT),
+        nulls={null: one.errors for (what, null), one in found.items() if what == _NULL},
+        # How much gradients may differ because elements lie on either side of a kink.
+        kinks=Errors(math.hypot(*(one.rms for one in sides), 0.0), sum(one.worst for one in sides)),
     )
 
 
-def _at_kinks(name: str, answers: Answers, truth: Tensor) -> Errors:
-    """How much gradients may differ because elements lie on either side of a kink."""
-    if not name.startswith(GRADIENT):
-        return NONE
-    found = [deviation(side[name], truth).errors for side in answers.flipped]
-    return Errors(math.hypot(*(one.rms for one in found), 0.0), sum(one.worst for one in found))
+Key = tuple[str, str]  # what is compared, and its name where there are several
+_RESULT, _REPEATED, _OWN, _MODE = (("result", ""), ("repeated", ""), ("own", ""), ("mode", ""))
+_NULL, _SIDE = "null", "side of a kink"
 
 
-def _own_deviation(name: str, answers: Answers, truth: Tensor) -> Deviation:
-    """PyTorch's error. In float64 PyTorch is the truth, so its error in float32 is used, scaled down."""
+def _compared(name: str, answers: Answers, truth: Tensor) -> dict[Key, Tensor]:
+    """Everything that is compared with one truth."""
+    found = {_RESULT: answers.result[name]}
+    again = (answers.repeated or {}).get(name)
+    if again is not None and again.shape == truth.shape:
+        found[_REPEATED] = again
+    if answers.before is not None and name in answers.before:
+        return found
+    is_gradient = name.startswith(GRADIENT)
     if answers.single is None:
-        return deviation(answers.own[name], truth)
-    own, exact = answers.single
+        found[_OWN] = answers.own[name]
+    if answers.mode is not None:
+        found[_MODE] = answers.mode[name]
+    if answers.guesses:
+        # All channels may have the same gradient, so only zeros are tried as a null candidate.
+        nulls = {"zeros": torch.zeros_like(truth)} if is_gradient else null_candidates(truth)
+        found.update({(_NULL, null): values for null, values in nulls.items()})
+    if name.startswith("output"):
+        further = (answers.nulls or {}).items()
+        found.update({(_NULL, null): values[name] for null, values in further if name in values})
+    if is_gradient:
+        found.update({(_SIDE, str(place)): side[name] for place, side in enumerate(answers.flipped)})
+    return found
+
+
+def _own_in_float64(name: str, own: Quantities, exact: Quantities) -> Deviation:
+    """In float64 PyTorch is the truth, so its error in float32 is used, scaled down."""
     errors = deviation(own[name], exact[name]).errors
     factor = NOTHING_WIDER * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
     return Deviation(errors.times(factor), 0.0)

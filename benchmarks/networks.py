@@ -268,8 +268,8 @@ def record_first_step(name: str, variant: str, csv: Path | None) -> None:
 
 def child(name: str, variant: str) -> None:
     """One process of `first_step`. CUDA and its libraries are loaded before the clock starts. The network has not run:
-    with cudnn.benchmark, cuDNN searches algorithms at the first call for each layout, and an eager step would spare that
-    search to whoever computes in eager's layout (11 s in nnU-Net)."""
+    with cudnn.benchmark, cuDNN searches algorithms at the first call for each layout, and an eager step would spare
+    that search to whoever computes in eager's layout (11 s in nnU-Net)."""
     network = NETWORKS[name]
     model, x = network.build().cuda().train(), torch.randn(network.shape, device="cuda")
     nn.Conv2d(8, 8, 3).cuda()(torch.randn(1, 8, 16, 16, device="cuda")).sum().backward()

@@ -19,7 +19,7 @@ import postlude
 from cases import Builder, conv
 from gpu_plans import planned_for_a_gpu
 from plan.test_lower import problem
-from postlude.graph import backend, decide, layout, regions
+from postlude.graph import backend, biases, decide, layout, regions, spellings
 from postlude.pipeline import Optimized
 from postlude.plan import Plan, lower
 from postlude.run import passes
@@ -133,8 +133,11 @@ def test_weights_are_cast_by_the_operator_that_returns_their_gradients_as_they_l
         ours, theirs = model(x), plain(x)
     torch.testing.assert_close(ours, theirs)
     casts = [node for node in graphs[0].graph.nodes if node.target is torch.ops.postlude.weights.default]
-    assert [len(node.args[0]) for node in casts] == [2, 1]  # together, but for the one without a gradient
+    assert [len(node.args[0]) for node in casts] == [4, 1]  # together, but for the one without a gradient
     assert {value.dtype for node in casts for value in node.meta["val"]} == {torch.bfloat16}
+    # Weights are cast to the layout in which convolutions read them, here and in the backward pass.
+    assert [node.args[2] for node in casts] == [[True, False, True, False], [True]]
+    assert casts[0].meta["val"][0].is_contiguous(memory_format=torch.channels_last)
     grads = [
         torch.autograd.grad(y.float().square().sum(), [*m[0].parameters(), *m[1].parameters()])
         for m, y in ((model, ours), (plain, theirs))
@@ -142,6 +145,33 @@ def test_weights_are_cast_by_the_operator_that_returns_their_gradients_as_they_l
     for mine, other in zip(*grads):
         torch.testing.assert_close(mine, other, rtol=2e-2, atol=2e-2)
         assert mine.is_contiguous()
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_bias_is_added_by_whoever_reads_the_convolution(
+    trains: bool, graphs: list[fx.GraphModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With it the compiler would write the value twice: by the convolution, and with its bias, for the backward
+    pass."""
+    monkeypatch.setattr(biases, "_is_added_later", lambda bias, value: bias.dtype == value.dtype)
+    # Nothing follows that could be fused, so these are PyTorch's.
+    layers = [torch.nn.Conv2d(3, 8, 3, padding="same"), torch.nn.ConvTranspose2d(8, 4, 2), torch.nn.Conv2d(4, 4, 1)]
+    plain, x = torch.nn.Sequential(*layers).double(), torch.randn(2, 3, 6, 6, dtype=torch.float64)
+    model = copy.deepcopy(plain)
+    with torch.set_grad_enabled(trains):
+        postlude.optimize(model, x, rest="inductor", verify=False)
+        ours, theirs = model(x), plain(x)
+    torch.testing.assert_close(ours, theirs)
+    nodes = list(graphs[0].graph.nodes)
+    convolutions = [node for node in nodes if spellings.is_convolution(node)]
+    assert [spellings.arguments_of(node)["bias"] for node in convolutions] == [None] * 3
+    assert [next(iter(node.users)).target for node in convolutions] == [torch.ops.aten.add.Tensor] * 3
+    if trains:
+        grads = [
+            torch.autograd.grad(y.square().sum(), list(m.parameters())) for m, y in ((model, ours), (plain, theirs))
+        ]
+        for mine, other in zip(*grads, strict=True):
+            torch.testing.assert_close(mine, other)
 
 
 class _Regions(torch.nn.Module):

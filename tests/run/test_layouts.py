@@ -67,17 +67,44 @@ def test_groups_taken_for_one_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_weights_gradient_has_its_own_layout(is_last: bool, count: int) -> None:
     own = torch.channels_last if is_last else torch.contiguous_format
     weights = [torch.randn(4, 3 + n, 3, 3).contiguous(memory_format=own).requires_grad_() for n in range(count)]
-    cast = torch.ops.postlude.weights(weights, torch.bfloat16)
-    for one, weight in zip(cast, weights, strict=True):
+    asked = [place % 2 == 0 for place in range(count)]
+    cast = torch.ops.postlude.weights(weights, torch.bfloat16, asked)
+    for one, weight, last in zip(cast, weights, asked, strict=True):
         assert torch.equal(one, weight.to(torch.bfloat16))
+        assert one.is_contiguous(memory_format=torch.channels_last if last else own)
     dys = [torch.randn(one.shape).bfloat16().contiguous(memory_format=torch.channels_last) for one in cast]
     for found, dy in zip(torch.autograd.grad(cast, weights, dys), dys, strict=True):
         assert found.is_contiguous(memory_format=own)
         assert torch.equal(found, dy.float())
 
 
+def test_a_bias_is_cast_with_the_weights_and_any_layout_of_a_gradient_is_read() -> None:
+    weight, bias = torch.randn(4, 3, 3, 2).requires_grad_(), torch.randn(4).requires_grad_()
+    cast = torch.ops.postlude.weights([weight, bias], torch.bfloat16, [True, False])
+    assert torch.equal(cast[0], weight.bfloat16())
+    assert torch.equal(cast[1], bias.bfloat16())
+    whole = torch.randn(4, 3, 3, 4).bfloat16()
+    dys = [whole[..., ::2], torch.randn(4).bfloat16()]  # the first is in neither layout
+    found = torch.autograd.grad(cast, [weight, bias], dys)
+    for one, dy in zip(found, dys, strict=True):
+        assert torch.equal(one, dy.float())
+        assert one.is_contiguous()
+
+
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
+def test_gradients_of_scale_and_shift_do_not_depend_on_who_else_wants_one(wanted: tuple[bool, bool]) -> None:
+    x = torch.randn(2, 8, 4, 4, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
+    vectors = [torch.randn(8, dtype=torch.float64).requires_grad_(wants) for wants in wanted]
+    asked = [vector for vector in vectors if vector.requires_grad]
+    dy = torch.randn_like(x)
+    ours = torch.ops.postlude.norm(x, *vectors, 4, 1e-5, torch.float64, torch.float64)
+    theirs = F.group_norm(x.contiguous(), 4, *vectors, 1e-5)  # PyTorch 2.13 crashes here if x is channels-last
+    for mine, other in zip(*(torch.autograd.grad(y, asked, dy) for y in (ours, theirs)), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-9)
+
+
 def test_a_weight_whose_convolution_is_not_used_has_no_gradient() -> None:
     weights = [torch.randn(4, 3, 3, 3).requires_grad_() for _ in range(2)]
-    first, _ = torch.ops.postlude.weights(weights, torch.bfloat16)
+    first, _ = torch.ops.postlude.weights(weights, torch.bfloat16, [True, False])
     found = torch.autograd.grad(first.sum(), weights, allow_unused=True)
     assert [gradient is None or not gradient.any() for gradient in found] == [False, True]

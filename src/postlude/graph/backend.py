@@ -13,6 +13,7 @@ import torch.fx as fx
 
 from postlude import hardware
 from postlude.errors import PostludeError
+from postlude.graph.biases import add_apart
 from postlude.graph.capture import MODE_CHANGES, capture
 from postlude.graph.casts import cast_inputs, cast_weights
 from postlude.graph.decide import decide
@@ -126,6 +127,7 @@ class Backend:
             keep_layouts(traced)
             hold_convolutions(traced)
             cast_weights(traced, wanting_gradients(traced, inputs))
+            add_apart(traced)
         restore(traced)
         if rest == "inductor":
             for item, (site, _) in fused.items():

@@ -15,7 +15,7 @@ import torch.fx as fx
 
 from postlude.graph import spellings
 from postlude.graph.tidy import meta_for_another
-from postlude.plan.problem import layout_of
+from postlude.plan.problem import CHANNELS_LAST, layout_of
 from postlude.run import layouts as layouts  # defines the operator
 
 aten = torch.ops.aten
@@ -35,40 +35,54 @@ def cast_inputs(graph: fx.GraphModule) -> None:
 
 
 def cast_weights(graph: fx.GraphModule, wanting: Collection[fx.Node]) -> None:
-    """Casts the weights of convolutions left to PyTorch, by one operator for all weights of a dtype."""
-    by_dtype: dict[torch.dtype, dict[fx.Node, list[fx.Node]]] = {}  # weights, and the convolutions that read each
+    """Casts the weights and biases of convolutions left to PyTorch, by one operator for all of a dtype."""
+    by_dtype: dict[torch.dtype, dict[fx.Node, list[fx.Node]]] = {}  # parameters, and the convolutions that read each
     for node in [node for node in graph.graph.nodes if spellings.is_convolution(node)]:
-        weight, dtype = node.args[1], node.meta["val"].dtype
-        if isinstance(weight, fx.Node) and weight.op == "placeholder" and _is_cast(weight.meta["val"], dtype):
-            by_dtype.setdefault(dtype, {}).setdefault(weight, []).append(node)
+        call, dtype = spellings.arguments_of(node), node.meta["val"].dtype
+        for given in (call["weight"], call["bias"]):
+            if isinstance(given, fx.Node) and given.op == "placeholder" and _is_cast(given.meta["val"], dtype):
+                by_dtype.setdefault(dtype, {}).setdefault(given, []).append(node)
     first = next(node for node in graph.graph.nodes if node.op != "placeholder")
     for dtype, readers in by_dtype.items():
         # Where none of them wants a gradient, no graph of autograd's is made for any.
-        for weights in ([w for w in readers if w in wanting], [w for w in readers if w not in wanting]):
-            if weights:
-                _cast_together(graph, first, weights, readers, dtype)
+        for given in ([one for one in readers if one in wanting], [one for one in readers if one not in wanting]):
+            if given:
+                _cast_together(graph, first, given, readers, dtype)
 
 
-def _is_cast(weight: torch.Tensor, dtype: torch.dtype) -> bool:
-    return weight.dtype == torch.float32 and dtype.itemsize == 2 and layout_of(weight) != "strided"
+def _is_cast(parameter: torch.Tensor, dtype: torch.dtype) -> bool:
+    return parameter.dtype == torch.float32 and dtype.itemsize == 2 and layout_of(parameter) != "strided"
 
 
 def _cast_together(
     graph: fx.GraphModule,
     first: fx.Node,
-    weights: list[fx.Node],
+    parameters: list[fx.Node],
     readers: dict[fx.Node, list[fx.Node]],
     dtype: torch.dtype,
 ) -> None:
+    is_last = [_is_read_last(one, readers[one]) for one in parameters]
     with graph.graph.inserting_before(first):
-        together = graph.graph.call_function(torch.ops.postlude.weights.default, (weights, dtype))
-        together.meta["val"] = [weight.meta["val"].to(dtype) for weight in weights]
-        for place, weight in enumerate(weights):
+        together = graph.graph.call_function(torch.ops.postlude.weights.default, (parameters, dtype, is_last))
+        together.meta["val"] = [_cast(one, dtype, last) for one, last in zip(parameters, is_last)]
+        for place, one in enumerate(parameters):
             cast = graph.graph.call_function(operator.getitem, (together, place))
-            cast.meta = meta_for_another(weight)
+            cast.meta = meta_for_another(one)
             cast.meta["val"] = together.meta["val"][place]
-            for node in readers[weight]:
-                node.args = (node.args[0], cast, *node.args[2:])
+            for node in readers[one]:
+                node.replace_input_with(one, cast)
+
+
+def _is_read_last(weight: fx.Node, readers: list[fx.Node]) -> bool:
+    """Whether all convolutions that read a weight are channels-last. With one tap, it is already."""
+    values = [node.args[0].meta["val"] for node in readers]  # type: ignore[union-attr]
+    has_taps = any(size > 1 for size in weight.meta["val"].shape[2:])
+    return has_taps and all(layout_of(value) == "channels_last" for value in values)
+
+
+def _cast(parameter: fx.Node, dtype: torch.dtype, is_last: bool) -> torch.Tensor:
+    value: torch.Tensor = parameter.meta["val"].to(dtype)
+    return value.contiguous(memory_format=CHANNELS_LAST[value.dim() - 2]) if is_last else value
 
 
 def _is_narrowed(x: fx.Node, dtype: torch.dtype) -> bool:

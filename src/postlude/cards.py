@@ -86,8 +86,9 @@ class Crossovers:
     smallest_trained: int
     # The same under autocast for a chain behind PyTorch's convolution whose graph Inductor compiles: Inductor reads and
     # writes such a value as often as our passes do, and a chain takes 0.2 ms more of host time (inference of MONAI's
-    # UNet on an H200, four chains of 8 to 32 MiB: 1.72 ms, 0.89 without them, for 1.0 ms of work).
-    smallest_by_inductor: int = 48 << 20
+    # UNet on an H200, four chains of 8 to 32 MiB: 1.72 ms, 0.89 without them, for 1.0 ms of work). From 64 MiB on the
+    # passes take 0.1 ms, so the GPU has work for as long as the host needs.
+    smallest_by_inductor: int = 64 << 20
     step_seconds: float = 1e-3
     trained_channels: int = 64  # of an input; above this, cuDNN's gradients are faster in 16 bits
     in_place_channels: int = 128  # of input and output; above this, cuDNN is faster (485 to 674 TFLOP/s on an H200)

@@ -237,8 +237,8 @@ def test_a_pass_that_inductor_makes_as_well_is_left_to_it(rest: str) -> None:
 def test_small_values_behind_pytorchs_convolution_are_inductors_unless_launches_are_replayed(
     mode: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entry = types.SimpleNamespace(outcome=_planned((1, 64, 64, 48, 64)))
-    small = types.SimpleNamespace(outcome=_planned((1, 64, 64, 47, 64)))
+    entry = types.SimpleNamespace(outcome=_planned((1, 64, 64, 64, 64)))
+    small = types.SimpleNamespace(outcome=_planned((1, 64, 64, 63, 64)))
     ledger = types.SimpleNamespace(planned=lambda one: one.entry, refuse=lambda _, why: why)
     monkeypatch.setattr(decide, "machine_for", lambda _: machines.H200)
     chain = Builder(3, dataclasses.replace(conv(3, (8, 64), stride=2), dtype="float16")).norm(8).op("relu").chain()
@@ -246,8 +246,9 @@ def test_small_values_behind_pytorchs_convolution_are_inductors_unless_launches_
         weight = types.SimpleNamespace(dtype="float32")
         problem = types.SimpleNamespace(device="cuda", place="cuda:0", tensors=(weight, weight))
         question: Any = types.SimpleNamespace(entry=known, chain=chain, problem=problem)
-        found = decide._entry(cast("Ledger", ledger), question, True, mode is not None, False)
-        assert (isinstance(found, str) and "47.0 MiB" in found) == is_left
+        known_of_it = decide.Around(has_graphs=mode is not None, is_cast=False, is_summed=False)
+        found = decide._entry(cast("Ledger", ledger), question, known_of_it)
+        assert (isinstance(found, str) and "63.0 MiB" in found) == is_left
         assert (found is known) != is_left
 
 
@@ -269,8 +270,28 @@ def test_a_result_that_is_also_read_in_16_bits_is_inductors(monkeypatch: pytest.
         read = graph.call_function(aten.contiguous.default, (result,)) if is_laid_out else result
         for target in targets:
             graph.call_function(target, (read,))
-        found = decide._entry(cast("Ledger", ledger), question, True, True, decide.is_cast_afterwards(result))
+        found = decide._entry(cast("Ledger", ledger), question, decide.around(result, set(), has_graphs=True))
         assert (isinstance(found, str) and "16 bits" in found) == is_left
+
+
+@pytest.mark.parametrize("reader", ["a sum", "a sum and more", "a sum of ours", "contiguous", "nothing"])
+def test_a_result_that_is_only_added_to_another_is_inductors(reader: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's pass adds as it normalizes; ours would write the result for another pass to read."""
+    entry = types.SimpleNamespace(outcome=_planned((1, 64, 64, 96, 64)))
+    ledger = types.SimpleNamespace(planned=lambda _: entry, refuse=lambda _, why: why)
+    monkeypatch.setattr(decide, "machine_for", lambda _: machines.H200)
+    weight = types.SimpleNamespace(dtype="float32", layout="contiguous" if reader == "contiguous" else "channels_last")
+    given = types.SimpleNamespace(device="cpu", tensors=(weight, weight))
+    question: Any = types.SimpleNamespace(chain=entry.outcome.chain, problem=given)
+    graph = fx.Graph()
+    x, other = graph.placeholder("x"), graph.placeholder("other")
+    result = graph.call_function(torch.relu, (x,))
+    added = graph.call_function(torch.ops.aten.add.Tensor, (result, other)) if reader != "nothing" else None
+    if reader == "a sum and more":
+        graph.call_function(torch.ops.aten.neg.default, (result,))
+    ours = {added} if reader == "a sum of ours" and added is not None else set()
+    found = decide._entry(cast("Ledger", ledger), question, decide.around(result, ours, has_graphs=False))
+    assert (isinstance(found, str) and "added" in found) == (reader == "a sum")
 
 
 def _planned(shape: tuple[int, ...]) -> Plan:

@@ -55,8 +55,9 @@ def decide(
         sites = [site_for(item, "channels_last" if item in handing_on else "") for item in chains]
         asked = zip(chains, questions_of(graph, inputs, chains, sites))
         questions = {item: question for item, question in asked if question is not None}
+        ours = {node for item in chains if item not in refused for node in item.nodes}
         entries = {
-            item: _entry(ledger, question, by_inductor, has_graphs, is_cast_afterwards(item.nodes[-1]))
+            item: _entry(ledger, question, around(item.nodes[-1], ours, has_graphs) if by_inductor else None)
             for item, question in questions.items()
         }
         now = {item for item, entry in entries.items() if entry is not None and entry.is_left_to_pytorch}
@@ -72,41 +73,57 @@ def decide(
             propagate(graph, [])
 
 
-def is_cast_afterwards(result: fx.Node) -> bool:
-    """Whether autocast casts the chain's result. The cast for a single reader is the chain's own last step."""
+@dataclass(frozen=True)
+class Around:
+    """What is known of a chain's surroundings in a graph that Inductor compiles."""
+
+    has_graphs: bool
+    is_cast: bool  # autocast casts the result; the cast for a single reader is the chain's own last step
+    is_summed: bool  # all that reads the result are sums that Inductor computes
+
+
+def around(result: fx.Node, ours: set[fx.Node], has_graphs: bool) -> Around:
+    """The surroundings of the chain with this result; `ours` are the nodes of all chains that may be fused."""
     aten = torch.ops.aten
     laid_out = [reader for reader in result.users if reader.target is aten.contiguous.default]
-    return any(reader.target is aten.to.dtype for node in (result, *laid_out) for reader in node.users)
+    readers = [reader for node in (result, *laid_out) for reader in node.users if reader not in laid_out]
+    is_cast = any(reader.target is aten.to.dtype for reader in readers)
+    sums = [reader for reader in readers if reader.target is aten.add.Tensor and reader not in ours]
+    return Around(has_graphs, is_cast, bool(sums) and len(sums) == len(readers))
 
 
-def _entry(ledger: Ledger, question: Question, by_inductor: bool, has_graphs: bool, is_cast: bool) -> Entry | None:
-    """The planned entry; a refusal where PyTorch multiplies and Inductor's passes after that are as good as ours."""
+def _entry(ledger: Ledger, question: Question, known: Around | None) -> Entry | None:
+    """The planned entry; a refusal where PyTorch multiplies and Inductor's passes after that are as good as ours.
+    Without surroundings no Inductor compiles the graph."""
     entry = ledger.planned(question)
     plan = entry.outcome if entry is not None else None
-    if not (by_inductor and isinstance(plan, Plan) and plan.on_gpu and plan.own is None):
+    if known is None or not (isinstance(plan, Plan) and plan.on_gpu and plan.own is None):
         return entry
-    why = _why_inductors(question, plan, has_graphs, is_cast)
+    why = _why_inductors(question, plan, known)
     return entry if why is None else ledger.refuse(question, why)
 
 
-def _why_inductors(question: Question, plan: Plan, has_graphs: bool, is_cast: bool) -> str | None:
+def _why_inductors(question: Question, plan: Plan, known: Around) -> str | None:
     """Why Inductor should run a chain whose producer is PyTorch's; None if we should.
 
     One pass Inductor generates as well, and fuses it with its neighbours: for example a residual's sum with the moments
     of the norm after it. Under autocast a chain also casts its weight at each call, which Inductor does for all weights
     at once: of a small value, Inductor takes less host time for several passes, too. A result that several
     readers want, some of them in 16 bits, Inductor writes in both widths at once; after ours, the cast is a pass of its
-    own (0.35 of the 4.4 ms GPU time of resnet50_gn's inference on an H200).
+    own (0.35 of the 4.4 ms GPU time of resnet50_gn's inference on an H200). A channels-last
+    result that is only added to another Inductor does not write at all: the pass that normalizes adds.
     """
     chain, problem = question.chain, question.problem
     what = "product" if chain.is_linear else "convolution"
     if _is_a_pass(chain):
         passes = "one pass" if chain.producer is None else f"PyTorch's {what} and one pass after it"
         return f"{passes}, which Inductor fuses with its neighbours"
-    if is_cast:
+    if known.is_cast:
         return "a result with several readers, some of it in 16 bits, which Inductor writes in one pass"
+    if known.is_summed and chain.producer is not None and problem.tensors[0].layout == "channels_last":
+        return f"PyTorch's {what} and a result that is only added to another, which Inductor does in one pass"
     casts = chain.producer is not None and chain.convolution.dtype not in (None, problem.tensors[1].dtype)
-    if not casts or has_graphs or problem.device != "cuda":
+    if not casts or known.has_graphs or problem.device != "cuda":
         return None
     least, size = machine_for(problem.place).card.crossovers.smallest_by_inductor, plan.value.bytes
     if size >= least:

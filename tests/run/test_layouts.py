@@ -40,10 +40,11 @@ def both(groups: int, affine: bool, dtype: torch.dtype, dims: int) -> tuple[list
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize(("dims", "many"), [(2, 1024), (3, 1024), (2, 1)])
 @pytest.mark.parametrize("case", CASES)
-def test_results_and_gradients_are_pytorchs(case: str, dims: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_and_gradients_are_pytorchs(case: str, dims: int, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layouts, "_LEAST_POSITIONS", 32 if dims == 2 else 5)  # one part, or several
+    monkeypatch.setattr(layouts, "_MANY_GROUPS", many)  # by parts, or each group at once
     groups, affine, dtype = CASES[case]
     ours, theirs = both(groups, affine, dtype, dims)
     rtol = 1e-9 if dtype is torch.float64 else 2e-2
@@ -59,7 +60,19 @@ def test_groups_taken_for_one_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = layouts._grouped
     monkeypatch.setattr(layouts, "_grouped", lambda value, groups: honest(value, groups) * 0 + value.mean())
     with pytest.raises(AssertionError):
-        test_results_and_gradients_are_pytorchs("groups", 2, monkeypatch)
+        test_results_and_gradients_are_pytorchs("groups", 2, 1024, monkeypatch)
+
+
+def test_a_group_of_the_wrong_channels_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: the moments of all groups are those of the first."""
+    honest = layouts._moments
+
+    def moments(x: Tensor, groups: int) -> tuple[Tensor, ...]:
+        return tuple(value[:, :1].expand_as(value) for value in honest(x, groups))
+
+    monkeypatch.setattr(layouts, "_moments", moments)
+    with pytest.raises(AssertionError):
+        test_results_and_gradients_are_pytorchs("groups", 2, 1, monkeypatch)
 
 
 @pytest.mark.parametrize("is_last", [False, True])

@@ -28,6 +28,7 @@ from postlude.run.operator import LIBRARY
 
 _RESULTS = 16384  # of a reduction that Inductor does not split: from 64 for each of an H200's 132 multiprocessors on
 _LEAST_POSITIONS = 32  # of a part
+_FEW_POSITIONS, _MANY_GROUPS = 64, 1024  # a group for each of seven or more warps of every multiprocessor
 
 LIBRARY.define("channels_last(Tensor x) -> Tensor")
 LIBRARY.define("weights(Tensor[] weights, ScalarType dtype, bool[] channels_last) -> Tensor[]")
@@ -116,14 +117,11 @@ class _Norm(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> Tensor:
         ctx.groups, ctx.computed, ctx.of_bias = groups, computed, None if bias is None else bias.dtype
-        variance, mean = torch.var_mean(_parts(x.to(computed)), 2, correction=0)  # [N, K, C] each, in one reading
-        of_groups = _grouped(mean, groups).mean((1, 3), keepdim=True)  # [N, 1, G, 1]
-        apart = (_grouped(mean, groups) - of_groups).square()
-        spread = torch.rsqrt((_grouped(variance, groups) + apart).mean((1, 3)) + eps)  # [N, G]
-        of_groups = of_groups.flatten(1)
-        ctx.save_for_backward(x, weight, of_groups, spread)
+        mean, variance = _moments(x.to(computed), groups)
+        spread = torch.rsqrt(variance + eps)
+        ctx.save_for_backward(x, weight, mean, spread)
         scaled = _scale(spread, weight, x)
-        result = (x.to(computed) - _of_channels(of_groups, x)) * scaled
+        result = (x.to(computed) - _of_channels(mean, x)) * scaled
         return (result if bias is None else result + _along_channels(bias, x)).to(dtype)
 
     @staticmethod
@@ -148,6 +146,24 @@ class _Norm(torch.autograd.Function):
             dbias = sums.sum((0, 1))
         dweight = None if dweight is None else dweight.to(weight.dtype)
         return dx, dweight, None if dbias is None else dbias.to(ctx.of_bias), None, None, None, None
+
+
+def _moments(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """Mean and variance of each group, [N, G] each.
+
+    Channels of few positions are reduced with their group, in one kernel: for 7×7 positions on an H200 that takes 3 and
+    14 µs (64 samples of 512 and 2048 channels), by parts 11 and 27; for 14×14 positions it would take 9 instead of 4.
+    """
+    batch, positions = x.shape[0], math.prod(x.shape[2:])
+    are_known = isinstance(positions, int) and isinstance(batch, int)
+    if are_known and positions <= _FEW_POSITIONS and batch * groups >= _MANY_GROUPS:
+        whole = x.movedim(1, -1).reshape(batch, positions, groups, -1)  # [N, positions, G, C / G]
+        variance, mean = torch.var_mean(whole, (1, 3), correction=0)
+        return mean, variance
+    variance, mean = torch.var_mean(_parts(x), 2, correction=0)  # [N, K, C] each, in one reading
+    of_groups = _grouped(mean, groups).mean((1, 3), keepdim=True)  # [N, 1, G, 1]
+    apart = (_grouped(mean, groups) - of_groups).square()
+    return of_groups.flatten(1), (_grouped(variance, groups) + apart).mean((1, 3))
 
 
 def _parts(x: Tensor) -> Tensor:

@@ -129,6 +129,7 @@ def evaluate(
     dtype: torch.dtype | None = None,
     rounded_to: str | None = None,
     moves: bool = False,
+    start: Tensor | None = None,
 ) -> Tensor:
     """The chain's result.
 
@@ -139,10 +140,11 @@ def evaluate(
         rounded_to: "tf32", "float16" or "bfloat16": rounds the convolution's operands to this format first. With
             float64 this gives the error of a precision and nothing else.
         moves: Whether a batch_norm updates its running statistics, as the model did.
+        start: The chain's first value, if it is known (`first_value`).
     """
     if dtype is not None:
         tensors = [tensor.to(dtype) for tensor in tensors]
-    start = tensors[0] if chain.producer is None else _convolve(chain.producer, tensors, dtype, rounded_to)
+    start = first_value(chain, tensors, dtype, rounded_to) if start is None else start
     values: list[Tensor | None] = [start]
     last_uses = chain.last_uses
     for number, step in enumerate(chain.steps, 1):
@@ -151,6 +153,13 @@ def evaluate(
             if last_uses[value.index] == number:
                 values[value.index] = None  # freed after its last use, as in eager
     return _present(values[-1])
+
+
+def first_value(
+    chain: Chain, tensors: Sequence[Tensor], dtype: torch.dtype | None, rounded_to: str | None = None
+) -> Tensor:
+    """The convolution's result, or the input of a chain without one."""
+    return tensors[0] if chain.producer is None else _convolve(chain.producer, tensors, dtype, rounded_to)
 
 
 def continue_from(chain: Chain, number: int, value: Tensor, tensors: Sequence[Tensor], moves: bool = False) -> Tensor:

@@ -131,6 +131,12 @@ def _without_faint(rounds: Sequence[Round]) -> tuple[list[Round], list[Round]]:
     return part(False), part(True)
 
 
+def differs_in_kind(result: Tensor, own: Tensor, tells_infinities: bool = True) -> bool:
+    """Whether finite values, NaN or infinities are at other places than PyTorch's."""
+    kinds = [_kind(tensor.to(own.device), tells_infinities) for tensor in (result, own)]
+    return not torch.equal(*kinds)
+
+
 def nonfinite_problem(
     result: Tensor, own: Tensor, truth: Tensor, what: str, tells_infinities: bool = True
 ) -> str | None:

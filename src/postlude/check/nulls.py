@@ -24,8 +24,9 @@ def null_candidates(truth: Tensor) -> dict[str, Tensor]:
     return nulls
 
 
-def chain_nulls(chain: Chain, tensors: Sequence[Tensor], seed: int = 0) -> dict[str, dict[str, Tensor]]:
-    """Answers that ignore the input, or the norm: mean(β) where a mean follows the norm."""
+def chain_nulls(chain: Chain, tensors: Sequence[Tensor], start: Tensor, seed: int = 0) -> dict[str, dict[str, Tensor]]:
+    """Answers that ignore the input, or the norm: mean(β) where a mean follows the norm. `start` is the first value in
+    float64."""
     tensors = [tensor.double() for tensor in tensors]
     generator = generator_for(seed + 10_000, tensors[0].device)
     other = draw(tensors[0].shape, "hierarchical", generator, torch.float64)
@@ -37,5 +38,5 @@ def chain_nulls(chain: Chain, tensors: Sequence[Tensor], seed: int = 0) -> dict[
     gammas = {slot.index for slot in slots_of_gamma(chain)}
     if gammas:
         without = [torch.zeros_like(t) if index in gammas else t for index, t in enumerate(tensors)]
-        nulls["β in place of the norm"] = evaluate(chain, without, dtype=torch.float64)
+        nulls["β in place of the norm"] = evaluate(chain, without, dtype=torch.float64, start=start)
     return {name: {"output": answer} for name, answer in nulls.items()}

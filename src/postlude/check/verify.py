@@ -23,6 +23,7 @@ from postlude.check.compare import (
     compare,
     contract_problem,
     cotangent,
+    differs_in_kind,
     first_line,
     larger,
     nonfinite_problem,
@@ -35,7 +36,7 @@ from postlude.check.modes import FORMATS, RoundedOperands, in_double, library_un
 from postlude.check.nulls import chain_nulls
 from postlude.check.points import ChainPoint
 from postlude.check.verdict import Verdict
-from postlude.reference import evaluate
+from postlude.reference import evaluate, first_value
 
 Run = Callable[[Chain, Sequence[Tensor]], Tensor]
 Backward = bool | Sequence[bool]
@@ -183,7 +184,7 @@ def _answers(
         repeated = _candidate(lambda: _call(run, chain, tensors, backward).quantities(weights))
     own, truth, bare = sides.quantities(weights)
     flipped = sides.flipped(left, weights) if left is not None else ()
-    nulls = chain_nulls(chain, tensors, seed) if with_nulls else None
+    nulls = sides.nulls(tensors, seed) if with_nulls else None
     single = _single(chain, tensors, weights) if own["output"].dtype == torch.float64 else None
     return Answers(result, own, truth, bare, repeated, nulls, single, guesses=with_nulls, flipped=flipped)
 
@@ -204,7 +205,7 @@ class _Sides:
         with pytorch_switches(mode, self.device), library_unsearched(), self._watch(0):
             self.own = _call(_by_pytorch, chain, tensors, backward)
         with in_double(self.device), self._watch(1):
-            self.truth = _call(_in_double, chain, self.doubles, backward)
+            self.truth = _call(self._exactly, chain, self.doubles, backward)
         self.bare = None
         if rounded and FORMATS[mode] is not None:
             with self._rounded(), self._watch(2):
@@ -235,6 +236,16 @@ class _Sides:
                 found.append(_call(_in_double, self.chain, self.doubles, self.backward))
         with in_double(self.device):
             return tuple(call.quantities(weights) for call in found)
+
+    def nulls(self, tensors: Sequence[Tensor], seed: int) -> dict[str, Quantities]:
+        with torch.no_grad(), in_double(self.device):
+            return chain_nulls(self.chain, tensors, self._start, seed)
+
+    def _exactly(self, chain: Chain, tensors: Sequence[Tensor]) -> Tensor:
+        """The truth; its first value is kept for null candidates, which need no second convolution then."""
+        start = first_value(chain, tensors, torch.float64)
+        self._start = start.detach()
+        return evaluate(chain, tensors, dtype=torch.float64, moves=True, start=start)
 
     def _watch(self, side: int) -> AbstractContextManager[Any]:
         return self._met[side] if self.backward else nullcontext()
@@ -284,9 +295,11 @@ def _nonfinite_findings(
         changed = (x, *tensors[1:])
         result = _candidate(lambda: _call(run, chain, changed, False).output)  # noqa: B023  called at once
         with torch.no_grad(), pytorch_switches(mode, x.device), in_double(x.device):
-            own, truth = evaluate(chain, changed), evaluate(chain, changed, dtype=torch.float64)
-        problem = contract_problem("output", result, own)
-        problem = problem or nonfinite_problem(result, own, truth, what, tells_infinities)
+            own = evaluate(chain, changed)
+            problem = contract_problem("output", result, own)
+            if not problem and differs_in_kind(result, own, tells_infinities):  # otherwise the truth decides nothing
+                truth = evaluate(chain, changed, dtype=torch.float64)
+                problem = nonfinite_problem(result, own, truth, what, tells_infinities)
         findings += [problem] if problem else []
     return findings
 

@@ -14,8 +14,8 @@ problem's bytes and operations take at the card's rates.
 `--jobs` processes prepare problems side by side, each all modes of one problem, as long as their memory fits on the
 card. They are timed in turn, and while one is, the others are stopped. A problem that fails or takes longer than
 `--limit` is a row with its reason. With `--missing`, problems that the CSV has with this code are left out: a run that
-was cut short can go on. `postlude suite` does more with each problem (the whole model's points, measured ceilings, a
-report) and takes longer.
+was cut short can go on, and of PyTorch's defaults linear layers are left out, which are strict fp32 with them.
+`postlude suite` does more with each problem (the whole model's points, measured ceilings, a report) and takes longer.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from pathlib import Path
 import torch
 from kernelbench_pool import Answer, Pool
 from kernelbench_problem import MODES, VARIANTS, Outline, Task, outline_of, prepare, row_of
+from kernelbench_table import measured_as
 
 from postlude.check import records
 from postlude.cli.other_shapes import SHAPES
@@ -88,7 +89,7 @@ def is_recorded(task: Task, mode: str, known: Iterable[records.Record], shape: s
     """Whether a file has a time of every variant of this problem, with this code."""
     code = records.kernel_hash(task.sources(mode))
     wanted = {VARIANTS[name] for name in task.variants}
-    about = (task.name, task.precision, task.recorded_mode(mode), shape)
+    about = (task.name, measured_as(task.name, task.precision), task.recorded_mode(mode), shape)
     found = [row for row in known if (row.chain, row.precision, row.mode, row.shape) == about]
     has_ours = POSTLUDE not in wanted or any(row.kernel_hash == code for row in found if row.variant == POSTLUDE)
     return has_ours and wanted <= {row.variant for row in found if row.ms_p50 is not None or row.reason}

@@ -159,9 +159,14 @@ def test_problems_on_this_machine(problem: ModuleType, tmp_path: Path) -> None:
     assert {row.verdict for row in rows if row.chain[0] == "2"} == {"failed"}
 
 
+def _bench() -> ModuleType:
+    for name in ("rows", "kernelbench_table", "kernelbench_pool"):  # which it imports
+        loaded(name)
+    return loaded("kernelbench")
+
+
 def test_a_row_counts_as_long_as_its_code_is_the_same(problem: ModuleType, tmp_path: Path) -> None:
-    loaded("kernelbench_pool")
-    bench = loaded("kernelbench")
+    bench = _bench()
     (tmp_path / "1_Conv2d.py").write_text(PROBLEM.format(first="pass"))
     task = problem.Task(str(tmp_path / "1_Conv2d.py"), ("forward", "train"), ("eager", "postlude"), device="cpu")
     outline = problem.outline_of(task)
@@ -174,6 +179,30 @@ def test_a_row_counts_as_long_as_its_code_is_the_same(problem: ModuleType, tmp_p
     assert not bench.is_recorded(task, "forward", [row, replace(known[1], kernel_hash="other")], outline.shape)
     assert not bench.is_recorded(replace(task, shapes="other"), "forward", known, outline.shape)
     assert [asdict(one)["modes"] for one, _ in bench.outlined([task], known, lambda _: None)] == [("train",)]
+
+
+def test_linear_layers_are_strict_with_pytorchs_defaults(problem: ModuleType, tmp_path: Path) -> None:
+    """Their rows in strict fp32 count for both, in the table and when a run goes on."""
+    bench, table = _bench(), loaded("kernelbench_table")
+    names = ("9_Matmul_Subtract", "1_Conv2D_ReLU")
+    assert [table.measured_as(name, "auto") for name in names] == ["fp32", "auto"]
+    assert table.measured_as(names[0], "tf32") == "tf32"
+    task = problem.Task(f"{tmp_path}/{names[0]}.py", ("forward",), ("eager", "postlude"), "auto", "own", 7, "cuda")
+    code = records.kernel_hash(task.sources("forward"))
+    about = {"shape": "8×8", "dtype": "float32", "layout": "", "ms_p50": 1.0, "kernel_hash": code, "mode": "forward"}
+    about["malloc"] = "default"
+    rows = [
+        records.Record(name, precision=precision, variant=variant, **about)
+        for name, precision in ((names[0], "fp32"), (names[1], "fp32"), (names[1], "auto"))
+        for variant in ("eager", "torch.compile", "postlude")
+    ]
+    assert bench.is_recorded(task, "forward", rows, "8×8")
+    records.update(tmp_path / "rows.csv", rows)
+    found = table.known("forward", tmp_path / "rows.csv")
+    assert {name: [case.ours.chain for case in each] for name, each in found.items()} == {
+        "auto": [names[1], names[0]],
+        "fp32": [names[1], names[0]],
+    }
 
 
 def test_the_floor_is_of_compulsory_bytes_and_operations(problem: ModuleType, tmp_path: Path) -> None:

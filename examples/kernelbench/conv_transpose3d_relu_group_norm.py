@@ -4,7 +4,7 @@
 Input      16×64×32×32×32, float32, contiguous
 Launches   6 of our kernels
 Arithmetic fp32, as two fp16 planes on the tensor cores: as exact as PyTorch's fp32
-Measured   1.84 ms inside Postlude (eager 17.6, torch.compile 17: 9.5×), NVIDIA H200
+Measured   1.85 ms inside Postlude (eager 17.7, torch.compile 17.1: 9.5×), NVIDIA H200
 
 Tensors of other shapes (see `fits`) go through PyTorch's own operators.
 Names in kernels: p_ pointer, i_ index, o_ offsets, m_ mask, b_ block of values.

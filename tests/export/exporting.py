@@ -143,6 +143,14 @@ SMALL_PROBLEMS = [
         ("pack_weight_kernel", "phase_sum", "convolve_kernel"),
     ),
     Problem(
+        "a convolution alone, in strict fp32",
+        "self.conv = nn.Conv2d(cin, cout, 3)",
+        "return torch.softmax(torch.min(self.conv(x), dim=2)[0], dim=1)",
+        (2, 16, 6, 5),
+        16,
+        ("convolve_kernel",),
+    ),
+    Problem(
         "a value read twice",
         "self.conv = nn.Conv3d(cin, cout, 3); self.norm = nn.GroupNorm(2, cout)",
         "h = self.conv(x); return self.norm(h * F.silu(h)) + h",

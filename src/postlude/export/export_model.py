@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+import torch.fx as fx
 from torch import Tensor, nn
 
 from postlude import cards
@@ -75,7 +77,9 @@ def export(
         chain = found.match.chain
         return chain, problem, lower(chain, problem, machine, even_if_slower=even_if_slower)
 
-    traced = _traced(model, inputs, convolution, planned)
+    # cuDNN's convolutions in strict fp32 use no tensor cores, and ours do: they gain with nothing after them.
+    is_strict = precision == "fp32" and convolution != "pytorch"
+    traced = _traced(model, inputs, convolution, planned, is_strict)
     reasons = dict(traced.declined)
     texts: dict[FoundChain, ChainText] = {}
     made: dict[object, ChainText] = {}  # equal chains share one text
@@ -108,11 +112,16 @@ def _traced(
     inputs: Sequence[Any],
     convolution: str,
     planned: Callable[[FoundChain], tuple[Chain, Problem, Plan | Refusal]],
+    is_strict: bool,
 ) -> Traced:
     """The forward and its chains. They end before active dropout if one that goes past it is refused: a pass reads few
     tensors."""
+
+    def takes_alone(node: fx.Node) -> bool:
+        return is_strict and node.meta["val"].dtype == torch.float32
+
     for over_dropout in (True, False):
-        traced = trace(model, inputs, over_dropout)
+        traced = trace(model, inputs, over_dropout, takes_alone)
         if convolution == "pytorch":
             convolved = [found for found in traced.chains if not found.match.chain.is_linear]
             traced = replace(traced, chains=tuple(map(without_convolution, convolved)))

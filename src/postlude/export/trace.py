@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -52,13 +52,18 @@ class Traced:
     declined: Mapping[str, str]  # the name of a call that is not fused, and why
 
 
-def trace(model: nn.Module, inputs: Sequence[Any], over_dropout: bool = True) -> Traced:
+def trace(
+    model: nn.Module,
+    inputs: Sequence[Any],
+    over_dropout: bool = True,
+    takes_alone: Callable[[fx.Node], bool] = lambda _: False,
+) -> Traced:
     """Traces a model. A chain that continues past a batch_norm in training, or past an active dropout, may not map to
-    calls; a shorter one may."""
+    calls; a shorter one may. `takes_alone` says of a convolution that it is a chain even if nothing follows it."""
     graph, tries = _calls(model), []
     for over_batch, over_masks in [(True, over_dropout), (False, over_dropout), (True, False), (False, False)]:
         below = _Below(model, graph, inputs, over_masks)
-        found, declined = match(below.aten, functools.partial(_unwritten, over_batch))
+        found, declined = match(below.aten, functools.partial(_unwritten, over_batch), takes_alone)
         reasons = {item.name: f"{item.what.removeprefix('aten.')}: {item.reason}" for item in declined}
         chains, failed = [], False
         for item in found:

@@ -77,9 +77,7 @@ def export(
         chain = found.match.chain
         return chain, problem, lower(chain, problem, machine, even_if_slower=even_if_slower)
 
-    # cuDNN's convolutions in strict fp32 use no tensor cores, and ours do: they gain with nothing after them.
-    is_strict = precision == "fp32" and convolution != "pytorch"
-    traced = _traced(model, inputs, convolution, planned, is_strict)
+    traced = _traced(model, inputs, precision, convolution, planned)
     reasons = dict(traced.declined)
     texts: dict[FoundChain, ChainText] = {}
     made: dict[object, ChainText] = {}  # equal chains share one text
@@ -110,12 +108,14 @@ def _read_by(found: FoundChain) -> list[Tensor]:
 def _traced(
     model: nn.Module,
     inputs: Sequence[Any],
+    precision: str,
     convolution: str,
     planned: Callable[[FoundChain], tuple[Chain, Problem, Plan | Refusal]],
-    is_strict: bool,
 ) -> Traced:
     """The forward and its chains. They end before active dropout if one that goes past it is refused: a pass reads few
     tensors."""
+    # cuDNN's convolutions in strict fp32 use no tensor cores, and ours do: they gain with nothing after them.
+    is_strict = precision == "fp32" and convolution != "pytorch"
 
     def takes_alone(node: fx.Node) -> bool:
         return is_strict and node.meta["val"].dtype == torch.float32

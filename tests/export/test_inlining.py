@@ -41,6 +41,13 @@ def test_a_word_keeps_its_name_in_a_kernel_and_a_function_with_two_calls_stays()
     assert texts(INVERSE, SILU, kernel) == [INVERSE, SILU, kernel]
 
 
+def test_a_function_whose_call_is_an_argument_of_another_stays() -> None:
+    """Put where the outer call is, the inner one would be left behind, and nobody would define it."""
+    twice = "def twice(x):\n    return tl.where(x > 0, x, x * 2.0)\n"
+    kernel = "def some_kernel(p_y, x):\n    tl.store(p_y, twice(twice(x)))\n"
+    assert texts(twice, kernel) == [twice, kernel]
+
+
 def test_a_short_expression_stands_at_every_call_and_unread_parameters_go() -> None:
     block = "def block(d_w, c0, k0, N):\n    return d_w.load([c0, k0])\n"
     body = "    a = block(d_w, i, 0, N)\n    tl.store(p_y, a + block(d_w, 0, i, N))\n"

@@ -92,12 +92,15 @@ def _calls(trees: Trees, name: str) -> Iterator[ast.Call]:
 
 
 def _places(trees: Trees, name: str) -> list[_Place]:
-    """The calls of a function; none if one of them is not in a simple statement, or not always made."""
+    """The calls of a function; none if one of them is not in a simple statement, not always made, or an argument of
+    another one, which would move it."""
     found, count = [], 0
     for owner in trees.values():
         nodes = list(walk(owner))
         calls = [node for node in nodes if isinstance(node, ast.Call) and name_of(node.func) == name]
         count += len(calls)
+        if any(part in calls for call in calls for argument in call.args for part in walk(argument)):
+            return []
         for around in (node for node in nodes if isinstance(node, _SIMPLE)):
             inside = list(walk(around))
             if not any(isinstance(part, _CHOICES) for part in inside):

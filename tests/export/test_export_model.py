@@ -53,6 +53,16 @@ def test_training_has_kernels_for_the_gradients(name: str, wanted: str) -> None:
     assert ("SOURCE_GRADIENT" in text) == (wanted == "ConvNormMean")
 
 
+@pytest.mark.parametrize("word", ["torch.tanh", "F.leaky_relu", "F.gelu"])
+def test_a_word_twice_has_its_gradient_on_its_own_gradient(word: str, tmp_path: Path) -> None:
+    forward = f"return {word}({word}(torch.min(self.conv(x), dim=1, keepdim=True)[0]))"
+    asked = Problem("", "self.conv = nn.Conv2d(cin, cout, 3)", forward, (2, 16, 6, 5), 16, ())
+    made, _, _ = export_text(asked.text, tmp_path, training=True)
+    (tmp_path / "made.py").write_text(made.text, encoding="utf-8")
+    assert made.chains[0].trains
+    assert ruff(tmp_path / "made.py") == ""  # no name is undefined
+
+
 def test_gradients_that_nobody_wants_are_not_computed(tmp_path: Path) -> None:
     problem = next(problem for problem in SMALL_PROBLEMS if problem.name == "batch_norm in training")
     made, _, _ = export_text(problem.text, tmp_path, training=True)

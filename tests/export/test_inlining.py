@@ -13,6 +13,7 @@ from export.exporting import SMALL_PROBLEMS, Problem, export_text
 from postlude.export import repeats
 from postlude.export.device_text import Kernel
 from postlude.export.inlining import put_in_place
+from postlude.export.kernels import without_unread
 from postlude.export.repeats import remove_repeats
 from postlude.export.single import in_single, without_casts
 from postlude.export.source import parse, text_of
@@ -94,6 +95,14 @@ def test_a_function_stores_by_its_own_calls_or_by_those_of_what_it_calls(monkeyp
     monkeypatch.setattr(repeats, "library", lambda: functions)
     monkeypatch.setattr(repeats, "_stores", functools.cache(repeats._stores.__wrapped__))
     assert {name for name in functions if repeats._stores(name)} == {"adds", "writes", "calls"}
+
+
+def test_what_nobody_reads_is_not_computed_unless_it_stores() -> None:
+    lines = ["scale = scale_for(tl.load(p_x))", "x = flag_infinity(p_y, tl.load(p_x))", "tl.store(p_y, tl.load(p_x))"]
+    text = "def some_kernel(p_x, p_y):\n" + "".join(f"    {line}\n" for line in lines)
+    left = without_unread(Kernel("some_kernel", text, ("p_x", "p_y")))
+    assert left.text == text.replace(f"    {lines[0]}\n", "")
+    assert left.parameters == ("p_x", "p_y")
 
 
 @pytest.mark.parametrize("problem", SMALL_PROBLEMS[::8], ids=lambda problem: problem.name)

@@ -162,9 +162,10 @@ class Kinds:
 
 class Liveness:
     """Assignments that are overwritten before they are read, the names that are read after each statement, and those
-    that are live at the start."""
+    that are live at the start. `helpers` are functions that store nothing."""
 
-    def __init__(self, function: ast.FunctionDef) -> None:
+    def __init__(self, function: ast.FunctionDef, helpers: Collection[str] = ()) -> None:
+        self.helpers = helpers
         self.dead: list[ast.stmt] = []
         self.after: dict[ast.stmt, set[str]] = {}
         self.at_start = self._block(function.body, set())
@@ -202,7 +203,7 @@ class Liveness:
         names = {name for target in targets for name in stored_names(target)}
         plain = all(isinstance(t, ast.Name | ast.Tuple) for t in targets)
         assert node.value is not None
-        if plain and not names & after and is_pure(node.value):
+        if plain and not names & after and is_pure(node.value, self.helpers):
             self.dead.append(node)
             return after
         return (after | names if isinstance(node, ast.AugAssign) else after - names) | reads(node)

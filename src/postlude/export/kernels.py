@@ -15,7 +15,7 @@ from postlude.export.helpers import kernel_of, shorter, with_helpers
 from postlude.export.joined import join
 from postlude.export.layout import fold
 from postlude.export.repeats import pure_helpers, remove_repeats
-from postlude.export.rules import rewritten
+from postlude.export.rules import leave_out, rewritten
 from postlude.export.simplify import has_all_channels, simplified
 from postlude.export.single import is_single, without_casts
 from postlude.export.source import parse, written
@@ -96,7 +96,16 @@ def cut_kernel(call: KernelCall, words: Mapping[int, str], slots: Mapping[int, s
         made = (*map(_joined, functions), _joined(cut(kernel.text, tiles, {})))
     else:
         made = (*map(_joined, functions), kernel)
+    made = tuple(map(without_unread, made))
     return CutKernel(made, tuple(places[word] for word in kernel.parameters if word not in values))
+
+
+def without_unread(kernel: Kernel) -> Kernel:
+    """The kernel without values of device functions that it does not read, such as rows of taps that it has not."""
+    function = parse(kernel.text)
+    leave_out(function, pure_helpers())
+    made = kernel_of(function)
+    return kernel if made.text == kernel.text else shorter(made)
 
 
 def _joined(kernel: Kernel) -> Kernel:

@@ -4,7 +4,7 @@ removed."""
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from postlude.export.analysis import (
     SCALAR,
@@ -179,9 +179,10 @@ def decide(function: ast.FunctionDef, known: Mapping[str, object]) -> None:
     function.body = rewritten(function.body, change)
 
 
-def leave_out(function: ast.FunctionDef) -> None:
-    """Removes assignments that are never read, and blocks that do nothing."""
-    dead = set(Liveness(function).dead)
+def leave_out(function: ast.FunctionDef, helpers: Collection[str] = ()) -> None:
+    """Removes assignments that are never read, and blocks that do nothing. `helpers` are functions that store
+    nothing."""
+    dead = set(Liveness(function, helpers).dead)
     read = reads(function)
 
     def change(node: ast.stmt) -> list[ast.stmt]:

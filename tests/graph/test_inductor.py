@@ -1,4 +1,5 @@
-"""Inductor's kernels are launched by the launcher that they have chosen, and as always where somebody watches."""
+"""Inductor's settings for each pass, and short launches: by the launcher that a kernel has chosen, unless somebody
+watches."""
 
 from __future__ import annotations
 
@@ -7,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import nn
 from torch.autograd import profiler
 
+from postlude.graph import inductor
 from postlude.graph.backend import Backend
-from postlude.graph.inductor import short_launches, shorten
+from postlude.graph.inductor import READS, reads_for, short_launches, shorten
 
 
 class StaticKernel:
@@ -103,6 +106,39 @@ def test_only_what_is_loaded_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     with short_launches():
         PyCodeCache.modules.append(SimpleNamespace(triton_0=inside, call=print))
     assert seen == [inside]
+
+
+def test_values_are_computed_again_on_a_gpu_unless_the_user_or_a_later_pass_wants_them() -> None:
+    assert reads_for(True, {}, is_backward=True) == reads_for(True, {}, is_inference=True) == READS
+    assert reads_for(True, {}) == reads_for(False, {}, is_backward=True) == {}
+    asked = {"realize_reads_threshold": 4, "triton.cudagraphs": True}
+    assert reads_for(True, asked, is_backward=True) == {"realize_acc_reads_threshold": 16}
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_each_pass_is_compiled_with_its_settings(trains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import compile_fx, config
+
+    before = {name: getattr(config, name) for name in READS}
+    assert all((before[name] or 0) < READS[name] for name in READS)  # a version that is as generous needs no settings
+    seen: list[tuple[bool, dict[str, int]]] = []
+
+    def compile_fx_inner(graph: torch.fx.GraphModule, _: Any, **kwargs: Any) -> Any:
+        seen.append((kwargs.get("is_backward", False), {name: getattr(config, name) for name in READS}))
+        return make_boxed_func(graph.forward)
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", compile_fx_inner)
+    monkeypatch.setattr(
+        inductor, "reads_for", lambda on_gpu, settings, is_backward=False, **_: READS if is_backward else {}
+    )
+    x = torch.randn(2, 3, 5, 5, requires_grad=trains)
+    with torch.set_grad_enabled(trains):
+        y = torch.compile(nn.Conv2d(3, 4, 3), backend=Backend(rest="inductor"))(x)
+        if trains:
+            y.sum().backward()
+    assert seen == [(False, before), (True, READS)][: 1 + trains]
+    assert {name: getattr(config, name) for name in READS} == before
 
 
 @pytest.mark.gpu

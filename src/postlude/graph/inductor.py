@@ -16,6 +16,12 @@ from postlude.run.direct import tell_inductor
 
 log = logging.getLogger("postlude")
 
+# How many reads a value may have that Inductor computes again for each of its readers instead of writing it; 4 and 8 by
+# default. The gradient behind an activation reads a convolution's result, its bias, four vectors of a norm and one or
+# two gradients, of which only the first and the last are large. Written in fp32 and read by two passes it takes 16
+# bytes for each element, computed twice 8.
+READS = {"realize_reads_threshold": 8, "realize_acc_reads_threshold": 16}
+
 
 @functools.cache
 def start_workers() -> None:
@@ -30,17 +36,31 @@ def start_workers() -> None:
 
 
 def compile_rest(graph: fx.GraphModule, inputs: Sequence[Any], settings: dict[str, Any]) -> Callable[..., Any]:
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     tell_inductor()
+    on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs)
 
     def compile_pass(*args: Any, **kwargs: Any) -> Any:  # the backward pass is compiled when it first runs
-        with short_launches():
+        with config.patch(reads_for(on_gpu, settings, **kwargs)), short_launches():
             return compile_fx_inner(*args, **kwargs)
 
     with short_launches():
         compiled = compile_fx(graph, list(inputs), inner_compile=compile_pass, config_patches=settings or None)
     return cast("Callable[..., Any]", compiled)
+
+
+def reads_for(
+    on_gpu: bool, settings: dict[str, Any], is_backward: bool = False, is_inference: bool = False, **_: Any
+) -> dict[str, int]:
+    """Inductor's settings for one pass, except those that the user has set. A forward pass that saves values for a
+    backward pass keeps Inductor's: it writes most values anyway. So does a CPU, where computing twice takes longer."""
+    from torch._inductor import config
+
+    if not on_gpu or not (is_backward or is_inference):
+        return {}
+    return {name: count for name, count in READS.items() if name not in settings and hasattr(config, name)}
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "networks"))
 
 from gpu import peak_mib
 from network_models import NETWORKS, Network
-from rows import TRAINING_SOURCES
+from rows import NETWORK_SOURCES
 from standins import stand_ins
 
 import postlude
@@ -141,7 +141,7 @@ def record_of(name: str, mode: str, variant: str, *times: float, **more: float |
     return records.Record(
         *(name, "×".join(map(str, network.shape)), network.precision, "", "auto", mode, variant),
         *times,
-        kernel_hash=records.kernel_hash(TRAINING_SOURCES),
+        kernel_hash=records.kernel_hash(NETWORK_SOURCES),
         **more,  # type: ignore[arg-type]
         **records.environment("cuda"),  # type: ignore[arg-type]
     )

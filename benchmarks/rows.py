@@ -56,6 +56,11 @@ TRAINING_SOURCES = [
     SOURCE / "reverse.py",
     *(path for folder in _FOLDERS for path in _gpu_files(folder, is_backward=True)),
 ]
+NETWORK_SOURCES = [  # and what finds and lays out the chains of a network
+    *TRAINING_SOURCES,
+    *sorted((SOURCE / "graph").glob("*.py")),
+    *_files("run", "direct layouts operator passes upsample"),
+]
 CHAIN_61 = "conv_transpose3d(64→128, k3) → relu → group_norm(8)"
 CHAIN_23 = "conv3d(3→24, k3) → group_norm(8) → mean over all but batch"
 

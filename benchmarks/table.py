@@ -26,6 +26,7 @@ from rows import (
     GPU_SOURCES,
     HARNESS_RESULTS,
     NETWORK_RESULTS,
+    NETWORK_SOURCES,
     RESULTS,
     ROOT,
     STEP,
@@ -154,7 +155,7 @@ def render_networks() -> str:
         about = ours.chain, ours.shape, ours.dtype, mode, *times(case), gain(ours), number(case.times_compile)
         rows = (case.eager, case.compiled, ours)
         memory = ["" if row is None or row.peak_mib is None else f"{row.peak_mib:.0f}" for row in rows]
-        lines.append(line(*about, *memory, error(ours), error(case.eager), since(ours, TRAINING_SOURCES)))
+        lines.append(line(*about, *memory, error(ours), error(case.eager), since(ours, NETWORK_SOURCES)))
     return "\n".join([*lines, "", where(rows_of([case for some in found.values() for case in some]))])
 
 

@@ -25,9 +25,14 @@ def _peak_on_gpu(call: Call) -> int:
     return int(torch.cuda.max_memory_allocated() - before)
 
 
+def profiled(activity: torch.profiler.ProfilerActivity, has_memory: bool = False) -> torch.profiler.profile:
+    """A profile of one activity. Without `acc_events` PyTorch 2.11 warns about cycles, of which there is one."""
+    return torch.profiler.profile(activities=[activity], profile_memory=has_memory, acc_events=True)
+
+
 def _peak_on_cpu(call: Call) -> int:
     """The same from the profiler's record of PyTorch's allocator, which does not include a library's own scratch."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as found:
+    with profiled(torch.profiler.ProfilerActivity.CPU, has_memory=True) as found:
         call()
     events = found.profiler.kineto_results.events()
     return highest(event.nbytes() for event in events if event.name() == "[memory]")
@@ -61,7 +66,7 @@ def saved_bytes(call: Call, known: Iterable[Tensor]) -> int:
 
 def launches(call: Call) -> int:
     """Kernels that one call launches on a GPU; copies and fills count as launches."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+    with profiled(torch.profiler.ProfilerActivity.CUDA) as found:
         call()
         torch.cuda.synchronize()
     return count_kernels(found.events() or ())

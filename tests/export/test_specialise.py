@@ -177,7 +177,7 @@ def test_conditions_lose_what_is_known() -> None:
 def test_what_stays_a_parameter_still_decides() -> None:
     source = "def f(x, WIDTH, BLOCK):\n    if WIDTH > 1:\n        g(x)\n    g(WIDTH * BLOCK)\n"
     made = specialise(source, {"WIDTH": 1, "BLOCK": 16}, keep=frozenset({"WIDTH"}))
-    assert made == Specialised("def f(WIDTH):\n    g(WIDTH * 16)\n", ("WIDTH",))
+    assert made == Specialised("f", "def f(WIDTH):\n    g(WIDTH * 16)\n", ("WIDTH",))
 
 
 def test_local_constants() -> None:

@@ -54,6 +54,13 @@ def name_of(node: ast.expr) -> str:
     return f"{owner if owner.split('.')[0] in ('tl', 'triton') else ''}.{node.attr}"
 
 
+def leftmost(node: ast.expr) -> ast.expr:
+    """A pointer, without what is added to it."""
+    while isinstance(node, ast.BinOp):
+        node = node.left
+    return node
+
+
 def is_pure(node: ast.AST, helpers: Collection[str] = ()) -> bool:
     """Whether evaluation has no side effects: no store, and no call of a function other than Triton's own and these."""
     for part in walk(node):

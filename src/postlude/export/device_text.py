@@ -63,14 +63,4 @@ def _cut(
     keep: frozenset[str],
 ) -> Kernel:
     made = specialise(source, {name: value for name, _, value in constants}, dict(names), keep)
-    name = re.search(r"def (\w+)", made.text)
-    assert name is not None
-    return Kernel(name[1], fold(_without_unread(made.text)), made.parameters)
-
-
-def _without_unread(text: str) -> str:
-    """The text with unread names of a tuple replaced by _."""
-    for names in re.findall(r"(?m)^ +(\w+(?:, \w+)+) = ", text):
-        words = [word if len(re.findall(rf"\b{word}\b", text)) > 1 else "_" for word in names.split(", ")]
-        text = text.replace(f"{names} = ", f"{', '.join(words)} = ")
-    return text
+    return Kernel(made.name, fold(made.text), made.parameters)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import re
+import functools
 from collections.abc import Mapping, Sequence
 
 from postlude.export.device_text import Kernel, cut, library
@@ -93,9 +93,11 @@ def _next_helper(trees: Mapping[str, ast.FunctionDef]) -> str | None:
     return next((name for name in sorted(wanted) if not any(name in _reached(other) for other in wanted)), None)
 
 
+@functools.cache
 def _reached(name: str) -> set[str]:
     """The functions that a function calls, directly or indirectly."""
-    found = {word for word in re.findall(r"(?<![\w.])(\w+)\(", library()[name]) if word in library()} - {name}
+    calls = (node.func for node in walk(parse(library()[name])) if isinstance(node, ast.Call))
+    found = {func.id for func in calls if isinstance(func, ast.Name)} & library().keys() - {name}
     return found.union(*(_reached(other) for other in found))
 
 

@@ -9,22 +9,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from postlude.export.analysis import name_of
-from postlude.export.device_text import Kernel, changed, cut, library
+from postlude.export.analysis import leftmost, name_of
+from postlude.export.device_text import Kernel, cut
 from postlude.export.helpers import kernel_of, shorter, with_helpers
 from postlude.export.joined import join
-from postlude.export.layout import fold
+from postlude.export.prepared import prepared
 from postlude.export.repeats import pure_helpers, remove_repeats
 from postlude.export.rules import leave_out, rewritten
-from postlude.export.simplify import has_all_channels, simplified
+from postlude.export.simplify import has_all_channels
 from postlude.export.single import is_single, without_casts
-from postlude.export.source import parse, written
-from postlude.export.specialise import Inline, rename
+from postlude.export.source import parse
+from postlude.export.specialise import rename
+from postlude.export.steps_text import steps_text
 from postlude.export.trees import walk
-from postlude.plan.calls import Argument, Buffer, Descriptor, KernelCall, Steps
+from postlude.plan.calls import Argument, Buffer, KernelCall, Steps
 
-_INFIX = {"add": "{0} + {1}", "mul": "{0} * {1}", "sub": "{0} - {1}", "rsub": "{1} - {0}"}
-_INFIX |= {"div": "{0} / {1}", "rdiv": "{1} / {0}"}
 # Spatial sizes and tile sizes that a kernel reads several times keep their names; other names become numbers.
 _SIZE_WORDS = (
     "D H W S L OD OH OW ROW_PITCH SLICE_PITCH SLICE_ROWS SAMPLE_ROWS M_PER_SAMPLE ROWS PACKED_ROWS TAP_ROWS PRODUCT_M "
@@ -36,7 +35,6 @@ _TILE_WORDS = (
 )
 _SIZES, _TILES = frozenset(_SIZE_WORDS.split()), frozenset(_TILE_WORDS.split())
 _FEW_READS = 2  # of tile sizes that need no names
-_HINT = re.compile(r"(?m)^ +(\w+) = \1 // ALIGN \* ALIGN.*\n")
 
 
 @dataclass(frozen=True)
@@ -52,17 +50,16 @@ class CutKernel:
 
     def renamed(self, name: str, new: str) -> CutKernel:
         """The same with another name for one of the functions."""
-        functions = []
-        for f in self.functions:
-            text = fold(re.sub(rf"(?<![\w.]){name}(?=\()", new, f.text))
-            functions.append(Kernel(new if f.name == name else f.name, text, f.parameters))
-        return CutKernel(tuple(functions), self.arguments)
+        functions = [parse(function.text) for function in self.functions]
+        for function in functions:
+            rename(function, {name: new})
+        return CutKernel(tuple(map(kernel_of, functions)), self.arguments)
 
 
 def cut_kernel(call: KernelCall, words: Mapping[int, str], slots: Mapping[int, str], name: str) -> CutKernel:
     """A kernel specialised to a call. `words` names buffers by number, `slots` the chain's tensors by slot."""
     given = dict(zip(call.parameters, call.arguments))
-    source = _prepared(call, given)
+    source = prepared(call, given)
     constants: dict[str, Any] = dict(call.numbers) | dict(call.constants)
     constants |= {word: value for word, value in given.items() if isinstance(value, int)}
     pointers = {
@@ -78,7 +75,7 @@ def cut_kernel(call: KernelCall, words: Mapping[int, str], slots: Mapping[int, s
         if isinstance(value, Steps):
             text = value.text.replace(", mask=m_c, other=0.0", "") if has_all_channels(call) else value.text
             text = without_casts(text, plain)
-            function, constants[word] = _steps(replace(value, text=text), pointers, slots, constants.get("C", 0))
+            function, constants[word] = steps_text(replace(value, text=text), pointers, slots, constants.get("C", 0))
             functions += [] if function is None else [function]
     keep, kernel = _named_sizes(source, constants, names)
     if len(functions) == 1 and (joined := inlined(kernel, functions[0])) is not None:
@@ -125,29 +122,6 @@ def _uses(kernel: Kernel) -> Counter[str]:
     return Counter(node.id for node in names if isinstance(node, ast.Name))
 
 
-def _prepared(call: KernelCall, given: Mapping[str, Argument]) -> str:
-    """The library's text with what this call determines: dtypes, axes of the grid, one unit per program."""
-    source = simplified(call, library()[call.kernel])
-    for word, value in given.items():
-        if isinstance(value, Buffer | Descriptor):
-            buffer = value if isinstance(value, Buffer) else value.buffer
-            source = re.sub(rf"\b{word}\.dtype\.element_ty\b", f"tl.{buffer.dtype}", source)
-    for axis, size in enumerate((*call.grid, 1, 1)[1:3], 1):
-        if size == 1:
-            source = source.replace(f"tl.program_id({axis})", "0")
-    source = re.sub(r"(tl\.store\(p_\w+ .*?, \w+)\.to\(tl\.\w+\)", r"\1", source)  # a store converts by itself
-    if dict(call.numbers).get("UNITS") == call.grid[0]:
-        source = _one_unit(source)
-    return _HINT.sub("", source)  # sizes are compile-time constants: the compiler sees what divides them
-
-
-def _one_unit(source: str) -> str:
-    """The text without the loop over units, because each program has one."""
-    loop = "    for unit in range(tl.program_id(0), UNITS, tl.num_programs(0)):\n"
-    head, body = changed(source, {loop: "\f"}).split("\f")
-    return head + re.sub(r"\bunit\b", "tl.program_id(0)", re.sub(r"(?m)^    (?=    )", "", body))
-
-
 def _named_sizes(
     source: str, constants: Mapping[str, object], names: Mapping[str, str]
 ) -> tuple[tuple[str, ...], Kernel]:
@@ -170,39 +144,6 @@ def _with_defaults(kernel: Kernel, values: Mapping[str, Any]) -> Kernel:
     return kernel_of(function)
 
 
-def _steps(
-    steps: Steps, pointers: Mapping[str, str], slots: Mapping[int, str], channels: object
-) -> tuple[Kernel | None, Inline]:
-    """The steps of a pass, as a function if they are more than one expression, and the text of its call."""
-    renamed = {f"t{slot}": word for slot, word in slots.items()} | dict(pointers)
-    text = re.sub(r"    (\w+) = (.+)\n    return \1\n$", r"    return \2\n", steps.text)
-    if _is_straight(text):
-        renamed |= dict.fromkeys(re.findall(r"\bv\d+\b", text), "v")
-    renamed[steps.name] = {"before": "before_norm", "whole": "normalize", "moments": "finish"}.get(
-        steps.name, f"{steps.name}_steps"
-    )
-    order = [arg.arg for arg in parse(steps.text).args.args]
-    constants: dict[str, object] = {"C": channels} if steps.name == "moments" else {}
-    made = cut(text, {**constants, **{word: Inline(form) for word, form in _INFIX.items()}}, renamed)
-    places = {renamed.get(name, name): f"{{{number}}}" for number, name in enumerate(order)}
-    first = parse(made.text).body[0]
-    if isinstance(first, ast.Return) and first.value is not None and not isinstance(first.value, ast.Tuple):
-        return None, Inline(re.sub(r"\b[a-z_]\w*\b", lambda m: places.get(m[0], m[0]), written(first.value)))
-    return made, Inline(f"{made.name}({', '.join(places[name] for name in made.parameters)})")
-
-
-def _is_straight(text: str) -> bool:
-    """Whether each line reads only the value of the line before it, so that all values can have one name."""
-    made = [(m[1], m[2]) for m in re.finditer(r"(?m)^    (?:(v\d+) = |return )(.+)$", text)]
-    previous = ""
-    for place, (word, expression) in enumerate(made):
-        read = set(re.findall(r"\bv\d+\b", re.sub(r"v\d+\.dtype", "", expression)))
-        if len(read) > 1 or (place and read != {previous}):
-            return False
-        previous = word
-    return True
-
-
 def inlined(kernel: Kernel, function: Kernel) -> Kernel | None:
     """The kernel with a function inlined at its one call, `name = function(…)`."""
     outer, inner = parse(kernel.text), parse(function.text)
@@ -221,5 +162,10 @@ def inlined(kernel: Kernel, function: Kernel) -> Kernel | None:
 
 def written_places(kernel: Kernel) -> set[int]:
     """Indices of the parameters that a kernel stores to."""
-    stored = set(re.findall(r"(?:tl\.store|tl\.atomic_\w+|flag_infinity)\(\s*(p_\w+)", kernel.text))
+    calls = [node for node in walk(parse(kernel.text)) if isinstance(node, ast.Call) and _stores(name_of(node.func))]
+    stored = {name_of(leftmost(call.args[0])) for call in calls}
     return {place for place, word in enumerate(kernel.parameters) if word in stored}
+
+
+def _stores(name: str) -> bool:
+    return name in ("tl.store", "flag_infinity") or name.startswith("tl.atomic_")

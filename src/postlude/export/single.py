@@ -10,7 +10,7 @@ import ast
 import functools
 from collections.abc import Collection
 
-from postlude.export.analysis import name_of
+from postlude.export.analysis import leftmost, name_of
 from postlude.export.source import parse, text_of
 from postlude.plan.calls import KernelCall, Word, buffers_in
 
@@ -54,10 +54,7 @@ def _loaded_from(node: ast.expr) -> str:
     load = node.value if isinstance(node, ast.Subscript) else node
     if not isinstance(load, ast.Call) or name_of(load.func) != "tl.load":
         return ""
-    place = load.args[0]
-    while isinstance(place, ast.BinOp):  # a pointer and what is added to it
-        place = place.left
-    return name_of(place)
+    return name_of(leftmost(load.args[0]))
 
 
 class _Single(ast.NodeTransformer):

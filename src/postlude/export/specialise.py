@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ class Inline:
 
 @dataclass(frozen=True)
 class Specialised:
+    name: str
     text: str
     parameters: tuple[str, ...]  # the remaining ones, in order
 
@@ -62,7 +64,8 @@ def specialise(
         _say(function, rules.propagated(function, known))
     _drop_unread(function)
     rename(function, names)
-    return Specialised(text_of(function), tuple(arg.arg for arg in function.args.args))
+    _leave_unread_unnamed(function)
+    return Specialised(function.name, text_of(function), tuple(arg.arg for arg in function.args.args))
 
 
 def _expression(value: Any) -> ast.expr:
@@ -116,6 +119,15 @@ def _drop_unread(function: ast.FunctionDef) -> None:
     left = [(arg, default) for arg, default in parameters(function) if arg.arg in needed]
     function.args.args = [arg for arg, _ in left]
     function.args.defaults = [default for _, default in left if default is not None]
+
+
+def _leave_unread_unnamed(function: ast.FunctionDef) -> None:
+    """Names the parts of a tuple that nobody reads _."""
+    uses = Counter(node.id for node in walk(function) if isinstance(node, ast.Name))
+    tuples = [node.targets[0] for node in walk(function) if isinstance(node, ast.Assign)]
+    for part in (part for target in tuples if isinstance(target, ast.Tuple) for part in target.elts):
+        if isinstance(part, ast.Name) and uses[part.id] == 1:
+            part.id = "_"
 
 
 def rename(function: ast.FunctionDef, names: Mapping[str, str]) -> None:

@@ -1,0 +1,88 @@
+"""A kernel of the library as one call needs it, before it is specialised: what the call's dtypes and grid determine."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+
+from postlude.export.analysis import name_of
+from postlude.export.device_text import library
+from postlude.export.rules import rewritten
+from postlude.export.simplify import simplified
+from postlude.export.source import parse, text_of
+from postlude.plan.calls import Argument, Buffer, Descriptor, KernelCall
+
+_UNITS = "range(tl.program_id(0), UNITS, tl.num_programs(0))"
+
+
+def prepared(call: KernelCall, given: Mapping[str, Argument]) -> str:
+    """The library's text with the dtypes of this call's arguments, without axes of the grid that have one program, and
+    without the loop over units where each program has one."""
+    function = parse(simplified(call, library()[call.kernel]))
+    buffers = {word: value for word, value in given.items() if isinstance(value, Buffer | Descriptor)}
+    dtypes = {word: (one if isinstance(one, Buffer) else one.buffer).dtype for word, one in buffers.items()}
+    single = {axis for axis, size in enumerate((*call.grid, 1, 1)[:3]) if axis and size == 1}
+    _Prepared(dtypes, single).visit(function)
+    function.body = rewritten(function.body, lambda node: [] if _is_hint(node) else [node])
+    if dict(call.numbers).get("UNITS") == call.grid[0]:
+        _leave_loop(function)
+    return text_of(function)
+
+
+class _Prepared(ast.NodeTransformer):
+    def __init__(self, dtypes: Mapping[str, str], single: set[int]) -> None:
+        self.dtypes, self.single = dtypes, single  # of pointers and descriptors; axes of one program
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        self.generic_visit(node)
+        word, _, what = ast.unparse(node).partition(".")
+        return _attribute(f"tl.{self.dtypes[word]}") if what == "dtype.element_ty" and word in self.dtypes else node
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        name = name_of(node.func)
+        if name == "tl.program_id" and isinstance(axis := node.args[0], ast.Constant) and axis.value in self.single:
+            return ast.Constant(0)
+        if name == "tl.store":  # which converts by itself
+            node.args[1:] = map(_unconverted, node.args[1:])
+        return node
+
+
+def _unconverted(node: ast.expr) -> ast.expr:
+    """A name, without its conversion to a dtype of Triton's."""
+    is_cast = isinstance(node, ast.Call) and name_of(node.func) == ".to" and len(node.args) == 1
+    if not is_cast or not name_of(node.args[0]).startswith("tl."):  # type: ignore[attr-defined]
+        return node
+    value: ast.expr = node.func.value  # type: ignore[attr-defined]
+    return value if isinstance(value, ast.Name) else node
+
+
+def _attribute(text: str) -> ast.expr:
+    return ast.parse(text, mode="eval").body
+
+
+def _is_hint(node: ast.stmt) -> bool:
+    """Whether a statement says what divides a size. Sizes are compile-time constants here, of which it is seen."""
+    if not isinstance(node, ast.Assign) or not isinstance(target := node.targets[0], ast.Name):
+        return False
+    return ast.unparse(node.value) == f"{target.id} // ALIGN * ALIGN"
+
+
+def _leave_loop(function: ast.FunctionDef) -> None:
+    """Replaces the loop over units by its body."""
+    loops = [node for node in function.body if isinstance(node, ast.For) and ast.unparse(node.iter) == _UNITS]
+    if len(loops) != 1:
+        raise ValueError(f"{function.name} has {len(loops)} loops over units, not one")
+    (loop,) = loops
+    place = function.body.index(loop)
+    _One(ast.unparse(loop.target)).visit(loop)
+    function.body[place : place + 1] = loop.body
+
+
+class _One(ast.NodeTransformer):
+    def __init__(self, unit: str) -> None:
+        self.unit = unit
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        is_read = node.id == self.unit and isinstance(node.ctx, ast.Load)
+        return _attribute("tl.program_id(0)") if is_read else node

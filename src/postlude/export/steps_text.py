@@ -1,0 +1,78 @@
+"""The steps of a pass in an exported file: one expression at the place of its call, or a function."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+
+from postlude.export.analysis import name_of
+from postlude.export.device_text import Kernel, cut
+from postlude.export.source import parse, text_of, written
+from postlude.export.specialise import Inline, rename
+from postlude.export.trees import walk
+from postlude.plan.calls import Steps
+
+_INFIX = {"add": "{0} + {1}", "mul": "{0} * {1}", "sub": "{0} - {1}", "rsub": "{1} - {0}"}
+_INFIX |= {"div": "{0} / {1}", "rdiv": "{1} / {0}"}
+_NAMES = {"before": "before_norm", "whole": "normalize", "moments": "finish"}
+
+
+def steps_text(
+    steps: Steps, pointers: Mapping[str, str], slots: Mapping[int, str], channels: object
+) -> tuple[Kernel | None, Inline]:
+    """The steps of a pass, as a function if they are more than one expression, and the text of its call."""
+    function = parse(steps.text)
+    order = [arg.arg for arg in function.args.args]
+    renamed = {f"t{slot}": word for slot, word in slots.items()} | dict(pointers)
+    _return_at_once(function)
+    if _is_straight(function):
+        renamed |= dict.fromkeys(filter(_is_value, [*order, *_names(function)]), "v")
+    renamed[steps.name] = _NAMES.get(steps.name, f"{steps.name}_steps")
+    constants: dict[str, object] = {"C": channels} if steps.name == "moments" else {}
+    made = cut(text_of(function), {**constants, **{word: Inline(form) for word, form in _INFIX.items()}}, renamed)
+    places = {renamed.get(name, name): f"{{{number}}}" for number, name in enumerate(order)}
+    body = parse(made.text)
+    first = body.body[0]
+    if isinstance(first, ast.Return) and first.value is not None and not isinstance(first.value, ast.Tuple):
+        rename(body, places)
+        return None, Inline(written(first.value))
+    return made, Inline(f"{made.name}({', '.join(places[name] for name in made.parameters)})")
+
+
+def _return_at_once(function: ast.FunctionDef) -> None:
+    """Returns the last value without giving it a name first."""
+    *body, made, last = [None, *function.body]
+    if not isinstance(made, ast.Assign) or not isinstance(last, ast.Return) or not isinstance(last.value, ast.Name):
+        return
+    if ast.unparse(made.targets[0]) == last.value.id:
+        function.body = [*body[1:], ast.Return(made.value)]  # type: ignore[list-item]
+
+
+def _is_straight(function: ast.FunctionDef) -> bool:
+    """Whether each value is computed from the value before it alone, so that all of them can have one name."""
+    previous = ""
+    for place, (word, expression) in enumerate(_values(function)):
+        read = set(filter(_is_value, _names(expression)))
+        if len(read) > 1 or (place and read != {previous}):
+            return False
+        previous = word
+    return True
+
+
+def _values(function: ast.FunctionDef) -> Iterator[tuple[str, ast.expr]]:
+    """The values that a function computes and returns, and how; the returned one has no name."""
+    for node in function.body:
+        if isinstance(node, ast.Return) and node.value is not None:
+            yield "", node.value
+        elif isinstance(node, ast.Assign) and _is_value(name := name_of(node.targets[0])):
+            yield name, node.value
+
+
+def _is_value(name: str) -> bool:
+    return name[:1] == "v" and name[1:].isdigit()
+
+
+def _names(node: ast.AST) -> Iterator[str]:
+    """The names in a tree, except those of which only the dtype is read."""
+    about = {part.value for part in walk(node) if isinstance(part, ast.Attribute) and part.attr == "dtype"}
+    return (part.id for part in walk(node) if isinstance(part, ast.Name) and part not in about)

@@ -32,6 +32,7 @@ from postlude.graph.layout import (
 )
 from postlude.graph.match import Declined, Match, match
 from postlude.graph.norms import keep_layouts
+from postlude.graph.pool_gradients import gather_pool_gradients
 from postlude.graph.pools import left_to_pytorch
 from postlude.graph.splice import splice, use_operator
 from postlude.graph.tidy import functionalise, restore
@@ -134,6 +135,7 @@ class Backend:
                 if item.has_symbols:
                     judged_by(site.chain, site.settings, site.name, self.ledger)
             use_operator(traced, list(fused.values()))
+            gather_pool_gradients(traced, wanting_gradients(traced, inputs))
         traced.graph.lint()
         traced.recompile()
         return traced.forward if rest == "eager" else self._by_inductor(traced, inputs)

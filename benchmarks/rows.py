@@ -59,7 +59,7 @@ TRAINING_SOURCES = [
 NETWORK_SOURCES = [  # and what finds and lays out the chains of a network
     *TRAINING_SOURCES,
     *sorted((SOURCE / "graph").glob("*.py")),
-    *_files("run", "direct layouts operator passes upsample"),
+    *_files("run", "direct layouts operator passes pool_gradient upsample"),
 ]
 CHAIN_61 = "conv_transpose3d(64→128, k3) → relu → group_norm(8)"
 CHAIN_23 = "conv3d(3→24, k3) → group_norm(8) → mean over all but batch"

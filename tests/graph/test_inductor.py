@@ -108,9 +108,9 @@ def test_only_what_is_loaded_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [inside]
 
 
-def test_values_are_computed_again_on_a_gpu_unless_the_user_or_a_later_pass_wants_them() -> None:
-    assert reads_for(True, {}, is_backward=True) == reads_for(True, {}, is_inference=True) == READS
-    assert reads_for(True, {}) == reads_for(False, {}, is_backward=True) == {}
+def test_gradients_are_computed_again_on_a_gpu_unless_the_user_says_otherwise() -> None:
+    assert reads_for(True, {}, is_backward=True) == READS
+    assert reads_for(True, {}, is_inference=True) == reads_for(True, {}) == reads_for(False, {}, is_backward=True) == {}
     asked = {"realize_reads_threshold": 4, "triton.cudagraphs": True}
     assert reads_for(True, asked, is_backward=True) == {"realize_acc_reads_threshold": 16}
 

@@ -16,10 +16,10 @@ from postlude.run.direct import tell_inductor
 
 log = logging.getLogger("postlude")
 
-# How many reads a value may have that Inductor computes again for each of its readers instead of writing it; 4 and 8 by
-# default. The gradient behind an activation reads a convolution's result, its bias, four vectors of a norm and one or
-# two gradients, of which only the first and the last are large. Written in fp32 and read by two passes it takes 16
-# bytes for each element, computed twice 8.
+# How many reads a value of a backward pass may have that Inductor computes again for each of its readers instead of
+# writing it; 4 and 8 by default. The gradient behind an activation reads a convolution's result, its bias, four vectors
+# of a norm and one or two gradients, of which only the first and the last are large. Written in fp32 and read by two
+# passes it takes 16 bytes for each element, computed twice 8.
 READS = {"realize_reads_threshold": 8, "realize_acc_reads_threshold": 16}
 
 
@@ -51,14 +51,13 @@ def compile_rest(graph: fx.GraphModule, inputs: Sequence[Any], settings: dict[st
     return cast("Callable[..., Any]", compiled)
 
 
-def reads_for(
-    on_gpu: bool, settings: dict[str, Any], is_backward: bool = False, is_inference: bool = False, **_: Any
-) -> dict[str, int]:
-    """Inductor's settings for one pass, except those that the user has set. A forward pass that saves values for a
-    backward pass keeps Inductor's: it writes most values anyway. So does a CPU, where computing twice takes longer."""
+def reads_for(on_gpu: bool, settings: dict[str, Any], is_backward: bool = False, **_: Any) -> dict[str, int]:
+    """Inductor's settings for one pass, except those that the user has set. Forward passes keep Inductor's: in training
+    they write most values anyway, and in inference some networks would read more than they save (MONAI's AttentionUnet
+    a fifth, where its VNet reads a quarter less). So does a CPU, where computing twice takes longer."""
     from torch._inductor import config
 
-    if not on_gpu or not (is_backward or is_inference):
+    if not on_gpu or not is_backward:
         return {}
     return {name: count for name, count in READS.items() if name not in settings and hasattr(config, name)}
 

@@ -84,6 +84,24 @@ def test_in_place_verified_and_undoable(net: Net) -> None:
         torch.testing.assert_close(net(x), plain(x), rtol=0, atol=0)
 
 
+def test_a_mean_after_a_norm_is_judged_with_its_initial_parameters_too() -> None:
+    """With γ = 1 and β = 0 the result is nothing but rounding: other points must tell."""
+
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv3d(3, 24, 3), nn.GroupNorm(8, 24)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.conv(x)).mean((1, 2, 3, 4))
+
+    model = Mean().eval()
+    with torch.no_grad():
+        verdict = postlude.optimize(model, torch.randn(16, 3, 24, 32, 32)).verdict
+    assert verdict is not None
+    assert verdict.outcome == "right", verdict
+
+
 def test_buffers_random_state_gradients_and_mode_are_left_alone(net: Net) -> None:
     net.train()
     x = torch.randn(2, 2, 8, 8, 8)

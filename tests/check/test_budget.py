@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from postlude.check import budget
 from postlude.check import deviations as deviations_module
 from postlude.check.budget import MIN_POINTS, Point, judge
 from postlude.check.deviations import MismatchError, deviation, deviations, scale_of
@@ -54,6 +55,29 @@ def test_one_element_far_off_is_wrong_by_worst_alone() -> None:
     made[0] = point(truth, bad, truth + 1e-5)
     judged = judge("output", made)
     assert [("worst" in reason, "rms" in reason) for reason in judged.reasons] == [(True, False)]
+
+
+def faint_point(error: float) -> Point:
+    """A truth that is nothing, as of a mean of β = 0, where PyTorch is off by rounding."""
+    truth = torch.randn(4, 8, 9, dtype=torch.float64) * 1e-18
+    return point(truth, truth + error, truth + 1e-9)
+
+
+def test_a_truth_that_pytorch_cannot_tell_from_zero_is_measured_by_the_others() -> None:
+    """By its own spread PyTorch's error would be 1e9 spreads, a budget that accepts everything."""
+    judged = judge("output", [faint_point(1e-9), *points_with(1.0)])
+    assert (judged.outcome, judged.passing_nulls) == ("right", ())
+    assert judged.budget is not None
+    assert judged.budget.rms < 1e-4
+    assert judge("output", [faint_point(1e-3), *points_with(1.0)]).outcome == "wrong"
+    assert judge("output", [faint_point(0.0) for _ in range(MIN_POINTS)]).outcome == "cannot tell"
+
+
+def test_a_faint_point_with_its_own_spread_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant."""
+    monkeypatch.setattr(budget, "_shares_spread", lambda _: False)
+    with pytest.raises(AssertionError):
+        test_a_truth_that_pytorch_cannot_tell_from_zero_is_measured_by_the_others()
 
 
 def test_slack_widens_the_budget() -> None:

@@ -138,8 +138,14 @@ def spreads_of(points: Sequence[Point]) -> list[float]:
     mean = sum(scale.count * scale.mean for scale in counted) / max(total, 1)
     squares = sum(scale.count * (scale.spread**2 + (scale.mean - mean) ** 2) for scale in counted)
     shared = math.sqrt(squares / max(total, 1))
-    few = [0 < point.scale.count < FEW_ELEMENTS for point in points]
-    return [max(shared if is_few else p.scale.spread, p.floor) for p, is_few in zip(points, few, strict=True)]
+    return [max(shared if _shares_spread(point) else point.scale.spread, point.floor) for point in points]
+
+
+def _shares_spread(point: Point) -> bool:
+    """Whether a point's own spread means little: that of few elements, or of a truth that PyTorch cannot tell from
+    zero, as the mean of a normalized value with γ = 1 and β = 0."""
+    is_faint = not point.floor and point.scale.rms < point.own.errors.rms < math.inf
+    return 0 < point.scale.count < FEW_ELEMENTS or is_faint
 
 
 def is_constant(point: Point, spread: float) -> bool:

@@ -62,7 +62,7 @@ def _attribute(text: str) -> ast.expr:
 
 
 def _is_hint(node: ast.stmt) -> bool:
-    """Whether a statement says what divides a size. Sizes are compile-time constants here, of which it is seen."""
+    """Whether a statement says what divides a size. Sizes are constants here, so the compiler sees that itself."""
     if not isinstance(node, ast.Assign) or not isinstance(target := node.targets[0], ast.Name):
         return False
     return ast.unparse(node.value) == f"{target.id} // ALIGN * ALIGN"

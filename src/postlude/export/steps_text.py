@@ -41,11 +41,13 @@ def steps_text(
 
 def _return_at_once(function: ast.FunctionDef) -> None:
     """Returns the last value without giving it a name first."""
-    *body, made, last = [None, *function.body]
+    if len(function.body) < 2:
+        return
+    *body, made, last = function.body
     if not isinstance(made, ast.Assign) or not isinstance(last, ast.Return) or not isinstance(last.value, ast.Name):
         return
-    if ast.unparse(made.targets[0]) == last.value.id:
-        function.body = [*body[1:], ast.Return(made.value)]  # type: ignore[list-item]
+    if name_of(made.targets[0]) == last.value.id:
+        function.body = [*body, ast.Return(made.value)]
 
 
 def _is_straight(function: ast.FunctionDef) -> bool:

@@ -20,6 +20,11 @@ class Windows:
     def taps(self) -> int:
         return math.prod(self.kernel)
 
+    @property
+    def lie_side_by_side(self) -> bool:
+        """Whether each begins where the one before it ends, and all lie inside the value."""
+        return self.stride == self.kernel and not any(self.padding) and not self.is_ceil
+
     def output_space(self, space: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(self.output_size(axis, size) for axis, size in enumerate(space))
 

@@ -63,3 +63,10 @@ def test_inference_keeps_pytorchs(targets: list[Any]) -> None:
         torch.testing.assert_close(model(x), expected)
     assert torch.ops.aten.max_pool3d.default in targets
     assert torch.ops.postlude.max_pool3d.default not in targets
+
+
+def test_symbolic_sizes_keep_pytorchs(targets: list[Any]) -> None:
+    """Which positions no window covers would be a guard, and sizes of the other kind would be compiled again."""
+    model = nn.Sequential(nn.Conv3d(2, 3, 1), nn.MaxPool3d(2))
+    torch.compile(model, backend=backend.Backend(rest="inductor"), dynamic=True)(torch.randn(2, 2, 6, 8, 10))
+    assert torch.ops.aten.max_pool3d.default in targets

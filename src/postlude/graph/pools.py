@@ -27,20 +27,26 @@ def read_pool(node: fx.Node, dims: int, value: Value) -> Pool | str | None:
     call, name = arguments_of(node), describe(node)
     if int(name[-2]) != dims:
         return f"{name} in a {dims}-D chain"
-    kernel, padding, dilation = (per_axis(call.get(word, 1), dims) for word in ("kernel_size", "padding", "dilation"))
-    stride = per_axis(call["stride"] or kernel, dims)
-    if any(size != 1 for size in dilation):
+    windows = windows_of(node, dims)
+    if windows is None:
         return f"{name} with a dilation"
-    windows = Windows(kernel, stride, padding, bool(call["ceil_mode"]))
     if windows.taps > MOST_TAPS:
         return f"{name} over windows of {windows.taps} positions: up to {MOST_TAPS} are supported"
-    if any(s > k for s, k in zip(stride, kernel)):
+    if any(s > k for s, k in zip(windows.stride, windows.kernel)):
         return f"{name} with gaps between its windows, which a fused pass would not skip"
     if op == "max_pool":
         return Pool(op, value, windows)
     divisor = call["divisor_override"]
-    counts = bool(call["count_include_pad"]) or not any(padding)
+    counts = bool(call["count_include_pad"]) or not any(windows.padding)
     return Pool(op, value, windows, counts, None if divisor is None else int(divisor))
+
+
+def windows_of(node: fx.Node, dims: int) -> Windows | None:
+    """The windows of a pool; None if they have a dilation."""
+    call = arguments_of(node)
+    kernel, padding, dilation = (per_axis(call.get(word, 1), dims) for word in ("kernel_size", "padding", "dilation"))
+    stride = per_axis(call["stride"] or kernel, dims)
+    return Windows(kernel, stride, padding, bool(call["ceil_mode"])) if set(dilation) == {1} else None
 
 
 def pooled(draft: Draft, node: fx.Node) -> Draft | str:

@@ -88,6 +88,18 @@ class Chain:
         """The slots that a call of the chain updates: running statistics."""
         return tuple(slot for slot, role in enumerate(self.roles) if role == "running")
 
+    @functools.cached_property
+    def detached(self) -> tuple[int, ...]:
+        """The slots that the result's gradient does not reach: each of their paths to it goes through `detach`."""
+        values, slots = {len(self.steps)}, set[int]()
+        for number, step in reversed([*enumerate(self.steps, 1)]):
+            if number in values and not (isinstance(step, Pointwise) and step.op == "detach"):
+                values.update(value.index for value in values_of(step))
+                slots.update(operand.index for operand in operands_of(step) if isinstance(operand, Slot))
+        first = ("input", "weight", "bias") if 0 in values else ()
+        reached = [slot in slots or role in first for slot, role in enumerate(self.roles)]
+        return tuple(slot for slot in range(len(reached)) if not reached[slot] and slot not in self.moved)
+
     def dumps(self) -> str:
         """The chain as text, which `loads` reads."""
         return encoded.dumps(self)

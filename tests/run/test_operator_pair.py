@@ -18,7 +18,7 @@ import postlude
 from cases import BY_NAME, Builder, conv
 from gpu_plans import planned_for_a_gpu
 from postlude import reference
-from postlude.chain import Chain
+from postlude.chain import Chain, Value
 from postlude.check import tensors_for
 from postlude.check.verdict import Verdict
 from postlude.graph.backend import Backend
@@ -87,6 +87,31 @@ def test_results_gradients_and_statistics_are_pytorchs(name: str) -> None:
         torch.testing.assert_close(found, true)
     for slot in chain.moved:
         torch.testing.assert_close(tensors[slot], copies[slot])
+
+
+DETACHED = {
+    "the convolution": Builder(2, conv(2, (3, 4), padding=1)).op("detach").norm(2).op("relu").chain(),
+    "everything": Builder(2, conv(2, (3, 4), padding=1)).norm(2).op("detach").op("relu").chain(),
+    "nothing": Builder(2, conv(2, (3, 4), padding=1)).op("detach").norm(2).op("add", Value(0)).chain(),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("what", DETACHED)
+def test_what_is_detached_has_no_gradient_rather_than_zeros(what: str, compiled: bool) -> None:
+    """An optimizer with weight decay skips parameters whose gradient is None, and changes those whose is zero."""
+    chain = DETACHED[what]
+    ours, theirs = inputs(chain), inputs(chain)
+    for tensors, result in (
+        (ours, through(chain, ours) if compiled else run_chain(chain, ours)),
+        (theirs, reference.evaluate(chain, theirs)),
+    ):
+        assert result.requires_grad == (what != "everything")
+        if result.requires_grad:
+            result.square().sum().backward()
+        assert [slot for slot, t in enumerate(tensors) if t.grad is None] == list(chain.detached)
+    for found, true in zip(ours, theirs):
+        torch.testing.assert_close(found.grad, true.grad)
 
 
 @pytest.mark.parametrize("name", ["kept from its result", "views are kept"])

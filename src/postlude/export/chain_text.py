@@ -61,7 +61,7 @@ def chain_text(
     kernels = {kernel.name: kernel for other in before for kernel in other.kernels}
     called = f"{class_name(name)}.apply"
     if training:
-        program = training_program(plan, given_by(tensors), tuple(tensor.is_floating_point() for tensor in tensors))
+        program = training_program(plan, given_by(tensors), _differentiable(plan.chain, tensors))
         text = ProgramText(program, names, RESERVED, functions=kernels)
         functions = kept_class(plan.chain, name, names, text)
         if len(plan.chain.steps) < len(chain.steps):
@@ -88,6 +88,10 @@ def chain_text(
         training,
         _reads_given_by_descriptor(program),
     )
+
+
+def _differentiable(chain: Chain, tensors: Sequence[Tensor]) -> tuple[bool, ...]:
+    return tuple(tensor.is_floating_point() and slot not in chain.detached for slot, tensor in enumerate(tensors))
 
 
 def _name(chain: Chain) -> str:

@@ -30,7 +30,7 @@ def _question(item: Match, site: Site, wants: set[fx.Node]) -> Question | None:
     known = [value for value in values if value is not None]
     if len(known) < len(values):
         return None
-    needs = tuple(node in wants for node in item.tensors)
+    needs = tuple(node in wants and slot not in item.chain.detached for slot, node in enumerate(item.tensors))
     problem = problem_of(as_matrices(item.chain, known), *site.settings)
     return Question(site.name, site.chain, dataclasses.replace(problem, needs_grad=any(needs)), needs)
 

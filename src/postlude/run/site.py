@@ -38,10 +38,13 @@ class Site(nn.Module):
         self.settings = (precision, memory, convolution, hands_on)  # the same for every problem
         self.ledger = Ledger() if ledger is None else ledger
         self._table = self.ledger.table(name, chain)
+        self._detached = chain.detached
 
     def forward(self, *tensors: Tensor) -> Tensor:
         if is_transformed():
             return call_plain(self.chain, tensors)
+        if self._detached:  # autograd then returns None for them, as in eager, where a chain's own pass returns zeros
+            tensors = tuple(t.detach() if slot in self._detached else t for slot, t in enumerate(tensors))
         if torch._C._len_torch_dispatch_stack():  # a trace or a dispatch mode is active
             return self._as_operator(tensors)
         # Hashing a chain and its problem takes longer than a small layer, so the key is made of cheap tensor

@@ -58,3 +58,29 @@ def test_the_cast_is_the_last_step_unless_somebody_else_reads_the_value(has_skip
     grads = [torch.autograd.grad(y.square().mean(), list(m.parameters())) for y, m in zip(results, (model, plain))]
     for ours, theirs in zip(*grads):
         assert float((ours - theirs).norm()) <= 1e-2 * float(theirs.norm()) + 1e-6
+
+
+class Fork(nn.Module):
+    """Two convolutions read one value, as a block of a ResNet and its shortcut do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(4, 8, 3, padding=1), nn.GroupNorm(2, 8)
+        self.block, self.shortcut = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.norm(self.first(x).float()))
+        return self.block(y) + self.shortcut(y)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_value_is_cast_once_unless_gradients_are_added_behind_the_casts(trains: bool) -> None:
+    torch.manual_seed(0)
+    plain, x = Fork(), torch.randn(2, 4, 5, 5)
+    model = copy.deepcopy(plain)
+    with torch.autocast("cpu", torch.float16), torch.set_grad_enabled(trains):
+        result = postlude.optimize(model, x, verify=False, rest="eager")
+        (site,) = (site for site in result.sites if site.name == "first")
+        assert site.is_fused
+        assert str(site.chain).endswith("relu" if trains else "relu → to float16")
+        torch.testing.assert_close(model(x), plain(x), rtol=2e-2, atol=2e-2)

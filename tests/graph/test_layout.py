@@ -274,6 +274,26 @@ def test_a_result_that_is_also_read_in_16_bits_is_inductors(monkeypatch: pytest.
         assert (isinstance(found, str) and "16 bits" in found) == is_left
 
 
+@pytest.mark.parametrize("reader", [torch.ops.aten.to.dtype, torch.ops.aten.add.Tensor])
+@pytest.mark.parametrize("is_pooled", [False, True])
+def test_a_pool_behind_a_norm_is_ours_whoever_reads_it(
+    reader: Any, is_pooled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor would write what the norm gives at its full size: 0.4 of the 9.7 GB of resnet50_gn's inference."""
+    entry = types.SimpleNamespace(outcome=_planned((1, 64, 64, 96, 64), is_pooled))
+    ledger = types.SimpleNamespace(planned=lambda _: entry, refuse=lambda _, why: why)
+    monkeypatch.setattr(decide, "machine_for", lambda _: machines.H200)
+    weight = types.SimpleNamespace(dtype="float32", layout="channels_last")
+    given = types.SimpleNamespace(device="cuda", place="cuda:0", tensors=(weight, weight))
+    question: Any = types.SimpleNamespace(chain=entry.outcome.chain, problem=given)
+    graph = fx.Graph()
+    x, other = graph.placeholder("x"), graph.placeholder("other")
+    result = graph.call_function(torch.relu, (x,))
+    graph.call_function(reader, (result, other))
+    found = decide._entry(cast("Ledger", ledger), question, decide.around(result, set(), has_graphs=False))
+    assert (found is entry) == is_pooled
+
+
 @pytest.mark.parametrize("reader", ["a sum", "a sum and more", "a sum of ours", "contiguous", "nothing"])
 def test_a_result_that_is_only_added_to_another_is_inductors(reader: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor's pass adds as it normalizes; ours would write the result for another pass to read."""
@@ -294,9 +314,10 @@ def test_a_result_that_is_only_added_to_another_is_inductors(reader: str, monkey
     assert (isinstance(found, str) and "added" in found) == (reader == "a sum")
 
 
-def _planned(shape: tuple[int, ...]) -> Plan:
-    """A plan with PyTorch's convolution, of which only the value's size matters."""
-    chain = Builder(3, conv(3, (8, 64), stride=2)).norm(8).op("relu").chain()
+def _planned(shape: tuple[int, ...], is_pooled: bool = False) -> Plan:
+    """A plan with PyTorch's convolution, of which only the value's size and the pool matter."""
+    built = Builder(3, conv(3, (8, 64), stride=2)).norm(8).op("relu")
+    chain = (built.pool("max", 2) if is_pooled else built).chain()
     given = dataclasses.replace(problem(chain, (1, 8, 16, 16, 16), "contiguous"), device="cuda")
     plan = lower(chain, given, machines.H200, even_if_slower=True, not_ours="as asked")
     assert isinstance(plan, Plan)

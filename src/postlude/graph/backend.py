@@ -102,7 +102,7 @@ class Backend:
 
     def _compile(self, traced: fx.GraphModule, inputs: Sequence[Any], layout: str) -> Callable[..., Any]:
         functionalise(traced)
-        cast_inputs(traced)
+        cast_inputs(traced, wanting_gradients(traced, inputs))
         dropouts = self._open_dropouts(traced, inputs)
         rest = self._rest_for(traced, inputs)
         if rest == "inductor" and _device_of(inputs) == "cuda":

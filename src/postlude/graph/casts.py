@@ -21,16 +21,20 @@ from postlude.run import layouts as layouts  # defines the operator
 aten = torch.ops.aten
 
 
-def cast_inputs(graph: fx.GraphModule) -> None:
-    """Adds one cast per convolution, as autocast does: if two read one value, its gradients are added in fp32."""
+def cast_inputs(graph: fx.GraphModule, wanting: Collection[fx.Node]) -> None:
+    """Adds autocast's casts: one per convolution for a value that wants a gradient, so that its gradients are added in
+    fp32, as autocast does; otherwise one for all convolutions that read a value, which a chain can end with."""
+    casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
     for node in [node for node in graph.graph.nodes if spellings.is_convolution(node)]:
         x, dtype = node.args[0], node.meta["val"].dtype
         if not isinstance(x, fx.Node) or not _is_narrowed(x, dtype):
             continue
-        with graph.graph.inserting_before(node):
-            cast = graph.graph.call_function(aten.to.dtype, (x, dtype))
-        cast.meta = meta_for_another(x)
-        cast.meta["val"] = x.meta["val"].to(dtype)
+        cast = casts.get((x, dtype))
+        if cast is None or x in wanting:
+            with graph.graph.inserting_before(node):
+                cast = casts[x, dtype] = graph.graph.call_function(aten.to.dtype, (x, dtype))
+            cast.meta = meta_for_another(x)
+            cast.meta["val"] = x.meta["val"].to(dtype)
         node.replace_input_with(x, cast)
 
 

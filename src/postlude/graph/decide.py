@@ -111,16 +111,18 @@ def _why_inductors(question: Question, plan: Plan, known: Around) -> str | None:
     at once: of a small value, Inductor takes less host time for several passes, too. A result that several
     readers want, some of them in 16 bits, Inductor writes in both widths at once; after ours, the cast is a pass of its
     own (0.35 of the 4.4 ms GPU time of resnet50_gn's inference on an H200). A channels-last
-    result that is only added to another Inductor does not write at all: the pass that normalizes adds.
+    result that is only added to another Inductor does not write at all: the pass that normalizes adds. A pool behind a
+    norm is different: Inductor writes what the norm gives, at its full size, and reads it for the pool.
     """
     chain, problem = question.chain, question.problem
     what = "product" if chain.is_linear else "convolution"
     if _is_a_pass(chain):
         passes = "one pass" if chain.producer is None else f"PyTorch's {what} and one pass after it"
         return f"{passes}, which Inductor fuses with its neighbours"
-    if known.is_cast:
+    if known.is_cast and plan.pool is None:
         return "a result with several readers, some of it in 16 bits, which Inductor writes in one pass"
-    if known.is_summed and chain.producer is not None and problem.tensors[0].layout == "channels_last":
+    is_summed = known.is_summed and plan.pool is None
+    if is_summed and chain.producer is not None and problem.tensors[0].layout == "channels_last":
         return f"PyTorch's {what} and a result that is only added to another, which Inductor does in one pass"
     casts = chain.producer is not None and chain.convolution.dtype not in (None, problem.tensors[1].dtype)
     if not casts or known.has_graphs or problem.device != "cuda":

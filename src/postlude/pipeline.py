@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,8 @@ from postlude.chain import Chain
 from postlude.check.budget import Verdict, combine
 from postlude.errors import PostludeError
 from postlude.graph.backend import Backend
-from postlude.graph.capture import HookWatch, hooks_are_watched, hooks_of_all_modules, is_traced
+from postlude.graph.capture import hooks_of_all_modules
+from postlude.graph.compiled import compiled
 from postlude.graph.layout import Conversion
 from postlude.graph.match import Declined, Match
 from postlude.plan import Plan, Problem, Refusal
@@ -166,7 +166,7 @@ def optimize(
     ledger = Ledger(check_site if verify else None)
     inductor = _inductor_settings(mode, {})
     backend = Backend(precision, rest, _filter(only), memory, convolution, ledger, inductor, layout)
-    run = model._compiled_call_impl = _compile(model, backend)
+    run = model._compiled_call_impl = compiled(model, backend)
     try:
         with _left_as_found(model), shown(progress) as ledger.progress:
             model(*args, **kwargs)
@@ -221,34 +221,6 @@ def is_optimized(model: nn.Module) -> bool:
 def _result_of(model: nn.Module) -> Optimized | None:
     found: Optimized | None = getattr(model._compiled_call_impl, _RESULT, None)
     return found
-
-
-def _compile(model: nn.Module, backend: Backend) -> Callable[..., Any]:
-    """Does what `model.compile(backend=backend)` does, one frame further out.
-
-    Dynamo skips frames inside torch.nn, so a model whose class is PyTorch's own (`nn.Sequential`) would never reach the
-    backend. Dynamo also limits recompilations per code object, so each model gets its own.
-    """
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return model._call_impl(*args, **kwargs)
-
-    def compiled_apart() -> Callable[..., Any]:
-        own = types.FunctionType(call.__code__.replace(), call.__globals__, "call", None, call.__closure__)
-        return torch.compile(own, backend=backend)
-
-    plain, hooked, hooks = compiled_apart(), compiled_apart(), HookWatch(model)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        # Another tracer needs the model's own operators, and global module hooks need its own modules.
-        if is_traced() or hooks_of_all_modules():
-            return call(*args, **kwargs)
-        if not hooks.sees_hooks():
-            return plain(*args, **kwargs)
-        with hooks_are_watched():
-            return hooked(*args, **kwargs)
-
-    return run
 
 
 def _reports(backend: Backend) -> Iterator[SiteReport]:

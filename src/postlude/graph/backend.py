@@ -84,6 +84,7 @@ class Backend:
         self.ledger = Ledger() if ledger is None else ledger
         self.captured: list[Captured] = []
         self.failure: str | None = None
+        self.has_given_up = False
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         check_precision(self.precision, _device_of(inputs))
@@ -91,14 +92,22 @@ class Backend:
         try:
             traced = capture(graph, inputs)
         except Exception as error:  # a private interface has changed, or an operator cannot be traced
-            self.failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            log.warning("this model could not be captured and runs as it was (%s)", self.failure)
+            self._warn_of(error)
             return graph.forward
         try:
             return self._compile(traced, inputs, self.layout)
         except UnsuitedError as why:
             log.info("layouts stay as they are (%s)", why)
             return self._compile(capture(graph, inputs), inputs, "keep")
+
+    def give_up(self, error: Exception) -> None:
+        """Later calls of the model run as it was."""
+        self.has_given_up = True
+        self._warn_of(error)
+
+    def _warn_of(self, error: Exception) -> None:
+        self.failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        log.warning("this model could not be captured and runs as it was (%s)", self.failure)
 
     def _compile(self, traced: fx.GraphModule, inputs: Sequence[Any], layout: str) -> Callable[..., Any]:
         functionalise(traced)

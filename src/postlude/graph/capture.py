@@ -125,6 +125,13 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
+def is_untraceable(error: Exception) -> bool:
+    """Whether Dynamo failed on the code that it traces. A backend that failed is another matter."""
+    from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException  # imported with the first compilation
+
+    return isinstance(error, TorchDynamoException) and not isinstance(error, BackendCompilerFailed)
+
+
 @contextlib.contextmanager
 def _fresh_fakes(inputs: Sequence[Any]) -> Iterator[list[Any]]:
     # Dynamo's own fake tensors belong to an older mode ("Mixing fake modes"), and AOTAutograd memoises the context's

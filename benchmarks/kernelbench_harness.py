@@ -2,6 +2,7 @@
 
 python benchmarks/kernelbench_harness.py CHECKOUT --csv benchmarks/results/h200-kernelbench-harness.csv
 python benchmarks/kernelbench_harness.py CHECKOUT --only 23,61 --setting strict
+python benchmarks/kernelbench_harness.py CHECKOUT --static
 
 CHECKOUT is a clone of KernelBench. Each problem of its level 2 is exported by `postlude optimize FILE -o OUT` and
 handed to `eval_kernel_against_ref`, as KernelBench hands over a model's answer. There are two settings:
@@ -11,6 +12,7 @@ default   PyTorch's switches as they are (its convolutions compute in TF32), fil
 
 Files are exported and tried by `--jobs` processes at a time. One process then times them, one after the other. Modules
 that KernelBench imports for other purposes (its clients of language models) are stood in for where they are missing.
+`--static` needs no GPU: KernelBench's static checker, which looks for cheating in a file's text, reads all files.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ class Row:
 def exported(problem: Path, setting: str, folder: Path, *more: str) -> tuple[Row, Path | None]:
     """The file of one problem, and how long it took to write; no file where there is no chain to fuse."""
     target = folder / f"{problem.stem}-{setting}.py"
-    command = [sys.executable, "-m", "postlude", "optimize", str(problem), "-o", str(target), "--device", "cuda"]
+    command = [sys.executable, "-m", "postlude", "optimize", str(problem), "-o", str(target)]
     start = time.perf_counter()
     done = subprocess.run([*command, *SETTINGS[setting], *more], capture_output=True, text=True, check=False)
     row = Row(problem.stem, setting, export_s=round(time.perf_counter() - start, 1))
@@ -152,7 +154,7 @@ def measured(
     files: list[tuple[Path, Path, str]] = []
     with ThreadPoolExecutor(options.jobs) as pool:
         work = [(problem, setting) for problem in problems for setting in settings]
-        more = ["--no-verify"] if options.no_verify else []
+        more = ["--device", "cuda", *(["--no-verify"] if options.no_verify else [])]
         for (problem, setting), (row, file) in zip(work, pool.map(lambda job: exported(*job, folder, *more), work)):
             rows[problem.stem, setting] = row
             if file is None:
@@ -169,6 +171,29 @@ def measured(
         place = answer["problem"], answer["setting"]
         rows[place] = replace(rows[place], **{name: answer[name] for name in ("reference_ms", "file_ms")})
     return [replace(row, **where()) for row in rows.values() if row.lines]
+
+
+def read_by_checker(checkout: Path, problems: Sequence[Path], settings: Sequence[str], jobs: int) -> int:
+    """Prints what KernelBench's static checker says of each file; the number of files that it refuses."""
+    path = checkout / "src" / "kernelbench" / "kernel_static_checker.py"
+    spec = importlib.util.spec_from_file_location("kernel_static_checker", path)
+    assert spec is not None
+    assert spec.loader is not None
+    checker = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(checker)
+    work = [(problem, setting) for problem in problems for setting in settings]
+    refused = 0
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+        made = pool.map(lambda job: exported(*job, Path(folder), "--no-verify"), work)
+        for (problem, setting), (row, file) in zip(work, made):
+            text = "" if file is None else file.read_text("utf-8")
+            backend = "triton" if "@triton.jit" in text or "__global__" not in text else "cuda"
+            is_valid, errors, _ = checker.validate_kernel_static(text, backend=backend, precision="fp32")
+            said = row.remark if file is None else "accepted" if is_valid else "; ".join(errors)
+            refused += not is_valid
+            print(f"{problem.stem[:50]:50} {setting:8} {said}", flush=True)
+    print(f"{len(work) - refused} of {len(work)} files accepted")
+    return refused
 
 
 def where() -> Mapping[str, str]:
@@ -201,6 +226,7 @@ def main() -> int:
     parser.add_argument("--timings", type=int, default=30, help="of each model, after KernelBench's warm-up")
     parser.add_argument("--no-verify", action="store_true", help="KernelBench alone judges the files; minutes less")
     parser.add_argument("--files", help="keep the exported files in this folder")
+    parser.add_argument("--static", action="store_true", help="only KernelBench's static checker; needs no GPU")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--evaluate", help=argparse.SUPPRESS)
     parser.add_argument("--trials", type=int, default=TRIALS, help=argparse.SUPPRESS)
@@ -214,6 +240,8 @@ def main() -> int:
     if options.only:
         problems = [path for path in problems if path.name.split("_")[0] in options.only.split(",")]
     settings = list(SETTINGS) if options.setting == "both" else [options.setting]
+    if options.static:
+        return int(read_by_checker(options.checkout, problems, settings, options.jobs) > 0)
     rows = measured(options.checkout, problems, settings, options)
     if options.csv:
         write(options.csv, rows)

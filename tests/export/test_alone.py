@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from export.exporting import PROBLEMS, SMALL_CARD, SMALL_PROBLEMS, TWO_BLOCKS, Problem, export_text, ruff
+from export.exporting import PROBLEMS, SMALL_CARD, SMALL_PROBLEMS, TWO_BLOCKS, Problem, export_text, ruff, statements_in
 from kernels.cuda_host import build as cuda_host
 from postlude.export.export_model import Export
 
@@ -58,6 +58,7 @@ KERNELS = ("few_channels_moments", "few_channels_finish")
 def case_of(
     folder: Path, file: str, made: Export, model: nn.Module, inputs: list[Any], arguments: list[int], tolerance: float
 ) -> dict[str, Any]:
+    assert statements_in(made.text) == []
     (folder / file).write_text(made.text, encoding="utf-8")
     state = {name: torch.rand_like(value) if value.is_floating_point() else value for name, value in
              model.state_dict().items()}  # fmt: skip

@@ -10,7 +10,16 @@ from types import ModuleType
 import pytest
 import torch
 
-from export.exporting import PACKED, SMALL_PROBLEMS, TWO_BLOCKS, Problem, export_named, export_text, ruff
+from export.exporting import (
+    PACKED,
+    SMALL_PROBLEMS,
+    TWO_BLOCKS,
+    Problem,
+    export_named,
+    export_text,
+    ruff,
+    statements_in,
+)
 from postlude.errors import PostludeError
 from postlude.export.figures import figures
 
@@ -69,6 +78,46 @@ def test_gradients_that_nobody_wants_are_not_computed(tmp_path: Path) -> None:
     body = made.text[made.text.index("def backward(") :]
     assert body.index("if needs[0]:") < body.index("input_gradient_kernel[") < body.index("if needs[1]:")
     assert body.index("if needs[1]:") < body.index("weight_gradient_kernel[")
+
+
+_SHUFFLE = """
+class Gate(nn.Module):
+    def forward(self, x):
+        \"\"\"
+        Forward pass of the gate, over all axes except the batch.
+        \"\"\"
+        return torch.sigmoid(x)
+
+
+class Model"""
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_docstrings_of_the_problem_have_no_word_that_kernelbench_takes_for_a_statement(
+    training: bool, tmp_path: Path
+) -> None:
+    asked = Problem(
+        "",
+        "self.conv = nn.Conv2d(cin, cout, 3); self.norm = nn.GroupNorm(2, cout); self.gate = Gate()",
+        '"""Forward pass of the model, which does not bypass anything."""; '
+        "return self.gate(self.norm(self.conv(x)))  # all axes except the batch pass",
+        (2, 8, 6, 5),
+        8,
+        (),
+    )
+    made, _, _ = export_text(asked.text.replace("\nclass Model", _SHUFFLE), tmp_path, training=training)
+    assert statements_in(asked.text) != []  # as KernelBench reads it
+    assert statements_in(made.text) == []
+    assert "Forward call of the gate, over all axes but the batch." in made.text
+    assert "Forward call of the model, which does not bypass anything." in made.text
+
+
+def test_a_file_without_kernels_asks_for_no_card_that_tiles_were_chosen_for(tmp_path: Path) -> None:
+    asked = Problem("", "self.linear = nn.Linear(cin, cout)", "return self.linear(x).sum(1)", (64, 512), 512, ())
+    made, _, _ = export_text(asked.text, tmp_path)
+    assert "sum over features, by fewer operations." in made.text
+    assert "kernels forward" not in made.text
+    assert ">= (8, 0)" in made.text
 
 
 def test_pytorchs_own_convolution_stays_the_models_call(tmp_path: Path) -> None:

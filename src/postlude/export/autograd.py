@@ -18,7 +18,7 @@ from postlude.stages.program import plain_program, rest_program
 
 _RECOMPUTING = '''\
 class {Name}(torch.autograd.Function):
-    """The kernels forward; backward, PyTorch's derivative of the calls they replace."""
+    """The {what} forward; backward, PyTorch's derivative of the calls they replace."""
 
     @staticmethod
     def forward(ctx, *tensors: Tensor) -> Tensor:
@@ -46,13 +46,15 @@ def class_name(function: str) -> str:
     return "".join(word.capitalize() for word in function.split("_"))
 
 
-def recomputing_class(chain: Chain, name: str, names: Mapping[int, str], tensors: Sequence[Tensor]) -> dict[str, str]:
-    """The chain by PyTorch's functions, and the class whose backward pass differentiates it."""
+def recomputing_class(
+    chain: Chain, name: str, names: Mapping[int, str], tensors: Sequence[Tensor], what: str
+) -> dict[str, str]:
+    """The chain by PyTorch's functions, and the class whose backward pass differentiates it. `what` runs forward."""
     moved = chain.moved  # running statistics are updated before the backward pass, which does not read them
     kept = f"*(None if n in {moved} else t for n, t in enumerate(tensors))" if moved else "*tensors"
     is_by_vjp = not moved and all(tensor.is_floating_point() for tensor in tensors)  # a mask is not
     text = _RECOMPUTING.replace("{backward}", _BY_VJP if is_by_vjp else _BY_GRAD).replace("{kept}", kept)
-    text = text.replace("{Name}", class_name(name)).replace("{name}", name)
+    text = text.replace("{Name}", class_name(name)).replace("{name}", name).replace("{what}", what)
     plain = f"{name}_by_pytorch"
     return {plain: plain_function(chain, plain, names, tensors), class_name(name): fold(text)}
 

@@ -16,7 +16,7 @@ from postlude.export.device_text import Kernel
 from postlude.export.layout import call, docstring, fold
 from postlude.export.program_text import ProgramText
 from postlude.plan import Plan
-from postlude.plan.calls import Buffer, Descriptor, KernelCall, Program
+from postlude.plan.calls import Buffer, Descriptor, KernelCall, Program, launches
 from postlude.plan.types import Moments
 from postlude.stages.program import given_by, inference_program, training_program
 
@@ -54,8 +54,7 @@ def chain_text(
     A function that a chain `before` it in the file defines under the same name is shared, or gets a number.
     """
     number = str(len(before) + 1) if before else ""
-    name = _name(chain)
-    name += f"_{number}" if name in {other.name for other in before} else ""
+    name = _name(chain) + (f"_{number}" if _name(chain) in {other.name for other in before} else "")
     # A chain that keeps only moments is differentiated by autograd, which is not a list of calls.
     training = training and (plan.few_gradient is not None or not isinstance(plan.passes[-1].sink, Moments))
     kernels = {kernel.name: kernel for other in before for kernel in other.kernels}
@@ -71,7 +70,8 @@ def chain_text(
         program = inference_program(plan, chain, given_by(tensors))
         text = ProgramText(program, names, RESERVED, functions=kernels)
         body = returning(text.forward_lines(), text.words[program.result.number])
-        functions = _function(chain, name, names, body) | recomputing_class(chain, name, names, tensors)
+        what = "kernels" if launches(program.forward) else "fewer operations"
+        functions = _function(chain, name, names, body, what) | recomputing_class(chain, name, names, tensors, what)
     given = program.given[: len(program.given) - drawn]
     functions = {word: fold(re.sub(r"\bSOURCE", f"SOURCE{number}", body)) for word, body in functions.items()}
     return ChainText(
@@ -116,10 +116,12 @@ def _continued(
     return _function(chain, name, names, [first, *rest, "    return value"])
 
 
-def _function(chain: Chain, name: str, names: Mapping[int, str], body: Sequence[str]) -> dict[str, str]:
+def _function(
+    chain: Chain, name: str, names: Mapping[int, str], body: Sequence[str], what: str = "kernels"
+) -> dict[str, str]:
     arguments = [f"{names[slot]}: Tensor" for slot in range(len(chain.roles))]
     head = call(f"def {name}", arguments, after=" -> Tensor:", indent=0)
-    return {name: fold("\n".join([*head, *docstring(f"{chain}, by kernels."), *body]) + "\n")}
+    return {name: fold("\n".join([*head, *docstring(f"{chain}, by {what}."), *body]) + "\n")}
 
 
 def _reads_given_by_descriptor(program: Program) -> bool:

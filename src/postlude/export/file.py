@@ -9,9 +9,10 @@ from typing import Any
 from postlude.cards import capability_of
 from postlude.export.chain_text import ChainText
 from postlude.export.inlining import put_in_place
-from postlude.export.layout import call
+from postlude.export.layout import call, without_statements
 from postlude.export.original import Original, model_text
 from postlude.plan.calls import Buffer
+from postlude.plan.through import Through
 
 # The import that a text needs if it contains this.
 _IMPORTS = {
@@ -44,9 +45,10 @@ def assemble(
     functions = {name: text for chain in chains for name, text in chain.functions.items()}
     sources = {name: source for chain in chains for name, source in chain.sources.items()}
     shapes = {chain.shapes_name: shapes_text(chain) for chain in chains}
-    model = model_text(original, forward, values, reads_settings)
+    model = without_statements(model_text(original, forward, values, reads_settings))
+    helpers = [without_statements(helper) for helper in original.helpers]
     kernels = [kernel.text for kernel in put_in_place(chains[-1].kernels)]
-    body = [*kernels, *functions.values(), fits_text(chains, architecture), *original.helpers, model]
+    body = [*kernels, *functions.values(), fits_text(chains, architecture), *helpers, model]
     cuda = [f'{name} = r"""\n{source}"""\n' for name, source in sources.items()]
     text = "".join(f"{part.rstrip()}\n\n\n" for part in body).rstrip() + "\n"
     imports = import_text(text + "\n".join(cuda), original.imports)
@@ -94,7 +96,7 @@ def fits(tensors: tuple[Tensor, ...], expected: tuple[tuple, ...]) -> bool:
 
 def fits_text(chains: Sequence[ChainText], architecture: str) -> str:
     """The check for exactly the shapes, dtypes and layouts of the kernels; PyTorch runs anything else."""
-    if all(chain.plan.own is None for chain in chains):
+    if all(chain.plan.own is None or isinstance(chain.plan.own, Through) for chain in chains):
         card = ">= (8, 0)"
     else:
         major, minor = capability_of(architecture)

@@ -5,9 +5,11 @@ python benchmarks/networks.py --csv benchmarks/results/h200-networks.csv
 python benchmarks/networks.py --only nnU-Net --variants eager postlude --profile
 python benchmarks/networks.py --only nnU-Net --first-step
 python benchmarks/networks.py --jobs 6 --csv benchmarks/results/h200-networks.csv
+python benchmarks/networks.py --missing --csv benchmarks/results/h200-networks.csv
 
 With `--jobs` every network and mode has a process of its own. They compile side by side; when all are ready, one after
-the other is timed, alone on the card.
+the other is timed, alone on the card. `--missing` leaves out what the file has from today's code, so that several runs
+can record a table.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
@@ -136,6 +138,18 @@ def compiled(name: str, variants: Sequence[str], trains: bool) -> tuple[dict[str
     return contestants, truth
 
 
+def mode_of(trains: bool) -> str:
+    return "training step" if trains else "inference"
+
+
+def is_recorded(name: str, mode: str, variants: Sequence[str], known: Iterable[records.Record]) -> bool:
+    """Whether every variant has a time, ours from today's code."""
+    code = records.kernel_hash(NETWORK_SOURCES)
+    found = {row.variant: row for row in known if (row.chain, row.mode) == (name, mode) and row.ms_p50 is not None}
+    ours = [found[variant] for variant in variants if variant in found and variant.startswith("postlude")]
+    return set(variants) <= found.keys() and all(row.kernel_hash == code for row in ours)
+
+
 def record_of(name: str, mode: str, variant: str, *times: float, **more: float | None) -> records.Record:
     network = NETWORKS[name]
     return records.Record(
@@ -158,7 +172,7 @@ def measure(
         outputs, worst = made.error(*truth)
         rows.append(
             record_of(
-                *(name, "training step" if trains else "inference", variant),
+                *(name, mode_of(trains), variant),
                 *records.times_of(timings[variant], timings["eager"]),
                 error_rms=outputs,
                 error_worst=worst if trains else None,
@@ -196,6 +210,7 @@ def profile_of(made: Contestant, rows: int = 40) -> str:
     return "\n".join([f"    busy {total:.2f} ms", *lines])
 
 
+FIRST_STEP = "first step"
 _READY = "waiting to be timed"
 
 
@@ -263,7 +278,7 @@ def record_first_step(name: str, variant: str, csv: Path | None) -> None:
     seconds = first_step(name, variant)
     print(f"{name} {variant}: first step after {seconds:.1f} s", flush=True)
     if csv is not None:
-        records.update(csv, [record_of(name, "first step", variant, ms_p50=1e3 * seconds)])
+        records.update(csv, [record_of(name, FIRST_STEP, variant, ms_p50=1e3 * seconds)])
 
 
 def child(name: str, variant: str) -> None:
@@ -296,16 +311,25 @@ def main() -> int:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--first-step", action="store_true")
     parser.add_argument("--csv", type=Path)
+    parser.add_argument("--missing", action="store_true", help="only what --csv lacks, or has from other code")
     parser.add_argument("--jobs", type=int, default=0, help="compile in so many processes before timing")
     parser.add_argument("--ready-within", type=float, metavar="SECONDS", help="with --jobs: time what is ready by then")
     parser.add_argument("--graphs", nargs="*", choices=NETWORKS, default=(), help="with --jobs: CUDA graphs as well")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--waits", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.missing and options.csv is None:
+        parser.error("--missing needs --csv, the file to look in")
     torch.backends.cudnn.benchmark = torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
     torch._dynamo.config.recompile_limit = 4 * len(VARIANTS)  # all variants of a network share its code
     modes = [(name, mode) for name in options.only for mode in options.modes]
-    wanted = [(name, mode) for name, mode in modes if mode == "inference" or NETWORKS[name].trains]
+    known = records.read(options.csv) if options.missing and options.csv.exists() else []
+    wanted = [
+        (name, mode)
+        for name, mode in modes
+        if mode == "inference" or NETWORKS[name].trains
+        if not is_recorded(name, mode_of(mode == "train"), options.variants, known)
+    ]
     if options.jobs:
         return run_side_by_side(wanted, options)
     with stand_ins():
@@ -314,7 +338,8 @@ def main() -> int:
         elif options.first_step:
             for name in options.only:
                 for variant in options.variants:
-                    record_first_step(name, variant, options.csv)
+                    if not is_recorded(name, FIRST_STEP, [variant], known):
+                        record_first_step(name, variant, options.csv)
         else:
             for name, mode in wanted:
                 run_one(name, mode, options)

@@ -138,3 +138,18 @@ def test_level_2_is_told_by_class_precision_and_shapes(
     assert worst.count("\n| ") == 1 + level2.WORST
     (first, *_) = level2.known("forward")
     assert first == "tf32"  # of which most were measured: the headline is about it
+
+
+def test_networks_are_measured_again_only_where_the_code_has_changed(table: ModuleType) -> None:
+    loaded("gpu")
+    loaded("network_models")
+    networks = loaded("networks")
+    known = records.read(ROOT / "benchmarks" / "results" / "h200-networks.csv")
+    asked = ("nnU-Net", networks.mode_of(True), ["eager", "compile", "postlude"])
+    code = records.kernel_hash(networks.NETWORK_SOURCES)
+    today = [dataclasses.replace(row, kernel_hash=code) for row in known]
+    assert networks.is_recorded(*asked, today)
+    assert not networks.is_recorded(*asked, [row for row in today if row.variant != "compile"])
+    older = [dataclasses.replace(row, kernel_hash="older" if row.variant == "postlude" else code) for row in today]
+    assert not networks.is_recorded(*asked, older)
+    assert not networks.is_recorded("nnU-Net", networks.FIRST_STEP, ["eager"], today)

@@ -391,8 +391,10 @@ def _doubled(module: nn.Module, given: object, result: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("watched", [True, False])
 def test_hooks_that_come_later_fire_and_go_again(watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's compiler looks for hooks only where it is told to. The second run does not look for them."""
+    """Up to 2.13, PyTorch looks for hooks only where it is told to. The second run does not look for them."""
     if not watched:
+        if torch.__version__ >= "2.14":
+            pytest.skip("PyTorch looks for them itself")
         monkeypatch.setattr("postlude.graph.compiled.HookWatch.sees_hooks", lambda _: False)
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU()).eval()
     twin = copy.deepcopy(model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from postlude.chain import Pointwise, Scalar
 from postlude.expressions import Expression, Name, call
 from postlude.steps import EPS, M_X, O_C, C, U, X, Y, Z, device_function
@@ -32,6 +34,15 @@ DERIVATIVES: dict[str, tuple[Expression, ...]] = {
         G,
     ),
 }
+if torch.__version__ >= "2.14":
+    # From 2.14 on, PyTorch's clamp passes nothing at its bounds.
+    _BOUND, _LOW, _HIGH = Name("bound"), Name("low"), Name("high")
+    _at_most, _at_least = (call(f"clamp_{word}_gradient", G, X, _BOUND) for word in ("max", "min"))
+    DERIVATIVES |= {
+        "clamp_min": (call("clamp_min_gradient", G - _at_most, X, _BOUND),),
+        "clamp_max": (call("clamp_max_gradient", G - _at_least, X, _BOUND),),
+        "clamp": (call("clamp_gradient", call("hardtanh_gradient", G, X, _LOW, _HIGH), X, _LOW, _HIGH),),
+    }
 # The same of what goes over the rows of a block; the functions are in kernels/triton/row_derivatives.py.
 ROW_DERIVATIVES: dict[str, Expression] = {
     "softmax": call("softmax_share", G, V, M_X),

@@ -27,7 +27,7 @@ class PointwiseRow:
 
 POINTWISE: dict[str, PointwiseRow] = {
     "relu": PointwiseRow(1, finite_at=1),
-    # Not the same as relu and hardtanh: exactly at a bound clamp passes the gradient, they do not.
+    # Not the same as relu and hardtanh: at NaN clamp passes no gradient, and up to PyTorch 2.13 at a bound it does.
     "clamp_min": PointwiseRow(1, ("bound",), finite_at=1),
     "clamp_max": PointwiseRow(1, ("bound",), finite_at=1),
     "clamp": PointwiseRow(1, ("low", "high"), finite_at=2),

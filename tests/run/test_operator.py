@@ -21,6 +21,7 @@ MODULES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of PyTorch's own check
 def test_pytorchs_own_checks_of_an_operator() -> None:
     case = BY_NAME["conv mul norm clamp mul max"]
     tensors = [t.requires_grad_() for t in tensors_for(case.chain, case.shape, torch.float64)]

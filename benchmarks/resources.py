@@ -39,4 +39,6 @@ def main(path: Path) -> None:
 
 
 if __name__ == "__main__":
+    if not offline.HAS_LIMITS:
+        sys.exit("resources.csv is recorded with Triton 3.6; install that.")
     main(Path(sys.argv[1]))

@@ -27,7 +27,7 @@ from postlude.chain import (
     Value,
     linear,
 )
-from postlude.hardware import TESTED, Machine, machine_on
+from postlude.hardware import TESTED, Machine, machine_on, tested_span
 from postlude.plan import Plan, Problem, Refusal, lower
 from postlude.plan.channels import MOST_CHANNELS
 from postlude.plan.problem import Spec
@@ -206,10 +206,7 @@ def page() -> str:
         cells = [notes.cell(outcomes(dict(rows())[name], machine, needs_grad=True)) for machine in MACHINES.values()]
         cells = cells if name in ("conv3d", "linear") else [cell.split(", ours")[0] for cell in cells]
         lines.append(f"| {name}, with gradients | " + " | ".join(cells) + " |")
-    versions = "\n".join(
-        f"- {package} {'.'.join(map(str, first))} to {'.'.join(map(str, last))}"
-        for package, (first, last) in TESTED.items()
-    )
+    versions = "\n".join(f"- {tested_span(package)}" for package in TESTED)
     numbered = "\n".join(f"{number}. {reason}" for reason, number in notes.numbers.items())
     return TEXT.format(
         table="\n".join(lines),

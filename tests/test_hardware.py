@@ -198,24 +198,19 @@ def test_the_cpu_serves_without_triton_and_without_linux(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("found", "has_gpu", "sentences"),
+    ("found", "sentences"),
     [
-        ({"torch": "2.11.0+cu130", "triton": "3.6.0"}, True, []),
-        ({"torch": "2.13.1", "triton": "not installed"}, True, []),
-        ({"torch": "2.16.0a0+git1", "triton": "3.6.0"}, True, ["torch 2.11 to 2.15, not with 2.16.0a0+git1"]),
-        ({"torch": "2.10.1", "triton": "3.5.1"}, True, ["not with 2.10.1", "triton 3.6, not with 3.5.1"]),
-        ({"torch": "2.15.0", "triton": "3.9.0"}, False, []),  # nothing of Triton's runs
+        ({"torch": "2.11.0+cu130", "triton": "3.6.0", "gpu": "H200"}, []),
+        ({"torch": "2.13.1", "triton": "not installed", "gpu": "H200"}, []),
+        ({"torch": "2.16.0a0+git1", "triton": "3.6.0"}, ["torch 2.11 to 2.15, not with 2.16.0a0+git1"]),
+        ({"torch": "2.10.1", "triton": "3.5.1", "gpu": "H200"}, ["not with 2.10.1", "triton 3.6, not with 3.5.1"]),
+        ({"torch": "2.15.0", "triton": "3.9.0"}, []),  # nothing of Triton's runs
     ],
 )
 def test_untested_versions_are_said_once(
-    found: dict[str, str],
-    has_gpu: bool,
-    sentences: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    found: dict[str, str], sentences: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(hardware, "versions", lambda: found)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    monkeypatch.setattr("postlude.tested.versions", lambda: found)
     backend._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, "postlude"):
         backend._warn_once()

@@ -27,10 +27,11 @@ from postlude.chain import (
     Value,
     linear,
 )
-from postlude.hardware import TESTED, Machine, machine_on, tested_span
+from postlude.hardware import Machine, machine_on
 from postlude.plan import Plan, Problem, Refusal, lower
 from postlude.plan.channels import MOST_CHANNELS
 from postlude.plan.problem import Spec
+from postlude.tested import TESTED, tested_span
 from postlude.windows import Windows
 from postlude.words import LENGTHS, NORMS, POINTWISE, POOLS, REDUCTIONS, SOFTMAXES
 

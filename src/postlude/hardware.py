@@ -9,7 +9,6 @@ import importlib.util
 import math
 import os
 import platform
-import re
 import shutil
 import warnings
 from contextlib import suppress
@@ -271,29 +270,6 @@ def default_fp32_precision(is_linear: bool = False) -> str:
     if hasattr(cudnn, "conv"):  # once the new switch was set, reading the old one raises
         return "tf32" if (matmul if is_linear else cudnn.conv).fp32_precision == "tf32" else "fp32"
     return "tf32" if (matmul if is_linear else cudnn).allow_tf32 else "fp32"
-
-
-# The tested versions: first and last, both included.
-TESTED = {"torch": ((2, 11), (2, 15)), "triton": ((3, 6), (3, 6))}
-
-
-def untested_versions() -> list[str]:
-    """A sentence for each package whose version is outside the tested range. Triton runs only on a GPU."""
-    found = versions()
-    sentences = []
-    for package, (first, last) in TESTED.items():
-        if package == "triton" and not torch.cuda.is_available():
-            continue
-        release = tuple(int(part) for part in re.findall(r"\d+", found[package])[:2])
-        if len(release) == 2 and not first <= release <= last:
-            sentences.append(f"Postlude was tested with {tested_span(package)}, not with {found[package]}.")
-    return sentences
-
-
-def tested_span(package: str) -> str:
-    """The package with its tested versions, such as "torch 2.11 to 2.15"."""
-    ends = dict.fromkeys(".".join(map(str, end)) for end in TESTED[package])
-    return f"{package} {' to '.join(ends)}"
 
 
 def versions() -> dict[str, str]:

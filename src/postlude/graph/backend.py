@@ -42,6 +42,7 @@ from postlude.run.execute import check_convolution, check_precision
 from postlude.run.ledger import Ledger
 from postlude.run.operator_call import judged_by
 from postlude.run.site import Site
+from postlude.tested import untested_versions
 
 log = logging.getLogger("postlude")
 RESTS = ("auto", "eager", "inductor")
@@ -263,7 +264,7 @@ class Backend:
 
 @functools.cache
 def _warn_once() -> None:
-    for sentence in hardware.untested_versions():
+    for sentence in untested_versions():
         log.warning(sentence)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import types
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +11,6 @@ from torch import nn
 
 from postlude.graph.backend import Backend
 from postlude.graph.capture import HookWatch, hooks_are_watched, hooks_of_all_modules, is_traced, is_untraceable
-
-log = logging.getLogger("postlude")
 
 
 def compiled(model: nn.Module, backend: Backend) -> Callable[..., Any]:

@@ -35,6 +35,7 @@ import torch
 from kernelbench_pool import Answer, Pool
 from kernelbench_problem import MODES, VARIANTS, Outline, Task, outline_of, prepare, row_of
 from kernelbench_table import measured_as
+from rows import are_recorded
 
 from postlude.check import records
 from postlude.cli.other_shapes import SHAPES
@@ -91,8 +92,7 @@ def is_recorded(task: Task, mode: str, known: Iterable[records.Record], shape: s
     wanted = {VARIANTS[name] for name in task.variants}
     about = (task.name, measured_as(task.name, task.precision), task.recorded_mode(mode), shape)
     found = [row for row in known if (row.chain, row.precision, row.mode, row.shape) == about]
-    has_ours = POSTLUDE not in wanted or any(row.kernel_hash == code for row in found if row.variant == POSTLUDE)
-    return has_ours and wanted <= {row.variant for row in found if row.ms_p50 is not None or row.reason}
+    return are_recorded(wanted, found, code)
 
 
 def outlined(tasks: Sequence[Task], known: Sequence[records.Record], keep: Keep) -> list[tuple[Task, Outline]]:

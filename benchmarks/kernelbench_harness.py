@@ -175,7 +175,7 @@ def measured(
 
 def read_by_checker(checkout: Path, problems: Sequence[Path], settings: Sequence[str], jobs: int) -> int:
     """Prints what KernelBench's static checker says of each file; the number of files that it refuses."""
-    path = checkout / "src" / "kernelbench" / "kernel_static_checker.py"
+    path = checkout / "src" / "kernelbench" / "kernel_static_checker.py"  # importing its package patches torch
     spec = importlib.util.spec_from_file_location("kernel_static_checker", path)
     assert spec is not None
     assert spec.loader is not None

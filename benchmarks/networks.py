@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "networks"))
 
 from gpu import peak_mib
 from network_models import NETWORKS, Network
-from rows import NETWORK_SOURCES
+from rows import NETWORK_SOURCES, are_recorded
 from standins import stand_ins
 
 import postlude
@@ -144,10 +144,8 @@ def mode_of(trains: bool) -> str:
 
 def is_recorded(name: str, mode: str, variants: Sequence[str], known: Iterable[records.Record]) -> bool:
     """Whether every variant has a time, ours from today's code."""
-    code = records.kernel_hash(NETWORK_SOURCES)
-    found = {row.variant: row for row in known if (row.chain, row.mode) == (name, mode) and row.ms_p50 is not None}
-    ours = [found[variant] for variant in variants if variant in found and variant.startswith("postlude")]
-    return set(variants) <= found.keys() and all(row.kernel_hash == code for row in ours)
+    found = [row for row in known if (row.chain, row.mode) == (name, mode)]
+    return are_recorded(variants, found, records.kernel_hash(NETWORK_SOURCES))
 
 
 def record_of(name: str, mode: str, variant: str, *times: float, **more: float | None) -> records.Record:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import postlude
 from postlude.check import records
 from postlude.check.records import Record
+from postlude.report.model import POSTLUDE
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "cpu.csv"
@@ -144,6 +145,14 @@ def error(row: Record) -> str:
 def since(row: Record, sources: list[Path]) -> str:
     """Whether the code that the row's time depends on is what it was."""
     return "same" if row.kernel_hash == _hash_of(tuple(sources)) else "changed"
+
+
+def are_recorded(variants: Iterable[str], found: Iterable[Record], code: str) -> bool:
+    """Whether every variant has a time, or a reason for having none; ours with this code."""
+    timed = [row for row in found if row.ms_p50 is not None or row.reason]
+    return set(variants) <= {
+        row.variant for row in timed if row.kernel_hash == code or not row.variant.startswith(POSTLUDE)
+    }
 
 
 @functools.cache

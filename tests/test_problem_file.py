@@ -154,8 +154,8 @@ BAD = {
         "get_init_inputs() must return a list or a tuple, not an int.",
     ),
     "forward raises": (
-        GOOD.replace("rand(2, 4)", "rand(2, 5)"),
-        "Model.forward raises RuntimeError: ",
+        GOOD.replace("return self.linear(x)", "raise RuntimeError('five of four')"),
+        "Model.forward raises RuntimeError: five of four.",
     ),
     "tuple": (
         GOOD.replace("return self.linear(x)", "return x, x"),

@@ -54,7 +54,7 @@ def chain_text(
     A function that a chain `before` it in the file defines under the same name is shared, or gets a number.
     """
     number = str(len(before) + 1) if before else ""
-    name = _name(chain) + (f"_{number}" if _name(chain) in {other.name for other in before} else "")
+    name = _name(chain, before)
     # A chain that keeps only moments is differentiated by autograd, which is not a list of calls.
     training = training and (plan.few_gradient is not None or not isinstance(plan.passes[-1].sink, Moments))
     kernels = {kernel.name: kernel for other in before for kernel in other.kernels}
@@ -94,10 +94,12 @@ def _differentiable(chain: Chain, tensors: Sequence[Tensor]) -> tuple[bool, ...]
     return tuple(tensor.is_floating_point() and slot not in chain.detached for slot, tensor in enumerate(tensors))
 
 
-def _name(chain: Chain) -> str:
+def _name(chain: Chain, before: Sequence[ChainText]) -> str:
+    """The chain's words; with a number if a chain `before` it has the same."""
     words = ["norm" if isinstance(step, Normalize) else getattr(step, "op", "") for step in chain.steps]
     first = "" if chain.producer is None else "linear" if chain.is_linear else "conv"
-    return "_".join(word for word in (first, *(words or ["product"])) if word)
+    name = "_".join(word for word in (first, *(words or ["product"])) if word)
+    return f"{name}_{len(before) + 1}" if name in {other.name for other in before} else name
 
 
 def _same(one: Sequence[Buffer], other: Sequence[Buffer]) -> bool:

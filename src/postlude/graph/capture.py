@@ -13,6 +13,7 @@ import torch
 import torch._dynamo.config as dynamo
 import torch.fx as fx
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._guards import TracingContext
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -127,8 +128,6 @@ def is_traced() -> bool:
 
 def is_untraceable(error: Exception) -> bool:
     """Whether Dynamo failed on the code that it traces. A backend that failed is another matter."""
-    from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException  # imported with the first compilation
-
     return isinstance(error, TorchDynamoException) and not isinstance(error, BackendCompilerFailed)
 
 

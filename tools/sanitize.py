@@ -193,6 +193,9 @@ def runs() -> list[Run]:
         linear(50, 70, has_bias=True), 0, ("softmax",), ("mul", "channel"), ("max", "channels"), ("tanh",)
     )
     wide = chain_of(linear(17, 33), 0, ("gelu",), ("sum", "sample"))
+    added = chain_of(linear(150, 70, has_bias=True), 0, ("add", "channel"), ("sum", "sample"))
+    averaged = chain_of(linear(150, 70), 0, ("mean", "sample"))
+    tapped = chain_of(convolution(3, (9, 10), 1, transposed=True, stride=2), 3, ("mul", "channel"), ("mean", "space"))
     few = chain_of(convolution(3, (3, 24)), 3, ("norm", 8), ("mean", "sample"))
     fewer = chain_of(convolution(2, (2, 40), 1), 2, ("norm", 8), ("mean", "space"))
     cube, flat, last = (2, 17, 5, 6, 7), (3, 9, 13, 11), "channels_last"
@@ -244,6 +247,9 @@ def runs() -> list[Run]:
         Run("linear-rows-fp16", rows, (37, 52), "float16"),
         Run("linear-softmax-fp32", chosen, (37, 50)),
         Run("linear-fp64", wide, (5, 17), "float64"),
+        Run("column-sums-fp32", added, (37, 150)),
+        Run("column-sums-fp64", averaged, (37, 150), "float64"),
+        Run("tap-sums-fp32", tapped, (3, 9, 5, 7, 13)),
         Run("softmax-fp32", shared, flat),
         Run("softmax-bf16", shared, flat, "bfloat16", last),
         Run("least-fp32", least, flat),

@@ -113,10 +113,17 @@ def test_docstrings_of_the_problem_have_no_word_that_kernelbench_takes_for_a_sta
 
 
 def test_a_file_without_kernels_asks_for_no_card_that_tiles_were_chosen_for(tmp_path: Path) -> None:
-    asked = Problem("", "self.linear = nn.Linear(cin, cout)", "return self.linear(x).sum(1)", (64, 512), 512, ())
-    made, _, _ = export_text(asked.text, tmp_path)
-    assert "sum over features, by fewer operations." in made.text
+    """An average pool that is part of the weight leaves a convolution of PyTorch's; a sum over features, two kernels
+    that run on any card."""
+    pooled = Problem("", "self.conv = nn.Conv2d(cin, cout, 3)", "return F.avg_pool2d(self.conv(x), 4)",
+                     (64, 3, 130, 130), 64, ())  # fmt: skip
+    made, _, _ = export_text(pooled.text, tmp_path)
+    assert "avg_pool(4), by fewer operations." in made.text
     assert "kernels forward" not in made.text
+    assert ">= (8, 0)" in made.text
+    summed = Problem("", "self.linear = nn.Linear(cin, cout)", "return self.linear(x).sum(1)", (64, 512), 512, ())
+    made, _, _ = export_text(summed.text, tmp_path)
+    assert "sum over features, by kernels." in made.text
     assert ">= (8, 0)" in made.text
 
 

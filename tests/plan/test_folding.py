@@ -86,6 +86,7 @@ def test_is_an_identity(name: str) -> None:
     assert error(chain, shape) < 1e-13
 
 
+@pytest.mark.interpret
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("always")
 def test_runs_and_has_gradients(name: str) -> None:

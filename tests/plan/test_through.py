@@ -16,6 +16,7 @@ from postlude.chain import Chain, Value
 from postlude.check import tensors_for
 from postlude.plan import Plan, lower, problem_of
 from postlude.plan import through as plans
+from postlude.plan.problem import Layout
 from postlude.plan.rules import THROUGH, rules_of
 from postlude.plan.through import Through, through_for
 from postlude.run.execute import prepare
@@ -78,11 +79,51 @@ def assert_trains(chain: Chain, shape: tuple[int, ...], plan: Plan) -> None:
         torch.testing.assert_close(found, wanted.float(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.interpret
 @pytest.mark.parametrize("name", CASES)
 def test_runs_and_has_gradients(name: str) -> None:
     assert_trains(*CASES[name], planned(*CASES[name], trains=True))
 
 
+@pytest.mark.interpret
+@pytest.mark.parametrize("name", ["features", "space"])
+def test_layouts_that_no_kernel_reads_are_pytorchs(name: str) -> None:
+    """A weight that is a transposed view, and a channels-last input."""
+    chain, shape = CASES[name]
+    layout: Layout = "channels_last" if chain.dims else "contiguous"
+    tensors = list(tensors_for(chain, shape, torch.float32, layout=layout))
+    if not chain.dims:
+        tensors[1] = tensors[1].t().contiguous().t()
+    tensors = [tensor.detach().requires_grad_() for tensor in tensors]
+    given = dataclasses.replace(problem_of(tensors), device="cuda", needs_grad=True)
+    plan = lower(chain, given, H200, even_if_slower=True)
+    assert isinstance(plan, Plan)
+    assert isinstance(plan.own, Through)
+    with planned_for_a_gpu():
+        ours = prepare(chain, plan)(tensors)
+    truth, dy = reference.evaluate(chain, tensors), torch.randn(ours.shape)
+    torch.testing.assert_close(ours, truth, rtol=1e-4, atol=1e-4)
+    for found, wanted in zip(torch.autograd.grad(ours, tensors, dy), torch.autograd.grad(truth, tensors, dy)):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.interpret
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy, at NaN
+def test_a_sample_with_nan_has_the_gradient_that_pytorch_gives() -> None:
+    chain, shape = CASES["features"]
+    tensors = [tensor.requires_grad_() for tensor in tensors_for(chain, shape, torch.float32)]
+    with torch.no_grad():
+        tensors[0][1, 2], tensors[0][3, 0] = torch.nan, torch.inf
+    plan = planned(chain, shape, trains=True)
+    with planned_for_a_gpu():
+        ours = prepare(chain, plan)(tensors)
+    truth = reference.evaluate(chain, tensors)
+    (found,), (wanted,) = (torch.autograd.grad(y.sum(), tensors[:1]) for y in (ours, truth))
+    assert wanted.isfinite().all()
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.interpret
 def test_runs_in_training_where_no_tensor_wants_a_gradient() -> None:
     chain, shape = CASES["space, upwards"]
     tensors, plan = tensors_for(chain, shape, torch.float32), planned(chain, shape, trains=True)

@@ -143,15 +143,15 @@ class ProgramText:
         lines: list[str] = []
         guard, pad = "", self.indent
         for call in live:
+            if isinstance(call, TorchCall) and self._is_inlined(text, call, uses, live, ends):
+                assert call.results[0] is not None
+                text.words[call.results[0].number] = text.expression(call)
+                continue
             before, guard = guard, guards.get(id(call), "")
             if guard and guard != before:
                 lines.append(f"{' ' * pad}if {guard}:")
             self.indent = pad + 4 if guard else pad
             if isinstance(call, TorchCall):
-                if self._is_inlined(text, call, uses, live, ends):
-                    assert call.results[0] is not None
-                    text.words[call.results[0].number] = text.expression(call)
-                    continue
                 lines += self._torch(text, call, uses)
             else:
                 assert not isinstance(call, CppCall)  # exported files are for GPUs

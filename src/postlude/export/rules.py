@@ -28,6 +28,7 @@ from postlude.export.source import Comment, is_empty
 from postlude.export.trees import copied, walk
 
 _INTEGERS = ("tl.int32", "tl.int64")
+_EXTREMES: dict[str, Callable[[int, int], int]] = {"tl.minimum": min, "tl.maximum": max}
 _ADDRESSED = ("tl.load", "tl.store", "tl.atomic_add", "tl.atomic_max", "tl.atomic_min")
 
 
@@ -129,8 +130,12 @@ class Folded(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         """Writes tl.expand_dims as indexing; the kernels use it only for a second axis of a one-dimensional block. A 0
-        is one of every type."""
+        is one of every type. The smaller and the larger of two numbers are known."""
         self.generic_visit(node)
+        if (extreme := _EXTREMES.get(name_of(node.func))) and len(node.args) == 2:
+            first, second = (value_of(part, {}) for part in node.args)
+            if type(first) is int and type(second) is int:
+                return ast.Constant(extreme(first, second))
         if isinstance(node.func, ast.Attribute) and node.args and name_of(node.args[0]) in _INTEGERS:
             owner = value_of(node.func.value, self.known)
             if node.func.attr == "to" and type(owner) is int and owner == 0:

@@ -120,7 +120,21 @@ def _holding(call: KernelCall, known: Mapping[str, int]) -> set[str]:
         found |= {"kw >= 0", "kw < KW"}
     if call.kernel == "largest_kernel" and known["BLOCK_C"] == 1:
         found |= {"o_c < C"}
+    if call.kernel == "column_sums_kernel":
+        found |= {"o_l < L"} if known["L"] % known["BLOCK_L"] == 0 else set()
+        found |= {"o_r < end"} if _is_even(known["ROWS_PER_PROGRAM"], known["BLOCK_ROWS"], known["ROWS"]) else set()
+    if call.kernel == "sums_product_kernel":
+        found |= {"m_l"} if known["L"] % known["BLOCK_L"] == 0 else set()
+        found |= {"m_r"} if known["ROWS"] % known["BLOCK_ROWS"] == 0 else set()
+    if call.kernel in ("tap_sums_kernel", "tap_sums_gradient_kernel"):
+        found |= {"o_w < W"} if known["W"] % known["BLOCK_W"] == 0 else set()
+        found |= {"o_r < end"} if _is_even(known["ROWS_PER_PROGRAM"], known["BLOCK_H"], known["ROWS"]) else set()
     return found
+
+
+def _is_even(program: int, tile: int, rows: int) -> bool:
+    """Whether every tile of every program is full of rows."""
+    return program % tile == 0 and rows % program == 0
 
 
 def _reads_no_padding(known: Mapping[str, int]) -> bool:

@@ -18,16 +18,6 @@ _CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d}
 
 
-def features_through(folding: Folding, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What the pool gives of a linear layer."""
-    (window,), outputs = folding.window, folding.convolution.out_channels
-
-    def averages(rows: Tensor) -> Tensor:
-        return rows.narrow(0, 0, outputs * window).reshape(outputs, window, *rows.shape[1:]).mean(1)
-
-    return F.linear(x, averages(weight), None if bias is None else averages(bias))
-
-
 def average_through(conv: Convolution, folding: Folding, x: Tensor, weight: Tensor) -> Tensor:
     """What the pool gives of a convolution without its bias."""
     if folding.summed is not None:

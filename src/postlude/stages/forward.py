@@ -34,7 +34,7 @@ from postlude.stages.moments import finish_moments
 from postlude.stages.normalize import combine_moments, finish_pass, moments_pass
 from postlude.stages.pools import pools_pass
 from postlude.stages.rows import rows_pass
-from postlude.stages.through import sum_through
+from postlude.stages.through import Produced, finished, produced
 from postlude.stages.trace import settle_layout
 
 
@@ -45,14 +45,16 @@ class Parts(NamedTuple):
     partials: Partials | None
     taps: Tensor | None = None  # of a max_pool in training: where each window's largest lies
     kept: Kept = Kept()  # of a reduction over channels in training
+    produced: Produced | None = None  # of a sum through its producer
 
 
 def forward(plan: Plan, tensors: Sequence[Tensor], keeps_value: bool = False) -> Parts:
     """The forward pass. `keeps_value`: the last pass must not overwrite the convolution's result; backward reads it."""
     chain, last = plan.chain, plan.passes[-1]
     if isinstance(plan.own, Through):
-        result = sum_through(chain, last.last, tensors)
-        return Parts(continue_from(chain, last.last, result, tensors), None, None, None)
+        part = produced(chain, last.last, tensors, plan.on_gpu)
+        result = continue_from(chain, last.last, finished(chain, last.last, part.result, tensors), tensors)
+        return Parts(result, None, None, None, produced=part)
     value, partials = first_pass(plan, tensors)
     if isinstance(last.sink, Moments):
         assert partials is not None

@@ -1,79 +1,130 @@
-"""A sum computed through its producer (plan/through.py): PyTorch's operators on small tensors, no convolution."""
+"""A sum computed through its producer (plan/through.py): from sums of the input or of the weight, no convolution.
+
+It has two parts. The producer's part is the sum of what the producer computes without a bias, in float64: [N] for a
+linear layer, [N, C] for a convolution. Bias, affine steps and the reduction's form follow, on these few numbers. If
+windows are averaged instead, the producer's part is the pooled value, in its own dtype.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from postlude.chain import Chain, Convolution, Pointwise, Pool, Reduce, Scalar, Slot
-from postlude.plan.folding import folding_of
+from postlude.plan.folding import Folding, folding_of
 from postlude.reference import per_channel
-from postlude.stages.folding import average_through, features_through
+from postlude.stages.column_sums import means_of_windows, product_with_sums, sum_of_multiples
+from postlude.stages.folding import average_through
 from postlude.stages.runs import along, runs_along
+from postlude.stages.tap_sums import MOST_TAPS, sums_by_tap, sums_gradient
 from postlude.stages.trace import derived
 
-_ADDED = 128  # rows of a weight that are summed in its own dtype
+_ADDED = 128  # rows of a weight that PyTorch sums in their own dtype
 Coefficient = Tensor | float  # of every channel in float64, or one for all
 
 
-def sum_through(chain: Chain, number: int, tensors: Sequence[Tensor]) -> Tensor:
+class Produced(NamedTuple):
+    """The producer's part, and the sums that it was computed from: of the weight's rows, its windows, or by tap."""
+
+    result: Tensor
+    sums: Tensor
+
+
+def sum_through(chain: Chain, number: int, tensors: Sequence[Tensor], by_kernels: bool = False) -> Tensor:
     """The result of step `number` of the chain, which sums all positions or all features, or averages windows."""
-    conv, step = chain.convolution, chain.steps[number - 1]
-    slope, shift = _affine(chain, number, tensors)
-    x, weight = tensors[:2]
-    bias = tensors[2].double() if conv.has_bias else 0.0
-    if isinstance(step, Pool) and conv.is_linear:
-        folding = folding_of(conv, step, ())
-        assert folding is not None
-        return features_through(folding, x, weight, tensors[2] if conv.has_bias else None)
+    return finished(chain, number, produced(chain, number, tensors, by_kernels).result, tensors)
+
+
+def produced(chain: Chain, number: int, tensors: Sequence[Tensor], by_kernels: bool) -> Produced:
+    """The producer's part: by our kernels, or by PyTorch's operators on a CPU and for layouts that no kernel reads."""
+    conv, step, (x, weight) = chain.convolution, chain.steps[number - 1], tensors[:2]
+    by_kernels = by_kernels and x.is_contiguous() and weight.is_contiguous()
     if isinstance(step, Pool):
-        return _averages(conv, step, x, weight, slope, bias * slope + shift)
-    assert isinstance(step, Reduce)
+        folding = _folding_of(conv, step, x)
+        if not conv.is_linear:
+            return Produced(average_through(conv, folding, x, weight), x)
+        means = _means_of(weight, folding, by_kernels)
+        return Produced(F.linear(x, means), means)
     if conv.is_linear:
-        total, count = _of_features(x, weight, bias, slope, shift), conv.out_channels
-        result = (total if step.op == "sum" else total / count).to(x.dtype)
+        return Produced(*product_with_sums(x, weight)) if by_kernels else _product_by_pytorch(x, weight)
+    sums = sums_by_tap(conv, x) if by_kernels and conv.kernel[-1] <= MOST_TAPS else _sums_by_pytorch(conv, x)
+    return Produced(_weighted(sums, conv, weight, x), sums)
+
+
+def finished(chain: Chain, number: int, value: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """The step's result from the producer's part."""
+    conv, step, dtype = chain.convolution, chain.steps[number - 1], tensors[0].dtype
+    slope, shift = _affine(chain, number, tensors)
+    if isinstance(step, Pool) and conv.is_linear:
+        return value + _means_of(tensors[2], _folding_of(conv, step, tensors[0])) if conv.has_bias else value
+    constant = _applied(tensors[2].double(), slope, shift) if conv.has_bias else shift
+    if isinstance(step, Pool):  # windows are as large as a value
+        parts = (per_channel(part.to(dtype), conv.dims) if isinstance(part, Tensor) else part
+                 for part in (slope, constant))  # fmt: skip
+        return _applied(value, *parts).contiguous()
+    assert isinstance(step, Reduce)
+    is_sum = step.op == "sum"
+    if conv.is_linear:
+        features = conv.out_channels
+        added = constant.expand(features).sum() if isinstance(constant, Tensor) else constant * features
+        total = _applied(value, slope, added)  # [N]
+        result = (total if is_sum else total / features).to(dtype)
         return result.unsqueeze(1) if step.keepdim else result
-    positions = math.prod(conv.output_space(tuple(x.shape[2:])))
-    means = _weighted(_sums_by_tap(conv, x), conv, weight) / positions + bias  # [N, C]
-    means = means * slope + shift
+    positions, means = _positions(conv, tensors[0]), _applied(value, slope, constant)  # [N, C]
     if step.over == "sample":
-        return _over_channels(step, means, positions, conv.dims).to(x.dtype)
-    result = (means * positions if step.op == "sum" else means).to(x.dtype)
+        result = (means.sum(1) * positions if is_sum else means.mean(1)).to(dtype)
+        return result.reshape(-1, *[1] * (conv.dims + 1)) if step.keepdim else result
+    result = (means * positions if is_sum else means).to(dtype)
     keeps = step.keepdim or step.op == "adaptive_avg_pool"
     return result.reshape(*result.shape, *[1] * conv.dims) if keeps else result
 
 
-def _averages(
-    conv: Convolution, step: Pool, x: Tensor, weight: Tensor, slope: Coefficient, shift: Coefficient
-) -> Tensor:
-    """Of windows, which are as large as a value: in the value's own dtype."""
-    folding = folding_of(conv, step, tuple(x.shape[2:]))
-    assert folding is not None
-    found = average_through(conv, folding, x, weight)
-    for by, word in ((slope, torch.mul), (shift, torch.add)):
-        if isinstance(by, Tensor):
-            found = word(found, per_channel(by.to(x.dtype), conv.dims))
-        elif by != (1.0 if word is torch.mul else 0.0):
-            found = word(found, by)
-    return found.contiguous()
-
-
 def gradients_through(
-    chain: Chain, number: int, tensors: Sequence[Tensor], dy: Tensor, needs: Sequence[bool]
+    chain: Chain, number: int, tensors: Sequence[Tensor], part: Produced, dy: Tensor, needs: Sequence[bool]
 ) -> list[Tensor | None]:
-    slots = [slot for slot, is_needed in enumerate(needs) if is_needed]
-    if not slots:
-        return [None] * len(tensors)
+    """The gradient of every slot that needs one, on a GPU."""
+    slots = [slot for slot, is_needed in enumerate(needs) if is_needed and slot > 1]
 
-    def result(*wanted: Tensor) -> Tensor:
+    def rest(value: Tensor, *wanted: Tensor) -> Tensor:
         given = dict(zip(slots, wanted))
-        return sum_through(chain, number, [given.get(slot, tensor) for slot, tensor in enumerate(tensors)])
+        return finished(chain, number, value, [given.get(slot, tensor) for slot, tensor in enumerate(tensors)])
 
-    found = dict(zip(slots, derived(result, [tensors[slot] for slot in slots], dy)))
-    return [found[slot].contiguous() if slot in found else None for slot in range(len(tensors))]
+    grads: list[Tensor | None] = [None] * len(tensors)
+    if not any(needs):
+        return grads
+    dvalue, *found = derived(rest, [part.result, *(tensors[slot] for slot in slots)], dy)
+    for slot, gradient in zip(slots, found):
+        grads[slot] = gradient.contiguous()
+    if needs[0] or needs[1]:
+        both = _producers_gradients(chain, number, tensors[0], tensors[1], part, dvalue)
+        grads[:2] = [gradient.contiguous() if is_needed else None for gradient, is_needed in zip(both, needs)]
+    return grads
+
+
+def _producers_gradients(
+    chain: Chain, number: int, x: Tensor, weight: Tensor, part: Produced, dvalue: Tensor
+) -> list[Tensor]:
+    """Of the input and of the weight, from the gradient of the producer's part."""
+    conv, step = chain.convolution, chain.steps[number - 1]
+    if isinstance(step, Pool):
+        folding = _folding_of(conv, step, x)
+        if not conv.is_linear:
+            return derived(lambda x, weight: average_through(conv, folding, x, weight), [x, weight], dvalue)
+        dx, dmeans = derived(F.linear, [x, part.sums], dvalue)
+        return [dx, *derived(lambda weight: _means_of(weight, folding), [weight], dmeans)]
+    if conv.is_linear:
+        dsums = sum_of_multiples(x, dvalue) if x.is_contiguous() else torch.mv(x.double().t(), dvalue)
+        dx = torch.outer(dvalue.to(x.dtype), part.sums.sum(0).to(x.dtype))
+        return [dx, dsums.to(weight.dtype).expand(weight.shape)]
+    dsums, dweight = derived(lambda sums, weight: _weighted(sums, conv, weight, x), [part.sums, weight], dvalue)
+    if x.is_contiguous() and conv.kernel[-1] <= MOST_TAPS:
+        return [sums_gradient(conv, dsums, x), dweight]
+    return [*derived(lambda x: _sums_by_pytorch(conv, x), [x], dsums), dweight]
 
 
 def _affine(chain: Chain, number: int, tensors: Sequence[Tensor]) -> tuple[Coefficient, Coefficient]:
@@ -99,19 +150,37 @@ def _number(operand: object, tensors: Sequence[Tensor]) -> Coefficient:
     return tensors[operand.index].double().reshape(-1)
 
 
-def _of_features(x: Tensor, weight: Tensor, bias: Coefficient, slope: Coefficient, shift: Coefficient) -> Tensor:
-    """The sum [N] in float64 over all features of a linear layer.
+def _applied(value: Tensor, slope: Coefficient, shift: Coefficient) -> Tensor:
+    """slope · value + shift, without operations that change nothing."""
+    if isinstance(slope, Tensor) or slope != 1.0:
+        value = value * slope
+    return value + shift if isinstance(shift, Tensor) or shift != 0.0 else value
+
+
+def _folding_of(conv: Convolution, step: Pool, x: Tensor) -> Folding:
+    folding = folding_of(conv, step, tuple(x.shape[2:]))
+    assert folding is not None
+    return folding
+
+
+def _means_of(rows: Tensor, folding: Folding, by_kernels: bool = False) -> Tensor:
+    """The means of the rows, or numbers, of each window of features."""
+    (window,), count = folding.window, folding.convolution.out_channels
+    if by_kernels:
+        return means_of_windows(rows, window, count)
+    pooled = rows if rows.shape[0] == count * window else rows.narrow(0, 0, count * window)
+    return pooled.reshape(count, window, *rows.shape[1:]).mean(1)
+
+
+def _product_by_pytorch(x: Tensor, weight: Tensor) -> Produced:
+    """x · (the sum of the weight's rows), as column_sums.product_with_sums.
 
     The weight is large: it is summed in its own dtype up to the last sums, which are few and in float64, because the
     result would otherwise consist of their rounding error.
     """
-    features = weight.shape[0]
-    each = math.gcd(features, _ADDED)
-    rows = weight.reshape(features // each, each, -1).sum(1).double().sum(0)
-    total = _as_infinite(torch.mv(x.double(), rows), x.detach(), weight.detach())
-    constant = bias * slope + shift
-    added = constant.expand(features).sum() if isinstance(constant, Tensor) else constant * features
-    return total * slope + added
+    each = math.gcd(weight.shape[0], _ADDED)
+    sums = weight.reshape(weight.shape[0] // each, each, -1).sum(1).double()
+    return Produced(_as_infinite(torch.mv(x.double(), sums.sum(0)), x, weight), sums)
 
 
 def _as_infinite(total: Tensor, x: Tensor, weight: Tensor) -> Tensor:
@@ -123,23 +192,21 @@ def _as_infinite(total: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     return torch.where(total.abs() < torch.inf, total, (torch.mv(x, least) + torch.mv(x, most)).double())
 
 
-def _sums_by_tap(conv: Convolution, x: Tensor) -> Tensor:
-    """The sums [N, C, *taps]: for each tap, over the input positions that it reads. The longest axis is read only
-    once."""
+def _sums_by_pytorch(conv: Convolution, x: Tensor) -> Tensor:
+    """What tap_sums.sums_by_tap computes, [N, C, taps]; the longest axis is read only once."""
     value = x
     out = conv.output_space(tuple(x.shape[2:]))
     for axis in reversed(range(conv.dims)):
         value = torch.stack(along(value, 2 + axis, runs_along(conv, axis, x.shape[2 + axis], out[axis])), -1)
         value = value.double()
-    return value.permute(0, 1, *reversed(range(2, 2 + conv.dims)))
+    return value.permute(0, 1, *reversed(range(2, 2 + conv.dims))).flatten(2)
 
 
-def _weighted(sums: Tensor, conv: Convolution, weight: Tensor) -> Tensor:
-    """The sums times the weight, [N, C] in float64."""
+def _weighted(sums: Tensor, conv: Convolution, weight: Tensor, x: Tensor) -> Tensor:
+    """The means [N, C] over positions, in float64: sums by tap times the weight."""
     by_output = weight.transpose(0, 1) if conv.transposed else weight
-    return sums.flatten(1).matmul(by_output.double().flatten(1).t())
+    return sums.flatten(1).matmul(by_output.double().flatten(1).t()) / _positions(conv, x)
 
 
-def _over_channels(step: Reduce, means: Tensor, positions: int, dims: int) -> Tensor:
-    result = means.sum(1) * positions if step.op == "sum" else means.mean(1)
-    return result.reshape(-1, *[1] * (dims + 1)) if step.keepdim else result
+def _positions(conv: Convolution, x: Tensor) -> int:
+    return math.prod(conv.output_space(tuple(x.shape[2:])))

@@ -13,9 +13,10 @@ matrix product (GEMM) of a kernel.
     KD, KH, KW, TAPS, TAP_ROWS             taps of a convolution or window: along z, y, x; KD·KH·KW; KD·KH
     PD, PH, PW                             padding in front of each axis of the input
     STRIDE_D, STRIDE_H, STRIDE_W           strides of a convolution, of a transposed one, or of a pool's windows
+    DILATION_D, DILATION_H, DILATION_W     positions from one tap of a convolution to the next
     RESIDUES_H, RESIDUES_W, RESIDUE_PITCH  residues modulo the strides that are packed; positions of one in the volume
     CROP_D, CROP_H, CROP_W                 a transposed convolution's padding, which crops its output
-    KERNEL, STRIDE, CROP, PAD              of one axis: K, STRIDE_, CROP_ and P as above
+    KERNEL, STRIDE, DILATION, CROP, PAD    of one axis: K, STRIDE_, DILATION_, CROP_ and P as above
     DIVISOR, UNROLLED                      avg_pool's divisor_override, or 0; rows of a window's taps that are unrolled
     REACH_D, REACH_H, REACH_W, NTH         upsampling: how many results may read one position; which of them
     SIZE                                   positions along an axis before it is upsampled or pooled
@@ -40,6 +41,7 @@ matrix product (GEMM) of a kernel.
     BLOCK_J, BLOCKS_C                      positions along x divided by NEIGHBOURS; tiles along the channels
     BLOCK_L, BLOCK_ROWS, BLOCK_PAD         a tile's elements per row, and its rows; PW rounded up
     BLOCK_PARTS, BLOCK_SAMPLES             partial results, and samples, that are loaded at a time
+    BLOCK_TAPS, BLOCK_KW                   TAP_ROWS and KW rounded up
     ALIGN, ACC, POSITION_AXIS              a power of two dividing the row length; accumulator dtype; axis of positions
     STORE, MOMENTS, OP                     words: what an epilogue stores, which moments it keeps; a reduction or pool
     STEPS_FN, NORM_STEPS_FN, ROW_STEPS_FN  a chain's steps as one function: without a norm, with one, by rows
@@ -55,6 +57,7 @@ matrix product (GEMM) of a kernel.
     IS_SCALED, KEEPS_INF, FLAGS_INF, HAS_LARGEST  operands are scaled; infinities kept, flagged; find max |x|
     IS_FLIPPED, IS_TRANSPOSED, IS_AB_SWAPPED  taps in reverse order; a tile is stored transposed; A and B are swapped
     HAS_NORM, HAS_GAMMA, HAS_BETA, HAS_BIAS, HAS_M2, HAS_PADDING, HAS_RUNNING_STATS  whether there is one
+    IS_CONV_TRANSPOSED, HAS_FACTORS, HAS_EXTREMES  of a transposed convolution; rows times numbers; keep min and max
     HAS_BORDER, IS_PADDING_COUNTED, HAS_TAPS  windows reach past the value; count_include_pad; keep the argmax
     HAS_REDUCED                            a reduction's result is kept, before the steps after it
     IS_LINEAR, HAS_CENTRES                 upsampling: linear, else nearest; not align_corners

@@ -30,6 +30,7 @@ from postlude.plan import Problem, lower, problem_of
 from postlude.plan.problem import empty, result_shape
 from postlude.plan.program import takes_the_batch
 from postlude.plan.rules import FOLDED, rules_of
+from postlude.reference import evaluate
 from postlude.run.chain_run import laid_out
 from postlude.run.crop import cut_space, of_batch
 from postlude.run.execute import call as call_runner
@@ -68,7 +69,7 @@ check_site = SiteCheck()
 def _judge(call: Call, tensors: Sequence[Tensor] | None) -> Verdict:
     given = _drawn(call) if tensors is None else [tensor.detach() for tensor in tensors]
     budget, is_large = _budget(call.problem), _is_large(call)
-    samples, run, notes = _piece(call, given, budget, _count(is_large))
+    samples, run, among, notes = _piece(call, given, budget, _count(is_large))
     device = given[0].device
     random = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
     with random, torch.autocast(device.type, enabled=False), torch.set_grad_enabled(call.plan.trains):
@@ -80,6 +81,7 @@ def _judge(call: Call, tensors: Sequence[Tensor] | None) -> Verdict:
             backward=call.needs if call.plan.trains else False,
             tells_infinities=FOLDED not in rules_of(call.plan),
             least=1 if is_large else MIN_POINTS,
+            among=among,
         )
     return replace(verdict, notes=(*verdict.notes, *notes))
 
@@ -113,15 +115,18 @@ Run = Callable[[Chain, Sequence[Tensor]], Tensor]
 
 def _piece(
     call: Call, tensors: Sequence[Tensor], budget: Budget, points: int
-) -> tuple[list[Tensor], Run, tuple[str, ...]]:
-    """The tensors for which the truth is computed, the candidate's function of them, and a note for the verdict."""
+) -> tuple[list[Tensor], Run, Run | None, tuple[str, ...]]:
+    """The tensors for which the truth is computed, the candidate's function of them, PyTorch's if other samples are
+    computed with them, and a note for the verdict."""
     chain, problem, (batch, *rest) = call.chain, call.problem, tensors[0].shape
     counts = [batch, *range(min(batch - 1, MOST_SAMPLES), 0, -1)] if not takes_the_batch(chain) else [batch]
     for count in counts:
         if is_affordable(chain, (count, *rest), points, budget, backward=call.plan.trains):
             if count == batch:
-                return list(tensors), lambda _, given: call_runner(call.runner, given), ()
-            return of_batch(chain, tensors, slice(count)), _Embedded(call, tensors, count), ()
+                return list(tensors), lambda _, given: call_runner(call.runner, given), None, ()
+            runners = (lambda given: call_runner(call.runner, given), lambda given: evaluate(chain, given, moves=True))
+            ours, pytorchs = (_Embedded(runner, tensors, count) for runner in runners)
+            return of_batch(chain, tensors, slice(count)), ours, pytorchs, ()
     shape = affordable_shape(chain, (min(batch, 2), *rest), points, budget, backward=call.plan.trains)
     note = f"checked on a crop of {'×'.join(map(str, shape))}: float64 for a whole sample is more than the budget"
 
@@ -130,14 +135,14 @@ def _piece(
         machine = hardware.machine_for(problem.place)
         return execute(chain, lower(chain, planned, machine, even_if_slower=True), given)
 
-    return cut_space(chain, of_batch(chain, tensors, slice(shape[0])), shape[2:]), run, (note,)
+    return cut_space(chain, of_batch(chain, tensors, slice(shape[0])), shape[2:]), run, None, (note,)
 
 
 class _Embedded:
-    """Runs the plan on its whole batch with a few samples replaced, at different places for each question."""
+    """Runs a chain on its whole batch with a few samples replaced, at different places for each question."""
 
-    def __init__(self, call: Call, tensors: Sequence[Tensor], count: int) -> None:
-        self.call, self.tensors, self.count = call, tensors, count
+    def __init__(self, runner: Callable[[Sequence[Tensor]], Tensor], tensors: Sequence[Tensor], count: int) -> None:
+        self.runner, self.tensors, self.count = runner, tensors, count
         self.seen: dict[int, int] = {}  # by the first tensor's address: a repeated question gets the same places
 
     def __call__(self, _: Chain, samples: Sequence[Tensor]) -> Tensor:
@@ -153,7 +158,7 @@ class _Embedded:
             else laid_out(full.index_copy(0, where, sample), full.shape, full.stride(), full.dtype)
             for sample, full in zip(samples, self.tensors)
         ]
-        return call_runner(self.call.runner, whole).index_select(0, where)
+        return self.runner(whole).index_select(0, where)
 
 
 def _drawn(call: Call) -> list[Tensor]:

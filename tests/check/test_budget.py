@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-from postlude.check import budget
+from cases import Builder, conv
+from postlude.chain import Chain
+from postlude.check import budget, chain_points, verify_chain
 from postlude.check import deviations as deviations_module
 from postlude.check.budget import MIN_POINTS, Point, judge
 from postlude.check.deviations import MismatchError, deviation, deviations, scale_of
 from postlude.check.nulls import null_candidates
 from postlude.check.verdict import Errors, Judged, Verdict, combine, conclude
+from postlude.reference import evaluate
 
 EXACT = deviation(torch.zeros(1), torch.zeros(1, dtype=torch.float64))
 
@@ -234,3 +238,16 @@ def test_combined_verdict_is_the_worst_part() -> None:
     both = combine([right, wrong])
     assert both is not None
     assert (both.outcome, both.reasons) == ("wrong", ("why",))
+
+
+@pytest.mark.parametrize(("among", "outcome"), [("none", "wrong"), ("as exact", "wrong"), ("as inexact", "right")])
+def test_pytorchs_error_among_other_samples_counts(among: str, outcome: str) -> None:
+    """A candidate with an error that PyTorch has only in a larger batch."""
+    chain, shape = Builder(2, conv(2, (3, 4))).op("mul", 2.0).chain(), (1, 3, 12, 12)
+
+    def inexact(chain: Chain, tensors: Sequence[Tensor]) -> Tensor:
+        return evaluate(chain, tensors) * (1 + 2**-19)
+
+    ways = {"none": None, "as exact": lambda chain, tensors: evaluate(chain, tensors), "as inexact": inexact}
+    verdict = verify_chain(inexact, chain, chain_points(chain, shape), among=ways[among])
+    assert verdict.outcome == outcome, verdict

@@ -16,6 +16,7 @@ from postlude.errors import PostludeError
 from postlude.graph.biases import add_apart
 from postlude.graph.capture import MODE_CHANGES, capture
 from postlude.graph.casts import cast_inputs, cast_weights
+from postlude.graph.checkpoints import keep_random_state
 from postlude.graph.decide import decide
 from postlude.graph.dropouts import Opened, close_dropouts, masks_of, open_dropouts
 from postlude.graph.expected import questions_of, wanting_gradients
@@ -42,6 +43,7 @@ from postlude.run.execute import check_convolution, check_precision
 from postlude.run.ledger import Ledger
 from postlude.run.operator_call import judged_by
 from postlude.run.site import Site
+from postlude.stages.trace import without_saving_hooks
 from postlude.tested import untested_versions
 
 log = logging.getLogger("postlude")
@@ -90,11 +92,15 @@ class Backend:
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         check_precision(self.precision, _device_of(inputs))
         _warn_once()
+        with without_saving_hooks():  # tracing saves tensors too, which a checkpoint around the model would count
+            return self._compiled(graph, inputs)
+
+    def _compiled(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
             traced = capture(graph, inputs)
         except Exception as error:  # a private interface has changed, or an operator cannot be traced
             self._warn_of(error)
-            return graph.forward
+            return _as_it_is(graph)
         try:
             return self._compile(traced, inputs, self.layout)
         except UnsuitedError as why:
@@ -148,7 +154,7 @@ class Backend:
             gather_pool_gradients(traced, wanting_gradients(traced, inputs))
         traced.graph.lint()
         traced.recompile()
-        return traced.forward if rest == "eager" else self._by_inductor(traced, inputs)
+        return _as_it_is(traced) if rest == "eager" else self._by_inductor(traced, inputs)
 
     def _decided(
         self,
@@ -259,7 +265,13 @@ class Backend:
             log.warning(
                 "Inductor failed (%s): what is not fused runs as it was", text[0] if text else type(error).__name__
             )
-            return graph.forward
+            return _as_it_is(graph)
+
+
+def _as_it_is(graph: fx.GraphModule) -> Callable[..., Any]:
+    """Runs a graph operator by operator."""
+    keep_random_state(graph)
+    return graph.forward
 
 
 @functools.cache

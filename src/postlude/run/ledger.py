@@ -20,6 +20,7 @@ from postlude.plan import Plan, Problem, Refusal
 from postlude.plan.gpu import library_tf32
 from postlude.run import ahead
 from postlude.run.execute import Runner, prepare, prepared
+from postlude.stages.trace import without_saving_hooks
 
 log = logging.getLogger("postlude")
 _REMEMBERED = 256  # problems per site before the table is cleared
@@ -170,7 +171,8 @@ class Ledger:
             if outcome.has_program:
                 program = ahead.program_of(chain, runner, problem, question.needs)
                 ahead.load_all(ahead.jobs_of(program, problem.index), problem.place)
-            verdict = self._checked(Call(chain, problem, question.needs, outcome, runner), question.name, tensors)
+            with without_saving_hooks():  # a checkpoint around the model counts what is saved
+                verdict = self._checked(Call(chain, problem, question.needs, outcome, runner), question.name, tensors)
         except Exception as error:
             if ahead.raises_errors():
                 raise

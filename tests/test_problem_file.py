@@ -92,6 +92,19 @@ def test_arguments_by_position_and_by_name(tmp_path: Path, made: str) -> None:
     assert set(problem.build().state_dict()) == {"linear.weight"}
 
 
+def test_a_list_and_a_dict_are_two_arguments_where_the_model_takes_them(tmp_path: Path) -> None:
+    """KernelBench calls Model(*get_init_inputs())."""
+    text = GOOD.replace("[3]", "[[3], {'bias': False}]")
+    text = text.replace(
+        "def __init__(self, width, bias=True):",
+        "def __init__(self, sizes, options):\n        (width,), bias = sizes, options['bias']",
+    )
+    assert "sizes, options" in text
+    problem = problem_file.load(write(tmp_path, text))
+    assert problem.init_arguments() == ([[3], {"bias": False}], {})
+    assert set(problem.build().state_dict()) == {"linear.weight"}
+
+
 def test_candidate_is_built_with_the_reference_arguments(tmp_path: Path) -> None:
     reference = problem_file.load(write(tmp_path, GOOD))
     text = GOOD.replace("Model", "ModelNew").replace("return [3]", "return [7]")

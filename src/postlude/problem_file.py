@@ -77,9 +77,19 @@ class ProblemFile:
             return [], made
         if not isinstance(made, (list, tuple)):
             raise self._error(f"get_init_inputs() must return a list or a tuple, not {_a(type(made))}.")
-        if len(made) == 2 and isinstance(made[0], (list, tuple)) and isinstance(made[1], dict):
+        is_pair = len(made) == 2 and isinstance(made[0], (list, tuple)) and isinstance(made[1], dict)
+        if is_pair and not self._takes(*made):  # KernelBench passes the items of the list, whatever they are
             return list(made[0]), made[1]
         return list(made), {}
+
+    def _takes(self, *args: Any) -> bool:
+        """Whether the model can be built with these; tried without memory."""
+        try:
+            with _seeded(0), torch.device("meta"):
+                self.model_class(*args)
+        except Exception:  # the file's own code may raise anything
+            return False
+        return True
 
     def _function(self, name: str, seed: int) -> Any:
         function = getattr(self.module, name, None)

@@ -74,8 +74,10 @@ def test_another_mask_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def around_new_shapes(channels: int) -> None:
-    """A checkpoint compares what is saved the first time with what is saved when it recomputes. Chains of other channels
-    have not been checked before."""
+    """A checkpoint compares what is saved the first time with what is saved when it recomputes.
+
+    Chains of other channels have not been checked before.
+    """
     torch._dynamo.reset()
     block = nn.Sequential(nn.InstanceNorm2d(channels, affine=True), nn.LeakyReLU(0.01))
     with planned_for_a_gpu():

@@ -46,15 +46,23 @@ class ChainPoint:
     family: str = "given"
 
 
-def inputs_like(inputs: Any, family: Family, seed: int, largest: float = LARGEST_OFFSET) -> Any:
-    """The same nested inputs with new random numbers in every floating tensor; strides and everything else are kept."""
+def inputs_like(
+    inputs: Any, family: Family, seed: int, largest: float = LARGEST_OFFSET, shuffles_integers: bool = False
+) -> Any:
+    """The same nested inputs with new random numbers in every floating tensor; strides and everything else are kept.
+
+    Integers, which may be indices or labels, stay, or get another order.
+    """
     generators: dict[torch.device, torch.Generator] = {}
 
     def renew(tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point():
-            return tensor
         # On the tensor's device: the CPU would take seconds for a large one.
         generator = generators.setdefault(tensor.device, generator_for(seed, tensor.device))
+        if not tensor.is_floating_point():
+            if not shuffles_integers or tensor.is_complex():
+                return tensor
+            order = torch.randperm(tensor.numel(), generator=generator, device=generator.device).to(tensor.device)
+            return laid_out_like(tensor.reshape(-1)[order].reshape(tensor.shape), tensor)
         return laid_out_like(draw(tensor.shape, family, generator, tensor.dtype, largest), tensor)
 
     return map_tensors(renew, inputs)

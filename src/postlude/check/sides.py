@@ -150,7 +150,9 @@ class InProcess:
         """The inputs at the same addresses as before, so that results cached by address are exposed."""
         new, old = leaves_of(inputs), leaves_of(self._live)
         if [(t.shape, t.stride(), t.dtype) for t in new] != [(t.shape, t.stride(), t.dtype) for t in old]:
-            self._live = map_tensors(lambda tensor: laid_out_like(tensor.detach(), tensor), inputs)
+            old = leaves_of(map_tensors(lambda tensor: laid_out_like(tensor.detach(), tensor), inputs))
+        buffers = iter(old)
+        self._live = map_tensors(lambda _: next(buffers), inputs)  # numbers among the inputs are new
         for buffer, values in zip(leaves_of(self._live), new, strict=True):
             _overwrite(buffer, values)
         return self._live

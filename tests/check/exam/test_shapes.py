@@ -11,6 +11,9 @@ from postlude.check.exam.shapes import (
     CHANNELS_LAST,
     DECLARED,
     GAPS,
+    LARGER,
+    LONGER,
+    NUMBERS,
     ODD,
     ONE,
     SMALLEST,
@@ -35,7 +38,7 @@ def sizes(inputs: list[Any]) -> list[tuple[int, ...]]:
 def test_every_kind_is_there_and_keeps_the_channels() -> None:
     found, left_out = shapes_of(GIVEN, free)
     assert left_out == []
-    assert set(found) == {WORKING, DECLARED, ONE, ODD, SMALLEST, CHANNELS_LAST, GAPS}
+    assert set(found) == {WORKING, DECLARED, ONE, ODD, SMALLEST, CHANNELS_LAST, GAPS, LARGER, LONGER}
     assert found[DECLARED].inputs[0] is GIVEN[0]
     assert sizes(found[WORKING].inputs) == [(8, 4, 16, 16, 16)]
     assert sizes(found[ONE].inputs) == [(1, 4, 16, 16, 16)]
@@ -43,6 +46,8 @@ def test_every_kind_is_there_and_keeps_the_channels() -> None:
     assert len(set(odd[2:])) == 3
     assert all(size % 2 for size in odd[2:])
     assert sizes(found[SMALLEST].inputs) == [(2, 4, 2, 2, 2)]
+    assert sizes(found[LARGER].inputs) == [(2 * len(GIVEN[0]) + 2, 4, 5, 5, 5)]
+    assert sizes(found[LONGER].inputs) == [(3, 4, 5, 5, 30)]
     assert found[CHANNELS_LAST].inputs[0].is_contiguous(memory_format=torch.channels_last_3d)
     assert found[GAPS].inputs[0].stride(-1) == 2
     kept = [shape.inputs[0].shape[1] for shape in found.values()]
@@ -78,7 +83,23 @@ def test_a_reference_of_one_size_keeps_it() -> None:
     found, left_out = shapes_of(GIVEN, fixed)
     assert sizes(found[WORKING].inputs) == [(8, 4, 20, 24, 28)]
     assert SMALLEST not in found
-    assert len(left_out) == 1  # odd sizes
+    assert sizes(found[LARGER].inputs)[0][2:] == (20, 24, 28)
+    assert [text.split(" (")[0] for text in left_out] == [ODD, LONGER]
+
+
+def test_numbers_among_the_inputs_change() -> None:
+    inputs = [torch.rand(3, 4), 2.0, {"share": 0.5, "name": "x"}, (1, None)]
+    found, left_out = shapes_of(inputs, free)
+    _, first, named, pair = found[NUMBERS].inputs
+    assert (first, named, pair) == (1.5, {"share": 0.375, "name": "x"}, (1, None))
+    assert left_out == ["other values of inputs that are not tensors ('x', 1)"]
+    assert NUMBERS not in shapes_of(GIVEN, free)[0]
+
+
+def test_labels_are_cut_and_grow_with_their_samples() -> None:
+    found, _ = shapes_of([torch.rand(16, 5), torch.arange(16), torch.rand(16)], free)
+    assert sizes(found[WORKING].inputs) == [(8, 5), (8,), (16,)]  # a vector of numbers may belong to channels
+    assert sizes(found[LARGER].inputs) == [(34, 5), (34,), (16,)]
 
 
 @pytest.mark.parametrize("batch", [1, 3, 99])

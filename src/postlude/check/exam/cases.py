@@ -10,7 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from postlude.check.compare import LARGE_OFFSET
-from postlude.check.exam.shapes import CHANNELS_LAST, DECLARED, GAPS, ODD, ONE, SMALLEST, WORKING
+from postlude.check.exam.shapes import (
+    CHANNELS_LAST,
+    DECLARED,
+    GAPS,
+    LARGER,
+    LONGER,
+    NUMBERS,
+    ODD,
+    ONE,
+    SMALLEST,
+    WORKING,
+)
 from postlude.check.points import (
     Family,
     input_family,
@@ -76,7 +87,7 @@ def cases_for(shapes: Sequence[str], seeds: int, base: int) -> list[Case]:
         Case("other mode", flipped=True),
         Case("normal", "normal"),
         Case("declared shape", shape=DECLARED),
-        *(Case(name, shape=name) for name in (ONE, ODD, SMALLEST, CHANNELS_LAST, GAPS)),
+        *(Case(name, shape=name) for name in (ONE, ODD, SMALLEST, CHANNELS_LAST, GAPS, LARGER, LONGER, NUMBERS)),
         Case("small values", "small"),
         Case("sparse", "sparse"),
         Case(NAN, NAN),
@@ -94,7 +105,13 @@ def cases_for(shapes: Sequence[str], seeds: int, base: int) -> list[Case]:
     return [replace(case, required=place < REQUIRED) for place, case in enumerate(numbered)]
 
 
-def inputs_of(case: Case, template: list[Any], bounds: tuple[float, float] | None, has_bias: bool = True) -> list[Any]:
+def inputs_of(
+    case: Case,
+    template: list[Any],
+    bounds: tuple[float, float] | None,
+    has_bias: bool = True,
+    shuffles_integers: bool = False,
+) -> list[Any]:
     """The inputs of a point. `bounds` limits random numbers to a range, for references that accept no others.
 
     At some points a large offset is in a bias instead, if the model `has_bias`.
@@ -103,7 +120,8 @@ def inputs_of(case: Case, template: list[Any], bounds: tuple[float, float] | Non
         return template
     if case.is_nonfinite:
         return _with_nonfinite(template, case, bounds)
-    values = inputs_like(template, input_family(_family(case), case.seed, has_bias), case.seed, OFFSET)
+    family = input_family(_family(case), case.seed, has_bias)
+    values = inputs_like(template, family, case.seed, OFFSET, shuffles_integers)
     if bounds is not None:
         low, high = bounds
         return list(map_tensors(lambda t: _moved(t, lambda v: low + (high - low) * torch.sigmoid(v)), values))

@@ -18,6 +18,7 @@ from postlude.check.sides import UnanswerableError, leaves_of
 
 WORKING, DECLARED, ONE, ODD, SMALLEST = "working", "declared", "batch 1", "odd sizes", "smallest"
 CHANNELS_LAST, GAPS = "channels-last", "non-contiguous"
+LARGER, LONGER, NUMBERS = "larger batch", "longer rows", "other numbers"  # than declared
 WORKING_BATCH, WORKING_SPACE = 8, 16
 LEAST_BATCH, LEAST_SPACE = 3, 5
 # Multiplications of one call in float64 at the working shape: about 0.1 s on two cores.
@@ -53,20 +54,32 @@ def shapes_of(inputs: Sequence[Any], cost: Cost) -> tuple[dict[str, Shape], list
     """Every shape that the reference accepts, and what was left out."""
     given = list(inputs)
     working = _working(given, cost)
-    found, left_out = {WORKING: Shape(WORKING, working), DECLARED: Shape(DECLARED, given)}, []
+    found = {WORKING: Shape(WORKING, working), DECLARED: Shape(DECLARED, given)}
+    refused: dict[str, str] = {}  # of a kind that is tried in several sizes, the last
     known = [[tuple(tensor.shape) for tensor in leaves_of(each)] for each in (working, given)]
     for name, made in _variants(given, working):
         sizes = [tuple(tensor.shape) for tensor in leaves_of(made)]
-        if name in (ONE, ODD, SMALLEST) and (name in found or sizes in known):
+        if name in found or (name in (ONE, ODD, SMALLEST) and sizes in known):
             continue
         try:
-            cost(made)
+            _check_size(name, made)
+            flops, _ = cost(made)
+            _check_size(name, made, flops)
         except UnanswerableError as error:
-            if name != SMALLEST:  # the next larger one is tried
-                left_out.append(f"{name} ({' '.join(map(str, sizes))}): {error}")
-            continue
-        found[name] = Shape(name, made)
+            refused[name] = f"{name} ({' '.join(map(str, sizes))}): {error}"
+        else:
+            found[name] = Shape(name, made)
+    left_out = [text for name, text in refused.items() if name not in (SMALLEST, *found)]
+    if fixed := [number for number in _numbers_in(given) if not isinstance(number, float)]:
+        left_out.append(f"other values of inputs that are not tensors ({', '.join(map(repr, fixed))})")
     return found, left_out
+
+
+def _check_size(name: str, inputs: list[Any], flops: float = 0.0) -> None:
+    """Raises if a size above the declared one is too large for float64."""
+    elements = sum(tensor.numel() for tensor in leaves_of(inputs))
+    if name in (LARGER, LONGER) and (elements > 4 * WORKING_ELEMENTS or flops > 8 * WORKING_FLOPS):
+        raise UnanswerableError("float64 would take too long")
 
 
 def _variants(given: list[Any], working: list[Any]) -> Iterator[tuple[str, list[Any]]]:
@@ -78,6 +91,14 @@ def _variants(given: list[Any], working: list[Any]) -> Iterator[tuple[str, list[
     if any(tensor.dim() in _FORMATS for tensor in leaves_of(working)):
         yield CHANNELS_LAST, map_tensors(_channels_last, cut(working, batch=LEAST_BATCH))
     yield GAPS, map_tensors(_with_gaps, cut(working, batch=LEAST_BATCH))
+    declared = space_of(given)
+    for space in (dict.fromkeys(declared, LEAST_SPACE), space_of(working), declared):  # not every size is accepted
+        yield LARGER, _grown(cut(given, space=space), 0, twice=True)
+        if space:
+            last = max(space)
+            yield LONGER, _grown(cut(given, batch=LEAST_BATCH, space={**space, last: declared[last]}), last)
+    if any(isinstance(number, float) for number in _numbers_in(given)):
+        yield NUMBERS, _with_other_numbers(working)
 
 
 def _working(given: list[Any], cost: Cost) -> list[Any]:
@@ -93,8 +114,11 @@ def _working(given: list[Any], cost: Cost) -> list[Any]:
             flops, elements = cost(cropped)
         except UnanswerableError:
             # The reference may accept no other sizes: a norm over the last axis, a table of positions.
-            flops, elements = cost(cut(given, batch=batch))
             cropped = cut(given, batch=batch)
+            try:
+                flops, elements = cost(cropped)
+            except UnanswerableError:
+                return given  # not even another batch
         made = cropped
         if flops <= WORKING_FLOPS and elements <= 4 * WORKING_ELEMENTS:
             break
@@ -108,7 +132,9 @@ def cut(inputs: list[Any], batch: int | None = None, space: dict[int, int] | Non
 
     def piece(tensor: Tensor) -> Tensor:
         sizes = list(tensor.shape)
-        if batch is not None and tensor.dim() > 1 and sizes[0] == samples:
+        # A vector of numbers may belong to channels; one of integers has a label for each sample.
+        has_samples = tensor.dim() > 1 or (tensor.dim() == 1 and not tensor.is_floating_point())
+        if batch is not None and has_samples and sizes[0] == samples:
             sizes[0] = min(batch, samples)
         for axis, size in (space or {}).items():
             if axis < tensor.dim():
@@ -116,6 +142,40 @@ def cut(inputs: list[Any], batch: int | None = None, space: dict[int, int] | Non
         return tensor.detach()[tuple(slice(size) for size in sizes)].contiguous()
 
     return list(map_tensors(piece, inputs))
+
+
+def _grown(inputs: list[Any], axis: int, twice: bool = False) -> list[Any]:
+    """Two more positions along an axis than before, or than twice as many, for every tensor that is as long there as
+    the first. Even sizes stay even."""
+    size = next((tensor.shape[axis] for tensor in leaves_of(inputs) if tensor.dim() > axis), 0)
+
+    def longer(tensor: Tensor) -> Tensor:
+        has_axis = tensor.dim() > axis and tensor.shape[axis] == size
+        if not has_axis or (axis == 0 and tensor.dim() == 1 and tensor.is_floating_point()):
+            return tensor
+        return torch.cat([tensor, *[tensor] * twice, tensor.narrow(axis, 0, min(2, size))], axis)
+
+    return list(map_tensors(longer, inputs))
+
+
+def _numbers_in(item: Any) -> list[Any]:
+    """What is neither a tensor nor a container of some, except None."""
+    if isinstance(item, dict):
+        return [number for part in item.values() for number in _numbers_in(part)]
+    if isinstance(item, (list, tuple)):
+        return [number for part in item for number in _numbers_in(part)]
+    return [] if item is None or isinstance(item, Tensor) else [item]
+
+
+def _with_other_numbers(item: Any) -> Any:
+    """Every floating number three quarters of what it was, so that shares stay shares."""
+    if isinstance(item, float):
+        return 0.75 * item
+    if isinstance(item, dict):
+        return type(item)((key, _with_other_numbers(part)) for key, part in item.items())
+    if isinstance(item, (list, tuple)) and not hasattr(item, "_fields"):
+        return type(item)(map(_with_other_numbers, item))
+    return item
 
 
 def space_of(inputs: list[Any]) -> dict[int, int]:

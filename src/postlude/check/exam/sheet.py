@@ -19,7 +19,7 @@ from postlude.check.exam.cases import Case, cases_for, inputs_of, state_of
 from postlude.check.exam.rules import Rules
 from postlude.check.exam.shapes import DECLARED, WORKING, Shape, shapes_of
 from postlude.check.exam.truths import Known, Truths, in_double
-from postlude.check.points import producer_biases, random_state
+from postlude.check.points import inputs_like, producer_biases, random_state
 from postlude.check.sides import Question, UnanswerableError, leaves_of
 
 # Stretches of inputs and of parameter vectors, tried in turn until values lie on both sides of every bound.
@@ -57,6 +57,7 @@ class Exam:
         self._sheets: dict[tuple[Any, ...], Sheet] = {}
         with torch.random.fork_rng(devices=[]):
             self.shapes = self._shapes(list(inputs))
+            self.truths.takes_other_integers = self._takes_other_integers()
             self.range = self._range()
             self.cases = cases_for(list(self.shapes), rules.seeds, rules.seed)
             self.cases += self._bound_cases()
@@ -107,6 +108,19 @@ class Exam:
             del found[DECLARED]  # the working shape is the declared one
         return found
 
+    def _takes_other_integers(self) -> bool:
+        """Whether the reference accepts its integers in another order, as it does with labels and most indices."""
+        given = self.shapes[WORKING].inputs
+        if all(tensor.is_floating_point() for tensor in leaves_of(given)):
+            return False
+        other = inputs_like(given, "normal", 0, shuffles_integers=True)
+        try:
+            self.truths.own(Question(self.reference.state_dict(), other, 0, self.trains))
+        except UnanswerableError as error:
+            self.left_out.append(f"other integers than the file's: {error}")
+            return False
+        return True
+
     def _cost(self, inputs: list[Any]) -> tuple[float, int]:
         counter, begin = FlopCounterMode(display=False), time.monotonic()
         with counter:
@@ -120,7 +134,7 @@ class Exam:
 
     def _question(self, case: Case) -> Question:
         template = self.shapes[case.shape].inputs
-        inputs = inputs_of(case, template, self.range, self._has_bias)
+        inputs = inputs_of(case, template, self.range, self._has_bias, self.truths.takes_other_integers)
         training = self.trains != case.flipped
         backward = self.rules.backward and not case.is_nonfinite
         weights = self._cotangents(inputs, case.seed) if backward else ()

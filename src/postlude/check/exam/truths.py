@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from postlude.check.compare import Quantities, first_line
 from postlude.check.kinks import Kinks, all_ambiguous, either_side, few, spared
 from postlude.check.modes import FORMATS, RoundedOperands, has_no_convolution, pytorch_switches, resolve
 from postlude.check.points import inputs_like, map_tensors, random_state
+from postlude.check.same_draws import SameDraws
 from postlude.check.sides import Question, Side, UnanswerableError, leaves_of
 
 OTHER = 10_000  # added to a seed for another input or other parameters
@@ -46,6 +48,7 @@ class Truths:
         self._one_at_a_time = threading.Lock()  # candidates in several threads may share a reference
         self.seconds = 0.0, 0.0  # of PyTorch's and the truth's last answers
         self.mode = resolve(precision, self.dtype, self.device, has_no_convolution(reference))
+        self.takes_other_integers = False  # set when the reference has been seen to accept them in another order
 
     def known(self, question: Question, with_nulls: bool = False) -> Known:
         begin = time.monotonic()
@@ -111,7 +114,7 @@ class Truths:
     def _forward(self, side: Side, question: Question) -> Quantities:
         asked = replace(question, inputs=map_tensors(torch.clone, question.inputs))
         try:
-            with self._one_at_a_time:
+            with self._one_at_a_time, self._drawing(side):
                 return side.forward(asked)[1]
         except Exception as error:
             raise UnanswerableError(first_line(error)) from error
@@ -128,7 +131,8 @@ class Truths:
     def _nulls(self, exact: Question) -> dict[str, Quantities]:
         """The truth for another input and for other parameters. If one passes, the result does not depend on them."""
         asked = replace(exact, backward=False)
-        other = inputs_like(asked.inputs, "hierarchical", exact.seed + OTHER)
+        shuffles = self.takes_other_integers
+        other = inputs_like(asked.inputs, "hierarchical", exact.seed + OTHER, shuffles_integers=shuffles)
         nulls = {"the answer for another input": self.exact(replace(asked, inputs=other))}
         if any(True for _ in self.reference.parameters()):
             changed = random_state(self.reference, exact.seed + OTHER)
@@ -138,11 +142,14 @@ class Truths:
     def _ask(self, side: Side, question: Question, weigh_like: Quantities | None = None) -> Quantities:
         asked = replace(question, inputs=map_tensors(torch.clone, question.inputs))
         try:
-            with self._one_at_a_time:
+            with self._one_at_a_time, self._drawing(side):
                 return side.ask(asked, weigh_like)
         except Exception as error:
             what = "the reference in float64" if side is self.exact_side else "the reference"
             raise UnanswerableError(f"{what} raised {first_line(error)}") from error
+
+    def _drawing(self, side: Side) -> AbstractContextManager[Any]:
+        return SameDraws(self.dtype) if side is self.exact_side and self.dtype != torch.float64 else nullcontext()
 
 
 def _erase(answer: Quantities) -> None:

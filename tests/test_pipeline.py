@@ -305,7 +305,7 @@ def test_rest_inductor_says_what_it_did(net: Net, verify: bool, monkeypatch: pyt
         ({"precision": "tf32"}, "precision 'tf32' exists only on NVIDIA GPUs"),
         ({"precision": "half"}, "precision 'half' is unknown; use one of auto, fp32, tf32."),
         ({"memory": "thin"}, "memory='thin' is unknown"),
-        ({"memory": "lean"}, "memory='lean' applies to fused training"),
+        ({"memory": "lean"}, "memory='lean' is for training on a GPU"),
         ({"rest": "xla"}, "rest='xla' is unknown; use one of auto, eager, inductor."),
     ],
 )

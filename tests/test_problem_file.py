@@ -172,11 +172,11 @@ BAD = {
     ),
     "tuple": (
         GOOD.replace("return self.linear(x)", "return x, x"),
-        "Model returns a tuple of 2; Postlude judges models that return one tensor.",
+        "Model returns a tuple of 2; this command takes models that return one tensor.",
     ),
     "nothing": (
         GOOD.replace("return self.linear(x)", "pass"),
-        "Model returns None; Postlude judges models that return one tensor.",
+        "Model returns None; this command takes models that return one tensor.",
     ),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from postlude import hardware
 from postlude.chain import Chain
 from postlude.check.budget import Verdict, combine
 from postlude.errors import PostludeError
-from postlude.graph.backend import Backend
+from postlude.graph.backend import LEFT_OUT, Backend
 from postlude.graph.capture import hooks_of_all_modules
 from postlude.graph.compiled import compiled
 from postlude.graph.layout import Conversion
@@ -32,6 +33,7 @@ from postlude.site_check import check_site
 if TYPE_CHECKING:
     from postlude.report import Report
 
+log = logging.getLogger("postlude")
 MEMORIES = ("default", "lean")
 OPTIONS = frozenset({"precision", "rest", "memory", "convolution", "layout", "verify"})  # of the torch.compile backend
 NOTHING_CAPTURED = "PyTorch's compiler captured nothing of this call: it is disabled, or it gave up on this code"
@@ -175,6 +177,9 @@ def optimize(
         raise
     ledger.progress = None
     result = vars(run)[_RESULT] = _optimized(model, backend)
+    left = [item.name for item in result.declined if item.reason == LEFT_OUT]
+    if left and not result.sites:
+        log.warning("only= names none of the chains, which are at %s", ", ".join(left))
     return result
 
 
@@ -201,7 +206,7 @@ def _inductor_settings(mode: str | None, options: dict[str, Any]) -> dict[str, A
         return {}
     import torch._inductor as inductor
 
-    modes = ("default", *inductor.list_mode_options())
+    modes = list(dict.fromkeys(("default", *inductor.list_mode_options())))
     if mode is not None and mode not in modes:
         raise PostludeError(f"mode={mode!r} is unknown; use one of {', '.join(modes)}.")
     unknown = options.keys() - set(inductor.list_options())
@@ -246,9 +251,7 @@ def _check_request(
     tensors = [item for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
     device = tensors[0].device.type if tensors else hardware.default_device()
     if memory == "lean" and device not in TRAINS:
-        raise PostludeError(
-            f"memory='lean' applies to fused training, which does not exist on {device} yet; leave it out."
-        )
+        raise PostludeError(f"memory='lean' is for training on a GPU, not on {device}; leave it out.")
     check_precision(precision, device)
     if (earlier := _result_of(model)) is not None:
         earlier.undo()

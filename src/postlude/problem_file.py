@@ -58,15 +58,17 @@ class ProblemFile:
             setattr(self.module, name, size)
         return self
 
-    def run(self, model: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
-        """One forward pass without gradients, which must return one tensor."""
+    def run(self, model: nn.Module, inputs: tuple[Any, ...], takes_several: bool = False) -> Tensor:
+        """One forward pass without gradients, which must return one tensor; or several, of which this is the first."""
         name = type(model).__name__
         with torch.no_grad(), _seeded(0):
             result = self._call(f"{name}.forward", lambda: model(*inputs))
         if isinstance(result, Tensor):
             return result
+        if takes_several and (first := _first_tensor(result)) is not None:
+            return first
         size = f" of {len(result)}" if isinstance(result, (tuple, list, dict)) else ""
-        raise self._error(f"{name} returns {_a(type(result))}{size}; Postlude judges models that return one tensor.")
+        raise self._error(f"{name} returns {_a(type(result))}{size}; this command takes models that return one tensor.")
 
     def init_arguments(self, seed: int = 0) -> tuple[list[Any], dict[str, Any]]:
         """The arguments of the model's constructor, positional and by name."""
@@ -106,6 +108,13 @@ class ProblemFile:
 
     def _error(self, sentence: str) -> ProblemFileError:
         return ProblemFileError(f"{self.path}: {sentence}")
+
+
+def _first_tensor(item: Any) -> Tensor | None:
+    if isinstance(item, (list, tuple, dict)):
+        parts = map(_first_tensor, item.values() if isinstance(item, dict) else item)
+        return next((part for part in parts if part is not None), None)
+    return item if isinstance(item, Tensor) else None
 
 
 def load(path: str | Path, class_name: str = "Model") -> ProblemFile:

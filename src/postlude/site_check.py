@@ -48,7 +48,7 @@ BUFFERS = 16  # float64 buffers of the largest value's size that exist at a time
 
 
 class SiteCheck:
-    """Judges calls, each once: verdicts are remembered in this process and, if right, on disk."""
+    """Judges calls, each once: verdicts are remembered in this process and, unless they are "wrong", on disk."""
 
     def __init__(self) -> None:
         self.known: dict[str, Verdict] = {}

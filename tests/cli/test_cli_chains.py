@@ -52,6 +52,13 @@ def test_json_holds_what_was_found(run: Run, good: Path) -> None:
     assert {entry.name for entry in good.parent.iterdir()} == {"problem.py", "out.json"}
 
 
+@pytest.mark.parametrize("command", ["optimize", "explain"])
+def test_a_model_may_return_several_tensors(run: Run, write: Write, command: str) -> None:
+    ran = run(command, write(GOOD.replace(RESULT, f"{{'first': {RESULT}, 'rest': [x]}}")), "--device", "cpu")
+    assert ran.code == 0
+    assert CHAIN in ran.out
+
+
 def test_nothing_to_fuse(run: Run, write: Write) -> None:
     ran = run("optimize", write(NOTHING), "--device", "cpu")
     assert ran.code == 1
@@ -129,7 +136,7 @@ def test_noise_of_libraries_stays_out(run: Run, write: Write) -> None:
         (GOOD.replace("Model", "Net"), "it has no class Model (it has Net)."),
         (GOOD.replace("get_inputs", "inputs"), "it has no function get_inputs()."),
         (GOOD.replace("rand(4, 3", "rand(4, 5"), "Model.forward raises RuntimeError"),
-        (GOOD.replace(RESULT, "x, x"), "Model returns a tuple of 2"),
+        (GOOD.replace(RESULT, "None, 3"), "Model returns a tuple of 2"),
     ],
 )
 @pytest.mark.parametrize("command", ["optimize", "explain", "bench"])

@@ -31,7 +31,7 @@ def test_the_last_pass_reads_the_value_once_and_writes_a_part_of_it() -> None:
     chain, shape = soft().chain(), (128, 8, 128, 128)
     plan = planned(chain, shape)
     assert isinstance(plan, Plan)
-    assert plan.describe()[-1] == "pass 2: slab → group_norm(16) → tanh → logsumexp over channels → store"
+    assert plan.describe()[-1] == "pass 2: value in memory → group_norm(16) → tanh → logsumexp over channels → store"
     assert (plan.launches, plan.channels_end) == (6, chain.steps[-1])
     assert plan.result_layout == "contiguous"
     assert not any("last pass" in line for line in plan.tiles)

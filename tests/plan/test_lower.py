@@ -54,8 +54,8 @@ def test_chain_61_is_two_passes_and_names_them() -> None:
     found = plan(CHAIN_61, problem(CHAIN_61, (2, 64, 16, 16, 16)))
     assert [item.sink for item in found.passes] == [Keep(), Store()]
     assert found.describe() == [
-        "pass 1: conv_transpose3d(64→128, k3) → relu → keep in cache",
-        "pass 2: slab → group_norm(8) → store",
+        "pass 1: conv_transpose3d(64→128, k3) → relu → store",
+        "pass 2: value in memory → group_norm(8) → store",
     ]
     assert found.convolve == "eager"
 
@@ -179,7 +179,7 @@ def test_on_a_gpu_a_norm_is_two_passes_over_our_convolution() -> None:
     assert found.describe() == [
         "pass 1: conv_transpose3d(64→128, k3) [matrix product of float16 in two planes, scaled; "
         "tiles of 128 × 128 × 64] → relu → store, moments per channel",
-        "pass 2: slab → group_norm(8) → store",
+        "pass 2: value in memory → group_norm(8) → store",
     ]
     assert "twice" not in str(found.reasons)
     assert found.launches == 6  # largest, input, weight, product, combine, finish
@@ -190,7 +190,7 @@ def test_on_a_gpu_a_norm_is_two_passes_over_the_librarys_convolution() -> None:
     assert [item.sink for item in found.passes] == [Moments(squares=True), Store()]
     assert found.describe() == [
         "pass 1: conv3d(64→64, k3, s2) → relu → moments per channel",
-        "pass 2: slab → relu → group_norm(8) → store",
+        "pass 2: value in memory → relu → group_norm(8) → store",
     ]
     assert "Postlude has no kernel for strides other than 1" in str(found.reasons)
     assert found.launches == 3

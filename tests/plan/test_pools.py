@@ -30,7 +30,7 @@ def test_the_value_is_read_once_and_the_pooled_one_written() -> None:
     plan, longer = planned(chain, SHAPE), planned(block().chain(), SHAPE)
     assert isinstance(plan, Plan)
     assert isinstance(longer, Plan)
-    assert plan.describe()[-1] == "pass 2: slab → group_norm(16) → relu → max_pool(2) → clamp(0, 1) → store"
+    assert plan.describe()[-1] == "pass 2: value in memory → group_norm(16) → relu → max_pool(2) → clamp(0, 1) → store"
     assert plan.launches == longer.launches
     assert longer.moved_bytes - plan.moved_bytes == plan.value.bytes * 3 // 4
     assert not any("last pass" in line for line in plan.tiles)

@@ -114,7 +114,8 @@ def _outcome(
                 reasons.append(f"{name}: {what} error {error:.2g} of the spread, allowed {limit:.2g}")
     missed = sum(point.own.nearness <= EASILY and not point.result.allclose for point in points)
     if strict and missed:
-        reasons.append(f"{name}: misses allclose({TOLERANCE:g}) at {missed} points where PyTorch passes it easily")
+        where = f"at {missed} point{'s' * (missed > 1)} where PyTorch passes it easily"
+        reasons.append(f"{name}: misses allclose({TOLERANCE:g}) {where}")
     if reasons:
         return "wrong", tuple(reasons)
     passing = [null for null, is_rejected in rejected.items() if not is_rejected]

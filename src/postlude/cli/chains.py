@@ -20,7 +20,7 @@ from postlude.plan.rules import rule_lines
 
 def optimize(settings: Settings, path: Path, report: Path | None = None) -> Answer:
     check_report(report)
-    opened = open_problem(settings, path)
+    opened = open_problem(settings, path, takes_several=True)
     result = fuse(settings, opened.model, opened.inputs)
     _raise_if_not_captured(result, path)
     if result.sites:
@@ -35,7 +35,7 @@ def optimize(settings: Settings, path: Path, report: Path | None = None) -> Answ
 
 
 def explain(settings: Settings, path: Path, repro: str | None = None, train: bool = False) -> Answer:
-    opened = open_problem(settings, path)
+    opened = open_problem(settings, path, takes_several=True)
     result = fuse(settings, opened.model, opened.inputs, train=train)
     _raise_if_not_captured(result, path)
     _show_cards(result.sites)

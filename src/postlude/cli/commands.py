@@ -155,6 +155,9 @@ def verify(
         if like_kernelbench:
             from postlude.cli import kernelbench
 
+            if self_check or backward or declared_only:
+                raise PostludeError("--like-kernelbench judges one result at the declared shapes; use it alone.")
+
             return kernelbench.verify(settings, reference, candidate)
         from postlude.cli import judge
 

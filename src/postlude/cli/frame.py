@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from postlude.cli.output import check_writable, complain, write_json
+from postlude.cli.output import CLOSED, check_writable, complain, end_output, write_json
 from postlude.errors import PostludeError
 
 DONE, NO, COULD_NOT_RUN, INTERRUPTED = 0, 1, 2, 130
@@ -68,6 +68,9 @@ def _run(name: str, request: Request, command: Callable[[Settings], Answer]) -> 
             return answer.code
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:
+        end_output()
+        return CLOSED
     except Exception as error:
         if request.debug:
             traceback.print_exc()

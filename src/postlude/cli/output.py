@@ -34,6 +34,7 @@ __all__ = [
     "write_json",
     "write_whole",
 ]
+CLOSED = 141  # the exit code of a program whose reader has left, as shells give it
 _PIPE_WIDTH = 240  # for a pipe or file, where cutting or folding a table would only do harm
 
 
@@ -132,7 +133,20 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
     write_whole(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        end_output()
+        raise SystemExit(CLOSED)
+
+
+def end_output() -> None:
+    """Sends the rest to nobody, after the reader of a pipe has left; what Python writes at its end as well."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _console(stream: TextIO) -> Console:
     width = None if stream.isatty() else _PIPE_WIDTH
     # The stream says whether it is a terminal; rich handles NO_COLOR and TERM=dumb.
-    return Console(file=stream, width=width, highlight=False, markup=False, emoji=False, force_terminal=stream.isatty())
+    return _Console(
+        file=stream, width=width, highlight=False, markup=False, emoji=False, force_terminal=stream.isatty()
+    )

@@ -26,18 +26,21 @@ class Opened:
     problem: ProblemFile
     model: nn.Module
     inputs: tuple[Any, ...]
-    output: Tensor  # the original model's result
+    output: Tensor  # the original model's result, or the first of several
 
 
-def open_problem(settings: Settings, path: Path, shapes: str = OWN) -> Opened:
-    """Loads, builds and runs the model once, so that a problem with the file is reported first."""
+def open_problem(settings: Settings, path: Path, shapes: str = OWN, takes_several: bool = False) -> Opened:
+    """Loads, builds and runs the model once, so that a problem with the file is reported first.
+
+    With `takes_several` the model may return several tensors.
+    """
     problem = problem_file.load(path)
     if shapes == OTHER:
         problem = at_other_shapes(problem)
     with working(f"Running {path.name} as it is"):
         model = problem.build(settings.device)
         inputs = problem.inputs(settings.device)
-        return Opened(problem, model, inputs, problem.run(model, inputs))
+        return Opened(problem, model, inputs, problem.run(model, inputs, takes_several))
 
 
 def fuse(settings: Settings, model: nn.Module, inputs: tuple[Any, ...], *, train: bool = False) -> Optimized:

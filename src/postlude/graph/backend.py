@@ -49,6 +49,7 @@ from postlude.tested import untested_versions
 log = logging.getLogger("postlude")
 RESTS = ("auto", "eager", "inductor")
 LAYOUTS = ("auto", "keep")
+LEFT_OUT = "left out by only="
 _MULTIPLIED = "PyTorch runs this product, and chains begin after it"
 
 
@@ -134,7 +135,7 @@ class Backend:
         sites, fused = self._decided(traced, inputs, found, rest, conversions, before)
         gathered = gather_gradients(traced, wanting_gradients(traced, inputs), self.ledger.check is not None)
         restore_results(traced, before)
-        declined += [Declined(item.name, str(item.chain), "left out by only=") for item in left_out]
+        declined += [Declined(item.name, str(item.chain), LEFT_OUT) for item in left_out]
         left = conversions_in(traced) if conversions else ()
         self.captured.append(Captured(tuple(sites), tuple(declined), left, tuple(gathered)))
         splice(traced, list(fused), [site for site, _ in fused.values()])

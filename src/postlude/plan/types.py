@@ -214,12 +214,14 @@ class Plan:
     def describe(self) -> list[str]:
         """One line per pass, as `postlude explain` prints them."""
         lines = []
+        before = "slab" if self.slabs > 1 else "input" if self.chain.producer is None else "value in memory"
         for number, item in enumerate(self.passes, 1):
-            source = "slab" if item.source == "load" else str(self.chain.producer)
+            source = before if item.source == "load" else str(self.chain.producer)
             if item.source == "own convolution":
                 source += f" [{self.own or self.own_on_cpu}]"
             words = self.chain.words()[item.first - 1 : item.last]
-            lines.append(f"pass {number}: " + " → ".join([source, *words, str(item.sink)]))
+            sink = "store" if isinstance(item.sink, Keep) and self.slabs == 1 else str(item.sink)
+            lines.append(f"pass {number}: " + " → ".join([source, *words, sink]))
         return lines
 
     def describe_training(self) -> list[str]:

@@ -75,7 +75,10 @@ BENCHES = [
         (8, 3, 24, 32, 32),
     ),
     Bench(
-        "2-D conv group_norm silu", Builder(2, conv(2, (16, 32), padding=1)).norm(8).op("silu").chain(), (8, 16, 64, 64)
+        "2-D conv group_norm silu",
+        Builder(2, conv(2, (16, 32), padding=1)).norm(8).op("silu").chain(),
+        (8, 16, 64, 64),
+        more=(STEP,),
     ),
     Bench(
         "2-D conv gelu residual",
@@ -86,6 +89,7 @@ BENCHES = [
         "2-D many",
         Builder(2, conv(2, (16, 32), padding=1)).norm(8).op("silu").chain(),
         (32, 16, 128, 128),
+        more=(STEP,),
     ),
     Bench("conv relu batch of one", Builder(3, conv(3, (8, 16))).op("relu").chain(), (1, 8, 48, 48, 48)),
     Bench("conv relu", Builder(3, conv(3, (8, 16))).op("relu").chain(), (4, 8, 24, 32, 32)),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cases import BY_NAME, WORDS, Builder, conv
 from cpp_kernels import MACHINE, Library, built, needs_compiler, quick_command, serve
+from plan.test_lower import problem
 from postlude import reference, reverse
 from postlude.chain import Chain
 from postlude.check import chain_points, tensors_for, verify_chain
@@ -234,3 +235,23 @@ def test_what_is_pytorchs_says_why(chain: Chain, reason: str) -> None:
     outcome = lower(chain, problem_of(leaves_for(chain, (2, 4, 6, 6), "contiguous")), MACHINE)
     assert isinstance(outcome, Refusal)
     assert reason in outcome.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("norm", "layout", "side", "is_fused"),
+    [
+        (4, "contiguous", 180, False),  # a value and its gradient fit in 16 MiB of caches
+        (4, "contiguous", 260, True),
+        (4, "channels_last", 180, True),
+        (None, "contiguous", 180, True),
+        (None, "contiguous", 60, False),  # below a MiB
+    ],
+)
+def test_pytorch_trains_contiguous_group_norm_in_caches(
+    norm: int | None, layout: str, side: int, is_fused: bool
+) -> None:
+    chain = Builder(2).norm(norm).op("relu").chain()
+    found = lower(chain, problem(chain, (2, 16, side, side), layout, needs_grad=True), MACHINE)
+    assert isinstance(found, Plan) == is_fused, str(found)
+    if not is_fused:
+        assert ("group_norm is as fast" in str(found)) == (norm == 4)

@@ -1,7 +1,7 @@
 """GPUs as values: a card's sizes, abilities, rates and tiles.
 
-No other file makes a decision by an architecture's name. The H200's figures were measured. Those of other cards come
-from NVIDIA's publications or from the driver's properties, and say so.
+No other file makes a decision by an architecture's name. The H200's figures were measured, except `library_last`.
+Those of other cards come from NVIDIA's publications or from the driver's properties, and say so.
 """
 
 from __future__ import annotations

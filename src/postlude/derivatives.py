@@ -35,8 +35,8 @@ DERIVATIVES: dict[str, tuple[Expression, ...]] = {
     ),
 }
 if torch.__version__ >= "2.14":
-    # From 2.14 on, PyTorch's clamp passes nothing at its bounds. Composed of the functions that kernels have: the
-    # inner one gives 0 at a bound (g − g, or hardtanh's), the outer one 0 at NaN.
+    # From 2.14 on, PyTorch's clamp passes nothing at its bounds. It is composed of functions that kernels have: at a
+    # bound the inner one passes g, so that g minus it is 0; the outer one gives 0 at NaN.
     _BOUND, _LOW, _HIGH = Name("bound"), Name("low"), Name("high")
     _at_most, _at_least = (call(f"clamp_{word}_gradient", G, X, _BOUND) for word in ("max", "min"))
     DERIVATIVES |= {

@@ -59,6 +59,35 @@ def test_a_model_may_return_several_tensors(run: Run, write: Write, command: str
     assert CHAIN in ran.out
 
 
+def test_explains_a_plan_for_a_card_that_is_not_here(run: Run, write: Write) -> None:
+    """At full size: nothing is run."""
+    large = write(GOOD.replace("torch.rand(4, 3, 18, 34, 36)", "torch.rand(512, 3, 64, 256, 256)"))
+    ran = run("explain", large, "--card", "h200", "--precision", "tf32")
+    assert ran.code == 0
+    assert "as it is planned for H200: its rates and tiles were measured; nothing was run." in ran.out
+    assert f"{CHAIN}\n  input 512×3×64×256×256, float32, contiguous, on cuda" in ran.out
+    assert "  in order: " in ran.out
+    path = large.parent / "out.json"
+    assert run("explain", large, "--card", "A100", "--train", "--json", path).code == 0
+    data = json.loads(path.read_text(encoding="utf-8"))
+    assert (data["card"], data["sites"][0]["plan"]["fused"]) == ("A100", True)
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (("--card", "GTX 480"), "--card GTX 480 is unknown; use H200, H100, A100"),
+        (("--card", "H200", "--device", "cpu"), "takes neither --device nor --repro"),
+    ],
+)
+def test_a_card_that_cannot_be_planned_for_is_one_sentence(
+    run: Run, good: Path, more: tuple[str, ...], sentence: str
+) -> None:
+    ran = run("explain", good, *more)
+    assert ran.code == 2
+    assert sentence in ran.sentences[-1]
+
+
 def test_nothing_to_fuse(run: Run, write: Write) -> None:
     ran = run("optimize", write(NOTHING), "--device", "cpu")
     assert ran.code == 1

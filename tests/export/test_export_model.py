@@ -112,6 +112,21 @@ def test_docstrings_of_the_problem_have_no_word_that_kernelbench_takes_for_a_sta
     assert "Forward call of the model, which does not bypass anything." in made.text
 
 
+@pytest.mark.parametrize(("norm", "is_asked"), [("InstanceNorm2d(cout)", False), ("BatchNorm2d(cout)", True)])
+def test_the_mode_is_asked_for_where_it_matters(norm: str, is_asked: bool, tmp_path: Path) -> None:
+    """An instance_norm without running statistics is the same in training and in evaluation."""
+    asked = Problem(
+        "",
+        f"self.conv = nn.Conv2d(cin, cout, 3); self.norm = nn.{norm}",
+        "return torch.relu(self.norm(self.conv(x)))",
+        (2, 8, 6, 5),
+        8,
+        (),
+    )
+    made, _, _ = export_text(asked.text, tmp_path)
+    assert ("self.norm.training" in made.text) == is_asked
+
+
 def test_a_file_without_kernels_asks_for_no_card_that_tiles_were_chosen_for(tmp_path: Path) -> None:
     """An average pool that is part of the weight leaves a convolution of PyTorch's; a sum over features, two kernels
     that run on any card."""

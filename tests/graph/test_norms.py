@@ -94,7 +94,7 @@ def test_a_tracked_norm_moves_its_statistics_in_training() -> None:
     result = postlude.optimize(model, x)
     assert result.sites == ()
     reasons = {item.reason for item in result.declined}
-    assert reasons == {"instance_norm that moves running statistics, which are means over the batch"}
+    assert reasons == {"instance_norm that updates running statistics, which are means over the batch"}
     torch.testing.assert_close(model(x), plain(x))
     for ours, theirs in zip(model.buffers(), plain.buffers(), strict=True):
         torch.testing.assert_close(ours, theirs)

@@ -15,6 +15,7 @@ from postlude.cli.session import fuse, machine_data, open_problem, result_data
 from postlude.errors import PostludeError
 from postlude.pipeline import Optimized, SiteReport
 from postlude.plan import Plan
+from postlude.plan.calls import launches
 from postlude.plan.rules import rule_lines
 
 
@@ -69,6 +70,8 @@ def explain_site(site: SiteReport) -> None:
         for line in plan.describe():
             say(f"  {line}")
         say(f"  {_launches(plan) if plan.has_program else _slabs(plan)}")
+        if plan.has_program and plan.launches > 1:
+            say(f"  in order: {', '.join(call.kernel for call in launches(plan.program.forward))}")
         for line in plan.describe_training():
             say(f"  {line}")
         moved, before = megabytes(plan.moved_bytes), megabytes(plan.eager_bytes)

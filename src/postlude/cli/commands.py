@@ -106,6 +106,9 @@ def explain(
         str | None, typer.Option(metavar="SITE", help="Write a small script of this chain, for a bug report.")
     ] = None,
     train: Annotated[bool, typer.Option("--train", help="Show the plans of training.")] = False,
+    card: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Plan for this card, such as H200, without running anything.")
+    ] = None,
     convolution: ConvolutionOption = "auto",
     device: Device = None,
     precision: Precision = "auto",
@@ -118,11 +121,18 @@ def explain(
     """
 
     def command(settings: frame.Settings) -> frame.Answer:
+        if card is not None:
+            from postlude.cli import card_plans
+
+            if device is not None or repro is not None:
+                raise PostludeError("--card runs nothing, so it takes neither --device nor --repro; leave those out.")
+            return card_plans.explain_for_card(file, card, precision, settings.convolution, train)
         from postlude.cli import chains
 
         return chains.explain(settings, file, repro, train)
 
-    frame.run("explain", frame.Request(device, precision, json, debug, convolution), command)
+    asked = precision if card is None else "auto"  # a card's precisions are not this machine's
+    frame.run("explain", frame.Request(device, asked, json, debug, convolution), command)
 
 
 @app.command(short_help="Judge a candidate (ModelNew) against the float64 truth.")

@@ -24,8 +24,15 @@ from postlude.graph.dropouts import open_dropouts
 from postlude.graph.match import Match, match
 from postlude.graph.tidy import functionalise
 
-# Modules that compute one thing in training and another in evaluation.
-_MODAL = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)
+
+def _depends_on_mode(module: nn.Module) -> bool:
+    """Whether a module computes one thing in training and another in evaluation.
+
+    An instance_norm, or a batch_norm, without running statistics takes those of its input in both.
+    """
+    if isinstance(module, nn.modules.batchnorm._NormBase):
+        return module.running_mean is not None
+    return isinstance(module, nn.modules.dropout._DropoutNd)
 
 
 @dataclass(frozen=True)
@@ -198,7 +205,7 @@ class _Below:
         left = [slot for slot in range(len(item.chain.roles)) if slot not in numbers and slot not in masks]
         paths = [str(node.target) for node in calls if node.op == "call_module"]
         modules = [(path, self.model.get_submodule(path)) for path in paths]
-        modes = tuple((path, module.training) for path, module in modules if isinstance(module, _MODAL))
+        modes = tuple((path, module.training) for path, module in modules if _depends_on_mode(module))
         item = _with_slots(item, [*left, *masks], numbers, item.chain.producer)
         tensors += map(drawn_by, masks.values())
         return FoundChain(item, tuple(calls), tuple(tensors), tuple(counters.values()), modes)

@@ -106,13 +106,13 @@ def _entry(ledger: Ledger, question: Question, known: Around | None) -> Entry | 
 def _why_inductors(question: Question, plan: Plan, known: Around) -> str | None:
     """Why Inductor should run a chain whose producer is PyTorch's; None if we should.
 
-    One pass Inductor generates as well, and fuses it with its neighbours: for example a residual's sum with the moments
-    of the norm after it. Under autocast a chain also casts its weight at each call, which Inductor does for all weights
-    at once: of a small value, Inductor takes less host time for several passes, too. A result that several
-    readers want, some of them in 16 bits, Inductor writes in both widths at once; after ours, the cast is a pass of its
-    own (0.35 of the 4.4 ms GPU time of resnet50_gn's inference on an H200). A channels-last
-    result that is only added to another Inductor does not write at all: the pass that normalizes adds. A pool behind a
-    norm is different: Inductor writes what the norm gives, at its full size, and reads it for the pool.
+    Inductor also generates a single pass, and fuses it with its neighbours: for example a residual's sum with the
+    moments of the norm after it. Under autocast a chain also casts its weight at each call, which Inductor does for
+    all weights at once: of a small value, Inductor takes less host time for several passes, too. A result that
+    several readers want, some of them in 16 bits, Inductor writes in both widths at once; after ours, the cast is a
+    pass of its own (0.35 of the 4.4 ms GPU time of resnet50_gn's inference on an H200). A channels-last result that
+    is only added to another Inductor does not write at all: the pass that normalizes adds. A pool behind a norm is
+    different: Inductor writes what the norm gives, at its full size, and reads it for the pool.
     """
     chain, problem = question.chain, question.problem
     what = "product" if chain.is_linear else "convolution"

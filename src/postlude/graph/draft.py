@@ -238,7 +238,7 @@ def _normalize(draft: Draft, node: fx.Node) -> Draft | str:
     assert op is not None
     call = arguments_of(node)
     if op == "instance_norm" and call["running_mean"] is not None:
-        return "instance_norm that moves running statistics, which are means over the batch"
+        return "instance_norm that updates running statistics, which are means over the batch"
     if call["input"] not in draft.values:
         return f"{describe(node)} does not work on the chain's value"
     axes = len(call["normalized_shape"]) if op == "layer_norm" else 0

@@ -9,14 +9,15 @@ from postlude.graph.capture import same_shape
 
 
 def vector_role(shape: tuple[Any, ...], other: tuple[Any, ...], is_of_rows: bool) -> Role | None:
-    """Of a vector over the second axis, as prelu reads it."""
+    """The role of a vector over the second axis, as prelu reads it."""
     if not is_of_rows and same_shape(shape[1:2], other):
         return "channel"
     return "one" if are_ones(other) else None
 
 
 def broadcast_role(shape: tuple[Any, ...], other: tuple[Any, ...], is_of_rows: bool) -> Role | None:
-    """Of a tensor that is broadcast against a value of `shape`, whose channels are the last axis if it `is_of_rows`."""
+    """The role of a tensor that is broadcast against a value of `shape`, whose channels are its last axis if it
+    `is_of_rows`."""
     if same_shape(shape, other):
         return "full"
     if len(other) > len(shape):

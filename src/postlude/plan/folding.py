@@ -38,7 +38,7 @@ class Folding:
 
 
 def folding_of(conv: Convolution, pool: Pool, space: tuple[int, ...]) -> Folding | None:
-    """Of a pool behind a convolution over an input of this space; None where it cannot be folded."""
+    """The folding of a pool into the convolution before it, whose input has this space; None where there is none."""
     if conv.is_linear:
         return _of_features(conv, pool)
     windows, out = pool.windows, conv.output_space(space)
@@ -110,6 +110,6 @@ def _folded(conv: Convolution, pool: Pool, space: tuple[int, ...]) -> Folding | 
 
 
 def folded_flops(folding: Folding, batch: int) -> int:
-    """Of the convolution that is left; what one of stride 1 and more computes behind the last window is not counted."""
+    """Operations of the convolution that is left, without positions behind the last window."""
     conv = folding.convolution
     return 2 * batch * math.prod(folding.space) * math.prod(conv.kernel) * conv.in_channels * conv.out_channels

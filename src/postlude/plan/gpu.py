@@ -103,7 +103,7 @@ def lower_for_gpu(
         trains=problem.needs_grad,
         input_gradient=dx,
         weight_gradient=dw,
-        # Tiles with all channels are none of a packed row.
+        # A tile that holds all channels cannot write packed rows.
         packs_gradient=packs_gradient(dx, dw) and over_channels(chain) is None and bool(chain.steps),
         few_gradient=few,
         is_lean=is_lean(chain, problem) and not from_result,

@@ -59,7 +59,7 @@ class OverChannels:
 
 
 def over_channels(chain: Chain) -> OverChannels | None:
-    """Such steps directly after the last fused step; None for a linear layer, whose features are rows."""
+    """The steps over channels directly after the last fused step; None for a linear layer, whose features are rows."""
     if not chain.dims:
         return None
     first = last = last_fused_step(chain)
@@ -193,7 +193,7 @@ def rows_from(chain: Chain) -> int | None:
 
 
 def has_whole_rows(chain: Chain) -> bool:
-    """Whether a program of that pass has all features of a sample, so that later barriers over them fuse as well."""
+    """Whether a program of the pass by rows has all features of a sample: later barriers over them fuse as well."""
     barrier = first_barrier(chain)
     return not chain.dims and barrier is not None and _is_of_whole_rows(chain.steps[barrier - 1])
 
@@ -205,7 +205,7 @@ def _is_of_whole_rows(step: Step) -> bool:
 
 
 def row_parts(chain: Chain) -> int:
-    """Rows per sample in that pass, for a linear layer: the number of groups of features, or one."""
+    """Rows per sample in the pass by rows, for a linear layer: the number of groups of features, or one."""
     barrier = rows_from(chain)
     step = None if barrier is None else chain.steps[barrier - 1]
     return (step.groups or 1) if isinstance(step, Normalize) and step.over == "sample" else 1

@@ -80,7 +80,8 @@ def through_for(chain: Chain, problem: Problem, card: Card, even_if_slower: bool
 
 
 def _folding(chain: Chain, step: Pool, problem: Problem) -> Folding | None:
-    """On a GPU, in contiguous fp32: with TF32 fewer roundings would be averaged than in PyTorch's result."""
+    """The smaller convolution that a pool leaves, where it is used: on a GPU, in contiguous fp32. With TF32, fewer
+    roundings would be averaged than in PyTorch's result."""
     if problem.device != "cuda" or step.operand != Value(chain.steps.index(step)):
         return None
     folding = folding_of(chain.convolution, step, problem.x.shape[2:])
@@ -106,7 +107,7 @@ def _stays_infinite(chain: Chain, number: int) -> bool:
 
 
 def _is_less(chain: Chain, folding: Folding, problem: Problem, card: Card) -> bool:
-    """Than our convolution, or PyTorch's, whose result is written and read by a pass."""
+    """Whether the folded convolution takes less time than ours, or PyTorch's, with a pass that reads its result."""
     batch, _, *space = problem.x.shape
     flops, rates = chain.convolution.flops(batch, tuple(space)), card.rates
     fused = min(flops / rates.library["fp32"], 3 * flops / rates.product) + 2 * body_bytes(chain, problem) / rates.copy

@@ -1,0 +1,53 @@
+"""`postlude explain FILE.py --card NAME`: what would run on a card that need not be here. Nothing is run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from postlude import cards, hardware, problem_file
+from postlude.cards import Card
+from postlude.cli.chains import explain_site
+from postlude.cli.frame import DONE, Answer
+from postlude.cli.output import say, show_table, working
+from postlude.cli.session import site_data
+from postlude.errors import PostludeError
+from postlude.export.export_model import HOPPER, export
+from postlude.pipeline import SiteReport
+
+
+def explain_for_card(path: Path, name: str, precision: str, convolution: str, train: bool) -> Answer:
+    """The plans of the chains that an exported file would have. Tensors have shapes but no memory."""
+    card = _card(name)
+    with working(f"Planning {path.name} for {card.name}"), torch.device("meta"):
+        problem = problem_file.load(path)
+        model, inputs = problem.build("meta"), problem.inputs("meta")
+        made = export(
+            path.read_text(encoding="utf-8-sig"),
+            model,
+            inputs,
+            problem.init_arguments(),
+            machine=hardware.machine_on(card, keeping_layout=HOPPER.keeping_layout),
+            precision=precision,
+            allows_tf32=precision == "tf32" or (precision == "auto" and hardware.default_fp32_precision() == "tf32"),
+            training=train,
+            convolution=convolution,
+        )
+    say(f"{path.name} as it is planned for {card}; nothing was run.\n")
+    sites = [SiteReport(one.name, one.chain, one.plan.problem, one.plan, None) for one in made.chains]
+    for site in sites:
+        explain_site(site)
+        say()
+    if made.left:
+        say("Left to PyTorch:")
+        show_table(["what", "why"], [[what, why] for what, why in made.left.items()])
+    data = {"file": str(path), "card": card.name, "sites": list(map(site_data, sites)), "left": dict(made.left)}
+    return Answer(DONE, data)
+
+
+def _card(name: str) -> Card:
+    found = next((card for card in cards.KNOWN if card.name.lower() == name.lower()), None)
+    if found is None:
+        raise PostludeError(f"--card {name} is unknown; use {', '.join(card.name for card in cards.KNOWN)}.")
+    return found

@@ -29,10 +29,11 @@ Coefficient = Tensor | float  # of every channel in float64, or one for all
 
 
 class Produced(NamedTuple):
-    """The producer's part, and the sums that it was computed from: of the weight's rows, its windows, or by tap."""
+    """The producer's part, and what it was computed from: sums of the weight's rows, means of its windows, or the
+    input's sums by tap. A convolution with its pool in the weight is computed from the input itself."""
 
     result: Tensor
-    sums: Tensor
+    source: Tensor
 
 
 def sum_through(chain: Chain, number: int, tensors: Sequence[Tensor], by_kernels: bool = False) -> Tensor:
@@ -115,13 +116,13 @@ def _producers_gradients(
         folding = _folding_of(conv, step, x)
         if not conv.is_linear:
             return derived(lambda x, weight: average_through(conv, folding, x, weight), [x, weight], dvalue)
-        dx, dmeans = derived(F.linear, [x, part.sums], dvalue)
+        dx, dmeans = derived(F.linear, [x, part.source], dvalue)
         return [dx, *derived(lambda weight: _means_of(weight, folding), [weight], dmeans)]
     if conv.is_linear:
         dsums = sum_of_multiples(x, dvalue) if x.is_contiguous() else torch.mv(x.double().t(), dvalue)
-        dx = torch.outer(dvalue.to(x.dtype), part.sums.sum(0).to(x.dtype))
+        dx = torch.outer(dvalue.to(x.dtype), part.source.sum(0).to(x.dtype))
         return [dx, dsums.to(weight.dtype).expand(weight.shape)]
-    dsums, dweight = derived(lambda sums, weight: _weighted(sums, conv, weight, x), [part.sums, weight], dvalue)
+    dsums, dweight = derived(lambda sums, weight: _weighted(sums, conv, weight, x), [part.source, weight], dvalue)
     if x.is_contiguous() and conv.kernel[-1] <= MOST_TAPS:
         return [sums_gradient(conv, dsums, x), dweight]
     return [*derived(lambda x: _sums_by_pytorch(conv, x), [x], dsums), dweight]

@@ -143,7 +143,8 @@ def beside_busy_processes(count: int) -> Iterator[None]:
 def measure(bench: Bench, layout: str, mode: str, rounds: int, seconds: float) -> list[records.Record]:
     inputs = inputs_for(bench, layout, mode)
     # Of a training step: the gradient of the input.
-    first = functools.partial(step, dy=torch.randn(bench.shape)) if mode == STEP else call
+    shape = reference.evaluate(bench.chain, [tensor.detach() for tensor in inputs[0]]).shape
+    first = functools.partial(step, dy=torch.randn(shape)) if mode == STEP else call
     truth = first(functools.partial(reference.evaluate, bench.chain, dtype=torch.float64), inputs[0])
     site = Site(bench.name, bench.chain)
     runs: dict[str, Run] = {
@@ -194,7 +195,7 @@ def call(run: Run, tensors: Sequence[Tensor]) -> Tensor:
 
 def step(run: Run, tensors: Sequence[Tensor], dy: Tensor) -> Tensor:
     result = run(tensors)
-    return torch.autograd.grad(result, tensors, dy.view(-1)[: result.numel()].view(result.shape).to(result.dtype))[0]
+    return torch.autograd.grad(result, tensors, dy.to(result.dtype))[0]
 
 
 def inputs_for(bench: Bench, layout: str, mode: str) -> list[list[Tensor]]:

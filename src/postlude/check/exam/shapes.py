@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,9 +58,12 @@ def shapes_of(inputs: Sequence[Any], cost: Cost) -> tuple[dict[str, Shape], list
     found = {WORKING: Shape(WORKING, working), DECLARED: Shape(DECLARED, given)}
     refused: dict[str, str] = {}  # of a kind that is tried in several sizes, the last
     known = [[tuple(tensor.shape) for tensor in leaves_of(each)] for each in (working, given)]
-    for name, made in _variants(given, working):
+    for name, make in _variants(given, working):
+        if name in found:
+            continue
+        made = make()
         sizes = [tuple(tensor.shape) for tensor in leaves_of(made)]
-        if name in found or (name in (ONE, ODD, SMALLEST) and sizes in known):
+        if name in (ONE, ODD, SMALLEST) and sizes in known:
             continue
         try:
             _check_size(name, made)
@@ -77,28 +81,42 @@ def shapes_of(inputs: Sequence[Any], cost: Cost) -> tuple[dict[str, Shape], list
 
 def _check_size(name: str, inputs: list[Any], flops: float = 0.0) -> None:
     """Raises if a size above the declared one is too large for float64."""
-    elements = sum(tensor.numel() for tensor in leaves_of(inputs))
-    if name in (LARGER, LONGER) and (elements > 4 * WORKING_ELEMENTS or flops > 8 * WORKING_FLOPS):
+    if name in (LARGER, LONGER) and (_is_too_large(inputs) or flops > 8 * WORKING_FLOPS):
         raise UnanswerableError("float64 would take too long")
 
 
-def _variants(given: list[Any], working: list[Any]) -> Iterator[tuple[str, list[Any]]]:
-    yield ONE, cut(working, batch=1)
-    yield ODD, cut(given, batch=LEAST_BATCH, space=_odd(working))
+def _is_too_large(inputs: list[Any]) -> bool:
+    return sum(tensor.numel() for tensor in leaves_of(inputs)) > 4 * WORKING_ELEMENTS
+
+
+def _variants(given: list[Any], working: list[Any]) -> Iterator[tuple[str, Callable[[], list[Any]]]]:
+    """Kinds of shapes, each made only when it is needed. Several of one kind are tried in turn."""
+    yield ONE, lambda: cut(working, batch=1)
+    yield ODD, lambda: cut(given, batch=LEAST_BATCH, space=_odd(working))
     for size in SMALL_SIZES:
         if all(size < limit for limit in space_of(working).values()):
-            yield SMALLEST, cut(working, batch=2, space=dict.fromkeys(space_of(working), size))
+            yield SMALLEST, partial(cut, working, batch=2, space=dict.fromkeys(space_of(working), size))
     if any(tensor.dim() in _FORMATS for tensor in leaves_of(working)):
-        yield CHANNELS_LAST, map_tensors(_channels_last, cut(working, batch=LEAST_BATCH))
-    yield GAPS, map_tensors(_with_gaps, cut(working, batch=LEAST_BATCH))
+        yield CHANNELS_LAST, lambda: map_tensors(_channels_last, cut(working, batch=LEAST_BATCH))
+    yield GAPS, lambda: map_tensors(_with_gaps, cut(working, batch=LEAST_BATCH))
     declared = space_of(given)
     for space in (dict.fromkeys(declared, LEAST_SPACE), space_of(working), declared):  # not every size is accepted
-        yield LARGER, _grown(cut(given, space=space), 0, twice=True)
+        yield LARGER, partial(_larger, given, space)
         if space:
-            last = max(space)
-            yield LONGER, _grown(cut(given, batch=LEAST_BATCH, space={**space, last: declared[last]}), last)
+            yield LONGER, partial(_longer, given, space)
     if any(isinstance(number, float) for number in _numbers_in(given)):
-        yield NUMBERS, _with_other_numbers(working)
+        yield NUMBERS, lambda: _with_other_numbers(working)
+
+
+def _larger(given: list[Any], space: dict[int, int]) -> list[Any]:
+    made = cut(given, space=space)
+    return made if _is_too_large(made) else _grown(made, 0, twice=True)
+
+
+def _longer(given: list[Any], space: dict[int, int]) -> list[Any]:
+    last = max(space)
+    made = cut(given, batch=LEAST_BATCH, space={**space, last: space_of(given)[last]})
+    return made if _is_too_large(made) else _grown(made, last)
 
 
 def _working(given: list[Any], cost: Cost) -> list[Any]:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import postlude
 from networks.standins import stand_ins
 from networks.zoo import NETWORKS
 from postlude.graph.backend import Backend
@@ -146,6 +147,36 @@ def test_lightning_trains(made: list[Backend], tmp_path: Path, monkeypatch: pyte
     ran["trainer"].save_checkpoint("kept.ckpt")
     kept = torch.load("kept.ckpt", weights_only=False)["state_dict"]
     assert list(kept) == list(module.state_dict())
+
+
+def test_lightning_trains_a_module_that_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its network, optimized in place: Dynamo cannot capture `self.log`."""
+    needs("lightning")
+    monkeypatch.chdir(tmp_path)
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network()
+
+        def training_step(self, batch: list[Tensor], _: int) -> Tensor:
+            loss = nn.functional.mse_loss(self.network(batch[0]), batch[1])
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    module, data = Module(), batches()
+    keys, expected = list(module.state_dict()), stepped(module.network, data)
+    result = postlude.optimize(module.network, data[0][0])
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = lightning.Trainer(max_epochs=1, **quiet)  # type: ignore[arg-type]
+    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=None))  # type: ignore[arg-type]
+    assert result.failure is None
+    assert_same_weights(module.network, expected)
+    assert list(module.state_dict()) == keys
 
 
 def test_a_vae_decodes(made: list[Backend]) -> None:

@@ -177,9 +177,6 @@ def optimize(
         raise
     ledger.progress = None
     result = vars(run)[_RESULT] = _optimized(model, backend)
-    left = [item.name for item in result.declined if item.reason == LEFT_OUT]
-    if left and not result.sites:
-        log.warning("only= names none of the chains, which are at %s", ", ".join(left))
     return result
 
 
@@ -187,6 +184,9 @@ def _optimized(model: nn.Module, backend: Backend) -> Optimized:
     reports = tuple(_reports(backend))
     declined = tuple(item for captured in backend.captured for item in captured.declined)
     verdicts = [report.verdict for report in reports if report.verdict is not None]
+    left = [item.name for item in declined if item.reason == LEFT_OUT]
+    if left and not reports:
+        log.warning("only= names none of the chains, which are at %s", ", ".join(left))
     failure = backend.failure or (None if backend.captured else NOTHING_CAPTURED)
     return Optimized(model, reports, declined, combine(verdicts), failure, backend)
 

@@ -30,11 +30,10 @@ from postlude.plan import Problem, lower, problem_of
 from postlude.plan.problem import empty, result_shape
 from postlude.plan.program import takes_the_batch
 from postlude.plan.rules import FOLDED, rules_of
-from postlude.reference import evaluate
 from postlude.run.chain_run import laid_out
 from postlude.run.crop import cut_space, of_batch
 from postlude.run.execute import call as call_runner
-from postlude.run.execute import execute
+from postlude.run.execute import call_plain, execute
 from postlude.run.ledger import Call
 
 RANDOM_POINTS = 5
@@ -124,7 +123,7 @@ def _piece(
         if is_affordable(chain, (count, *rest), points, budget, backward=call.plan.trains):
             if count == batch:
                 return list(tensors), lambda _, given: call_runner(call.runner, given), None, ()
-            runners = (lambda given: call_runner(call.runner, given), lambda given: evaluate(chain, given, moves=True))
+            runners = (lambda given: call_runner(call.runner, given), lambda given: call_plain(chain, given))
             ours, pytorchs = (_Embedded(runner, tensors, count) for runner in runners)
             return of_batch(chain, tensors, slice(count)), ours, pytorchs, ()
     shape = affordable_shape(chain, (min(batch, 2), *rest), points, budget, backward=call.plan.trains)

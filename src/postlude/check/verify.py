@@ -69,9 +69,7 @@ def verify_chain(
     of the first point, which must stay there; without `tells_infinities` an infinity may be NaN, or NaN an infinity,
     which a plan's rule must say. The error of the precision itself is computed only if PyTorch's own error
     does not cover the result's: it costs as much as the truth, and most results do not need it. So is PyTorch's error
-    with the samples of a point `among` those that `run` adds to them, because its libraries' algorithms, and with them
-    its error, depend on the batch: the weight gradient of conv3d(16→16) at 32³ has ten times the error for two samples
-    that it has for one (oneDNN).
+    with a point's samples `among` those that `run` adds: oneDNN's weight gradient has ten times the error for two.
     """
     given = [point if isinstance(point, ChainPoint) else ChainPoint(tuple(point)) for point in points]
     dtype, device = _product_dtype(chain, given[0].tensors), given[0].tensors[0].device
@@ -79,11 +77,11 @@ def verify_chain(
     findings: list[str] = []
     asked = (run, chain, given, mode, backward, tells_infinities if nonfinite else None, progress, findings)
     try:
-        rounds = _rounds(*asked, is_last=False, among=None)
+        rounds = _rounds(*asked, among=None)
         verdict = verdict_of(rounds, findings, mode, least=least)
         if verdict.right or findings or (FORMATS[mode] is None and among is None):
             return verdict
-        again = _rounds(*asked, is_last=True, among=among)
+        again = _rounds(*asked, among=among or _by_pytorch)
     except CandidateError as error:
         return Verdict("wrong", (str(error),), mode)
     return verdict_of(list(map(_worse, rounds, again)), findings, mode, least=least)
@@ -110,14 +108,13 @@ def _rounds(
     tells_infinities: bool | None,  # None: no point that is not finite
     progress: Progress,
     findings: list[str],
-    is_last: bool,
     among: Run | None,
 ) -> list[Round]:
-    """One round per point, up to the first finding; the last time with the errors that cost more."""
+    """One round per point, up to the first finding; with the errors that cost more if `among` is given."""
     rounds: list[Round] = []
     for seed, point in enumerate(points):
         with_nulls = point.family != LARGE_OFFSET and sum(map(_can_tell, rounds)) < NULL_POINTS
-        answers = _answers(run, chain, point, mode, seed, backward, findings, with_nulls, is_last, among)
+        answers = _answers(run, chain, point, mode, seed, backward, findings, with_nulls, among)
         rounds.append(Round(point.family, compare(answers, findings)))
         if seed == 0 and tells_infinities is not None:
             findings += _nonfinite_findings(run, chain, point.tensors, mode, tells_infinities)
@@ -171,14 +168,13 @@ def _answers(
     backward: Backward,
     findings: list[str],
     with_nulls: bool,
-    is_last: bool,
     among: Run | None,
 ) -> Answers:
     """The candidate runs first: memory that it is given must not hold the right result."""
     tensors = point.tensors
     before = [tensor.clone() for tensor in tensors]
     asked = _candidate(lambda: _call(run, chain, tensors, backward))
-    sides = _Sides(chain, before, mode, backward, is_last, among)
+    sides = _Sides(chain, before, mode, backward, among)
     weights, left = sides.cotangents(seed) if backward else (None, None)
     result = _candidate(lambda: asked.quantities(weights))
     if not all(same_bits(old, new) for old, new in zip(before, tensors, strict=True)):
@@ -204,13 +200,7 @@ class _Sides:
     """What the candidate is compared with at one point: PyTorch, float64, and float64 with rounded operands."""
 
     def __init__(
-        self,
-        chain: Chain,
-        tensors: Sequence[Tensor],
-        mode: str,
-        backward: Backward,
-        is_last: bool,
-        among: Run | None = None,
+        self, chain: Chain, tensors: Sequence[Tensor], mode: str, backward: Backward, among: Run | None
     ) -> None:
         self.chain, self.mode, self.backward = chain, mode, backward
         self.device = tensors[0].device
@@ -219,13 +209,13 @@ class _Sides:
         with pytorch_switches(mode, self.device), library_unsearched(), self._watch(0):
             self.own = _call(_by_pytorch, chain, tensors, backward)
         self.among = None
-        if among is not None:
+        if among is not None and among is not _by_pytorch:
             with pytorch_switches(mode, self.device), library_unsearched():
                 self.among = _call(among, chain, tensors, backward)
         with in_double(self.device), self._watch(1):
             self.truth = _call(self._exactly, chain, self.doubles, backward)
         self.bare = None
-        if is_last and FORMATS[mode] is not None:
+        if among is not None and FORMATS[mode] is not None:
             with self._rounded(), self._watch(2):
                 self.bare = _call(_in_double, chain, self.doubles, backward)
 

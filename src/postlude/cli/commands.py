@@ -12,6 +12,7 @@ from postlude.cli import frame, output
 from postlude.cli.options import (
     AgainOption,
     BaselinesOption,
+    ClearCache,
     ConvolutionOption,
     Debug,
     DeclaredOnly,
@@ -20,15 +21,20 @@ from postlude.cli.options import (
     File,
     JobsOption,
     Json,
+    LikeKernelBench,
     Limit,
     NoVerify,
+    OnCard,
+    OutputFile,
     Precision,
     ReportPath,
+    Repro,
     ResultsFolder,
     Seconds,
     Seed,
     SelfCheck,
     ShapesOption,
+    TimedCandidate,
     Training,
 )
 from postlude.errors import PostludeError
@@ -52,8 +58,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _common(
     version: Annotated[
-        bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and stop."),
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and stop.")
     ] = False,
 ) -> None:
     pass
@@ -63,10 +68,7 @@ def _common(
 def optimize(
     file: File,
     report: ReportPath = None,
-    output_file: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", metavar="OUT.py", help="Write ModelNew, with its kernels, to this file."),
-    ] = None,
+    output_file: OutputFile = None,
     training: Training = False,
     convolution: ConvolutionOption = "auto",
     no_verify: NoVerify = False,
@@ -102,13 +104,9 @@ def optimize(
 @app.command(short_help="Show the passes, the traffic saved, and the reasons.")
 def explain(
     file: File,
-    repro: Annotated[
-        str | None, typer.Option(metavar="SITE", help="Write a small script of this chain, for a bug report.")
-    ] = None,
+    repro: Repro = None,
     train: Annotated[bool, typer.Option("--train", help="Show the plans of training.")] = False,
-    card: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Plan for this card, such as H200, without running anything.")
-    ] = None,
+    card: OnCard = None,
     convolution: ConvolutionOption = "auto",
     device: Device = None,
     precision: Precision = "auto",
@@ -121,18 +119,16 @@ def explain(
     """
 
     def command(settings: frame.Settings) -> frame.Answer:
+        from postlude.cli import card_plans, chains
+
+        if card is not None and (device is not None or repro is not None):
+            raise PostludeError("--card runs nothing, so it takes neither --device nor --repro; leave those out.")
         if card is not None:
-            from postlude.cli import card_plans
-
-            if device is not None or repro is not None:
-                raise PostludeError("--card runs nothing, so it takes neither --device nor --repro; leave those out.")
             return card_plans.explain_for_card(file, card, precision, settings.convolution, train)
-        from postlude.cli import chains
-
         return chains.explain(settings, file, repro, train)
 
-    asked = precision if card is None else "auto"  # a card's precisions are not this machine's
-    frame.run("explain", frame.Request(device, asked, json, debug, convolution), command)
+    here = precision if card is None else "auto"
+    frame.run("explain", frame.Request(device, here, json, debug, convolution), command)
 
 
 @app.command(short_help="Judge a candidate (ModelNew) against the float64 truth.")
@@ -146,9 +142,7 @@ def verify(
     time_budget: Annotated[float, typer.Option(min=1, help="Start no further point after this many seconds.")] = 60.0,
     timeout: Annotated[float, typer.Option(min=0.1, max=1e6, help="Seconds for one call of the candidate.")] = 60.0,
     declared_only: DeclaredOnly = False,
-    like_kernelbench: Annotated[
-        bool, typer.Option("--like-kernelbench", help="Use KernelBench's rule instead, which is weaker.")
-    ] = False,
+    like_kernelbench: LikeKernelBench = False,
     device: Device = None,
     precision: Precision = "auto",
     json: Json = None,
@@ -163,10 +157,9 @@ def verify(
 
     def command(settings: frame.Settings) -> frame.Answer:
         if like_kernelbench:
-            from postlude.cli import kernelbench
-
             if self_check or backward or declared_only:
                 raise PostludeError("--like-kernelbench judges one result at the declared shapes; use it alone.")
+            from postlude.cli import kernelbench
 
             return kernelbench.verify(settings, reference, candidate)
         from postlude.cli import judge
@@ -180,10 +173,7 @@ def verify(
 @app.command(short_help="Time eager, torch.compile and Postlude in turns.")
 def bench(
     file: File,
-    candidate: Annotated[
-        Path | None,
-        typer.Argument(metavar="[CANDIDATE.py]", help="A file with ModelNew, verified before it is timed."),
-    ] = None,
+    candidate: TimedCandidate = None,
     train: Annotated[bool, typer.Option("--train", help="Time the backward pass and a training step too.")] = False,
     rounds: Annotated[int, typer.Option(min=3, help="How often the variants take turns.")] = 20,
     seconds: Seconds = 30.0,
@@ -315,9 +305,7 @@ def doctor(
     device: Device = None,
     json: Json = None,
     debug: Debug = False,
-    clear_cache: Annotated[
-        bool, typer.Option("--clear-cache", help="Delete the compiled kernels that are kept.")
-    ] = False,
+    clear_cache: ClearCache = False,
 ) -> None:
     """Check this machine and run a tiny self-test; or delete the compiled kernels that are cached on disk.
 

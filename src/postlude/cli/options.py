@@ -73,3 +73,24 @@ Seconds = Annotated[float, typer.Option(min=0.1, help="Start no new round of a r
 Limit = Annotated[
     float, typer.Option(min=1, max=1e6, help="Time limit for one problem in seconds, not counting waiting.")
 ]
+OnCard = Annotated[
+    str | None,
+    typer.Option("--card", metavar="NAME", help="Plan for this card, such as H200, without running anything."),
+]
+LikeKernelBench = Annotated[
+    bool, typer.Option("--like-kernelbench", help="Use KernelBench's rule instead, which is weaker.")
+]
+OutputFile = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", metavar="OUT.py", help="Write ModelNew, with its kernels, to this file."),
+]
+Repro = Annotated[
+    str | None, typer.Option(metavar="SITE", help="Write a small script of this chain, for a bug report.")
+]
+TimedCandidate = Annotated[
+    Path | None,
+    typer.Argument(metavar="[CANDIDATE.py]", help="A file with ModelNew, verified before it is timed."),
+]
+ClearCache = Annotated[
+    bool, typer.Option("--clear-cache", help="Delete compiled kernels, tuned tiles and verdicts that are kept.")
+]

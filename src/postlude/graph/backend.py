@@ -39,11 +39,11 @@ from postlude.graph.splice import splice, use_operator
 from postlude.graph.tidy import functionalise, restore
 from postlude.graph.upsample import expect_gathers, gather_gradients
 from postlude.plan import Plan, Refusal
+from postlude.run.apart import without_saving_hooks
 from postlude.run.execute import check_convolution, check_precision
 from postlude.run.ledger import Ledger
 from postlude.run.operator_call import judged_by
 from postlude.run.site import Site
-from postlude.stages.trace import without_saving_hooks
 from postlude.tested import untested_versions
 
 log = logging.getLogger("postlude")

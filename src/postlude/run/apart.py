@@ -1,4 +1,4 @@
-"""Hides work from a surrounding trace: planning, which traces programs of its own, and checking."""
+"""Hides work from what surrounds it, a trace or hooks: planning, which traces programs of its own, and checking."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from torch.autograd.graph import saved_tensors_hooks
+
 T = TypeVar("T")
+
+
+def without_saving_hooks() -> saved_tensors_hooks:
+    """Hides what autograd saves inside from hooks that are set outside, such as those of a checkpoint, which counts."""
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def apart(function: Callable[..., T], *arguments: Any) -> T:

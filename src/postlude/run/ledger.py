@@ -19,8 +19,8 @@ from postlude.chain import Chain
 from postlude.plan import Plan, Problem, Refusal
 from postlude.plan.gpu import library_tf32
 from postlude.run import ahead
+from postlude.run.apart import without_saving_hooks
 from postlude.run.execute import Runner, prepare, prepared
-from postlude.stages.trace import without_saving_hooks
 
 log = logging.getLogger("postlude")
 _REMEMBERED = 256  # problems per site before the table is cleared

@@ -247,11 +247,6 @@ def empty_strided(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def without_saving_hooks() -> saved_tensors_hooks:
-    """Hides what autograd saves inside from hooks that are set outside, such as those of a checkpoint."""
-    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-
-
 def derived(function: Callable[..., Tensor], inputs: Sequence[Tensor], dy: Tensor) -> list[Tensor]:
     """The gradients of `function(*inputs)` for `dy`, by the operators that PyTorch's autograd would run."""
 
@@ -261,7 +256,8 @@ def derived(function: Callable[..., Tensor], inputs: Sequence[Tensor], dy: Tenso
             result = function(*leaves)
         return torch.autograd.grad(result, leaves, given[-1], allow_unused=True, materialize_grads=True)
 
-    with torch._C.DisableTorchFunction(), without_saving_hooks():
+    untouched = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)  # by hooks that the user has set
+    with torch._C.DisableTorchFunction(), untouched:
         graph: Any = make_fx(gradients)(*inputs, dy)
         graph.graph.eliminate_dead_code()
     found: list[Tensor] = fx.Interpreter(graph).run(*inputs, dy)  # operator by operator, so that each is recorded

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from postlude.errors import ProblemFileError
 
@@ -65,7 +66,8 @@ class ProblemFile:
             result = self._call(f"{name}.forward", lambda: model(*inputs))
         if isinstance(result, Tensor):
             return result
-        if takes_several and (first := _first_tensor(result)) is not None:
+        first = next((item for item in tree_leaves(result) if isinstance(item, Tensor)), None)
+        if takes_several and first is not None:
             return first
         size = f" of {len(result)}" if isinstance(result, (tuple, list, dict)) else ""
         raise self._error(f"{name} returns {_a(type(result))}{size}; this command takes models that return one tensor.")
@@ -108,13 +110,6 @@ class ProblemFile:
 
     def _error(self, sentence: str) -> ProblemFileError:
         return ProblemFileError(f"{self.path}: {sentence}")
-
-
-def _first_tensor(item: Any) -> Tensor | None:
-    if isinstance(item, (list, tuple, dict)):
-        parts = map(_first_tensor, item.values() if isinstance(item, dict) else item)
-        return next((part for part in parts if part is not None), None)
-    return item if isinstance(item, Tensor) else None
 
 
 def load(path: str | Path, class_name: str = "Model") -> ProblemFile:

@@ -122,9 +122,7 @@ def test_monai_trains(made: list[Backend]) -> None:
     assert_same_weights(model, expected)
 
 
-def test_lightning_trains(made: list[Backend], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    needs("lightning")
-    monkeypatch.chdir(tmp_path)
+def lightning_module(logs: bool = False) -> Any:
     import lightning
 
     class Module(lightning.LightningModule):
@@ -133,12 +131,21 @@ def test_lightning_trains(made: list[Backend], tmp_path: Path, monkeypatch: pyte
             self.network = network()
 
         def training_step(self, batch: list[Tensor], _: int) -> Tensor:
-            return nn.functional.mse_loss(self.network(batch[0]), batch[1])
+            loss = nn.functional.mse_loss(self.network(batch[0]), batch[1])
+            if logs:
+                self.log("loss", loss)
+            return loss
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), 0.1)
 
-    module, data = Module(), batches()
+    return Module()
+
+
+def test_lightning_trains(made: list[Backend], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs("lightning")
+    monkeypatch.chdir(tmp_path)
+    module, data = lightning_module(), batches()
     expected = stepped(module.network, data)
     loader = torch.utils.data.DataLoader(data, batch_size=None)  # type: ignore[arg-type]
     ran = run_recipe("lightning", module=module, loader=loader)
@@ -155,20 +162,7 @@ def test_lightning_trains_a_module_that_logs(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     import lightning
 
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = network()
-
-        def training_step(self, batch: list[Tensor], _: int) -> Tensor:
-            loss = nn.functional.mse_loss(self.network(batch[0]), batch[1])
-            self.log("loss", loss)
-            return loss
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), 0.1)
-
-    module, data = Module(), batches()
+    module, data = lightning_module(logs=True), batches()
     keys, expected = list(module.state_dict()), stepped(module.network, data)
     result = postlude.optimize(module.network, data[0][0])
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}

@@ -30,7 +30,8 @@ def explain_for_card(path: Path, name: str, precision: str, convolution: str, tr
             problem.init_arguments(),
             machine=hardware.machine_on(card, keeping_layout=HOPPER.keeping_layout),
             precision=precision,
-            allows_tf32=precision == "tf32" or (precision == "auto" and hardware.default_fp32_precision() == "tf32"),
+            allows_tf32=_allows_tf32(precision, is_linear=False),
+            multiplies_tf32=_allows_tf32(precision, is_linear=True),
             training=train,
             convolution=convolution,
         )
@@ -44,6 +45,11 @@ def explain_for_card(path: Path, name: str, precision: str, convolution: str, tr
         show_table(["what", "why"], [[what, why] for what, why in made.left.items()])
     data = {"file": str(path), "card": card.name, "sites": list(map(site_data, sites)), "left": dict(made.left)}
     return Answer(DONE, data)
+
+
+def _allows_tf32(precision: str, is_linear: bool) -> bool:
+    """What PyTorch's switches would say on that card with this precision asked for."""
+    return precision == "tf32" or (precision == "auto" and hardware.default_fp32_precision(is_linear) == "tf32")
 
 
 def _card(name: str) -> Card:

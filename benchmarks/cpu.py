@@ -221,7 +221,7 @@ def way_of(bench: Bench, layout: str, mode: str) -> str:
     outcome, _ = running.prepared(bench.chain, problem_of(tensors))
     if not isinstance(outcome, Plan):
         return "through PyTorch"
-    if outcome.own_on_cpu is not None:
+    if outcome.own is not None:
         return "our convolution"
     if outcome.is_compiled:
         return "C++"

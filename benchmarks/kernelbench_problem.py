@@ -28,7 +28,7 @@ from postlude.check.floor import Ceilings, Work
 from postlude.check.modes import pytorch_switches
 from postlude.cli.other_shapes import OTHER, at_other_shapes
 from postlude.cli.race import first_line
-from postlude.cli.variants import AUTOTUNED, COMPILE, EAGER, POSTLUDE, Call, training_step
+from postlude.cli.variants import AUTOTUNED, COMPILE, EAGER, POSTLUDE, Runnable, training_step
 from postlude.hardware import machine_for
 from postlude.pipeline import Optimized
 from postlude.plan import Plan
@@ -138,7 +138,7 @@ class Prepared:
     task: Task
     outline: Outline
     inputs: tuple[Any, ...]
-    calls: dict[str, dict[str, Call]] = field(default_factory=dict)  # by mode, by variant
+    calls: dict[str, dict[str, Runnable]] = field(default_factory=dict)  # by mode, by variant
     found: dict[str, Optimized] = field(default_factory=dict)
     left_out: dict[tuple[str, str], str] = field(default_factory=dict)  # mode and variant, and why
 
@@ -151,7 +151,7 @@ class Prepared:
                 rows += self._timed(mode, calls)
         return rows
 
-    def _timed(self, mode: str, calls: dict[str, Call]) -> list[records.Record]:
+    def _timed(self, mode: str, calls: dict[str, Runnable]) -> list[records.Record]:
         found = self.found.get(mode)
         verdict, reasons = ("", "") if found is None else judged(found)
         shown = {name: call for name, call in calls.items() if not (name == POSTLUDE and verdict == "wrong")}
@@ -224,7 +224,7 @@ def prepare(task: Task) -> Prepared:
         if ours is not None:
             ours.load_state_dict(eager.state_dict(keep_vars=True), assign=True)
     ready = Prepared(task, outline_of(task), inputs)
-    ways: dict[str, Callable[[], Call]] = {
+    ways: dict[str, Callable[[], Runnable]] = {
         EAGER: lambda: eager,
         COMPILE: lambda: torch.compile(eager),
         AUTOTUNED: lambda: torch.compile(eager, mode="max-autotune-no-cudagraphs"),
@@ -238,7 +238,7 @@ def prepare(task: Task) -> Prepared:
 
 
 def _prepare_mode(
-    ready: Prepared, mode: str, eager: nn.Module, models: dict[str, Call], ours: nn.Module | None
+    ready: Prepared, mode: str, eager: nn.Module, models: dict[str, Runnable], ours: nn.Module | None
 ) -> None:
     task, inputs = ready.task, ready.inputs
     calls = dict(models)
@@ -277,7 +277,7 @@ def one_check_at_a_time(device: str) -> Iterator[None]:
         Ledger._checked = honest  # type: ignore[method-assign]
 
 
-def _why_not(name: str, call: Call, inputs: Sequence[Any]) -> str | None:
+def _why_not(name: str, call: Runnable, inputs: Sequence[Any]) -> str | None:
     """The first call; torch.compile may fail alone."""
     try:
         call(*inputs)

@@ -35,8 +35,8 @@ from postlude.code_hash import kernel_hash
 from postlude.errors import PostludeError
 from postlude.export.export_model import HOPPER, export
 from postlude.plan import Plan, Problem, lower
-from postlude.plan.calls import Call, CudaCall, KernelCall
 from postlude.plan.problem import spec_of
+from postlude.plan.program import Call, CudaCall, KernelCall
 from postlude.run.launch import launch_of
 from postlude.stages.program import Given, training_program
 
@@ -47,8 +47,8 @@ def main(folder: Path, precisions: Sequence[str], since: str) -> None:
         command = ["git", "-C", str(ROOT), "worktree", "add", "--detach", "--force", place, since]
         subprocess.run(command, check=True, capture_output=True)
         try:
-            source = Path(place) / SOURCE.relative_to(ROOT)
-            then, hashes = _of_another_tree(folder, precisions, source), _hashes(source)
+            then = _of_another_tree(folder, precisions, Path(place))
+            hashes = _hashes(Path(place) / SOURCE.relative_to(ROOT))
         finally:
             subprocess.run(["git", "-C", str(ROOT), "worktree", "remove", "--force", place], check=True)
     for path in (GPU_RESULTS, KERNELBENCH_RESULTS):
@@ -75,9 +75,11 @@ def _hashes(source: Path) -> dict[bool, str]:
     return {trains: kernel_hash([path for path in paths if path.exists()]) for trains, paths in moved.items()}
 
 
-def _of_another_tree(folder: Path, precisions: Sequence[str], source: Path) -> dict[str, str]:
-    paths = os.pathsep.join([str(source.parent), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, __file__, str(folder), "--precisions", *precisions]
+def _of_another_tree(folder: Path, precisions: Sequence[str], root: Path) -> dict[str, str]:
+    """The fingerprints by that tree's own script, because names in the package may have changed since."""
+    paths = os.pathsep.join([str(root / "src"), os.environ.get("PYTHONPATH", "")])
+    script = root / Path(__file__).resolve().relative_to(ROOT)
+    command = [sys.executable, str(script), str(folder.resolve()), "--precisions", *precisions]
     made = subprocess.run(command, check=True, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": paths})
     return dict(json.loads(made.stdout))
 

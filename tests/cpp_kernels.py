@@ -13,7 +13,7 @@ from postlude import hardware
 from postlude.chain import Chain
 from postlude.check import tensors_for
 from postlude.plan import Plan, lower, problem_of
-from postlude.plan.calls import CppCall
+from postlude.plan.program import CppCall
 from postlude.run import cpp
 
 needs_compiler = pytest.mark.skipif(

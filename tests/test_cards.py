@@ -121,8 +121,8 @@ def test_an_ability_is_what_decides() -> None:
     found = lower(chain, given, MEASURED), lower(chain, given, machine_on(dataclasses.replace(H200, abilities=less)))
     assert isinstance(found[0], Plan)
     assert isinstance(found[1], Plan)
-    assert (type(found[0].own), found[0].weight_gradient is None) != (Gemm, True)
-    assert (type(found[1].own), found[1].weight_gradient) == (Gemm, None)
+    assert (type(found[0].own), found[0].gradients.of_weight is None) != (Gemm, True)
+    assert (type(found[1].own), found[1].gradients.of_weight) == (Gemm, None)
 
 
 def test_fp32_is_pytorchs_where_tensor_cores_are_too_slow_for_three_products() -> None:

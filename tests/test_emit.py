@@ -8,7 +8,7 @@ import pytest
 
 from cases import BY_NAME, CASES, CHAIN_61, Builder, conv
 from postlude.emit import emit
-from postlude.plan.program import last_fused_step
+from postlude.plan.barriers import last_fused_step
 from postlude.steps import forward, pass_slots, reads_rows, too_many_tensors
 
 

@@ -11,7 +11,7 @@ import pytest
 from cases import Builder, conv
 from postlude import emit, reverse
 from postlude.chain import Scalar, Slot, Value
-from postlude.expressions import Assign, Call, Expression, Gradient, Load, Name, Term, bound, call, leaves, live
+from postlude.expressions import Apply, Assign, Expression, Gradient, Load, Name, Term, bound, call, leaves, live
 from postlude.steps import pass_slots
 
 A, B, C = map(Name, "abc")
@@ -30,14 +30,14 @@ def drawn(rng: random.Random, depth: int) -> Expression:
         return rng.choice((A, B, C))
     word = rng.choice((*OPERATORS, "negative"))
     operands = [drawn(rng, depth - 1) for _ in range(1 if word == "negative" else 2)]
-    return Call("-" if word == "negative" else word, tuple(operands))
+    return Apply("-" if word == "negative" else word, tuple(operands))
 
 
 def meant(term: Term) -> Fraction:
     """By the tree alone."""
     if isinstance(term, Name):
         return GIVEN[term.text]
-    assert isinstance(term, Call)
+    assert isinstance(term, Apply)
     first, *rest = map(meant, term.operands)
     return OPERATORS[term.word](first, rest[0]) if rest else -first
 

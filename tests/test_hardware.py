@@ -18,7 +18,7 @@ from postlude.check import tensors_for
 from postlude.graph import backend
 from postlude.plan import Plan, Problem, Refusal, lower, problem_of
 from postlude.run import execute, site
-from postlude.tile_table import Question, Row, TileTable, write_table
+from postlude.tile_table import Row, TileTable, TileUse, write_table
 
 NEEDED = "the GPU passes need an NVIDIA card of Ampere or later"
 
@@ -142,14 +142,14 @@ def test_a_site_looks_up_by_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     met: list[int] = []
 
-    def enter(_question: Any, key: Any, tensors: tuple[OnGpu]) -> SimpleNamespace:
+    def enter(_asked: Any, key: Any, tensors: tuple[OnGpu]) -> SimpleNamespace:
         met.append(tensors[0].place)
         here._table[key] = SimpleNamespace(runner=lambda _: place)
         return here._table[key]
 
     given, here = torch.zeros(2).as_subclass(OnGpu), site.Site("layer", CHAIN_61)
     monkeypatch.setattr(here.ledger, "enter", enter)
-    monkeypatch.setattr(here, "question", lambda _: None)
+    monkeypatch.setattr(here, "asked", lambda _: None)
     for place in (0, 1, 0):
         given.place = place
         here(given)
@@ -166,7 +166,7 @@ def test_tiles_of_another_gpu_of_the_machine_are_nothing_wrong(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
     hardware.tuned_tiles.cache_clear()
-    row = Row(Question("last pass", layout="contiguous"), (("elements", 512),), tuned="2026-01-02")
+    row = Row(TileUse("last pass", layout="contiguous"), (("elements", 512),), tuned="2026-01-02")
     write_table(tmp_path, hardware.tile_key(0), TileTable((row,)))
     assert hardware.tuned_tiles(0).rows == (row,)
     assert hardware.tuned_tiles(1).rows == ()

@@ -26,7 +26,7 @@ from postlude import site_check
 from postlude.check import random_state
 from postlude.plan import Plan, Refusal
 from postlude.run import cpu
-from postlude.run.ledger import Call
+from postlude.run.ledger import PlannedRun
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "fresh_verdicts")
 
@@ -214,7 +214,7 @@ def test_every_plan_is_checked_before_its_first_use(net: Net, monkeypatch: pytes
 
 @pytest.mark.usefixtures("small_values_fuse")
 def test_an_equal_plan_is_checked_once(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
-    judged: list[Call] = []
+    judged: list[PlannedRun] = []
     judge = site_check._judge
     monkeypatch.setattr(site_check, "_judge", lambda call, tensors: judged.append(call) or judge(call, tensors))
     monkeypatch.setattr(site_check.check_site, "known", {})

@@ -15,7 +15,7 @@ from postlude.check.points import tensors_for
 from postlude.check.verdict import Verdict
 from postlude.plan import Plan, lower, problem_of
 from postlude.run.execute import prepare
-from postlude.run.ledger import Call
+from postlude.run.ledger import PlannedRun
 
 pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # infinities are tried
 
@@ -34,7 +34,7 @@ def verdict_on_two_of_five(monkeypatch: pytest.MonkeyPatch) -> Verdict:
     problem = dataclasses.replace(problem_of(wanting, "fp32"), device="cuda")
     plan = lower(CHAIN, problem, SMALL_H200, even_if_slower=True)
     assert isinstance(plan, Plan)
-    return site_check._judge(Call(CHAIN, problem, (True,) * len(given), plan, prepare(CHAIN, plan)), given)
+    return site_check._judge(PlannedRun(CHAIN, problem, (True,) * len(given), plan, prepare(CHAIN, plan)), given)
 
 
 def test_a_few_samples_are_judged_in_the_batch_and_layout_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:

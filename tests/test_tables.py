@@ -16,7 +16,7 @@ from cases import CASES, LINEAR, WORDS
 from postlude import derivatives, moments, reference, reverse, steps, words
 from postlude.chain import Chain, Normalize, Pointwise, Reduce, Scalar, Value
 from postlude.check import tensors_for
-from postlude.expressions import Call, Term, leaves
+from postlude.expressions import Apply, Term, leaves
 from postlude.graph import spellings
 from postlude.run import cpu, differentiable
 
@@ -44,7 +44,7 @@ _FILES = ("pointwise.py", "derivatives.py")
 
 
 def _functions(term: Term) -> Iterator[str]:
-    if isinstance(term, Call):
+    if isinstance(term, Apply):
         yield from [term.word] if term.word.isidentifier() else []
         for operand in term.operands:
             yield from _functions(operand)

@@ -1,4 +1,4 @@
-"""Tables of tiles: questions and rows, files that are written whole, and everything that a folder may hold instead."""
+"""Tables of tiles: uses and rows, files that are written whole, and everything that a folder may hold instead."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ import pytest
 
 from postlude import hardware, tile_table
 from postlude.errors import PostludeError
-from postlude.tile_table import SETTINGS, Key, Question, Row, TileTable, dumps, loads, read_tables, write_table
+from postlude.tile_table import SETTINGS, Key, Row, TileTable, TileUse, dumps, loads, read_tables, write_table
 
 KEY = Key("a card", "2.11", "3.6", "abc")
-ASKED = Question("product", "sm_90", "2 planes", (64, 128))
+ASKED = TileUse("product", "sm_90", "2 planes", (64, 128))
 ROW = Row(ASKED, (("rows", 64), ("stages", 4), ("warps", 8)), tuned="2026-01-02T03:04:05+00:00")
 
 
 def row(number: int, tuned: str = "2026-01-02T03:04:05+00:00") -> Row:
-    question = Question("last pass", "sm_90", "float32", (0, number), "contiguous")
-    return Row(question, (("elements", 1024),), tuned=tuned)
+    use = TileUse("last pass", "sm_90", "float32", (0, number), "contiguous")
+    return Row(use, (("elements", 1024),), tuned=tuned)
 
 
 def test_a_row_answers_what_it_covers() -> None:
     assert TileTable((ROW,)).find(ASKED) == ROW
-    anywhere = Row(Question("product", "", "2 planes"), ROW.settings)
+    anywhere = Row(TileUse("product", "", "2 planes"), ROW.settings)
     assert TileTable((anywhere,)).find(ASKED) == anywhere
     for other in (
-        Question("product", "sm_80", "2 planes", (64, 128)),
-        Question("product", "sm_90", "1 plane", (64, 128)),
-        Question("product", "sm_90", "2 planes", (32, 128)),
-        Question("last pass", "sm_90", "2 planes", (64, 128)),
+        TileUse("product", "sm_80", "2 planes", (64, 128)),
+        TileUse("product", "sm_90", "1 plane", (64, 128)),
+        TileUse("product", "sm_90", "2 planes", (32, 128)),
+        TileUse("last pass", "sm_90", "2 planes", (64, 128)),
     ):
         assert TileTable((ROW,)).find(other) is None
     assert str(ASKED) == "product (2 planes, 64→128 channels)"
@@ -97,7 +97,7 @@ def test_writers_at_once_lose_nothing(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert {one.question.channels[1] for one in read_tables(tmp_path, KEY).table.rows} == set(numbers)
+    assert {one.use.channels[1] for one in read_tables(tmp_path, KEY).table.rows} == set(numbers)
     write_table(tmp_path, KEY, TileTable((ROW,)))
     assert len(list(tmp_path.iterdir())) == 1  # the last writer took over all the others' rows
     assert len(read_tables(tmp_path, KEY).table.rows) == len(numbers) + 1

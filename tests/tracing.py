@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from postlude.plan import Plan
-from postlude.plan.calls import Call, KernelCall, Program
+from postlude.plan.program import Call, KernelCall, Program
 from postlude.plan.types import Moments
 from postlude.run.chain_run import Inference
 from postlude.run.launch import Launch, arguments_without_memory, launch_of

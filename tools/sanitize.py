@@ -52,8 +52,8 @@ from postlude.check.modes import pytorch_switches
 from postlude.graph.upsample import gradient_is_right
 from postlude.hardware import Machine, machine_on
 from postlude.plan import Plan, Problem, lower, problem_of
-from postlude.plan.calls import TorchCall
 from postlude.plan.problem import Layout, memory_format
+from postlude.plan.program import TorchCall
 from postlude.plan.upsample import Upsampling
 from postlude.run import ahead, execute, launch, nvrtc
 from postlude.stages.program import traced

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from postlude.tile_table import Question, Row, TileTable
+from postlude.tile_table import Row, TileTable, TileUse
 
 MEASURED = "shipped for sm_90, measured on an H200"
 BY_RULE_90 = "shipped for sm_90, by rule and not measured"
 BY_RULE_80 = "shipped for sm_80, by rule and not measured"
 RULE = "by rule, not measured on this kind of card"
-# The origin of tiles that depend on more than a `Question` holds; only Hopper has them.
+# The origin of tiles that depend on more than a `TileUse` holds; only Hopper has them.
 IN_CODE = {
     "product in place": MEASURED,  # `Tiles.in_place`
     "input's gradient in place": MEASURED,  # `Tiles.in_place_back`
@@ -47,8 +47,8 @@ class Tiles:
         return dict(self.weight).get((planes, rows, columns))
 
 
-def _row(origin: str, question: Question, **settings: int) -> Row:
-    return Row(question, tuple(settings.items()), origin)
+def _row(origin: str, use: TileUse, **settings: int) -> Row:
+    return Row(use, tuple(settings.items()), origin)
 
 
 def _settings(**settings: int) -> Settings:
@@ -56,11 +56,11 @@ def _settings(**settings: int) -> Settings:
 
 
 def _product(origin: str, planes: str, **settings: int) -> Row:
-    return _row(origin, Question("product", arithmetic=planes), **settings)
+    return _row(origin, TileUse("product", arithmetic=planes), **settings)
 
 
 def _phases(origin: str, planes: str, **settings: int) -> Row:
-    return _row(origin, Question("product by phase", arithmetic=planes), **settings)
+    return _row(origin, TileUse("product by phase", arithmetic=planes), **settings)
 
 
 def _unfolded() -> Iterator[Row]:
@@ -68,31 +68,31 @@ def _unfolded() -> Iterator[Row]:
     for inputs in (1, 2, 4, 8):
         for planes, outputs in (("1 plane", (16, 32, 64)), ("2 planes", (16, 32))):
             for count in outputs:
-                question = Question("product", arithmetic=planes, channels=(inputs, count))
-                yield _row(MEASURED, question, rows=256, stages=3, warps=4)
-            question = Question("product", arithmetic=planes, channels=(inputs, 0))
-            yield _row(MEASURED, question, rows=128, stages=3, warps=4)
+                use = TileUse("product", arithmetic=planes, channels=(inputs, count))
+                yield _row(MEASURED, use, rows=256, stages=3, warps=4)
+            use = TileUse("product", arithmetic=planes, channels=(inputs, 0))
+            yield _row(MEASURED, use, rows=128, stages=3, warps=4)
 
 
 def _phases_into_few() -> Iterator[Row]:
     for planes in ("1 plane", "2 planes"):
-        question = Question("product by phase", arithmetic=planes, channels=(0, 16))
-        yield _row(MEASURED, question, rows=128, stages=3, warps=4)
+        use = TileUse("product by phase", arithmetic=planes, channels=(0, 16))
+        yield _row(MEASURED, use, rows=128, stages=3, warps=4)
 
 
 def _back(planes: str, outputs: int, **settings: int) -> Row:
-    return _row(MEASURED, Question("input's gradient", arithmetic=planes, channels=(0, outputs)), **settings)
+    return _row(MEASURED, TileUse("input's gradient", arithmetic=planes, channels=(0, outputs)), **settings)
 
 
 def _back_by_residue() -> Iterator[Row]:
     """As at stride 1: four warps a block, so that several blocks fit. More output channels fall back to a product's."""
     for outputs in (1, 2, 4, 8, 16, 32, 64):
-        question = Question("input's gradient by residue", arithmetic="2 planes", channels=(0, outputs))
-        yield _row(BY_RULE_90, question, rows=128, stages=2, warps=4)
+        use = TileUse("input's gradient by residue", arithmetic="2 planes", channels=(0, outputs))
+        yield _row(BY_RULE_90, use, rows=128, stages=2, warps=4)
 
 
 def _passes(origin: str, layout: str, summed: int, programs: int, last: int) -> tuple[Row, ...]:
-    moments, rest = (Question(kind, layout=layout) for kind in ("moments pass", "last pass"))
+    moments, rest = (TileUse(kind, layout=layout) for kind in ("moments pass", "last pass"))
     return _row(origin, moments, elements=summed, programs=programs), _row(origin, rest, elements=last)
 
 
@@ -132,11 +132,11 @@ _HOPPER_ROWS = (
     _back("1 plane", 64, rows=256, width=2, stages=4, warps=8),
     _back("2 planes", 64, rows=128, width=1, stages=2, warps=4),
     *_back_by_residue(),
-    _row(MEASURED, Question("last pass", arithmetic="float32", layout="contiguous"), elements=1024),
+    _row(MEASURED, TileUse("last pass", arithmetic="float32", layout="contiguous"), elements=1024),
     *_passes(MEASURED, "contiguous", 1024, 8, 2048),
     *_passes(MEASURED, "channels_last", 8192, 2, 8192),
-    _row(MEASURED, Question("few channels"), depth=11, height=10, blocks=2),
-    _row(MEASURED, Question("few channels' gradients"), height=16),
+    _row(MEASURED, TileUse("few channels"), depth=11, height=10, blocks=2),
+    _row(MEASURED, TileUse("few channels' gradients"), height=16),
 )
 
 HOPPER = Tiles(
@@ -170,7 +170,7 @@ def _by_rule(origin: str) -> Tiles:
                 _phases(origin, "2 planes", rows=64, stages=2, warps=8),
                 *_passes(origin, "contiguous", 1024, 8, 2048),
                 *_passes(origin, "channels_last", 8192, 2, 8192),
-                _row(origin, Question("few channels"), depth=11, height=10, blocks=2),
+                _row(origin, TileUse("few channels"), depth=11, height=10, blocks=2),
             )
         )
     )

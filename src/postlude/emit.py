@@ -11,7 +11,7 @@ Its names, besides those that the function takes:
 from __future__ import annotations
 
 from postlude.chain import Scalar, Slot, Value
-from postlude.expressions import Call, Function, Gradient, Load, Name, Term
+from postlude.expressions import Apply, Function, Gradient, Load, Name, Term
 from postlude.steps import COUNT, OPERANDS, L
 
 POINTERS = [f"a{number}" for number in range(OPERANDS)]
@@ -43,7 +43,7 @@ def emit(function: Function, channels: int = 0, spread: str = "", masks_channels
 
 def text(term: Term, binding: int = 0) -> str:
     """A term as text, in parentheses if the operator around it binds tighter."""
-    if isinstance(term, Call):
+    if isinstance(term, Apply):
         return _call(term, binding)
     if isinstance(term, Scalar):
         return repr(term.value)
@@ -56,7 +56,7 @@ def text(term: Term, binding: int = 0) -> str:
     raise ValueError(f"{term} is no part of an expression")
 
 
-def _call(term: Call, binding: int) -> str:
+def _call(term: Apply, binding: int) -> str:
     if term.word not in _BINDING:
         return f"{term.word}({', '.join(map(text, term.operands))})"
     if len(term.operands) == 1:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from postlude.chain import Scalar
 from postlude.emit import text
-from postlude.expressions import Call, Function, Load, Name, Term
+from postlude.expressions import Apply, Function, Load, Name, Term
 from postlude.steps import O_C, PLACE
 
 OPERATORS = frozenset("+-*/")
@@ -52,12 +52,12 @@ def emit_cpp_end(function: Function, result: str, slots: Sequence[int]) -> str:
 
 def _of_channels(term: Term) -> Term:
     """The term as in kernels/cpp/moments_end.h, where every lane has a channel and nothing is masked."""
-    if not isinstance(term, Call):
+    if not isinstance(term, Apply):
         return Name(repr(term.value)) if isinstance(term, Scalar) else term
     if term.word == "tl.where":
         return _of_channels(term.operands[1])
     operands = tuple(_of_channels(operand) for operand in term.operands if operand != O_C)
-    return Call({"tl.sum": "sum", "//": "/"}.get(term.word, term.word), operands)
+    return Apply({"tl.sum": "sum", "//": "/"}.get(term.word, term.word), operands)
 
 
 def _written(term: Term, slots: Sequence[int]) -> str:
@@ -68,9 +68,9 @@ def _written(term: Term, slots: Sequence[int]) -> str:
 
 def _spelled(term: Term) -> Term:
     """With numbers as C++ writes them; beside an operator they are vectors."""
-    if isinstance(term, Call):
+    if isinstance(term, Apply):
         operands = (Name(f"V({_number(o.value)})") if isinstance(o, Scalar) else o for o in term.operands)
-        return Call(term.word, tuple(map(_spelled, operands if term.word in OPERATORS else term.operands)))
+        return Apply(term.word, tuple(map(_spelled, operands if term.word in OPERATORS else term.operands)))
     return Name(_number(term.value)) if isinstance(term, Scalar) else term
 
 

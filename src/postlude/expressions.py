@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from postlude.chain import Operand, Role, Slot, Value
 
 
-def _operator(word: str) -> Callable[[Expression, Term], Call]:
-    return lambda left, right: Call(word, (left, right))
+def _operator(word: str) -> Callable[[Expression, Term], Apply]:
+    return lambda left, right: Apply(word, (left, right))
 
 
 class Expression:
@@ -22,8 +22,8 @@ class Expression:
 
     __add__, __sub__, __mul__, __truediv__ = _operator("+"), _operator("-"), _operator("*"), _operator("/")
 
-    def __neg__(self) -> Call:
-        return Call("-", (self,))
+    def __neg__(self) -> Apply:
+        return Apply("-", (self,))
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Load(Expression):
 
 
 @dataclass(frozen=True)
-class Call(Expression):
+class Apply(Expression):
     word: str  # a device function, or an operator
     operands: tuple[Term, ...]
 
@@ -74,12 +74,12 @@ class Function:
         return frozenset(line.value.slot.index for line in self.body if isinstance(line.value, Load))
 
 
-def call(word: str, *operands: Term) -> Call:
-    return Call(word, operands)
+def call(word: str, *operands: Term) -> Apply:
+    return Apply(word, operands)
 
 
 def leaves(term: Term) -> Iterator[Term]:
-    if isinstance(term, Call):
+    if isinstance(term, Apply):
         for operand in term.operands:
             yield from leaves(operand)
     elif not isinstance(term, Load):
@@ -88,8 +88,8 @@ def leaves(term: Term) -> Iterator[Term]:
 
 def bound(term: Term, meant: Mapping[Term, Term]) -> Term:
     """The term with its leaves replaced by what they stand for."""
-    if isinstance(term, Call):
-        return Call(term.word, tuple(bound(operand, meant) for operand in term.operands))
+    if isinstance(term, Apply):
+        return Apply(term.word, tuple(bound(operand, meant) for operand in term.operands))
     return meant.get(term, term)
 
 

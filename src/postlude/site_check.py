@@ -27,14 +27,14 @@ from postlude.check.verify import verify_chain
 from postlude.code_hash import source_digest
 from postlude.files import read_kept, write_kept
 from postlude.plan import Problem, lower, problem_of
+from postlude.plan.barriers import takes_the_batch
 from postlude.plan.problem import empty, result_shape
-from postlude.plan.program import takes_the_batch
 from postlude.plan.rules import FOLDED, rules_of
 from postlude.run.chain_run import laid_out
 from postlude.run.crop import cut_space, of_batch
 from postlude.run.execute import call as call_runner
 from postlude.run.execute import call_plain, execute
-from postlude.run.ledger import Call
+from postlude.run.ledger import PlannedRun
 
 RANDOM_POINTS = 5
 MOST_SAMPLES = 3  # for which the truth is computed at one point
@@ -52,7 +52,7 @@ class SiteCheck:
     def __init__(self) -> None:
         self.known: dict[str, Verdict] = {}
 
-    def __call__(self, call: Call, tensors: Sequence[Tensor] | None) -> Verdict:
+    def __call__(self, call: PlannedRun, tensors: Sequence[Tensor] | None) -> Verdict:
         key = _key(call)
         if key not in self.known:
             kept = _read(key)
@@ -65,7 +65,7 @@ class SiteCheck:
 check_site = SiteCheck()
 
 
-def _judge(call: Call, tensors: Sequence[Tensor] | None) -> Verdict:
+def _judge(call: PlannedRun, tensors: Sequence[Tensor] | None) -> Verdict:
     given = _drawn(call) if tensors is None else [tensor.detach() for tensor in tensors]
     budget, is_large = _budget(call.problem), _is_large(call)
     samples, run, among, notes = _piece(call, given, budget, _count(is_large))
@@ -99,7 +99,7 @@ def _count(is_large: bool) -> int:
     return 3 if is_large else 1 + 2 * RANDOM_POINTS
 
 
-def _is_large(call: Call) -> bool:
+def _is_large(call: PlannedRun) -> bool:
     """Whether few points are enough, because the result is large for each sample."""
     return math.prod(result_shape(call.chain, call.problem)[1:]) >= LARGE
 
@@ -113,7 +113,7 @@ Run = Callable[[Chain, Sequence[Tensor]], Tensor]
 
 
 def _piece(
-    call: Call, tensors: Sequence[Tensor], budget: Budget, points: int
+    call: PlannedRun, tensors: Sequence[Tensor], budget: Budget, points: int
 ) -> tuple[list[Tensor], Run, Run | None, tuple[str, ...]]:
     """The tensors for which the truth is computed, the candidate's function of them, PyTorch's if other samples are
     computed with them, and a note for the verdict."""
@@ -160,13 +160,13 @@ class _Embedded:
         return self.runner(whole).index_select(0, where)
 
 
-def _drawn(call: Call) -> list[Tensor]:
+def _drawn(call: PlannedRun) -> list[Tensor]:
     """Random tensors for the problem, if there are none yet."""
     blank = [empty(spec, call.chain.dims, call.problem.place) for spec in call.problem.tensors]
     return list(tensors_like(call.chain, blank, seed=RANDOM_POINTS))
 
 
-def _key(call: Call) -> str:
+def _key(call: PlannedRun) -> str:
     """A key of everything on which the verdict depends; for a GPU its card, not its index."""
     problem, card = replace(call.problem, index=0), hardware.machine_for(call.problem.place).card
     what = (

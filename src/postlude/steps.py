@@ -32,7 +32,7 @@ from postlude.chain import (
     Value,
     operands_of,
 )
-from postlude.expressions import Assign, Call, Expression, Function, Load, Name, Term, bound, call, live
+from postlude.expressions import Apply, Assign, Expression, Function, Load, Name, Term, bound, call, live
 
 OPERANDS = 6  # pointers that the kernels take
 _BIAS = Slot(2)  # of a convolution
@@ -61,7 +61,7 @@ REDUCTIONS: dict[tuple[str, str], Expression] = {
 }
 
 # Reductions over a linear layer's features, in a pass by rows. max and amax differ only in their gradients.
-ROW_REDUCTIONS: dict[str, Callable[[Value], Call]] = {
+ROW_REDUCTIONS: dict[str, Callable[[Value], Apply]] = {
     "sum": lambda x: call("row_sum", x, M_X),
     "mean": lambda x: call("row_mean", x, M_X, L),
     "logsumexp": lambda x: call("row_log_sum_exp", x, M_X),
@@ -167,7 +167,7 @@ def _value(step: Step) -> Term:
         raise ValueError("a reduction or a pool is no step of a block")
     if (inverse := _exact_inverse(step)) is not None:
         return call("mul", step.operands[0], Scalar(inverse))
-    return Call(device_function(step), tuple(meanings(step).values()))
+    return Apply(device_function(step), tuple(meanings(step).values()))
 
 
 def _exact_inverse(step: Pointwise) -> float | None:
@@ -194,7 +194,7 @@ def _moments(step: Step) -> list[Assign]:
 
 
 def _affine(word: str, meant: dict[Term, Term]) -> list[Assign]:
-    mean = Assign((MEAN,), Call(word, tuple({**meant, X: MEAN}.values())))
+    mean = Assign((MEAN,), Apply(word, tuple({**meant, X: MEAN}.values())))
     variance = Assign((VAR,), bound(VARIANCE[word], {**meant, X: VAR}))
     return [mean] if variance.value == VAR else [mean, variance]
 

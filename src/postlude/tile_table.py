@@ -1,6 +1,6 @@
 """Tables of tiles as values, and the user's own as files: what `postlude tune` measured, for one card and software.
 
-A table is a list of rows; the first row that matches a question answers it. Every writer makes a new file, completely
+A table is a list of rows; the first row whose use covers another's serves it. Every writer makes a new file, completely
 or not at all, and deletes the files whose rows it took over; readers merge all files. So no process waits for another,
 and nothing is lost if two write at the same time.
 """
@@ -39,7 +39,7 @@ _ATTEMPTS = 3  # to read a folder in which other processes create and delete fil
 
 
 @dataclass(frozen=True)
-class Question:
+class TileUse:
     """What a tile is needed for. In a row, an empty string or 0 matches anything."""
 
     kind: str
@@ -48,7 +48,7 @@ class Question:
     channels: tuple[int, int] = (0, 0)  # in and out, rounded up to powers of two
     layout: str = ""
 
-    def is_covered_by(self, other: Question) -> bool:
+    def is_covered_by(self, other: TileUse) -> bool:
         return all(a == b or not b for a, b in zip(self._parts, other._parts))
 
     @property
@@ -64,7 +64,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Row:
-    question: Question
+    use: TileUse
     settings: tuple[tuple[str, int], ...]
     origin: str = ""  # of a shipped row: where it comes from
     tuned: str = ""  # of a user's row: when it was measured, in ISO 8601
@@ -81,14 +81,14 @@ class Row:
 class TileTable:
     rows: tuple[Row, ...] = ()
 
-    def find(self, question: Question) -> Row | None:
-        return next((row for row in self.rows if question.is_covered_by(row.question)), None)
+    def find(self, use: TileUse) -> Row | None:
+        return next((row for row in self.rows if use.is_covered_by(row.use)), None)
 
     def joined(self, other: TileTable) -> TileTable:
-        """The rows of both tables; if both answer a question, the newer row."""
-        found: dict[Question, Row] = {}
+        """The rows of both tables; if both have a row for the same use, the newer one."""
+        found: dict[TileUse, Row] = {}
         for row in sorted((*self.rows, *other.rows), key=lambda row: row.tuned):
-            found[row.question] = row
+            found[row.use] = row
         return TileTable(tuple(found.values()))
 
 
@@ -167,8 +167,8 @@ def write_table(folder: Path, key: Key, table: TileTable) -> Path:
 
 def dumps(table: TileTable, key: Key) -> str:
     rows = [
-        {**dataclasses.asdict(row.question), "settings": row.values, "tuned": row.tuned}
-        for row in sorted(table.rows, key=lambda row: str(row.question))
+        {**dataclasses.asdict(row.use), "settings": row.values, "tuned": row.tuned}
+        for row in sorted(table.rows, key=lambda row: str(row.use))
     ]
     return json.dumps({"format": FORMAT, **dataclasses.asdict(key), "rows": rows}, indent=1, ensure_ascii=False) + "\n"
 
@@ -194,5 +194,5 @@ def _row(item: dict[str, Any]) -> Row:
     if not all(isinstance(word, str) for word in words) or not all(type(one) is int for one in (first, second)):
         raise ValueError(f"words {words}")
     datetime.fromisoformat(item["tuned"])
-    question = Question(kind, item["architecture"], item["arithmetic"], (first, second), item["layout"])
-    return Row(question, tuple(given.items()), tuned=item["tuned"])
+    use = TileUse(kind, item["architecture"], item["arithmetic"], (first, second), item["layout"])
+    return Row(use, tuple(given.items()), tuned=item["tuned"])

@@ -22,7 +22,7 @@ from postlude.cli.tuning import Results, UnfitError, difference, search
 from postlude.plan import Plan, lower
 from postlude.plan.candidates import candidates, with_row
 from postlude.plan.gemm import Gemm
-from postlude.plan.questions import questions_of
+from postlude.plan.tile_uses import uses_of
 from postlude.tile_table import NO_TILES, TileTable, read_tables
 
 TEXT = """
@@ -49,7 +49,7 @@ def get_init_inputs():
 GIVEN = problem(CHAIN_61, (16, 64, 32, 32, 32), device="cuda", precision="fp32")
 UNTUNED = lower(CHAIN_61, GIVEN, card(90))
 assert isinstance(UNTUNED, Plan)
-PRODUCT = questions_of(UNTUNED, card(90))[0]
+PRODUCT = uses_of(UNTUNED, card(90))[0]
 OTHERS = candidates(CHAIN_61, GIVEN, card(90), PRODUCT)
 
 
@@ -168,7 +168,7 @@ def test_a_better_tile_is_kept_for_later_processes(machine: Path, capsys: pytest
 
     data = tuned(machine, Fake(seconds))
     (row,) = hardware.tuned_tiles().rows
-    assert (row.question.kind, row.values) == ("last pass", {"elements": 16384})
+    assert (row.use.kind, row.values) == ("last pass", {"elements": 16384})
     assert row.tuned
     assert [one["settings"] for one in data["questions"]].count(None) == len(data["questions"]) - 1
     assert "kept in" in capsys.readouterr().out
@@ -229,10 +229,10 @@ def test_two_tiles_give_the_same_result() -> None:
         plan = lower_for_gpu(chain, problem_of(tensors), here, even_if_slower=True)
         assert isinstance(plan, Plan)
         for settings in ({}, {"product": (64, 2, 4), "last pass": (512,)}):
-            for question in questions_of(plan, here):
-                if question.kind in settings:
-                    names = tuning_names(question.kind)
-                    row = Row(question, tuple(zip(names, settings[question.kind])), tuned="2026-01-01")
+            for use in uses_of(plan, here):
+                if use.kind in settings:
+                    names = tuning_names(use.kind)
+                    row = Row(use, tuple(zip(names, settings[use.kind])), tuned="2026-01-01")
                     here = with_row(here, row)
             tried = lower_for_gpu(chain, problem_of(tensors), here, even_if_slower=True)
             assert isinstance(tried, Plan)

@@ -7,7 +7,7 @@ import pytest
 from postlude.export import prepared as module
 from postlude.export.prepared import prepared
 from postlude.export.steps_text import steps_text
-from postlude.plan.calls import Buffer, KernelCall, Steps
+from postlude.plan.program import Buffer, KernelCall, Steps
 
 SOURCE = """\
 @triton.jit

@@ -7,7 +7,7 @@ import textwrap
 import pytest
 
 from postlude.export.specialise import Inline, Specialised, specialise
-from postlude.plan.calls import Word
+from postlude.plan.program import Word
 
 
 def cut(source: str, **constants: object) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from postlude.export.device_text import library
 from postlude.export.specialise import Inline, specialise
-from postlude.plan.calls import Word
+from postlude.plan.program import Word
 
 # Chain 61 at KernelBench's sizes, as the plans have it.
 CONVOLVE: dict[str, object] = {

@@ -19,8 +19,8 @@ from postlude.export import rules
 from postlude.export.device_text import library
 from postlude.export.specialise import Inline, specialise
 from postlude.plan import Plan, problem_of
-from postlude.plan.calls import Word
 from postlude.plan.gpu import lower_for_gpu
+from postlude.plan.program import Word
 from postlude.plan.types import Tile
 from postlude.run.compose import HEADER, compose
 from postlude.run.launch import Launch

@@ -70,7 +70,7 @@ def test_gradients_are_float64s(drawn: tuple[Chain, tuple[int, ...], str, str]) 
     plan = lower(chain, problem, CARD, even_if_slower=True)
     assert isinstance(plan, Plan)
     assert isinstance(plan.own, Gemm)
-    assert plan.weight_gradient is not None
+    assert plan.gradients.of_weight is not None
     result = prepare(chain, plan)(tensors)
     dy = torch.randn(result.shape, generator=torch.Generator().manual_seed(1))
     ours = (result, *torch.autograd.grad(result, tensors, dy))

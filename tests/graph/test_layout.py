@@ -23,7 +23,7 @@ from postlude.graph import backend, biases, decide, layout, regions, spellings
 from postlude.pipeline import Optimized
 from postlude.plan import Plan, lower
 from postlude.run import passes
-from postlude.run.ledger import Entry, Ledger, Question
+from postlude.run.ledger import Entry, Ledger, SiteProblem
 from run.test_operator_pair import Net, step
 
 pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("fresh_dynamo")]
@@ -104,9 +104,9 @@ def test_a_norm_that_stays_pytorchs_keeps_the_layout(
     gradient."""
     honest = Ledger.planned
 
-    def planned(self: Ledger, question: Question) -> Entry | None:
+    def planned(self: Ledger, asked: SiteProblem) -> Entry | None:
         self.off[refused] = "as if it had been wrong"
-        return honest(self, question)
+        return honest(self, asked)
 
     monkeypatch.setattr(Ledger, "planned", planned)
     plain, x = Net().double(), torch.randn(2, 3, 4, 4, dtype=torch.float64)
@@ -245,9 +245,9 @@ def test_small_values_behind_pytorchs_convolution_are_inductors_unless_launches_
     for known, is_left in ((entry, False), (small, mode is None)):
         weight = types.SimpleNamespace(dtype="float32")
         problem = types.SimpleNamespace(device="cuda", place="cuda:0", tensors=(weight, weight))
-        question: Any = types.SimpleNamespace(entry=known, chain=chain, problem=problem)
+        asked: Any = types.SimpleNamespace(entry=known, chain=chain, problem=problem)
         known_of_it = decide.Around(has_graphs=mode is not None, is_cast=False, is_summed=False)
-        found = decide._entry(cast("Ledger", ledger), question, known_of_it)
+        found = decide._entry(cast("Ledger", ledger), asked, known_of_it)
         assert (isinstance(found, str) and "63.0 MiB" in found) == is_left
         assert (found is known) != is_left
 
@@ -258,7 +258,7 @@ def test_a_result_that_is_also_read_in_16_bits_is_inductors(monkeypatch: pytest.
     monkeypatch.setattr(decide, "machine_for", lambda _: machines.H200)
     aten, weight = torch.ops.aten, types.SimpleNamespace(dtype="float32")
     given = types.SimpleNamespace(device="cpu", tensors=(weight, weight))
-    question: Any = types.SimpleNamespace(chain=entry.outcome.chain, problem=given)
+    asked: Any = types.SimpleNamespace(chain=entry.outcome.chain, problem=given)
     for is_laid_out, targets, is_left in (
         (False, [aten.neg.default], False),
         (True, [aten.neg.default], False),
@@ -270,7 +270,7 @@ def test_a_result_that_is_also_read_in_16_bits_is_inductors(monkeypatch: pytest.
         read = graph.call_function(aten.contiguous.default, (result,)) if is_laid_out else result
         for target in targets:
             graph.call_function(target, (read,))
-        found = decide._entry(cast("Ledger", ledger), question, decide.around(result, set(), has_graphs=True))
+        found = decide._entry(cast("Ledger", ledger), asked, decide.around(result, set(), has_graphs=True))
         assert (isinstance(found, str) and "16 bits" in found) == is_left
 
 
@@ -285,12 +285,12 @@ def test_a_pool_behind_a_norm_is_ours_whoever_reads_it(
     monkeypatch.setattr(decide, "machine_for", lambda _: machines.H200)
     weight = types.SimpleNamespace(dtype="float32", layout="channels_last")
     given = types.SimpleNamespace(device="cuda", place="cuda:0", tensors=(weight, weight))
-    question: Any = types.SimpleNamespace(chain=entry.outcome.chain, problem=given)
+    asked: Any = types.SimpleNamespace(chain=entry.outcome.chain, problem=given)
     graph = fx.Graph()
     x, other = graph.placeholder("x"), graph.placeholder("other")
     result = graph.call_function(torch.relu, (x,))
     graph.call_function(reader, (result, other))
-    found = decide._entry(cast("Ledger", ledger), question, decide.around(result, set(), has_graphs=False))
+    found = decide._entry(cast("Ledger", ledger), asked, decide.around(result, set(), has_graphs=False))
     assert (found is entry) == is_pooled
 
 
@@ -302,7 +302,7 @@ def test_a_result_that_is_only_added_to_another_is_inductors(reader: str, monkey
     monkeypatch.setattr(decide, "machine_for", lambda _: machines.H200)
     weight = types.SimpleNamespace(dtype="float32", layout="contiguous" if reader == "contiguous" else "channels_last")
     given = types.SimpleNamespace(device="cpu", tensors=(weight, weight))
-    question: Any = types.SimpleNamespace(chain=entry.outcome.chain, problem=given)
+    asked: Any = types.SimpleNamespace(chain=entry.outcome.chain, problem=given)
     graph = fx.Graph()
     x, other = graph.placeholder("x"), graph.placeholder("other")
     result = graph.call_function(torch.relu, (x,))
@@ -310,7 +310,7 @@ def test_a_result_that_is_only_added_to_another_is_inductors(reader: str, monkey
     if reader == "a sum and more":
         graph.call_function(torch.ops.aten.neg.default, (result,))
     ours = {added} if reader == "a sum of ours" and added is not None else set()
-    found = decide._entry(cast("Ledger", ledger), question, decide.around(result, ours, has_graphs=False))
+    found = decide._entry(cast("Ledger", ledger), asked, decide.around(result, ours, has_graphs=False))
     assert (isinstance(found, str) and "added" in found) == (reader == "a sum")
 
 

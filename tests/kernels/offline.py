@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from postlude.plan.calls import Call
+from postlude.plan.program import Call
 from tracing import compiled, kernel_calls
 
 # Architecture → shared memory that one block may have, in bytes.

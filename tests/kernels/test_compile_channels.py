@@ -14,7 +14,7 @@ from plan.test_convolve import card as machine_of
 from plan.test_lower import problem
 from postlude.chain import Chain
 from postlude.plan import Plan, lower
-from postlude.plan.calls import KernelCall
+from postlude.plan.program import KernelCall
 from postlude.run.ahead import program_of
 from postlude.run.execute import prepare
 from tracing import kernel_calls

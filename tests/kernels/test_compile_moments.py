@@ -13,8 +13,8 @@ from kernels import offline
 from machines import H200
 from postlude.chain import Chain
 from postlude.plan import Plan, Problem, lower
+from postlude.plan.barriers import moments_only
 from postlude.plan.problem import Spec
-from postlude.plan.program import moments_only
 from postlude.run.ahead import program_of
 from postlude.run.execute import prepare
 from postlude.stages.cuts import Partials

@@ -24,9 +24,9 @@ from machines import card as machine_of
 from plan.test_lower import problem
 from postlude import hardware
 from postlude.hardware import has_nvrtc
-from postlude.plan.calls import CudaCall
 from postlude.plan.few_channels import STATIC, FewChannels, Geometry, shared_bytes
 from postlude.plan.few_channels_gradient import few_channels_gradient_for
+from postlude.plan.program import CudaCall
 from postlude.run import nvrtc
 from postlude.run.launch import cuda_source
 from postlude.stages.few_channels import convolve_moments

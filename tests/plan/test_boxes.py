@@ -11,11 +11,11 @@ from cases import CHAIN_61, Builder, conv
 from plan.test_convolve import card
 from plan.test_lower import problem
 from postlude.chain import Chain
+from postlude.plan.barriers import norm_hides_infinities
 from postlude.plan.boxes import Boxes, boxes_for
 from postlude.plan.convolve import gemm_for, gradient_products
 from postlude.plan.gemm import Arithmetic, Gemm
 from postlude.plan.problem import Problem
-from postlude.plan.program import norm_hides_infinities
 
 SHARED = 227 << 10  # of an H200's multiprocessor
 

@@ -99,7 +99,7 @@ def test_in_training_the_plan_has_all_of_it(name: str) -> None:
     assert isinstance(plan, Plan)
     assert plan.trains
     assert plan.chain == chain
-    assert not plan.packs_gradient
+    assert not plan.gradients.are_packed
     assert plan.passes[-1].last == len(chain.steps)
 
 
@@ -122,10 +122,10 @@ def test_training_keeps_no_more_than_pytorch() -> None:
     conv2d, shape = conv(2, (8, 64)), (64, 8, 64, 64)
     soft = planned(Builder(2, conv2d).op("add", "channel").softmax().chain(), shape, needs_grad=True)
     assert isinstance(soft, Plan)
-    assert soft.from_result
+    assert soft.gradients.from_result
     gated = planned(Builder(2, conv2d).softmax().op("sigmoid").chain(), shape, needs_grad=True)
     assert isinstance(gated, Plan)
-    assert not gated.from_result
+    assert not gated.gradients.from_result
     hard = Builder(2, conv2d).op("mul", 2.0).reduce("min", "channels").op("tanh").chain()
     plan = planned(hard, shape, needs_grad=True)
     assert isinstance(plan, Plan)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from cases import Builder, conv
 from postlude.chain import Chain
+from postlude.plan.barriers import MomentsOnly, moments_only
 from postlude.plan.cpu_few_channels import CpuFewChannels, few_channels_for
-from postlude.plan.program import MomentsOnly, moments_only
 
 
 def chain_of(dims: int, channels: tuple[int, int], taps: int = 3, dilation: int = 1) -> Chain:

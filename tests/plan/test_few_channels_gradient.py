@@ -91,4 +91,4 @@ def test_only_training_plans_it(trains: bool) -> None:
     found = lower_for_gpu(CHAIN_23, given, card(90))
     assert isinstance(found, Plan)
     assert isinstance(found.own, FewChannels)
-    assert (found.few_gradient is not None) == trains
+    assert (found.gradients.of_both is not None) == trains

@@ -13,8 +13,8 @@ from postlude import cards
 from postlude.chain import Chain
 from postlude.hardware import Machine, machine_on
 from postlude.plan import Plan, Refusal, lower
+from postlude.plan.barriers import last_fused_step, row_parts, rows_from
 from postlude.plan.linear import LinearGemm
-from postlude.plan.program import last_fused_step, row_parts, rows_from
 from postlude.plan.trained import MOST_TRAINED, trained_part
 from postlude.plan.types import Moments, Store
 
@@ -134,7 +134,7 @@ def test_in_training_long_rows_and_second_norms_are_pytorchs() -> None:
 
 def test_a_mutant_that_takes_moments_for_rows_is_seen() -> None:
     """A linear layer's mean over all but the batch is no mean over positions."""
-    from postlude.plan.program import moments_only
+    from postlude.plan.barriers import moments_only
 
     chain = layer(8, 8).reduce("mean", "sample").chain()
     assert moments_only(chain) is None

@@ -14,10 +14,10 @@ from postlude.chain import Chain, Value
 from postlude.check import tensors_for
 from postlude.hardware import Machine, machine_on
 from postlude.plan import Keep, Moments, Plan, Problem, Refusal, Spec, Store, lower, problem_of
+from postlude.plan.barriers import MomentsOnly, moments_only
 from postlude.plan.gemm import Gemm
 from postlude.plan.gpu import tile_for
 from postlude.plan.problem import Layout, power_of_two, result_dtype, result_layout, result_shape
-from postlude.plan.program import MomentsOnly, moments_only
 from postlude.plan.tiles import pass_warps, short_rows
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}

@@ -269,7 +269,7 @@ def test_gradients_before_a_layer_norm_are_pytorchs_at_stride_1() -> None:
     for plan in (lower_for_gpu(chain, one, card(90), even_if_slower=True) for one in (given, in_16_bits(given))):
         assert isinstance(plan, Plan)
         assert plan.own is not None
-        assert (plan.input_gradient, plan.weight_gradient, plan.packs_gradient) == (None, None, False)
+        assert (plan.gradients.of_input, plan.gradients.of_weight, plan.gradients.are_packed) == (None, None, False)
 
 
 def test_gradients_before_a_layer_norm_are_ours_by_residue() -> None:
@@ -278,7 +278,7 @@ def test_gradients_before_a_layer_norm_are_ours_by_residue() -> None:
     given = problem(chain, (16, 32, 32, 64, 64), device="cuda", precision="fp32", needs_grad=True)
     plans = [lower_for_gpu(chain, one, card(90), even_if_slower=True) for one in (given, in_16_bits(given))]
     two, half = (plan for plan in plans if isinstance(plan, Plan))
-    assert two.input_gradient is not None
-    assert two.input_gradient.arithmetic.keeps_infinities
-    assert two.weight_gradient is not None
-    assert (half.input_gradient, half.weight_gradient) == (None, None)
+    assert two.gradients.of_input is not None
+    assert two.gradients.of_input.arithmetic.keeps_infinities
+    assert two.gradients.of_weight is not None
+    assert (half.gradients.of_input, half.gradients.of_weight) == (None, None)

@@ -124,7 +124,7 @@ def planned(chain: Chain, precision: str) -> Plan:
 def test_gradients_are_ours_in_two_planes_and_pytorchs_in_one() -> None:
     chain = Builder(3, up()).op("relu").norm(8).chain()
     plan = planned(chain, "fp32")
-    dx, dw = plan.input_gradient, plan.weight_gradient
+    dx, dw = plan.gradients.of_input, plan.gradients.of_weight
     assert dx is not None
     assert dw is not None
     assert dx.volume == dw.volume  # one packed gradient for both
@@ -136,18 +136,18 @@ def test_gradients_are_ours_in_two_planes_and_pytorchs_in_one() -> None:
     assert "by 8 residues modulo the stride" in words[1]
     assert "gradient of the weight: ours" in words[2]
     one = planned(chain, "tf32")
-    assert (one.input_gradient, one.weight_gradient) == (None, None)
+    assert (one.gradients.of_input, one.gradients.of_weight) == (None, None)
     assert "gradient of the input: PyTorch's" in one.describe_training()
 
 
 def test_no_pass_packs_a_gradient_by_residue() -> None:
-    assert not planned(Builder(3, up()).op("relu").chain(), "fp32").packs_gradient
+    assert not planned(Builder(3, up()).op("relu").chain(), "fp32").gradients.are_packed
 
 
 def test_gradients_of_a_wide_kernel_are_pytorchs() -> None:
     plan = planned(Builder(3, up(kernel=6)).op("relu").norm(8).chain(), "fp32")
     assert plan.own is not None
-    assert (plan.input_gradient, plan.weight_gradient) == (None, None)
+    assert (plan.gradients.of_input, plan.gradients.of_weight) == (None, None)
 
 
 def test_cards_without_wgmma_leave_them_to_pytorch() -> None:
@@ -155,4 +155,4 @@ def test_cards_without_wgmma_leave_them_to_pytorch() -> None:
     given = problem(chain, (16, 32, 16, 32, 32), device="cuda", precision="fp32", needs_grad=True)
     plan = lower_for_gpu(chain, given, card(80), even_if_slower=True)
     assert isinstance(plan, Plan), plan
-    assert (plan.input_gradient, plan.weight_gradient) == (None, None)
+    assert (plan.gradients.of_input, plan.gradients.of_weight) == (None, None)

@@ -20,9 +20,9 @@ from postlude.plan.candidates import MOST, candidates, with_row
 from postlude.plan.convolve import gradient_products, product_for, weight_gemm_for
 from postlude.plan.few_channels import FewChannels
 from postlude.plan.gemm import Arithmetic, Gemm
-from postlude.plan.questions import questions_of
-from postlude.plan.tiles import answer, product_questions
-from postlude.tile_table import SETTINGS, Question, Row
+from postlude.plan.tile_uses import uses_of
+from postlude.plan.tiles import product_uses, row_for
+from postlude.tile_table import SETTINGS, Row, TileUse
 
 ONE, TWO = Arithmetic("float16", 1, scaled=True), Arithmetic("float16", 2, scaled=True)
 STRIDED = Builder(3, conv(3, (32, 32), stride=2)).op("relu").norm(8).chain()
@@ -35,8 +35,8 @@ def asked(chain: Chain, needs_grad: bool = False) -> Problem:
     return dataclasses.replace(given, needs_grad=needs_grad)
 
 
-def tuned(machine: Machine, question: Question, **settings: int) -> Machine:
-    return with_row(machine, Row(question, tuple(settings.items()), tuned="2026-01-02T03:04:05+00:00"))
+def tuned(machine: Machine, use: TileUse, **settings: int) -> Machine:
+    return with_row(machine, Row(use, tuple(settings.items()), tuned="2026-01-02T03:04:05+00:00"))
 
 
 @pytest.mark.parametrize(
@@ -54,12 +54,12 @@ def test_shipped_products(architecture: int, arithmetic: Arithmetic, tile: tuple
     machine = card(architecture)
     made = product_for(CONV, (32, 32, 32), arithmetic, machine)
     assert (made.rows, made.stages, made.warps) == tile
-    assert str(answer(machine, *product_questions("product", CONV, arithmetic, machine))) == origin
+    assert str(row_for(machine, *product_uses("product", CONV, arithmetic, machine))) == origin
 
 
 def test_the_users_own_tile_comes_first_and_only_for_its_question() -> None:
-    (question,) = product_questions("product", CONV, TWO, card(90))
-    machine = tuned(card(90), question, rows=64, stages=4, warps=8)
+    (use,) = product_uses("product", CONV, TWO, card(90))
+    machine = tuned(card(90), use, rows=64, stages=4, warps=8)
     assert product_for(CONV, (32, 32, 32), TWO, machine).stages == 4
     assert product_for(conv(3, (33, 65)), (32, 32, 32), TWO, machine).stages == 4  # the same powers of two
     assert product_for(conv(3, (32, 128)), (32, 32, 32), TWO, machine).stages == 3
@@ -68,13 +68,13 @@ def test_the_users_own_tile_comes_first_and_only_for_its_question() -> None:
 
 def test_a_tile_that_does_not_fit_is_passed_over() -> None:
     """It was measured with fewer channels of the same power of two, or fewer taps."""
-    (question,) = product_questions("product", CONV, TWO, card(90))
-    machine = tuned(card(90), question, rows=256, stages=4, warps=8)
+    (use,) = product_uses("product", CONV, TWO, card(90))
+    machine = tuned(card(90), use, rows=256, stages=4, warps=8)
     assert product_for(CONV, (32, 32, 32), TWO, machine) == product_for(CONV, (32, 32, 32), TWO, card(90))
-    (question,) = product_questions("weight's gradient", CONV, TWO, card(90))
-    machine = with_shared_bytes(tuned(card(90), question, stages=4, warps=8, programs=4), 120_000)
+    (use,) = product_uses("weight's gradient", CONV, TWO, card(90))
+    machine = with_shared_bytes(tuned(card(90), use, stages=4, warps=8, programs=4), 120_000)
     assert weight_gemm_for(CONV, (32, 32, 32), TWO, machine) == weight_gemm_for(CONV, (32, 32, 32), TWO, card(90))
-    machine = tuned(card(90), question, stages=2, warps=4, programs=4)
+    machine = tuned(card(90), use, stages=2, warps=4, programs=4)
     made = weight_gemm_for(CONV, (32, 32, 32), TWO, machine)
     assert (made.stages, made.warps) == (2, 4)
     assert made.splits > weight_gemm_for(CONV, (32, 32, 32), TWO, card(90)).splits
@@ -99,16 +99,16 @@ def test_every_question_of_a_plan_has_an_origin_and_some_candidates(chain: Chain
     machine, given = card(90), asked(chain, needs_grad)
     plan = lower(chain, given, machine)
     assert isinstance(plan, Plan)
-    questions = questions_of(plan, machine)
-    assert len(plan.tiles) == len(questions) > 0
-    for question in questions:
-        found = candidates(chain, given, machine, question)
+    uses = uses_of(plan, machine)
+    assert len(plan.tiles) == len(uses) > 0
+    for use in uses:
+        found = candidates(chain, given, machine, use)
         assert 0 < len(found) <= MOST
         plans = [one.plan for one in found]
         assert all(one != plan and plans.count(one) == 1 for one in plans)
         for one in found:
-            assert all(value in SETTINGS[question.kind][name] for name, value in one.row.settings)
-            for product in (one.plan.own, one.plan.input_gradient, one.plan.weight_gradient):
+            assert all(value in SETTINGS[use.kind][name] for name, value in one.row.settings)
+            for product in (one.plan.own, one.plan.gradients.of_input, one.plan.gradients.of_weight):
                 assert isinstance(product, (FewChannels, type(None))) or product.shared_bytes <= CARDS[90]
 
 
@@ -119,27 +119,27 @@ def test_products_in_place_take_a_tuned_tile_that_fits() -> None:
     shipped = lower(chain, given, card(90))
     assert isinstance(shipped, Plan)
     assert isinstance(shipped.own, Boxes)
-    question = questions_of(shipped, card(90))[0]
-    assert (question.kind, shipped.tiles[0].endswith(MEASURED)) == ("product in place", True)
-    machine = tuned(card(90), question, columns=64, steps=32, stages=4)
+    use = uses_of(shipped, card(90))[0]
+    assert (use.kind, shipped.tiles[0].endswith(MEASURED)) == ("product in place", True)
+    machine = tuned(card(90), use, columns=64, steps=32, stages=4)
     plan = lower(chain, given, machine)
     assert isinstance(plan, Plan)
     assert isinstance(plan.own, Boxes)
     assert (plan.own.block_h * plan.own.block_j, plan.own.block_k, plan.own.stages) == (64, 32, 4)
     assert "tuned on this card" in plan.tiles[0]
-    small = with_shared_bytes(tuned(card(90), question, columns=256, steps=64, stages=4), 110_000)
+    small = with_shared_bytes(tuned(card(90), use, columns=256, steps=64, stages=4), 110_000)
     plan = lower(chain, given, small)
     assert isinstance(plan, Plan)
     assert plan.own == shipped.own
     assert plan.tiles[0].endswith(MEASURED)
-    tiles = [one.plan.own for one in candidates(chain, given, card(90), question)]
+    tiles = [one.plan.own for one in candidates(chain, given, card(90), use)]
     assert tiles
     assert all(isinstance(one, Boxes) and 128 * one.block_h * one.block_j <= 160 * 32 * 4 for one in tiles)
 
 
 def test_candidates_are_refused_where_registers_would_not_last() -> None:
-    (question,) = product_questions("product", CONV, ONE, card(90))
-    found = candidates(CHAIN_61, dataclasses.replace(asked(CHAIN_61), precision="tf32"), card(90), question)
+    (use,) = product_uses("product", CONV, ONE, card(90))
+    found = candidates(CHAIN_61, dataclasses.replace(asked(CHAIN_61), precision="tf32"), card(90), use)
     tiles = [one.plan.own for one in found]
     assert all(isinstance(one, Gemm) and one.rows * one.columns <= 160 * 32 * one.warps for one in tiles)
     assert any(isinstance(one, Gemm) and one.rows == 256 for one in tiles)
@@ -150,7 +150,7 @@ def test_float64_is_not_tuned() -> None:
     given = dataclasses.replace(given, tensors=tuple(dataclasses.replace(t, dtype="float64") for t in given.tensors))
     plan = lower(CHAIN_61, given, card(90), even_if_slower=True)
     assert isinstance(plan, Plan)
-    assert [question.kind for question in questions_of(plan, card(90))] == ["last pass"]
+    assert [use.kind for use in uses_of(plan, card(90))] == ["last pass"]
 
 
 def test_origins_are_said() -> None:
@@ -160,12 +160,12 @@ def test_origins_are_said() -> None:
     first, second = plan.tiles
     assert first == f"product (2 planes, 64→128 channels): {MEASURED}"
     assert second.startswith("last pass (float32, 128 channels, contiguous)")
-    question = questions_of(plan, machine)[0]
-    machine = tuned(machine, question, rows=64, stages=3, warps=8)
+    use = uses_of(plan, machine)[0]
+    machine = tuned(machine, use, rows=64, stages=3, warps=8)
     plan = lower(CHAIN_61, given, machine)
     assert isinstance(plan, Plan)
     assert plan.tiles[0].endswith("tuned on this card on 2026-01-02")
-    machine = tuned(card(90), question, rows=256, stages=4, warps=8)  # does not fit
+    machine = tuned(card(90), use, rows=256, stages=4, warps=8)  # does not fit
     plan = lower(CHAIN_61, given, machine)
     assert isinstance(plan, Plan)
     assert plan.tiles[0].endswith(MEASURED)
@@ -175,12 +175,12 @@ def test_few_channels_start_from_the_tables_tile() -> None:
     machine, given = card(90), asked(CHAIN_23, needs_grad=True)
     plan = lower(CHAIN_23, given, machine)
     assert isinstance(plan, Plan)
-    assert plan.few_gradient is not None
-    few, gradients = questions_of(plan, machine)
+    assert plan.gradients.of_both is not None
+    few, gradients = uses_of(plan, machine)
     machine = tuned(tuned(machine, few, depth=6, height=4, blocks=1), gradients, height=8)
     plan = lower(CHAIN_23, given, machine)
     assert isinstance(plan, Plan)
     assert isinstance(plan.own, FewChannels)
-    assert plan.few_gradient is not None
+    assert plan.gradients.of_both is not None
     assert (plan.own.depth, plan.own.height, plan.own.blocks) == (6, 4, 1)
-    assert plan.few_gradient.both.height == 8
+    assert plan.gradients.of_both.both.height == 8

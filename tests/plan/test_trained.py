@@ -76,27 +76,27 @@ def test_moments_are_taken_of_a_value_that_is_kept_unless_memory_is_to_be_saved(
 @pytest.mark.parametrize("word", ["relu", "tanh", "sigmoid"])
 def test_the_result_is_all_that_is_kept_where_it_tells_enough(word: str) -> None:
     plan = plan_of(Builder(2, WIDE).op("add", "full").op(word).chain())
-    assert plan.from_result
+    assert plan.gradients.from_result
     assert len(plan.passes) == 1
     last = plan_of(Builder(2, WIDE).op(word).op("mul", 2.0).chain())
-    assert not last.from_result
+    assert not last.gradients.from_result
     assert [item.sink for item in last.passes] == [Store(raw=True), Store()]
 
 
 def test_where_pytorch_keeps_nothing_inside_nothing_is_kept_either() -> None:
     chain = Builder(2, WIDE).op("mul", "channel").op("relu").chain()
     assert "PyTorch saves only the chain's" in str(planned(chain))
-    assert plan_of(chain, memory="lean").is_lean
+    assert plan_of(chain, memory="lean").gradients.is_lean
 
 
 def test_gradients_come_with_our_convolution() -> None:
     chain = Builder(2, conv(2, (64, 64))).op("leaky_relu", slope=0.1).op("mul", 2.0).chain()
     plan = plan_of(chain, (64, 64, 256, 256))
     assert isinstance(plan.own, Gemm)
-    assert isinstance(plan.input_gradient, Gemm)
-    assert plan.weight_gradient is not None
-    assert plan.largest_found == plan.input_gradient.arithmetic
-    assert plan.input_gradient.volume.width == 1  # an infinity stays in its place
+    assert isinstance(plan.gradients.of_input, Gemm)
+    assert plan.gradients.of_weight is not None
+    assert plan.gradients.largest_found == plan.gradients.of_input.arithmetic
+    assert plan.gradients.of_input.volume.width == 1  # an infinity stays in its place
 
 
 @pytest.mark.parametrize(("precision", "is_ours"), [("tf32", False), ("fp32", True)])

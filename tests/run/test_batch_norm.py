@@ -92,7 +92,7 @@ def test_a_backward_pass_is_autograds_and_moves_nothing(layout: str, memory: str
 def test_gradients_by_convolutions_of_our_own() -> None:
     tensors = tensors_of(BLOCK, torch.float64, grad=True)
     made = training(BLOCK, tensors)
-    assert made.plan.weight_gradient is not None
+    assert made.plan.gradients.of_weight is not None
     truth = gradients(lambda ts: reference.evaluate(BLOCK, ts), tensors)
     for ours, true in zip(gradients(made, tensors), truth, strict=True):
         torch.testing.assert_close(ours, true, rtol=1e-9, atol=1e-9)

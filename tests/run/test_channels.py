@@ -190,7 +190,7 @@ def trained(chain: Chain, tensors: Sequence[Tensor], memory: str = "default") ->
     plan = lower(chain, problem, CARD, even_if_slower=True)
     assert isinstance(plan, Plan)
     assert plan.trains
-    assert plan.is_lean == (memory == "lean" and chain.producer is not None)
+    assert plan.gradients.is_lean == (memory == "lean" and chain.producer is not None)
     return execute.prepare(chain, plan)
 
 

@@ -112,7 +112,7 @@ def test_after_a_convolution_of_our_own(end: str) -> None:
     chain = (built.softmax() if end == "softmax" else built.reduce(end, "channels")).chain()
     for dtype, tolerance in ((torch.float64, 1e-11), (torch.float32, 1e-5)):
         tensors = made(chain, (2, 3, 5, 6), dtype)
-        assert training(chain, tensors).plan.weight_gradient is not None
+        assert training(chain, tensors).plan.gradients.of_weight is not None
         assert worst(chain, tensors) < tolerance
 
 
@@ -153,7 +153,7 @@ def test_a_chosen_channel_is_kept_instead_of_the_value_as_pytorch_does() -> None
     assert kept(Builder(2, conv(2, (3, 6))).reduce("mean", "channels").chain(), shape) == []
     soft = Builder(2, conv(2, (3, 6))).softmax()
     assert kept(soft.chain(), shape) == [((2, 6, 3, 4), "float32")]  # the result itself
-    assert training(soft.chain(), made(soft.chain(), shape, torch.float32)).plan.from_result
+    assert training(soft.chain(), made(soft.chain(), shape, torch.float32)).plan.gradients.from_result
     largest = Builder(2, conv(2, (3, 6))).reduce("amax", "channels")
     assert ((2, 6, 3, 4), "float32") in kept(largest.chain(), shape)
 

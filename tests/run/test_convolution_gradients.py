@@ -21,6 +21,7 @@ from postlude.plan.boxes import Boxes
 from postlude.plan.convolve import packs_gradient, weight_gemm_for
 from postlude.plan.gemm import Arithmetic, input_gradient_of
 from postlude.plan.gpu import lower_for_gpu
+from postlude.plan.types import Gradients
 from postlude.plan.volume import volume_for
 from postlude.run.chain_run import Training
 from postlude.stages import convolve_boxes
@@ -45,7 +46,7 @@ def in_place(chain: Chain, tensors: Sequence[Tensor], packs: bool) -> Training:
     boxes = Boxes(arithmetic, volume, 32, True, 2, 4, 16, 16, 2, 4)
     weight = dataclasses.replace(weight_gemm_for(producer, space, arithmetic, CARD), splits=2)
     assert packs_gradient(boxes, weight)
-    changed = dataclasses.replace(plan, input_gradient=boxes, weight_gradient=weight, packs_gradient=packs)
+    changed = dataclasses.replace(plan, gradients=Gradients(boxes, weight, are_packed=packs))
     return Training(changed, chain)
 
 
@@ -107,8 +108,8 @@ def test_a_convolution_alone_is_trained(name: str, layout: str) -> None:
     problem = dataclasses.replace(problem_of(tensors, "fp32"), device="cuda", needs_grad=True)
     plan = lower_for_gpu(chain, problem, CARD, even_if_slower=True)
     assert isinstance(plan, Plan), plan
-    assert plan.input_gradient is not None
-    assert plan.weight_gradient is not None
+    assert plan.gradients.of_input is not None
+    assert plan.gradients.of_weight is not None
     truth = gradients(lambda given: reference.evaluate(chain, given, dtype=torch.float64), tensors)
     for ours, true in zip(gradients(Training(plan, chain), tensors), truth, strict=True):
         assert ours.shape == true.shape

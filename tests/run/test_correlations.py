@@ -14,6 +14,7 @@ from cpp_kernels import Library, built, calls_of, compiled_plan, needs_compiler,
 from postlude import reference
 from postlude.chain import Chain, Convolution
 from postlude.check import chain_points, tensors_for, verify_chain
+from postlude.plan.cpu_few_channels import CpuFewChannels
 from postlude.run.execute import call, prepare
 
 
@@ -70,8 +71,8 @@ def served(monkeypatch: pytest.MonkeyPatch, library: Library) -> None:
 def fused(chain: Chain, tensors: Sequence[Tensor]) -> Tensor:
     with torch.no_grad():
         plan = compiled_plan(chain, tensors)
-        assert plan.own_on_cpu is not None
-        assert plan.own_on_cpu.is_correlated
+        assert isinstance(plan.own, CpuFewChannels)
+        assert plan.own.is_correlated
         return call(prepare(chain, plan), tensors)
 
 

@@ -18,7 +18,7 @@ from postlude.chain import Chain
 from postlude.check import chain_points, tensors_for, verify_chain
 from postlude.emit_cpp import emit_cpp
 from postlude.plan import Plan, Refusal, lower, problem_of
-from postlude.plan.calls import CppCall
+from postlude.plan.program import CppCall
 from postlude.run import cpp
 from postlude.run.execute import Runner, call, prepare
 from postlude.steps import pass_slots

@@ -66,10 +66,11 @@ def training(name: str, tensors: Sequence[Tensor]) -> Training:
     problem = dataclasses.replace(problem_of(tensors), needs_grad=True)
     plan = lower_for_gpu(CHAINS[name][0], problem, HOPPER, even_if_slower=True)
     assert isinstance(plan, Plan), plan
-    assert plan.few_gradient is not None
-    few = plan.few_gradient
+    assert plan.gradients.of_both is not None
+    few = plan.gradients.of_both
     small = dataclasses.replace(few.both, height=4, warps=2, programs=2)
-    return Training(dataclasses.replace(plan, few_gradient=dataclasses.replace(few, both=small)), plan.chain)
+    gradients = dataclasses.replace(plan.gradients, of_both=dataclasses.replace(few, both=small))
+    return Training(dataclasses.replace(plan, gradients=gradients), plan.chain)
 
 
 def truth(name: str, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -40,7 +40,7 @@ def ready(chain: Chain, tensors: Sequence[Tensor], precision: str = "auto") -> R
     plan = lower_for_gpu(chain, problem, hardware.machine_for("cuda"), even_if_slower=True)
     assert isinstance(plan, Plan), plan
     if hardware.machine_for("cuda").card.abilities.has_few_channel_gradients:
-        assert plan.few_gradient is not None
+        assert plan.gradients.of_both is not None
     return prepare(chain, plan)
 
 

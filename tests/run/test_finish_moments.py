@@ -15,8 +15,8 @@ from cases import CASES, Builder, Case, conv
 from postlude import emit, reference, steps
 from postlude.chain import Cast, Chain
 from postlude.check import tensors_for
+from postlude.plan.barriers import MomentsOnly, moments_only
 from postlude.plan.problem import Spec
-from postlude.plan.program import MomentsOnly, moments_only
 from postlude.run import launch
 from postlude.run.compose import HEADER, compose
 from postlude.stages.cuts import Partials

@@ -17,9 +17,9 @@ from postlude.chain import Cast, Chain, Normalize, Pointwise, Slot, Value
 from postlude.check import tensors_for
 from postlude.expressions import Gradient
 from postlude.plan import Plan, problem_of
+from postlude.plan.barriers import last_fused_step, over_channels, row_norm
 from postlude.plan.gpu import lower_for_gpu
 from postlude.plan.problem import memory_format
-from postlude.plan.program import last_fused_step, over_channels, row_norm
 from postlude.stages.batch import combine_batch
 from postlude.stages.gradient import Gradients, gradient_passes
 from postlude.stages.normalize import combine_moments, finish_pass, moments_pass

@@ -43,13 +43,16 @@ def training(name: str, tensors: Sequence[Tensor], memory: str = "lean") -> Trai
     plan = lower_for_gpu(CHAINS[name][0], problem, CARD, even_if_slower=True)
     assert isinstance(plan, Plan), plan
     assert isinstance(plan.own, Gemm)
-    assert plan.input_gradient is not None
-    assert plan.weight_gradient is not None
+    assert plan.gradients.of_input is not None
+    assert plan.gradients.of_weight is not None
     changed = dataclasses.replace(
         plan,
         own=dataclasses.replace(plan.own, rows=32),
-        input_gradient=dataclasses.replace(plan.input_gradient, rows=32),
-        weight_gradient=dataclasses.replace(plan.weight_gradient, splits=2),
+        gradients=dataclasses.replace(
+            plan.gradients,
+            of_input=dataclasses.replace(plan.gradients.of_input, rows=32),
+            of_weight=dataclasses.replace(plan.gradients.of_weight, splits=2),
+        ),
         slab=2 if memory == "lean" else plan.slab,
     )
     return Training(changed, plan.chain)

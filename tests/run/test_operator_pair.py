@@ -26,8 +26,7 @@ from postlude.plan import problem_of
 from postlude.run import operator
 from postlude.run.chain_run import Training
 from postlude.run.execute import prepared
-from postlude.run.ledger import Call as LedgerCall
-from postlude.run.ledger import Ledger
+from postlude.run.ledger import Ledger, PlannedRun
 from postlude.run.site import run_chain
 
 pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("fresh_dynamo")]
@@ -213,7 +212,7 @@ def test_sizes_that_are_symbols_need_no_more_graphs_than_pytorch_alone_does() ->
 def test_plans_for_sizes_that_come_later_are_checked_too() -> None:
     checked: list[tuple[int, ...]] = []
 
-    def check(call: LedgerCall, tensors: object) -> Verdict:
+    def check(call: PlannedRun, tensors: object) -> Verdict:
         checked.append(call.problem.x.shape)
         return Verdict("wrong" if call.problem.x.shape[-1] == 12 else "right", (), "auto", (), ())
 

@@ -29,7 +29,7 @@ MUTANTS = [
 @pytest.fixture(autouse=True)
 def packs_every_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not only where it is faster."""
-    monkeypatch.setattr("postlude.plan.gpu.packs_gradient", lambda dx, dw: dx is not None and dw is not None)
+    monkeypatch.setattr("postlude.plan.trained.packs_gradient", lambda dx, dw: dx is not None and dw is not None)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])

@@ -121,7 +121,7 @@ def test_in_tf32_trains_with_pytorchs_gradients_of_the_convolution() -> None:
     chain = Builder(2, transposed(FLAT["k3s2p1op1"])).op("silu").norm(5).op("relu").chain()
     tensors = [t.requires_grad_() for t in tensors_for(chain, (2, 3, 4, 5), torch.float32, "cpu", 0, "normal")]
     plan = planned(chain, tensors, "tf32", needs_grad=True)
-    assert (plan.input_gradient, plan.weight_gradient) == (None, None)
+    assert (plan.gradients.of_input, plan.gradients.of_weight) == (None, None)
     training = Training(plan, chain)
     theirs = [t.detach().double().requires_grad_() for t in tensors]
     truth = reference.evaluate(chain, theirs)

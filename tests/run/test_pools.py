@@ -125,7 +125,7 @@ def test_gradients_are_packed_behind_a_pool() -> None:
     problem = dataclasses.replace(problem_of(tensors), device="cuda", needs_grad=True)
     plan = lower(chain, problem, CARD, even_if_slower=True)
     assert isinstance(plan, Plan)
-    assert plan.packs_gradient
+    assert plan.gradients.are_packed
     calls = kernel_calls(program_of(plan, tensors, [True] * len(tensors)).backward)
     assert any(call.kernel == "packed_gradient_kernel" for call in calls)
     exact = [t.detach().double().requires_grad_() for t in tensors]

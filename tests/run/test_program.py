@@ -10,8 +10,8 @@ import torch
 from cases import Builder, conv
 from postlude.export.export_model import HOPPER
 from postlude.plan import Plan, Problem, lower
-from postlude.plan.calls import Buffer, CudaCall, KernelCall, Program, TorchCall, buffers_in
 from postlude.plan.problem import spec_of
+from postlude.plan.program import Buffer, CudaCall, KernelCall, Program, TorchCall, buffers_in
 from postlude.stages.trace import Tracer
 from tracing import program_of
 

@@ -51,7 +51,7 @@ def plan_of(how: Convolution, tensors: Sequence[Tensor], arithmetic: Arithmetic)
     product = dataclasses.replace(product_for(*given, widens=False), rows=32, block_k=16)
     summed = dataclasses.replace(weight_gemm_for(*given), splits=3, block_k=16)
     assert product.volume == summed.volume
-    return dataclasses.replace(plan, input_gradient=product, weight_gradient=summed)
+    return dataclasses.replace(plan, gradients=dataclasses.replace(plan.gradients, of_input=product, of_weight=summed))
 
 
 def found(
@@ -124,7 +124,7 @@ def test_a_chain_trains_with_them(chain: Chain, layout: str, slots: tuple[int, .
     problem = dataclasses.replace(problem_of(tensors, "fp32"), needs_grad=True)
     plan = lower_for_gpu(chain, problem, CARD, even_if_slower=True)
     assert isinstance(plan, Plan), plan
-    assert plan.largest_found is not None  # the pass before finds the scales
+    assert plan.gradients.largest_found is not None  # the pass before finds the scales
     ours, theirs = [t.clone() for t in tensors], [t.double() for t in tensors]
     leaves = [[some[slot].requires_grad_() for slot in slots] for some in (ours, theirs)]
     truth = reference.evaluate(chain, theirs)
@@ -142,7 +142,7 @@ def test_nan_of_one_row_stays_where_autograd_has_it() -> None:
     problem = dataclasses.replace(problem_of(tensors, "fp32"), needs_grad=True)
     plan = lower_for_gpu(ROWS, problem, CARD, even_if_slower=True)
     assert isinstance(plan, Plan), plan
-    assert plan.input_gradient is not None
+    assert plan.gradients.of_input is not None
     ours, theirs = tensors[0].clone().requires_grad_(), tensors[0].double().requires_grad_()
     truth = reference.evaluate(ROWS, [theirs, *(t.double() for t in tensors[1:])])
     (right,) = torch.autograd.grad(truth, theirs, torch.ones_like(truth))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from postlude.plan.calls import Buffer, Call, KernelCall, TorchCall, launches, live, traffic
+from postlude.plan.program import Buffer, Call, KernelCall, TorchCall, launches, live, traffic
 from postlude.run import bound, runner
 from postlude.stages.trace import Tracer, empty_strided
 from tracing import flat, run_stage

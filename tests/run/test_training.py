@@ -15,9 +15,9 @@ from postlude import reference
 from postlude.chain import Chain, Value
 from postlude.check import tensors_for
 from postlude.plan import Plan, lower, problem_of
-from postlude.plan.calls import Buffer, KernelCall, Program
 from postlude.plan.gemm import Gemm
 from postlude.plan.gpu import lower_for_gpu
+from postlude.plan.program import Buffer, KernelCall, Program
 from postlude.reverse import slots_needed
 from postlude.run.chain_run import Training
 from postlude.run.execute import prepare
@@ -65,12 +65,15 @@ def training(
     assert isinstance(plan, Plan), plan
     assert plan.tile is not None
     tile = SMALL["channels_last" if plan.tile.block_c else "contiguous"]
-    if isinstance(plan.own, Gemm) and plan.input_gradient is not None and plan.weight_gradient is not None:
+    if isinstance(plan.own, Gemm) and plan.gradients.of_input is not None and plan.gradients.of_weight is not None:
         plan = dataclasses.replace(
             plan,
             own=dataclasses.replace(plan.own, rows=32),
-            input_gradient=dataclasses.replace(plan.input_gradient, rows=32),
-            weight_gradient=dataclasses.replace(plan.weight_gradient, splits=2),
+            gradients=dataclasses.replace(
+                plan.gradients,
+                of_input=dataclasses.replace(plan.gradients.of_input, rows=32),
+                of_weight=dataclasses.replace(plan.gradients.of_weight, splits=2),
+            ),
         )
     return Training(dataclasses.replace(plan, tile=tile), plan.chain)
 
@@ -117,7 +120,7 @@ def test_gradients_are_autograds(name: str, layout: str, memory: str) -> None:
 def test_gradients_by_convolutions_of_our_own(name: str, dtype: torch.dtype, tolerance: float) -> None:
     """Forward, input's and weight's: in float64, and in two half-precision planes."""
     tensors = inputs(CHAINS[name], dtype)
-    assert training(CHAINS[name], tensors).plan.weight_gradient is not None
+    assert training(CHAINS[name], tensors).plan.gradients.of_weight is not None
     assert_gradients(CHAINS[name], tensors, tolerance=tolerance)
 
 
@@ -262,10 +265,9 @@ def test_never_more_is_kept_than_eager_keeps(name: str) -> None:
     ours = saved_bytes(training(chain, tensors), tensors)
     assert ours <= theirs, (ours, theirs)
     lean = training(chain, tensors, "lean")
-    assert (
-        lean.plan.from_result == (name == "from its result") == any("only the result" in r for r in lean.plan.reasons)
-    )
-    if chain.producer is not None and not lean.plan.from_result:
+    from_result = lean.plan.gradients.from_result
+    assert from_result == (name == "from its result") == any("only the result" in r for r in lean.plan.reasons)
+    if chain.producer is not None and not from_result:
         assert saved_bytes(lean, tensors) <= 256  # the norm's moments
 
 
@@ -277,7 +279,7 @@ def test_a_sum_may_be_changed_in_place_and_what_relu_keeps_may_not() -> None:
         chain = (start.op("mul", 2.0) if word == "mul" else start.op("relu")).chain()
         tensors = inputs(chain)
         run = training(chain, tensors)
-        assert run.plan.from_result
+        assert run.plan.gradients.from_result
         for way in (run, lambda ts, chain=chain: reference.evaluate(chain, ts)):
             loss = way(tensors).mul_(3).square().sum()
             if word == "relu":
@@ -293,7 +295,7 @@ def test_a_result_that_does_not_tell_enough_is_seen(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("postlude.plan.trained.needs_no_more_than_its_result", lambda *_: True)
     chain = Builder(2, conv(2, (3, 4))).op("gelu", approximate="none").chain()
     tensors = inputs(chain)
-    assert training(chain, tensors).plan.from_result
+    assert training(chain, tensors).plan.gradients.from_result
     with pytest.raises(AssertionError):
         assert_gradients(chain, tensors)
 
@@ -373,7 +375,7 @@ def assert_infinities(name: str, planes: str) -> None:
     chain = CHAINS[name]
     tensors = inputs(chain, torch.float32)
     run = training(chain, tensors, precision=planes)
-    assert run.plan.input_gradient is not None
+    assert run.plan.gradients.of_input is not None
     y = run(tensors)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(3))
     dy[0, 1, 2, 1] = torch.inf

@@ -149,7 +149,7 @@ def test_gradients_by_residue_are_as_exact_as_pytorchs(name: str) -> None:
         given = [t.requires_grad_() for t in tensors]
         plan = lower(chain, problem_of(given), hardware.machine_for("cuda"))
         assert isinstance(plan, Plan), plan
-        assert plan.weight_gradient is not None
+        assert plan.gradients.of_weight is not None
         ours = gradients(prepare(chain, plan), given)
         theirs = gradients(lambda ts: reference.evaluate(chain, ts), given)
     finally:

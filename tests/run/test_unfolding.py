@@ -102,7 +102,7 @@ def test_gradients_are_autograds(name: str) -> None:
     plan = planned(chain, tensors, needs_grad=True)
     assert isinstance(plan.own, Gemm)
     assert plan.own.unfolds
-    assert plan.weight_gradient is not None
+    assert plan.gradients.of_weight is not None
     theirs = [t.detach().double().requires_grad_() for t in tensors]
     truth = reference.evaluate(chain, theirs)
     dy = torch.randn(truth.shape)

@@ -15,7 +15,7 @@ from postlude.cli.session import fuse, machine_data, open_problem, result_data
 from postlude.errors import PostludeError
 from postlude.pipeline import Optimized, SiteReport
 from postlude.plan import Plan
-from postlude.plan.calls import launches
+from postlude.plan.program import launches
 from postlude.plan.rules import rule_lines
 
 

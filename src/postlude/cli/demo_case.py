@@ -13,7 +13,7 @@ from postlude import problem_file, problems
 from postlude.check.clock import Estimate
 from postlude.check.points import inputs_like
 from postlude.cli.frame import Settings
-from postlude.cli.race import COMPILE, EAGER, POSTLUDE, Call, Course, compile_model, race
+from postlude.cli.race import COMPILE, EAGER, POSTLUDE, Course, Runnable, compile_model, race
 from postlude.cli.session import Opened
 
 ROUNDS = 15
@@ -73,15 +73,15 @@ CASES = (
 )
 
 
-def compile_case(case: Case, settings: Settings, opened: Opened) -> tuple[Call | None, str]:
+def compile_case(case: Case, settings: Settings, opened: Opened) -> tuple[Runnable | None, str]:
     """The case's model under torch.compile, or None and the reason."""
     return compile_model(case.open(settings.device).model, _course(opened), settings.device)
 
 
 def time_case(
-    opened: Opened, fused: nn.Module, compiled: Call | None, update: Callable[[str], None] | None
+    opened: Opened, fused: nn.Module, compiled: Runnable | None, update: Callable[[str], None] | None
 ) -> dict[str, Estimate]:
-    models: dict[str, Call] = {EAGER: opened.model, POSTLUDE: fused}
+    models: dict[str, Runnable] = {EAGER: opened.model, POSTLUDE: fused}
     if compiled is not None:
         models[COMPILE] = compiled
     return race(models, _course(opened), update)

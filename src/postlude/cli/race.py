@@ -15,7 +15,7 @@ from postlude.cli.output import between, milliseconds, times
 from postlude.report.model import COMPILE, EAGER, POSTLUDE
 
 __all__ = ["COMPILE", "EAGER", "POSTLUDE", "Course", "compile_model", "estimate_data", "race"]
-Call = Callable[..., Any]
+Runnable = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def no_compiler(device: str) -> str:
     return ""
 
 
-def compile_model(model: nn.Module, course: Course, device: str) -> tuple[Call | None, str]:
+def compile_model(model: nn.Module, course: Course, device: str) -> tuple[Runnable | None, str]:
     """The model under torch.compile after its first calls, or None and the reason."""
     if why := no_compiler(device):
         return None, why
@@ -51,7 +51,7 @@ def compile_model(model: nn.Module, course: Course, device: str) -> tuple[Call |
 
 
 def race(
-    models: Mapping[str, Call], course: Course, progress: Callable[[str], None] | None = None
+    models: Mapping[str, Runnable], course: Course, progress: Callable[[str], None] | None = None
 ) -> dict[str, Estimate]:
     """Seconds per call of each model."""
     variants = {name: rotating(model, course.inputs) for name, model in models.items()}

@@ -22,8 +22,8 @@ from postlude.hardware import Machine
 from postlude.pipeline import optimize
 from postlude.plan import Plan, Problem, lower
 from postlude.plan.candidates import candidates, with_row
-from postlude.plan.questions import questions_of
-from postlude.tile_table import NO_TILES, Question, Row, TileTable, write_table
+from postlude.plan.tile_uses import uses_of
+from postlude.tile_table import NO_TILES, Row, TileTable, TileUse, write_table
 
 NO_CARD = "tune needs an NVIDIA GPU: only the GPU kernels have tile sizes to choose from."
 MakeBench = Callable[[Chain, Problem, int], Bench]
@@ -50,26 +50,26 @@ def tune(settings: Settings, options: Options, make_bench: MakeBench = Card) -> 
         raise PostludeError(NO_CARD)
     machine, folder = hardware.machine_for("cuda"), _folder()
     cases = list(_cases(settings, options))
-    asked = [(case, question) for case in cases for question in _questions(case, machine)]
-    unique = {question: (case, question) for case, question in reversed(asked)}  # the first chain with this question
+    asked = [(case, use) for case in cases for use in _uses(case, machine)]
+    unique = {use: (case, use) for case, use in reversed(asked)}  # the first chain with this use
     work = [pair for pair in asked if unique[pair[1]] == pair]
     if not work:
         say("Nothing to tune: no chain of this model runs in Postlude's kernels on this card.", "bold")
     elif options.dry_run:
         return _listed(settings, options, machine, work)
-    rows: list[tuple[Case, Question, Found]] = []
+    rows: list[tuple[Case, TileUse, Found]] = []
     bench: Bench | None = None
-    for case, question in work:
+    for case, use in work:
         if bench is None or case != rows[-1][0]:
             bench = None  # frees its tensors before the next ones are allocated
             bench = make_bench(case.chain, case.problem, machine.cache_bytes)
-        found = _tuned(case, question, machine, bench)
+        found = _tuned(case, use, machine, bench)
         if found.best is not None:
             now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-            row = Row(question, found.best.row.settings, tuned=now)
+            row = Row(use, found.best.row.settings, tuned=now)
             write_table(folder, hardware.tile_key(), TileTable((row,)))  # at once: the rest may be interrupted
             machine = with_row(machine, row)
-        rows.append((case, question, found))
+        rows.append((case, use, found))
     _show(rows, folder)
     return Answer(DONE, {**_head(settings, options), "questions": [_data(*row) for row in rows]})
 
@@ -101,34 +101,34 @@ def _cases(settings: Settings, options: Options) -> Iterator[Case]:
             yield Case(site.name, site.chain, problem)
 
 
-def _questions(case: Case, machine: Machine) -> list[Question]:
+def _uses(case: Case, machine: Machine) -> list[TileUse]:
     plan = lower(case.chain, case.problem, machine)
-    return questions_of(plan, machine) if isinstance(plan, Plan) else []
+    return uses_of(plan, machine) if isinstance(plan, Plan) else []
 
 
-def _tuned(case: Case, question: Question, machine: Machine, bench: Bench) -> Found:
+def _tuned(case: Case, use: TileUse, machine: Machine, bench: Bench) -> Found:
     untuned = lower(case.chain, case.problem, dataclasses.replace(machine, tiles=NO_TILES))
     present = lower(case.chain, case.problem, machine)
     assert isinstance(untuned, Plan)
     assert isinstance(present, Plan)
-    with working(f"{case.name}: {question}", timed=True) as progress:
-        given = candidates(case.chain, case.problem, machine, question)
+    with working(f"{case.name}: {use}", timed=True) as progress:
+        given = candidates(case.chain, case.problem, machine, use)
         return search(bench, untuned, present, given, progress)
 
 
-def _listed(settings: Settings, options: Options, machine: Machine, work: list[tuple[Case, Question]]) -> Answer:
+def _listed(settings: Settings, options: Options, machine: Machine, work: list[tuple[Case, TileUse]]) -> Answer:
     data: list[dict[str, Any]] = []
-    for case, question in work:
-        given = candidates(case.chain, case.problem, machine, question)
-        say(f"{case.name}: {question}", "bold")
+    for case, use in work:
+        given = candidates(case.chain, case.problem, machine, use)
+        say(f"{case.name}: {use}", "bold")
         for candidate in given:
             say(f"  {candidate}")
-        data.append({"where": case.name, "question": str(question), "candidates": [str(one) for one in given]})
+        data.append({"where": case.name, "question": str(use), "candidates": [str(one) for one in given]})
     say(f"{sum(len(one['candidates']) for one in data)} candidates; nothing was run.", "bold")
     return Answer(DONE, {**_head(settings, options), "questions": data})
 
 
-def _show(rows: list[tuple[Case, Question, Found]], folder: Path) -> None:
+def _show(rows: list[tuple[Case, TileUse, Found]], folder: Path) -> None:
     if not rows:
         return
     columns = ["where", "tiles of", "tried", "left out", "best", "gain"]
@@ -140,18 +140,18 @@ def _show(rows: list[tuple[Case, Question, Found]], folder: Path) -> None:
 _NO_GAIN = "No tile is better than the current one beyond noise: nothing was kept."
 
 
-def _cells(case: Case, question: Question, found: Found) -> list[str]:
+def _cells(case: Case, use: TileUse, found: Found) -> list[str]:
     left = ", ".join(f"{count} {reason}" for reason, count in found.dropped.most_common()) or "–"
     best = "as it was" if found.best is None else str(found.best)
     gain = "–" if found.gain is None else f"{found.gain.median:.3f} ({between(found.gain.low, found.gain.high)})"
-    return [case.name, str(question), str(found.tried), left, best, gain]
+    return [case.name, str(use), str(found.tried), left, best, gain]
 
 
-def _data(case: Case, question: Question, found: Found) -> dict[str, Any]:
+def _data(case: Case, use: TileUse, found: Found) -> dict[str, Any]:
     gain = found.gain
     return {
         "where": case.name,
-        "question": dataclasses.asdict(question),
+        "question": dataclasses.asdict(use),
         "tried": found.tried,
         "left_out": dict(found.dropped),
         "settings": None if found.best is None else found.best.row.values,

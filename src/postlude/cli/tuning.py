@@ -51,7 +51,7 @@ class Bench(Protocol):
 
 @dataclass(frozen=True)
 class Found:
-    """What came of one question."""
+    """What came of one use."""
 
     best: Candidate | None  # None: nothing is better than the present tile
     gain: Estimate | None  # of the best finalist, kept or not
@@ -62,7 +62,7 @@ class Found:
 def search(
     bench: Bench, untuned: Plan, present: Plan, given: Sequence[Candidate], progress: Callable[[str], None]
 ) -> Found:
-    """The best of the candidates for one question, compared with the present plan."""
+    """The best of the candidates for one use, compared with the present plan."""
     dropped: Counter[str] = Counter()
     truth = bench.results(untuned)
     right: dict[str, Candidate] = {}

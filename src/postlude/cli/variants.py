@@ -18,7 +18,7 @@ from postlude import hardware
 from postlude.check.clock import Calls, Contestant, CudaEvents, Stopwatch, Window, rotating
 from postlude.check.isolation import Candidate
 from postlude.check.points import inputs_like, map_tensors
-from postlude.cli.race import Call, first_line, no_compiler
+from postlude.cli.race import Runnable, first_line, no_compiler
 from postlude.cli.session import Opened
 from postlude.errors import PostludeError
 from postlude.report.model import CANDIDATE, COMPILE, EAGER, POSTLUDE
@@ -36,7 +36,7 @@ class Runner:
     """A model in this process, with its inputs in its own layout."""
 
     name: str
-    model: Call
+    model: Runnable
     sets: Sequence[tuple[Any, ...]]
     note: str = ""
     around: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -140,7 +140,7 @@ def compiled_ways(
     return found
 
 
-def first_calls(model: Call, works: Sequence[str], sets: Sequence[tuple[Any, ...]], output: Tensor) -> None:
+def first_calls(model: Runnable, works: Sequence[str], sets: Sequence[tuple[Any, ...]], output: Tensor) -> None:
     for work in works:
         call = _work(model, work, output)
         with torch.set_grad_enabled(work != FORWARD):
@@ -155,7 +155,7 @@ def flusher(device: str) -> Callable[[], object]:
     return lambda: scratch.fill_(0.0)
 
 
-def training_step(model: Call, weights: Tensor) -> Call:
+def training_step(model: Runnable, weights: Tensor) -> Runnable:
     """Forward, and backward from `weights`, of the result's shape, to every parameter and input."""
     parameters = list(getattr(model, "parameters", tuple)())
 
@@ -181,7 +181,7 @@ def _leaves(inputs: Sequence[Any]) -> list[Any]:
     return [x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs]
 
 
-def _work(model: Call, work: str, output: Tensor) -> Call:
+def _work(model: Runnable, work: str, output: Tensor) -> Runnable:
     if work == STEP:
         return training_step(model, _direction(output.shape, output.dtype, output.device))
     if work == WITH_GRAPH:

@@ -13,7 +13,7 @@ from postlude import hardware
 from postlude.check.clock import Window
 from postlude.check.distribution import belongs
 from postlude.check.floor import clocks_apart
-from postlude.cli.race import Call
+from postlude.cli.race import Runnable
 
 CROWDED = 0.5  # of the cores, besides the one that we use ourselves
 RANDOM = "results of timed calls: the model's own result differs from call to call, so they were not compared"
@@ -73,7 +73,7 @@ def crowded(device: str) -> str | None:
     )
 
 
-def expected_results(model: Call, sets: Sequence[tuple[Any, ...]], mode: str) -> list[Tensor]:
+def expected_results(model: Runnable, sets: Sequence[tuple[Any, ...]], mode: str) -> list[Tensor]:
     """PyTorch's result for each set; empty if a second call differs from the first."""
     with torch.no_grad():
         found = [model(*inputs).detach().clone() for inputs in sets]

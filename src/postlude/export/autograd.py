@@ -13,7 +13,7 @@ from torch import Tensor
 from postlude.chain import Chain
 from postlude.export.layout import WIDTH, call, docstring, fold
 from postlude.export.program_text import ProgramText
-from postlude.plan.calls import Program, TorchCall, buffers_in
+from postlude.plan.program import Program, TorchCall, buffers_in
 from postlude.stages.program import plain_program, rest_program
 
 _RECOMPUTING = '''\

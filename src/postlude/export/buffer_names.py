@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from postlude.plan.calls import Buffer, Call, CudaCall, Descriptor, KernelCall, Program, TorchCall, buffers_in
+from postlude.plan.program import Buffer, Call, CudaCall, Descriptor, KernelCall, Program, TorchCall, buffers_in
 
 # A kernel parameter's name in a launcher, if its own name without p_ or d_ is not clear enough.
 _BY_KERNEL = {

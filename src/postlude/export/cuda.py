@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Mapping
 from importlib import resources
 
-from postlude.plan.calls import CudaCall
+from postlude.plan.program import CudaCall
 
 _WIDTH = 116
 _UNROLL = '#define UNROLL _Pragma("unroll")'

@@ -11,7 +11,7 @@ from postlude.export.chain_text import ChainText
 from postlude.export.inlining import put_in_place
 from postlude.export.layout import call, without_statements
 from postlude.export.original import Original, model_text
-from postlude.plan.calls import Buffer
+from postlude.plan.program import Buffer
 from postlude.plan.through import Through
 
 # The import that a text needs if it contains this.

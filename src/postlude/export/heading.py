@@ -9,6 +9,7 @@ from postlude.export.chain_text import ChainText
 from postlude.export.layout import WIDTH
 from postlude.export.measured import Measured
 from postlude.plan import Plan
+from postlude.plan.cpu_few_channels import CpuFewChannels
 from postlude.plan.few_channels import FewChannels
 from postlude.plan.through import Through
 
@@ -57,6 +58,8 @@ def _arithmetic(plan: Plan) -> str:
         return f"fp32; the {what} is PyTorch's" if plan.chain.producer else "fp32"
     if isinstance(own, Through):
         return "sums in fp32, their product in fp64" if own.folding is None else "fp32; the convolution is PyTorch's"
+    if isinstance(own, CpuFewChannels):
+        return "fp32"
     planes = own.planes if isinstance(own, FewChannels) else own.arithmetic.planes
     if plan.input.dtype != "float32":
         return f"products of {plan.input.dtype}, summed in fp32"

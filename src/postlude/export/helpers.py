@@ -13,7 +13,7 @@ from postlude.export.simplify import simplified_helper
 from postlude.export.single import in_single
 from postlude.export.source import Comment, parse, text_of, written
 from postlude.export.trees import copied, walk
-from postlude.plan.calls import Word
+from postlude.plan.program import Word
 from postlude.words import POINTWISE
 
 _SIMPLE = (ast.Assign, ast.AugAssign, ast.Expr, ast.Return)

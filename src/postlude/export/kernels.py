@@ -22,7 +22,7 @@ from postlude.export.source import parse
 from postlude.export.specialise import rename
 from postlude.export.steps_text import steps_text
 from postlude.export.trees import walk
-from postlude.plan.calls import Argument, Buffer, KernelCall, Steps
+from postlude.plan.program import Argument, Buffer, KernelCall, Steps
 
 # Spatial sizes and tile sizes that a kernel reads several times keep their names; other names become numbers.
 _SIZE_WORDS = (

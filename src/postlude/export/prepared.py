@@ -10,7 +10,7 @@ from postlude.export.device_text import library
 from postlude.export.rules import rewritten
 from postlude.export.simplify import simplified
 from postlude.export.source import parse, text_of
-from postlude.plan.calls import Argument, Buffer, Descriptor, KernelCall
+from postlude.plan.program import Argument, Buffer, Descriptor, KernelCall
 
 _UNITS = "range(tl.program_id(0), UNITS, tl.num_programs(0))"
 

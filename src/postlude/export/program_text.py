@@ -13,7 +13,17 @@ from postlude.export.kernels import CutKernel, cut_kernel, written_places
 from postlude.export.layout import WIDTH, comment
 from postlude.export.layout import call as laid_out
 from postlude.export.torch_text import VIEWS, TorchText
-from postlude.plan.calls import Buffer, Call, CppCall, CudaCall, Descriptor, KernelCall, Program, TorchCall, buffers_in
+from postlude.plan.program import (
+    Buffer,
+    Call,
+    CppCall,
+    CudaCall,
+    Descriptor,
+    KernelCall,
+    Program,
+    TorchCall,
+    buffers_in,
+)
 
 _SHORT = 32  # characters of an expression that may be part of another
 

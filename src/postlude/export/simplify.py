@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from postlude.export.device_text import changed
 from postlude.export.source import parse, text_of
-from postlude.plan.calls import KernelCall
+from postlude.plan.program import KernelCall
 
 _SKIPPING = """        # Skip taps along z that read only padding.
         z_last = tl.minimum(s0 + BLOCK_M * NEIGHBOURS - 1, OD * SLICE_PITCH - 1) // SLICE_PITCH

@@ -12,7 +12,7 @@ from collections.abc import Collection
 
 from postlude.export.analysis import leftmost, name_of
 from postlude.export.source import parse, text_of
-from postlude.plan.calls import KernelCall, Word, buffers_in
+from postlude.plan.program import KernelCall, Word, buffers_in
 
 _DOUBLE = "tl.float64"
 _EXTREMES = ("tl.maximum", "tl.minimum")

@@ -19,7 +19,7 @@ from postlude.export.analysis import UNKNOWN, Liveness, stores, value_of
 from postlude.export.comments import decided, with_one_of_two, with_words
 from postlude.export.source import Comment, parameters, parse, remark_of, text_of, written
 from postlude.export.trees import walk
-from postlude.plan.calls import Word
+from postlude.plan.program import Word
 
 
 @dataclass(frozen=True)

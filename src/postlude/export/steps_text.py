@@ -10,7 +10,7 @@ from postlude.export.device_text import Kernel, cut
 from postlude.export.source import parse, text_of, written
 from postlude.export.specialise import Inline, rename
 from postlude.export.trees import walk
-from postlude.plan.calls import Steps
+from postlude.plan.program import Steps
 
 _INFIX = {"add": "{0} + {1}", "mul": "{0} * {1}", "sub": "{0} - {1}", "rsub": "{1} - {0}"}
 _INFIX |= {"div": "{0} / {1}", "rdiv": "{1} / {0}"}

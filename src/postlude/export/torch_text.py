@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from postlude.plan.calls import Buffer, TorchCall
+from postlude.plan.program import Buffer, TorchCall
 
 _INFIX = {
     "add": "+",

@@ -19,7 +19,7 @@ from postlude.graph.casts import cast_inputs, cast_weights
 from postlude.graph.checkpoints import keep_random_state
 from postlude.graph.decide import decide
 from postlude.graph.dropouts import Opened, close_dropouts, masks_of, open_dropouts
-from postlude.graph.expected import questions_of, wanting_gradients
+from postlude.graph.expected import site_problems, wanting_gradients
 from postlude.graph.inductor import compile_rest, start_workers
 from postlude.graph.layout import (
     Conversion,
@@ -174,14 +174,14 @@ class Backend:
                 by_inductor=rest == "inductor",
                 has_graphs=bool(self.inductor.get("triton.cudagraphs")),
             )
-            fused = {item: question for item, question in known.questions.items() if item not in known.refused}
+            fused = {item: asked for item, asked in known.problems.items() if item not in known.refused}
             self.ledger.expect(list(fused.values()))
             expect_gathers(traced, wanting_gradients(traced, inputs))
             if rest == "eager":  # where sizes are symbols, each call plans and checks
                 off = {item for item in known.refused if not item.has_symbols}
                 return known.sites, {item: (site, None) for item, site in zip(found, known.sites) if item not in off}
             # Inductor compiles the graph only once, so a chain is checked before that; otherwise at its first call.
-            entries = {item: self.ledger.foresee(question) for item, question in fused.items()}
+            entries = {item: self.ledger.foresee(asked) for item, asked in fused.items()}
             off = {item for item, entry in entries.items() if entry.is_left_to_pytorch}
             refused, conversions = known.refused | off, known.conversions
             if not off or not conversions:
@@ -197,8 +197,8 @@ class Backend:
         while opened:
             found, _ = self._match(traced, inputs)
             found = [item for item in found if masks_of(item.tensors)]
-            asked = zip(found, questions_of(traced, inputs, found, [self._site(item, "") for item in found]))
-            entries = [(item, self.ledger.planned(question)) for item, question in asked if question is not None]
+            problems = zip(found, site_problems(traced, inputs, found, [self._site(item, "") for item in found]))
+            entries = [(item, self.ledger.planned(asked)) for item, asked in problems if asked is not None]
             last = {masks_of(item.tensors)[-1] for item, entry in entries if entry and entry.is_left_to_pytorch}
             if not last:
                 break
@@ -226,8 +226,8 @@ class Backend:
         axes."""
         some = [item for item in found if item.chain.is_linear and item.chain.steps]
         some = [item for item in some if item.tensors[0].meta["val"].dim() in (4, 5)]
-        asked = zip(some, questions_of(traced, inputs, some, [self._site(item, "") for item in some]))
-        entries = [(item, self.ledger.planned(question)) for item, question in asked if question is not None]
+        problems = zip(some, site_problems(traced, inputs, some, [self._site(item, "") for item in some]))
+        entries = [(item, self.ledger.planned(asked)) for item, asked in problems if asked is not None]
         return [item for item, entry in entries if entry and getattr(entry.outcome, "own", None) is None]
 
     def _site(self, item: Match, hands_on: str) -> Site:
@@ -252,8 +252,8 @@ class Backend:
         others = {node for node in traced.graph.nodes if node.op == "call_function" and node.target not in MODE_CHANGES}
         if not found or others - taken or self.wanted is not None:
             return False
-        questions = questions_of(traced, inputs, found, [self._site(item, "") for item in found])
-        entries = [None if question is None else self.ledger.planned(question) for question in questions]
+        problems = site_problems(traced, inputs, found, [self._site(item, "") for item in found])
+        entries = [None if asked is None else self.ledger.planned(asked) for asked in problems]
         return not any(entry is None or entry.is_left_to_pytorch for entry in entries)
 
     def _by_inductor(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

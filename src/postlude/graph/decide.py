@@ -11,14 +11,14 @@ import torch.fx as fx
 
 from postlude.amounts import shown_bytes
 from postlude.chain import Chain, Normalize
-from postlude.graph.expected import questions_of
+from postlude.graph.expected import site_problems
 from postlude.graph.layout import propagate
 from postlude.graph.match import Match
 from postlude.graph.regions import unpaid, withdraw
 from postlude.hardware import machine_for
 from postlude.plan import Plan
-from postlude.plan.program import first_barrier
-from postlude.run.ledger import Entry, Ledger, Question
+from postlude.plan.barriers import first_barrier
+from postlude.run.ledger import Entry, Ledger, SiteProblem
 from postlude.run.site import Site
 
 
@@ -27,7 +27,7 @@ class Decided:
     """The decision for a graph, from plans only: nothing has been compiled or checked."""
 
     sites: list[Site]  # one for each chain
-    questions: dict[Match, Question]  # for chains whose sizes are known
+    problems: dict[Match, SiteProblem]  # for chains whose sizes are known
     refused: set[Match]
     conversions: list[fx.Node]  # the remaining conversions to channels-last
 
@@ -53,12 +53,12 @@ def decide(
     while True:
         handing_on = propagate(graph, [item for item in chains if item not in refused]) if conversions else set()
         sites = [site_for(item, "channels_last" if item in handing_on else "") for item in chains]
-        asked = zip(chains, questions_of(graph, inputs, chains, sites))
-        questions = {item: question for item, question in asked if question is not None}
+        found = zip(chains, site_problems(graph, inputs, chains, sites))
+        problems = {item: asked for item, asked in found if asked is not None}
         ours = {node for item in chains if item not in refused for node in item.nodes}
         entries = {
-            item: _entry(ledger, question, around(item.nodes[-1], ours, has_graphs) if by_inductor else None)
-            for item, question in questions.items()
+            item: _entry(ledger, asked, around(item.nodes[-1], ours, has_graphs) if by_inductor else None)
+            for item, asked in problems.items()
         }
         now = {item for item, entry in entries.items() if entry is not None and entry.is_left_to_pytorch}
         if conversions and not now <= refused:
@@ -66,7 +66,7 @@ def decide(
             continue
         wasted = unpaid(graph, conversions, _plans(entries, refused), before) if conversions else []
         if not wasted:
-            return Decided(sites, questions, refused | now, conversions)
+            return Decided(sites, problems, refused | now, conversions)
         withdraw(wasted)
         conversions = [node for node in conversions if node not in wasted]
         if not conversions:
@@ -92,18 +92,18 @@ def around(result: fx.Node, ours: set[fx.Node], has_graphs: bool) -> Around:
     return Around(has_graphs, is_cast, bool(sums) and len(sums) == len(readers))
 
 
-def _entry(ledger: Ledger, question: Question, known: Around | None) -> Entry | None:
+def _entry(ledger: Ledger, asked: SiteProblem, known: Around | None) -> Entry | None:
     """The planned entry; a refusal where PyTorch multiplies and Inductor's passes after that are as good as ours.
     Without surroundings no Inductor compiles the graph."""
-    entry = ledger.planned(question)
+    entry = ledger.planned(asked)
     plan = entry.outcome if entry is not None else None
     if known is None or not (isinstance(plan, Plan) and plan.on_gpu and plan.own is None):
         return entry
-    why = _why_inductors(question, plan, known)
-    return entry if why is None else ledger.refuse(question, why)
+    why = _why_inductors(asked, plan, known)
+    return entry if why is None else ledger.refuse(asked, why)
 
 
-def _why_inductors(question: Question, plan: Plan, known: Around) -> str | None:
+def _why_inductors(asked: SiteProblem, plan: Plan, known: Around) -> str | None:
     """Why Inductor should run a chain whose producer is PyTorch's; None if we should.
 
     Inductor also generates a single pass, and fuses it with its neighbours: for example a residual's sum with the
@@ -114,7 +114,7 @@ def _why_inductors(question: Question, plan: Plan, known: Around) -> str | None:
     is only added to another Inductor does not write at all: the pass that normalizes adds. A pool behind a norm is
     different: Inductor writes what the norm gives, at its full size, and reads it for the pool.
     """
-    chain, problem = question.chain, question.problem
+    chain, problem = asked.chain, asked.problem
     what = "product" if chain.is_linear else "convolution"
     if _is_a_pass(chain):
         passes = "one pass" if chain.producer is None else f"PyTorch's {what} and one pass after it"

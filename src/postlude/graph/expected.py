@@ -13,26 +13,26 @@ from postlude.graph.capture import example_of
 from postlude.graph.match import Match
 from postlude.graph.rows import as_matrices
 from postlude.plan import problem_of
-from postlude.run.ledger import Question
+from postlude.run.ledger import SiteProblem
 from postlude.run.site import Site
 
 
-def questions_of(
+def site_problems(
     graph: fx.GraphModule, inputs: Sequence[Any], matches: Sequence[Match], sites: Sequence[Site]
-) -> list[Question | None]:
-    """One question per site; None if a size is not known before the call."""
+) -> list[SiteProblem | None]:
+    """One problem per site; None if a size is not known before the call."""
     wants = wanting_gradients(graph, inputs)
-    return [_question(item, site, wants) for item, site in zip(matches, sites)]
+    return [_site_problem(item, site, wants) for item, site in zip(matches, sites)]
 
 
-def _question(item: Match, site: Site, wants: set[fx.Node]) -> Question | None:
+def _site_problem(item: Match, site: Site, wants: set[fx.Node]) -> SiteProblem | None:
     values = [example_of(node.meta.get("val")) for node in item.tensors]
     known = [value for value in values if value is not None]
     if len(known) < len(values):
         return None
     needs = tuple(node in wants and slot not in item.chain.detached for slot, node in enumerate(item.tensors))
     problem = problem_of(as_matrices(item.chain, known), *site.settings)
-    return Question(site.name, site.chain, dataclasses.replace(problem, needs_grad=any(needs)), needs)
+    return SiteProblem(site.name, site.chain, dataclasses.replace(problem, needs_grad=any(needs)), needs)
 
 
 def wanting_gradients(graph: fx.GraphModule, inputs: Sequence[Any]) -> set[fx.Node]:

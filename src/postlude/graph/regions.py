@@ -98,8 +98,8 @@ def _saved(convolution: fx.Node, plan: Plan | None, trains: bool) -> float:
     if plan is None or plan.own is None:
         return float(both * (3 if trains else 1))  # forward, and in both gradients
     gradients = 0
-    if trains and plan.few_gradient is None:
-        gradients = (plan.input_gradient is None) + (plan.weight_gradient is None)
+    if trains and plan.gradients.of_both is None:
+        gradients = (plan.gradients.of_input is None) + (plan.gradients.of_weight is None)
     packs_less = convolution.meta["val"].element_size() == 2
     return float(both * (0.5 * packs_less + gradients))
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from postlude.cards import WGMMA_ROWS
 from postlude.chain import Chain, Convolution
 from postlude.hardware import Machine
+from postlude.plan.barriers import norm_hides_infinities
 from postlude.plan.gemm import SHARED_BESIDE, Arithmetic, padded_channels
 from postlude.plan.problem import Problem, power_of_two
-from postlude.plan.program import norm_hides_infinities
-from postlude.plan.tiles import answers, product_questions
+from postlude.plan.tiles import product_uses, rows_for
 from postlude.plan.volume import Volume, volume_for
 
 _WASTE = 1.1  # most positions computed per position needed
@@ -108,7 +108,7 @@ def _in_the_best_tile(
 ) -> Boxes | None:
     """The first tile that fits. A tuned one may have been measured with fewer channels or other sizes."""
     volume, channels = volume_for(conv, space, _width(conv)), padded_channels(conv.in_channels)
-    tuned = (row.values for row in answers(machine, *product_questions(kind, conv, arithmetic, machine)))
+    tuned = (row.values for row in rows_for(machine, *product_uses(kind, conv, arithmetic, machine)))
     for tile in (*tuned, usual):
         box = _shape_of(tile["columns"], volume)
         sizes = (_block_c(conv), math.gcd(tile["steps"], channels), tile["stages"], tile.get("warps", usual["warps"]))

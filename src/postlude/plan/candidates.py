@@ -11,11 +11,11 @@ from postlude.plan.boxes import Boxes
 from postlude.plan.gemm import Gemm
 from postlude.plan.lower import lower
 from postlude.plan.problem import Problem
-from postlude.plan.tiles import answers
+from postlude.plan.tiles import rows_for
 from postlude.plan.types import Plan
-from postlude.tile_table import SETTINGS, Question, Row, TileTable
+from postlude.tile_table import SETTINGS, Row, TileTable, TileUse
 
-MOST = 24  # tiles that are tried for one question
+MOST = 24  # tiles that are tried for one use
 _ACCUMULATORS = 160  # per thread: a GEMM with more spills registers
 _NEWEST = "9999-12-31"  # a row under trial counts as newer than any other
 
@@ -29,15 +29,15 @@ class Candidate:
         return ", ".join(f"{name} {value}" for name, value in self.row.settings)
 
 
-def candidates(chain: Chain, problem: Problem, machine: Machine, question: Question) -> list[Candidate]:
-    """The plans other than the present one that another row for this question would give, the most similar first.
+def candidates(chain: Chain, problem: Problem, machine: Machine, use: TileUse) -> list[Candidate]:
+    """The plans other than the present one that another row for this use would give, the most similar first.
 
     `lower` makes no plan that exceeds the card's shared memory. Plans that would exceed its registers are left out
     here.
     """
     present = lower(chain, problem, machine)
-    known = SETTINGS[question.kind]
-    row = next(answers(machine, question), None)
+    known = SETTINGS[use.kind]
+    row = next(rows_for(machine, use), None)
     now = {} if row is None else row.values
 
     def distance(values: tuple[int, ...]) -> int:
@@ -46,7 +46,7 @@ def candidates(chain: Chain, problem: Problem, machine: Machine, question: Quest
 
     found: list[Candidate] = []
     for values in sorted(itertools.product(*known.values()), key=lambda values: (distance(values), values)):
-        tried = Row(question, tuple(zip(known, values)), tuned=_NEWEST)
+        tried = Row(use, tuple(zip(known, values)), tuned=_NEWEST)
         plan = lower(chain, problem, with_row(machine, tried))
         if isinstance(plan, Plan) and plan != present and plan not in [one.plan for one in found] and _has_room(plan):
             found.append(Candidate(tried, plan))
@@ -60,7 +60,7 @@ def with_row(machine: Machine, row: Row) -> Machine:
 
 
 def _has_room(plan: Plan) -> bool:
-    products = [one for one in (plan.own, plan.input_gradient) if isinstance(one, (Gemm, Boxes))]
+    products = [one for one in (plan.own, plan.gradients.of_input) if isinstance(one, (Gemm, Boxes))]
     return all(_sums(one) // (32 * one.warps) <= _ACCUMULATORS for one in products)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from postlude.chain import Chain, Normalize
+from postlude.plan.barriers import fused_pool, is_over_channels, over_channels, row_norm
 from postlude.plan.problem import Problem, body_shape, power_of_two
-from postlude.plan.program import fused_pool, is_over_channels, over_channels, row_norm
 
 MOST_CHANNELS = 512  # a tile has all channels, and enough positions for coalesced loads
 # Elements of a tile, and its least and most positions. On an H200, fp32: logsumexp of tanh and hardswish over

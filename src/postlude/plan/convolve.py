@@ -10,13 +10,13 @@ from postlude.card_tiles import WeightTile
 from postlude.cards import WGMMA_ROWS
 from postlude.chain import POINTWISE, Chain, Convolution, Pointwise
 from postlude.hardware import Machine
+from postlude.plan.barriers import first_barrier, has_norm, norm_hides_infinities, row_norm
 from postlude.plan.boxes import Boxes, boxes_for, gradient_boxes_for
 from postlude.plan.few_channels import FewChannels, few_channels_for
 from postlude.plan.gemm import Arithmetic, Gemm, WeightGemm, input_gradient_of, padded_channels, unsupported
 from postlude.plan.phases import has_phases
 from postlude.plan.problem import Problem, body_dtype, fp32_mode, power_in, power_of_two
-from postlude.plan.program import first_barrier, has_norm, norm_hides_infinities, row_norm
-from postlude.plan.tiles import answers, product_questions
+from postlude.plan.tiles import product_uses, rows_for
 from postlude.plan.volume import phased_volume, unfolded_volume, volume_for
 from postlude.plan.worth import has_moments_apart, slower
 
@@ -240,7 +240,7 @@ def _tiles(kind: str, conv: Convolution, arithmetic: Arithmetic, machine: Machin
     """Rows, stages, warps and, if known, width of the tiles to try, the best first."""
     if arithmetic.is_exact:
         return [{"rows": 32, "stages": 2, "warps": 4}]  # correctness only: no card is fast at it
-    return [row.values for row in answers(machine, *product_questions(kind, conv, arithmetic, machine))]
+    return [row.values for row in rows_for(machine, *product_uses(kind, conv, arithmetic, machine))]
 
 
 def weight_gemm_for(
@@ -270,7 +270,7 @@ def weight_gemm_for(
         *(arithmetic, volume, channels, out_channels, neighbours, shared, rows, columns),
         *(block_k, 1, stages, warps, turned),
     )
-    for row in answers(machine, *product_questions("weight's gradient", conv, arithmetic, machine)):
+    for row in rows_for(machine, *product_uses("weight's gradient", conv, arithmetic, machine)):
         tuned = dataclasses.replace(gemm, stages=row.values["stages"], warps=row.values["warps"])
         if not is_exact and _fits(tuned, machine):
             gemm, programs = tuned, row.values["programs"]

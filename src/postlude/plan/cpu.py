@@ -14,6 +14,7 @@ import math
 from postlude.amounts import shown_bytes
 from postlude.chain import POINTWISE, Chain, Normalize, Pointwise
 from postlude.hardware import Machine
+from postlude.plan.barriers import MomentsOnly, first_barrier, moments_only, takes_the_batch
 from postlude.plan.cpu_few_channels import CpuFewChannels, few_channels_for
 from postlude.plan.cpu_passes import compiled_passes, turns, why_not_compiled
 from postlude.plan.problem import (
@@ -26,7 +27,6 @@ from postlude.plan.problem import (
     result_dtype,
     result_layout,
 )
-from postlude.plan.program import MomentsOnly, first_barrier, moments_only, takes_the_batch
 from postlude.plan.types import Convolve, Keep, Moments, Pass, Plan, Refusal, Store, first_source
 
 MIB = 1 << 20
@@ -102,7 +102,7 @@ def _compiled_plan(chain: Chain, problem: Problem, machine: Machine, moments: Mo
     reasons.append("what follows it is one kernel in C++" if chain.producer is not None else "one kernel in C++")
     plan = _build(chain, problem, machine, passes, problem.x.shape[0], how, reasons, layout)
     streams = moments is None and plan.value.bytes >= STREAMED * machine.cache_bytes
-    return dataclasses.replace(plan, is_compiled=True, own_on_cpu=own, norms_in_place=False, streams=streams)
+    return dataclasses.replace(plan, is_compiled=True, own=own, norms_in_place=False, streams=streams)
 
 
 def _own(chain: Chain, problem: Problem, machine: Machine, moments: MomentsOnly | None) -> CpuFewChannels | None:

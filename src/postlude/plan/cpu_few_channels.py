@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from postlude.chain import Chain, Convolution
-from postlude.plan.program import MomentsOnly, norm_hides_infinities
+from postlude.plan.barriers import MomentsOnly, norm_hides_infinities
 
 MOST_INPUTS = 4  # channels; oneDNN reaches half of the processor's peak with three of them, and more with eight
 MOST_OUTPUTS = 256

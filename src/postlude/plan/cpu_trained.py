@@ -6,10 +6,10 @@ import dataclasses
 
 from postlude.chain import Chain
 from postlude.hardware import Machine
+from postlude.plan.barriers import fused_norm, last_fused_step, moments_only
 from postlude.plan.cpu import MIB, lower_for_cpu
 from postlude.plan.cpu_passes import why_not_compiled
 from postlude.plan.problem import Problem, body_bytes
-from postlude.plan.program import fused_norm, last_fused_step, moments_only
 from postlude.plan.trained import trained_part
 from postlude.plan.types import Plan, Refusal
 from postlude.reverse import unsupported_gradient

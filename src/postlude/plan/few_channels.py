@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from postlude.chain import Chain, Convolution
 from postlude.hardware import Machine
+from postlude.plan.barriers import moments_only
 from postlude.plan.gemm import unsupported
 from postlude.plan.problem import Problem, body_dtype, fp32_mode
-from postlude.plan.program import moments_only
-from postlude.plan.tiles import answer, few_channels_question
+from postlude.plan.tiles import few_channels_use, row_for
 from postlude.plan.volume import volume_for
 
 WIDTH = 32  # outputs of a tile along the last axis
@@ -119,7 +119,7 @@ def _fitted(settings: FewChannels, chain: Chain, problem: Problem, machine: Mach
     conv = chain.convolution
     shape, out = geometry_for(conv, problem.x.shape[2:])
     rows = machine.card.abilities.few_channel_rows
-    most = answer(machine, few_channels_question("few channels", conv, settings.planes, machine)).values
+    most = row_for(machine, few_channels_use("few channels", conv, settings.planes, machine)).values
     for blocks in range(most["blocks"], 0, -1):
         for height in range(most["height"], 0, -2):
             tile = dataclasses.replace(

@@ -9,7 +9,7 @@ from postlude.chain import Chain
 from postlude.hardware import Machine
 from postlude.plan.few_channels import RESERVED, WIDTH, FewChannels, Geometry, geometry_for, layout_of_tile
 from postlude.plan.problem import Problem
-from postlude.plan.tiles import answer, few_channels_question
+from postlude.plan.tiles import few_channels_use, row_for
 
 _HEIGHTS = (16, 12, 8, 6, 4)
 _MOST_CHANNELS = 32  # the input's gradient sums over all of them in one block
@@ -77,7 +77,7 @@ def few_channels_gradient_for(
     if not machine.card.abilities.has_few_channel_gradients or conv.out_channels > _MOST_CHANNELS:
         return None
     shape, out = geometry_for(conv, problem.x.shape[2:])
-    most = answer(machine, few_channels_question("few channels' gradients", conv, own.planes, machine)).values["height"]
+    most = row_for(machine, few_channels_use("few channels' gradients", conv, own.planes, machine)).values["height"]
     weight = _fitted(own, shape, out, problem.x.shape[0], machine, False, most)
     both = _fitted(own, shape, out, problem.x.shape[0], machine, True, most)
     return None if weight is None or both is None else GradientPlan(weight, both)

@@ -9,9 +9,21 @@ import math
 from postlude.cards import Card
 from postlude.chain import Cast, Chain, Normalize, values_of
 from postlude.hardware import Machine
+from postlude.plan.barriers import (
+    first_barrier,
+    fused_pool,
+    is_all_that_is_read,
+    last_fused_step,
+    moments_only,
+    over_channels,
+    row_norm,
+    row_parts,
+    rows_from,
+    takes_the_batch,
+)
 from postlude.plan.boxes import Boxes
 from postlude.plan.channels import takes_channels, why_apart
-from postlude.plan.convolve import Own, own_convolution, packs_gradient
+from postlude.plan.convolve import Own, own_convolution
 from postlude.plan.gemm import Gemm
 from postlude.plan.linear import LinearGemm, own_linear
 from postlude.plan.pools import why_pool_is_apart
@@ -29,23 +41,10 @@ from postlude.plan.problem import (
     result_layout,
     value_dtypes,
 )
-from postlude.plan.program import (
-    first_barrier,
-    fused_pool,
-    is_all_that_is_read,
-    last_fused_step,
-    moments_only,
-    over_channels,
-    row_norm,
-    row_parts,
-    rows_from,
-    takes_the_batch,
-)
-from postlude.plan.questions import origins
-from postlude.plan.tiles import answer, pass_question, short_rows
+from postlude.plan.tile_uses import origins
+from postlude.plan.tiles import pass_use, row_for, short_rows
 from postlude.plan.trained import (
-    are_all_ours,
-    convolution_gradients,
+    gradients_for,
     is_lean,
     is_trained_from_its_result,
     reasons_against_training,
@@ -73,10 +72,10 @@ def lower_for_gpu(
     from_result = is_trained_from_its_result(chain, problem, inside, machine)
     tf32 = library_tf32(chain, problem)
     convolved = own if not isinstance(own, LinearGemm) else "a linear layer's gradients are products of their own"
-    dx, dw, few = gradients = convolution_gradients(chain, problem, convolved, machine)
+    gradients = gradients_for(chain, problem, convolved, machine, from_result)
     reasons = _reasons_against(chain, problem, machine) + _reasons_against_rows(chain, problem)
     if problem.needs_grad:
-        switch = None if are_all_ours(*gradients) else tf32
+        switch = None if gradients.are_all_ours else tf32
         reasons += reasons_against_training(chain, problem, switch, from_result)
     if not even_if_slower:
         reasons += _reasons_to_stay(chain, problem, machine.card, own)
@@ -101,13 +100,7 @@ def lower_for_gpu(
         own=None if isinstance(own, str) else own,
         library_tf32=tf32,
         trains=problem.needs_grad,
-        input_gradient=dx,
-        weight_gradient=dw,
-        # A tile that holds all channels cannot write packed rows.
-        packs_gradient=packs_gradient(dx, dw) and over_channels(chain) is None and bool(chain.steps),
-        few_gradient=few,
-        is_lean=is_lean(chain, problem) and not from_result,
-        from_result=from_result,
+        gradients=gradients,
     )
     return dataclasses.replace(plan, tiles=tuple(origins(plan, machine)))
 
@@ -209,7 +202,7 @@ def tile_for(chain: Chain, problem: Problem, machine: Machine, layout: Layout) -
     layout = "channels_last" if layout == "channels_last" else "contiguous"
     dtype = body_dtype(chain, problem)
     last, moments = (
-        answer(machine, pass_question(kind, dtype, channels, layout, machine)).values
+        row_for(machine, pass_use(kind, dtype, channels, layout, machine)).values
         for kind in ("last pass", "moments pass")
     )
     if layout == "channels_last":

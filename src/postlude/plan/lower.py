@@ -7,11 +7,11 @@ import math
 
 from postlude.chain import Chain, Pool, Softmax
 from postlude.hardware import Machine
+from postlude.plan.barriers import takes_the_batch
 from postlude.plan.cpu import lower_for_cpu
 from postlude.plan.cpu_trained import lower_for_cpu_training
 from postlude.plan.gpu import lower_for_gpu, tile_for
 from postlude.plan.problem import Problem, body_shape, body_spec, result_dtype, result_layout, result_shape
-from postlude.plan.program import takes_the_batch
 from postlude.plan.through import through_for
 from postlude.plan.trained import trained_part, why_not_ours
 from postlude.plan.types import Pass, Plan, Refusal, Store

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from postlude.chain import Chain, Pool
+from postlude.plan.barriers import FusedPool, fused_pool, row_norm
 from postlude.plan.problem import power_of_two
-from postlude.plan.program import FusedPool, fused_pool, row_norm
 from postlude.plan.tiles import short_rows
 
 # Windows of a tile: each thread has four, with the loads of one row of each in flight.

@@ -25,7 +25,7 @@ from postlude.chain import (
     values_of,
 )
 from postlude.hardware import Machine, default_fp32_precision
-from postlude.plan.program import channels_end
+from postlude.plan.barriers import channels_end
 
 Layout = Literal["contiguous", "channels_last", "strided"]
 PRECISIONS = ("auto", "fp32", "tf32")

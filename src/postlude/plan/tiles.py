@@ -8,38 +8,38 @@ from postlude.chain import Convolution
 from postlude.hardware import Machine
 from postlude.plan.gemm import Arithmetic
 from postlude.plan.problem import power_of_two
-from postlude.tile_table import Question, Row
+from postlude.tile_table import Row, TileUse
 
 _MOST_BLOCKS = 65_535  # CUDA allows no more along the second axis of a grid
 
 
-def answers(machine: Machine, *questions: Question) -> Iterator[Row]:
-    """The rows that answer each question, best first: for each the user's own, then the shipped one."""
-    for question in questions:
+def rows_for(machine: Machine, *uses: TileUse) -> Iterator[Row]:
+    """The rows for each use, best first: for each the user's own, then the shipped one."""
+    for use in uses:
         for table in (machine.tiles, machine.card.tiles.table):
-            row = table.find(question)
+            row = table.find(use)
             if row is not None:
                 yield row
 
 
-def answer(machine: Machine, question: Question) -> Row:
-    return next(answers(machine, question))
+def row_for(machine: Machine, use: TileUse) -> Row:
+    return next(rows_for(machine, use))
 
 
-def product_questions(kind: str, conv: Convolution, arithmetic: Arithmetic, machine: Machine) -> tuple[Question, ...]:
-    """The questions to ask for a GEMM's tiles. The input's gradient falls back to the rows for a forward GEMM."""
+def product_uses(kind: str, conv: Convolution, arithmetic: Arithmetic, machine: Machine) -> tuple[TileUse, ...]:
+    """The uses under which a GEMM's tiles are looked up: the input's gradient falls back to a forward GEMM's."""
     asked = _convolution(kind, conv, f"{arithmetic.planes} plane{'s' * (arithmetic.planes != 1)}", machine)
     if kind not in ("input's gradient", "input's gradient by residue"):
         return (asked,)
-    return asked, Question("product", *_fields(asked))
+    return asked, TileUse("product", *_fields(asked))
 
 
-def few_channels_question(kind: str, conv: Convolution, planes: int, machine: Machine) -> Question:
+def few_channels_use(kind: str, conv: Convolution, planes: int, machine: Machine) -> TileUse:
     return _convolution(kind, conv, f"{planes} plane{'s' * (planes != 1)}", machine)
 
 
-def pass_question(kind: str, dtype: str, channels: int, layout: str, machine: Machine) -> Question:
-    return Question(kind, machine.card.architecture, dtype, (0, power_of_two(channels)), layout)
+def pass_use(kind: str, dtype: str, channels: int, layout: str, machine: Machine) -> TileUse:
+    return TileUse(kind, machine.card.architecture, dtype, (0, power_of_two(channels)), layout)
 
 
 def short_rows(elements: int, channels: int, positions: int) -> int:
@@ -53,10 +53,10 @@ def pass_warps(elements: int, most: int, each: int) -> int:
     return min(most, max(1, elements // (32 * each)))
 
 
-def _convolution(kind: str, conv: Convolution, arithmetic: str, machine: Machine) -> Question:
+def _convolution(kind: str, conv: Convolution, arithmetic: str, machine: Machine) -> TileUse:
     ways = (power_of_two(conv.in_channels), power_of_two(conv.out_channels))
-    return Question(kind, machine.card.architecture, arithmetic, ways)
+    return TileUse(kind, machine.card.architecture, arithmetic, ways)
 
 
-def _fields(question: Question) -> tuple[str, str, tuple[int, int], str]:
-    return question.architecture, question.arithmetic, question.channels, question.layout
+def _fields(use: TileUse) -> tuple[str, str, tuple[int, int], str]:
+    return use.architecture, use.arithmetic, use.channels, use.layout

@@ -6,14 +6,7 @@ import dataclasses
 
 from postlude.chain import Chain, values_of
 from postlude.hardware import Machine
-from postlude.plan.boxes import Boxes
-from postlude.plan.channels import takes_channels
-from postlude.plan.convolve import Own, gradient_products, spreads_nan
-from postlude.plan.few_channels import FewChannels
-from postlude.plan.few_channels_gradient import GradientPlan, few_channels_gradient_for
-from postlude.plan.gemm import Gemm, WeightGemm
-from postlude.plan.problem import Layout, Problem, body_dtype, body_shape, fp32_mode, result_layout, value_dtypes
-from postlude.plan.program import (
+from postlude.plan.barriers import (
     fused_pool,
     has_norm,
     last_before_pool,
@@ -23,6 +16,12 @@ from postlude.plan.program import (
     row_parts,
     rows_from,
 )
+from postlude.plan.channels import takes_channels
+from postlude.plan.convolve import Own, gradient_products, packs_gradient, spreads_nan
+from postlude.plan.few_channels import FewChannels
+from postlude.plan.few_channels_gradient import few_channels_gradient_for
+from postlude.plan.problem import Layout, Problem, body_dtype, body_shape, fp32_mode, result_layout, value_dtypes
+from postlude.plan.types import Gradients
 from postlude.reverse import keeps_inside, needs_first_value, needs_no_more_than_its_result, unsupported_gradient
 from postlude.steps import pass_slots
 
@@ -116,16 +115,17 @@ def reasons_against_training(chain: Chain, problem: Problem, library_tf32: bool 
     return reasons if unsupported is None else [*reasons, unsupported]
 
 
-def convolution_gradients(
-    chain: Chain, problem: Problem, own: Own | str, machine: Machine
-) -> tuple[Gemm | Boxes | None, WeightGemm | None, GradientPlan | None]:
-    """Our kernels for the gradients of input and weight, separate or both at once."""
-    if not problem.needs_grad or isinstance(own, str) or chain.producer is None or spreads_nan(chain):
-        return None, None, None
+def gradients_for(chain: Chain, problem: Problem, own: Own | str, machine: Machine, from_result: bool) -> Gradients:
+    """Our kernels for the gradients of input and weight, separate or both at once, and what is kept for them."""
+    if not problem.needs_grad:
+        return Gradients()
+    found = Gradients(is_lean=is_lean(chain, problem) and not from_result, from_result=from_result)
+    if isinstance(own, str) or chain.producer is None or spreads_nan(chain):
+        return found
     few = few_channels_gradient_for(own, chain, problem, machine) if isinstance(own, FewChannels) else None
-    return (None, None, few) if few is not None else (*gradient_products(chain, problem, own, machine), None)
-
-
-def are_all_ours(dx: Gemm | Boxes | None, dw: WeightGemm | None, few: GradientPlan | None) -> bool:
-    """Whether our kernels compute all of a convolution's gradients, so that PyTorch's switches do not matter."""
-    return few is not None or (dx is not None and dw is not None)
+    if few is not None:
+        return dataclasses.replace(found, of_both=few)
+    dx, dw = gradient_products(chain, problem, own, machine)
+    # A tile that holds all channels cannot write packed rows.
+    are_packed = packs_gradient(dx, dw) and over_channels(chain) is None and bool(chain.steps)
+    return dataclasses.replace(found, of_input=dx, of_weight=dw, are_packed=are_packed)

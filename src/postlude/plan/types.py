@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from postlude.chain import Chain, Reduce
+from postlude.plan.barriers import FusedPool, OverChannels, fused_pool, last_fused_step, over_channels
 from postlude.plan.boxes import Boxes
-from postlude.plan.calls import Program, launches, traffic
 from postlude.plan.cpu_few_channels import CpuFewChannels
 from postlude.plan.few_channels import FewChannels
 from postlude.plan.few_channels_gradient import GradientPlan
 from postlude.plan.gemm import Arithmetic, Gemm, WeightGemm
 from postlude.plan.linear import LinearGemm
 from postlude.plan.problem import Layout, Problem, Spec, compulsory_bytes
-from postlude.plan.program import FusedPool, OverChannels, fused_pool, last_fused_step, over_channels
+from postlude.plan.program import Program, launches, traffic
 from postlude.plan.through import Through
 
 Source = Literal["own convolution", "library convolution", "load"]
@@ -91,6 +91,32 @@ class Tile:
 
 
 @dataclass(frozen=True)
+class Gradients:
+    """Who computes a convolution's gradients in training, and what is kept for the backward pass."""
+
+    of_input: Gemm | Boxes | None = None  # our GEMM; None: PyTorch's
+    of_weight: WeightGemm | None = None
+    of_both: GradientPlan | None = None  # both in one kernel, for a `FewChannels` convolution
+    are_packed: bool = False  # the last gradient pass writes its result packed for both GEMMs
+    is_lean: bool = False  # nothing of the convolution's size is kept: the backward pass convolves again
+    from_result: bool = False  # only the chain's result is kept: the steps' gradients follow from it
+
+    @property
+    def are_all_ours(self) -> bool:
+        """Whether our kernels compute all of a convolution's gradients, so that PyTorch's switches do not matter."""
+        return self.of_both is not None or (self.of_input is not None and self.of_weight is not None)
+
+    @property
+    def largest_found(self) -> Arithmetic | None:
+        """The arithmetic of the GEMMs that read the gradient at the convolution's result, if all read scaled planes.
+
+        The pass that computes the gradient then finds the scales as well.
+        """
+        dx = self.of_input
+        return dx.arithmetic if dx is not None and self.of_weight is not None and dx.arithmetic.scaled else None
+
+
+@dataclass(frozen=True)
 class Plan:
     """What was decided for one problem. `program` is what it runs, call by call."""
 
@@ -108,18 +134,12 @@ class Plan:
     tile: Tile | None = None  # None on the CPU
     is_compiled: bool = False  # on the CPU: the passes are our C++ kernels, not PyTorch's operators
     streams: bool = False  # and the result is stored past the caches, which cannot hold it beside the value
-    own: Gemm | Boxes | FewChannels | LinearGemm | Through | None = None  # our convolution, if `convolve` is "own"
-    own_on_cpu: CpuFewChannels | None = None  # the same on a CPU
+    own: Gemm | Boxes | FewChannels | LinearGemm | Through | CpuFewChannels | None = None  # if `convolve` is "own"
     library_tf32: bool | None = (
         None  # where PyTorch convolves in fp32 and its switch says otherwise; None: as it is set
     )
     trains: bool = False  # gradients are needed
-    input_gradient: Gemm | Boxes | None = None  # our GEMMs for the convolution's gradients; None: PyTorch's
-    weight_gradient: WeightGemm | None = None
-    packs_gradient: bool = False  # the last gradient pass writes its result packed for both GEMMs
-    few_gradient: GradientPlan | None = None  # both gradients in one kernel, for a `FewChannels` convolution
-    is_lean: bool = False  # nothing of the convolution's size is kept for backward: the convolution is recomputed
-    from_result: bool = False  # only the chain's result is kept: the steps' gradients follow from it
+    gradients: Gradients = Gradients()
     tiles: tuple[str, ...] = field(default=(), compare=False)  # where each tile comes from, in words
 
     @functools.cached_property
@@ -168,7 +188,7 @@ class Plan:
         """Bytes of the chain's first value that are in memory at a time."""
         sink = self.passes[-1].sink
         is_moments = isinstance(sink, Moments) and not sink.stores
-        if isinstance(self.own, Through) or ((self.own is not None or self.own_on_cpu is not None) and is_moments):
+        if isinstance(self.own, Through) or (self.own is not None and is_moments):
             return 0
         if self.on_gpu:
             return self.value.bytes
@@ -192,15 +212,6 @@ class Plan:
         return fused_pool(self.chain)
 
     @property
-    def largest_found(self) -> Arithmetic | None:
-        """The arithmetic of the GEMMs that read the gradient at the convolution's result, if all read scaled planes.
-
-        The pass that computes the gradient then finds the scales as well.
-        """
-        dx = self.input_gradient
-        return dx.arithmetic if dx is not None and self.weight_gradient is not None and dx.arithmetic.scaled else None
-
-    @property
     def resumes_at(self) -> int:
         """The first step of the last pass if a stored value is its start; 0 if it starts from the convolution's
         result."""
@@ -218,7 +229,7 @@ class Plan:
         for number, item in enumerate(self.passes, 1):
             source = before if item.source == "load" else str(self.chain.producer)
             if item.source == "own convolution":
-                source += f" [{self.own or self.own_on_cpu}]"
+                source += f" [{self.own}]"
             words = self.chain.words()[item.first - 1 : item.last]
             sink = "store" if isinstance(item.sink, Keep) and self.slabs == 1 else str(item.sink)
             lines.append(f"pass {number}: " + " → ".join([source, *words, sink]))
@@ -232,9 +243,9 @@ class Plan:
         lines = [f"keeps {self._kept()} for its gradients, which take {count} launches of Postlude's kernels"]
         if self.chain.producer is None:
             return lines
-        if self.few_gradient is not None:
+        if self.gradients.of_both is not None:
             return [*lines, "gradients of input and weight: one kernel of Postlude's"]
-        dx, dw = self.input_gradient, self.weight_gradient
+        dx, dw = self.gradients.of_input, self.gradients.of_weight
         weight = None
         if dw is not None:
             tiles = f"tiles of {dw.rows} × {dw.columns} × {dw.block_k}"
@@ -245,9 +256,9 @@ class Plan:
 
     def _kept(self) -> str:
         sink = self.passes[-1].sink
-        if self.from_result:
+        if self.gradients.from_result:
             return "nothing but the result"
-        if self.is_lean or isinstance(self.own, Through) or (isinstance(sink, Moments) and not sink.stores):
+        if self.gradients.is_lean or isinstance(self.own, Through) or (isinstance(sink, Moments) and not sink.stores):
             return "nothing of the convolution's size"
         return "the input" if self.chain.producer is None else "the convolution's result"
 

@@ -6,10 +6,10 @@ import math
 
 from postlude.cards import Card
 from postlude.chain import Chain
+from postlude.plan.barriers import fused_pool, has_norm, row_norm
 from postlude.plan.channels import takes_channels
 from postlude.plan.gemm import Gemm
 from postlude.plan.problem import Problem, body_bytes, body_dtype, fp32_mode
-from postlude.plan.program import fused_pool, has_norm, row_norm
 
 _FEW = 16  # with fewer input channels cuDNN's tensor cores multiply padding too, so bytes count, not operations
 

@@ -18,8 +18,8 @@ import torch
 
 from postlude.chain import Chain
 from postlude.hardware import usable_cores
-from postlude.plan.calls import CppCall, CudaCall, KernelCall, Program
 from postlude.plan.problem import Problem, empty
+from postlude.plan.program import CppCall, CudaCall, KernelCall, Program
 from postlude.run.chain_run import Inference, Training
 from postlude.run.cpp import kernel_of
 from postlude.run.execute import bare

@@ -12,7 +12,7 @@ from torch import Tensor
 from postlude import reference
 from postlude.chain import Chain
 from postlude.plan import Plan
-from postlude.plan.calls import Buffer, Program
+from postlude.plan.program import Buffer, Program
 from postlude.run.differentiable import differentiable
 from postlude.run.runner import Run, runner_of
 from postlude.stages.library import cast_for_convolution, without_autocast
@@ -117,7 +117,7 @@ class _Passes:
             by_number.get(buffer.number, dy.new_zeros(()).to(dtype).expand(shape))
             for buffer, (shape, _, dtype) in zip(self.program.given, self.given)
         ]
-        result = by_number.get(self.program.result.number) if plan.from_result else None
+        result = by_number.get(self.program.result.number) if plan.gradients.from_result else None
         return differentiable(plan.chain, tensors, dy, needs, result)
 
 

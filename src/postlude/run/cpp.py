@@ -23,7 +23,7 @@ from torch import Tensor
 from postlude.errors import PostludeError
 from postlude.files import read_kept, write_kept
 from postlude.hardware import cache_folder, cpp_compiler, cpu_capability, threads, versions
-from postlude.plan.calls import CppCall
+from postlude.plan.program import CppCall
 
 # Compiler flags for the vector instructions that PyTorch itself uses on this machine.
 _VECTORS = {

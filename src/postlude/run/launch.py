@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from postlude.hardware import machine_for
-from postlude.plan.calls import CudaCall, Descriptor, KernelCall, Steps, Word
+from postlude.plan.program import CudaCall, Descriptor, KernelCall, Steps, Word
 from postlude.run import nvrtc
 from postlude.run.bound import Bound, bound
 from postlude.run.compose import HEADER, compose

@@ -35,7 +35,7 @@ class Judgement(Protocol):
 
 
 @dataclass(frozen=True)
-class Call:
+class PlannedRun:
     """One call of a chain as a check needs it: real tensors, and the function that will run."""
 
     chain: Chain
@@ -45,7 +45,7 @@ class Call:
     runner: Runner
 
 
-Check = Callable[[Call, Sequence[Tensor] | None], Judgement]
+Check = Callable[[PlannedRun, Sequence[Tensor] | None], Judgement]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Question:
+class SiteProblem:
     """A problem that a chain will have. Known in advance, its kernels can be compiled together with others."""
 
     name: str
@@ -82,71 +82,71 @@ class Ledger:
         self.off: dict[str, str] = {}  # site → why PyTorch's operators run it in every graph
         self.latest: dict[tuple[str, Chain], Entry] = {}  # the most recent entry of each site
         self._tables: dict[tuple[str, Chain], dict[Any, Entry]] = {}
-        self._foreseen: dict[Question, Entry] = {}
+        self._foreseen: dict[SiteProblem, Entry] = {}
         self._lock = threading.RLock()
 
     def table(self, name: str, chain: Chain) -> dict[Any, Entry]:
         """The entries of one site, by the shapes, strides and dtypes of its tensors."""
         return self._tables.setdefault((name, chain), {})
 
-    def enter(self, question: Question, key: Any, tensors: Sequence[Tensor]) -> Entry:
+    def enter(self, asked: SiteProblem, key: Any, tensors: Sequence[Tensor]) -> Entry:
         """Plans, compiles and checks a problem that is new to a site."""
         with self._lock:
-            table = self.table(question.name, question.chain)
+            table = self.table(asked.name, asked.chain)
             if key not in table:
                 if len(table) >= _REMEMBERED:
                     table.clear()
-                table[key] = self.latest[question.name, question.chain] = self._entry(question, tensors)
+                table[key] = self.latest[asked.name, asked.chain] = self._entry(asked, tensors)
             return table[key]
 
-    def foresee(self, question: Question) -> Entry:
+    def foresee(self, asked: SiteProblem) -> Entry:
         """The entry of a problem before its tensors exist: it is checked only on random ones."""
         with self._lock:
-            if question not in self._foreseen:
-                entry = self._entry(question, None)
-                self._foreseen[question] = entry  # after the check, which switches a wrong one off
-            entry = self.latest[question.name, question.chain] = self._foreseen[question]
+            if asked not in self._foreseen:
+                entry = self._entry(asked, None)
+                self._foreseen[asked] = entry  # after the check, which switches a wrong one off
+            entry = self.latest[asked.name, asked.chain] = self._foreseen[asked]
             return entry
 
-    def foreseen(self, question: Question) -> Entry | None:
-        return self._foreseen.get(question)
+    def foreseen(self, asked: SiteProblem) -> Entry | None:
+        return self._foreseen.get(asked)
 
-    def planned(self, question: Question) -> Entry | None:
+    def planned(self, asked: SiteProblem) -> Entry | None:
         """The entry from planning only: nothing is compiled or checked. None if planning raises; the error shows again
         when the problem is entered."""
-        if (why := self.off.get(question.name)) is not None:
-            entry = self._refused(question, why)
+        if (why := self.off.get(asked.name)) is not None:
+            entry = self._refused(asked, why)
         else:
             try:
-                entry = Entry(question.problem, *prepared(question.chain, question.problem))
+                entry = Entry(asked.problem, *prepared(asked.chain, asked.problem))
             except Exception as error:
-                log.debug("%s: cannot be planned ahead of time (%s)", question.name, error)
+                log.debug("%s: cannot be planned ahead of time (%s)", asked.name, error)
                 return None
         if entry.is_left_to_pytorch:
-            self.latest[question.name, question.chain] = entry
+            self.latest[asked.name, asked.chain] = entry
         return entry
 
-    def refuse(self, question: Question, why: str) -> Entry:
+    def refuse(self, asked: SiteProblem, why: str) -> Entry:
         """Leaves a problem to PyTorch for a reason that comes from its graph."""
-        entry = self.latest[question.name, question.chain] = self._refused(question, why)
+        entry = self.latest[asked.name, asked.chain] = self._refused(asked, why)
         return entry
 
-    def expect(self, questions: Sequence[Question]) -> None:
+    def expect(self, problems: Sequence[SiteProblem]) -> None:
         """Begins to compile the kernels of several problems together. Errors show when a problem is entered."""
         jobs: dict[str, list[ahead.Job]] = {}  # by device
         chains = 0
-        for question in questions:
-            if question.name in self.off:
+        for asked in problems:
+            if asked.name in self.off:
                 continue
             try:
-                outcome, runner = prepared(question.chain, question.problem)
+                outcome, runner = prepared(asked.chain, asked.problem)
                 if isinstance(outcome, Plan) and outcome.has_program:
-                    program = ahead.program_of(question.chain, runner, question.problem, question.needs)
-                    found = ahead.jobs_of(program, question.problem.index)
-                    jobs.setdefault(question.problem.place, []).extend(found)
+                    program = ahead.program_of(asked.chain, runner, asked.problem, asked.needs)
+                    found = ahead.jobs_of(program, asked.problem.index)
+                    jobs.setdefault(asked.problem.place, []).extend(found)
                     chains += 1
             except Exception as error:
-                log.debug("%s: its kernels are not known ahead of time (%s)", question.name, error)
+                log.debug("%s: its kernels are not known ahead of time (%s)", asked.name, error)
         if jobs:
             self._say(f"compiling the kernels of {chains} chains")
         for place, some in jobs.items():
@@ -155,36 +155,36 @@ class Ledger:
     def switch_off(self, name: str, why: str) -> None:
         """From now on PyTorch's operators run the site, in existing graphs and in later ones."""
         self.off[name] = why
-        self._foreseen = {question: entry for question, entry in self._foreseen.items() if question.name != name}
+        self._foreseen = {asked: entry for asked, entry in self._foreseen.items() if asked.name != name}
         for (site, _), table in self._tables.items():
             if site == name:
                 table.clear()
 
-    def _entry(self, question: Question, tensors: Sequence[Tensor] | None) -> Entry:
-        chain, problem = question.chain, question.problem
-        if (why := self.off.get(question.name)) is not None:
-            return self._refused(question, why)
+    def _entry(self, asked: SiteProblem, tensors: Sequence[Tensor] | None) -> Entry:
+        chain, problem = asked.chain, asked.problem
+        if (why := self.off.get(asked.name)) is not None:
+            return self._refused(asked, why)
         try:
             outcome, runner = prepared(chain, problem)
             if isinstance(outcome, Refusal):
                 return Entry(problem, outcome, runner)
             if outcome.has_program:
-                program = ahead.program_of(chain, runner, problem, question.needs)
+                program = ahead.program_of(chain, runner, problem, asked.needs)
                 ahead.load_all(ahead.jobs_of(program, problem.index), problem.place)
             with without_saving_hooks():  # a checkpoint around the model counts what is saved
-                verdict = self._checked(Call(chain, problem, question.needs, outcome, runner), question.name, tensors)
+                verdict = self._checked(PlannedRun(chain, problem, asked.needs, outcome, runner), asked.name, tensors)
         except Exception as error:
             if ahead.raises_errors():
                 raise
-            return self._failed(question, error)
+            return self._failed(asked, error)
         if verdict is not None and verdict.outcome == "wrong":
-            log.warning("the fused chain at %s is wrong (%s): PyTorch runs it; %s", question.name, verdict, REPORT)
-            self.switch_off(question.name, f"switched off because its verification failed: {verdict}")
-            refused = self._refused(question, self.off[question.name])
+            log.warning("the fused chain at %s is wrong (%s): PyTorch runs it; %s", asked.name, verdict, REPORT)
+            self.switch_off(asked.name, f"switched off because its verification failed: {verdict}")
+            refused = self._refused(asked, self.off[asked.name])
             return Entry(problem, refused.outcome, refused.runner, verdict)
         return Entry(problem, outcome, runner, verdict)
 
-    def _checked(self, call: Call, name: str, tensors: Sequence[Tensor] | None) -> Judgement | None:
+    def _checked(self, call: PlannedRun, name: str, tensors: Sequence[Tensor] | None) -> Judgement | None:
         if self.check is None:
             return None
         if call.problem.device == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -197,19 +197,19 @@ class Ledger:
             log.warning("%s runs unchecked: float64 needs more memory than is free", name)
             return None
 
-    def _failed(self, question: Question, error: Exception) -> Entry:
+    def _failed(self, asked: SiteProblem, error: Exception) -> Entry:
         text = str(error).strip().splitlines()
         why = f"its kernels could not be built ({type(error).__name__}{': ' + text[0] if text else ''})"
-        log.warning("the chain at %s runs through PyTorch: %s; %s", question.name, why, REPORT)
-        self.switch_off(question.name, why)
-        return self._refused(question, why)
+        log.warning("the chain at %s runs through PyTorch: %s; %s", asked.name, why, REPORT)
+        self.switch_off(asked.name, why)
+        return self._refused(asked, why)
 
-    def _refused(self, question: Question, why: str) -> Entry:
-        problem = question.problem
+    def _refused(self, asked: SiteProblem, why: str) -> Entry:
+        problem = asked.problem
         # PyTorch must still convolve in the precision that was asked for.
-        tf32 = library_tf32(question.chain, problem) if problem.device == "cuda" else None
+        tf32 = library_tf32(asked.chain, problem) if problem.device == "cuda" else None
         refusal = Refusal((why,), tf32)
-        return Entry(problem, refusal, prepare(question.chain, refusal))
+        return Entry(problem, refusal, prepare(asked.chain, refusal))
 
     def _say(self, what: str) -> None:
         if self.progress is not None:

@@ -22,13 +22,13 @@ from postlude import encoded, reference
 from postlude.chain import Chain
 from postlude.errors import PostludeError
 from postlude.plan import Plan, Problem, Refusal
-from postlude.plan.calls import Buffer, Program
 from postlude.plan.problem import CHANNELS_LAST
+from postlude.plan.program import Buffer, Program
 from postlude.run.apart import apart
 from postlude.run.chain_run import Training, like, on_device_of
 from postlude.run.differentiable import differentiable
 from postlude.run.execute import prepared
-from postlude.run.operator_call import Call, is_made, outcome_of, program_of, read, runner_for, traced
+from postlude.run.operator_call import OperatorCall, is_made, outcome_of, program_of, read, runner_for, traced
 from postlude.run.passes import passes
 from postlude.stages.library import cast_for_convolution, without_autocast
 from postlude.stages.program import given_by
@@ -55,7 +55,7 @@ def call_operator(chain: Chain, problem: Problem, tensors: Sequence[Tensor]) -> 
     given = cast_for_convolution(part, here) if part is not chain or any(needs) else here
     known = given_by(given) if problem.tensors else ()
     specs = tuple((shape, strides, str(dtype).removeprefix("torch.")) for shape, strides, dtype in known)
-    call = Call(part, problem, specs, needs)
+    call = OperatorCall(part, problem, specs, needs)
     if (program := apart(traced, call)) is not None:
         made = (program.result, *(buffer for buffer in program.kept if is_made(buffer, program)))
         call = dataclasses.replace(call, made=made, found=program.gradient_memory)
@@ -99,7 +99,7 @@ def _backward(dy: Tensor, saved: list[Tensor], text: str) -> list[Tensor]:
         return passes(text, dy.device).backward(dy, saved) if call.made else _again(call, saved, dy)
 
 
-def _again(call: Call, tensors: Sequence[Tensor], dy: Tensor) -> list[Tensor]:
+def _again(call: OperatorCall, tensors: Sequence[Tensor], dy: Tensor) -> list[Tensor]:
     """Gradients from the inputs: sizes were unknown when the graph was compiled, so nothing was kept."""
     runner = runner_for(call, tensors)
     if isinstance(runner, Training) and len(runner.plan.chain.steps) == len(call.chain.steps):
@@ -144,7 +144,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.save_for_backward(*(given if program is None else _kept(call, program, given, output)))
 
 
-def _kept(call: Call, program: Program, tensors: Sequence[Tensor], output: Sequence[Tensor]) -> list[Tensor]:
+def _kept(call: OperatorCall, program: Program, tensors: Sequence[Tensor], output: Sequence[Tensor]) -> list[Tensor]:
     """What the backward pass reads, in its order."""
     by_number = dict(zip([buffer.number for buffer in call.made], output))
     by_number |= dict(zip([buffer.number for buffer in program.given], tensors))
@@ -175,7 +175,7 @@ def _converted(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
     return next((one for one in found if one.stride() == strides), tensor)
 
 
-def _gradients(call: Call, program: Program | None, found: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _gradients(call: OperatorCall, program: Program | None, found: Sequence[Tensor | None]) -> list[Tensor | None]:
     """One gradient per slot, from what `chain_backward` returns."""
     if program is None:
         gradients = iter(found)

@@ -15,17 +15,17 @@ from torch import Tensor
 from postlude import encoded
 from postlude.chain import CLASSES, Chain
 from postlude.plan import Plan, Problem
-from postlude.plan.calls import Buffer, Program
 from postlude.plan.problem import Spec, spec_of
+from postlude.plan.program import Buffer, Program
 from postlude.run.apart import apart
 from postlude.run.chain_run import Training
 from postlude.run.execute import Runner, bare, prepared
-from postlude.run.ledger import Ledger, Question
+from postlude.run.ledger import Ledger, SiteProblem
 from postlude.stages.program import Given, inference_program
 
 
 @dataclass(frozen=True)
-class Call:
+class OperatorCall:
     """What `chain_forward` and `chain_backward` take besides tensors."""
 
     chain: Chain
@@ -42,13 +42,13 @@ class Call:
 
 # For chains whose sizes are symbols: the site's name and the model's ledger.
 _JUDGES: dict[tuple[Chain, tuple[str, ...]], tuple[str, Callable[[], Ledger | None]]] = {}
-_CLASSES = {**CLASSES, **{cls.__name__: cls for cls in (Call, Problem, Spec, Buffer)}}
+_CLASSES = {**CLASSES, **{cls.__name__: cls for cls in (OperatorCall, Problem, Spec, Buffer)}}
 
 
 @functools.lru_cache(maxsize=4096)
-def read(text: str) -> Call:
+def read(text: str) -> OperatorCall:
     call = encoded.loads(text, _CLASSES)
-    assert isinstance(call, Call)
+    assert isinstance(call, OperatorCall)
     return call
 
 
@@ -59,7 +59,7 @@ def program_of(text: str) -> Program | None:
     return apart(traced, call) if call.made else None
 
 
-def traced(call: Call) -> Program | None:
+def traced(call: OperatorCall) -> Program | None:
     """The program of a call; None if sizes are not known or no kernel of ours runs."""
     if not call.problem.tensors:
         return None
@@ -84,7 +84,7 @@ def judged_by(chain: Chain, settings: tuple[str, ...], name: str, ledger: Ledger
     _JUDGES[chain, settings] = name, weakref.ref(ledger)
 
 
-def runner_for(call: Call, tensors: Sequence[Tensor]) -> Runner:
+def runner_for(call: OperatorCall, tensors: Sequence[Tensor]) -> Runner:
     """The function that runs a call whose sizes are known only now."""
     problem = call.problem
     if not problem.tensors:
@@ -92,8 +92,8 @@ def runner_for(call: Call, tensors: Sequence[Tensor]) -> Runner:
         settings = (problem.precision, problem.memory, problem.convolution, problem.hands_on)
         name, ledger = _JUDGES.get((call.chain, settings), ("", lambda: None))
         if (known := ledger()) is not None:
-            question = Question(name, call.chain, problem, call.needs)
-            return bare((known.foreseen(question) or apart(known.foresee, question)).runner)
+            asked = SiteProblem(name, call.chain, problem, call.needs)
+            return bare((known.foreseen(asked) or apart(known.foresee, asked)).runner)
     return outcome_of(call.chain, problem)[1]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from postlude.plan.calls import Buffer
+from postlude.plan.program import Buffer
 from postlude.run.chain_run import laid_out
 from postlude.run.operator_call import program_of, read
 from postlude.run.runner import runner_of

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from postlude.plan.calls import (
+from postlude.plan.problem import item_size
+from postlude.plan.program import (
     ALLOCATIONS,
     Buffer,
     Call,
@@ -30,7 +31,6 @@ from postlude.plan.calls import (
     live,
     made_by,
 )
-from postlude.plan.problem import item_size
 from postlude.run.bound import Bound, is_watched
 from postlude.run.cpp import CppLaunch
 from postlude.run.launch import ALIGNED, CudaLaunch, DescriptorLike, Launch, launch_of

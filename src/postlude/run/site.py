@@ -12,7 +12,7 @@ from postlude.chain import Chain
 from postlude.hardware import default_fp32_precision
 from postlude.plan import problem_of
 from postlude.run.execute import call, call_plain, is_transformed
-from postlude.run.ledger import Ledger, Question
+from postlude.run.ledger import Ledger, SiteProblem
 from postlude.run.operator import LIBRARY, call_operator
 
 
@@ -55,7 +55,7 @@ class Site(nn.Module):
         key = (switch, *((t.shape, t.stride(), t.dtype, grad and t.requires_grad) for t in tensors))
         entry = self._table.get(key)
         if entry is None:
-            entry = self.ledger.enter(self.question(tensors), key, tensors)
+            entry = self.ledger.enter(self.asked(tensors), key, tensors)
         return call(entry.runner, tensors)
 
     def _as_operator(self, tensors: tuple[Tensor, ...]) -> Tensor:
@@ -63,10 +63,10 @@ class Site(nn.Module):
         problem = problem_of(tensors, *self.settings, has_sizes=is_static)
         return call_operator(self.chain, problem, tensors)
 
-    def question(self, tensors: tuple[Tensor, ...]) -> Question:
+    def asked(self, tensors: tuple[Tensor, ...]) -> SiteProblem:
         problem = problem_of(tensors, *self.settings)
         needs = tuple(problem.needs_grad and tensor.requires_grad for tensor in tensors)
-        return Question(self.name, self.chain, problem, needs)
+        return SiteProblem(self.name, self.chain, problem, needs)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from postlude import encoded
-from postlude.plan.calls import Program
 from postlude.plan.problem import Layout, layout_of, memory_format
+from postlude.plan.program import Program
 from postlude.plan.upsample import Upsampling
 from postlude.run.ahead import Job, jobs_of
 from postlude.run.chain_run import on_device_of

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from postlude.moments import Moments, finish
 from postlude.plan import Plan
+from postlude.plan.barriers import rows_from
 from postlude.plan.problem import memory_format
-from postlude.plan.program import rows_from
 from postlude.plan.through import Through
 from postlude.plan.types import Moments as MomentsSink
 from postlude.plan.volume import volume_for
@@ -67,9 +67,9 @@ def backward(
     elif rows_from(chain) is not None:
         dv, found = rows_gradient(plan, wanted, value, dy, tensors)
     else:
-        if plan.largest_found is not None:
-            largest = none_found(plan.value.shape[1], plan.largest_found, dy.device)
-        packing = packing_of_gradient(plan) if plan.packs_gradient else None
+        if (scaled := plan.gradients.largest_found) is not None:
+            largest = none_found(plan.value.shape[1], scaled, dy.device)
+        packing = packing_of_gradient(plan) if plan.gradients.are_packed else None
         seen = columns(plan) if chain.is_linear else plan
         how = (packing, largest, parts.taps, parts.kept)
         dv, found = gradient_passes(seen, wanted, value, parts.moments, dy, tensors, *how)
@@ -79,7 +79,7 @@ def backward(
     elif chain.is_linear:
         grads[:2] = linear_gradients(plan, dv, tensors[0], tensors[1], needs)
     elif needs[0] or needs[1]:
-        packed = Packed(dv) if plan.packs_gradient else None
+        packed = Packed(dv) if plan.gradients.are_packed else None
         grads[:2] = convolution_gradients(plan, dv, packed, largest, tensors[0], tensors[1], needs)
     return grads
 
@@ -90,7 +90,7 @@ def combined(plan: Plan, parts: Parts) -> Moments | None:
     if not isinstance(sink, MomentsSink):
         return None
     assert parts.partials is not None
-    if plan.few_gradient is not None:
+    if plan.gradients.of_both is not None:
         return combined_moments(plan.value, parts.partials)
     return combined_by_pytorch(plan.value, sink.squares, parts.partials)
 
@@ -98,12 +98,12 @@ def combined(plan: Plan, parts: Parts) -> Moments | None:
 def _value(plan: Plan, tensors: Sequence[Tensor], parts: Parts, dy: Tensor) -> Tensor:
     """What the gradient passes read. Where they read no value, anything of its shape does."""
     chain, last = plan.chain, len(plan.chain.steps)
-    if plan.from_result:
+    if plan.gradients.from_result:
         return dy if reads_no_value(chain, last) else parts.result
     if plan.channels_end is not None and not needs_first_value(chain, last):
         dtype, layout = getattr(torch, plan.value.dtype), memory_format(plan.value.layout, chain.dims)
         return torch.empty(plan.value.shape, dtype=dtype, device=dy.device, memory_format=layout)
-    value = first_pass(plan, tensors)[0] if plan.is_lean else parts.value
+    value = first_pass(plan, tensors)[0] if plan.gradients.is_lean else parts.value
     assert value is not None
     return value
 
@@ -112,7 +112,7 @@ def _from_moments(
     plan: Plan, tensors: Sequence[Tensor], value: Tensor | None, moments: Moments, dy: Tensor, needs: Sequence[bool]
 ) -> Found:
     conv, is_wanted = plan.chain.convolution, needs[0] or needs[1]
-    if plan.few_gradient is not None and closed_form(plan.chain.steps) is not None:
+    if plan.gradients.of_both is not None and closed_form(plan.chain.steps) is not None:
         grads, table = moments_gradient(plan, moments, dy, tensors, needs)
         grads[:2] = _by_few_channels(plan, tensors, table, needs) if is_wanted else (None, None)
         return grads
@@ -124,7 +124,7 @@ def _from_moments(
         shift = dmean / moments.positions - slope * moments.mean
         if conv.has_bias:  # v is computed without it
             shift = shift + slope * tensors[2].double()
-        if plan.few_gradient is not None:
+        if plan.gradients.of_both is not None:
             grads[:2] = _by_few_channels(plan, tensors, table_of(shift, slope, dmean, moments), needs)
         else:
             grads[:2] = _by_slabs(plan, tensors[0], tensors[1], value, shift, slope, needs)
@@ -134,7 +134,7 @@ def _from_moments(
 def _by_few_channels(
     plan: Plan, tensors: Sequence[Tensor], table: Tensor, needs: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    conv, few = plan.chain.convolution, plan.few_gradient
+    conv, few = plan.chain.convolution, plan.gradients.of_both
     assert few is not None
     padding = volume_for(conv, plan.input.shape[2:], 1).padding
     settings = few.both if needs[0] else few.weight

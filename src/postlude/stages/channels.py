@@ -17,9 +17,9 @@ from postlude.chain import Scalar, Value
 from postlude.derivatives import TAP, G
 from postlude.expressions import Assign, Name, Term, call
 from postlude.plan import Plan
+from postlude.plan.barriers import fused_norm
 from postlude.plan.channels import CHANNELS_WARPS, channels_kind, channels_tile, gradient_tile
 from postlude.plan.problem import Spec, power_in
-from postlude.plan.program import fused_norm
 from postlude.plan.tiles import pass_warps
 from postlude.plan.types import Tile
 from postlude.reverse import kept_of_reduction

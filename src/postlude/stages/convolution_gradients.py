@@ -21,7 +21,7 @@ from postlude.stages.weight_gradient import gradient_packing, product_over_posit
 
 def packing_of_gradient(plan: Plan) -> Packing:
     """The packing of the gradient, in the volume that both GEMMs read."""
-    product = plan.input_gradient
+    product = plan.gradients.of_input
     assert product is not None
     back = _back(plan)
     return rows_packing(back, product) if isinstance(product, Boxes) else input_packing(back, product)
@@ -47,7 +47,7 @@ def convolution_gradients(
         weight: The convolution's weight.
         needs: Whether each slot needs a gradient.
     """
-    conv, product, summed = plan.chain.convolution, plan.input_gradient, plan.weight_gradient
+    conv, product, summed = plan.chain.convolution, plan.gradients.of_input, plan.gradients.of_weight
     if summed is not None and summed.volume.has_residues:
         return _by_residue(plan, dv, largest, x, weight, needs)
     if packed is None and product is not None and summed is not None:
@@ -81,7 +81,7 @@ def _by_residue(
     The input's gradient is a strided convolution of `dv` with the same weight, and the weight's gradient is that
     convolution's for the result's gradient `x`.
     """
-    product, summed, back = plan.input_gradient, plan.weight_gradient, _back(plan)
+    product, summed, back = plan.gradients.of_input, plan.gradients.of_weight, _back(plan)
     assert isinstance(product, Gemm)
     assert summed is not None
     packed = pack_residues(dv, plan.value, product.volume, product.arithmetic, product.channels, largest)

@@ -11,8 +11,8 @@ from torch import Tensor
 from postlude import reverse
 from postlude.emit_cpp import emit_cpp
 from postlude.plan import Plan
+from postlude.plan.barriers import fused_norm
 from postlude.plan.problem import memory_format
-from postlude.plan.program import fused_norm
 from postlude.stages.convolution_gradients import convolution_gradients
 from postlude.stages.cpu_kernel import TYPES, operand_types, operands
 from postlude.stages.cpu_passes import is_turned, sizes_of

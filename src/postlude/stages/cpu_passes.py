@@ -12,8 +12,9 @@ from postlude.chain import Convolution
 from postlude.emit_cpp import emit_cpp
 from postlude.moments import laid_out
 from postlude.plan import Plan
+from postlude.plan.barriers import first_barrier, fused_norm
+from postlude.plan.cpu_few_channels import CpuFewChannels
 from postlude.plan.problem import Layout, memory_format
-from postlude.plan.program import first_barrier, fused_norm
 from postlude.plan.types import Moments as MomentsSink
 from postlude.reference import continue_from, convolve
 from postlude.stages.cpu_few_channels import convolve_moments
@@ -84,8 +85,8 @@ def _reduced(plan: Plan, tensors: Sequence[Tensor], dtype: torch.dtype, last: in
     """The result of a reduction that needs only the moments of the value after step `last`."""
     chain, end = plan.chain, end_of(plan.chain, last + 1)
     result = end.result(plan.value, dtype, tensors[0].device)
-    if plan.own_on_cpu is not None:
-        convolve_moments(plan, plan.own_on_cpu, end, tensors, result, squares)
+    if isinstance(plan.own, CpuFewChannels):
+        convolve_moments(plan, plan.own, end, tensors, result, squares)
     else:
         _moments_pass(plan, end, _value(plan, tensors)[0], result, tensors, squares)
     result = laid_out(result, end.reduce, plan.result_layout == "channels_last")

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from postlude.plan import Plan
-from postlude.plan.calls import Steps
 from postlude.plan.gemm import Gemm
 from postlude.plan.problem import Spec, memory_format
+from postlude.plan.program import Steps
 from postlude.plan.types import Moments, Store
 from postlude.stages.cuts import Partials, accumulator, accumulator_of, forward_steps, operands
 from postlude.stages.trace import Pointer, Unread, launch, or_unread

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from postlude.plan import Plan
+from postlude.plan.barriers import fused_norm, rows_from
 from postlude.plan.boxes import Boxes
 from postlude.plan.few_channels import FewChannels
+from postlude.plan.gemm import Gemm
 from postlude.plan.linear import LinearGemm
 from postlude.plan.problem import memory_format
-from postlude.plan.program import fused_norm, rows_from
 from postlude.plan.through import Through
 from postlude.plan.types import Moments, reads_moments
 from postlude.plan.volume import volume_for
@@ -118,5 +119,5 @@ def _convolved(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor | None, Pa
         x, weight, *more = cast_for_convolution(chain, tensors)
         padding = volume_for(conv, plan.input.shape[2:], 1).padding
         return None, convolve_moments(x, weight, more[0] if conv.has_bias else None, padding, own, conv.transposed)
-    assert not isinstance(own, Through)
+    assert isinstance(own, Gemm | Boxes)
     return convolve_boxes(plan, own, tensors) if isinstance(own, Boxes) else convolve(plan, own, tensors)

@@ -15,8 +15,8 @@ from postlude import reverse
 from postlude.chain import Chain, Normalize
 from postlude.expressions import Function
 from postlude.plan import Plan
+from postlude.plan.barriers import fused_norm
 from postlude.plan.problem import Spec, memory_format, power_of_two
-from postlude.plan.program import fused_norm
 from postlude.plan.tiles import pass_warps
 from postlude.plan.trained import last_with_gradient
 from postlude.plan.types import Tile
@@ -81,7 +81,7 @@ def gradient_passes(
     given = (*unpooling_lines(plan, place), *gradient_lines(plan, place))
     form = torch.contiguous_format if plan.channels_end is not None else layout
     dy = dy.to(getattr(torch, plan.result_dtype)).contiguous(memory_format=form)
-    function = reverse.gradient(chain, last, needs, plan.from_result, given)
+    function = reverse.gradient(chain, last, needs, plan.gradients.from_result, given)
     before = None if norm is None else reverse.sums(chain, last, needs, given)
     loaded = function.loaded | (frozenset() if before is None else before.loaded)
     behind = [dy, *(one for one in (taps, *kept) if one is not None)]
@@ -226,7 +226,7 @@ def _combine_sums(norm: Normalize, value: Spec, sums: Tensor, weight: Tensor | N
 
 def _gradient_pass(plan: Plan, last: LastPass, largest: Tensor | None) -> tuple[Tensor, Tensor, list[Tensor]]:
     """The last pass, with the gradient at the first value in the value's layout."""
-    spec, arithmetic = plan.value, plan.largest_found
+    spec, arithmetic = plan.value, plan.gradients.largest_found
     batch, channels, positions = sizes_of(spec)
     _, cut = _cuts(plan)
     chunks = cut.chunks(positions)

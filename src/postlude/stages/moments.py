@@ -10,8 +10,8 @@ from torch import Tensor
 
 from postlude.chain import Cast, Chain, Normalize, Reduce, Step
 from postlude.moments import Moments, finish, laid_out
+from postlude.plan.barriers import takes_the_batch
 from postlude.plan.problem import Spec, power_of_two
-from postlude.plan.program import takes_the_batch
 from postlude.reference import continue_from
 from postlude.stages.cuts import Partials, steps_of
 from postlude.stages.trace import Pointer, Unread, launch, launch_cuda

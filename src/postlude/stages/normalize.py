@@ -9,8 +9,8 @@ from torch import Tensor
 
 from postlude.chain import Normalize
 from postlude.plan import Plan
+from postlude.plan.barriers import fused_norm
 from postlude.plan.problem import Spec
-from postlude.plan.program import fused_norm
 from postlude.plan.types import Moments
 from postlude.stages.cuts import (
     Partials,

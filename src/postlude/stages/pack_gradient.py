@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from postlude.chain import Normalize
-from postlude.plan.calls import Steps
 from postlude.plan.problem import Spec, power_in
+from postlude.plan.program import Steps
 from postlude.reverse import MOST_FULL, Wanted
 from postlude.stages.cuts import accumulator, accumulator_of, is_wide
 from postlude.stages.pack import Packing

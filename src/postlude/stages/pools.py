@@ -13,9 +13,9 @@ from postlude.chain import Scalar, Value
 from postlude.derivatives import G
 from postlude.expressions import Assign, Name, call
 from postlude.plan import Plan
+from postlude.plan.barriers import FusedPool, fused_norm
 from postlude.plan.pools import POOL_WARPS, pool_tile, pooled_shape, unrolled_rows
 from postlude.plan.problem import memory_format
-from postlude.plan.program import FusedPool, fused_norm
 from postlude.plan.tiles import pass_warps
 from postlude.stages.cuts import accumulator, accumulator_of, is_wide, operands, sizes_of, steps_around
 from postlude.stages.normalize import per_group

@@ -11,8 +11,8 @@ from torch import Tensor
 from postlude import reference
 from postlude.chain import Chain
 from postlude.plan import Plan
-from postlude.plan.calls import Program, TorchCall, buffers_in, made_by
 from postlude.plan.problem import empty, layout_of
+from postlude.plan.program import Program, TorchCall, buffers_in, made_by
 from postlude.reverse import chooses
 from postlude.stages.backward import backward, combined
 from postlude.stages.cpu_gradient import backward_on_cpu
@@ -60,7 +60,7 @@ def training_program(plan: Plan, given: Given, needs: tuple[bool, ...]) -> Progr
 
 
 def _on_gpu(plan: Plan, tensors: Sequence[Tensor], needs: tuple[bool, ...]) -> tuple[Tensor, Back]:
-    parts = forward(plan, tensors, keeps_value=not plan.is_lean and not plan.from_result)
+    parts = forward(plan, tensors, keeps_value=not plan.gradients.is_lean and not plan.gradients.from_result)
     moments = combined(plan, parts)
     return parts.result, lambda dy: backward(plan, tensors, parts, moments, dy, needs)
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from postlude import reverse
 from postlude.chain import Reduce
 from postlude.plan import Plan
+from postlude.plan.barriers import fused_norm, last_fused_step, row_parts
 from postlude.plan.problem import Spec, memory_format, power_in, power_of_two
-from postlude.plan.program import fused_norm, last_fused_step, row_parts
 from postlude.stages.cuts import accumulator, accumulator_of, forward_steps, operands, steps_of
 from postlude.stages.gradient import Gradients, add_channels, gradient_of_vector, without_unread
 from postlude.stages.trace import Unread, launch
@@ -73,7 +73,7 @@ def rows_gradient(plan: Plan, needs: frozenset[int], value: Tensor, dy: Tensor, 
     """The gradient at the first value, and the gradient of each slot in that slot's dtype."""
     chain, spec, last = plan.chain, plan.value, last_fused_step(plan.chain)
     wanted = reverse.wanted(chain, last, needs)
-    function, acc = reverse.gradient(chain, last, needs, plan.from_result), accumulator_of(spec)
+    function, acc = reverse.gradient(chain, last, needs, plan.gradients.from_result), accumulator_of(spec)
     value, dy = value.contiguous(), dy.to(getattr(torch, plan.result_dtype)).contiguous()
     read = without_unread(chain, tensors, value, function.loaded)
     cut = _gradient_cut(plan)

@@ -1,4 +1,4 @@
-"""Traces a stage into calls: its launches, and the functions of PyTorch between them, as plain data (plan/calls.py).
+"""Traces a stage into calls: its launches, and the functions of PyTorch between them, as plain data (plan/program.py).
 
 A stage is a plain function of tensors. It runs once on tensors of the meta device, which have shapes but no memory, and
 its launches and calls are recorded. run/runner.py executes them, export/ prints them.
@@ -19,8 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
-from postlude.plan.calls import Argument, Buffer, Call, CppCall, CudaCall, Descriptor, KernelCall, Kind, TorchCall
 from postlude.plan.problem import CHANNELS_LAST, layout_of
+from postlude.plan.program import Argument, Buffer, Call, CppCall, CudaCall, Descriptor, KernelCall, Kind, TorchCall
 
 
 class Matrix(NamedTuple):

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from postlude.chain import Convolution
-from postlude.plan.calls import Word
 from postlude.plan.gemm import WeightGemm
 from postlude.plan.problem import Spec, power_of_two
+from postlude.plan.program import Word
 from postlude.stages.cuts import accumulator
 from postlude.stages.pack import Packed, Packing, matrices, weight_strides
 from postlude.stages.residues import residue_pitch, strides

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import postlude.kernels.cuda
-from postlude.plan.calls import CudaCall
+from postlude.plan.program import CudaCall
 
 HERE = Path(__file__).parent
 KERNELS = Path(postlude.kernels.cuda.__file__).parent

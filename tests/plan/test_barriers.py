@@ -11,8 +11,8 @@ from plan.test_convolve import card
 from plan.test_lower import problem
 from postlude.chain import Cast, Chain, Value
 from postlude.plan import Moments, Plan
+from postlude.plan.barriers import first_barrier, is_all_that_is_read
 from postlude.plan.gpu import lower_for_gpu
-from postlude.plan.program import first_barrier, is_all_that_is_read
 from tracing import storing_raw
 
 

@@ -10,21 +10,19 @@ from postlude.hardware import Machine
 from postlude.plan.boxes import Boxes
 from postlude.plan.few_channels import FewChannels
 from postlude.plan.gemm import Gemm, WeightGemm, input_gradient_of
-from postlude.plan.linear import LinearGemm
-from postlude.plan.through import Through
-from postlude.plan.tiles import answers, few_channels_question, pass_question, product_questions
+from postlude.plan.tiles import few_channels_use, pass_use, product_uses, rows_for
 from postlude.plan.types import Plan, Store, reads_moments
-from postlude.tile_table import Question, Row
+from postlude.tile_table import Row, TileUse
 
 Product = Gemm | Boxes | WeightGemm
 
 
-def questions_of(plan: Plan, machine: Machine) -> list[Question]:
-    """The questions whose answers gave this plan its tiles, the most expensive passes first."""
-    asked = [questions[0] for questions, _ in _products(plan, machine)]
+def uses_of(plan: Plan, machine: Machine) -> list[TileUse]:
+    """The uses under which this plan's tiles were looked up, the most expensive passes first."""
+    asked = [uses[0] for uses, _ in _products(plan, machine)]
     if isinstance(plan.own, FewChannels) and plan.chain.producer is not None:
-        kinds = ("few channels", *(["few channels' gradients"] if plan.few_gradient is not None else []))
-        asked += [few_channels_question(kind, plan.chain.producer, plan.own.planes, machine) for kind in kinds]
+        kinds = ("few channels", *(["few channels' gradients"] if plan.gradients.of_both is not None else []))
+        asked += [few_channels_use(kind, plan.chain.producer, plan.own.planes, machine) for kind in kinds]
     is_stored, ends = isinstance(plan.passes[-1].sink, Store), plan.over_channels is not None or plan.pool is not None
     for kind, is_run in (
         ("moments pass", reads_moments(plan.passes) or (plan.trains and is_stored)),
@@ -32,17 +30,17 @@ def questions_of(plan: Plan, machine: Machine) -> list[Question]:
     ):
         if is_run:
             layout = "channels_last" if plan.tile is not None and plan.tile.block_c else "contiguous"
-            asked.append(pass_question(kind, plan.value.dtype, plan.value.shape[1], layout, machine))
+            asked.append(pass_use(kind, plan.value.dtype, plan.value.shape[1], layout, machine))
     return asked
 
 
 def origins(plan: Plan, machine: Machine) -> Iterator[str]:
     """Where each tile comes from, a line each."""
-    products = {questions[0]: (questions, product) for questions, product in _products(plan, machine)}
-    for question in questions_of(plan, machine):
-        questions, product = products.get(question, ((question,), None))
-        rows = (row for row in answers(machine, *questions) if product is None or _made(row, product))
-        yield f"{question}: {next(rows, None) or IN_CODE[question.kind]}"
+    products = {uses[0]: (uses, product) for uses, product in _products(plan, machine)}
+    for use in uses_of(plan, machine):
+        uses, product = products.get(use, ((use,), None))
+        rows = (row for row in rows_for(machine, *uses) if product is None or _made(row, product))
+        yield f"{use}: {next(rows, None) or IN_CODE[use.kind]}"
 
 
 def _made(row: Row, product: Product) -> bool:
@@ -52,10 +50,10 @@ def _made(row: Row, product: Product) -> bool:
     return all(getattr(product, name) == row.values[name] for name in ("stages", "warps") if name in row.values)
 
 
-def _kind_of(own: Gemm | Boxes | FewChannels | None) -> str:
+def _kind_of(own: Gemm | Boxes | None) -> str:
     if isinstance(own, Boxes):
         return "product in place"
-    return "product by phase" if isinstance(own, Gemm) and own.phases is not None else "product"
+    return "product by phase" if own is not None and own.phases is not None else "product"
 
 
 def _back_kind_of(product: Gemm | Boxes | None) -> str:
@@ -69,19 +67,19 @@ def _summed(conv: Convolution, product: WeightGemm | None) -> Convolution:
     return input_gradient_of(conv) if product is not None and product.volume.has_residues else conv
 
 
-def _products(plan: Plan, machine: Machine) -> list[tuple[tuple[Question, ...], Product]]:
-    """Questions and the tiles that resulted, without float64, which is not tuned."""
+def _products(plan: Plan, machine: Machine) -> list[tuple[tuple[TileUse, ...], Product]]:
+    """Uses and the tiles that resulted, without float64, which is not tuned."""
     conv = plan.chain.producer
     if conv is None:
         return []
-    own = None if isinstance(plan.own, LinearGemm | Through) else plan.own  # whose tiles are in no table
-    given: list[tuple[str, Convolution, Product | FewChannels | None]] = [
+    own = plan.own if isinstance(plan.own, Gemm | Boxes) else None  # others have tables of their own, or none
+    given: list[tuple[str, Convolution, Product | None]] = [
         (_kind_of(own), conv, own),
-        (_back_kind_of(plan.input_gradient), input_gradient_of(conv), plan.input_gradient),
-        ("weight's gradient", _summed(conv, plan.weight_gradient), plan.weight_gradient),
+        (_back_kind_of(plan.gradients.of_input), input_gradient_of(conv), plan.gradients.of_input),
+        ("weight's gradient", _summed(conv, plan.gradients.of_weight), plan.gradients.of_weight),
     ]
     return [
-        (product_questions(kind, convolution, product.arithmetic, machine), product)
+        (product_uses(kind, convolution, product.arithmetic, machine), product)
         for kind, convolution, product in given
         if isinstance(product, Product) and product.arithmetic.operands != "float64"
     ]

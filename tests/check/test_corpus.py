@@ -84,6 +84,7 @@ REASONS = {
     "relies_on_zeroed_memory": "output: rms error",
     "changes_its_input": "changed its inputs",
     "changes_its_parameters": "changed its parameters: linear.weight",
+    "changes_its_parameters_in_evaluation": "changed its parameters: linear.weight",
     "one_buffer": "an earlier result changed",
     "lazy_subclass": "subclass tensor",
     "answers_in_double": "dtype torch.float64",

@@ -10,8 +10,6 @@ from postlude.check.compare import GRADIENT, Quantities
 from postlude.check.isolation import Answered, Candidate, CandidateFailed
 from postlude.check.sides import Answer, CandidateError, Question, StateKeys, named_tensors, parameter_findings
 
-STATE_READ = 3  # parameters are checked after this many calls; buffers after every call
-
 
 class IsolatedSide:
     """The candidate's side. Which names of the state are parameters comes from the reference, not from the
@@ -21,7 +19,6 @@ class IsolatedSide:
         self.candidate = candidate
         self._parameters = {name for name, _ in reference.named_parameters(remove_duplicate=False)}
         self._buffers = {name for name, buffer in reference.named_buffers() if buffer.is_floating_point()}
-        self._calls = 0
 
     def state_keys(self) -> StateKeys:
         keys: StateKeys = _said(self.candidate.state_keys)
@@ -39,11 +36,10 @@ class IsolatedSide:
         found = {**answered.tensors, **{GRADIENT + name: one for name, one in answered.gradients.items()}}
         if not answered.tensors:
             raise CandidateError("failed: the candidate returns no tensor.")
-        self._calls += 1
-        if self._calls <= STATE_READ or self._buffers & question.state.keys():
-            state: dict[str, Tensor] = _said(self.candidate.read_state)
-            findings += parameter_findings({n: v for n, v in state.items() if n in self._parameters}, question.state)
-            found.update({f"buffer {name}": state[name] for name in self._buffers if name in state})
+        # After every call: a candidate may write to its parameters in one mode only, or from some call on.
+        state: dict[str, Tensor] = _said(self.candidate.read_state) if question.state else {}
+        findings += parameter_findings({n: v for n, v in state.items() if n in self._parameters}, question.state)
+        found.update({f"buffer {name}": state[name] for name in self._buffers if name in state})
         return Answer(found, tuple(findings))
 
     def kept(self) -> Quantities:

@@ -211,6 +211,12 @@ def _odd(working: list[Any]) -> dict[int, int]:
     return sizes
 
 
+def in_layout(shape: str, tensor: Tensor) -> Tensor:
+    """A tensor in the layout that the inputs of a shape have."""
+    layouts = {CHANNELS_LAST: _channels_last, GAPS: _with_gaps}
+    return layouts[shape](tensor) if shape in layouts else tensor
+
+
 def _channels_last(tensor: Tensor) -> Tensor:
     return tensor.contiguous(memory_format=_FORMATS[tensor.dim()]) if tensor.dim() in _FORMATS else tensor
 

@@ -17,7 +17,7 @@ from postlude.check.compare import Quantities, cotangent
 from postlude.check.exam.bounds import Watch, listed
 from postlude.check.exam.cases import Case, cases_for, inputs_of, state_of
 from postlude.check.exam.rules import Rules
-from postlude.check.exam.shapes import DECLARED, WORKING, Shape, shapes_of
+from postlude.check.exam.shapes import DECLARED, WORKING, Shape, in_layout, shapes_of
 from postlude.check.exam.truths import Known, Truths, in_double
 from postlude.check.points import inputs_like, producer_biases, random_state
 from postlude.check.sides import Question, UnanswerableError, leaves_of
@@ -68,7 +68,12 @@ class Exam:
         if key in self._sheets:
             return self._sheets[key]
         question = self._question(case)
-        made = Sheet(case, self.truths.spared(question) if question.backward else question)
+        if question.backward:
+            question = self.truths.spared(question)
+            # Autograd may hand a backward pass a gradient of any strides.
+            weights = (weight if weight is None else in_layout(case.shape, weight) for weight in question.cotangents)
+            question = replace(question, cotangents=tuple(weights))
+        made = Sheet(case, question)
         if self._remember and self.shapes[case.shape].elements <= REMEMBERED:
             self._sheets[key] = made
         return made

@@ -153,7 +153,7 @@ class Host:
             raise RefusedError("an output of the candidate has another shape than expected")
         named = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
         wanted = [*(leaf for leaf in leaves if leaf.requires_grad), *named.values()]
-        weights = [weight.to(root) for root, weight in roots]
+        weights = [laid_out(weight, str(root.device)).to(root.dtype) for root, weight in roots]
         found = iter(torch.autograd.grad([root for root, _ in roots], wanted, weights, allow_unused=True))
         of_inputs = [next(found) if leaf.requires_grad else None for leaf in leaves]
         return {"inputs": of_inputs, "parameters": dict(zip(named, found))}

@@ -37,6 +37,7 @@ class Question:
     backward: bool = False
     # One weight per tensor of the result, with which gradients are taken; shaped like the reference's results.
     cotangents: tuple[Tensor | None, ...] = ()
+    interrupted: bool = False  # whether a candidate is called once more before gradients are taken
     shifts: tuple[Shift, ...] = ()  # put elements within rounding of a kink on one side, and on the other
 
 

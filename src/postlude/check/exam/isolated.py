@@ -28,7 +28,7 @@ class IsolatedSide:
         _said(self.candidate.load_state, question.state)
         options: dict[str, Any] = {"training": question.training, "seed": question.seed, "keep": keep}
         if question.backward:
-            cotangents = question.cotangents
+            cotangents, options["interrupted"] = question.cotangents, question.interrupted
             answered = _said(self.candidate.forward_backward, question.inputs, cotangents, **options)
         else:
             answered = _said(self.candidate.forward, question.inputs, **options)

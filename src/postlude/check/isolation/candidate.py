@@ -135,9 +135,13 @@ class Candidate:
         training: bool = False,
         seed: int = 0,
         keep: bool = False,
+        interrupted: bool = False,
     ) -> Answered:
-        """One call and the gradients for `cotangents`, one per tensor of the result, in order."""
-        return self._forward(inputs, training, seed, list(cotangents), keep)
+        """One call and the gradients for `cotangents`, one per tensor of the result, in order.
+
+        With `interrupted` the model is called on other inputs in between.
+        """
+        return self._forward(inputs, training, seed, list(cotangents), keep, interrupted)
 
     def kept(self) -> Any:
         """The current values of the results of the last call with `keep`: later calls may have written to them."""
@@ -160,10 +164,17 @@ class Candidate:
         return Timed(reply.seconds, calls, (first + calls - 1) % len(sets), self.kept())
 
     def _forward(
-        self, inputs: Sequence[Any], training: bool, seed: int, cotangents: list[Any] | None, keep: bool
+        self,
+        inputs: Sequence[Any],
+        training: bool,
+        seed: int,
+        cotangents: list[Any] | None,
+        keep: bool,
+        interrupted: bool = False,
     ) -> Answered:
         _check_sendable([list(inputs), cotangents], "an input")
         asked = {"inputs": list(inputs), "training": training, "seed": seed, "cotangents": cotangents, "keep": keep}
+        asked["interrupted"] = interrupted
         reply = self._ask("forward", asked, "a call", watched=True)
         found, names = reply.value, list(named_tensors("input", list(inputs)))
         if not isinstance(found, dict) or found.keys() != {"outputs", "inputs", "parameters"}:

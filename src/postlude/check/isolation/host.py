@@ -76,7 +76,13 @@ class Host:
         return self._state()
 
     def forward(
-        self, inputs: list[Any], training: bool, seed: int, cotangents: list[Any] | None, keep: bool
+        self,
+        inputs: list[Any],
+        training: bool,
+        seed: int,
+        cotangents: list[Any] | None,
+        keep: bool,
+        interrupted: bool = False,
     ) -> dict[str, Any]:
         tree, sent = flatten(inputs)
         leaves = self._refreshed(sent)
@@ -87,6 +93,8 @@ class Host:
         torch.manual_seed(seed)
         with torch.set_grad_enabled(backward):
             outputs = self.model(*rebuild(tree, used))
+            if interrupted:
+                self._call_in_between(tree, used)
         found: dict[str, Any] = {"outputs": outputs, "inputs": [], "parameters": {}}
         if cotangents is not None:
             found.update(self._gradients(outputs, used, cotangents))
@@ -141,6 +149,17 @@ class Host:
             del scratch
         except RuntimeError:  # no room for it, or no NaN of that dtype
             pass
+
+    def _call_in_between(self, tree: Any, leaves: list[Any]) -> None:
+        """Calls the model on the same values in reverse order; its state is then what it was before.
+
+        What a call saves for its backward pass must outlast other calls, as with shared weights or two losses.
+        """
+        state = {key: value.clone() for key, value in self._state().items()}
+        # Integers, which may be indices or offsets, stay.
+        others = [leaf.detach().flatten().flip(0).view(leaf.shape) if _has_gradient(leaf) else leaf for leaf in leaves]
+        self.model(*rebuild(tree, [other.requires_grad_(leaf.requires_grad) for other, leaf in zip(others, leaves)]))
+        self.load_state(state)
 
     def _gradients(self, outputs: Any, leaves: list[Any], cotangents: list[Any]) -> dict[str, Any]:
         produced = _tensors(outputs)

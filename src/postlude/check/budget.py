@@ -42,9 +42,9 @@ class Point:
 
 def pooled(errors: Sequence[Errors], spreads: Sequence[float]) -> Errors:
     """Absolute errors divided by the spreads and pooled; every point has the same weight."""
-    squares = [(error.rms / spread) ** 2 for error, spread in zip(errors, spreads, strict=True)]
+    ratios = [error.rms / spread for error, spread in zip(errors, spreads, strict=True)]
     return Errors(
-        math.sqrt(sum(squares) / len(squares)),
+        math.hypot(*ratios) / math.sqrt(len(ratios)),  # hypot, because squares overflow beyond 1e154
         max(error.worst / s for error, s in zip(errors, spreads, strict=True)),
     )
 
@@ -137,8 +137,8 @@ def spreads_of(points: Sequence[Point]) -> list[float]:
     counted = [point.scale for point in points if point.scale.count]
     total = sum(scale.count for scale in counted)
     mean = sum(scale.count * scale.mean for scale in counted) / max(total, 1)
-    squares = sum(scale.count * (scale.spread**2 + (scale.mean - mean) ** 2) for scale in counted)
-    shared = math.sqrt(squares / max(total, 1))
+    parts = [math.sqrt(scale.count) * part for scale in counted for part in (scale.spread, scale.mean - mean)]
+    shared = math.hypot(*parts) / math.sqrt(max(total, 1))
     return [max(shared if _shares_spread(point) else point.scale.spread, point.floor) for point in points]
 
 

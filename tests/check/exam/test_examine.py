@@ -172,6 +172,23 @@ def test_inputs_stay_in_the_declared_range_where_others_make_nan() -> None:
     assert any(note.startswith("left out: inputs outside [0.5") for note in verdict.notes)
 
 
+class LongProduct(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cumprod(16 * x, 1)
+
+
+class LongProductInDouble(LongProduct):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.double()).float()
+
+
+def test_inputs_stay_in_the_declared_range_where_others_overflow() -> None:
+    """In float64 a product of hundreds of numbers is finite, but its square is not."""
+    verdict = verify_modules(LongProduct(), LongProductInDouble(), (torch.rand(16, 160) / 8,))
+    assert verdict.right, verdict
+    assert any("the reference gives NaN or infinity there" in note for note in verdict.notes)
+
+
 def test_parameters_that_cancel_are_named() -> None:
     class Cancelling(nn.Module):
         def __init__(self) -> None:

@@ -152,19 +152,20 @@ class Exam:
         return tuple(cotangent(one, seed) for one in self._outputs[_sizes(inputs)].values())
 
     def _range(self) -> tuple[float, float] | None:
-        """The range of the file's own inputs, where others make the truth NaN: logarithms, roots."""
+        """The range of the file's own inputs, where others make the result NaN or infinite: logarithms, long products."""
         given, drawn = Case("given", "given"), Case("drawn")
         self.range = None
         if self._finite(drawn) or not self._finite(given):
             return None
         tensors = [t for t in leaves_of(self.shapes[WORKING].inputs) if t.is_floating_point()]
         low, high = min(float(t.min()) for t in tensors), max(float(t.max()) for t in tensors)
-        self.left_out.append(f"inputs outside [{low:g}, {high:g}]: the reference gives NaN there")
+        self.left_out.append(f"inputs outside [{low:g}, {high:g}]: the reference gives NaN or infinity there")
         return low, high
 
     def _finite(self, case: Case) -> bool:
-        truth = self.truths.exact(in_double(replace(self._question(case), backward=False)))
-        return all(bool(torch.isfinite(one).all()) for name, one in truth.items() if name.startswith("output"))
+        question = replace(self._question(case), backward=False)
+        found = [*self.truths.exact(in_double(question)).items(), *self.truths.own(question).items()]
+        return all(bool(torch.isfinite(one).all()) for name, one in found if name.startswith("output"))
 
     def _bound_cases(self) -> list[Case]:
         """Further points, if at the planned ones all values lie on one side of some bound of the reference."""

@@ -81,7 +81,7 @@ class Side:
             if question.backward:
                 found.update(self._gradients(outputs, inputs, question, weigh_like or outputs))
         for name, buffer in self.module.named_buffers():
-            if name in question.state and buffer.is_floating_point():
+            if name in question.state:
                 found[f"buffer {name}"] = buffer.detach().clone()
         return found
 
@@ -163,6 +163,13 @@ def parameter_findings(parameters: Mapping[str, Tensor], state: Mapping[str, Ten
     """Findings for parameters that a call changed. Buffers may change; they are compared as quantities."""
     changed = [name for name, value in parameters.items() if name in state and not same_bits(value, state[name])]
     return [f"the candidate changed its parameters: {some(changed)}"] if changed else []
+
+
+def unread_counters(module: nn.Module) -> set[str]:
+    """The counters of calls that nothing reads: those of batch_norms with a momentum."""
+    norms = [(path, part) for path, part in module.named_modules() if isinstance(part, nn.modules.batchnorm._NormBase)]
+    kept = [path for path, part in norms if part.momentum is not None]
+    return {f"buffer {path}.num_batches_tracked".replace(" .", " ") for path in kept}
 
 
 def keys_of(module: nn.Module) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -172,6 +172,48 @@ def test_inputs_stay_in_the_declared_range_where_others_make_nan() -> None:
     assert any(note.startswith("left out: inputs outside [0.5") for note in verdict.notes)
 
 
+class Counting(Convolved):
+    """A batch_norm, and a buffer of integers that says how many samples there were."""
+
+    def __init__(self, momentum: float | None = 0.1) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(4, momentum=momentum)
+        self.register_buffer("samples", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.samples += len(x)
+        return self.norm(self.conv(x))
+
+
+class CountsNoSamples(Counting):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(x))
+
+
+class CountsNoCalls(Counting):
+    def forward(self, x: Tensor) -> Tensor:
+        self.samples += len(x)
+        norm = self.norm
+        momentum = 1.0 if norm.momentum is None else norm.momentum
+        statistics = (norm.running_mean, norm.running_var, norm.weight, norm.bias)
+        return F.batch_norm(self.conv(x), *statistics, self.training, momentum, norm.eps)
+
+
+def test_integers_among_the_buffers_are_compared() -> None:
+    inputs = (torch.randn(4, 3, 8, 9),)
+    assert verify_modules(Counting(), Counting(), inputs).right
+    assert "buffer samples: differs" in str(verify_modules(Counting(), CountsNoSamples(), inputs).reasons)
+
+
+def test_a_counter_of_calls_matters_only_where_it_is_read() -> None:
+    inputs = (torch.randn(4, 3, 8, 9),)
+    unread = verify_modules(Counting(), CountsNoCalls(), inputs)
+    assert unread.right, unread
+    assert any("num_batches_tracked is not PyTorch's" in note for note in unread.notes)
+    read = verify_modules(Counting(None), CountsNoCalls(None), inputs)
+    assert "buffer norm.num_batches_tracked: differs" in str(read.reasons)
+
+
 class LongProduct(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.cumprod(16 * x, 1)

@@ -36,6 +36,7 @@ from postlude.check.sides import (
     keys_of,
     leaves_of,
     some,
+    unread_counters,
 )
 from postlude.check.verdict import Verdict
 
@@ -77,6 +78,7 @@ class _Sitting:
         self.telling: Case | None = None  # the first point in its final form
         self.costs: dict[str, float] = {}
         self.held: Quantities | None = None  # the first result, to see whether it changes later
+        self.counters = unread_counters(exam.reference)
         self.tells_integers = False  # integers of the result are others for other inputs
 
     def run(self, cases: Sequence[Case], progress: Progress) -> Verdict:
@@ -113,6 +115,7 @@ class _Sitting:
             sheet = self.exam.sheet(case)
             result, repeated = self._ask_candidate(sheet)
             known = self.exam.known(sheet)
+            self._look_at_counters(result, known)
             answers = Answers(
                 result,
                 known.own,
@@ -170,6 +173,13 @@ class _Sitting:
             raise CandidateError(f"{error}{where}") from error
         self.findings += [one for one in answer.findings if one not in self.findings]
         return answer.quantities
+
+    def _look_at_counters(self, result: Quantities, known: Known) -> None:
+        """A counter that nothing reads is worth a note only: many honest candidates call F.batch_norm."""
+        for name in sorted(self.counters & result.keys() & known.own.keys()):
+            if not same_bits(result[name], known.own[name]):
+                self.remarks.append(f"{name} is not PyTorch's: checkpoints will differ, results will not")
+                result[name] = known.own[name]
 
     def _look_at_nonfinite(self, case: Case) -> None:
         sheet = self.exam.sheet(case)

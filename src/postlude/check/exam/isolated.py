@@ -18,7 +18,7 @@ class IsolatedSide:
     def __init__(self, candidate: Candidate, reference: nn.Module) -> None:
         self.candidate = candidate
         self._parameters = {name for name, _ in reference.named_parameters(remove_duplicate=False)}
-        self._buffers = {name for name, buffer in reference.named_buffers() if buffer.is_floating_point()}
+        self._buffers = {name for name, _ in reference.named_buffers()}
 
     def state_keys(self) -> StateKeys:
         keys: StateKeys = _said(self.candidate.state_keys)

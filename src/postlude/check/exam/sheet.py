@@ -152,7 +152,7 @@ class Exam:
         return tuple(cotangent(one, seed) for one in self._outputs[_sizes(inputs)].values())
 
     def _range(self) -> tuple[float, float] | None:
-        """The range of the file's own inputs, where others make the result NaN or infinite: logarithms, long products."""
+        """The range of the file's own inputs, where others give NaN or infinity: logarithms, long products."""
         given, drawn = Case("given", "given"), Case("drawn")
         self.range = None
         if self._finite(drawn) or not self._finite(given):

@@ -214,6 +214,24 @@ def test_a_counter_of_calls_matters_only_where_it_is_read() -> None:
     assert "buffer norm.num_batches_tracked: differs" in str(read.reasons)
 
 
+class LogSigmoid(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.logsigmoid(x)
+
+
+class Underflowing(LogSigmoid):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(x).log()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_large_values_of_both_signs_are_tried(seed: int) -> None:
+    inputs = (torch.randn(8, 64),)
+    assert verify_modules(LogSigmoid(), LogSigmoid(), inputs, seed=seed).right
+    verdict = verify_modules(LogSigmoid(), Underflowing(), inputs, seed=seed)
+    assert "large offset" in str(verdict.reasons), verdict
+
+
 class LongProduct(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.cumprod(16 * x, 1)

@@ -119,6 +119,47 @@ def test_buffers_random_state_gradients_and_mode_are_left_alone(net: Net) -> Non
         assert torch.equal(ours, theirs)
 
 
+class Averaging(nn.Module):
+    """Keeps moving averages in the three ways that models write them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)
+        self.register_buffer("assigned", torch.ones(4))
+        self.register_buffer("written", torch.ones(4))
+        self.codes = nn.Embedding(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.conv(x))
+        with torch.no_grad():
+            mean = y.mean((0, 2, 3))
+            self.assigned = 0.9 * self.assigned + 0.1 * mean
+            self.written.data.mul_(0.9).add_(0.1 * mean)
+            self.codes.weight.data.copy_(self.codes.weight + self.written)
+        return y + self.codes.weight.data.mean()
+
+
+@pytest.mark.parametrize("rest", ["eager", "inductor"])
+def test_what_a_forward_writes_is_restored_once_and_kept_from_then_on(rest: str) -> None:
+    ours, x = Averaging(), torch.randn(2, 3, 8, 8)
+    plain, assigned = copy.deepcopy(ours), ours.assigned
+    postlude.optimize(ours, x, rest=rest)
+    assert ours.assigned is assigned
+    for name, value in ours.state_dict().items():
+        assert torch.equal(value, plain.state_dict()[name]), name
+    for _ in range(3):
+        torch.testing.assert_close(ours(x), plain(x))
+    for name, value in ours.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name])
+
+
+def test_a_graph_from_before_can_still_be_differentiated(net: Net) -> None:
+    x = torch.randn(2, 2, 8, 8, 8)
+    loss = net(x).sum()
+    postlude.optimize(net, x)
+    loss.backward()
+
+
 def test_training_gives_pytorchs_gradients(net: Net) -> None:
     plain = copy.deepcopy(net)
     x = torch.randn(2, 2, 8, 8, 8)

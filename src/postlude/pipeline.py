@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.fx as fx
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from postlude import hardware
 from postlude.chain import Chain
@@ -273,15 +274,22 @@ def _filter(only: Only) -> Callable[[str, Match], bool] | None:
 
 @contextlib.contextmanager
 def _left_as_found(model: nn.Module) -> Iterator[None]:
-    """Restores random state and buffers on exit. Gradients and mode are never touched."""
+    """Restores random state, buffers and parameters on exit. Gradients and mode are never touched."""
     devices = sorted(
         {t.device.index for t in model.parameters() if t.device.type == "cuda" and t.device.index is not None}
     )
-    kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    # A forward may write to parameters too: the codebooks of a VQ-VAE are moving averages.
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if not is_lazy(t)]
+    kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    # A forward may assign a new tensor to a buffer instead, as some moving averages do.
+    assigned = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     with torch.random.fork_rng(devices=devices):
         try:
             yield
         finally:
+            for buffers, before in assigned:
+                buffers.update(before)
             with torch.no_grad():
-                for buffer, value in kept:
-                    buffer.copy_(value)
+                for tensor, value in kept:
+                    if not torch.equal(tensor, value):  # a write would spoil graphs that wait for their backward pass
+                        tensor.copy_(value)

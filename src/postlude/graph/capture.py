@@ -155,7 +155,7 @@ def _fresh_fakes(inputs: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 class _AtenTracer(fx.Interpreter):
-    """Runs Dynamo's graph under make_fx, and handles the two kinds of nodes that make_fx gets wrong."""
+    """Runs Dynamo's graph under make_fx, and handles the kinds of nodes that make_fx gets wrong."""
 
     def run_node(self, n: fx.Node) -> Any:
         if n.target is _enter_autocast:
@@ -167,13 +167,22 @@ class _AtenTracer(fx.Interpreter):
             return self.env[n.args[0]].__exit__(None, None, None)  # type: ignore[index]
         if isinstance(n.target, HigherOrderOperator):
             return self._copy_untouched(n)
+        if n.target is torch._C._autograd._get_data_attr:  # type: ignore[attr-defined]
+            return self._read_data(n)
         return super().run_node(n)
+
+    def _read_data(self, node: fx.Node) -> Any:
+        # make_fx takes the result of `tensor.data` for a constant: what the model writes to it would be lost.
+        (tensor,), _ = self.fetch_args_kwargs_from_env(node)
+        tracer = _tracer()
+        call = tracer.create_proxy("call_function", node.target, (tracer.unwrap_proxy(tensor),), {})
+        with disable_proxy_modes_tracing():
+            return track_tensor_tree(tensor.data, call, constant=None, tracer=tracer)  # it shares the tensor's memory
 
     def _copy_untouched(self, node: fx.Node) -> Any:
         # Tracing through autograd_function_apply loses the input's gradient; tracing through a checkpoint raises.
         args, kwargs = self.fetch_args_kwargs_from_env(node)
-        mode = torch._ops._get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)
-        tracer = mode.tracer
+        tracer = _tracer()
 
         def proxy(item: Any) -> Any:
             if isinstance(item, torch.nn.Module):
@@ -191,3 +200,8 @@ class _AtenTracer(fx.Interpreter):
                 node.meta["example_value"],
             )
         return track_tensor_tree(out, call, constant=None, tracer=tracer)
+
+
+def _tracer() -> Any:
+    """The tracer of the make_fx that is running."""
+    return torch._ops._get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY).tracer

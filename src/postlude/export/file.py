@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from postlude.cards import capability_of
@@ -14,6 +14,7 @@ from postlude.export.original import Original, model_text
 from postlude.plan.program import Buffer
 from postlude.plan.through import Through
 
+_DEFINED = re.compile(r"(?m)^(?:def|class) (\w+)")
 # The import that a text needs if it contains this.
 _IMPORTS = {
     r"torch\.": "import torch",
@@ -45,15 +46,27 @@ def assemble(
     functions = {name: text for chain in chains for name, text in chain.functions.items()}
     sources = {name: source for chain in chains for name, source in chain.sources.items()}
     shapes = {chain.shapes_name: shapes_text(chain) for chain in chains}
+    kernels = [kernel.text for kernel in put_in_place(chains[-1].kernels)]
+    ours = [*kernels, *functions.values(), fits_text(chains, architecture)]
+    also_theirs = original.names & {*_DEFINED.findall("\n".join(ours)), *shapes}
+    ours, forward, tables = (
+        [_apart(text, also_theirs) for text in texts] for texts in (ours, forward, shapes.values())
+    )
     model = without_statements(model_text(original, forward, values, reads_settings))
     helpers = [without_statements(helper) for helper in original.helpers]
-    kernels = [kernel.text for kernel in put_in_place(chains[-1].kernels)]
-    body = [*kernels, *functions.values(), fits_text(chains, architecture), *helpers, model]
+    body = [*ours, *helpers, model]
     cuda = [f'{name} = r"""\n{source}"""\n' for name, source in sources.items()]
     text = "".join(f"{part.rstrip()}\n\n\n" for part in body).rstrip() + "\n"
     imports = import_text(text + "\n".join(cuda), original.imports)
-    parts = ["# SPDX-License-Identifier: Apache-2.0", heading.rstrip(), "", imports, "", *shapes.values(), ""]
+    parts = ["# SPDX-License-Identifier: Apache-2.0", heading.rstrip(), "", imports, "", *tables, ""]
     return "\n".join([*parts, *cuda, ""]) + f"\n{text}"
+
+
+def _apart(text: str, also_theirs: Collection[str]) -> str:
+    """Our text with other words for functions of ours that the problem's file has as well, such as an imported relu."""
+    for name in also_theirs:  # where code uses it, not a sentence
+        text = re.sub(rf"(?<![\w.]){name}(?=[(\[):]| =|\.apply)", f"fused_{name}", text)
+    return text
 
 
 def import_text(body: str, own: Sequence[str]) -> str:

@@ -9,6 +9,8 @@ import textwrap
 import tokenize
 from collections.abc import Sequence
 
+from postlude.export.plain_source import same_but_docstrings
+
 WIDTH = 120  # as the library's own; with 88 the median file is 30 lines longer, of brackets
 _COMMENT = re.compile(r"(?m)^( *)#.*(?:\n\1#.*)*$")
 _DOCSTRING = re.compile(r'(?ms)^( *)"""(.*?)"""$')
@@ -55,7 +57,8 @@ def fold(text: str) -> str:
     folded = [
         [line] if len(line) <= WIDTH or row in inside else _folded(line) for row, line in enumerate(text.split("\n"), 1)
     ]
-    return "\n".join(line for lines in folded for line in lines)
+    result = "\n".join(line for lines in folded for line in lines)
+    return result if same_but_docstrings(result, text) else text
 
 
 def without_statements(text: str) -> str:
@@ -123,9 +126,10 @@ def _broken(text: str, pad: int) -> list[str]:
     space = " " * pad
     is_head = text.startswith(("def ", "for "))
     try:
-        statement = ast.parse(f"{text}\n    pass" if is_head else text).body[0]
+        statement, *others = ast.parse(f"{text}\n    pass" if is_head else text).body
     except SyntaxError:  # the head of another block
         return [space + text]
+    assert not others, "plain_source.py has left one statement per line"
     value = getattr(statement, "value", None)
     if is_head or (isinstance(value, ast.expr) and _operators(value) < 2):
         for start, end, parts in reversed(_brackets(text)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import re
 import symtable
@@ -17,6 +18,7 @@ from torch import nn
 from postlude.errors import PostludeError
 from postlude.export.forward import ORIGINAL, literal
 from postlude.export.layout import WIDTH, call, docstring, fold, parts_of
+from postlude.export.plain_source import MODEL, NEW, first_row, is_docstring, plain_source
 
 _TORCH = ("torch", "triton")
 _FUNCTIONS = ("get_inputs", "get_init_inputs")
@@ -25,19 +27,22 @@ _SENTENCE = re.compile(r'(?m)^( +)"""\n\s*((?:[^"\\\n:]+\n)+)\s*"""$')
 
 @dataclass(frozen=True)
 class Original:
-    """The parts of a file that its model needs, as text."""
+    """The parts of a file that its model needs, as text in the form of plain_source.py."""
 
     imports: tuple[str, ...]
     helpers: tuple[str, ...]  # assignments, functions and classes above the model, in order
     model: ast.ClassDef
     source: str
+    names: frozenset[str]  # what the imports and helpers are called
 
 
 def read(source: str) -> Original:
+    before = ast.parse(source).body
+    source = plain_source(source)
     tree = ast.parse(source)
-    model = next((n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Model"), None)
+    model = next((n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == NEW), None)
     if model is None:
-        raise PostludeError("Model is not a class of the file itself, so it cannot be written to another one.")
+        raise PostludeError(f"{MODEL} is not a class of the file itself, so it cannot be written to another one.")
     defined: dict[str, ast.stmt] = {}
     for statement in tree.body:
         for name in _defined_names(statement):
@@ -47,18 +52,30 @@ def read(source: str) -> Original:
     for statement in imports:
         _check_import(statement)
     others = [n for n in tree.body if n in needed and n not in imports and n is not model]
-    for statement in (model, *others):
-        _check_methods(statement)
+    for written, statement in zip(before, tree.body, strict=True):
+        if statement is model or statement in others:
+            _check_methods(written)  # in the user's own lines
     texts = tuple(fold(_text(source, n)) for n in others)
-    return Original(tuple(_import_lines(imports, model, others)), texts, model, source)
+    names = frozenset(name for name, statement in defined.items() if statement in needed)
+    return Original(tuple(_import_lines(imports, model, others, defined)), texts, model, source, names)
 
 
 def _defined_names(statement: ast.stmt) -> list[str]:
     if isinstance(statement, ast.Import | ast.ImportFrom):
-        return [alias.asname or alias.name.split(".")[0] for alias in statement.names]
+        return [alias.asname or alias.name.split(".")[0] for alias in _imported(statement)]
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):
         return [] if statement.name in _FUNCTIONS else [statement.name]
     return [n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+
+
+def _imported(statement: ast.Import | ast.ImportFrom) -> list[ast.alias]:
+    """What an import statement imports. A star is every name that it stands for: the file has run, so its modules are
+    there."""
+    if not isinstance(statement, ast.ImportFrom) or statement.level or statement.names[0].name != "*":
+        return statement.names
+    module = importlib.import_module(str(statement.module))
+    public = [name for name in vars(module) if not name.startswith("_")]
+    return [ast.alias(name) for name in getattr(module, "__all__", public)]
 
 
 def _needed(source: str, model: ast.stmt, defined: Mapping[str, ast.stmt]) -> set[ast.stmt]:
@@ -101,15 +118,17 @@ def _check_methods(statement: ast.stmt) -> None:
                     )
 
 
-def _import_lines(imports: Sequence[ast.stmt], model: ast.ClassDef, others: Sequence[ast.stmt]) -> list[str]:
+def _import_lines(
+    imports: Sequence[ast.stmt], model: ast.ClassDef, others: Sequence[ast.stmt], defined: Mapping[str, ast.stmt]
+) -> list[str]:
     """One import per name, so that unused ones can be left out and the rest sorted."""
     read = {n.id for part in (model, *others) for n in ast.walk(part) if isinstance(n, ast.Name)}
     lines = []
     for statement in imports:
         assert isinstance(statement, ast.Import | ast.ImportFrom)
-        for alias in statement.names:
+        for alias in _imported(statement):
             name = alias.asname or alias.name.split(".")[0]
-            if name in read:
+            if name in read and defined[name] is statement:
                 end = f" as {alias.asname}" if alias.asname else ""
                 start = f"from {statement.module} " if isinstance(statement, ast.ImportFrom) else ""
                 line = f"{start}import {alias.name}{end}"
@@ -117,13 +136,8 @@ def _import_lines(imports: Sequence[ast.stmt], model: ast.ClassDef, others: Sequ
     return lines
 
 
-def _first_row(node: ast.stmt) -> int:
-    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
-    return min([node.lineno, *(decorator.lineno for decorator in decorators)])
-
-
 def _text(source: str, node: ast.stmt) -> str:
-    return "\n".join(line.rstrip() for line in source.splitlines()[_first_row(node) - 1 : node.end_lineno]) + "\n"
+    return "\n".join(line.rstrip() for line in source.splitlines()[first_row(node) - 1 : node.end_lineno]) + "\n"
 
 
 def model_text(
@@ -136,7 +150,7 @@ def model_text(
         raise PostludeError("Model has no forward of its own, so none can be written.")
     texts: dict[ast.stmt, list[str]] = {n: _text(original.source, n).splitlines() for n in node.body}
     texts[methods["forward"]] = _forward_text(texts[methods["forward"]], methods["forward"], forward, reads_settings)
-    lines = [line.rstrip() for line in rows[_first_row(node) - 1 : _first_row(node.body[0]) - 1]]
+    lines = [line.rstrip() for line in rows[first_row(node) - 1 : first_row(node.body[0]) - 1]]
     if "__init__" in methods:
         texts[methods["__init__"]] += _known(values)
     else:
@@ -145,20 +159,15 @@ def model_text(
         assert statement.end_lineno is not None
         lines += texts[statement]
         if after is not None:
-            gap = [line.rstrip() for line in rows[statement.end_lineno : _first_row(after) - 1]]
-            is_apart = isinstance(statement, ast.FunctionDef) or _is_docstring(statement)
+            gap = [line.rstrip() for line in rows[statement.end_lineno : first_row(after) - 1]]
+            is_apart = isinstance(statement, ast.FunctionDef) or is_docstring(statement)
             lines += ["", *gap] if is_apart and not (gap and not gap[0]) else gap
-    renamed = "\n".join(lines).replace("class Model(", "class ModelNew(", 1).replace("super(Model, self)", "super()")
-    return fold(_SENTENCE.sub(_in_few_lines, renamed) + "\n")
+    return fold(_SENTENCE.sub(_in_few_lines, "\n".join(lines) + "\n"))
 
 
 def _in_few_lines(match: re.Match[str]) -> str:
     """A docstring of one paragraph."""
     return "\n".join(docstring(" ".join(match[2].split()), len(match[1])))
-
-
-def _is_docstring(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def _known(values: Mapping[str, Any]) -> list[str]:
@@ -183,9 +192,9 @@ def reads_settings(original: Original, model: nn.Module) -> bool:
 
 def _forward_text(lines: list[str], old: ast.FunctionDef, body: Sequence[str], reads_settings: bool) -> list[str]:
     """The method with `body`, in which the original statements replace their placeholder."""
-    start, head = _first_row(old), _typed(old)
+    start, head = first_row(old), _typed(old)
     first, *others = old.body
-    if _is_docstring(first) and others:
+    if is_docstring(first) and others:
         head += lines[first.lineno - start : (first.end_lineno or first.lineno) - start + 1]
         first = others[0]
     own = textwrap.indent(textwrap.dedent("\n".join(lines[first.lineno - start :])), " " * 8).splitlines()

@@ -48,7 +48,7 @@ def main(folder: Path, precisions: Sequence[str], since: str) -> None:
         subprocess.run(command, check=True, capture_output=True)
         try:
             then = _of_another_tree(folder, precisions, Path(place))
-            hashes = _hashes(Path(place) / SOURCE.relative_to(ROOT))
+            hashes = _hashes_of_another_tree(Path(place))
         finally:
             subprocess.run(["git", "-C", str(ROOT), "worktree", "remove", "--force", place], check=True)
     for path in (GPU_RESULTS, KERNELBENCH_RESULTS):
@@ -63,16 +63,19 @@ def _restamped(row: Record, now: dict[str, str], then: dict[str, str], hashes: d
     is_same = _key(row) in now and now[_key(row)] == then.get(_key(row))
     if row.kernel_hash != hashes[trains] or not is_same:
         return row
-    return dataclasses.replace(row, kernel_hash=_hashes(SOURCE)[trains])
+    return dataclasses.replace(row, kernel_hash=kernel_hash(TRAINING_SOURCES if trains else GPU_SOURCES))
 
 
-def _hashes(source: Path) -> dict[bool, str]:
-    """Of the tree with this source, by whether training is timed. A file that the tree lacks does not count."""
-    moved = {
-        trains: [source / path.relative_to(SOURCE) for path in paths]
-        for trains, paths in ((False, GPU_SOURCES), (True, TRAINING_SOURCES))
-    }
-    return {trains: kernel_hash([path for path in paths if path.exists()]) for trains, paths in moved.items()}
+def _hashes_of_another_tree(root: Path) -> dict[bool, str]:
+    """By whether training is timed, of the files that the tree itself lists: some may have other names today."""
+    sources = "kernel_hash(rows.GPU_SOURCES), kernel_hash(rows.TRAINING_SOURCES)"
+    code = f"import rows; from postlude.code_hash import kernel_hash; print({sources})"
+    paths = os.pathsep.join(str(root / part) for part in ("src", "tests", "benchmarks"))
+    command = [sys.executable, "-c", code]
+    made = subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths}
+    )
+    return dict(zip((False, True), made.stdout.split(), strict=True))
 
 
 def _of_another_tree(folder: Path, precisions: Sequence[str], root: Path) -> dict[str, str]:

@@ -97,9 +97,29 @@ REASONS = {
     "ends_the_process": "failed: the candidate's process ended with exit code 0",
     "no_gradient": "gradient of input[0]: missing",
     "wrong_gradient": "gradient of input[0]: rms error",
+    "drops_nan_of_the_second_input": "NaN (input 2) in the input the result lost it",
+    "learns_nothing_from_frozen_inputs": "the output has no gradient",
+    "masked_rows_become_nan": "-infinity in the input spreads",
+    "one_buffer_for_gradients": "an earlier gradient changed",
+    "returns_a_view_with_gaps": "a view with gaps",
+    "skips_nan_in_a_search": "NaN in the input gives other integers",
+    "writes_to_the_incoming_gradient": "writes to the gradient that it is given",
 }
 
 
 @pytest.mark.parametrize("name", REASONS)
 def test_the_reason_is_the_right_one(on_cheats: dict[str, Verdict], name: str) -> None:
     assert any(REASONS[name] in reason for reason in on_cheats[name].reasons), on_cheats[name]
+
+
+PLACES = {
+    "ignores_the_storage_offset": "unaligned inputs",
+    "knows_the_row_length": "more along axis 1",
+    "wrong_in_gradient_mode": "gradient mode on",
+    "wrong_without_gradient_mode": "gradient mode off",
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_the_point_that_tells_is_named(on_cheats: dict[str, Verdict], name: str) -> None:
+    assert f"the largest error of the output is at the point “{PLACES[name]}”" in on_cheats[name].notes

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from postlude.check.deviations import TOLERANCE, Deviation, Scale
+from postlude.check.draws import offset_for
 from postlude.check.verdict import NONE, Errors, Judged, Outcome
 from postlude.check.verdict import Verdict as Verdict
 from postlude.check.verdict import combine as combine
@@ -75,9 +76,19 @@ def nulls_rejected(points: Sequence[Point], spreads: Sequence[float], budget: Er
 
 
 def judge(
-    name: str, points: Sequence[Point], *, strict: bool = False, slack: float = 1.0, least: int = MIN_POINTS
+    name: str,
+    points: Sequence[Point],
+    *,
+    strict: bool = False,
+    slack: float = 1.0,
+    least: int = MIN_POINTS,
+    offset: float = 0.0,
 ) -> Judged:
-    """The verdict on one quantity; `strict` adds the allclose rule, `slack` widens the budget."""
+    """The verdict on one quantity; `strict` adds the allclose rule, `slack` widens the budget.
+
+    With inputs that are `offset` spreads away from zero, one rounding of an intermediate of that size is allowed, also
+    where PyTorch has none: cancellation, which such points are to find, grows with the square of the offset.
+    """
     spreads = spreads_of(points)
     usable = [(point, spread) for point, spread in zip(points, spreads, strict=True) if not is_constant(point, spread)]
     refused = len(points) - len(usable)
@@ -86,6 +97,8 @@ def judge(
     points, spreads = [point for point, _ in usable], [spread for _, spread in usable]
     errors = pooled([point.result.errors for point in points], spreads)
     budget = budget_of(points, spreads).times(slack)
+    rounding = max(offset_for(point.scale.eps, offset) * point.scale.eps / 2 for point in points)
+    budget = Errors(max(budget.rms, rounding), max(budget.worst, rounding))
     rejected = nulls_rejected(points, spreads, budget)
     outcome, reasons = _outcome(name, points, errors, budget, rejected, strict)
     own, mode = (pooled([getattr(p, what).errors for p in points], spreads) for what in ("own", "mode"))

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from postlude.check.budget import MIN_POINTS, Point, budget_of, judge, spreads_of
 from postlude.check.deviations import Deviation, deviation, deviations, scale_of
+from postlude.check.draws import LARGEST_OFFSET, draw, generator_for
 from postlude.check.nulls import null_candidates
-from postlude.check.points import draw, generator_for
 from postlude.check.verdict import NONE, Errors, Judged, Verdict, conclude
 
 Quantities = dict[str, Tensor]
@@ -89,18 +89,23 @@ def contract_problem(name: str, result: Tensor | None, own: Tensor) -> str | Non
 
 
 def verdict_of(
-    rounds: Sequence[Round], findings: Sequence[str], precision: str, faint: bool = False, least: int = MIN_POINTS
+    rounds: Sequence[Round],
+    findings: Sequence[str],
+    precision: str,
+    faint: bool = False,
+    least: int = MIN_POINTS,
+    offset: float = LARGEST_OFFSET,
 ) -> Verdict:
     """The verdict. Plain points decide; points with a large offset are judged separately and can only find faults.
 
     PyTorch's own error is far larger at a large offset, so in one pool it would hide errors at the plain points. The
     same holds for plain points whose truth varies little; with `faint` these are judged separately as well. With fewer
-    points than `least` the verdict is "cannot tell".
+    points than `least` the verdict is "cannot tell". A large offset is `offset` spreads, or what the dtype allows.
     """
     rounds = [_with_floors(one) for one in rounds]
     plain = [one for one in rounds if one.family != LARGE_OFFSET]
-    offset = [one for one in rounds if one.family == LARGE_OFFSET]
-    extra = _judge_all(offset, False, f" ({LARGE_OFFSET})", OFFSET_SLACK, least)
+    shifted = [one for one in rounds if one.family == LARGE_OFFSET]
+    extra = _judge_all(shifted, False, f" ({LARGE_OFFSET})", OFFSET_SLACK, least, offset)
     if faint:
         plain, weak = _without_faint(plain)
         extra += _judge_all(weak, False, " (faint)", OFFSET_SLACK, least=1)
@@ -261,7 +266,12 @@ def _with_floors(one: Round) -> Round:
 
 
 def _judge_all(
-    rounds: Sequence[Round], strict: bool, suffix: str = "", slack: float = 1.0, least: int = MIN_POINTS
+    rounds: Sequence[Round],
+    strict: bool,
+    suffix: str = "",
+    slack: float = 1.0,
+    least: int = MIN_POINTS,
+    offset: float = 0.0,
 ) -> list[Judged]:
     names = dict.fromkeys(name for one in rounds for name in one.points)
     return [
@@ -271,6 +281,7 @@ def _judge_all(
             strict=strict and name.startswith("output"),
             slack=slack,
             least=least,
+            offset=offset,
         )
         for name in names
     ]

@@ -22,9 +22,10 @@ def generator_for(seed: int, device: torch.device | str = "cpu") -> torch.Genera
     return torch.Generator(kind if kind.type == "cuda" else "cpu").manual_seed(seed)
 
 
-def offset_for(dtype: torch.dtype, largest: float = LARGEST_OFFSET) -> float:
-    """A mean that is large compared with a spread of 1, but not so large that the dtype loses that spread."""
-    return min(largest, 0.05 / torch.finfo(dtype).eps)
+def offset_for(eps: float, largest: float = LARGEST_OFFSET) -> float:
+    """A mean that is large compared with a spread of 1, but not so large that a dtype with this eps loses that
+    spread."""
+    return min(largest, 0.05 / eps)
 
 
 def draw(
@@ -41,7 +42,7 @@ def draw(
     if family == "normal":
         return (1.5 * noise + 0.3).to(dtype)
     if family == "large offset":
-        return (noise + offset_for(dtype, largest)).to(dtype)
+        return (noise + offset_for(torch.finfo(dtype).eps, largest)).to(dtype)
     if family == "heavy-tailed":  # Student's t with three degrees of freedom
         chi = normal([3, *shape], generator).square_().mean(0)
         return (noise / chi.sqrt()).clamp(-TAIL, TAIL).to(dtype)

@@ -97,13 +97,14 @@ def laid_out_like(values: Tensor, like: Tensor) -> Tensor:
 def random_state(
     module: nn.Module, seed: int, family: Family = "normal", largest: float = LARGEST_OFFSET
 ) -> dict[str, Tensor]:
-    """A state for `module`: producers scaled by fan-in, γ of both signs, variances positive."""
+    """A state for `module`: producers scaled by fan-in, γ of both signs, variances positive. Masks stay."""
     generator = generator_for(seed)
+    buffers = dict(module.named_buffers(remove_duplicate=False))
     owners = dict(module.named_modules(remove_duplicate=False))
     state: dict[str, Tensor] = {}
     drawn: dict[tuple[int, torch.Size], Tensor] = {}
     for key, tensor in module.state_dict().items():
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or _is_mask(buffers.get(key)):
             state[key] = tensor.clone() if isinstance(tensor, Tensor) else tensor
             continue
         place = (tensor.data_ptr(), tensor.shape)  # tied parameters stay tied
@@ -114,6 +115,17 @@ def random_state(
             drawn[place] = values.to(tensor.dtype).to(tensor.device)
         state[key] = drawn[place]
     return state
+
+
+def _is_mask(buffer: Tensor | None) -> bool:
+    """Whether a buffer holds zeros and one other number, as the causal mask `tril(ones)` does.
+
+    With random numbers in it, nothing would equal zero, and the reference itself would mask nothing.
+    """
+    if buffer is None or buffer.device.type == "meta":
+        return False
+    values = buffer.detach().unique()
+    return values.numel() == 2 and bool((values == 0).any())
 
 
 def input_family(family: Family, seed: int, has_bias: bool = True) -> Family:
@@ -235,7 +247,7 @@ def _slot_values(
 
 def _offset(family: Family, seed: int, role: str, dtype: torch.dtype, largest: float = LARGEST_OFFSET) -> float:
     in_bias = role == "bias" and family == "large offset" and input_family(family, seed) != family
-    return offset_for(dtype, largest) if in_bias else 0.0
+    return offset_for(torch.finfo(dtype).eps, largest) if in_bias else 0.0
 
 
 def producer_biases(module: nn.Module) -> set[str]:

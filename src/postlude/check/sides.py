@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from postlude.check.kinks import Shift
 from postlude.check.points import laid_out_like, map_tensors
 
 SHOWN = 5  # names listed in one finding
+# What needs a gradient: nothing, in a mode without gradients; or the parameters, whose gradients are not taken if the
+# word is "recorded"; or the inputs; or both.
+Wants = Literal["none", "recorded", "all", "inputs", "parameters"]
 StateKeys = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -34,11 +37,17 @@ class Question:
     inputs: list[Any]
     seed: int
     training: bool = True
-    backward: bool = False
+    wants: Wants = "none"
     # One weight per tensor of the result, with which gradients are taken; shaped like the reference's results.
     cotangents: tuple[Tensor | None, ...] = ()
     interrupted: bool = False  # whether a candidate is called once more before gradients are taken
     shifts: tuple[Shift, ...] = ()  # put elements within rounding of a kink on one side, and on the other
+    unaligned: bool = False  # whether a candidate's inputs begin behind the start of their memory
+
+    @property
+    def backward(self) -> bool:
+        """Whether gradients are taken."""
+        return self.wants not in ("none", "recorded")
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,7 @@ class Answer:
 
     quantities: Quantities
     findings: tuple[str, ...] = field(default=())
+    gapped: frozenset[str] = frozenset()  # results that were views with gaps
 
 
 class Answering(Protocol):
@@ -90,7 +100,8 @@ class Side:
         self.load(question.state)
         self.module.train(question.training)
         torch.manual_seed(question.seed)  # dropout draws the same mask on every side
-        inputs = map_tensors(lambda tensor: _leaf(tensor, question.backward), question.inputs)
+        follows = question.wants in ("all", "inputs")
+        inputs = map_tensors(lambda tensor: _leaf(tensor, follows), question.inputs)
         outputs = named_tensors("output", self.module(*inputs))
         if not outputs:
             raise TypeError("the module returns no tensor")
@@ -101,10 +112,11 @@ class Side:
     ) -> Quantities:
         leaves = named_tensors("input", inputs)
         named = {name: tensor for name, tensor in leaves.items() if tensor.requires_grad}
-        named.update((name, p) for name, p in self.module.named_parameters() if p.requires_grad)
+        if question.wants != "inputs":
+            named.update((name, p) for name, p in self.module.named_parameters() if p.requires_grad)
         roots = {name: tensor for name, tensor in outputs.items() if tensor.requires_grad}
         if not roots:
-            raise RuntimeError("the output has no gradient")
+            raise RuntimeError("its result has no gradient; leave out --backward")
         if not named:
             return {}
         given = dict(zip(outputs, question.cotangents, strict=False))

@@ -31,7 +31,7 @@ def asked(module: nn.Module, value: float) -> tuple[Truths, Question]:
     x[PLACE] = value
     truths = Truths(module, [x], "fp32")
     weights = cotangent(module(x), 3)
-    return truths, Question(module.state_dict(), [x], 3, True, True, (weights,))
+    return truths, Question(module.state_dict(), [x], 3, True, "all", (weights,))
 
 
 @pytest.mark.parametrize("in_place", [False, True])

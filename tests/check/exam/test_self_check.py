@@ -21,6 +21,8 @@ UNCHANGED = {
         "group_norm: shifted by one place",
     }
 }
+# References of one operator have few mutants, and integers, which have no order to permute, none.
+FEW = {"cross_entropy": 5, "first_position": 8, "row_argmax": -1, "row_softmax": 7}
 
 
 @pytest.mark.parametrize("name", REFERENCES)
@@ -28,7 +30,7 @@ def test_every_mutant_is_rejected(name: str) -> None:
     checked = self_check(corpus.problem(name).exam)
     assert checked.accepted == ()
     assert set(checked.unchanged) == UNCHANGED.get(name, set())
-    assert len(checked.rejected) > 20
+    assert len(checked.rejected) > FEW.get(name, 20)
     assert checked.left_out == 0
     assert str(checked).startswith(f"{len(checked.rejected)} of {len(checked.rejected)} mutants")
 
@@ -59,7 +61,7 @@ def test_the_mistakes_that_people_make_are_among_them() -> None:
 def test_points_without_nan_see_no_difference_and_say_so() -> None:
     asked = corpus.problem("conv_transpose3d_relu_group_norm")
     weak = Exam(asked.model, asked.exam.shapes["working"].inputs, Rules(), remember=True)
-    weak.cases = [case for case in weak.cases if case.name not in ("NaN", "infinity")]
+    weak.cases = [case for case in weak.cases if not case.is_nonfinite]
     assert self_check(weak).unchanged == ("relu: NaN made 0",)
 
 

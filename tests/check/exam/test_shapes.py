@@ -10,9 +10,11 @@ import torch
 from postlude.check.exam.shapes import (
     CHANNELS_LAST,
     DECLARED,
+    FEWER,
     GAPS,
     LARGER,
     LONGER,
+    MORE,
     NUMBERS,
     ODD,
     ONE,
@@ -38,7 +40,7 @@ def sizes(inputs: list[Any]) -> list[tuple[int, ...]]:
 def test_every_kind_is_there_and_keeps_the_channels() -> None:
     found, left_out = shapes_of(GIVEN, free)
     assert left_out == []
-    assert set(found) == {WORKING, DECLARED, ONE, ODD, SMALLEST, CHANNELS_LAST, GAPS, LARGER, LONGER}
+    assert set(found) == {WORKING, DECLARED, ONE, ODD, SMALLEST, CHANNELS_LAST, GAPS, LARGER, LONGER, FEWER, MORE}
     assert found[DECLARED].inputs[0] is GIVEN[0]
     assert sizes(found[WORKING].inputs) == [(8, 4, 16, 16, 16)]
     assert sizes(found[ONE].inputs) == [(1, 4, 16, 16, 16)]
@@ -50,8 +52,10 @@ def test_every_kind_is_there_and_keeps_the_channels() -> None:
     assert sizes(found[LONGER].inputs) == [(3, 4, 5, 5, 30)]
     assert found[CHANNELS_LAST].inputs[0].is_contiguous(memory_format=torch.channels_last_3d)
     assert found[GAPS].inputs[0].stride(-1) == 2
-    kept = [shape.inputs[0].shape[1] for shape in found.values()]
+    kept = [shape.inputs[0].shape[1] for name, shape in found.items() if name not in (FEWER, MORE)]
     assert set(kept) == {4}
+    assert sizes(found[FEWER].inputs) == [(8, 3, 16, 16, 16)]
+    assert sizes(found[MORE].inputs) == [(8, 6, 16, 16, 16)]
     assert torch.equal(found[GAPS].inputs[0], GIVEN[0][:3, :, :16, :16, :16])
 
 
@@ -111,3 +115,20 @@ def test_cutting_takes_the_batch_of_every_tensor_that_has_it(batch: int) -> None
     assert more["mask"].shape == (kept, 2, 7)
     assert more["table"].shape == (9, 4)
     assert more["n"] == 3
+
+
+def test_another_size_along_axis_1_is_another_size_of_what_shares_it() -> None:
+    found, _ = shapes_of([torch.rand(6, 9), torch.rand(9, 5), torch.arange(6)], free)
+    assert sizes(found[MORE].inputs) == [(6, 11), (11, 5), (6,)]
+    assert sizes(found[FEWER].inputs) == [(6, 7), (7, 5), (6,)]
+
+
+def test_a_size_that_weights_fix_is_not_worth_a_note() -> None:
+    def fixed(inputs: list[Any]) -> tuple[float, int]:
+        if sizes(inputs)[0][1] != 9:
+            raise UnanswerableError("shapes cannot be multiplied")
+        return 1.0, 1
+
+    found, left_out = shapes_of([torch.rand(6, 9)], fixed)
+    assert not {FEWER, MORE} & set(found)
+    assert left_out == []

@@ -13,9 +13,11 @@ from postlude.check.compare import LARGE_OFFSET
 from postlude.check.exam.shapes import (
     CHANNELS_LAST,
     DECLARED,
+    FEWER,
     GAPS,
     LARGER,
     LONGER,
+    MORE,
     NUMBERS,
     ODD,
     ONE,
@@ -31,14 +33,16 @@ from postlude.check.points import (
     producer_biases,
     random_state,
 )
+from postlude.check.sides import Wants
 
 GIVEN = "given"
-NAN, INFINITY = "NaN", "infinity"
-NONFINITE = {NAN: float("nan"), INFINITY: float("inf")}
+NAN, INFINITY, MASKED = "NaN", "infinity", "-infinity"
+NONFINITE = {NAN: float("nan"), INFINITY: float("inf"), MASKED: float("-inf")}
 # A variance computed as E[x²] − E[x]² loses accuracy with the square of this, honest rounding only linearly.
 OFFSET = 2000.0
 REQUIRED = 6  # points that are always asked, however long they take
 MOST_REPLACED = 3
+MOST_SPOILED = 4  # inputs that get a NaN in turn
 STEP = 100_003  # between the seeds of a point and of those that replace it
 
 
@@ -59,6 +63,9 @@ class Case:
     state_stretch: float = 1.0  # of every parameter that is no producer's weight
     state_shift: float = 0.0  # of producers' biases
     attempt: int = 0
+    wants: Wants | None = None  # None: all gradients if gradients are judged, else none
+    unaligned: bool = False
+    spoiled: int = 0  # the floating input that gets a NaN or an infinity
 
     def again(self) -> Case:
         """The same point with other numbers, if these could not tell; then with small ones, which saturate less."""
@@ -75,9 +82,15 @@ class Case:
         return self.family in NONFINITE
 
 
-def cases_for(shapes: Sequence[str], seeds: int, base: int) -> list[Case]:
-    """The points. Seeds count from `base`; those of states and inputs differ except at the first three points."""
+def cases_for(shapes: Sequence[str], seeds: int, base: int, backward: bool = False, floating: int = 1) -> list[Case]:
+    """The points. Seeds count from `base`; those of states and inputs differ except at the first three points.
+
+    `floating` inputs hold floating numbers.
+    """
     first, second, third = base, base + 1, base + 2
+    modes: dict[str, Wants] = {"gradient mode on": "recorded"}
+    if backward:
+        modes = {"gradient mode off": "none", "frozen inputs": "parameters", "frozen parameters": "inputs"}
     found = [
         Case("second call", seed=first, state_seed=first, repeated=True, nulls=True),
         # A candidate that remembers answers by inputs, or by parameters, is caught here.
@@ -88,10 +101,15 @@ def cases_for(shapes: Sequence[str], seeds: int, base: int) -> list[Case]:
         Case("normal", "normal"),
         Case("declared shape", shape=DECLARED),
         *(Case(name, shape=name) for name in (ONE, ODD, SMALLEST, CHANNELS_LAST, GAPS, LARGER, LONGER, NUMBERS)),
+        *(Case(name, shape=name) for name in (FEWER, MORE)),
+        *(Case(name, wants=wants) for name, wants in modes.items()),
+        Case("unaligned inputs", unaligned=True),
         Case("small values", "small"),
         Case("sparse", "sparse"),
         Case(NAN, NAN),
         Case(INFINITY, INFINITY),
+        Case(MASKED, MASKED),
+        *(Case(f"{NAN} (input {place + 1})", NAN, spoiled=place) for place in range(1, min(floating, MOST_SPOILED))),
         *(Case("large offset", LARGE_OFFSET) for _ in range(seeds)),
         Case("uniform", "uniform"),
         Case("heavy-tailed", "heavy-tailed"),
@@ -156,15 +174,22 @@ def _moved(tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     return laid_out_like(function(tensor.detach().double()).to(tensor.dtype), tensor)
 
 
+def can_be_spoiled(tensor: Tensor) -> bool:
+    """Whether a NaN or an infinity can be put into one of its samples."""
+    return tensor.is_floating_point() and tensor.dim() > 0 and tensor.numel() > 0
+
+
 def _with_nonfinite(template: list[Any], case: Case, bounds: tuple[float, float] | None) -> list[Any]:
     values = inputs_of(replace(case, family="hierarchical"), template, bounds)
-    done = False
+    places = iter(range(len(template) * 99))
 
     def spoil(tensor: Tensor) -> Tensor:
-        nonlocal done
-        if done or not tensor.is_floating_point() or not tensor.dim() or not tensor.numel():
+        if not can_be_spoiled(tensor) or next(places) != case.spoiled:
             return tensor
-        done = True
+        if case.family == MASKED:  # the first half of the last sample, as a mask of logits has it
+            rows = tensor.data[-1] if tensor.dim() > 1 else tensor.data
+            rows[: -(-rows.shape[0] // 2) if rows.shape[0] > 1 else 0] = NONFINITE[MASKED]
+            return tensor
         # In the middle of the last sample, so that a tile that stops early or a wrong sample shows.
         place = (-1, *(size // 2 for size in tensor.shape[1:]))
         tensor.data[place] = NONFINITE[str(case.family)]

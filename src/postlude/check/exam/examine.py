@@ -10,8 +10,18 @@ from typing import Any
 
 import torch
 
-from postlude.check.budget import FEW_ELEMENTS, RMS_FACTOR, WORST_FACTOR, Point, budget_of, is_constant, pooled
+from postlude.check.budget import (
+    FEW_ELEMENTS,
+    RMS_FACTOR,
+    WORST_FACTOR,
+    Point,
+    budget_of,
+    is_constant,
+    pooled,
+    spreads_of,
+)
 from postlude.check.compare import (
+    GRADIENT,
     Answers,
     Progress,
     Quantities,
@@ -22,11 +32,12 @@ from postlude.check.compare import (
     same_bits,
     verdict_of,
 )
-from postlude.check.exam.cases import MOST_REPLACED, REQUIRED, Case
+from postlude.check.exam.cases import MASKED, MOST_REPLACED, OFFSET, REQUIRED, Case
 from postlude.check.exam.nonfinite import lost_or_spread
 from postlude.check.exam.shapes import WORKING
-from postlude.check.exam.sheet import Exam, Sheet, raises
+from postlude.check.exam.sheet import Exam, Sheet, why_raises
 from postlude.check.exam.truths import Known
+from postlude.check.isolation.wire import is_dense
 from postlude.check.sides import (
     Answering,
     CandidateError,
@@ -77,7 +88,8 @@ class _Sitting:
         self.begun = time.monotonic()
         self.telling: Case | None = None  # the first point in its final form
         self.costs: dict[str, float] = {}
-        self.held: Quantities | None = None  # the first result, to see whether it changes later
+        self.held: Quantities | None = None  # the first result and its gradients, to see whether they change later
+        self.gapped: frozenset[str] = frozenset()  # of the last answer
         self.counters = unread_counters(exam.reference)
         self.tells_integers = False  # integers of the result are others for other inputs
 
@@ -98,10 +110,12 @@ class _Sitting:
             if self.findings or (number + 1 >= REQUIRED and self._hopeless(rounds)):
                 break
         least = self.exam.rules.least
-        verdict = verdict_of(rounds, self.findings, self.exam.truths.mode, faint=True, least=least)
+        verdict = verdict_of(rounds, self.findings, self.exam.truths.mode, faint=True, least=least, offset=OFFSET)
         if self.tells_integers and not self.findings and not any(one.points for one in rounds):
             verdict = Verdict("right", (), self.exam.truths.mode)
             self.remarks.append("the result consists of integers, and all of them are PyTorch's")
+        if verdict.outcome == "wrong" and not self.findings and (where := _worst_place(rounds)) is not None:
+            self.remarks.append(f"the largest error of the output is at the point “{where}”")
         return replace(verdict, notes=tuple(self._notes(verdict)))
 
     def _hopeless(self, rounds: list[Round]) -> bool:
@@ -148,7 +162,7 @@ class _Sitting:
             poison(tensor)
         repeated = self._ask(replace(question, interrupted=question.backward), case)
         if first_time:
-            self.held = {name: tensor for name, tensor in result.items() if name.startswith("output")}
+            self.held = {name: tensor for name, tensor in result.items() if name.startswith(("output", GRADIENT))}
         if not all(name in repeated and same_bits(one, repeated[name]) for name, one in result.items()):
             self.remarks.append(
                 "two answers to the same question differ in their last bits: the candidate is not deterministic"
@@ -158,20 +172,22 @@ class _Sitting:
     def _look_at_held(self) -> None:
         if self.held:
             now = self.candidate.kept()
-            if any(name not in now or not same_bits(one, now[name]) for name, one in self.held.items()):
-                self.findings.append("an earlier result changed when the candidate was called again")
+            changed = [name for name, one in self.held.items() if name not in now or not same_bits(one, now[name])]
+            for what in {"gradient" if name.startswith(GRADIENT) else "result" for name in changed}:
+                self.findings.append(f"an earlier {what} changed when the candidate was called again")
             self.held = {}
 
     def _ask(self, question: Question, case: Case, keep: bool = False) -> Quantities:
         try:
             answer = self.candidate.ask(question, keep=keep)
         except CandidateError as error:
-            if raises(self.exam, question):
-                raise UnanswerableError(f"{case.name}: the reference raises as well") from error
+            if (why := why_raises(self.exam, question)) is not None:
+                raise UnanswerableError(f"{case.name}: the reference raises as well ({why})") from error
             shape = self.exam.shapes[case.shape]
             where = f" ({case.name}: {shape}; --declared-only leaves it out)" if case.shape != WORKING else ""
             raise CandidateError(f"{error}{where}") from error
         self.findings += [one for one in answer.findings if one not in self.findings]
+        self.gapped = answer.gapped
         return answer.quantities
 
     def _look_at_counters(self, result: Quantities, known: Known) -> None:
@@ -186,12 +202,14 @@ class _Sitting:
         result = self._ask(sheet.question, case)
         known = self.exam.known(sheet)
         samples = next(tensor.shape[0] for tensor in leaves_of(sheet.question.inputs) if tensor.dim())
+        samples = 0 if case.spoiled else samples  # a second operand need not have samples
+        may_spread = case.family != MASKED or self.exam.has_products
         for name, truth in known.truth.items():
-            if name.startswith("output") and truth.is_floating_point():
+            if name.startswith("output"):
                 own, ours = known.own[name], result.get(name)
                 problem, note = contract_problem(name, ours, own), None
                 if problem is None and ours is not None:
-                    problem, note = lost_or_spread(ours, own, truth, case.name, samples)
+                    problem, note = lost_or_spread(ours, own, truth, case.name, samples, may_spread)
                 self.findings += [problem] if problem else []
                 self.remarks += [note] if note else []
 
@@ -199,7 +217,12 @@ class _Sitting:
         for name, own in known.own.items():
             ours = result.get(name)
             if name.startswith("output") and ours is not None and ours.shape == own.shape:
-                if _steps(ours) == _steps(own):
+                # A view with gaps, such as y[:, 0], says nothing about the layout that a caller relies on.
+                is_gapped = name in self.gapped
+                if (_steps(ours) == _steps(own) and not is_gapped) or not is_dense(own.shape, own.stride()):
+                    continue
+                if is_gapped:
+                    self.findings.append(f"{name}: a view with gaps, where PyTorch's result has none")
                     continue
                 text = f"{name}: strides {ours.stride()}, PyTorch gives {own.stride()}"
                 if self.exam.shapes[case.shape].is_contiguous:
@@ -224,6 +247,16 @@ class _Sitting:
                 ignored = self.exam.ignored_parameters(self.telling)
                 if ignored:
                     yield f"the result does not depend on {some(ignored)}: anything done with it passes"
+
+
+def _worst_place(rounds: Sequence[Round]) -> str | None:
+    """The name of the point at which an output is furthest from the truth."""
+    errors = {
+        one.family: max(point.result.errors.rms / max(spread, point.scale.ulp.rms, 1e-300) for point, spread in found)
+        for one in rounds
+        if (found := list(zip(outputs := _outputs(one.points), spreads_of(outputs))))
+    }
+    return max(errors, key=errors.__getitem__) if errors else None
 
 
 def _differ_as_integers(known: Known) -> bool:

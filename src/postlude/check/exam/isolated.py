@@ -27,6 +27,7 @@ class IsolatedSide:
     def ask(self, question: Question, *, keep: bool = False) -> Answer:
         _said(self.candidate.load_state, question.state)
         options: dict[str, Any] = {"training": question.training, "seed": question.seed, "keep": keep}
+        options |= {"wants": question.wants, "unaligned": question.unaligned}
         if question.backward:
             cotangents, options["interrupted"] = question.cotangents, question.interrupted
             answered = _said(self.candidate.forward_backward, question.inputs, cotangents, **options)
@@ -40,10 +41,11 @@ class IsolatedSide:
         state: dict[str, Tensor] = _said(self.candidate.read_state) if question.state else {}
         findings += parameter_findings({n: v for n, v in state.items() if n in self._parameters}, question.state)
         found.update({f"buffer {name}": state[name] for name in self._buffers if name in state})
-        return Answer(found, tuple(findings))
+        return Answer(found, tuple(findings), answered.gapped)
 
     def kept(self) -> Quantities:
-        return named_tensors("output", _said(self.candidate.kept))
+        gradients = {GRADIENT + name: one for name, one in _said(self.candidate.kept_gradients).items()}
+        return named_tensors("output", _said(self.candidate.kept)) | gradients
 
 
 def _findings(answered: Answered) -> list[str]:

@@ -137,7 +137,7 @@ def mutations_of(exam: Exam) -> list[Mutation]:
 
     side, question = Side(copy.deepcopy(exam.reference)), exam.sheet(exam.cases[0]).question
     with _Calls(seen):
-        side.ask(replace(question, backward=False))
+        side.ask(replace(question, wants="none"))
     if exam.truths.mode == "fp32":
         return found
     return [one for one in found if not any(word in one.name for word in FINE)]
@@ -186,7 +186,7 @@ def _changes_nothing(exam: Exam, mutation: Mutation) -> bool:
             continue
         sheet = exam.sheet(case)
         truth = exam.known(sheet).truth
-        found = mutated(side, replace(in_double(sheet.question), backward=False), mutation)
+        found = mutated(side, replace(in_double(sheet.question), wants="none"), mutation)
         for name, values in found.items():
             scale = float(truth[name].nan_to_num().abs().max()) if truth[name].numel() else 0.0
             if float((values - truth[name]).nan_to_num().abs().max()) > SAME * scale:

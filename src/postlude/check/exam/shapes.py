@@ -20,6 +20,7 @@ from postlude.check.sides import UnanswerableError, leaves_of
 WORKING, DECLARED, ONE, ODD, SMALLEST = "working", "declared", "batch 1", "odd sizes", "smallest"
 CHANNELS_LAST, GAPS = "channels-last", "non-contiguous"
 LARGER, LONGER, NUMBERS = "larger batch", "longer rows", "other numbers"  # than declared
+FEWER, MORE = "less along axis 1", "more along axis 1"  # features, classes, a sequence; weights may fix that size
 WORKING_BATCH, WORKING_SPACE = 8, 16
 LEAST_BATCH, LEAST_SPACE = 3, 5
 # Multiplications of one call in float64 at the working shape: about 0.1 s on two cores.
@@ -73,7 +74,7 @@ def shapes_of(inputs: Sequence[Any], cost: Cost) -> tuple[dict[str, Shape], list
             refused[name] = f"{name} ({' '.join(map(str, sizes))}): {error}"
         else:
             found[name] = Shape(name, made)
-    left_out = [text for name, text in refused.items() if name not in (SMALLEST, *found)]
+    left_out = [text for name, text in refused.items() if name not in (SMALLEST, FEWER, MORE, *found)]
     if fixed := [number for number in _numbers_in(given) if not isinstance(number, float)]:
         left_out.append(f"other values of inputs that are not tensors ({', '.join(map(repr, fixed))})")
     return found, left_out
@@ -81,7 +82,7 @@ def shapes_of(inputs: Sequence[Any], cost: Cost) -> tuple[dict[str, Shape], list
 
 def _check_size(name: str, inputs: list[Any], flops: float = 0.0) -> None:
     """Raises if a size above the declared one is too large for float64."""
-    if name in (LARGER, LONGER) and (_is_too_large(inputs) or flops > 8 * WORKING_FLOPS):
+    if name in (LARGER, LONGER, MORE) and (_is_too_large(inputs) or flops > 8 * WORKING_FLOPS):
         raise UnanswerableError("float64 would take too long")
 
 
@@ -104,6 +105,11 @@ def _variants(given: list[Any], working: list[Any]) -> Iterator[tuple[str, Calla
         yield LARGER, partial(_larger, given, space)
         if space:
             yield LONGER, partial(_longer, given, space)
+    width = next((tensor.shape[1] for tensor in leaves_of(working) if tensor.dim() > 1), 0)
+    if width > 2:
+        yield FEWER, lambda: _resized(working, width, width - 1 - width % 2)
+    if width:
+        yield MORE, lambda: _resized(working, width, width + 2)
     if any(isinstance(number, float) for number in _numbers_in(given)):
         yield NUMBERS, lambda: _with_other_numbers(working)
 
@@ -174,6 +180,19 @@ def _grown(inputs: list[Any], axis: int, twice: bool = False) -> list[Any]:
         return torch.cat([tensor, *[tensor] * twice, tensor.narrow(axis, 0, min(2, size))], axis)
 
     return list(map_tensors(longer, inputs))
+
+
+def _resized(inputs: list[Any], old: int, new: int) -> list[Any]:
+    """Every axis of size `old` with size `new`: both operands of a product have the axis that they share."""
+
+    def piece(tensor: Tensor) -> Tensor:
+        for axis in range(tensor.dim()):
+            if tensor.shape[axis] == old:
+                times = -(-new // old)
+                tensor = torch.cat([tensor] * times, axis).narrow(axis, 0, new)
+        return tensor.contiguous()
+
+    return list(map_tensors(piece, inputs))
 
 
 def _numbers_in(item: Any) -> list[Any]:

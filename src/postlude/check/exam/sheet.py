@@ -15,12 +15,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from postlude.check.budget import Point
 from postlude.check.compare import Quantities, cotangent
 from postlude.check.exam.bounds import Watch, listed
-from postlude.check.exam.cases import Case, cases_for, inputs_of, state_of
+from postlude.check.exam.cases import Case, can_be_spoiled, cases_for, inputs_of, state_of
 from postlude.check.exam.rules import Rules
 from postlude.check.exam.shapes import DECLARED, WORKING, Shape, in_layout, shapes_of
 from postlude.check.exam.truths import Known, Truths, in_double
 from postlude.check.points import inputs_like, producer_biases, random_state
-from postlude.check.sides import Question, UnanswerableError, leaves_of
+from postlude.check.sides import Question, UnanswerableError, Wants, leaves_of
 
 # Stretches of inputs and of parameter vectors, tried in turn until values lie on both sides of every bound.
 STRETCHES = ((4.0, 1.0), (16.0, 1.0), (64.0, 1.0), (1.0, 3.0), (1.0, 10.0), (16.0, 10.0), (0.1, 0.3))
@@ -52,6 +52,7 @@ class Exam:
         self.left_out: list[str] = []
         self.own_seconds: dict[tuple[Any, ...], float] = {}  # one call of the reference at these sizes
         self._outputs: dict[tuple[Any, ...], Quantities] = {}  # of zeros: shapes and dtypes only
+        self.has_products = False  # convolutions, linear layers, matrix products
         self._remember = remember
         self._has_bias = bool(producer_biases(reference))
         self._sheets: dict[tuple[Any, ...], Sheet] = {}
@@ -59,7 +60,9 @@ class Exam:
             self.shapes = self._shapes(list(inputs))
             self.truths.takes_other_integers = self._takes_other_integers()
             self.range = self._range()
-            self.cases = cases_for(list(self.shapes), rules.seeds, rules.seed)
+            floating = sum(map(can_be_spoiled, leaves_of(self.shapes[WORKING].inputs)))
+            cases = cases_for(list(self.shapes), rules.seeds, rules.seed, rules.backward, floating)
+            self.cases = [case for case in cases if self._can_be_asked(case)]
             self.cases += self._bound_cases()
 
     def sheet(self, case: Case) -> Sheet:
@@ -95,7 +98,7 @@ class Exam:
 
     def ignored_parameters(self, case: Case) -> list[str]:
         """Parameters that do not affect the result at a point; each is replaced by new random numbers in turn."""
-        question = replace(in_double(self._question(case)), backward=False)
+        question = replace(in_double(self._question(case)), wants="none")
         other = random_state(self.reference, case.state_seed + 1)
         truth, found = self.truths.exact(question), []
         for name, _ in self.reference.named_parameters():
@@ -131,6 +134,7 @@ class Exam:
         with counter:
             own = self.truths.own(Question(self.reference.state_dict(), inputs, 0, self.trains))
         self.own_seconds[_sizes(inputs)] = time.monotonic() - begin
+        self.has_products = self.has_products or counter.get_total_flops() > 0
         outputs = {name: tensor for name, tensor in own.items() if name.startswith("output")}
         self._outputs[_sizes(inputs)] = {
             name: tensor.new_zeros(()).expand(tensor.shape) for name, tensor in outputs.items()
@@ -141,9 +145,20 @@ class Exam:
         template = self.shapes[case.shape].inputs
         inputs = inputs_of(case, template, self.range, self._has_bias, self.truths.takes_other_integers)
         training = self.trains != case.flipped
-        backward = self.rules.backward and not case.is_nonfinite
-        weights = self._cotangents(inputs, case.seed) if backward else ()
-        return Question(state_of(case, self.reference), inputs, case.seed, training, backward, weights)
+        wants: Wants = case.wants or ("all" if self.rules.backward and not case.is_nonfinite else "none")
+        question = Question(state_of(case, self.reference), inputs, case.seed, training, wants)
+        weights = self._cotangents(inputs, case.seed) if question.backward else ()
+        return replace(question, cotangents=weights, unaligned=case.unaligned)
+
+    def _can_be_asked(self, case: Case) -> bool:
+        """Whether the reference has the gradients of a point that asks for some of them only."""
+        if case.wants not in ("inputs", "parameters"):
+            return True
+        try:
+            self.truths.own(self._question(case))
+        except UnanswerableError:
+            return False
+        return True
 
     def _cotangents(self, inputs: list[Any], seed: int) -> tuple[Any, ...]:
         """One per output; those without a gradient get one that is not used."""
@@ -163,7 +178,7 @@ class Exam:
         return low, high
 
     def _finite(self, case: Case) -> bool:
-        question = replace(self._question(case), backward=False)
+        question = replace(self._question(case), wants="none")
         found = [*self.truths.exact(in_double(question)).items(), *self.truths.own(question).items()]
         return all(bool(torch.isfinite(one).all()) for name, one in found if name.startswith("output"))
 
@@ -199,7 +214,7 @@ class Exam:
         return replace(Case("bounds", seed=seed, state_seed=seed), **how)  # type: ignore[arg-type]
 
     def _watched(self, case: Case) -> Watch:
-        question, watch = replace(in_double(self._question(case)), backward=False), Watch()
+        question, watch = replace(in_double(self._question(case)), wants="none"), Watch()
         with watch:
             self.truths.exact(question)
         return watch
@@ -220,10 +235,10 @@ def _relative(changed: torch.Tensor, truth: torch.Tensor) -> float:
     return difference / max(float(truth.nan_to_num().abs().max()), 1e-300)
 
 
-def raises(exam: Exam, question: Question) -> bool:
-    """Whether the reference itself cannot answer."""
+def why_raises(exam: Exam, question: Question) -> str | None:
+    """Why the reference itself cannot answer; None if it can."""
     try:
         exam.truths.own(question)
-    except UnanswerableError:
-        return True
-    return False
+    except UnanswerableError as error:
+        return str(error)
+    return None

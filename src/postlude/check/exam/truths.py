@@ -130,7 +130,7 @@ class Truths:
 
     def _nulls(self, exact: Question) -> dict[str, Quantities]:
         """The truth for another input and for other parameters. If one passes, the result does not depend on them."""
-        asked = replace(exact, backward=False)
+        asked = replace(exact, wants="none")
         shuffles = self.takes_other_integers
         other = inputs_like(asked.inputs, "hierarchical", exact.seed + OTHER, shuffles_integers=shuffles)
         nulls = {"the answer for another input": self.exact(replace(asked, inputs=other))}

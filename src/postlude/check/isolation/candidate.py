@@ -17,7 +17,7 @@ from postlude.check.isolation.buffers import NO_SEAL, can_be_sealed
 from postlude.check.isolation.process import CandidateFailed, Limits, Reply, Running
 from postlude.check.isolation.wire import DTYPES, UnsendableError, flatten, overlaps_itself
 from postlude.check.points import map_tensors
-from postlude.check.sides import named_tensors
+from postlude.check.sides import Wants, named_tensors
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Answered:
     gradients: dict[str, Tensor]  # of "input[0]", … and of parameters by name; one that is not used is absent
     changed_inputs: tuple[str, ...]  # inputs that were written to
     notes: tuple[str, ...]  # about results that were not plain tensors on the device
+    gapped: frozenset[str] = frozenset()  # results that were views with gaps
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -71,6 +72,7 @@ class Candidate:
         self.limits = limits or Limits()
         given = {"args": list(init_args), "kwargs": dict(init_kwargs or {})}
         _check_sendable(given, "an argument of the constructor")
+        self._kept_names: list[str] = []
         self._running = Running(self.limits, poisoned)
         # Also if it is never closed, and when the interpreter exits.
         self._finalizer = weakref.finalize(self, self._running.close)
@@ -123,9 +125,19 @@ class Candidate:
             raise self._broken("is no state")
         return {str(key): value for key, value in self._on_device(reply, found).items()}
 
-    def forward(self, inputs: Sequence[Any], *, training: bool = False, seed: int = 0, keep: bool = False) -> Answered:
+    def forward(
+        self,
+        inputs: Sequence[Any],
+        *,
+        training: bool = False,
+        seed: int = 0,
+        keep: bool = False,
+        wants: Wants = "none",
+        unaligned: bool = False,
+    ) -> Answered:
         """One call without gradients. With `keep` its results are kept in the process, see `kept`."""
-        return self._forward(inputs, training, seed, None, keep)
+        how = {"keep": keep, "wants": wants, "unaligned": unaligned}
+        return self._forward(inputs, training, seed, None, how)
 
     def forward_backward(
         self,
@@ -136,17 +148,29 @@ class Candidate:
         seed: int = 0,
         keep: bool = False,
         interrupted: bool = False,
+        wants: Wants = "all",
+        unaligned: bool = False,
     ) -> Answered:
         """One call and the gradients for `cotangents`, one per tensor of the result, in order.
 
         With `interrupted` the model is called on other inputs in between.
         """
-        return self._forward(inputs, training, seed, list(cotangents), keep, interrupted)
+        how = {"keep": keep, "interrupted": interrupted, "wants": wants, "unaligned": unaligned}
+        return self._forward(inputs, training, seed, list(cotangents), how)
 
     def kept(self) -> Any:
         """The current values of the results of the last call with `keep`: later calls may have written to them."""
         reply = self._ask("kept", {}, "reading an earlier result")
         return self._on_device(reply, reply.value)
+
+    def kept_gradients(self) -> dict[str, Tensor]:
+        """The gradients of the last call with `keep`, as they are now."""
+        reply = self._ask("kept gradients", {}, "reading earlier gradients")
+        found = reply.value
+        if not isinstance(found, dict) or found.keys() != {"inputs", "parameters"}:
+            raise self._broken("is not the result of a call")
+        gradients = self._gradients(found["inputs"], found["parameters"], self._kept_names)
+        return dict(self._on_device(reply, gradients))
 
     def time_calls(self, input_sets: Sequence[Sequence[Any]], calls: int, *, training: bool = False) -> Timed:
         """Seconds for `calls` calls on the sets in turn, by our clock around one request; inputs are sent before it.
@@ -169,23 +193,24 @@ class Candidate:
         training: bool,
         seed: int,
         cotangents: list[Any] | None,
-        keep: bool,
-        interrupted: bool = False,
+        how: dict[str, Any],
     ) -> Answered:
         _check_sendable([list(inputs), cotangents], "an input")
-        asked = {"inputs": list(inputs), "training": training, "seed": seed, "cotangents": cotangents, "keep": keep}
-        asked["interrupted"] = interrupted
+        asked = {"inputs": list(inputs), "training": training, "seed": seed, "cotangents": cotangents, **how}
         reply = self._ask("forward", asked, "a call", watched=True)
         found, names = reply.value, list(named_tensors("input", list(inputs)))
         if not isinstance(found, dict) or found.keys() != {"outputs", "inputs", "parameters"}:
             raise self._broken("is not the result of a call")
-        gradients = self._gradients(found["inputs"], found["parameters"], names if cotangents is not None else [])
+        names_of_gradients = names if cotangents is not None else []
+        gradients = self._gradients(found["inputs"], found["parameters"], names_of_gradients)
+        if how["keep"]:
+            self._kept_names = names_of_gradients
         changed = tuple(names[place] for place in reply.changed if place < len(names))
         return Answered(
             self._on_device(reply, found["outputs"]),
             self._on_device(reply, gradients),
             changed,
-            self._notes(reply, found["outputs"]),
+            *self._notes(reply, found["outputs"]),
         )
 
     def _gradients(self, of_inputs: Any, of_parameters: Any, names: list[str]) -> dict[str, Tensor]:
@@ -210,14 +235,15 @@ class Candidate:
 
         return map_tensors(placed, value)
 
-    def _notes(self, reply: Reply, outputs: Any) -> tuple[str, ...]:
+    def _notes(self, reply: Reply, outputs: Any) -> tuple[tuple[str, ...], frozenset[str]]:
+        """What is to be said about the results, and those that were views with gaps."""
         specs = {id(tensor): spec for tensor, spec in zip(reply.tensors, reply.layout.specs, strict=True)}
+        found = {name: specs[id(tensor)] for name, tensor in named_tensors("output", outputs).items()}
         notes = []
-        for name, tensor in named_tensors("output", outputs).items():
-            spec = specs[id(tensor)]
-            notes += [f"{name} was a {spec.kind} tensor"] if spec.kind != "plain" else []
+        for name, spec in found.items():
+            notes += [f"{name} was a {spec.kind} tensor"] if spec.kind not in ("plain", "gapped") else []
             notes += [f"{name} was on {spec.device}"] if spec.device != self.device.type else []
-        return tuple(notes)
+        return tuple(notes), frozenset(name for name, spec in found.items() if spec.kind == "gapped")
 
     def _protections(self, found: Any) -> tuple[str, ...]:
         """The protections that this system lacks. The candidate's process reports its part before it loads anything."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ class Host:
         self.live: dict[tuple[Any, ...], list[Tensor]] = {}
         self.sets: list[Any] = []
         self.kept: Any = None
+        self.kept_gradients: dict[str, Any] = {}
         self.last: list[tuple[torch.Size, torch.dtype, torch.device]] = []
 
     def start(
@@ -82,22 +85,27 @@ class Host:
         seed: int,
         cotangents: list[Any] | None,
         keep: bool,
+        wants: str,
         interrupted: bool = False,
+        unaligned: bool = False,
     ) -> dict[str, Any]:
         tree, sent = flatten(inputs)
-        leaves = self._refreshed(sent)
-        backward = cotangents is not None
-        used = [leaf.requires_grad_(backward and _has_gradient(leaf)) for leaf in (leaf.detach() for leaf in leaves)]
+        leaves = self._refreshed(sent, unaligned)
+        follows = wants in ("all", "inputs")
+        used = [leaf.requires_grad_(follows and _has_gradient(leaf)) for leaf in (leaf.detach() for leaf in leaves)]
         self.model.train(training)
         self._poison()
         torch.manual_seed(seed)
-        with torch.set_grad_enabled(backward):
+        found: dict[str, Any] = {"inputs": [], "parameters": {}}
+        with torch.set_grad_enabled(wants != "none"), _frozen(self.model if wants == "inputs" else None):
             outputs = self.model(*rebuild(tree, used))
             if interrupted:
                 self._call_in_between(tree, used)
-        found: dict[str, Any] = {"outputs": outputs, "inputs": [], "parameters": {}}
-        if cotangents is not None:
-            found.update(self._gradients(outputs, used, cotangents))
+            if cotangents is not None:
+                found.update(self._gradients(outputs, used, cotangents))
+        if keep:
+            self.kept_gradients = dict(found)
+        found["outputs"] = outputs
         for place, leaf in zip(sent, leaves):
             distinct_part(place).copy_(distinct_part(leaf))  # so that the verifier sees changes
         if keep:
@@ -129,14 +137,20 @@ class Host:
     def read_kept(self) -> Any:
         return self.kept
 
+    def read_kept_gradients(self) -> dict[str, Any]:
+        return self.kept_gradients
+
     def _state(self) -> dict[str, Tensor]:
         return {key: value for key, value in self.model.state_dict().items() if isinstance(value, torch.Tensor)}
 
-    def _refreshed(self, sent: list[Any]) -> list[Any]:
-        """The inputs on the device, at the same addresses as before, so that results cached by address are exposed."""
-        key = tuple((tuple(leaf.shape), leaf.stride(), leaf.dtype) for leaf in sent)
+    def _refreshed(self, sent: list[Any], unaligned: bool = False) -> list[Any]:
+        """The inputs on the device, at the same addresses as before, so that results cached by address are exposed.
+
+        Unaligned ones begin one element behind the start of their memory, as a slice of a tensor may.
+        """
+        key = (unaligned, *((tuple(leaf.shape), leaf.stride(), leaf.dtype) for leaf in sent))
         if key not in self.live:
-            self.live = {key: [laid_out(leaf, self.device) for leaf in sent]}
+            self.live = {key: [laid_out(leaf, self.device, int(unaligned)) for leaf in sent]}
         for leaf, new in zip(self.live[key], sent):
             distinct_part(leaf.data).copy_(distinct_part(new))
         return self.live[key]
@@ -173,9 +187,25 @@ class Host:
         named = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
         wanted = [*(leaf for leaf in leaves if leaf.requires_grad), *named.values()]
         weights = [laid_out(weight, str(root.device)).to(root.dtype) for root, weight in roots]
+        before = [weight.clone() for weight in weights]
         found = iter(torch.autograd.grad([root for root, _ in roots], wanted, weights, allow_unused=True))
+        if not all(map(torch.equal, before, weights)):
+            raise RefusedError("the candidate's backward pass writes to the gradient that it is given")
         of_inputs = [next(found) if leaf.requires_grad else None for leaf in leaves]
         return {"inputs": of_inputs, "parameters": dict(zip(named, found))}
+
+
+@contextlib.contextmanager
+def _frozen(model: Any) -> Iterator[None]:
+    """None of the model's parameters needs a gradient inside; without a model, nothing changes."""
+    trained = [] if model is None else [one for one in model.parameters() if one.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
 
 
 def load_class(path: Path, class_name: str) -> Any:

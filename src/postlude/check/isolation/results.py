@@ -45,6 +45,13 @@ def kind_of(tensor: Any) -> str:
     return "quantised" if tensor.is_quantized else "plain"
 
 
+def sent_kind(tensor: Any) -> str:
+    """Its kind as the verifier is told. Results are sent without gaps."""
+    kind = kind_of(tensor)
+    is_gapped = kind == "plain" and tensor.numel() and not is_dense(tensor.shape, tensor.stride())
+    return "gapped" if is_gapped else kind
+
+
 def settled(value: Any) -> Any:
     """Inside a timed window: computes lazy results now, not when they are read."""
     tree, found = flatten(value)

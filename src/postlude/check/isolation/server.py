@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from postlude.check.isolation.host import Host
-from postlude.check.isolation.results import RefusedError, first_line, kind_of, materialise
+from postlude.check.isolation.results import RefusedError, first_line, materialise, sent_kind
 from postlude.check.isolation.wire import DTYPES, LENGTH_BYTES, Spec, UnsendableError, flatten, lay_out, rebuild
 
 DETAIL_CHARACTERS = 16_000
@@ -55,6 +55,7 @@ class Server:
             "prepare": self.host.prepare,
             "window": self.host.window,
             "kept": self.host.read_kept,
+            "kept gradients": self.host.read_kept_gradients,
         }
         return actions[do](**value)
 
@@ -64,7 +65,7 @@ class Server:
         except UnsendableError as error:
             raise RefusedError(f"the candidate returns {error}, which is neither a tensor nor a number") from None
         plain = [materialise(tensor) for tensor in found]
-        layout = lay_out(plain, [tensor.device.type for tensor in found], [kind_of(tensor) for tensor in found])
+        layout = lay_out(plain, [tensor.device.type for tensor in found], [sent_kind(tensor) for tensor in found])
         self._send({"reply": number, "value": tree, **layout.as_json()})
         if not layout.size:
             return

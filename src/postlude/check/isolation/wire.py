@@ -23,7 +23,7 @@ MAX_DIMENSIONS = 64
 MAX_DIGITS = 19
 MAX_ELEMENTS = 1 << 60
 ALIGNMENT = 64
-KINDS = ("plain", "subclass", "sparse", "quantised")
+KINDS = ("plain", "gapped", "subclass", "sparse", "quantised")  # a gapped one is a view that leaves places out
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
     for name in (
@@ -90,13 +90,14 @@ def distinct_part(tensor: Tensor) -> Tensor:
     return tensor[tuple(slice(1 if stride == 0 else size) for size, stride in pairs)]
 
 
-def laid_out(tensor: Tensor, device: str) -> Tensor:
-    """A copy on `device` with the same strides; gaps, which may hold other data, become zeros."""
+def laid_out(tensor: Tensor, device: str, offset: int = 0) -> Tensor:
+    """A copy on `device` with the same strides, `offset` elements behind the start of its memory; gaps, which may hold
+    other data, become zeros."""
     part = distinct_part(tensor)
-    storage = torch.zeros(extent_of(tensor.shape, tensor.stride()), dtype=tensor.dtype, device=device)
+    storage = torch.zeros(offset + extent_of(tensor.shape, tensor.stride()), dtype=tensor.dtype, device=device)
     if tensor.numel():
-        storage.as_strided(part.shape, part.stride()).copy_(part)
-    return storage.as_strided(tensor.shape, tensor.stride())
+        storage.as_strided(part.shape, part.stride(), offset).copy_(part)
+    return storage.as_strided(tensor.shape, tensor.stride(), offset)
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:

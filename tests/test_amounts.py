@@ -1,4 +1,4 @@
-"""Amounts in reasons are never 0.0 of a unit."""
+"""Amounts in reasons are never 0.0 of a unit, and never reach a limit that they are below."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from postlude.amounts import shown_bytes
     ("count", "shown"),
     [
         (47 << 20, "47.0 MiB"),
+        ((32 << 20) - 1, "31.9 MiB"),  # not 32.0, from which on fusing may pay
         (104858, "0.1 MiB"),
-        (104857, "102.4 KiB"),
+        (104857, "102.3 KiB"),
         (4096, "4.0 KiB"),
         (103, "0.1 KiB"),
         (102, "102 bytes"),

@@ -129,16 +129,6 @@ def gradient(
     return Function("gradient", (Value(0), G, *takes, *PLACE), body, returns, pass_slots(chain, last))
 
 
-def slots_needed(chain: Chain, last: int, from_result: bool = False) -> frozenset[int]:
-    """The slots that a backward pass may read: all but running statistics, and tensors of the value's size that no
-    gradient depends on."""
-    needs = frozenset(range(len(chain.roles)))
-    read = gradient(chain, last, needs, from_result).loaded
-    if norm_step(chain, last) is not None and not has_rows(chain, last):
-        read |= sums(chain, last, needs).loaded
-    return frozenset(s for s, role in enumerate(chain.roles) if role != "running" and (role != "full" or s in read))
-
-
 def keeps_inside(chain: Chain, last: int) -> bool:
     """Whether PyTorch's own backward pass would keep a value inside steps 1 to `last`; its derivatives read what ours
     do.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from postlude.amounts import shown_bytes
 from postlude.cards import Card
 from postlude.chain import Cast, Chain, Normalize, values_of
 from postlude.hardware import Machine
@@ -267,5 +268,5 @@ def _reasons_to_stay(chain: Chain, problem: Problem, card: Card, own: Own | Line
     if problem.needs_grad and 3 * pytorch_seconds(chain, problem, card) < crossovers.step_seconds:
         least = crossovers.smallest_trained
     if size < least:
-        return [f"too small to gain: a value of {size / 2**20:.1f} MiB, fusing pays from {least / 2**20:.3g} on"]
+        return [f"too small to gain: a value of {shown_bytes(size)}, fusing pays from {shown_bytes(least)} on"]
     return []

@@ -31,6 +31,7 @@ CLASSES = ("convolution", "transposed convolution", "linear")
 PRECISIONS = {"auto": "with PyTorch's defaults", "tf32": "with TF32 allowed", "fp32": "in strict fp32"}
 OTHER = " at other shapes"
 WORST = 5
+UNCHECKED = "not checked"
 _HEAD = (
     "| | problem | eager ms | compile ms | max-autotune ms | postlude ms | × eager | × compile | of the roofline | "
     "error | PyTorch's | verdict | code since |\n|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|---|---|"
@@ -146,7 +147,24 @@ def render(mode: str) -> str:
     parts = [_means(own, other), _worst(shown)]
     for where_, found in (("", own), (OTHER, other)):
         parts += [_rows(each, sources, f"{PRECISIONS[name]}{where_}") for name, each in found.items()]
-    return "\n\n".join([*parts, *_failures(mode), where(rows_of(shown), intervals=False)])
+    return "\n\n".join([*parts, *_failures(mode), _exceptions(own, other), where(rows_of(shown), intervals=False)])
+
+
+def _exceptions(own: dict[str, list[Case]], other: dict[str, list[Case]]) -> str:
+    """The rows that are slower than torch.compile, and those that were not checked."""
+    slower, unchecked = [], []
+    for shapes, found in (("", own), (OTHER, other)):
+        for name, each in found.items():
+            words = f"{PRECISIONS[name]}{shapes}"
+            slower += _named([case for case in each if (case.times_compile or 1) < 1], words)
+            unchecked += _named([case for case in each if case.ours.verdict == UNCHECKED], words)
+    told = f"Slower than torch.compile: {'; '.join(slower)}." if slower else "No row is slower than torch.compile."
+    return f"{told} Not checked against float64: {'; '.join(unchecked)}." if unchecked else told
+
+
+def _named(some: Sequence[Case], words: str) -> list[str]:
+    numbers = ", ".join(str(place_of(case.ours.chain)) for case in some)
+    return [f"{numbers} ({words})"] if some else []
 
 
 def _means(own: dict[str, list[Case]], other: dict[str, list[Case]]) -> str:

@@ -24,6 +24,7 @@ import postlude
 from postlude import nn as fused_nn
 from postlude import site_check
 from postlude.check import random_state
+from postlude.graph.backend import Backend
 from postlude.plan import Plan, Refusal
 from postlude.run import cpu
 from postlude.run.ledger import PlannedRun
@@ -354,6 +355,12 @@ def test_bad_requests_get_one_sentence_and_change_nothing(net: Net, arguments: d
     with pytest.raises(postlude.PostludeError, match=sentence):
         postlude.optimize(net, torch.randn(1, 2, 8, 8, 8), **arguments)  # type: ignore[arg-type]
     assert net._compiled_call_impl is None
+
+
+@pytest.mark.parametrize("option", ["memory", "rest", "layout", "convolution"])
+def test_the_backend_refuses_unknown_options(option: str) -> None:
+    with pytest.raises(postlude.PostludeError, match="'leen' is unknown; use"):
+        Backend(**{option: "leen"})  # type: ignore[arg-type]
 
 
 def test_a_model_that_raises_is_left_as_it_was(net: Net) -> None:

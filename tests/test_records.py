@@ -136,8 +136,36 @@ def test_level_2_is_told_by_class_precision_and_shapes(
     worst = text.split("gain least")[1].split("<details")[0]
     assert "| 9 | Matmul ReLU | the file's | fp32 | 0.25 | 0.25 |" in worst
     assert worst.count("\n| ") == 1 + level2.WORST
+    assert "Slower than torch.compile: 9 (in strict fp32)." in text
     (first, *_) = level2.known("forward")
     assert first == "tf32"  # of which most were measured: the headline is about it
+
+
+def test_rows_that_were_not_checked_are_named(
+    level2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = records.read(level2.KERNELBENCH_RESULTS)
+    rows = [row for row in known if row.mode == "forward" and row.chain.startswith(("61_", "72_"))]
+    skipped = [
+        dataclasses.replace(row, verdict="not checked" if row.chain.startswith("72_") else "right") for row in rows
+    ]
+    records.write(tmp_path / "rows.csv", skipped)
+    monkeypatch.setattr(level2, "KERNELBENCH_RESULTS", tmp_path / "rows.csv")
+    assert "No row is slower than torch.compile. Not checked against float64: 72 (" in level2.render("forward")
+
+
+def test_the_headline_names_the_networks_that_are_slower(
+    table: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [row for row in records.read(table.NETWORK_RESULTS) if row.chain == "nnU-Net"]
+    slow = [dataclasses.replace(row, ms_p50=1e3) if row.variant == "postlude" else row for row in rows]
+    ahead = [dataclasses.replace(row, chain="UNet") for row in rows]
+    records.write(tmp_path / "networks.csv", [*slow, *ahead])
+    monkeypatch.setattr(table, "NETWORK_RESULTS", tmp_path / "networks.csv")
+    sentence = table._networks_sentence()
+    assert "layouts: UNet 1." in sentence
+    assert " Slower than torch.compile: nnU-Net in training (0.0" in sentence
+    assert "×), nnU-Net in inference (0.0" in sentence
 
 
 def test_networks_are_measured_again_only_where_the_code_has_changed(table: ModuleType) -> None:

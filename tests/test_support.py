@@ -42,6 +42,13 @@ def test_a_changed_answer_changes_the_page(tool: ModuleType, page: str, monkeypa
     assert "1. not today" in changed
 
 
+def test_pytorch_convolves_and_multiplies_in_fp64(page: str) -> None:
+    """As `lower` decides where it is not told to plan what is slower."""
+    ours = [line for line in page.splitlines() if "ours in" in line and line.startswith("|")]
+    assert any(line.startswith("| linear |") for line in ours)
+    assert not any("fp64" in line for line in ours)
+
+
 def test_every_word_has_a_row(tool: ModuleType) -> None:
     from postlude.words import NORMS, POINTWISE
 

@@ -182,8 +182,15 @@ def _listed(words: list[str]) -> str:
 
 def _convolved_by_us(found: dict[tuple[str, str], Plan | Refusal]) -> str:
     """In which dtypes the convolution is ours too, where it is in some."""
-    names = dict.fromkeys(DTYPES[dtype] for (dtype, _), outcome in found.items() if getattr(outcome, "own", None))
+    names = dict.fromkeys(DTYPES[dtype] for (dtype, _), outcome in found.items() if _is_ours(outcome))
     return f", ours in {', '.join(names)}" if names else ""
+
+
+def _is_ours(outcome: Plan | Refusal) -> bool:
+    """Whether the convolution or linear layer is ours. In float64 it is only in tests: PyTorch's is always faster."""
+    own = outcome.own if isinstance(outcome, Plan) else None
+    arithmetic = getattr(own, "arithmetic", None)
+    return own is not None and not (arithmetic is not None and arithmetic.is_exact)
 
 
 def page() -> str:
@@ -223,10 +230,11 @@ TEXT = """# What is fused where
 Written by `tools/support_table.py` from `lower` itself; `tests/test_support.py` says when it is out of date.
 
 *yes*: a fused plan exists in {dtypes}, contiguous and channels-last. *ours in*: with
-Postlude's own convolution in these dtypes. *C++ in*: with C++ kernels if there is a compiler. *no* and missing dtypes
-have their reason below. PyTorch's own operators run the chain there, and also for inputs that are empty or neither
-contiguous nor channels-last. A word is tested between a conv3d and a group_norm. Whether a plan pays at a given size is
-another question, which `postlude explain` answers.
+Postlude's own convolution or GEMM in these dtypes; in fp64 PyTorch convolves and multiplies, because it is faster.
+*C++ in*: with C++ kernels if there is a compiler. *no* and missing dtypes have their reason below. PyTorch's own
+operators run the chain there, and also for inputs that are empty or neither contiguous nor channels-last. A word is
+tested between a conv3d and a group_norm. Whether a plan pays at a given size is another question, which `postlude
+explain` answers.
 
 {table}
 

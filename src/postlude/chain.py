@@ -1,9 +1,9 @@
-"""What is computed: an optional convolution, then a short straight-line program over its result.
+"""What is computed: an optional convolution or linear layer, then a short straight-line program over its result.
 
 A `Chain` is frozen and hashable and holds no tensors. It refers to its tensor arguments by position (`Slot`) and to
 intermediate results by number (`Value`):
 
-    Value(0)      the convolution's result, or the chain's input if there is no convolution
+    Value(0)      the result of the convolution or linear layer, or the chain's input if there is none
     Value(i)      the result of step i, counting from 1
 
 A value may be used more than once (residuals, x·sigmoid(x)); the last one is the chain's result.

@@ -13,7 +13,7 @@ __all__ = ["run"]
 
 
 def run(chain: Chain, *tensors: Tensor, precision: str = "auto") -> Tensor:
-    """Runs a chain on the given tensors.
+    """Runs a chain on the given tensors. The result is not checked against float64.
 
     Args:
         chain: What to compute, for example `result.sites[0].chain`.

@@ -50,7 +50,8 @@ class FusedChain(nn.Sequential):
 
     The modules are read at the first call for each dtype and mode, and again when a module or one of its settings
     changes. If they do not form one chain, the call raises an error that says why. While a module inside has a hook,
-    this runs as a plain `nn.Sequential`. A compiler reads the settings when it compiles.
+    this runs as a plain `nn.Sequential`. A compiler reads the settings when it compiles. The result is not checked
+    against float64; `postlude.optimize` does that for a plain `nn.Sequential`.
 
     Args:
         *modules: The modules in order.

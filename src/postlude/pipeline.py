@@ -19,7 +19,7 @@ from postlude import hardware
 from postlude.chain import Chain
 from postlude.check.budget import Verdict, combine
 from postlude.errors import PostludeError
-from postlude.graph.backend import LEFT_OUT, Backend
+from postlude.graph.backend import LEFT_OUT, Backend, check_memory
 from postlude.graph.capture import hooks_of_all_modules
 from postlude.graph.compiled import compiled
 from postlude.graph.layout import Conversion
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from postlude.report import Report
 
 log = logging.getLogger("postlude")
-MEMORIES = ("default", "lean")
 OPTIONS = frozenset({"precision", "rest", "memory", "convolution", "layout", "verify"})  # of the torch.compile backend
 NOTHING_CAPTURED = "PyTorch's compiler captured nothing of this call: it is disabled, or it gave up on this code"
 # An attribute of the function through which the model is called, so that copies of the model do not have it.
@@ -247,8 +246,7 @@ def _check_request(
 ) -> None:
     if not isinstance(model, nn.Module):
         raise PostludeError(f"optimize needs an nn.Module, not {type(model).__name__}.")
-    if memory not in MEMORIES:
-        raise PostludeError(f"memory={memory!r} is unknown; use {' or '.join(map(repr, MEMORIES))}.")
+    check_memory(memory)
     tensors = [item for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
     device = tensors[0].device.type if tensors else hardware.default_device()
     if memory == "lean" and device not in TRAINS:

@@ -73,6 +73,24 @@ def test_explains_a_plan_for_a_card_that_is_not_here(run: Run, write: Write) -> 
     assert (data["card"], data["sites"][0]["plan"]["fused"]) == ("A100", True)
 
 
+def test_chains_for_a_card_are_told_apart_and_refusals_are_listed(run: Run, write: Write) -> None:
+    """Two chains of one shape have the names of their modules; chains that are too small are no error."""
+    layers = "nn.Conv3d(8, 8, 3, padding=1), nn.GroupNorm(4, 8), nn.ReLU()"
+    text = GOOD.replace("self.norm = nn.GroupNorm(groups, channels)", f"self.more = nn.Sequential({layers})")
+    text = text.replace("self.conv = nn.Conv3d(3, channels, 3)", f"self.first = nn.Sequential({layers})")
+    text = text.replace(RESULT, "self.more(self.first(x))")
+    shapes = {"torch.rand(64, 8, 32, 64, 64)": True, "torch.rand(1, 8, 4, 4, 4)": False}
+    for shape, fused in shapes.items():
+        path = write(text.replace("torch.rand(4, 3, 18, 34, 36)", shape))
+        ran = run("explain", path, "--card", "H200", "--precision", "fp32", "--json", path.parent / "out.json")
+        assert ran.code == 0
+        assert "\nfirst.0: conv3d(8→8" in ran.out
+        assert "\nmore.0: conv3d(8→8" in ran.out
+        assert ran.out.count("runs through PyTorch's own operators\n  why: ") == 2 * (not fused)
+        sites = json.loads((path.parent / "out.json").read_text(encoding="utf-8"))["sites"]
+        assert [site["plan"]["fused"] for site in sites] == [fused] * 2
+
+
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
@@ -113,7 +131,9 @@ def test_explain_shows_passes_traffic_and_reasons(run: Run, good: Path) -> None:
         "checked: right",
     ):
         assert words in ran.out
-    assert "predicted to move" in ran.out
+    assert "precision: fp32 (auto)" in ran.out
+    assert "predicted memory traffic: " in ran.out
+    assert " MB (eager PyTorch: " in ran.out
 
 
 def test_wrong_and_doubtful_sites_are_not_sold_as_fused(run: Run, good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,6 +208,7 @@ def test_a_gpu_plan_is_explained_by_its_launches(capsys: pytest.CaptureFixture[s
     assert "6 launches of Postlude's kernels; a value of" in said
     assert "2 launches of Postlude's kernels; nothing of the convolution's size is stored" in said
     assert "why: our own convolution" in said
+    assert "precision: fp32 (auto)" in said
     assert "tiles of the product (2 planes, 64→128 channels): shipped for sm_90, measured on an H200" in said
 
 

@@ -48,6 +48,8 @@ def test_help_does_not_load_torch() -> None:
             ["bench", "FILE", "--device", "cpu", "--precision", "tf32"],
             "precision 'tf32' exists only on NVIDIA GPUs",
         ),
+        (["optimize", "FILE", "--train"], "--train and --no-verify apply to the file that -o writes; add -o."),
+        (["optimize", "FILE", "--training"], "--train and --no-verify apply to the file that -o writes; add -o."),
         (["verify", "FILE", "FILE", "--seeds", "two"], "Invalid value for '--seeds'"),
         (["verify", "FILE", "FILE", "--seeds", "2"], "Invalid value for '--seeds'"),
         (["verify", "FILE", "FILE", "--seed", str(2**63)], "Invalid value for '--seed'"),
@@ -84,13 +86,13 @@ def test_cuda_without_a_gpu(run: Run, good: Path) -> None:
     assert ran.err == "postlude: --device cuda needs an NVIDIA GPU that this PyTorch can use; there is none here.\n"
 
 
-def test_interrupt_is_quiet(run: Run, good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_is_one_word(run: Run, good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(chains, "optimize", interrupted)
     ran = run("optimize", good, "--device", "cpu")
-    assert (ran.code, ran.out, ran.err) == (130, "", "")
+    assert (ran.code, ran.out, ran.err) == (130, "", "postlude: interrupted\n")
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="needs POSIX signals")
@@ -103,7 +105,7 @@ def test_a_kill_is_an_interrupt(write: Write, tmp_path: Path) -> None:
             time.sleep(0.05)
         process.terminate()
         said, _ = process.communicate(timeout=30)
-    assert (process.returncode, said) == (130, b"")
+    assert (process.returncode, said) == (130, b"postlude: interrupted\n")
 
 
 def test_under_nohup_a_closed_terminal_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

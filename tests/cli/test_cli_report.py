@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,20 @@ def test_a_page_from_records(run: Run, tmp_path: Path) -> None:
     assert "How many are faster" in (tmp_path / "out.html").read_text(encoding="utf-8")
 
 
+def test_a_page_from_a_folder_of_suite(run: Run, tmp_path: Path) -> None:
+    """Problem 10 comes after problem 2."""
+    folder = tmp_path / "postlude-suite"
+    folder.mkdir()
+    for name in ("10_b", "2_a"):
+        write(folder / f"{name}.json", dataclasses.replace(FULL, title=name))
+    assert run("report", folder, tmp_path / "out.json").code == 0
+    assert [one.title for one in read(tmp_path / "out.json")] == ["2_a", "10_b"]
+    (folder / "other.json").write_text("{}")
+    ran = run("report", folder, tmp_path / "out.json")
+    assert ran.code == 2
+    assert "this folder is not one of suite's results; pass the --json" in ran.sentences[0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -33,6 +48,7 @@ def test_a_page_from_records(run: Run, tmp_path: Path) -> None:
         (["none.csv", "out.html"], "there is no such file"),
         (["bad.csv", "out.html"], "it is not a record file"),
         (["bad.json", "out.html"], "it cannot be read as JSON"),
+        ([".", "out.html"], "this folder is not one of suite's results; pass the --json of bench or suite"),
         (["bad.json", "out.pdf"], "a report is written as .html, .json or .csv."),
         (["bad.json", "none/out.html"], "does not exist"),
     ],

@@ -8,42 +8,37 @@ import torch
 
 from postlude import cards, hardware, problem_file
 from postlude.cards import Card
-from postlude.cli.chains import explain_site
+from postlude.cli.chains import NOTHING, explain_site
 from postlude.cli.frame import DONE, Answer
 from postlude.cli.output import say, show_table, working
 from postlude.cli.session import site_data
 from postlude.errors import PostludeError
-from postlude.export.export_model import HOPPER, export
+from postlude.export.export_model import HOPPER, plans
 from postlude.pipeline import SiteReport
+from postlude.plan import Problem
 
 
 def explain_for_card(path: Path, name: str, precision: str, convolution: str, train: bool) -> Answer:
-    """The plans of the chains that an exported file would have. Tensors have shapes but no memory."""
+    """The plans of the chains that an exported file would have, and refusals. Tensors have shapes but no memory."""
     card = _card(name)
+    tf32, products = (_allows_tf32(precision, is_linear) for is_linear in (False, True))
     with working(f"Planning {path.name} for {card.name}"), torch.device("meta"):
         problem = problem_file.load(path)
         model, inputs = problem.build("meta"), problem.inputs("meta")
-        made = export(
-            path.read_text(encoding="utf-8-sig"),
-            model,
-            inputs,
-            problem.init_arguments(),
-            machine=hardware.machine_on(card, keeping_layout=HOPPER.keeping_layout),
-            precision=precision,
-            allows_tf32=_allows_tf32(precision, is_linear=False),
-            multiplies_tf32=_allows_tf32(precision, is_linear=True),
-            training=train,
-            convolution=convolution,
-        )
+        blank = Problem((), "cuda", precision, train, tf32, multiplies_tf32=products)
+        machine = hardware.machine_on(card, keeping_layout=HOPPER.keeping_layout)
+        found, left = plans(model, inputs, blank, machine, convolution)
     say(f"{path.name} as it is planned for {card}; nothing was run.\n")
-    sites = [SiteReport(one.name, one.chain, one.plan.problem, one.plan, None) for one in made.chains]
+    sites = [SiteReport(*one, None) for one in found]
     for site in sites:
         explain_site(site)
         say()
-    if made.left:
+    if left:
         say("Left to PyTorch:")
-        show_table(["what", "why"], [[what, why] for what, why in made.left.items()])
-    data = {"file": str(path), "card": card.name, "sites": list(map(site_data, sites)), "left": dict(made.left)}
+        show_table(["what", "why"], [[what, why] for what, why in left.items()])
+    if not sites and not left:
+        say(NOTHING)
+    data = {"file": str(path), "card": card.name, "sites": list(map(site_data, sites)), "left": dict(left)}
     return Answer(DONE, data)
 
 

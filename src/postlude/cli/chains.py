@@ -15,8 +15,11 @@ from postlude.cli.session import fuse, machine_data, open_problem, result_data
 from postlude.errors import PostludeError
 from postlude.pipeline import Optimized, SiteReport
 from postlude.plan import Plan
+from postlude.plan.problem import body_dtype, fp32_mode
 from postlude.plan.program import launches
 from postlude.plan.rules import rule_lines
+
+NOTHING = "There is no convolution and no norm in this model."
 
 
 def optimize(settings: Settings, path: Path, report: Path | None = None) -> Answer:
@@ -46,7 +49,7 @@ def explain(settings: Settings, path: Path, repro: str | None = None, train: boo
     _show_layout(result)
     _show_declined(result)
     if not result.sites and not result.declined:
-        say("There is no convolution and no norm in this model.")
+        say(NOTHING)
     if repro is not None:
         say(f"Wrote {write_repro(result.sites, repro)}.")
     return Answer(DONE, {"file": str(path), **machine_data(settings), **result_data(result)})
@@ -63,6 +66,8 @@ def explain_site(site: SiteReport) -> None:
     x = site.problem.x
     shape, layout = "×".join(map(str, x.shape)), x.layout.replace("_", " ")
     say(f"  input {shape}, {x.dtype}, {layout}, on {site.problem.device}")
+    if precision := _precision(site):
+        say(f"  precision: {precision}")
     plan = site.outcome
     if not isinstance(plan, Plan):
         say("  runs through PyTorch's own operators")
@@ -75,7 +80,7 @@ def explain_site(site: SiteReport) -> None:
         for line in plan.describe_training():
             say(f"  {line}")
         moved, before = megabytes(plan.moved_bytes), megabytes(plan.eager_bytes)
-        say(f"  predicted to move {moved} beyond the cache; PyTorch moves {before}")
+        say(f"  predicted memory traffic: {moved} (eager PyTorch: {before})")
         for line in plan.tiles:
             say(f"  tiles of the {line}")
         for line in rule_lines(plan):
@@ -84,6 +89,19 @@ def explain_site(site: SiteReport) -> None:
         say(f"  why: {reason}")
     if site.verdict is not None and _matters(site):
         say(f"  checked: {site.verdict}")
+
+
+def _precision(site: SiteReport) -> str:
+    """The precision of the products of an fp32 chain, and whether "auto" chose it. Other dtypes have no choice."""
+    chain, problem = site.chain, site.problem
+    if chain.producer is None or body_dtype(chain, problem) != "float32":
+        return ""
+    if problem.precision != "auto":
+        return problem.precision
+    allows_tf32 = problem.multiplies_tf32 if chain.is_linear else problem.allows_tf32
+    if getattr(site.outcome, "own", None) is None and allows_tf32:  # cuDNN may still choose fp32
+        return "tf32 where PyTorch chooses it (auto)"
+    return f"{fp32_mode(chain, problem)} (auto)"
 
 
 def _launches(plan: Plan) -> str:

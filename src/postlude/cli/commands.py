@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from postlude import __version__
-from postlude.cli import frame, output
+from postlude.cli import frame
 from postlude.cli.options import (
     AgainOption,
     BaselinesOption,
@@ -29,13 +28,15 @@ from postlude.cli.options import (
     Precision,
     ReportPath,
     Repro,
+    Results,
     ResultsFolder,
     Seconds,
     Seed,
     SelfCheck,
     ShapesOption,
     TimedCandidate,
-    Training,
+    Train,
+    Version,
 )
 from postlude.errors import PostludeError
 
@@ -49,18 +50,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        output.say(f"postlude {__version__}")
-        raise typer.Exit
-
-
 @app.callback()
-def _common(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and stop.")
-    ] = False,
-) -> None:
+def _common(version: Version = False) -> None:
     pass
 
 
@@ -69,7 +60,7 @@ def optimize(
     file: File,
     report: ReportPath = None,
     output_file: OutputFile = None,
-    training: Training = False,
+    train: Train = False,
     convolution: ConvolutionOption = "auto",
     no_verify: NoVerify = False,
     device: Device = None,
@@ -91,9 +82,9 @@ def optimize(
         if output_file is not None:
             from postlude.cli import export
 
-            return export.export(settings, file, output_file, training=training, verify=not no_verify)
-        if no_verify or training:
-            raise PostludeError("--training and --no-verify apply to the file that -o writes; add -o.")
+            return export.export(settings, file, output_file, training=train, verify=not no_verify)
+        if no_verify or train:
+            raise PostludeError("--train and --no-verify apply to the file that -o writes; add -o.")
         from postlude.cli import chains
 
         return chains.optimize(settings, file, report)
@@ -152,7 +143,8 @@ def verify(
 
     The candidate runs in a separate process, as your user: docs/security.md says what that does not protect against.
 
-    Exit code: 0 right, 1 wrong or the candidate fails, 2 could not run or cannot tell.
+    Exit code: 0 right, 1 wrong (also if ModelNew cannot be built, raises, hangs or crashes), 2 cannot tell, or could
+    not run: a file is missing, is not Python, fails when it is imported, or has no ModelNew.
     """
 
     def command(settings: frame.Settings) -> frame.Answer:
@@ -260,7 +252,7 @@ def tune(
 
 @app.command(short_help="Turn results that were written earlier into a page.")
 def report(
-    source: Annotated[Path, typer.Argument(metavar="RESULTS", help="The .json of `bench`, or a .csv of records.")],
+    source: Results,
     target: Annotated[Path, typer.Argument(metavar="REPORT", help="The file to write: .html, .json or .csv.")],
     debug: Debug = False,
 ) -> None:

@@ -24,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
         code = app(args=given, prog_name="postlude", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
+        output.complain("interrupted")
         code = frame.INTERRUPTED
     except Exception as error:
         explain_it = getattr(error, "format_message", None)  # typer has its own copy of click, or imports click

@@ -67,6 +67,7 @@ def _run(name: str, request: Request, command: Callable[[Settings], Answer]) -> 
                 write_json(request.json, {"command": name, "exit_code": answer.code, **answer.data})
             return answer.code
     except KeyboardInterrupt:
+        complain("interrupted")
         return INTERRUPTED
     except BrokenPipeError:
         end_output()

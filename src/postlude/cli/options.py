@@ -7,6 +7,16 @@ from typing import Annotated
 
 import typer
 
+from postlude import __version__
+from postlude.cli import output
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        output.say(f"postlude {__version__}")
+        raise typer.Exit
+
+
 File = Annotated[Path, typer.Argument(metavar="FILE.py", help="The problem: Model, get_inputs, get_init_inputs.")]
 Device = Annotated[
     str | None, typer.Option(metavar="cpu|cuda", help="Where to run; by default the GPU where there is one.")
@@ -39,6 +49,12 @@ AgainOption = Annotated[
 ResultsFolder = Annotated[
     Path, typer.Option("--results", metavar="PATH", help="The folder that keeps a file for each problem.")
 ]
+Results = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RESULTS", help="The .json of `bench` or `suite`, the results folder of `suite`, or a .csv of records."
+    ),
+]
 ShapesOption = Annotated[
     str,
     typer.Option(
@@ -53,9 +69,13 @@ ReportPath = Annotated[
 ]
 DemoReport = Annotated[Path, typer.Option("--report", metavar="PATH", help="Where to write the report of the demo.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and the warnings of libraries.")]
-Training = Annotated[
+Train = Annotated[
     bool,
-    typer.Option("--training", help="With -o: also write kernels for the gradients instead of PyTorch's derivative."),
+    typer.Option(
+        "--train",
+        "--training",
+        help="With -o: also write kernels for the gradients instead of PyTorch's derivative.",
+    ),
 ]
 NoVerify = Annotated[bool, typer.Option("--no-verify", help="With -o: write the file without checking it.")]
 SelfCheck = Annotated[
@@ -93,4 +113,7 @@ TimedCandidate = Annotated[
 ]
 ClearCache = Annotated[
     bool, typer.Option("--clear-cache", help="Delete compiled kernels, tuned tiles and verdicts that are kept.")
+]
+Version = Annotated[
+    bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and stop.")
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from postlude.check import records
@@ -31,6 +32,8 @@ def check_report(path: Path | None) -> None:
 
 
 def _read(source: Path) -> list[Report]:
+    if source.is_dir():
+        return _read_folder(source)
     if source.suffix.lower() != ".csv":
         return read(source)
     try:
@@ -42,3 +45,22 @@ def _read(source: Path) -> list[Report]:
     if not reports:
         raise PostludeError(f"{source}: no row in it is about speed.")
     return reports
+
+
+def _read_folder(folder: Path) -> list[Report]:
+    """The results that `suite` keeps in a folder, a file for each problem."""
+    files = sorted(folder.glob("*.json"), key=natural)
+    try:
+        reports = [one for file in files for one in read(file)]
+    except PostludeError:
+        reports = []
+    if not reports:
+        what = "the --json of bench or suite, a .csv of records, or the --results folder of suite"
+        raise PostludeError(f"{folder}: this folder is not one of suite's results; pass {what}.")
+    return reports
+
+
+def natural(path: Path) -> list[tuple[int, int | str]]:
+    """A key that sorts numbers in names by their value."""
+    parts = re.split(r"(\d+)", str(path))
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in parts if part]

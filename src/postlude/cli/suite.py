@@ -20,7 +20,7 @@ from postlude.check import records
 from postlude.cli.frame import DONE, NO, Answer, Settings, check_word
 from postlude.cli.other_shapes import OWN, SHAPES
 from postlude.cli.output import complain, say, show_table, working
-from postlude.cli.report import check_report
+from postlude.cli.report import check_report, natural
 from postlude.cli.suite_batch import Told, run_batch
 from postlude.cli.suite_process import Outcome
 from postlude.cli.variants import AUTOTUNED, COMPILE, EAGER, LEVELS, POSTLUDE
@@ -100,12 +100,7 @@ def problem_files(folder: Path, only: str = "*") -> list[Path]:
     found = [path for path in fitting if re.search(rb"^class Model\b", path.read_bytes(), re.MULTILINE)]
     if not found:
         raise PostludeError(f"{folder}: no file fits {only} and has a class Model.")
-    return sorted(found, key=lambda path: _natural(path.relative_to(folder)))
-
-
-def _natural(path: Path) -> list[tuple[int, int | str]]:
-    parts = re.split(r"(\d+)", str(path))
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in parts if part]
+    return sorted(found, key=lambda path: natural(path.relative_to(folder)))
 
 
 def _tasks(settings: Settings, options: Options) -> list[Task]:

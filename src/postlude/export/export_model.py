@@ -40,6 +40,7 @@ _WORDS = (
     "moments compiled arguments self super"
 )
 RESERVED = frozenset(_WORDS.split())
+Planner = Callable[[FoundChain], tuple[Chain, Problem, Plan | Refusal]]
 
 
 @dataclass(frozen=True)
@@ -70,13 +71,8 @@ def export(
     """
     original = read(source)
     values = arguments_of(type(model), *arguments)
-
-    def planned(found: FoundChain) -> tuple[Chain, Problem, Plan | Refusal]:
-        specs = tuple(map(spec_of, _read_by(found)))
-        problem = Problem(specs, "cuda", precision, training, allows_tf32, multiplies_tf32=multiplies_tf32)
-        chain = found.match.chain
-        return chain, problem, lower(chain, problem, machine, even_if_slower=even_if_slower)
-
+    blank = Problem((), "cuda", precision, training, allows_tf32, multiplies_tf32=multiplies_tf32)
+    planned = _planner(blank, machine, even_if_slower)
     traced = _traced(model, inputs, precision, convolution, planned)
     reasons = dict(traced.declined)
     texts: dict[FoundChain, ChainText] = {}
@@ -100,6 +96,31 @@ def export(
     return Export(text, tuple(texts.values()), reasons)
 
 
+def plans(
+    model: nn.Module, inputs: Sequence[Any], blank: Problem, machine: Machine, convolution: str = "auto"
+) -> tuple[list[tuple[str, Chain, Problem, Plan | Refusal]], Mapping[str, str]]:
+    """What a file's chains would be, each with the call in which it begins, and why other calls are in none. No text is
+    written. `blank` is a problem without tensors."""
+    planned = _planner(blank, machine)
+    traced = _traced(model, inputs, blank.precision, convolution, planned)
+    return [(_place(found), *planned(found)) for found in traced.chains], traced.declined
+
+
+def _place(found: FoundChain) -> str:
+    """The module in which a chain begins, by its path in the model, or the name of the call."""
+    first = found.calls[0]
+    return str(first.target) if first.op == "call_module" else first.name
+
+
+def _planner(blank: Problem, machine: Machine, even_if_slower: bool = False) -> Planner:
+    def planned(found: FoundChain) -> tuple[Chain, Problem, Plan | Refusal]:
+        problem = replace(blank, tensors=tuple(map(spec_of, _read_by(found))))
+        chain = found.match.chain
+        return chain, problem, lower(chain, problem, machine, even_if_slower=even_if_slower)
+
+    return planned
+
+
 def _read_by(found: FoundChain) -> list[Tensor]:
     """Tensors like those that a chain's kernels read: of several axes of rows, matrices."""
     return as_matrices(found.match.chain, [node.meta["val"] for node in found.match.tensors])
@@ -110,7 +131,7 @@ def _traced(
     inputs: Sequence[Any],
     precision: str,
     convolution: str,
-    planned: Callable[[FoundChain], tuple[Chain, Problem, Plan | Refusal]],
+    planned: Planner,
 ) -> Traced:
     """The forward and its chains. They end before active dropout if one that goes past it is refused: a pass reads few
     tensors."""

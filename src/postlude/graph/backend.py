@@ -49,6 +49,7 @@ from postlude.tested import untested_versions
 log = logging.getLogger("postlude")
 RESTS = ("auto", "eager", "inductor")
 LAYOUTS = ("auto", "keep")
+MEMORIES = ("default", "lean")
 LEFT_OUT = "left out by only="
 _MULTIPLIED = "PyTorch runs this product, and chains begin after it"
 
@@ -81,6 +82,7 @@ class Backend:
             raise PostludeError(f"rest={rest!r} is unknown; use one of {', '.join(RESTS)}.")
         if layout not in LAYOUTS:
             raise PostludeError(f"layout={layout!r} is unknown; use one of {', '.join(LAYOUTS)}.")
+        check_memory(memory)
         check_convolution(convolution)
         self.precision, self.rest, self.wanted = precision, rest, wanted
         self.memory, self.convolution = memory, convolution
@@ -267,6 +269,11 @@ class Backend:
                 "Inductor failed (%s): what is not fused runs as it was", text[0] if text else type(error).__name__
             )
             return _as_it_is(graph)
+
+
+def check_memory(memory: str) -> None:
+    if memory not in MEMORIES:
+        raise PostludeError(f"memory={memory!r} is unknown; use {' or '.join(map(repr, MEMORIES))}.")
 
 
 def _as_it_is(graph: fx.GraphModule) -> Callable[..., Any]:

@@ -1,6 +1,6 @@
 """Traces Dynamo's graph again at ATen level: differentiable, with parameters still as inputs and the final dtypes.
 
-Private interfaces of PyTorch that Postlude needs for this are all in this file. It is tested on torch 2.11 and 2.13.
+Private interfaces of PyTorch that Postlude needs for this are all in this file; `tested.py` has the versions.
 """
 
 from __future__ import annotations

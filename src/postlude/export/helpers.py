@@ -7,12 +7,16 @@ import functools
 from collections.abc import Mapping, Sequence
 
 from postlude.export.device_text import Kernel, cut, library
-from postlude.export.layout import fold
+from postlude.export.layout import WIDTH, fold
+from postlude.export.rules import Replaced, rewritten
 from postlude.export.simplify import simplified_helper
 from postlude.export.single import in_single
-from postlude.export.source import parse, text_of
-from postlude.export.trees import walk
+from postlude.export.source import Comment, parse, text_of, written
+from postlude.export.trees import copied, walk
 from postlude.plan.program import Word
+from postlude.words import POINTWISE
+
+_SIMPLE = (ast.Assign, ast.AugAssign, ast.Expr, ast.Return)
 
 
 def kernel_of(function: ast.FunctionDef) -> Kernel:
@@ -41,7 +45,45 @@ def with_helpers(functions: Sequence[Kernel], values: Mapping[str, object], sing
             call.args = [call.args[parameters.index(word)] for word in made.parameters]
         trees[helper] = parse(made.text)
         helpers.insert(0, helper)
+    for helper in list(helpers):
+        if _is_put_in(helper, trees, {function.name for function in functions}):
+            helpers.remove(helper)
+            del trees[helper]
     return [kernel_of(trees[name]) for name in (*helpers, *(function.name for function in functions))]
+
+
+def _is_put_in(helper: str, trees: Mapping[str, ast.FunctionDef], kernels: set[str]) -> bool:
+    """Whether the one call of a helper of one expression has become that expression, with what is said of it above. A
+    step of a chain keeps its name in a kernel."""
+    *comments, last = trees[helper].body
+    calls = [(owner, call) for owner, tree in trees.items() for call in _calls(tree, helper)]
+    if len(calls) != 1 or not isinstance(last, ast.Return) or last.value is None:
+        return False
+    (owner, call), parameters = calls[0], [arg.arg for arg in trees[helper].args.args]
+    names = [node.id for node in walk(last.value) if isinstance(node, ast.Name)]
+    is_once = (isinstance(a, ast.Name | ast.Constant) or names.count(p) == 1 for p, a in zip(parameters, call.args))
+    if helper in POINTWISE or owner not in kernels or not all(is_once) or call.keywords:
+        return False
+    said = [node.text.strip('"# ') for node in comments if isinstance(node, Comment)]
+    statements = [node for node in walk(trees[owner]) if isinstance(node, _SIMPLE)]
+    around = next((node for node in statements if call in walk(node)), None)
+    if around is None or len(said) < len(comments):
+        return False
+    expression = Replaced(dict(zip(parameters, call.args))).visit(copied(last.value))
+    if len(written(around)) + len(written(expression)) - len(written(call)) > WIDTH - 12:
+        return False
+    _Put(call, expression).visit(around)
+    above = [Comment(f"# {text}") for text in said]
+    trees[owner].body = rewritten(trees[owner].body, lambda node: [*above, node] if node is around else [node])
+    return True
+
+
+class _Put(ast.NodeTransformer):
+    def __init__(self, call: ast.Call, expression: ast.expr) -> None:
+        self.call, self.expression = call, expression
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        return self.expression if node is self.call else self.generic_visit(node)
 
 
 def _next_helper(trees: Mapping[str, ast.FunctionDef]) -> str | None:

@@ -1,0 +1,27 @@
+"""Where the inputs of timed calls lie: every call of a window reads another place of one pool.
+
+Both ends use this file, so it imports no more of Postlude than `wire` does. All variants read pools of the same size,
+however many calls they make in a window, so that their caches are in the same state.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from postlude.check.isolation.wire import extent_of
+
+ALIGNMENT = 128  # bytes: a line of a GPU's cache, and more than any vector load needs
+PLACES = 1 << 14  # a window of 50 ms has no more calls unless one takes 3 µs
+SPARE = 3  # times the input's own size, for places to lie apart
+
+
+def pool_length(extent: int, itemsize: int) -> int:
+    """Elements of a pool for an input that spans `extent` elements."""
+    return extent + max(SPARE * extent, PLACES * (ALIGNMENT // itemsize))
+
+
+def view_at(pool: Tensor, like: Tensor, place: int) -> Tensor:
+    """The input number `place` of a pool, with the shape and the strides of `like`."""
+    step = ALIGNMENT // pool.element_size()
+    room = (pool.numel() - extent_of(like.shape, like.stride())) // step
+    return pool.as_strided(like.shape, like.stride(), place * room // PLACES * step)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from postlude.check.isolation.turns import PLACES, pool_length, view_at
+from postlude.check.isolation.turns import PLACES, pool_length, settle_heap, view_at
 from postlude.check.isolation.wire import extent_of, laid_out
 from postlude.check.points import map_tensors
 from postlude.check.sides import leaves_of
@@ -61,6 +61,7 @@ class Supply:
             self._pools = [_pool_for(values[0]) for values in self._values]
         for pool, values in zip(self._pools, self._values, strict=True):
             self._fill(pool, values)
+        settle_heap()
         places: list[int] = []
         while len(places) < calls:
             places += self._random.sample(range(PLACES), min(PLACES, calls - len(places)))

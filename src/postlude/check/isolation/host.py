@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from postlude.check.isolation.results import RefusedError, first_line, settled
-from postlude.check.isolation.turns import view_at
+from postlude.check.isolation.turns import settle_heap, view_at
 from postlude.check.isolation.wire import UnsendableError, distinct_part, flatten, laid_out, rebuild
 
 CACHE_BYTES = 64 << 20
@@ -118,6 +118,7 @@ class Host:
         fixed = [None if _has_gradient(leaf) and leaf.numel() else laid_out(leaf, self.device) for leaf in leaves]
         self.turns = [rebuild(tree, self._leaves_at(place, leaves, fixed)) for place in places.tolist()]
         self.model.train(training)
+        settle_heap()
         _synchronise()
 
     def _leaves_at(self, place: int, leaves: list[Any], fixed: list[Any]) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -29,7 +30,7 @@ class Kept(Running):
 
 def _use(limits: Limits) -> tuple[object, ...]:
     """What is settled when a process starts; times are per request."""
-    return limits.file_bytes, limits.said_bytes
+    return limits.file_bytes, limits.said_bytes, os.environ.get("OMP_NUM_THREADS")
 
 
 def lent(limits: Limits) -> Kept:

@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from postlude.check.clock import Estimate
-from postlude.check.floor import Ceilings, Work, clocks_apart, holds, judge_times, question_about, too_fast
+from postlude.check.floor import (
+    Ceilings,
+    Work,
+    clocks_apart,
+    holds,
+    judge_times,
+    question_about,
+    too_fast,
+    unbelievable,
+)
 
 MACHINE = Ceilings(bytes_per_second=1e12, operations_per_second=50e12)
 WORK = Work(bytes=1_000_000_000, operations=100_000_000_000)  # 1 ms to move, 2 ms to compute
@@ -63,3 +72,23 @@ def test_share_and_floor() -> None:
 
 def test_the_faster_of_two_measurements_counts() -> None:
     assert Ceilings(1.0, 5.0).or_faster(Ceilings(2.0, 4.0)) == Ceilings(2.0, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "ours", "any_precision", "believed"),
+    [
+        (0.9, 4.0, 0.0, False),
+        (1.1, 4.0, 0.0, True),  # less than twice as fast as the operations allow
+        (0.9, 1.5, 0.0, True),  # a variant of our own is nearly as fast
+        (0.9, 4.0, 300e12, True),  # half precision is fast enough
+        (0.1, 4.0, 300e12, False),
+    ],
+)
+def test_a_time_far_below_the_operations_is_not_believed(
+    milliseconds: float, ours: float, any_precision: float, believed: bool
+) -> None:
+    machine = Ceilings(1e12, 50e12, any_precision)
+    trusted = [_around(4.0), _around(ours)]
+    sentence = unbelievable("candidate", _around(milliseconds), trusted, WORK, machine)
+    assert (sentence is None) == believed
+    assert believed or "the time of candidate cannot be believed: one call takes" in str(sentence)

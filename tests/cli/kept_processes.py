@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,9 +17,9 @@ class Kept(Running):
 
     idle: list[Kept] = []  # noqa: RUF012 - of all of them
 
-    def __init__(self, limits: Limits, poisoned: bool) -> None:
-        super().__init__(limits, poisoned)
-        self.use = _use(limits, poisoned)
+    def __init__(self, limits: Limits) -> None:
+        super().__init__(limits)
+        self.use = _use(limits)
 
     def close(self, why: str = CLOSED) -> None:
         if why == CLOSED and self.ending is None and self._code_now() is None:
@@ -27,18 +28,18 @@ class Kept(Running):
             super().close(why)
 
 
-def _use(limits: Limits, poisoned: bool) -> tuple[object, ...]:
+def _use(limits: Limits) -> tuple[object, ...]:
     """What is settled when a process starts; times are per request."""
-    return poisoned, limits.file_bytes, limits.said_bytes
+    return limits.file_bytes, limits.said_bytes, os.environ.get("OMP_NUM_THREADS")
 
 
-def lent(limits: Limits, poisoned: bool = False) -> Kept:
+def lent(limits: Limits) -> Kept:
     for running in Kept.idle:
-        if running.use == _use(limits, poisoned):
+        if running.use == _use(limits):
             Kept.idle.remove(running)
             running.limits = limits
             return running
-    return Kept(limits, poisoned)
+    return Kept(limits)
 
 
 @contextmanager

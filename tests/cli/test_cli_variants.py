@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,13 @@ from cli.problem_texts import GOOD, Write
 from postlude.check.clock import Estimate, Window
 from postlude.check.isolation import Timed
 from postlude.check.points import random_state
+from postlude.check.supply import Supply, Turns
 from postlude.cli import variants
 from postlude.cli.frame import Settings
 from postlude.cli.measure import Timer
 from postlude.cli.session import Opened, open_problem
 from postlude.cli.variants import FORWARD, STEP, WITH_GRAPH, Isolated, Runner, input_sets, pytorch_ways
-from postlude.cli.watch import Watch, crowded, expected_results
+from postlude.cli.watch import Watch, crowded, is_random
 
 SMALL = GOOD.replace("4, 3, 18, 34, 36", "2, 3, 5, 6, 7")
 
@@ -31,26 +31,36 @@ def opened(write: Write) -> Opened:
 
 
 class FakeCandidate:
-    """Answers with the sum of the set that its last call was on."""
+    """Answers with the sum of the inputs of a call in the middle."""
 
     def __init__(self) -> None:
-        self.orders: set[tuple[float, ...]] = set()
+        self.signals: list[float] = []
 
-    def time_calls(self, sets: Sequence[Sequence[Any]], calls: int) -> Timed:
-        self.orders.add(tuple(float(one[0].sum()) for one in sets))
-        last = (1 + calls - 1) % len(sets)
-        return Timed(0.25, calls, last, sets[last][0].sum())
+    def time_calls(self, turns: Turns, signal_s: float) -> Timed:
+        self.signals.append(signal_s)
+        call = len(turns) // 2
+        return Timed(0.25, len(turns), call, turns.inputs(call)[0].sum())
 
 
-def test_a_candidates_sets_are_shuffled_and_its_result_still_belongs_to_its_input() -> None:
-    sets = [(torch.full((4,), float(value)),) for value in (1, 2, 3)]
-    fake = FakeCandidate()
-    contestant = Isolated(fake, sets)  # type: ignore[arg-type]
-    for calls in range(1, 40):
+def test_one_result_of_a_candidate_is_judged_in_every_window() -> None:
+    fake, judged = FakeCandidate(), []
+    contestant = Isolated(fake, Supply([(torch.rand(6000),)]), judged.append)  # type: ignore[arg-type]
+    for calls in range(1, 20):
         window = contestant.window(0, calls, None)
-        assert window.index is not None
-        assert float(window.output) == 4.0 * (window.index + 1)  # type: ignore[arg-type]
-    assert len(fake.orders) == 6
+        assert (window.seconds, window.calls, window.inputs) == (0.25, calls, None)
+        # Judged at once: the next window's inputs are in the same memory.
+        assert torch.equal(judged[-1].output, judged[-1].inputs[0].sum())
+    assert len(judged) == 19
+    assert all(0 <= signal <= 20 * 0.25 for signal in fake.signals)
+    assert len(set(fake.signals)) == 19
+
+
+@pytest.mark.parametrize("seconds", [0.05, 5.0])
+def test_signals_come_at_any_time_of_a_window_and_often_early(seconds: float) -> None:
+    found = [variants._moment(seconds) for _ in range(2000)]
+    assert 0 <= min(found) < max(found) <= seconds
+    assert 0.15 < sum(one > seconds / 2 for one in found) / 2000 < 0.45
+    assert 0.15 < sum(one < seconds / 50 for one in found) / 2000 < 0.45
 
 
 def test_what_a_compiler_prints_unasked_is_not_shown(
@@ -121,7 +131,7 @@ def test_caches_are_flushed_before_every_call(opened: Opened, monkeypatch: pytes
 
     monkeypatch.setattr("postlude.cli.measure.time_interleaved", once)
     runners = [runner, Runner("slow", lambda x: events.append("call"), [opened.inputs])]
-    found, lost = Timer(runners, opened.output, "cpu", 1, 1.0).flushed(Watch((), "fp32", "cpu"))
+    found, lost = Timer(runners, opened.output, "cpu", 1, 1.0).flushed(Watch(None, "fp32", "cpu"))
     assert events == ["flush", "call"] * 4 + ["flush"] * 2
     # What is left beside the flush is the call; where nothing is left, that is said.
     assert {name: timing.median for name, timing in found.items()} == {"eager": 0.25}
@@ -129,10 +139,10 @@ def test_caches_are_flushed_before_every_call(opened: Opened, monkeypatch: pytes
 
 
 def test_a_wrong_result_of_a_timed_call_is_noted() -> None:
-    expected = [torch.randn(8), torch.randn(8)]
-    watch = Watch(expected, "fp32", "cpu")
-    watch("honest", Window(0.05, 10, 13, expected[1].clone()))
-    watch("stale", Window(0.05, 10, 12, expected[1].clone()))
+    inputs = [(torch.randn(8),), (torch.randn(8),)]
+    watch = Watch(torch.sin, "fp32", "cpu")
+    watch("honest", Window(0.05, 10, 3, inputs[1][0].sin(), inputs=inputs[1]))
+    watch("stale", Window(0.05, 10, 2, inputs[1][0].sin(), inputs=inputs[0]))
     watch("unseen", Window(0.05, 10))
     assert list(watch.wrong) == ["stale"]
     assert "the result of a timed call of stale differs from PyTorch's" in watch.wrong["stale"]
@@ -140,7 +150,7 @@ def test_a_wrong_result_of_a_timed_call_is_noted() -> None:
 
 
 def test_two_clocks_that_differ_are_a_finding() -> None:
-    watch = Watch((), "fp32", "cpu")
+    watch = Watch(None, "fp32", "cpu")
     for _ in range(5):
         watch("honest", Window(0.05, 10, event_seconds=0.0499))
         watch("side stream", Window(0.05, 10, event_seconds=0.001))
@@ -150,9 +160,8 @@ def test_two_clocks_that_differ_are_a_finding() -> None:
 
 
 def test_a_model_that_draws_its_result_is_not_compared() -> None:
-    sets = [(torch.ones(64),)]
-    assert len(expected_results(lambda x: x + 1, sets, "fp32")) == 1
-    assert expected_results(lambda x: x + torch.rand(64), sets, "fp32") == []
+    assert not is_random(lambda x: x + 1, (torch.ones(64),), "fp32")
+    assert is_random(lambda x: x + torch.rand(64), (torch.ones(64),), "fp32")
 
 
 def test_sets_differ(opened: Opened, tmp_path: Path) -> None:

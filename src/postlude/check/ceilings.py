@@ -39,7 +39,15 @@ def held_bytes(tensor: Tensor) -> int:
 
 def ceilings_of(work: Work, dtype: torch.dtype, mode: str, device: str) -> Ceilings:
     size = min(max(work.bytes, LEAST_BYTES), MOST_BYTES)
-    return Ceilings(memory_speed(size, device), product_speed(dtype, mode, device))
+    own = product_speed(dtype, mode, device)
+    low = {"cuda": torch.float16, "cpu": torch.bfloat16 if _multiplies_tiles() else dtype}[device]
+    lowest = own if low == dtype else product_speed(low, mode, device)
+    return Ceilings(memory_speed(size, device), own, max(own, lowest))
+
+
+def _multiplies_tiles() -> bool:
+    """Whether the CPU has units for products in half precision (AMX); without them, those are not faster than fp32."""
+    return bool(torch.cpu._is_amx_tile_supported())
 
 
 def memory_speed(size: int, device: str) -> float:

@@ -101,6 +101,7 @@ class Window:
     index: int | None = None  # of the call whose result is here
     output: object = None
     event_seconds: float | None = None  # the same window by the device's events, for information
+    inputs: tuple[Any, ...] | None = None  # of the call whose result is here
 
 
 class Contestant(Protocol):

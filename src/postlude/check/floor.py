@@ -1,7 +1,8 @@
 """Which times are impossible or implausible, by a roofline measured on this machine.
 
 A time below that of the compulsory bytes is a failure. A time below that of the declared operations raises a question,
-because a candidate may have found a way to do less. Pure logic on numbers that were measured elsewhere.
+because a candidate may have found a way to do less; where it is far below, the candidate is not believed. Pure logic on
+numbers that were measured elsewhere.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from postlude.check.clock import Estimate
 
 DISAGREEMENT = 0.10  # between the host's clock and the device's events
+BELIEVABLE = 2.0  # times as fast as the machine's highest rates allow, and as the fastest variant in our own process
 
 
 @dataclass(frozen=True)
@@ -20,11 +22,13 @@ class Ceilings:
 
     bytes_per_second: float  # copying or reading as many bytes as the problem has
     operations_per_second: float  # in a matrix product or convolution of the same precision
+    in_any_precision: float = 0.0  # operations per second in the fastest arithmetic that this machine has
 
     def or_faster(self, other: Ceilings) -> Ceilings:
         return Ceilings(
             max(self.bytes_per_second, other.bytes_per_second),
             max(self.operations_per_second, other.operations_per_second),
+            max(self.in_any_precision, other.in_any_precision),
         )
 
 
@@ -63,6 +67,25 @@ def question_about(name: str, timing: Estimate, work: Work, ceilings: Ceilings) 
     return (
         f"{name} does the work of {work.operations / 1e9:.3g} GFLOP at {reached / 1e12:.3g} TFLOP/s, where a matrix "
         f"product or convolution in the same precision reached {peak / 1e12:.3g}: by which arithmetic or algorithm?"
+    )
+
+
+def unbelievable(
+    name: str, timing: Estimate, trusted: Sequence[Estimate], work: Work, ceilings: Ceilings
+) -> str | None:
+    """Why nobody should believe the time, or None.
+
+    fp32 from products in half precision is honest, so the fastest arithmetic counts. A variant in our own process that
+    is as fast, by another algorithm, shows that the operations are not all needed.
+    """
+    peak = max(ceilings.operations_per_second, ceilings.in_any_precision)
+    least = work.operations / peak
+    if BELIEVABLE * timing.high >= min(least, *(one.median for one in trusted)):
+        return None
+    return (
+        f"the time of {name} cannot be believed: one call takes {1e3 * timing.median:.3g} ms, and the "
+        f"{work.operations / 1e9:.3g} GFLOP of the model take this machine {1e3 * least:.3g} ms at "
+        f"{peak / 1e12:.3g} TFLOP/s, the highest speed that it reached in any precision"
     )
 
 

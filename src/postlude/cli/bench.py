@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,12 @@ from postlude.check import records
 from postlude.check.budget import RMS_FACTOR
 from postlude.check.ceilings import ceilings_of, work_of
 from postlude.check.clock import Contestant
-from postlude.check.floor import Ceilings, Work, holds, judge_times
+from postlude.check.floor import Ceilings, Work, holds, judge_times, unbelievable
 from postlude.check.isolation import Candidate, CandidateFailed
 from postlude.check.modes import has_no_convolution, resolve
 from postlude.check.points import random_state
 from postlude.check.sides import leaves_of
+from postlude.check.supply import Supply
 from postlude.check.verdict import combine
 from postlude.cli import bench_show
 from postlude.cli.bench_state import Bench, Options
@@ -51,7 +52,7 @@ from postlude.cli.variants import (
     pytorch_ways,
     with_state,
 )
-from postlude.cli.watch import RANDOM, Watch, crowded, expected_results
+from postlude.cli.watch import RANDOM, Watch, crowded, is_random
 from postlude.errors import PostludeError
 from postlude.plan import Refusal
 from postlude.report import gather, model, write
@@ -60,6 +61,7 @@ from postlude.report.write import to_json
 
 __all__ = ["Options", "bench", "run"]
 STATE_SEED = 61
+SAME_INPUTS = "new inputs for timed calls: integers stay as they are, so remembered answers are not found"
 
 
 def bench(settings: Settings, options: Options) -> Answer:
@@ -192,8 +194,8 @@ def _candidate(one: Bench, stack: ExitStack) -> Candidate | None:
 
 
 def _watch(one: Bench) -> Watch:
-    expected = expected_results(one.opened.model, one.sets, one.mode)
-    if not expected:
+    is_judged = not is_random(one.opened.model, one.sets[0], one.mode)
+    if not is_judged:
         one.left_out.append(RANDOM)
     # A right result and PyTorch's own are each within their share of the budget.
     allowed = {
@@ -201,7 +203,7 @@ def _watch(one: Bench) -> Watch:
         for name, verdict in one.verdicts.items()
         if verdict.budget is not None
     }
-    return Watch(expected, one.mode, one.settings.device, allowed)
+    return Watch(one.opened.model if is_judged else None, one.mode, one.settings.device, allowed)
 
 
 def _ceilings(one: Bench, work: Work) -> Ceilings:
@@ -210,7 +212,11 @@ def _ceilings(one: Bench, work: Work) -> Ceilings:
 
 
 def _time(one: Bench, timer: Timer, watch: Watch, candidate: Candidate | None) -> None:
-    others: Mapping[str, Contestant] = {} if candidate is None else {CANDIDATE: Isolated(candidate, one.sets)}
+    others: dict[str, Contestant] = {}
+    if candidate is not None:
+        supply = Supply(one.sets)
+        one.left_out += [SAME_INPUTS] if supply.repeats else []
+        others[CANDIDATE] = Isolated(candidate, supply, lambda window: watch.judge(CANDIDATE, window))
     try:
         warm = timer.forward(watch, others)
     except CandidateFailed as error:
@@ -240,6 +246,10 @@ def _judge(one: Bench, watch: Watch, work: Work, ceilings: Ceilings) -> None:
     impossible, questions = judge_times(warm, EAGER, work, ceilings)
     for name, reason in (*watch.wrong.items(), *impossible.items()):
         one.reject(name, reason)
+    if CANDIDATE in warm:
+        trusted = [timing for name, timing in warm.items() if name not in (CANDIDATE, *one.refused)]
+        if (why := unbelievable(CANDIDATE, warm[CANDIDATE], trusted, work, ceilings)) is not None:
+            one.reject(CANDIDATE, why, "cannot tell")
     one.questions += questions
     one.findings += watch.disagreements
     if not holds(warm[EAGER], work, ceilings):

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from postlude.check.verdict import Verdict
+from postlude.check.verdict import Outcome, Verdict
 from postlude.cli.frame import Settings
 from postlude.cli.measure import Timings
 from postlude.cli.other_shapes import OWN
@@ -63,7 +63,7 @@ class Bench:
         fused = self.result is not None and any(site.is_fused for site in self.result.sites)
         return frozenset(wrong if fused else {*wrong, POSTLUDE})
 
-    def reject(self, name: str, reason: str) -> None:
+    def reject(self, name: str, reason: str, outcome: Outcome = "wrong") -> None:
         """Records what was found while timing: a verdict for a judged variant, a finding for PyTorch's own."""
         if name not in (POSTLUDE, CANDIDATE):
             self.findings.append(reason)
@@ -71,4 +71,5 @@ class Bench:
         known = self.verdicts.get(name)
         reasons = () if known is None or known.right else known.reasons
         quantities = () if known is None else known.quantities
-        self.verdicts[name] = Verdict("wrong", (*reasons, reason), self.mode, quantities)
+        outcome = outcome if known is None or known.right else known.outcome
+        self.verdicts[name] = Verdict(outcome, (*reasons, reason), self.mode, quantities)

@@ -17,6 +17,7 @@ from postlude.check.floor import Ceilings, Work
 from postlude.check.footprint import launches, peak_bytes, saved_bytes
 from postlude.check.points import map_tensors
 from postlude.check.sides import leaves_of
+from postlude.check.supply import Supply
 from postlude.cli.race import first_line
 from postlude.cli.variants import FORWARD, STEP, WITH_GRAPH, Runner, flusher
 from postlude.cli.watch import Watch
@@ -43,13 +44,13 @@ class Timer:
 
     def forward(self, watch: Watch, others: Mapping[str, Contestant]) -> Timings:
         """The warm forward race, including variants that have no backward pass."""
-        ours = {one.name: one.contestant(FORWARD, self.output, device=self.device) for one in self.runners}
+        ours = self._contestants(FORWARD)
         return self._race({**ours, **others}, watch)
 
     def flushed(self, watch: Watch) -> tuple[Timings, list[str]]:
         """The race with caches flushed before every call: the time of flush and call minus that of the flush."""
         flush = flusher(self.device)
-        contestants = {one.name: one.contestant(FORWARD, self.output, flush, self.device) for one in self.runners}
+        contestants = self._contestants(FORWARD, flush)
         # The second clock would include the flush, so it is not used.
         quiet = dataclasses.replace(watch, host={}, events={}, per_call={})
 
@@ -63,17 +64,22 @@ class Timer:
 
     def training(self, watch: Watch) -> tuple[Timings, Timings, list[str]]:
         """A training step, and the backward pass: the step minus a forward pass that saves what it needs."""
-        contestants = {
-            f"{work}: {one.name}": one.contestant(work, self.output, device=self.device)
-            for one in self.runners
-            for work in (WITH_GRAPH, STEP)
-        }
-        found = self._race(contestants, dataclasses.replace(watch, expected=(), host={}, events={}, per_call={}))
+        both = {work: self._contestants(work) for work in (WITH_GRAPH, STEP)}
+        contestants = {f"{work}: {one.name}": both[work][one.name] for one in self.runners for work in both}
+        found = self._race(contestants, dataclasses.replace(watch, reference=None, host={}, events={}, per_call={}))
         steps, graphs = (
             {one.name: found[f"{work}: {one.name}"] for one in self.runners} for work in (STEP, WITH_GRAPH)
         )
         backward, why = _less(steps, graphs, "backward")
         return steps, backward, why
+
+    def _contestants(self, work: str, flush: Callable[[], object] | None = None) -> dict[str, Contestant]:
+        # Variants with the same sets share a pool: their windows take turns.
+        supplies = {id(one.sets): Supply(one.sets) for one in self.runners}
+        return {
+            one.name: one.contestant(work, self.output, supplies[id(one.sets)], flush, self.device)
+            for one in self.runners
+        }
 
     def _race(self, contestants: Mapping[str, Contestant], watch: Callable[[str, Window], None]) -> Timings:
         return time_interleaved(

@@ -8,16 +8,17 @@ import io
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from postlude import hardware
-from postlude.check.clock import Calls, Contestant, CudaEvents, Stopwatch, Window, rotating
+from postlude.check.clock import Calls, Contestant, CudaEvents, Stopwatch, Window
 from postlude.check.isolation import Candidate
 from postlude.check.points import inputs_like, map_tensors
+from postlude.check.supply import Supply
 from postlude.cli.race import Runnable, first_line, no_compiler
 from postlude.cli.session import Opened
 from postlude.errors import PostludeError
@@ -28,6 +29,7 @@ BENCHMARKED, CHANNELS_LAST = "eager, cudnn.benchmark", "eager, channels-last"
 AUTOTUNED = "torch.compile, max-autotune"
 FORWARD, WITH_GRAPH, STEP = "forward", "forward with gradients", "training step"
 SETS = 3
+SOONEST_S = 2e-5  # about as soon as a signal can be given
 LEVELS = ("few", "usual", "all")  # how many of PyTorch's own variants take part
 
 
@@ -42,11 +44,16 @@ class Runner:
     around: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def contestant(
-        self, work: str, output: Tensor, flush: Callable[[], object] | None = None, device: str = "cpu"
+        self,
+        work: str,
+        output: Tensor,
+        supply: Supply | None = None,
+        flush: Callable[[], object] | None = None,
+        device: str = "cpu",
     ) -> Contestant:
-        call = rotating(_work(self.model, work, output), self.sets)
         stopwatch: Callable[[], Stopwatch] | None = CudaEvents if device == "cuda" else None
-        return Calls(_after(flush, call), stopwatch=stopwatch, around=lambda: self._mode(work))
+        model = _work(self.model, work, output)
+        return Supplied(model, supply or Supply(self.sets), flush, stopwatch, lambda: self._mode(work))
 
     @contextlib.contextmanager
     def _mode(self, work: str) -> Iterator[None]:
@@ -57,17 +64,52 @@ class Runner:
 
 
 @dataclass(frozen=True)
-class Isolated:
-    """A candidate in its process. Input sets are shuffled for every window, so that answers by position are wrong."""
+class Supplied:
+    """A model in this process, on new inputs in every window."""
 
-    candidate: Candidate
-    sets: Sequence[tuple[Any, ...]]
+    model: Runnable
+    supply: Supply
+    flush: Callable[[], object] | None
+    stopwatch: Callable[[], Stopwatch] | None
+    around: Callable[[], AbstractContextManager[object]]
 
     def window(self, first: int, calls: int, kept: int | None) -> Window:
-        del first, kept  # which call comes last, and on which set, is drawn by `time_calls` and here
-        order = random.SystemRandom().sample(range(len(self.sets)), len(self.sets))
-        timed = self.candidate.time_calls([self.sets[place] for place in order], calls)
-        return Window(timed.seconds, timed.calls, order[timed.last_set], timed.outputs)
+        turns = self.supply.draw(calls)
+        given = [turns.inputs(call) for call in range(calls)]
+        call = _after(self.flush, lambda index: self.model(*given[index - first]))
+        window = Calls(call, stopwatch=self.stopwatch, around=self.around).window(first, calls, kept)
+        return window if kept is None else replace(window, inputs=given[kept - first])
+
+
+@dataclass
+class Isolated:
+    """A candidate in its process, where nobody knows before a call whether its result will be judged.
+
+    One result is judged in every window, also in those that only find out how many calls fill one: a candidate that
+    skips calls there would get windows that are long enough for a few answers to be remembered.
+    """
+
+    candidate: Candidate
+    supply: Supply
+    judge: Callable[[Window], None]
+    pace_s: float = SOONEST_S  # seconds per call in the last window
+
+    def window(self, first: int, calls: int, kept: int | None) -> Window:
+        del first, kept  # which result is judged is decided while the calls run
+        turns = self.supply.draw(calls)
+        timed = self.candidate.time_calls(turns, signal_s=_moment(calls * self.pace_s))
+        self.pace_s = timed.seconds / calls
+        self.judge(Window(timed.seconds, calls, timed.call, timed.outputs, inputs=turns.inputs(timed.call)))
+        return Window(timed.seconds, calls)
+
+
+def _moment(expected_s: float) -> float:
+    """A random time in a window. Calls on a GPU may all be queued in a small part of it, so early times are likelier
+    than late ones in every second window."""
+    source, latest = random.SystemRandom(), max(expected_s, SOONEST_S)
+    if source.random() < 0.5:
+        return source.uniform(0.0, latest)
+    return float(SOONEST_S * (latest / SOONEST_S) ** source.random())
 
 
 @dataclass

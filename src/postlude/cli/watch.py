@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from postlude import hardware
 from postlude.check.clock import Window
@@ -23,7 +22,7 @@ RANDOM = "results of timed calls: the model's own result differs from call to ca
 class Watch:
     """Sees every window that counts."""
 
-    expected: Sequence[Tensor]  # PyTorch's result for each set of inputs; empty if it is random
+    reference: Runnable | None  # PyTorch's model; None if its result is random
     mode: str
     device: str
     allowed: Mapping[str, float] = field(default_factory=dict)  # variant → RMS, where a verdict says it
@@ -41,11 +40,16 @@ class Watch:
             self.per_call.setdefault(name, []).append(window.event_seconds / window.calls)
         if (clock := hardware.clock_mhz(self.device)) is not None:
             self.clocks.append(clock)
-        if window.index is None or not self.expected or name in self.wrong:
+        self.judge(name, window)
+
+    def judge(self, name: str, window: Window) -> None:
+        """Compares the result of a timed call with PyTorch's for the same inputs."""
+        if window.inputs is None or self.reference is None or name in self.wrong:
             return
-        place = window.index % len(self.expected)
+        with torch.no_grad():
+            expected = self.reference(*window.inputs)
         self.checked[name] = self.checked.get(name, 0) + 1
-        problem = belongs(window.output, self.expected[place], self.mode, self.allowed.get(name, 0.0))
+        problem = belongs(window.output, expected, self.mode, self.allowed.get(name, 0.0))
         if problem is not None:
             self.wrong[name] = f"the result of a timed call of {name} {problem}"
 
@@ -73,9 +77,8 @@ def crowded(device: str) -> str | None:
     )
 
 
-def expected_results(model: Runnable, sets: Sequence[tuple[Any, ...]], mode: str) -> list[Tensor]:
-    """PyTorch's result for each set; empty if a second call differs from the first."""
+def is_random(model: Runnable, inputs: tuple[Any, ...], mode: str) -> bool:
+    """Whether a second call gives another result than the first."""
     with torch.no_grad():
-        found = [model(*inputs).detach().clone() for inputs in sets]
-        again = model(*sets[0])
-    return found if belongs(again, found[0], mode) is None else []
+        first = model(*inputs).detach().clone()
+        return belongs(model(*inputs), first, mode) is not None

@@ -12,6 +12,7 @@ from torch import nn
 
 from postlude.check.isolation import Candidate, CandidateFailed, Limits
 from postlude.check.sides import named_tensors
+from postlude.check.supply import Supply
 
 SMALL = """
 import torch
@@ -240,13 +241,17 @@ def test_gradients_only_where_there_are_some(versatile: Candidate) -> None:
         versatile.forward_backward(["strides", x], [])
 
 
-def test_timed_calls_are_made_and_their_last_result_comes_back(versatile: Candidate) -> None:
+@pytest.mark.parametrize(("signal_s", "calls"), [(None, {4}), (0.025, {0, 1, 2}), (30.0, {4})])
+def test_timed_calls_are_made_and_the_result_before_the_signal_comes_back(
+    versatile: Candidate, signal_s: float | None, calls: set[int]
+) -> None:
     before = ask(versatile, "count")
-    sets = [["slow", torch.full((2,), float(number))] for number in range(3)]
-    timed = versatile.time_calls(sets, 5)
+    turns = Supply([("slow", torch.rand(2)), ("slow", torch.rand(2))]).draw(5)
+    timed = versatile.time_calls(turns, signal_s=signal_s)
     assert ask(versatile, "count") - before == 6
     assert 0.05 <= timed.seconds < 5
-    assert torch.equal(timed.outputs, torch.full((2,), 2.0 * timed.last_set))
+    assert timed.call in calls
+    assert torch.equal(timed.outputs, 2 * turns.inputs(timed.call)[1])
 
 
 def test_our_own_mistakes_are_not_the_candidates(versatile: Candidate) -> None:
@@ -254,4 +259,4 @@ def test_our_own_mistakes_are_not_the_candidates(versatile: Candidate) -> None:
         with pytest.raises(ValueError, match="cannot be sent to a candidate"):
             versatile.forward(["same", value])
     with pytest.raises(ValueError, match="nothing to time"):
-        versatile.time_calls([], 1)
+        versatile.time_calls(Supply([("same",)]).draw(0))

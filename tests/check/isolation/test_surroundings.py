@@ -20,7 +20,7 @@ from postlude.check.isolation.process import CHILD, FOLDER_PREFIX
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into Linux's /proc")
 
 CURIOUS = """
-import json, os, resource, sys
+import ctypes, json, os, resource, sys
 import torch
 from torch import nn
 
@@ -54,6 +54,11 @@ class ModelNew(nn.Module):
                 "descriptors": [link for link in map(target, range(64)) if link]}
     def parents_command(self): return open(f"/proc/{os.getppid()}/cmdline").read()
     def pid(self): return os.getpid()
+    def command(self): return open("/proc/self/cmdline").read() + open("/proc/self/environ").read()
+    def fresh_memory(self):
+        library = ctypes.CDLL(None)
+        library.malloc.restype = ctypes.c_void_p
+        return ctypes.string_at(library.malloc(4096), 4096)[100]
 """
 
 
@@ -156,7 +161,18 @@ def test_a_program_can_close_itself_to_others() -> None:
 
 
 def test_memory_is_poisoned_for_checking_and_not_for_timing(tmp_path: Path) -> None:
-    plain = furnish(tmp_path, {"PATH": "/bin", "SECRET": "1", "MALLOC_PERTURB_": "7"})
-    assert plain["PATH"] == "/bin"
-    assert not plain.keys() & {"SECRET", "MALLOC_PERTURB_"}
-    assert furnish(tmp_path, {}, poisoned=True)["MALLOC_PERTURB_"] == "1"
+    """Nothing but the memory says so: variables, arguments and descriptors are the same."""
+    path = tmp_path / "candidate.py"
+    path.write_text(CURIOUS)
+    found = {}
+    for poisoned in (True, False):
+        with Candidate(path, poisoned=poisoned) as candidate:
+            around = {**ask(candidate, "surroundings"), "command": ask(candidate, "command")}
+            private = str(Path(around["folder"]).parent)
+            found[poisoned] = re.sub(r"\[\d+\]", "", repr(around).replace(private, ""))
+            assert (ask(candidate, "fresh_memory") == 0xFE) == poisoned
+    assert found[True] == found[False]
+    assert not furnish(tmp_path, {"PATH": "/bin", "SECRET": "1", "MALLOC_PERTURB_": "7"}).keys() & {
+        "SECRET",
+        "MALLOC_PERTURB_",
+    }

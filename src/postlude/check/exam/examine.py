@@ -183,12 +183,18 @@ class _Sitting:
         except CandidateError as error:
             if (why := why_raises(self.exam, question)) is not None:
                 raise UnanswerableError(f"{case.name}: the reference raises as well ({why})") from error
-            shape = self.exam.shapes[case.shape]
-            where = f" ({case.name}: {shape}; --declared-only leaves it out)" if case.shape != WORKING else ""
-            raise CandidateError(f"{error}{where}") from error
+            raise CandidateError(f"{error}{self._place(case)}") from error
         self.findings += [one for one in answer.findings if one not in self.findings]
         self.gapped = answer.gapped
         return answer.quantities
+
+    def _place(self, case: Case) -> str:
+        """Where a candidate fails that has answered at the first points."""
+        if case.shape != WORKING:
+            return f" ({case.name}: {self.exam.shapes[case.shape]}; --declared-only leaves it out)"
+        if case.wants == "recorded":
+            return f" ({case.name}, as KernelBench times it)"
+        return f" ({case.name})" if case.wants or case.unaligned else ""
 
     def _look_at_counters(self, result: Quantities, known: Known) -> None:
         """A counter that nothing reads is worth a note only: many honest candidates call F.batch_norm."""

@@ -10,7 +10,9 @@ from __future__ import annotations
 import ctypes
 import os
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 
 import torch
@@ -65,6 +67,20 @@ class Buffer:
             if not torch.equal(now, flat_values(tensor).view(torch.uint8)):
                 found.append(place)
         return found
+
+    @contextmanager
+    def signalled(self, after_s: float | None) -> Iterator[None]:
+        """Sets the first byte after a while, unless what happens inside ends before."""
+        if after_s is None:
+            yield
+            return
+        timer = threading.Timer(after_s, os.pwrite, (self.descriptor, b"\x01", 0))
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()  # before the descriptor is closed, whose number may then mean another file
 
 
 def flat_values(tensor: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,9 @@ from postlude.check.isolation.process import CandidateFailed, Limits, Reply, Run
 from postlude.check.isolation.wire import DTYPES, UnsendableError, flatten, overlaps_itself
 from postlude.check.points import map_tensors
 from postlude.check.sides import Wants, named_tensors
+from postlude.check.supply import Turns
+
+POISON = 1  # memory is filled with its complement: -1.7e38 in fp32, NaN in fp16
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,11 @@ class Answered:
 
 @dataclass(frozen=True)
 class Timed:
-    """One window of calls: the outputs are those of the last call, on the set of inputs number `last_set`."""
+    """One window of calls: the outputs are those of call number `call`."""
 
     seconds: float
     calls: int
-    last_set: int
+    call: int
     outputs: Any
 
 
@@ -73,13 +75,14 @@ class Candidate:
         given = {"args": list(init_args), "kwargs": dict(init_kwargs or {})}
         _check_sendable(given, "an argument of the constructor")
         self._kept_names: list[str] = []
-        self._running = Running(self.limits, poisoned)
+        self._running = Running(self.limits)
         # Also if it is never closed, and when the interpreter exits.
         self._finalizer = weakref.finalize(self, self._running.close)
         try:
             copied = self._running.bring(Path(path))
             for companion in companions:
                 self._running.bring(Path(companion))
+            self._ask("poison", {"byte": POISON if poisoned else 0}, "its start", self.limits.start_s)
             start = {**given, "path": str(copied), "class_name": class_name, "device": device, "seed": seed}
             start["precision"] = precision
             self.skipped = self._protections(self._ask("start", start, "its start", self.limits.start_s).value)
@@ -172,20 +175,26 @@ class Candidate:
         gradients = self._gradients(found["inputs"], found["parameters"], self._kept_names)
         return dict(self._on_device(reply, gradients))
 
-    def time_calls(self, input_sets: Sequence[Sequence[Any]], calls: int, *, training: bool = False) -> Timed:
-        """Seconds for `calls` calls on the sets in turn, by our clock around one request; inputs are sent before it.
+    def time_calls(self, turns: Turns, *, training: bool = False, signal_s: float | None = None) -> Timed:
+        """Seconds for one call on each of the inputs, by our clock around one request; inputs are sent before it.
 
-        A candidate can answer first and compute later, so `outputs` must be checked. Fetching them is not included in
+        After `signal_s` seconds a signal picks the call whose result comes back; without one it is the last call. A
+        candidate can answer first and compute later, so `outputs` must be checked. Fetching them is not included in
         `seconds`: a gain that disappears in the whole round trip is not real.
         """
-        sets = [list(inputs) for inputs in input_sets]
-        _check_sendable(sets, "an input")
-        if not sets or calls < 1:
-            raise ValueError("there is nothing to time without inputs and calls")
-        first = secrets.randbelow(len(sets))
-        self._ask("prepare", {"sets": sets, "training": training}, "taking its inputs")
-        reply = self._ask("window", {"calls": calls, "first": first}, f"{calls} timed calls")
-        return Timed(reply.seconds, calls, (first + calls - 1) % len(sets), self.kept())
+        first, calls = list(turns.inputs(0)) if len(turns) else [], len(turns)
+        _check_sendable(first, "an input")
+        if not calls:
+            raise ValueError("there is nothing to time without calls")
+        given = {"inputs": first, "pools": list(turns.pools), "places": torch.tensor(turns.places)}
+        self._ask("prepare", {**given, "training": training}, "taking its inputs")
+        signal = {"signal": torch.zeros(1, dtype=torch.uint8)}
+        seconds = self._ask("window", signal, f"{calls} timed calls", signal_s=signal_s).seconds
+        found = self.kept()
+        whole = isinstance(found, dict) and found.keys() == {"call", "outputs"} and type(found["call"]) is int
+        if not whole or found["call"] not in range(calls):
+            raise self._broken("is not the result of a timed call")
+        return Timed(seconds, calls, found["call"], found["outputs"])
 
     def _forward(
         self,
@@ -221,10 +230,8 @@ class Candidate:
             raise self._broken("has a gradient that is not a tensor")
         return {name: gradient for name, gradient in found.items() if gradient is not None}
 
-    def _ask(
-        self, do: str, value: dict[str, Any], doing: str, limit_s: float | None = None, watched: bool = False
-    ) -> Reply:
-        return self._running.ask(do, self.limits.call_s if limit_s is None else limit_s, value, doing, watched)
+    def _ask(self, do: str, value: dict[str, Any], doing: str, limit_s: float | None = None, **how: Any) -> Reply:
+        return self._running.ask(do, self.limits.call_s if limit_s is None else limit_s, value, doing, **how)
 
     def _on_device(self, reply: Reply, value: Any) -> Any:
         """Moves tensors that were on the candidate's device to ours of the same type; others stay on the host."""

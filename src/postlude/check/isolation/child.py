@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 import signal
 import socket
 import sys
@@ -18,15 +19,23 @@ PACKAGE = "postlude.check.isolation"
 
 
 def main() -> None:
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    skipped = guard(int(sys.argv[2]))
-    if sys.argv[3] not in sys.path:  # isolated mode leaves out the user's site packages, where torch may be
-        sys.path.append(sys.argv[3])
-    for name in ("wire", "results", "host", "server"):
+    connection = take_standard_input()
+    skipped = guard(int(sys.argv[1]))
+    if sys.argv[2] not in sys.path:  # isolated mode leaves out the user's site packages, where torch may be
+        sys.path.append(sys.argv[2])
+    for name in ("wire", "turns", "results", "host", "server"):
         load_neighbour(name)
     from postlude.check.isolation.server import Server
 
     Server(connection, skipped).serve()
+
+
+def take_standard_input() -> socket.socket:
+    """The connection to the verifier, which is standard input at first; the candidate has none."""
+    connection, nothing = socket.socket(fileno=os.dup(0)), os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    return connection
 
 
 def guard(file_bytes: int) -> list[str]:

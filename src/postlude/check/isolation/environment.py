@@ -38,17 +38,13 @@ CODE_FOLDER = "code"
 DUMPABLE = 4  # PR_SET_DUMPABLE
 
 
-# The C library fills allocated memory with the complement of this byte: -1.7e38 in fp32, NaN in fp16.
-POISON = {"MALLOC_PERTURB_": "1"}
-
-
-def furnish(private: Path, surrounding: Mapping[str, str], poisoned: bool = False) -> dict[str, str]:
+def furnish(private: Path, surrounding: Mapping[str, str]) -> dict[str, str]:
     """Creates the folders and returns the variables that the candidate gets."""
     for name in (*REDIRECTED.values(), WORKING_FOLDER, CODE_FOLDER):
         (private / name).mkdir(parents=True, exist_ok=True)
     kept = {key: value for key, value in surrounding.items() if key in KEPT or key.startswith(KEPT_PREFIXES)}
     folders = {variable: str(private / name) for variable, name in REDIRECTED.items()}
-    return {**kept, **folders, **(POISON if poisoned else {})}
+    return {**kept, **folders}
 
 
 def remove(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import re
 import sys
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from postlude.check.isolation.results import RefusedError, first_line, settled
+from postlude.check.isolation.turns import settle_heap, view_at
 from postlude.check.isolation.wire import UnsendableError, distinct_part, flatten, laid_out, rebuild
 
 CACHE_BYTES = 64 << 20
@@ -37,7 +39,8 @@ class Host:
         self.model: Any = None
         self.device = "cpu"
         self.live: dict[tuple[Any, ...], list[Tensor]] = {}
-        self.sets: list[Any] = []
+        self.pools: list[Tensor] = []
+        self.turns: list[Any] = []
         self.kept: Any = None
         self.kept_gradients: dict[str, Any] = {}
         self.last: list[tuple[torch.Size, torch.dtype, torch.device]] = []
@@ -113,26 +116,50 @@ class Host:
         self.last = [(one.shape, one.dtype, one.device) for one in _tensors(outputs) if one.is_floating_point()]
         return found
 
-    def prepare(self, sets: list[list[Any]], training: bool) -> None:
-        tree, sent = flatten(sets)
-        self.sets = rebuild(tree, [laid_out(leaf, self.device) for leaf in sent])
+    def prepare(self, inputs: list[Any], pools: list[Tensor], places: Tensor, training: bool) -> None:
+        """Lays out the inputs of a window's calls, in the same memory as those of the last window."""
+        if [(pool.shape, pool.dtype) for pool in pools] != [(pool.shape, pool.dtype) for pool in self.pools]:
+            self.pools = [laid_out(pool, self.device) for pool in pools]
+        for own, sent in zip(self.pools, pools):
+            own.copy_(sent)
+        tree, leaves = flatten(inputs)
+        fixed = [None if _has_gradient(leaf) and leaf.numel() else laid_out(leaf, self.device) for leaf in leaves]
+        self.turns = [rebuild(tree, self._leaves_at(place, leaves, fixed)) for place in places.tolist()]
         self.model.train(training)
+        settle_heap()
         _synchronise()
 
-    def window(self, calls: int, first: int) -> None:
-        self.kept, outputs, collecting = None, None, gc.isenabled()
+    def _leaves_at(self, place: int, leaves: list[Any], fixed: list[Any]) -> list[Any]:
+        pools = iter(self.pools)
+        return [view_at(next(pools), leaf, place) if own is None else own for leaf, own in zip(leaves, fixed)]
+
+    def window(self, signal: Tensor) -> None:
+        """Calls the model on every prepared input and keeps the result of one call, which the verifier's signal picks.
+
+        The signal comes at a random time while the calls run. The result before it is kept: it existed when nobody
+        could know that it would be. Without a signal it is the last one.
+        """
+        self.kept, collecting = None, gc.isenabled()
         gc.disable()
         try:
             with torch.no_grad():
-                for index in range(first, first + calls):
-                    outputs = self.model(*self.sets[index % len(self.sets)])
-                    if type(outputs) is not torch.Tensor:
-                        outputs = settled(outputs)
+                self.kept = self._called(self.turns, ctypes.c_ubyte.from_address(signal.data_ptr()))
                 _synchronise()
         finally:
+            self.turns = []
             if collecting:
                 gc.enable()
-        self.kept = outputs
+
+    def _called(self, turns: list[Any], signal: ctypes.c_ubyte) -> dict[str, Any]:
+        before = outputs = picked = None
+        for index, turn in enumerate(turns):
+            outputs = self.model(*turn)
+            if type(outputs) is not torch.Tensor:
+                outputs = settled(outputs)
+            if picked is None and signal.value:
+                picked = {"call": index - 1, "outputs": before} if index else {"call": 0, "outputs": outputs}
+            before = outputs
+        return picked or {"call": len(turns) - 1, "outputs": outputs}
 
     def read_kept(self) -> Any:
         return self.kept

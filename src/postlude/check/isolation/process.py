@@ -83,7 +83,7 @@ class Reply:
 class Running:
     """One process with its folder, its connection and its output."""
 
-    def __init__(self, limits: Limits, poisoned: bool = False) -> None:
+    def __init__(self, limits: Limits) -> None:
         if not hasattr(socket, "send_fds") or os.name != "posix":
             raise PostludeError("A candidate can be run in a process of its own on Linux and macOS only.")
         self.limits = limits
@@ -91,7 +91,7 @@ class Running:
         self.ending: str | None = None  # why the process has ended
         self._connection, theirs = socket.socketpair()
         try:
-            self._start(theirs, furnish(self.folder, os.environ, poisoned))
+            self._start(theirs, furnish(self.folder, os.environ))
         except BaseException:
             self._connection.close()
             remove(self.folder)
@@ -99,17 +99,16 @@ class Running:
 
     def _start(self, theirs: socket.socket, variables: dict[str, str]) -> None:
         packages = Path(torch.__file__).parent.parent
-        arguments = [theirs.fileno(), self.limits.file_bytes, packages]
+        arguments = [self.limits.file_bytes, packages]
         command = [sys.executable, "-I", "-u", str(CHILD), *map(str, arguments)]
         with theirs:
             self.process = subprocess.Popen(
                 command,
                 cwd=self.folder / WORKING_FOLDER,
                 env=variables,
-                stdin=subprocess.DEVNULL,
+                stdin=theirs.fileno(),  # the number of another descriptor could tell two phases apart
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # its own process group, so that what it starts ends with it
             )
         assert self.process.stdout is not None
@@ -126,17 +125,26 @@ class Running:
         except OSError as error:
             raise CandidateFailed(f"{file} cannot be read ({error.strerror or error})") from None
 
-    def ask(self, do: str, limit_s: float, value: dict[str, Any], doing: str, watched: bool = False) -> Reply:
+    def ask(
+        self,
+        do: str,
+        limit_s: float,
+        value: dict[str, Any],
+        doing: str,
+        watched: bool = False,
+        signal_s: float | None = None,
+    ) -> Reply:
         """One request and its answer. Any failure other than an exception of the candidate's own ends the process.
 
-        With `watched`, sent tensors are compared afterwards to see whether they were written to.
+        With `watched`, sent tensors are compared afterwards to see whether they were written to. With `signal_s`, the
+        first byte that was sent becomes 1 after so many seconds.
         """
         if self.ending is not None:
             raise CandidateFailed(f"the candidate's process is gone: {self.ending}")
         tree, tensors = flatten(value)
         deadline = time.monotonic() + limit_s
         try:
-            return self._exchange(do, tree, tensors, deadline, watched)
+            return self._exchange(do, tree, tensors, deadline, watched, signal_s)
         except CandidateFailed:
             raise
         except WireError as error:
@@ -153,17 +161,26 @@ class Running:
         self.close(reason)
         raise CandidateFailed(reason)
 
-    def _exchange(self, do: str, tree: Any, tensors: Sequence[Tensor], deadline: float, watched: bool) -> Reply:
+    def _exchange(
+        self,
+        do: str,
+        tree: Any,
+        tensors: Sequence[Tensor],
+        deadline: float,
+        watched: bool,
+        signal_s: float | None,
+    ) -> Reply:
         layout = lay_out(tensors)
         # Random, so that an answer cannot be sent before its request.
         number = secrets.randbits(60)
         request = {"request": number, "do": do, "value": tree, **layout.as_json()}
         with Buffer(layout.size) as buffer:
             buffer.write(layout, tensors)
-            begin = time.perf_counter()
-            self._send(request, buffer if layout.size else None, deadline)
-            answer = self._receive(number, deadline)
-            seconds = time.perf_counter() - begin
+            with buffer.signalled(signal_s):
+                begin = time.perf_counter()
+                self._send(request, buffer if layout.size else None, deadline)
+                answer = self._receive(number, deadline)
+                seconds = time.perf_counter() - begin
             check_fields(answer, {"reply": int, "value": object, "tensors": list, "size": int})
             announced = parse_layout({key: answer[key] for key in ("tensors", "size")}, self.limits.output_bytes)
             found = self._fetch(announced, number, deadline)

@@ -5,12 +5,14 @@ The candidate shares this process and may change anything in it, so the verifier
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import os
 import socket
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from postlude.check.isolation.wire import DTYPES, LENGTH_BYTES, Spec, Unsendable
 
 DETAIL_CHARACTERS = 16_000
 REASON_CHARACTERS = 2_000
+PERTURB = -6  # M_PERTURB
 
 
 class Server:
@@ -56,6 +59,7 @@ class Server:
             "window": self.host.window,
             "kept": self.host.read_kept,
             "kept gradients": self.host.read_kept_gradients,
+            "poison": poison,
         }
         return actions[do](**value)
 
@@ -93,6 +97,16 @@ class Server:
         if not data:
             os._exit(0)  # the verifier is done; threads that the candidate left running are not waited for
         return data
+
+
+def poison(byte: int) -> None:
+    """From now on the C library fills memory that it allocates with the complement of this byte; 0 leaves it as it is.
+
+    Not by the variable that does the same, which would tell a candidate that it is being checked. A C library without
+    this function ignores that variable as well.
+    """
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(PERTURB, byte)
 
 
 def _mapped(descriptor: int | None, size: int) -> Any:

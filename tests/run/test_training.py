@@ -301,7 +301,7 @@ def test_a_result_that_does_not_tell_enough_is_seen(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(("chain", "is_kept"), [(ADDED, False), (RESIDUAL, True)])
 def test_a_tensor_that_is_only_added_is_not_kept(chain: Chain, is_kept: bool) -> None:
-    program = training(chain, inputs(chain)).program
+    program = training(chain, inputs(chain)).plan.program
     assert (program.given[-1] in program.kept) == is_kept
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -85,7 +84,7 @@ class Side:
 
     def ask(self, question: Question, weigh_like: Quantities | None = None) -> Quantities:
         """Outputs, buffers that the module may update and, on request, gradients of inputs and parameters."""
-        with nullcontext() if question.backward else torch.no_grad():
+        with torch.set_grad_enabled(question.wants != "none"):
             inputs, outputs = self.forward(question)
             found = {name: tensor.detach() for name, tensor in outputs.items()}
             if question.backward:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -181,14 +182,14 @@ def can_be_spoiled(tensor: Tensor) -> bool:
 
 def _with_nonfinite(template: list[Any], case: Case, bounds: tuple[float, float] | None) -> list[Any]:
     values = inputs_of(replace(case, family="hierarchical"), template, bounds)
-    places = iter(range(len(template) * 99))
+    places = itertools.count()
 
     def spoil(tensor: Tensor) -> Tensor:
         if not can_be_spoiled(tensor) or next(places) != case.spoiled:
             return tensor
         if case.family == MASKED:  # the first half of the last sample, as a mask of logits has it
             rows = tensor.data[-1] if tensor.dim() > 1 else tensor.data
-            rows[: -(-rows.shape[0] // 2) if rows.shape[0] > 1 else 0] = NONFINITE[MASKED]
+            rows[: rows.shape[0] // 2] = NONFINITE[MASKED]
             return tensor
         # In the middle of the last sample, so that a tile that stops early or a wrong sample shows.
         place = (-1, *(size // 2 for size in tensor.shape[1:]))

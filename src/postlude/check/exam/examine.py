@@ -173,7 +173,7 @@ class _Sitting:
         if self.held:
             now = self.candidate.kept()
             changed = [name for name, one in self.held.items() if name not in now or not same_bits(one, now[name])]
-            for what in {"gradient" if name.startswith(GRADIENT) else "result" for name in changed}:
+            for what in dict.fromkeys("gradient" if name.startswith(GRADIENT) else "result" for name in changed):
                 self.findings.append(f"an earlier {what} changed when the candidate was called again")
             self.held = {}
 
@@ -257,12 +257,10 @@ class _Sitting:
 
 def _worst_place(rounds: Sequence[Round]) -> str | None:
     """The name of the point at which an output is furthest from the truth."""
-    errors = {
-        one.family: max(point.result.errors.rms / max(spread, point.scale.ulp.rms, 1e-300) for point, spread in found)
-        for one in rounds
-        if (found := list(zip(outputs := _outputs(one.points), spreads_of(outputs))))
-    }
-    return max(errors, key=errors.__getitem__) if errors else None
+    found = [(one.family, point) for one in rounds for point in _outputs(one.points)]
+    spreads = spreads_of([point for _, point in found])
+    ratios = [p.result.errors.rms / max(s, p.scale.ulp.rms, 1e-300) for (_, p), s in zip(found, spreads)]
+    return found[ratios.index(max(ratios))][0] if found else None
 
 
 def _differ_as_integers(known: Known) -> bool:

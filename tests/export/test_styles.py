@@ -129,3 +129,8 @@ def test_a_line_that_cannot_be_broken_without_another_meaning_stays() -> None:
     text = f"f(\n    padding={SUM}{' ' * 9},\n)"  # in brackets of its own, the value would be a tuple
     assert max(map(len, text.split("\n"))) > WIDTH
     assert ast.dump(ast.parse(fold(text))) == ast.dump(ast.parse(text))
+
+
+def test_a_long_line_that_is_no_single_statement_stays() -> None:
+    text = f"first = 1; second = {SUM} + {SUM}\n"  # as inside a text over several lines
+    assert fold(text) == text

@@ -72,7 +72,7 @@ def without_statements(text: str) -> str:
 def refilled(text: str) -> str:
     """The text of a device function with sentences and docstrings rewrapped, which were written for less room."""
     text = re.sub(r"(?m)^( *)#(.*[^.:])\n(?:\1#(.*)(?:\n|$))", _two_lines, text)
-    return _DOCSTRING.sub(_one_paragraph, text)
+    return _DOCSTRING.sub(one_paragraph, text)
 
 
 def _two_lines(match: re.Match[str]) -> str:
@@ -81,7 +81,8 @@ def _two_lines(match: re.Match[str]) -> str:
     return f"{line}\n" if len(line) <= WIDTH else match[0]
 
 
-def _one_paragraph(match: re.Match[str]) -> str:
+def one_paragraph(match: re.Match[str]) -> str:
+    """A docstring, matched with its indentation and its text, rewrapped."""
     return "\n".join(docstring(" ".join(match[2].split()), len(match[1])))
 
 
@@ -126,10 +127,9 @@ def _broken(text: str, pad: int) -> list[str]:
     space = " " * pad
     is_head = text.startswith(("def ", "for "))
     try:
-        statement, *others = ast.parse(f"{text}\n    pass" if is_head else text).body
-    except SyntaxError:  # the head of another block
+        (statement,) = ast.parse(f"{text}\n    pass" if is_head else text).body
+    except (SyntaxError, ValueError):  # the head of another block, or a line of a longer text
         return [space + text]
-    assert not others, "plain_source.py has left one statement per line"
     value = getattr(statement, "value", None)
     if is_head or (isinstance(value, ast.expr) and _operators(value) < 2):
         for start, end, parts in reversed(_brackets(text)):

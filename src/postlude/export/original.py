@@ -17,7 +17,7 @@ from torch import nn
 
 from postlude.errors import PostludeError
 from postlude.export.forward import ORIGINAL, literal
-from postlude.export.layout import WIDTH, call, docstring, fold, parts_of
+from postlude.export.layout import WIDTH, call, fold, one_paragraph, parts_of
 from postlude.export.plain_source import MODEL, NEW, first_row, is_docstring, plain_source
 
 _TORCH = ("torch", "triton")
@@ -162,12 +162,7 @@ def model_text(
             gap = [line.rstrip() for line in rows[statement.end_lineno : first_row(after) - 1]]
             is_apart = isinstance(statement, ast.FunctionDef) or is_docstring(statement)
             lines += ["", *gap] if is_apart and not (gap and not gap[0]) else gap
-    return fold(_SENTENCE.sub(_in_few_lines, "\n".join(lines) + "\n"))
-
-
-def _in_few_lines(match: re.Match[str]) -> str:
-    """A docstring of one paragraph."""
-    return "\n".join(docstring(" ".join(match[2].split()), len(match[1])))
+    return fold(_SENTENCE.sub(one_paragraph, "\n".join(lines) + "\n"))
 
 
 def _known(values: Mapping[str, Any]) -> list[str]:

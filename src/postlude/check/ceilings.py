@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from postlude.check.clock import Calls
 from postlude.check.floor import Ceilings, Work
 from postlude.check.modes import pytorch_switches
+from postlude.check.operations import Operations
 from postlude.check.sides import leaves_of
 
 LEAST_BYTES = 8 << 20  # below this, the launch would be timed and not the memory
@@ -27,9 +27,9 @@ WINDOW_S = 0.01
 def work_of(model: nn.Module, inputs: Any, output: Tensor) -> Work:
     """The work of one call, counted on the original model."""
     tensors = [*leaves_of(list(inputs)), *model.parameters(), *model.buffers(), output]
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    with torch.no_grad(), Operations() as operations:
         model(*inputs)
-    return Work(sum(map(held_bytes, tensors)), int(counter.get_total_flops()))
+    return Work(sum(map(held_bytes, tensors)), operations.count)
 
 
 def held_bytes(tensor: Tensor) -> int:

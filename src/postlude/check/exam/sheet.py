@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from postlude.check.budget import Point
 from postlude.check.compare import Quantities, cotangent
@@ -19,6 +18,7 @@ from postlude.check.exam.cases import Case, can_be_spoiled, cases_for, inputs_of
 from postlude.check.exam.rules import Rules
 from postlude.check.exam.shapes import DECLARED, WORKING, Shape, in_layout, shapes_of
 from postlude.check.exam.truths import Known, Truths, in_double
+from postlude.check.operations import Operations
 from postlude.check.points import inputs_like, producer_biases, random_state
 from postlude.check.sides import Question, UnanswerableError, Wants, leaves_of
 
@@ -130,16 +130,16 @@ class Exam:
         return True
 
     def _cost(self, inputs: list[Any]) -> tuple[float, int]:
-        counter, begin = FlopCounterMode(display=False), time.monotonic()
-        with counter:
+        begin = time.monotonic()
+        with Operations() as operations:
             own = self.truths.own(Question(self.reference.state_dict(), inputs, 0, self.trains))
         self.own_seconds[_sizes(inputs)] = time.monotonic() - begin
-        self.has_products = self.has_products or counter.get_total_flops() > 0
+        self.has_products = self.has_products or operations.count > 0
         outputs = {name: tensor for name, tensor in own.items() if name.startswith("output")}
         self._outputs[_sizes(inputs)] = {
             name: tensor.new_zeros(()).expand(tensor.shape) for name, tensor in outputs.items()
         }
-        return counter.get_total_flops(), sum(tensor.numel() for tensor in outputs.values())
+        return operations.count, sum(tensor.numel() for tensor in outputs.values())
 
     def _question(self, case: Case) -> Question:
         template = self.shapes[case.shape].inputs

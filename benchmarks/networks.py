@@ -41,9 +41,10 @@ import postlude
 from postlude.check import clock, records
 
 _GRAPHS = "reduce-overhead"  # torch.compile's mode with CUDA graphs
+_LEAN = "postlude memory=lean"
 VARIANTS = (
     *("eager", "compile", "compile channels-last", "postlude"),
-    *("postlude rest=eager", f"compile {_GRAPHS}", f"postlude {_GRAPHS}"),
+    *("postlude rest=eager", _LEAN, f"compile {_GRAPHS}", f"postlude {_GRAPHS}"),
 )
 
 
@@ -61,6 +62,7 @@ class Contestant:
         self.parameters = list(self.model.parameters())
         self.has_graphs = variant.endswith(_GRAPHS)
         settings: dict[str, Any] = {"mode": _GRAPHS} if self.has_graphs else {}
+        settings |= {"memory": "lean"} if variant == _LEAN else {}
         if variant.startswith("compile"):
             self.call = torch.compile(self.model, **settings)
         elif variant.startswith("postlude"):

@@ -11,7 +11,7 @@ from cases import Builder, conv
 from postlude.export.export_model import HOPPER
 from postlude.plan import Plan, Problem, lower
 from postlude.plan.problem import spec_of
-from postlude.plan.program import Buffer, CudaCall, KernelCall, Program, TorchCall, buffers_in
+from postlude.plan.program import Buffer, Call, CudaCall, KernelCall, Program, TorchCall, buffers_in, most_memory
 from postlude.stages.trace import Tracer
 from tracing import program_of
 
@@ -110,3 +110,49 @@ def test_nothing_stays_recording_after_an_error() -> None:
 def test_layouts_of_buffers() -> None:
     assert Buffer(0, (2, 1, 3), (3, 7, 1), "float32", "given", 0).is_contiguous
     assert not Buffer(0, (2, 3), (1, 2), "float32", "given", 0).is_contiguous
+
+
+def test_memory_that_is_alive_at_a_time() -> None:
+    recorder = Tracer()
+    x = torch.empty(100, device="meta")
+    given = recorder.buffer(x, "given")
+    with recorder:
+        a = x + 1  # 400 bytes, read until c is there
+        b = a.view(10, 10).t()  # a's memory
+        c = (b + 1).relu_()
+        d = c.double()  # 800 bytes; c is read for the last time
+        e = d + 1
+    result = recorder.buffer(e)
+    assert given.bytes == 400
+    assert most_memory(recorder.calls, [result]) == 1600
+    assert most_memory(recorder.calls[:4]) == 800
+    assert most_memory(recorder.calls, [result, recorder.buffer(a)]) == 2000
+    assert most_memory([]) == 0
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_the_packed_input_is_freed_before_the_inputs_gradient_is_made(stride: int) -> None:
+    """Both are as large as the input, and together they were the peak of a training step of nnU-Net."""
+    chain = Builder(3, conv(3, (64, 32), 3, transposed=stride > 1, stride=stride, padding=1)).norm(None).chain()
+    weight = (64, 32, 3, 3, 3) if stride > 1 else (32, 64, 3, 3, 3)
+    tensors = [torch.empty(shape, device="meta") for shape in ((2, 64, 48, 48, 48), weight, *[(32,)] * 3)]
+    problem = Problem(tuple(map(spec_of, tensors)), "cuda", "fp32", needs_grad=True)
+    plan = lower(chain, problem, HOPPER, even_if_slower=True)
+    assert isinstance(plan, Plan)
+    assert plan.gradients.of_input is not None
+    assert plan.gradients.of_weight is not None
+    program = program_of(plan, tensors, [True] * 5)
+    reads = {number: [b.storage for b in buffers_in(call)] for number, call in enumerate(program.backward)}
+    (packs,) = (n for n, read in reads.items() if program.given[0].storage in read and _is_packing(program.backward[n]))
+    packed = set(reads[packs]) - {program.given[0].storage} - _small(program.backward[packs])
+    assert program.gradients[0] is not None
+    made = min(number for number, read in reads.items() if program.gradients[0].storage in read)
+    assert max(number for number, read in reads.items() if packed & set(read)) < made
+
+
+def _is_packing(call: object) -> bool:
+    return isinstance(call, KernelCall) and call.kernel.startswith("pack_input")
+
+
+def _small(call: Call) -> set[int]:
+    return {buffer.storage for buffer in buffers_in(call) if buffer.bytes < 1 << 20}

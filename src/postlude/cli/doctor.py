@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from postlude import hardware
 from postlude.cli.frame import DONE, NO, Answer, Settings
-from postlude.cli.output import megabytes, say, show_table, working
+from postlude.cli.output import say, show_table, shown_size, working
 from postlude.cli.session import machine_data
 from postlude.errors import PostludeError
 from postlude.pipeline import optimize
@@ -51,7 +51,7 @@ def _clear() -> Answer:
     except OSError as error:
         raise PostludeError(f"the cache in {folder} could not be cleared: {error.strerror}.") from error
     say(
-        f"Deleted {files} compiled kernels and tables of tiles ({megabytes(size)}) from {folder}."
+        f"Deleted {files} compiled kernels and tables of tiles ({shown_size(size)}) from {folder}."
         if files
         else "There was nothing to clear."
     )
@@ -70,7 +70,7 @@ def _software() -> Iterator[Finding]:
 
 def _machine(settings: Settings) -> Iterator[Finding]:
     yield Finding("cpu", hardware.cpu_name(), "good")
-    yield Finding("last-level cache", megabytes(hardware.last_level_cache_bytes()), "good")
+    yield Finding("last-level cache", shown_size(hardware.last_level_cache_bytes()), "good")
     yield _threads()
     if settings.device == "cuda":
         yield from _gpu()

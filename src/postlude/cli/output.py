@@ -25,10 +25,10 @@ __all__ = [
     "between",
     "check_writable",
     "complain",
-    "megabytes",
     "milliseconds",
     "say",
     "show_table",
+    "shown_size",
     "times",
     "working",
     "write_json",
@@ -113,8 +113,11 @@ def between(low: float, high: float) -> str:
     return f"{low:.2f}–{high:.2f}"
 
 
-def megabytes(count: float) -> str:
-    return f"{count / 1e6:.3g} MB" if count < 1e9 else f"{count / 1e9:.3g} GB"
+def shown_size(count: float) -> str:
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= unit:
+            return f"{count / unit:.3g} {name}"
+    return f"{count:.3g} bytes"
 
 
 def check_writable(path: Path | None) -> None:

@@ -225,6 +225,25 @@ def traffic(calls: Iterable[Call]) -> int:
     return sum(buffer.bytes for call in calls for buffer in _touched(call))
 
 
+def most_memory(calls: Sequence[Call], results: Iterable[Buffer | None] = ()) -> int:
+    """The most bytes that the calls have allocated at a time. Memory is freed after its last use, results are not.
+
+    A library's own scratch memory is not known.
+    """
+    sizes: dict[int, int] = {}  # by storage, in the order in which it is made
+    made, last = dict[int, int](), dict[int, int]()
+    for number, call in enumerate(calls):
+        given = list(buffers_in(call))
+        last |= {buffer.storage: number for buffer in given}
+        for buffer in made_by([call]):
+            if buffer.storage not in last:
+                made[buffer.storage], sizes[buffer.storage] = number, buffer.bytes
+            last[buffer.storage] = number
+    last |= {buffer.storage: len(calls) for buffer in results if buffer is not None}
+    alive = ([s for s in sizes if made[s] <= number <= last[s]] for number in range(len(calls)))
+    return max((sum(sizes[storage] for storage in some) for some in alive), default=0)
+
+
 def _touched(call: Call) -> list[Buffer]:
     if isinstance(call, KernelCall):
         return call.touched

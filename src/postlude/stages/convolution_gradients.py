@@ -55,15 +55,16 @@ def convolution_gradients(
     operand = dv if packed is None else packed.high
     dx: Tensor | None = None
     dw: Tensor | None = None
+    # The weight's gradient first: its packed input is freed before the input's gradient, of the same size, is there.
+    if needs[1] and summed is not None:
+        packed = packed or gradient_packing(summed, plan.value)(operand)
+        dw = weight_gradient(conv, summed, x, _back(plan).value, packed, weight)
     if needs[0] and product is not None:
         back = _back(plan)
         if isinstance(product, Boxes):
             dx, _ = convolve_boxes(back, product, (operand, weight), packed)
         else:
             dx, _ = convolve(back, product, (operand, weight), packed)
-    if needs[1] and summed is not None:
-        packed = packed or gradient_packing(summed, plan.value)(operand)
-        dw = weight_gradient(conv, summed, x, _back(plan).value, packed, weight)
     left = [needs[0] and dx is None, needs[1] and dw is None, False]
     if any(left):
         sizes = (list(conv.stride), list(conv.padding), list(conv.dilation))
@@ -85,11 +86,11 @@ def _by_residue(
     assert isinstance(product, Gemm)
     assert summed is not None
     packed = pack_residues(dv, plan.value, product.volume, product.arithmetic, product.channels, largest)
-    dx = convolve(back, product, (dv, weight), packed)[0] if needs[0] else None
     dw = None
     if needs[1]:
         outputs = gradient_packing(summed, back.value)(x)
         dw = product_over_positions(back.chain.convolution, summed, plan.input.shape[0], packed, outputs, weight)
+    dx = convolve(back, product, (dv, weight), packed)[0] if needs[0] else None
     return [dx, dw]
 
 

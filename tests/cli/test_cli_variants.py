@@ -113,7 +113,7 @@ def test_each_kind_of_work_runs_as_it_says(opened: Opened) -> None:
 
     runner = Runner("eager", model, [opened.inputs])
     for work in (FORWARD, WITH_GRAPH, STEP):
-        runner.contestant(work, opened.output).window(0, 1, None)
+        runner.contestant(work, opened.output, Supply(runner.sets), "cpu").window(0, 1, None)
     assert seen == [(False, False), (True, True), (True, True)]
     assert all(parameter.grad is not None for parameter in opened.model.parameters())
 

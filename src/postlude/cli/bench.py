@@ -20,7 +20,6 @@ from postlude.check.isolation import Candidate, CandidateFailed
 from postlude.check.modes import has_no_convolution, resolve
 from postlude.check.points import random_state
 from postlude.check.sides import leaves_of
-from postlude.check.supply import Supply
 from postlude.check.verdict import combine
 from postlude.cli import bench_show
 from postlude.cli.bench_state import Bench, Options
@@ -214,7 +213,7 @@ def _ceilings(one: Bench, work: Work) -> Ceilings:
 def _time(one: Bench, timer: Timer, watch: Watch, candidate: Candidate | None) -> None:
     others: dict[str, Contestant] = {}
     if candidate is not None:
-        supply = Supply(one.sets)
+        supply = timer.supply_of(one.sets)
         one.left_out += [SAME_INPUTS] if supply.repeats else []
         others[CANDIDATE] = Isolated(candidate, supply, lambda window: watch.judge(CANDIDATE, window))
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,6 +41,13 @@ class Timer:
     rounds: int
     seconds: float
     progress: Progress = None
+    supplies: dict[int, Supply] = field(default_factory=dict)
+
+    def supply_of(self, sets: Sequence[tuple[Any, ...]]) -> Supply:
+        """The inputs of the variants with these sets. They share one pool: their windows take turns."""
+        if id(sets) not in self.supplies:
+            self.supplies[id(sets)] = Supply(sets)
+        return self.supplies[id(sets)]
 
     def forward(self, watch: Watch, others: Mapping[str, Contestant]) -> Timings:
         """The warm forward race, including variants that have no backward pass."""
@@ -74,10 +81,8 @@ class Timer:
         return steps, backward, why
 
     def _contestants(self, work: str, flush: Callable[[], object] | None = None) -> dict[str, Contestant]:
-        # Variants with the same sets share a pool: their windows take turns.
-        supplies = {id(one.sets): Supply(one.sets) for one in self.runners}
         return {
-            one.name: one.contestant(work, self.output, supplies[id(one.sets)], flush, self.device)
+            one.name: one.contestant(work, self.output, self.supply_of(one.sets), self.device, flush)
             for one in self.runners
         }
 

@@ -48,13 +48,13 @@ class Runner:
         self,
         work: str,
         output: Tensor,
-        supply: Supply | None = None,
+        supply: Supply,
+        device: str,
         flush: Callable[[], object] | None = None,
-        device: str = "cpu",
     ) -> Contestant:
         stopwatch: Callable[[], Stopwatch] | None = CudaEvents if device == "cuda" else None
         model = _work(self.model, work, output)
-        return Supplied(model, supply or Supply(self.sets), flush, stopwatch, lambda: self._mode(work))
+        return Supplied(model, supply, flush, stopwatch, lambda: self._mode(work))
 
     @contextlib.contextmanager
     def _mode(self, work: str) -> Iterator[None]:

@@ -182,11 +182,12 @@ class Candidate:
         candidate can answer first and compute later, so `outputs` must be checked. Fetching them is not included in
         `seconds`: a gain that disappears in the whole round trip is not real.
         """
-        first, calls = list(turns.inputs(0)) if len(turns) else [], len(turns)
-        _check_sendable(first, "an input")
+        calls = len(turns)
         if not calls:
             raise ValueError("there is nothing to time without calls")
-        given = {"inputs": first, "pools": list(turns.pools), "places": torch.tensor(turns.places)}
+        inputs, forms = turns.whole()
+        _check_sendable([list(inputs), list(turns.inputs(0))], "an input")
+        given = {"inputs": list(inputs), "forms": forms, "places": torch.tensor(turns.places)}
         self._ask("prepare", {**given, "training": training}, "taking its inputs")
         signal = {"signal": torch.zeros(1, dtype=torch.uint8)}
         seconds = self._ask("window", signal, f"{calls} timed calls", signal_s=signal_s).seconds

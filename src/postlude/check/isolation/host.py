@@ -39,7 +39,6 @@ class Host:
         self.model: Any = None
         self.device = "cpu"
         self.live: dict[tuple[Any, ...], list[Tensor]] = {}
-        self.pools: list[Tensor] = []
         self.turns: list[Any] = []
         self.kept: Any = None
         self.kept_gradients: dict[str, Any] = {}
@@ -116,22 +115,20 @@ class Host:
         self.last = [(one.shape, one.dtype, one.device) for one in _tensors(outputs) if one.is_floating_point()]
         return found
 
-    def prepare(self, inputs: list[Any], pools: list[Tensor], places: Tensor, training: bool) -> None:
-        """Lays out the inputs of a window's calls, in the same memory as those of the last window."""
-        if [(pool.shape, pool.dtype) for pool in pools] != [(pool.shape, pool.dtype) for pool in self.pools]:
-            self.pools = [laid_out(pool, self.device) for pool in pools]
-        for own, sent in zip(self.pools, pools):
-            own.copy_(sent)
-        tree, leaves = flatten(inputs)
-        fixed = [None if _has_gradient(leaf) and leaf.numel() else laid_out(leaf, self.device) for leaf in leaves]
-        self.turns = [rebuild(tree, self._leaves_at(place, leaves, fixed)) for place in places.tolist()]
+    def prepare(self, inputs: list[Any], forms: list[Any], places: Tensor, training: bool) -> None:
+        """Lays out the inputs of a window's calls, in the same memory as those of the last window.
+
+        Tensors with a form, which is a shape and strides, are pools: each call reads another place of them.
+        """
+        tree, sent = flatten(inputs)
+        parts = list(zip(self._refreshed(sent), forms))
+        self.turns = [
+            rebuild(tree, [own if form is None else view_at(own, form[0], form[1], place) for own, form in parts])
+            for place in places.tolist()
+        ]
         self.model.train(training)
         settle_heap()
         _synchronise()
-
-    def _leaves_at(self, place: int, leaves: list[Any], fixed: list[Any]) -> list[Any]:
-        pools = iter(self.pools)
-        return [view_at(next(pools), leaf, place) if own is None else own for leaf, own in zip(leaves, fixed)]
 
     def window(self, signal: Tensor) -> None:
         """Calls the model on every prepared input and keeps the result of one call, which the verifier's signal picks.

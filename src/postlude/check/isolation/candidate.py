@@ -75,6 +75,7 @@ class Candidate:
         given = {"args": list(init_args), "kwargs": dict(init_kwargs or {})}
         _check_sendable(given, "an argument of the constructor")
         self._kept_names: list[str] = []
+        _leave_room(self.device)
         self._running = Running(self.limits)
         # Also if it is never closed, and when the interpreter exits.
         self._finalizer = weakref.finalize(self, self._running.close)
@@ -131,35 +132,36 @@ class Candidate:
     def forward(
         self,
         inputs: Sequence[Any],
+        cotangents: Sequence[Tensor | None] | None = None,
         *,
         training: bool = False,
         seed: int = 0,
         keep: bool = False,
         wants: Wants = "none",
-        unaligned: bool = False,
-    ) -> Answered:
-        """One call without gradients. With `keep` its results are kept in the process, see `kept`."""
-        how = {"keep": keep, "wants": wants, "unaligned": unaligned}
-        return self._forward(inputs, training, seed, None, how)
-
-    def forward_backward(
-        self,
-        inputs: Sequence[Any],
-        cotangents: Sequence[Tensor | None],
-        *,
-        training: bool = False,
-        seed: int = 0,
-        keep: bool = False,
         interrupted: bool = False,
-        wants: Wants = "all",
         unaligned: bool = False,
     ) -> Answered:
-        """One call and the gradients for `cotangents`, one per tensor of the result, in order.
+        """One call, and the gradients for `cotangents` where given, one per tensor of the result, in order.
 
-        With `interrupted` the model is called on other inputs in between.
+        With `keep` its results are kept in the process, see `kept`. With `interrupted` the model is called on other
+        inputs before gradients are taken.
         """
-        how = {"keep": keep, "interrupted": interrupted, "wants": wants, "unaligned": unaligned}
-        return self._forward(inputs, training, seed, list(cotangents), how)
+        asked = {"inputs": list(inputs), "cotangents": None if cotangents is None else list(cotangents)}
+        _check_sendable(asked, "an input")
+        _leave_room(self.device)
+        how = {"training": training, "seed": seed, "keep": keep, "wants": wants}
+        how |= {"interrupted": interrupted, "unaligned": unaligned}
+        reply = self._ask("forward", {**asked, **how}, "a call", watched=True)
+        found, names = reply.value, list(named_tensors("input", list(inputs)))
+        if not isinstance(found, dict) or found.keys() != {"outputs", "inputs", "parameters"}:
+            raise self._broken("is not the result of a call")
+        with_gradients = names if cotangents is not None else []
+        gradients = self._gradients(found["inputs"], found["parameters"], with_gradients)
+        if keep:
+            self._kept_names = with_gradients
+        changed = tuple(names[place] for place in reply.changed if place < len(names))
+        outputs, gradients = (self._on_device(reply, one) for one in (found["outputs"], gradients))
+        return Answered(outputs, gradients, changed, *self._notes(reply, found["outputs"]))
 
     def kept(self) -> Any:
         """The current values of the results of the last call with `keep`: later calls may have written to them."""
@@ -196,32 +198,6 @@ class Candidate:
         if not whole or found["call"] not in range(calls):
             raise self._broken("is not the result of a timed call")
         return Timed(seconds, calls, found["call"], found["outputs"])
-
-    def _forward(
-        self,
-        inputs: Sequence[Any],
-        training: bool,
-        seed: int,
-        cotangents: list[Any] | None,
-        how: dict[str, Any],
-    ) -> Answered:
-        _check_sendable([list(inputs), cotangents], "an input")
-        asked = {"inputs": list(inputs), "training": training, "seed": seed, "cotangents": cotangents, **how}
-        reply = self._ask("forward", asked, "a call", watched=True)
-        found, names = reply.value, list(named_tensors("input", list(inputs)))
-        if not isinstance(found, dict) or found.keys() != {"outputs", "inputs", "parameters"}:
-            raise self._broken("is not the result of a call")
-        names_of_gradients = names if cotangents is not None else []
-        gradients = self._gradients(found["inputs"], found["parameters"], names_of_gradients)
-        if how["keep"]:
-            self._kept_names = names_of_gradients
-        changed = tuple(names[place] for place in reply.changed if place < len(names))
-        return Answered(
-            self._on_device(reply, found["outputs"]),
-            self._on_device(reply, gradients),
-            changed,
-            *self._notes(reply, found["outputs"]),
-        )
 
     def _gradients(self, of_inputs: Any, of_parameters: Any, names: list[str]) -> dict[str, Tensor]:
         if not isinstance(of_inputs, list) or not isinstance(of_parameters, dict) or len(of_inputs) != len(names):
@@ -264,6 +240,18 @@ class Candidate:
         reason = f"the candidate's process sent an answer that {what}"
         self._running.close(reason)
         return CandidateFailed(reason)
+
+
+def _leave_room(device: torch.device) -> None:
+    """Gives back to the GPU what PyTorch's allocator in this process keeps unused, if that is more than is free.
+
+    Float64 leaves most of a GPU's memory there after a large point, and an honest candidate would find none.
+    """
+    if device.type != "cuda" or not torch.cuda.is_initialized():
+        return
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if unused > torch.cuda.mem_get_info(device)[0]:
+        torch.cuda.empty_cache()
 
 
 def _is_state_entry(item: tuple[Any, Any]) -> bool:

@@ -88,8 +88,8 @@ class Host:
         cotangents: list[Any] | None,
         keep: bool,
         wants: str,
-        interrupted: bool = False,
-        unaligned: bool = False,
+        interrupted: bool,
+        unaligned: bool,
     ) -> dict[str, Any]:
         tree, sent = flatten(inputs)
         leaves = self._refreshed(sent, unaligned)

@@ -35,6 +35,7 @@ from postlude.check.kinks import Kinks, all_ambiguous, either_side, spared
 from postlude.check.modes import FORMATS, RoundedOperands, in_double, library_unsearched, pytorch_switches, resolve
 from postlude.check.nulls import chain_nulls
 from postlude.check.points import ChainPoint
+from postlude.check.sides import CandidateError
 from postlude.check.verdict import Verdict
 from postlude.reference import evaluate, first_value
 
@@ -44,10 +45,6 @@ NONFINITE = (("NaN", math.nan), ("infinity", math.inf))
 
 NULL_POINTS = 2  # at which null candidates must be rejected: each costs a convolution in float64
 _T = TypeVar("_T")
-
-
-class CandidateError(Exception):
-    """Wraps what the implementation under test raised, to tell it from our own errors."""
 
 
 def verify_chain(

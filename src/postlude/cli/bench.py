@@ -24,8 +24,8 @@ from postlude.check.verdict import combine
 from postlude.cli import bench_show
 from postlude.cli.bench_state import Bench, Options
 from postlude.cli.chains import verdict_words
-from postlude.cli.contender import started, verdict_on
 from postlude.cli.frame import DONE, NO, Answer, Settings, check_word
+from postlude.cli.judge import judged_file, started
 from postlude.cli.measure import Timer, histograms_of, roofline_of
 from postlude.cli.output import check_writable, working
 from postlude.cli.report import check_report
@@ -60,6 +60,7 @@ from postlude.report.write import to_json
 
 __all__ = ["Options", "bench", "run"]
 STATE_SEED = 61
+WINDOW_LIMIT_S = 120.0  # for one window of a candidate's timed calls
 SAME_INPUTS = "new inputs for timed calls: integers stay as they are, so remembered answers are not found"
 
 
@@ -135,7 +136,7 @@ def _enter(one: Bench) -> None:
     device, options = one.settings.device, one.options
     level = options.baselines or ("all" if device == "cuda" else "usual")
     if options.candidate is not None:
-        verdict = verdict_on(one.settings, one.opened, options.candidate, options.train)
+        verdict = judged_file(one.settings, one.opened, options.candidate, options.train)
         one.verdicts[CANDIDATE], one.notes[CANDIDATE] = verdict, verdict_words(verdict)
     eager = pytorch_ways(one.opened, device, one.state, one.sets, level)
     compiled = Baselines()
@@ -186,7 +187,9 @@ def _candidate(one: Bench, stack: ExitStack) -> Candidate | None:
         return None
     one.left_out.append("candidate: it is timed warm and forward only, and the memory of its process is not measured")
     try:
-        return stack.enter_context(started(one.settings, one.opened, path, one.state))
+        candidate = stack.enter_context(started(one.settings, one.opened, path, WINDOW_LIMIT_S))
+        candidate.load_state(one.state)
+        return candidate
     except CandidateFailed as error:
         one.reject(CANDIDATE, error.reason)
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,7 +21,7 @@ from postlude.cli.chains import verdict_words
 from postlude.cli.frame import DONE, NO, Answer, Settings
 from postlude.cli.judge import CODES, Options, exam_for, judged_file, show_verdict
 from postlude.cli.output import check_writable, complain, say, show_table, working, write_whole
-from postlude.cli.race import EAGER, Course, estimate_data, race
+from postlude.cli.race import EAGER, Course, race
 from postlude.cli.recorded import H200
 from postlude.cli.session import Opened, machine_data, open_problem
 from postlude.errors import PostludeError
@@ -187,7 +187,7 @@ def _data(
         "left": dict(made.left),
         "verified": verdict is not None,
         "verdict": None if verdict is None else verdict.as_dict(),
-        "seconds": {name: estimate_data(timing) for name, timing in timings.items()},
+        "seconds": {name: asdict(timing) for name, timing in timings.items()},
         "readability": {"lines": read.lines, "kernels": read.kernels, "comment_share": read.comment_share},
         **machine_data(settings),
     }

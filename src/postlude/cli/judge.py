@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -113,17 +111,15 @@ def check_exam(exam: Exam) -> SelfCheck:
         return self_check(exam, update)
 
 
-@contextmanager
-def started(
-    settings: Settings, opened: Opened, path: Path, timeout: float = 60.0, poisoned: bool = False
-) -> Iterator[Candidate]:
-    """The file's ModelNew in its process, built with the reference's arguments and seed."""
+def started(settings: Settings, opened: Opened, path: Path, timeout: float, *, poisoned: bool = False) -> Candidate:
+    """The file's ModelNew in its process, built with the reference's arguments and seed; for a `with` block.
+
+    It is poisoned to be checked, not to be timed.
+    """
     args, kwargs = opened.problem.init_arguments()
     limits = Limits(start_s=max(120.0, timeout), call_s=timeout, output_bytes=_most_bytes(opened))
-    with Candidate(
-        *(path, args, kwargs), device=settings.device, limits=limits, poisoned=poisoned, precision=settings.precision
-    ) as candidate:
-        yield candidate
+    device, precision = settings.device, settings.precision
+    return Candidate(path, args, kwargs, device=device, limits=limits, poisoned=poisoned, precision=precision)
 
 
 def judged_file(settings: Settings, opened: Opened, path: Path, backward: bool = False) -> Verdict:

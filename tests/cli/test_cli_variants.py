@@ -36,7 +36,8 @@ class FakeCandidate:
     def __init__(self) -> None:
         self.signals: list[float] = []
 
-    def time_calls(self, turns: Turns, signal_s: float) -> Timed:
+    def time_calls(self, turns: Turns, training: bool, signal_s: float) -> Timed:
+        assert training
         self.signals.append(signal_s)
         call = len(turns) // 2
         return Timed(0.25, len(turns), call, turns.inputs(call)[0].sum())
@@ -44,7 +45,7 @@ class FakeCandidate:
 
 def test_one_result_of_a_candidate_is_judged_in_every_window() -> None:
     fake, judged = FakeCandidate(), []
-    contestant = Isolated(fake, Supply([(torch.rand(6000),)]), judged.append)  # type: ignore[arg-type]
+    contestant = Isolated(fake, Supply([(torch.rand(6000),)]), judged.append, training=True)  # type: ignore[arg-type]
     for calls in range(1, 20):
         window = contestant.window(0, calls, None)
         assert (window.seconds, window.calls, window.inputs) == (0.25, calls, None)

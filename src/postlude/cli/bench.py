@@ -218,7 +218,8 @@ def _time(one: Bench, timer: Timer, watch: Watch, candidate: Candidate | None) -
     if candidate is not None:
         supply = timer.supply_of(one.sets)
         one.left_out += [SAME_INPUTS] if supply.repeats else []
-        others[CANDIDATE] = Isolated(candidate, supply, lambda window: watch.judge(CANDIDATE, window))
+        training = one.opened.model.training
+        others[CANDIDATE] = Isolated(candidate, supply, lambda window: watch.judge(CANDIDATE, window), training)
     try:
         warm = timer.forward(watch, others)
     except CandidateFailed as error:
@@ -263,7 +264,8 @@ def _judge(one: Bench, watch: Watch, work: Work, ceilings: Ceilings) -> None:
 def _histograms(one: Bench, candidate: Candidate | None, work: Work) -> tuple[list[model.Histogram], list[str]]:
     answers: dict[str, Any] = {r.name: r.model for r in one.runners if r.name in (EAGER, POSTLUDE)}
     if candidate is not None and candidate.alive:
-        answers[CANDIDATE] = lambda *inputs: candidate.forward(inputs).outputs
+        training = one.opened.model.training
+        answers[CANDIDATE] = lambda *inputs: candidate.forward(inputs, training=training).outputs
     return histograms_of(one.opened.model, answers, one.sets[-1], work, one.settings.device)
 
 

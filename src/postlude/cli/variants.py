@@ -94,13 +94,15 @@ class Isolated:
     candidate: Candidate
     supply: Supply
     judge: Callable[[Window], None]
+    training: bool = False  # as the variants in this process are: a batch_norm's result depends on it
     pace_s: float = SOONEST_S  # seconds per call in the last window
 
     def window(self, first: int, calls: int, kept: int | None) -> Window:
         del first, kept  # which result is judged is decided while the calls run
         for _ in range(TRIES if calls > FEWEST else 1):
             turns = self.supply.draw(calls)
-            timed = self.candidate.time_calls(turns, signal_s=_moment(calls * self.pace_s))
+            signal_s = _moment(calls * self.pace_s)
+            timed = self.candidate.time_calls(turns, training=self.training, signal_s=signal_s)
             self.pace_s = timed.seconds / calls
             self.judge(Window(timed.seconds, calls, timed.call, timed.outputs, inputs=turns.inputs(timed.call)))
             if 0 < timed.call < calls - 1:  # the first call, and the last if no signal came, can be foreseen

@@ -26,35 +26,24 @@ SEED_BITS = 30
 
 
 @dataclass(frozen=True)
-class Options:
-    """The options of an examination."""
-
-    backward: bool = False
-    seeds: int = 5
-    seed: int | None = None  # None: random, so that a candidate cannot bring answers along
-    seconds: float = 60.0
-    timeout: float = 60.0  # per call of the candidate
-    declared_only: bool = False
-    self_check: bool = False
-
-    def rules(self, settings: Settings) -> Rules:
-        seed = secrets.randbits(SEED_BITS) if self.seed is None else self.seed
-        return Rules(settings.precision, self.seeds, self.backward, self.seconds, seed, self.declared_only)
-
-
-@dataclass(frozen=True)
 class Judgement:
     verdict: Verdict
     said: str = ""  # what the candidate printed
     checked: SelfCheck | None = None  # the self-check, on request
 
 
-def verify(settings: Settings, reference: Path, candidate: Path | None, options: Options) -> Answer:
-    if candidate is None and not options.self_check:
+def any_seed() -> int:
+    """A random seed, so that a candidate cannot bring answers along."""
+    return secrets.randbits(SEED_BITS)
+
+
+def verify(
+    settings: Settings, reference: Path, candidate: Path | None, rules: Rules, timeout: float, with_self_check: bool
+) -> Answer:
+    if candidate is None and not with_self_check:
         raise PostludeError("verify needs a candidate, or --self-check to test the points on mutants only.")
     opened = open_problem(settings, reference)
-    rules = options.rules(settings)
-    data: dict[str, Any] = {"reference": str(reference), "seed": rules.seed, "backward": options.backward}
+    data: dict[str, Any] = {"reference": str(reference), "seed": rules.seed, "backward": rules.backward}
     if candidate is None:
         checked = check_exam(exam_for(opened, rules, remember=True))
         say(f"Self-check: {checked}", "bold")
@@ -62,7 +51,7 @@ def verify(settings: Settings, reference: Path, candidate: Path | None, options:
         return Answer(code, {**machine_data(settings), **data, "self_check": checked.as_dict()})
     problem_file.check_candidate(candidate)
     protect_this_process()
-    judgement = judge_file(settings, opened, candidate, rules, options.timeout, options.self_check)
+    judgement = judge_file(settings, opened, candidate, rules, timeout, with_self_check)
     show_verdict(judgement.verdict)
     if judgement.checked is not None:
         say(f"Self-check: {judgement.checked}")
@@ -70,7 +59,7 @@ def verify(settings: Settings, reference: Path, candidate: Path | None, options:
     say(f"Seed {rules.seed}.")
     data |= {
         "candidate": str(candidate),
-        "seeds": options.seeds,
+        "seeds": rules.seeds,
         "candidate_printed": judgement.said,
         "verdict": judgement.verdict.as_dict(),
     }
@@ -126,7 +115,7 @@ def judged_file(settings: Settings, opened: Opened, path: Path, backward: bool =
     """The verdict on a file by the usual rules, before it is timed."""
     problem_file.check_candidate(path)
     protect_this_process()
-    return judge_file(settings, opened, path, Options(backward).rules(settings)).verdict
+    return judge_file(settings, opened, path, Rules(settings.precision, backward=backward, seed=any_seed())).verdict
 
 
 def show_verdict(verdict: Verdict) -> None:

@@ -191,7 +191,7 @@ def time_interleaved(
     counts, some of them with the result of a call that was picked at random before the window began.
     """
     start = clock()
-    running = {name: _Running(_contestant(v, clock), min_window_s) for name, v in variants.items()}
+    running = {name: _Racer(_contestant(v, clock), min_window_s) for name, v in variants.items()}
     for one in running.values():
         one.prepare(warmup)
     samples: dict[str, list[float]] = {name: [] for name in variants}
@@ -210,7 +210,7 @@ def time_interleaved(
     return {name: Estimate.of(times) for name, times in samples.items()}
 
 
-class _Running:
+class _Racer:
     """One contestant, how far through its inputs it is, and how many calls fill a window."""
 
     def __init__(self, contestant: Contestant, min_window_s: float) -> None:

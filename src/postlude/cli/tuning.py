@@ -40,7 +40,7 @@ class Results:
     spills: int = 0  # spilled registers of all kernels
 
 
-class Bench(Protocol):
+class TileBench(Protocol):
     """What runs plans and times them."""
 
     def results(self, plan: Plan) -> Results:
@@ -60,7 +60,7 @@ class Found:
 
 
 def search(
-    bench: Bench, untuned: Plan, present: Plan, given: Sequence[Candidate], progress: Callable[[str], None]
+    bench: TileBench, untuned: Plan, present: Plan, given: Sequence[Candidate], progress: Callable[[str], None]
 ) -> Found:
     """The best of the candidates for one use, compared with the present plan."""
     dropped: Counter[str] = Counter()
@@ -111,7 +111,7 @@ def _rms(tensor: Tensor) -> float:
     return float(finite.square().mean().sqrt()) if finite.numel() else 0.0
 
 
-class Card:
+class CardBench:
     """The real bench: one chain and problem on the current GPU."""
 
     def __init__(self, chain: Chain, problem: Problem, cache_bytes: int) -> None:

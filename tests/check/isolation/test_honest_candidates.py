@@ -34,7 +34,7 @@ class ModelNew(nn.Module):
 VERSATILE = """
 import torch, time
 from torch import nn
-import beside
+TEXT = "from its own file"
 
 class Lazy(torch.Tensor):
     pass
@@ -62,7 +62,7 @@ class ModelNew(nn.Module):
     def lazy(self, x): return x.as_subclass(Lazy)
     def meta(self, x): return x.to("meta")
     def an_object(self, x): return {"x": x, "bad": object()}
-    def text(self): return beside.TEXT
+    def text(self): return TEXT
     def uninitialised(self, x): return torch.empty_like(x)
     def slow(self, x): time.sleep(0.01); return x * 2
     def count(self): return self.calls
@@ -81,9 +81,8 @@ def reference(scale: torch.Tensor) -> nn.Module:
 def versatile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Candidate]:
     folder = tmp_path_factory.mktemp("versatile")
     (folder / "candidate.py").write_text(VERSATILE)
-    (folder / "beside.py").write_text("TEXT = 'from a companion'\n")
     limits = Limits(call_s=20, output_bytes=1 << 20)
-    with Candidate(folder / "candidate.py", limits=limits, companions=[folder / "beside.py"]) as candidate:
+    with Candidate(folder / "candidate.py", limits=limits) as candidate:
         yield candidate
         assert candidate.alive
 
@@ -229,7 +228,7 @@ def test_what_cannot_be_judged_is_refused_and_the_next_call_works(
     with pytest.raises(CandidateFailed, match=r"^failed: the candidate ") as caught:
         versatile.forward([what, *given])
     assert reason in str(caught.value)
-    assert ask(versatile, "text") == "from a companion"
+    assert ask(versatile, "text") == "from its own file"
 
 
 def test_gradients_only_where_there_are_some(versatile: Candidate) -> None:

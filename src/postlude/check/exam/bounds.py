@@ -69,7 +69,7 @@ def bounds_of(operator: str, args: tuple[Any, ...]) -> list[float]:
     return _FIXED[operator] if operator in _FIXED else _GIVEN[operator](args) if operator in _GIVEN else []
 
 
-class Watch(Interception):
+class KinkWatch(Interception):
     """Records every kink of a call, and the smaller of the two shares of values beside it."""
 
     def __init__(self) -> None:

@@ -48,10 +48,10 @@ class Timed:
 
 
 class Candidate:
-    """Starts the process and builds `class_name` of the file; use it in a `with` block.
+    """Starts the process and builds the file's ModelNew; use it in a `with` block.
 
     With `poisoned`, memory from the system is filled first, which takes time: for checking, not for timing. A copy of
-    the file runs in a folder that contains only it and `companions`. The thread that makes a Candidate must outlive it,
+    the file runs in a folder that contains nothing else. The thread that makes a Candidate must outlive it,
     because on Linux the process ends with that thread. After an exception of the candidate's own (`CandidateFailed`)
     the process keeps running; after any other failure it is ended.
     """
@@ -64,9 +64,6 @@ class Candidate:
         *,
         device: str = "cpu",
         limits: Limits | None = None,
-        class_name: str = "ModelNew",
-        seed: int = 0,
-        companions: Sequence[str | Path] = (),
         poisoned: bool = False,
         precision: str = "auto",
     ) -> None:
@@ -81,11 +78,8 @@ class Candidate:
         self._finalizer = weakref.finalize(self, self._running.close)
         try:
             copied = self._running.bring(Path(path))
-            for companion in companions:
-                self._running.bring(Path(companion))
             self._ask("poison", {"byte": POISON if poisoned else 0}, "its start", self.limits.start_s)
-            start = {**given, "path": str(copied), "class_name": class_name, "device": device, "seed": seed}
-            start["precision"] = precision
+            start = {**given, "path": str(copied), "device": device, "precision": precision}
             self.skipped = self._protections(self._ask("start", start, "its start", self.limits.start_s).value)
         except BaseException:
             self.close()

@@ -19,6 +19,7 @@ from postlude.check.isolation.results import RefusedError, first_line, settled
 from postlude.check.isolation.turns import settle_heap, view_at
 from postlude.check.isolation.wire import UnsendableError, distinct_part, flatten, laid_out, rebuild
 
+CLASS_NAME, SEED = "ModelNew", 0  # the reference is built under the same seed
 CACHE_BYTES = 64 << 20
 LEAST_BLOCK = 1 << 12
 
@@ -44,27 +45,18 @@ class Host:
         self.kept_gradients: dict[str, Any] = {}
         self.last: list[tuple[torch.Size, torch.dtype, torch.device]] = []
 
-    def start(
-        self,
-        path: str,
-        class_name: str,
-        args: list[Any],
-        kwargs: dict[str, Any],
-        device: str,
-        seed: int,
-        precision: str = "auto",
-    ) -> None:
+    def start(self, path: str, args: list[Any], kwargs: dict[str, Any], device: str, precision: str) -> None:
         sys.argv = [path]
         self.device = device
         set_switches(device, precision)
-        model_class = load_class(Path(path), class_name)
+        model_class = load_class(Path(path))
         tree, tensors = flatten([args, kwargs])
         given = rebuild(tree, [tensor.clone() for tensor in tensors])  # the model may keep them
-        torch.manual_seed(seed)
+        torch.manual_seed(SEED)
         try:
             self.model = model_class(*given[0], **given[1]).to(device)
         except Exception as error:
-            raise RefusedError(f"{class_name}.__init__ raises {first_line(error)}") from error
+            raise RefusedError(f"{CLASS_NAME}.__init__ raises {first_line(error)}") from error
 
     def state_keys(self) -> dict[str, Any]:
         return {key: (list(tensor.shape), tensor.dtype) for key, tensor in self._state().items()}
@@ -232,7 +224,7 @@ def _frozen(model: Any) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def load_class(path: Path, class_name: str) -> Any:
+def load_class(path: Path) -> Any:
     try:
         code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
     except SyntaxError as error:
@@ -248,9 +240,9 @@ def load_class(path: Path, class_name: str) -> Any:
     except Exception as error:
         what = "an import fails" if isinstance(error, ImportError) else "running the file fails"
         raise RefusedError(f"{what}: {first_line(error)}") from error
-    found = getattr(module, class_name, None)
+    found = getattr(module, CLASS_NAME, None)
     if not (isinstance(found, type) and issubclass(found, torch.nn.Module)):
-        raise RefusedError(f"it has no class {class_name} that is a torch.nn.Module")
+        raise RefusedError(f"it has no class {CLASS_NAME} that is a torch.nn.Module")
     return found
 
 

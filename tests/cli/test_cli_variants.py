@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cli.problem_texts import GOOD, Write
 from postlude.check.clock import Estimate, Window
+from postlude.check.floor import Work
 from postlude.check.isolation import Timed
 from postlude.check.points import random_state
 from postlude.check.supply import Supply, Turns
 from postlude.cli import variants
 from postlude.cli.frame import Settings
-from postlude.cli.measure import Timer
+from postlude.cli.measure import Timer, histograms_of
 from postlude.cli.session import Opened, open_problem
 from postlude.cli.variants import FORWARD, STEP, WITH_GRAPH, Isolated, Runner, input_sets, pytorch_ways
 from postlude.cli.watch import Watch, crowded, is_random
@@ -137,6 +138,13 @@ def test_caches_are_flushed_before_every_call(opened: Opened, monkeypatch: pytes
     # What is left beside the flush is the call; where nothing is left, that is said.
     assert {name: timing.median for name, timing in found.items()} == {"eager": 0.25}
     assert lost == ["flushed caches, slow: too short relative to what is subtracted from it"]
+
+
+@pytest.mark.parametrize(("work", "samples"), [(Work(4000, 0), 10), (Work(3 << 30, 0), 2), (Work(4000, 10**10), 2)])
+def test_errors_of_large_problems_are_those_of_two_samples(work: Work, samples: int) -> None:
+    found, left_out = histograms_of(nn.Tanh(), {"eager": torch.tanh}, (torch.rand(10, 50),), work, "cpu")
+    assert left_out == []
+    assert found[0].exact + sum(found[0].counts) == 50 * samples
 
 
 def test_a_wrong_result_of_a_timed_call_is_noted() -> None:

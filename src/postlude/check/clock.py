@@ -58,9 +58,6 @@ class Estimate:
         return ordered[below] + (place - below) * (ordered[above] - ordered[below])
 
 
-Timing = Estimate  # seconds per call, one sample per round
-
-
 def interval_rank(count: int) -> tuple[int, float]:
     """How many samples to cut off at either end so that the rest still contains the median, and with what probability.
 
@@ -183,7 +180,7 @@ def time_interleaved(
     progress: Callable[[str], None] | None = None,
     on_window: Callable[[str, Window], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, Timing]:
+) -> dict[str, Estimate]:
     """Seconds per call of each variant, one sample per round and variant.
 
     A sample is a window of repeated calls of at least `min_window_s`; each round starts with another variant.

@@ -95,10 +95,7 @@ def run(
             when_prepared()
         before = _ceilings(one, work)
         with working("Timing", timed=True) as update:
-            timer = Timer(
-                one.runners, one.opened.output, settings.device, options.rounds, options.seconds, progress=update
-            )
-            _time(one, timer, watch, candidate)
+            _time(one, watch, candidate, update)
             _time_sites(one, update)
         # Measured twice, so that other work on the machine during the first time does not lower the roof.
         ceilings = before.or_faster(_ceilings(one, work))
@@ -213,7 +210,9 @@ def _ceilings(one: Bench, work: Work) -> Ceilings:
         return ceilings_of(work, one.opened.output.dtype, one.mode, one.settings.device)
 
 
-def _time(one: Bench, timer: Timer, watch: Watch, candidate: Candidate | None) -> None:
+def _time(one: Bench, watch: Watch, candidate: Candidate | None, update: Callable[[str], None]) -> None:
+    options = one.options
+    timer = Timer(one.runners, one.opened.output, one.settings.device, options.rounds, options.seconds, update)
     others: dict[str, Contestant] = {}
     if candidate is not None:
         supply = timer.supply_of(one.sets)
@@ -226,11 +225,11 @@ def _time(one: Bench, timer: Timer, watch: Watch, candidate: Candidate | None) -
         one.reject(CANDIDATE, f"while it was timed, {error.reason}")
         warm = timer.forward(watch, {})
     one.races.append((FORWARD, "warm", warm))
-    if one.options.flushed:
+    if options.flushed:
         flushed, lost = timer.flushed(watch)
         one.races.append((FORWARD, "flushed", flushed))
         one.left_out += lost
-    if one.options.train:
+    if options.train:
         steps, backward, lost = timer.training(watch)
         one.races += [("backward", "warm", backward), (STEP, "warm", steps)]
         one.left_out += lost

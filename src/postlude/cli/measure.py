@@ -25,8 +25,9 @@ from postlude.report import model
 
 WINDOW_S = 0.05  # the shortest window that counts
 FLUSH = "the flush alone"
-# Operations of a float64 forward above which the error histogram takes two samples of the batch instead of all.
+# Operations and bytes of a forward above which the error histogram, in float64, takes two samples instead of all.
 MANY_OPERATIONS = {"cpu": 2e9, "cuda": 2e12}
+MANY_BYTES = 2 << 30
 Timings = dict[str, Estimate]
 Progress = Callable[[str], None] | None
 
@@ -144,7 +145,8 @@ def histograms_of(
     reference: nn.Module, answers: Mapping[str, Callable[..., Any]], inputs: Sequence[Any], work: Work, device: str
 ) -> tuple[list[model.Histogram], list[str]]:
     """How the errors of each variant are distributed on one set of inputs, or why that was left out."""
-    few = inputs if work.operations < MANY_OPERATIONS[device] else _two_samples(inputs)
+    is_large = work.operations >= MANY_OPERATIONS[device] or work.bytes >= MANY_BYTES
+    few = _two_samples(inputs) if is_large else inputs
     try:
         with torch.no_grad():
             exact = copy.deepcopy(reference).double()

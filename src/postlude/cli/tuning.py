@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from postlude.chain import Chain
-from postlude.check.clock import Estimate, Timing, ratio, rotating, time_interleaved
+from postlude.check.clock import Estimate, ratio, rotating, time_interleaved
 from postlude.check.points import tensors_for
 from postlude.plan import Plan, Problem
 from postlude.plan.candidates import Candidate
@@ -46,7 +46,7 @@ class TileBench(Protocol):
     def results(self, plan: Plan) -> Results:
         """The results of one call; raises UnfitError if the card cannot run it."""
 
-    def race(self, plans: Mapping[str, Plan], rounds: int, min_window_s: float) -> dict[str, Timing]: ...
+    def race(self, plans: Mapping[str, Plan], rounds: int, min_window_s: float) -> dict[str, Estimate]: ...
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class CardBench:
             raise UnfitError("does not fit this card") from error
         return Results(tensors, sum(spilled))
 
-    def race(self, plans: Mapping[str, Plan], rounds: int, min_window_s: float) -> dict[str, Timing]:
+    def race(self, plans: Mapping[str, Plan], rounds: int, min_window_s: float) -> dict[str, Estimate]:
         variants = {name: rotating(self._step(plan), self.inputs) for name, plan in plans.items()}
         return time_interleaved(variants, rounds=rounds, min_window_s=min_window_s)
 

@@ -106,7 +106,7 @@ def restart(candidate: Candidate, entry: Entry, asked: Problem) -> None:
     """Another tame file in the same process: starting one takes a second, most of it torch's import."""
     copied = candidate._running.bring(entry.path)
     args, kwargs = asked.arguments
-    start = {"path": str(copied), "class_name": "ModelNew", "device": "cpu", "seed": 0, "args": args, "kwargs": kwargs}
+    start = {"path": str(copied), "device": "cpu", "precision": "auto", "args": args, "kwargs": kwargs}
     candidate._ask("start", start, "its start", LIMITS.start_s)
 
 

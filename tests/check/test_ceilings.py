@@ -29,7 +29,7 @@ def test_a_ceiling_is_the_best_that_was_seen() -> None:
     def call(_: int) -> None:
         now[0] += next(durations)
 
-    assert best_seconds([call], lambda: now[0]) == 1.0
+    assert best_seconds(call, lambda: now[0]) == 1.0
 
 
 def test_a_copy_is_not_faster_than_any_memory() -> None:

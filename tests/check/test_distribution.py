@@ -65,3 +65,31 @@ def test_a_budget_widens_what_is_allowed() -> None:
     off = expected + 1e-3 * torch.randn(1000)
     assert belongs(off, expected, "fp32") is not None
     assert belongs(off, expected, "fp32", allowed=1e-2) is None
+
+
+def test_values_that_are_not_finite_must_be_at_the_same_places() -> None:
+    expected = torch.randn(1000)
+    expected[10] = math.inf
+    assert belongs(expected.clone(), expected, "fp32") is None
+    assert "NaN or infinite" in str(belongs(expected.roll(1), expected, "fp32"))
+    assert belongs(torch.full((3,), math.nan), torch.full((3,), math.inf), "fp32") is None
+    assert belongs(torch.rand(0), torch.rand(0), "fp32") is None
+
+
+def test_squares_that_overflow_are_not_left_out() -> None:
+    expected = torch.randn(100).double()
+    wrong = expected.clone()
+    wrong[0] = torch.finfo(torch.float64).max
+    assert belongs(wrong, expected, "fp32") is not None
+
+
+def test_large_results_are_compared_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A result of several GB and its float64 copies would not fit on a card."""
+    monkeypatch.setattr("postlude.check.deviations.BLOCK", 64)
+    expected = torch.randn(10, 100) + 3
+    assert belongs(expected.t().contiguous().t(), expected, "fp32") is None
+    wrong = expected.clone()
+    wrong[-1, -1] += 1
+    assert belongs(wrong, expected, "fp32") == (
+        f"differs from PyTorch's by {1 / math.sqrt(1000) / float(expected.std()):.2g} of the spread, 5e-05 is allowed"
+    )

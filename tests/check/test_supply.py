@@ -53,3 +53,23 @@ def test_a_window_of_more_calls_than_places_begins_again() -> None:
     assert len(Supply([(torch.rand(3),)]).draw(PLACES + 5)) == PLACES + 5
     with pytest.raises(ValueError, match="nothing to draw"):
         Supply([])
+
+
+def test_inputs_are_neither_copied_nor_sent_twice() -> None:
+    """Some inputs have several GB: three sets of them, a pool and results must fit on a card."""
+    x, indices = torch.rand(64, 128).t(), torch.arange(4)
+    supply = Supply([(x, indices, "word")])
+    assert supply._values[0][0].data_ptr() == x.data_ptr()
+    turns = supply.draw(2)
+    sent, forms = turns.whole()
+    assert sent[0] is turns.pools[0]
+    assert sent[1:] == (indices, "word")
+    assert forms == [[[128, 64], [1, 128]], None]
+
+
+def test_rotated_values_are_all_there() -> None:
+    x = torch.arange(5000.0)
+    pool = Supply([(x,)]).draw(1).pools[0]
+    for start in range(0, len(pool) - 5000, 5000):
+        part = pool[start : start + 5000]
+        assert torch.equal(part.roll(-int(part.argmin())), x)

@@ -132,6 +132,21 @@ ModelNew.answer = answer
 
 
 @pytest.mark.usefixtures("no_compiler")
+def test_a_candidate_is_timed_in_the_mode_of_the_model(run: Run, write: Write) -> None:
+    """A batch_norm answers otherwise in eval mode, and files run in training mode unless they say otherwise."""
+    text = GOOD.replace("4, 3, 18, 34, 36", "2, 3, 8, 10, 12").replace(
+        "nn.GroupNorm(groups, channels)", "nn.BatchNorm3d(channels)"
+    )
+    path, other = write(text), write(text.replace("Model", "ModelNew"), "candidate.py")
+    out = path.parent / "out.json"
+    assert run("bench", path, other, *FEW, "--baselines", "few", "--no-flush", "--json", out).code == 0
+    (report,) = read(out)
+    assert report.judgement.outcome == "right"
+    assert {one.variant for one in report.histograms} == {"eager", "postlude", "candidate"}
+    assert all(one.worst < 1e-4 for one in report.histograms)
+
+
+@pytest.mark.usefixtures("no_compiler")
 def test_a_candidate_that_ends_while_it_is_timed(
     run: Run, small: Path, candidate: Candidate, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 from cli.problem_texts import GOOD, NOTHING, Run
 from postlude.cli import suite as work
 from postlude.cli.suite_batch import Told
-from postlude.cli.suite_process import Outcome
+from postlude.cli.suite_process import Ended
 from postlude.cli.variants import STEP
 from postlude.report import gather, model, read
 from postlude.report.suite import geometric_mean, row_of
@@ -112,7 +112,7 @@ def instant(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         for place, request in enumerate(requests):
             name = Path(request["file"]).name
             begun.append(name)
-            told.keep(place, Outcome(None, "it fell over") if "crash" in name else Outcome(FULL))
+            told.keep(place, Ended(None, "it fell over") if "crash" in name else Ended(FULL))
 
     monkeypatch.setattr(work, "run_batch", pretend)
     return begun
@@ -149,7 +149,7 @@ def test_a_wrong_problem_is_an_exit_code(
     wrong = gather.failure("a.py", "", "cpu", "auto")
     for outcome, code in (("wrong", 1), ("failed", 1), ("declined", 0), ("cannot tell", 0), ("right", 0)):
         report = dataclasses.replace(wrong, judgement=model.Judgement(outcome, ("why",)))
-        monkeypatch.setattr(work, "run_batch", lambda _, __, told, report=report: told.keep(0, Outcome(report)))
+        monkeypatch.setattr(work, "run_batch", lambda _, __, told, report=report: told.keep(0, Ended(report)))
         assert run("suite", folder, *QUICK, "--results", tmp_path / "kept", "--again", "all").code == code
 
 

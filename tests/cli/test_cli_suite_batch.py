@@ -19,7 +19,7 @@ from cli import pretend_problem
 from cli.problem_texts import Run
 from postlude.cli import suite_batch, suite_process
 from postlude.cli.suite_batch import Told, beside, run_batch
-from postlude.cli.suite_process import PREPARING, WAITING, Child, Outcome
+from postlude.cli.suite_process import PREPARING, WAITING, Child, Ended
 from postlude.report import read
 from postlude.report.model import as_dict
 from report.sample import FULL
@@ -57,8 +57,8 @@ def _put(folder: Path, *names: str) -> None:
         (folder / f"{name}.py").write_text("class Model: ...\n")
 
 
-def _batch(folder: Path, *names: str, limit: float = LIMIT_S, prepared: Any = lambda _: None) -> dict[str, Outcome]:
-    found: dict[str, Outcome] = {}
+def _batch(folder: Path, *names: str, limit: float = LIMIT_S, prepared: Any = lambda _: None) -> dict[str, Ended]:
+    found: dict[str, Ended] = {}
     requests = [{"file": str(folder / f"{name}.py"), "device": "cpu"} for name in names]
     told = Told(lambda place, outcome: found.update({names[place]: outcome}), lambda _: None, prepared)
     run_batch(requests, limit, told)

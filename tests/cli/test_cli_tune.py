@@ -15,7 +15,7 @@ from cases import CHAIN_61
 from plan.test_convolve import card
 from plan.test_lower import problem
 from postlude import hardware
-from postlude.check.clock import Estimate, Timing
+from postlude.check.clock import Estimate
 from postlude.cli import session, tune, tuning
 from postlude.cli.frame import Settings
 from postlude.cli.tuning import Results, UnfitError, difference, search
@@ -65,7 +65,7 @@ class Fake:
     def results(self, plan: Plan) -> Results:
         return Results([torch.ones(4)]) if self.made is None else self.made(plan)
 
-    def race(self, plans: Mapping[str, Plan], rounds: int, min_window_s: float) -> dict[str, Timing]:
+    def race(self, plans: Mapping[str, Plan], rounds: int, min_window_s: float) -> dict[str, Estimate]:
         self.raced += plans.values()
         noises = [1 + self.noise * (-1) ** number for number in range(rounds)]
         return {

@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cli.problem_texts import GOOD, Write
 from postlude.check.clock import Estimate, Window
+from postlude.check.floor import Work
 from postlude.check.isolation import Timed
 from postlude.check.points import random_state
 from postlude.check.supply import Supply, Turns
 from postlude.cli import variants
 from postlude.cli.frame import Settings
-from postlude.cli.measure import Timer
+from postlude.cli.measure import Timer, histograms_of
 from postlude.cli.session import Opened, open_problem
 from postlude.cli.variants import FORWARD, STEP, WITH_GRAPH, Isolated, Runner, input_sets, pytorch_ways
 from postlude.cli.watch import Watch, crowded, is_random
@@ -36,7 +37,8 @@ class FakeCandidate:
     def __init__(self) -> None:
         self.signals: list[float] = []
 
-    def time_calls(self, turns: Turns, signal_s: float) -> Timed:
+    def time_calls(self, turns: Turns, training: bool, signal_s: float) -> Timed:
+        assert training
         self.signals.append(signal_s)
         call = len(turns) // 2
         return Timed(0.25, len(turns), call, turns.inputs(call)[0].sum())
@@ -44,7 +46,7 @@ class FakeCandidate:
 
 def test_one_result_of_a_candidate_is_judged_in_every_window() -> None:
     fake, judged = FakeCandidate(), []
-    contestant = Isolated(fake, Supply([(torch.rand(6000),)]), judged.append)  # type: ignore[arg-type]
+    contestant = Isolated(fake, Supply([(torch.rand(6000),)]), judged.append, training=True)  # type: ignore[arg-type]
     for calls in range(1, 20):
         window = contestant.window(0, calls, None)
         assert (window.seconds, window.calls, window.inputs) == (0.25, calls, None)
@@ -113,7 +115,7 @@ def test_each_kind_of_work_runs_as_it_says(opened: Opened) -> None:
 
     runner = Runner("eager", model, [opened.inputs])
     for work in (FORWARD, WITH_GRAPH, STEP):
-        runner.contestant(work, opened.output).window(0, 1, None)
+        runner.contestant(work, opened.output, Supply(runner.sets), "cpu").window(0, 1, None)
     assert seen == [(False, False), (True, True), (True, True)]
     assert all(parameter.grad is not None for parameter in opened.model.parameters())
 
@@ -136,6 +138,13 @@ def test_caches_are_flushed_before_every_call(opened: Opened, monkeypatch: pytes
     # What is left beside the flush is the call; where nothing is left, that is said.
     assert {name: timing.median for name, timing in found.items()} == {"eager": 0.25}
     assert lost == ["flushed caches, slow: too short relative to what is subtracted from it"]
+
+
+@pytest.mark.parametrize(("work", "samples"), [(Work(4000, 0), 10), (Work(3 << 30, 0), 2), (Work(4000, 10**10), 2)])
+def test_errors_of_large_problems_are_those_of_two_samples(work: Work, samples: int) -> None:
+    found, left_out = histograms_of(nn.Tanh(), {"eager": torch.tanh}, (torch.rand(10, 50),), work, "cpu")
+    assert left_out == []
+    assert found[0].exact + sum(found[0].counts) == 50 * samples
 
 
 def test_a_wrong_result_of_a_timed_call_is_noted() -> None:

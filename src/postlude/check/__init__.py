@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from postlude.check.budget import Point, judge
-from postlude.check.clock import Estimate, Timing, ratio, rotating, time_interleaved
+from postlude.check.clock import Estimate, ratio, rotating, time_interleaved
 from postlude.check.deviations import Deviation, MismatchError, deviation, scale_of
 from postlude.check.modules import verify_modules
 from postlude.check.nulls import null_candidates
@@ -26,7 +26,6 @@ __all__ = [
     "Judged",
     "MismatchError",
     "Point",
-    "Timing",
     "Verdict",
     "chain_points",
     "combine",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,8 +55,8 @@ def memory_speed(size: int, device: str) -> float:
     values = torch.ones(size // 4, device=device)
     source, target = values[: size // 8], values[size // 8 :][: size // 8]
     copied, read = 2 * source.numel() * 4, values.numel() * 4
-    copy = copied / best_seconds([lambda _: target.copy_(source)])
-    return max(copy, read / best_seconds([lambda _: values.sum()]))
+    copy = copied / best_seconds(lambda _: target.copy_(source))
+    return max(copy, read / best_seconds(lambda _: values.sum()))
 
 
 def product_speed(dtype: torch.dtype, mode: str, device: str) -> float:
@@ -67,19 +67,17 @@ def product_speed(dtype: torch.dtype, mode: str, device: str) -> float:
     x = torch.ones(batch, channels, space, space, dtype=kind, device=device)
     weight = torch.ones(channels, channels, 3, 3, dtype=kind, device=device)
     with torch.no_grad(), pytorch_switches(mode, torch.device(device)):
-        product = 2.0 * side**3 / best_seconds([lambda _: a @ b])
+        product = 2.0 * side**3 / best_seconds(lambda _: a @ b)
         places = batch * space * space
-        convolution = 2.0 * places * channels**2 * 9 / best_seconds([lambda _: F.conv2d(x, weight, padding=1)])
+        convolution = 2.0 * places * channels**2 * 9 / best_seconds(lambda _: F.conv2d(x, weight, padding=1))
     return max(product, convolution)
 
 
-def best_seconds(calls: Iterable[Callable[[int], object]], clock: Callable[[], float] = time.perf_counter) -> float:
+def best_seconds(call: Callable[[int], object], clock: Callable[[], float] = time.perf_counter) -> float:
     """The shortest time per call over several windows: a ceiling is the machine's best, not its average."""
-    best = float("inf")
-    for call in calls:
-        contestant, count = Calls(call, clock), 1
-        for _ in range(TRIES):
-            window = contestant.window(0, count)
-            best = min(best, max(window.seconds, 1e-9) / window.calls)
-            count = max(1, min(1000, round(WINDOW_S / best)))
+    contestant, count, best = Calls(call, clock), 1, float("inf")
+    for _ in range(TRIES):
+        window = contestant.window(0, count)
+        best = min(best, max(window.seconds, 1e-9) / window.calls)
+        count = max(1, min(1000, round(WINDOW_S / best)))
     return best

@@ -58,9 +58,6 @@ class Estimate:
         return ordered[below] + (place - below) * (ordered[above] - ordered[below])
 
 
-Timing = Estimate  # seconds per call, one sample per round
-
-
 def interval_rank(count: int) -> tuple[int, float]:
     """How many samples to cut off at either end so that the rest still contains the median, and with what probability.
 
@@ -183,7 +180,7 @@ def time_interleaved(
     progress: Callable[[str], None] | None = None,
     on_window: Callable[[str, Window], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, Timing]:
+) -> dict[str, Estimate]:
     """Seconds per call of each variant, one sample per round and variant.
 
     A sample is a window of repeated calls of at least `min_window_s`; each round starts with another variant.
@@ -191,7 +188,7 @@ def time_interleaved(
     counts, some of them with the result of a call that was picked at random before the window began.
     """
     start = clock()
-    running = {name: _Running(_contestant(v, clock), min_window_s) for name, v in variants.items()}
+    running = {name: _Racer(_contestant(v, clock), min_window_s) for name, v in variants.items()}
     for one in running.values():
         one.prepare(warmup)
     samples: dict[str, list[float]] = {name: [] for name in variants}
@@ -210,7 +207,7 @@ def time_interleaved(
     return {name: Estimate.of(times) for name, times in samples.items()}
 
 
-class _Running:
+class _Racer:
     """One contestant, how far through its inputs it is, and how many calls fill a window."""
 
     def __init__(self, contestant: Contestant, min_window_s: float) -> None:

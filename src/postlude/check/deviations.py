@@ -63,7 +63,7 @@ def deviations(results: Sequence[Tensor], truth: Tensor) -> list[Deviation]:
     if not results or not truth.numel():
         return [Deviation(NONE, 0.0) for _ in results]
     moved = [result.to(truth.device) for result in results]
-    parts = [_finite_part(torch.stack(ours), true) for true, *ours in _blocks(truth, *moved)]
+    parts = [_finite_part(torch.stack(ours), true) for true, *ours in blocks_of(truth, *moved)]
     squares, worst, nearness = torch.stack(parts).unbind(1)  # each [blocks, results]
     found = torch.stack([squares.sum(0), worst.amax(0), nearness.amax(0)], 1).tolist()  # the host waits only here
     return [
@@ -83,7 +83,7 @@ def _finite_part(ours: Tensor, true: Tensor) -> Tensor:
 
 
 def _with_nonfinite(result: Tensor, truth: Tensor) -> Deviation:
-    found = [_compared(ours, true) for ours, true in _blocks(result, truth)]
+    found = [_compared(ours, true) for ours, true in blocks_of(result, truth)]
     squares, worst, strays, nearness, count = _on_host(torch.stack(found), largest=(1, 3))
     if strays:
         return Deviation(Errors(math.inf, math.inf), math.inf)
@@ -109,7 +109,7 @@ def _on_host(parts: Tensor, largest: tuple[int, ...]) -> list[float]:
 def scale_of(truth: Tensor, dtype: torch.dtype) -> Scale:
     """The scale of a truth whose results come in `dtype`."""
     info = torch.finfo(dtype)
-    blocks = [block for (block,) in _blocks(truth)]
+    blocks = [block for (block,) in blocks_of(truth)]
     if not blocks:
         return Scale(0, 0.0, 0.0, Errors(0.0, 0.0), info.eps)
     parts = torch.stack([_measured(block, info) for block in blocks])
@@ -134,7 +134,8 @@ def _measured(block: Tensor, info: torch.finfo) -> Tensor:
     return torch.stack([finite.sum().double(), values.sum(), values.abs().max(), ulp_squares])
 
 
-def _blocks(*tensors: Tensor) -> Iterator[list[Tensor]]:
+def blocks_of(*tensors: Tensor) -> Iterator[list[Tensor]]:
+    """Flat pieces of equally many elements each, in float64: whole copies might not fit beside large results."""
     flat = [tensor.detach().reshape(-1) for tensor in tensors]
     size = max(1, BLOCK // len(flat))
     for start in range(0, flat[0].numel(), size):

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from postlude.check.deviations import blocks_of
+
 BINS_PER_DECADE = 4
 SMALLEST = 1e-12  # smaller errors share the first bin
 # How much a timed result may differ from PyTorch's own, in RMS relative to the spread of the latter: more than rounding
@@ -52,18 +54,33 @@ def belongs(result: object, expected: Tensor, mode: str, allowed: float = 0.0) -
         return f"is a {type(result).__name__}, not a tensor"
     if result.shape != expected.shape:
         return f"has shape {tuple(result.shape)}, it should be {tuple(expected.shape)}"
-    ours, theirs = result.detach().to(expected.device).double(), expected.double()
-    if not bool((torch.isfinite(ours) == torch.isfinite(theirs)).all()):
-        return "has NaN or infinite values where PyTorch has none"
-    finite = torch.isfinite(theirs)
-    ours, theirs = ours[finite], theirs[finite]
-    if not theirs.numel():
+    if not expected.numel():
         return None
-    size, spread = float(theirs.square().mean().sqrt()), float(theirs.std()) if theirs.numel() > 1 else 0.0
+    pairs = blocks_of(result.detach().to(expected.device), expected)
+    strays, count, total, wrong = torch.stack([_sums(*pair) for pair in pairs]).sum(0).tolist()
+    if strays:
+        return "has NaN or infinite values where PyTorch has none"
+    if not count:
+        return None
+    mean, error = total / count, math.sqrt(wrong / count)
+    apart = float(torch.stack([_squares(theirs, mean) for (theirs,) in blocks_of(expected)]).sum())
+    size, spread = math.hypot(mean, math.sqrt(apart / count)), math.sqrt(apart / max(count - 1, 1))
     scale = spread if spread > TELLING * size else size
-    error = float((ours - theirs).square().mean().sqrt())
     limit = max(CLOSE.get(mode, CLOSE["fp32"]), allowed)
     if error <= limit * scale or (scale == 0 and error == 0):
         return None
     relative = error / scale if scale > 0 else math.inf
     return f"differs from PyTorch's by {relative:.2g} of the spread, {limit:.2g} is allowed"
+
+
+def _sums(ours: Tensor, theirs: Tensor) -> Tensor:
+    """For one block: how many elements are finite on one side only, how many on PyTorch's, their sum there, and the
+    squared errors there."""
+    finite = torch.isfinite(theirs)
+    strays = (finite != torch.isfinite(ours)).sum()
+    total, wrong = (torch.where(finite, one, 0.0) for one in (theirs, ours - theirs))
+    return torch.stack([strays, finite.sum(), total.sum(), wrong.square().sum()])
+
+
+def _squares(theirs: Tensor, mean: float) -> Tensor:
+    return torch.where(torch.isfinite(theirs), theirs - mean, 0.0).square().sum()

@@ -8,37 +8,29 @@ one matrix product per tap. All of it is float64; only the order of summation di
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from postlude.check.interception import Interception
 
 _aten = torch.ops.aten
 _CHUNK = 4096  # positions over which one product of a batched product sums
 
 
-class FastDoubles(TorchDispatchMode):
+class FastDoubles(Interception):
     """Replaces float64 convolutions with one group, stride 1 and no dilation; everything else runs as before."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def instead(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is _aten.convolution.default and _is_plain(args[0], args[1], *args[3:9]) and args[6]:
             x, weight, bias, _, padding = args[:5]
             return as_forward(x, weight, padding, bias)
         if func is _aten.convolution_backward.default and _is_plain(args[0], args[2], *args[4:10]):
             return gradients(*args)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _is_plain(

@@ -245,7 +245,7 @@ def _met(name: str, args: tuple[Any, ...], given: Mapping[str, Any], in_place: b
         return None if gap is None else (gap, (0.0,), False)
     if name not in _BOUNDS:
         return None
-    bounds = tuple(float(bound) for bound in _BOUNDS[name](args, given) if isinstance(bound, (int, float)))
+    bounds = tuple(float(bound) for bound in _BOUNDS[name](_Given(args, given)) if isinstance(bound, (int, float)))
     finite = tuple(bound for bound in bounds if abs(bound) < float("inf"))
     return (x.detach().clone() if in_place else x.detach(), finite, True) if finite else None
 
@@ -260,46 +260,35 @@ def _runner_up(name: str, x: Tensor, dim: Any, given: Mapping[str, Any]) -> Met 
     return (gap.unsqueeze(axes[0]) if given.get("keepdim") else gap), (0.0,), False
 
 
-def _argument(place: int, name: str, usual: Any) -> Callable[[tuple[Any, ...], Mapping[str, Any]], Any]:
-    return lambda args, given: args[place] if len(args) > place else given.get(name, usual)
-
-
-def _two(
-    low: tuple[int, str, Any], high: tuple[int, str, Any]
-) -> Callable[[tuple[Any, ...], Mapping[str, Any]], tuple[Any, ...]]:
-    return lambda args, given: (_argument(*low)(args, given), _argument(*high)(args, given))
-
-
-def _one(place: int, name: str, usual: Any = None) -> Callable[[tuple[Any, ...], Mapping[str, Any]], tuple[Any, ...]]:
-    return lambda args, given: (_argument(place, name, usual)(args, given),)
-
-
-def _fixed(*bounds: float) -> Callable[[tuple[Any, ...], Mapping[str, Any]], tuple[Any, ...]]:
-    return lambda args, given: bounds  # noqa: ARG005  the same for all arguments
-
-
-def _shrink(args: tuple[Any, ...], given: Mapping[str, Any]) -> tuple[Any, ...]:
-    size = _argument(1, "lambd", 0.5)(args, given)
-    return -size, size
-
-
-def _elu(args: tuple[Any, ...], given: Mapping[str, Any]) -> tuple[Any, ...]:
-    """elu has a kink at 0 unless alpha · input_scale is 1."""
-    slope = _argument(1, "alpha", 1.0)(args, given) * _argument(3, "input_scale", 1.0)(args, given)
-    return () if slope == 1 else (0.0,)
-
-
 _PAIRS = ("maximum", "minimum", "max", "min", "clamp_min", "clamp_max")
 _EXTREMES = ("amax", "amin", "max", "min")
-_BOUNDS: dict[str, Callable[[tuple[Any, ...], Mapping[str, Any]], tuple[Any, ...]]] = {
-    **dict.fromkeys(("relu", "leaky_relu", "prelu", "abs", "selu"), _fixed(0.0)),
-    **dict.fromkeys(("hardswish", "hardsigmoid"), _fixed(-3.0, 3.0)),
-    **dict.fromkeys(("hardshrink", "softshrink"), _shrink),
-    "relu6": _fixed(0.0, 6.0),
+
+
+class _Given:
+    """The arguments of a call, which may be given by place or by name."""
+
+    def __init__(self, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        self._args, self._named = args, named
+
+    def __call__(self, place: int, name: str, usual: Any = None) -> Any:
+        return self._args[place] if len(self._args) > place else self._named.get(name, usual)
+
+
+def _elu(given: _Given) -> tuple[Any, ...]:
+    """elu has a kink at 0 unless alpha · input_scale is 1."""
+    return () if given(1, "alpha", 1.0) * given(3, "input_scale", 1.0) == 1 else (0.0,)
+
+
+# What is not a number, such as a missing bound, is left out.
+_BOUNDS: dict[str, Callable[[_Given], tuple[Any, ...]]] = {
+    **dict.fromkeys(("relu", "leaky_relu", "prelu", "abs", "selu"), lambda _: (0.0,)),
+    **dict.fromkeys(("hardswish", "hardsigmoid"), lambda _: (-3.0, 3.0)),
+    **dict.fromkeys(("hardshrink", "softshrink"), lambda given: (-given(1, "lambd", 0.5), given(1, "lambd", 0.5))),
+    "relu6": lambda _: (0.0, 6.0),
     "elu": _elu,
-    "threshold": _one(1, "threshold"),
-    "clamp": _two((1, "min", None), (2, "max", None)),
-    "clamp_min": _one(1, "min"),
-    "clamp_max": _one(1, "max"),
-    "hardtanh": _two((1, "min_val", -1.0), (2, "max_val", 1.0)),
+    "threshold": lambda given: (given(1, "threshold"),),
+    "clamp": lambda given: (given(1, "min"), given(2, "max")),
+    "clamp_min": lambda given: (given(1, "min"),),
+    "clamp_max": lambda given: (given(1, "max"),),
+    "hardtanh": lambda given: (given(1, "min_val", -1.0), given(2, "max_val", 1.0)),
 }

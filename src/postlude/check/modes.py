@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from postlude.check.doubles import FastDoubles
+from postlude.check.interception import Interception
 from postlude.errors import PrecisionError
 from postlude.hardware import default_fp32_precision
 from postlude.reference import round_to_format
@@ -56,26 +56,20 @@ def has_no_convolution(model: nn.Module) -> bool:
     return not weights and not any(isinstance(module, _ConvNd) for module in model.modules())
 
 
-class RoundedOperands(TorchDispatchMode):
+class RoundedOperands(Interception):
     """Rounds the operands of every matrix product and convolution to a format, forward and backward."""
 
     def __init__(self, name: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.name = name
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def instead(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         places = _PRODUCTS.get(func, ())
         rounded = [
             round_to_format(arg, self.name) if place in places and isinstance(arg, Tensor) else arg
             for place, arg in enumerate(args)
         ]
-        return func(*rounded, **(kwargs or {}))
+        return func(*rounded, **kwargs)
 
 
 @contextmanager

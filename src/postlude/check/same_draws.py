@@ -6,12 +6,13 @@ copy by all of them, and that difference would pass for PyTorch's error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from postlude.check.interception import Interception
 
 _aten = torch.ops.aten
 _MADE = frozenset({_aten.randn, _aten.rand, _aten.randn_like, _aten.rand_like})
@@ -20,21 +21,15 @@ _FILLED = frozenset(
 )
 
 
-class SameDraws(TorchDispatchMode):
+class SameDraws(Interception):
     """Draws float64 tensors in `dtype`."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.dtype = dtype
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs, packet = dict(kwargs or {}), getattr(func, "overloadpacket", None)
+    def instead(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        packet = getattr(func, "overloadpacket", None)
         if packet in _MADE and _wanted(args, kwargs) == torch.float64:
             return func(*args, **{**kwargs, "dtype": self.dtype}).double()
         if packet in _FILLED and args[0].dtype == torch.float64:

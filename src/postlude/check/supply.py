@@ -6,7 +6,7 @@ A candidate that remembers answers, by content or by address, therefore finds no
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from postlude.check.isolation.turns import PLACES, pool_length, settle_heap, view_at
-from postlude.check.isolation.wire import extent_of, laid_out
+from postlude.check.isolation.wire import flat_values
 from postlude.check.points import map_tensors
 from postlude.check.sides import leaves_of
 
@@ -33,9 +33,18 @@ class Turns:
         return len(self.places)
 
     def inputs(self, call: int) -> tuple[Any, ...]:
-        pools, place = iter(self.pools), self.places[call]
-        given = map_tensors(lambda x: view_at(next(pools), x, place) if changes(x) else x, tuple(self.template))
-        return tuple(given)
+        place = self.places[call]
+        return self._with_pools(lambda pool, x: view_at(pool, x.shape, x.stride(), place))
+
+    def whole(self) -> tuple[tuple[Any, ...], list[Any]]:
+        """The inputs with a pool in place of every tensor that changes, and for each tensor the shape and the strides
+        of the views of its pool; None for one that stays."""
+        forms = [[list(x.shape), list(x.stride())] if changes(x) else None for x in leaves_of(list(self.template))]
+        return self._with_pools(lambda pool, _: pool), forms
+
+    def _with_pools(self, made: Callable[[Tensor, Tensor], Tensor]) -> tuple[Any, ...]:
+        pools = iter(self.pools)
+        return tuple(map_tensors(lambda x: made(next(pools), x) if changes(x) else x, self.template))
 
 
 class Supply:
@@ -47,7 +56,8 @@ class Supply:
         self.template = tuple(sets[0])
         # A set that is laid out otherwise than the first has no place in its pool.
         alike = [one for one in sets if _form(one) == _form(sets[0])]
-        self._values = [list(map(_flat, column)) for column in zip(*(_changing(one) for one in alike), strict=True)]
+        columns = zip(*map(_changing, alike), strict=True)
+        self._values = [[flat_values(tensor) for tensor in column] for column in columns]
         self._pools: list[Tensor] = []
         self._random = random.SystemRandom()  # a candidate must not be able to predict its inputs
 
@@ -78,8 +88,11 @@ class Supply:
         order: list[Tensor] = []
         for start in range(0, pool.numel(), extent):
             order = order or self._random.sample(values, len(values))
-            part = pool[start : start + extent]
-            part.copy_(order.pop().roll(self._random.randrange(extent))[: part.numel()])
+            part, known, moved = pool[start : start + extent], order.pop(), self._random.randrange(extent)
+            # In two pieces: `roll` would take memory for another input.
+            head = part[:moved]
+            head.copy_(known[extent - moved :][: head.numel()])
+            part[moved:].copy_(known[: max(0, part.numel() - moved)])
 
 
 def changes(tensor: Tensor) -> bool:
@@ -92,12 +105,6 @@ def _changing(inputs: Sequence[Any]) -> list[Tensor]:
 
 def _form(inputs: Sequence[Any]) -> list[tuple[Any, ...]]:
     return [(x.shape, x.stride(), x.dtype) for x in _changing(inputs)]
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """A copy of the tensor's memory from its first element to its last one."""
-    copied = laid_out(tensor.detach(), str(tensor.device))
-    return copied.as_strided((extent_of(copied.shape, copied.stride()),), (1,))
 
 
 def _pool_for(values: Tensor) -> Tensor:

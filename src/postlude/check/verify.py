@@ -17,7 +17,6 @@ from postlude.check.compare import (
     GRADIENT,
     LARGE_OFFSET,
     Answers,
-    Progress,
     Quantities,
     Round,
     compare,
@@ -35,6 +34,7 @@ from postlude.check.kinks import Kinks, all_ambiguous, either_side, spared
 from postlude.check.modes import FORMATS, RoundedOperands, in_double, library_unsearched, pytorch_switches, resolve
 from postlude.check.nulls import chain_nulls
 from postlude.check.points import ChainPoint
+from postlude.check.sides import CandidateError
 from postlude.check.verdict import Verdict
 from postlude.reference import evaluate, first_value
 
@@ -44,10 +44,6 @@ NONFINITE = (("NaN", math.nan), ("infinity", math.inf))
 
 NULL_POINTS = 2  # at which null candidates must be rejected: each costs a convolution in float64
 _T = TypeVar("_T")
-
-
-class CandidateError(Exception):
-    """Wraps what the implementation under test raised, to tell it from our own errors."""
 
 
 def verify_chain(
@@ -61,7 +57,6 @@ def verify_chain(
     tells_infinities: bool = True,
     least: int = MIN_POINTS,
     among: Run | None = None,
-    progress: Progress = None,
 ) -> Verdict:
     """Judges `run` on the given points (see `chain_points`), on request with gradients: for all slots, or slot by slot.
 
@@ -75,16 +70,28 @@ def verify_chain(
     dtype, device = _product_dtype(chain, given[0].tensors), given[0].tensors[0].device
     mode = resolve(precision, dtype, device, chain.is_linear)
     findings: list[str] = []
-    asked = (run, chain, given, mode, backward, tells_infinities if nonfinite else None, progress, findings)
+    asked = _Asked(run, chain, mode, backward, tells_infinities if nonfinite else None)
     try:
-        rounds = _rounds(*asked, among=None)
+        rounds = _rounds(asked, given, findings)
         verdict = verdict_of(rounds, findings, mode, least=least)
         if verdict.right or findings or (FORMATS[mode] is None and among is None):
             return verdict
-        again = _rounds(*asked, among=among or _by_pytorch)
+        again = _rounds(replace(asked, among=among or _by_pytorch), given, findings)
     except CandidateError as error:
         return Verdict("wrong", (str(error),), mode)
     return verdict_of(list(map(_worse, rounds, again)), findings, mode, least=least)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is judged, and how, at all points alike."""
+
+    run: Run
+    chain: Chain
+    mode: str
+    backward: Backward
+    tells_infinities: bool | None  # None: no point that is not finite
+    among: Run | None = None  # the errors that cost more are wanted, PyTorch's among the samples that this adds
 
 
 def _worse(first: Round, second: Round) -> Round:
@@ -99,27 +106,15 @@ def _worse(first: Round, second: Round) -> Round:
     return Round(second.family, points)
 
 
-def _rounds(
-    run: Run,
-    chain: Chain,
-    points: Sequence[ChainPoint],
-    mode: str,
-    backward: Backward,
-    tells_infinities: bool | None,  # None: no point that is not finite
-    progress: Progress,
-    findings: list[str],
-    among: Run | None,
-) -> list[Round]:
-    """One round per point, up to the first finding; with the errors that cost more if `among` is given."""
+def _rounds(asked: _Asked, points: Sequence[ChainPoint], findings: list[str]) -> list[Round]:
+    """One round per point, up to the first finding."""
     rounds: list[Round] = []
     for seed, point in enumerate(points):
         with_nulls = point.family != LARGE_OFFSET and sum(map(_can_tell, rounds)) < NULL_POINTS
-        answers = _answers(run, chain, point, mode, seed, backward, findings, with_nulls, among)
+        answers = _answers(asked, point.tensors, seed, findings, with_nulls)
         rounds.append(Round(point.family, compare(answers, findings)))
-        if seed == 0 and tells_infinities is not None:
-            findings += _nonfinite_findings(run, chain, point.tensors, mode, tells_infinities)
-        if progress:
-            progress(f"point {seed + 1} ({point.family})")
+        if seed == 0 and asked.tells_infinities is not None:
+            findings += _nonfinite_findings(asked, point.tensors, asked.tells_infinities)
         if findings:
             break
     return rounds
@@ -159,24 +154,14 @@ def _call(run: Callable[..., Tensor], chain: Chain, tensors: Sequence[Tensor], b
         return Call(chain, leaves, run(chain, leaves))
 
 
-def _answers(
-    run: Run,
-    chain: Chain,
-    point: ChainPoint,
-    mode: str,
-    seed: int,
-    backward: Backward,
-    findings: list[str],
-    with_nulls: bool,
-    among: Run | None,
-) -> Answers:
+def _answers(asked: _Asked, tensors: tuple[Tensor, ...], seed: int, findings: list[str], with_nulls: bool) -> Answers:
     """The candidate runs first: memory that it is given must not hold the right result."""
-    tensors = point.tensors
+    run, chain, backward = asked.run, asked.chain, asked.backward
     before = [tensor.clone() for tensor in tensors]
-    asked = _candidate(lambda: _call(run, chain, tensors, backward))
-    sides = _Sides(chain, before, mode, backward, among)
+    called = _candidate(lambda: _call(run, chain, tensors, backward))
+    sides = _Sides(asked, before)
     weights, left = sides.cotangents(seed) if backward else (None, None)
-    result = _candidate(lambda: asked.quantities(weights))
+    result = _candidate(lambda: called.quantities(weights))
     if not all(same_bits(old, new) for old, new in zip(before, tensors, strict=True)):
         findings.append("the implementation changed its input tensors")
         tensors = tuple(before)
@@ -199,10 +184,9 @@ def _can_tell(one: Round) -> bool:
 class _Sides:
     """What the candidate is compared with at one point: PyTorch, float64, and float64 with rounded operands."""
 
-    def __init__(
-        self, chain: Chain, tensors: Sequence[Tensor], mode: str, backward: Backward, among: Run | None
-    ) -> None:
-        self.chain, self.mode, self.backward = chain, mode, backward
+    def __init__(self, asked: _Asked, tensors: Sequence[Tensor]) -> None:
+        self.chain, self.mode, self.backward = asked.chain, asked.mode, asked.backward
+        chain, mode, backward, among = self.chain, self.mode, self.backward, asked.among
         self.device = tensors[0].device
         self.doubles = [tensor.double() for tensor in tensors]
         self._met = [Kinks(), Kinks(), Kinks()]
@@ -291,9 +275,8 @@ def _by_pytorch(chain: Chain, tensors: Sequence[Tensor]) -> Tensor:
     return evaluate(chain, tensors, moves=True)
 
 
-def _nonfinite_findings(
-    run: Run, chain: Chain, tensors: Sequence[Tensor], mode: str, tells_infinities: bool
-) -> list[str]:
+def _nonfinite_findings(asked: _Asked, tensors: Sequence[Tensor], tells_infinities: bool) -> list[str]:
+    run, chain, mode = asked.run, asked.chain, asked.mode
     findings = []
     for what, value in NONFINITE:
         x = tensors[0].clone()

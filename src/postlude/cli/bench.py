@@ -20,13 +20,12 @@ from postlude.check.isolation import Candidate, CandidateFailed
 from postlude.check.modes import has_no_convolution, resolve
 from postlude.check.points import random_state
 from postlude.check.sides import leaves_of
-from postlude.check.supply import Supply
 from postlude.check.verdict import combine
 from postlude.cli import bench_show
 from postlude.cli.bench_state import Bench, Options
 from postlude.cli.chains import verdict_words
-from postlude.cli.contender import started, verdict_on
 from postlude.cli.frame import DONE, NO, Answer, Settings, check_word
+from postlude.cli.judge import judged_file, started
 from postlude.cli.measure import Timer, histograms_of, roofline_of
 from postlude.cli.output import check_writable, working
 from postlude.cli.report import check_report
@@ -61,6 +60,7 @@ from postlude.report.write import to_json
 
 __all__ = ["Options", "bench", "run"]
 STATE_SEED = 61
+WINDOW_LIMIT_S = 120.0  # for one window of a candidate's timed calls
 SAME_INPUTS = "new inputs for timed calls: integers stay as they are, so remembered answers are not found"
 
 
@@ -95,10 +95,7 @@ def run(
             when_prepared()
         before = _ceilings(one, work)
         with working("Timing", timed=True) as update:
-            timer = Timer(
-                one.runners, one.opened.output, settings.device, options.rounds, options.seconds, progress=update
-            )
-            _time(one, timer, watch, candidate)
+            _time(one, watch, candidate, update)
             _time_sites(one, update)
         # Measured twice, so that other work on the machine during the first time does not lower the roof.
         ceilings = before.or_faster(_ceilings(one, work))
@@ -136,7 +133,7 @@ def _enter(one: Bench) -> None:
     device, options = one.settings.device, one.options
     level = options.baselines or ("all" if device == "cuda" else "usual")
     if options.candidate is not None:
-        verdict = verdict_on(one.settings, one.opened, options.candidate, options.train)
+        verdict = judged_file(one.settings, one.opened, options.candidate, options.train)
         one.verdicts[CANDIDATE], one.notes[CANDIDATE] = verdict, verdict_words(verdict)
     eager = pytorch_ways(one.opened, device, one.state, one.sets, level)
     compiled = Baselines()
@@ -187,7 +184,9 @@ def _candidate(one: Bench, stack: ExitStack) -> Candidate | None:
         return None
     one.left_out.append("candidate: it is timed warm and forward only, and the memory of its process is not measured")
     try:
-        return stack.enter_context(started(one.settings, one.opened, path, one.state))
+        candidate = stack.enter_context(started(one.settings, one.opened, path, WINDOW_LIMIT_S))
+        candidate.load_state(one.state)
+        return candidate
     except CandidateFailed as error:
         one.reject(CANDIDATE, error.reason)
         return None
@@ -211,23 +210,26 @@ def _ceilings(one: Bench, work: Work) -> Ceilings:
         return ceilings_of(work, one.opened.output.dtype, one.mode, one.settings.device)
 
 
-def _time(one: Bench, timer: Timer, watch: Watch, candidate: Candidate | None) -> None:
+def _time(one: Bench, watch: Watch, candidate: Candidate | None, update: Callable[[str], None]) -> None:
+    options = one.options
+    timer = Timer(one.runners, one.opened.output, one.settings.device, options.rounds, options.seconds, update)
     others: dict[str, Contestant] = {}
     if candidate is not None:
-        supply = Supply(one.sets)
+        supply = timer.supply_of(one.sets)
         one.left_out += [SAME_INPUTS] if supply.repeats else []
-        others[CANDIDATE] = Isolated(candidate, supply, lambda window: watch.judge(CANDIDATE, window))
+        training = one.opened.model.training
+        others[CANDIDATE] = Isolated(candidate, supply, lambda window: watch.judge(CANDIDATE, window), training)
     try:
         warm = timer.forward(watch, others)
     except CandidateFailed as error:
         one.reject(CANDIDATE, f"while it was timed, {error.reason}")
         warm = timer.forward(watch, {})
     one.races.append((FORWARD, "warm", warm))
-    if one.options.flushed:
+    if options.flushed:
         flushed, lost = timer.flushed(watch)
         one.races.append((FORWARD, "flushed", flushed))
         one.left_out += lost
-    if one.options.train:
+    if options.train:
         steps, backward, lost = timer.training(watch)
         one.races += [("backward", "warm", backward), (STEP, "warm", steps)]
         one.left_out += lost
@@ -261,7 +263,8 @@ def _judge(one: Bench, watch: Watch, work: Work, ceilings: Ceilings) -> None:
 def _histograms(one: Bench, candidate: Candidate | None, work: Work) -> tuple[list[model.Histogram], list[str]]:
     answers: dict[str, Any] = {r.name: r.model for r in one.runners if r.name in (EAGER, POSTLUDE)}
     if candidate is not None and candidate.alive:
-        answers[CANDIDATE] = lambda *inputs: candidate.forward(inputs).outputs
+        training = one.opened.model.training
+        answers[CANDIDATE] = lambda *inputs: candidate.forward(inputs, training=training).outputs
     return histograms_of(one.opened.model, answers, one.sets[-1], work, one.settings.device)
 
 

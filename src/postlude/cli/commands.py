@@ -154,10 +154,12 @@ def verify(
             from postlude.cli import kernelbench
 
             return kernelbench.verify(settings, reference, candidate)
+        from postlude.check.exam import Rules
         from postlude.cli import judge
 
-        options = judge.Options(backward, seeds, seed, time_budget, timeout, declared_only, self_check)
-        return judge.verify(settings, reference, candidate, options)
+        drawn = judge.any_seed() if seed is None else seed
+        rules = Rules(settings.precision, seeds, backward, time_budget, drawn, declared_only)
+        return judge.verify(settings, reference, candidate, rules, timeout, self_check)
 
     frame.run("verify", frame.Request(device, precision, json, debug), command)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from postlude.cli.demo_case import CASES, Case, compile_case, time_case
 from postlude.cli.demo_child import time_elsewhere
 from postlude.cli.frame import DONE, NO, Answer, Settings
 from postlude.cli.output import say, times, working
-from postlude.cli.race import COMPILE, EAGER, POSTLUDE, estimate_data
+from postlude.cli.race import COMPILE, EAGER, POSTLUDE
 from postlude.cli.report import check_report
 from postlude.cli.session import fuse, machine_data, malloc_word, result_data
 from postlude.cli.watch import crowded
@@ -156,16 +156,14 @@ def _pairs(shown: list[Shown]) -> list[tuple[Shown, str, dict[str, Estimate]]]:
 
 def _data(one: Shown) -> dict[str, Any]:
     speeds = {
-        malloc: {
-            name: estimate_data(ratio(timings[name], timings[POSTLUDE])) for name in (EAGER, COMPILE) if name in timings
-        }
+        malloc: {name: asdict(ratio(timings[name], timings[POSTLUDE])) for name in (EAGER, COMPILE) if name in timings}
         for malloc, timings in one.timings.items()
     }
     return {
         "problem": one.case.title,
         "shape": one.shape,
         "seconds": {
-            malloc: {name: estimate_data(timing) for name, timing in timings.items()}
+            malloc: {name: asdict(timing) for name, timing in timings.items()}
             for malloc, timings in one.timings.items()
         },
         "postlude_is_times_as_fast_as": speeds if one.is_right else None,

@@ -8,7 +8,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from postlude import hardware
@@ -16,7 +17,6 @@ from postlude.check.clock import Estimate
 from postlude.cli.demo_case import CASES, compile_case, time_case
 from postlude.cli.doctor import TUNED_MALLOC
 from postlude.cli.frame import Settings, quiet
-from postlude.cli.race import estimate_data, estimate_from
 from postlude.cli.session import fuse_silently
 from postlude.errors import PostludeError
 
@@ -36,7 +36,7 @@ def time_elsewhere(settings: Settings, update: Callable[[str], None]) -> Timings
                 for line in child.stdout or ():
                     event = json.loads(line)
                     if "timings" in event:
-                        found[event["case"]] = {name: estimate_from(d) for name, d in event["timings"].items()}
+                        found[event["case"]] = {name: estimate_from(data) for name, data in event["timings"].items()}
                     else:
                         update(event["update"])
                 failed = child.wait() != 0
@@ -47,6 +47,10 @@ def time_elsewhere(settings: Settings, update: Callable[[str], None]) -> Timings
     if failed:
         raise PostludeError(f"the process with the other malloc setting failed ({last}).")
     return found
+
+
+def estimate_from(data: Mapping[str, Any]) -> Estimate:
+    return Estimate(**{**data, "samples": tuple(data["samples"])})
 
 
 def _other_malloc() -> dict[str, str]:
@@ -74,7 +78,7 @@ def main(device: str, precision: str) -> None:
             compiled, _ = compile_case(case, settings, opened)
             tell(update=f"timing {case.title}")
             timings = time_case(opened, fused, compiled, None)
-            tell(case=case.key, timings={name: estimate_data(timing) for name, timing in timings.items()})
+            tell(case=case.key, timings={name: asdict(timing) for name, timing in timings.items()})
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,14 +14,14 @@ from torch import nn
 from postlude import hardware, problem_file
 from postlude.check.clock import Estimate, ratio
 from postlude.check.compare import LARGE_OFFSET
-from postlude.check.exam import examine
+from postlude.check.exam import Rules, examine
 from postlude.check.sides import InProcess, UnanswerableError
 from postlude.check.verdict import Verdict
 from postlude.cli.chains import verdict_words
 from postlude.cli.frame import DONE, NO, Answer, Settings
-from postlude.cli.judge import CODES, Options, exam_for, judged_file, show_verdict
+from postlude.cli.judge import CODES, any_seed, exam_for, judged_file, show_verdict
 from postlude.cli.output import check_writable, complain, say, show_table, working, write_whole
-from postlude.cli.race import EAGER, Course, estimate_data, race
+from postlude.cli.race import EAGER, Course, race
 from postlude.cli.recorded import H200
 from postlude.cli.session import Opened, machine_data, open_problem
 from postlude.errors import PostludeError
@@ -107,7 +107,7 @@ def _checked(settings: Settings, opened: Opened, text: str, name: str, training:
         answers = _counting(made.module)
         model = made.build(settings.device, like=opened.problem)
         is_large = opened.output.numel() >= LARGE
-        rules = replace(Options(training, seconds=SECONDS).rules(settings), declared_only=True)
+        rules = Rules(settings.precision, backward=training, seconds=SECONDS, seed=any_seed(), declared_only=True)
         rules = replace(rules, least=1, seeds=1) if is_large else rules
         try:
             exam = exam_for(opened, rules)
@@ -187,7 +187,7 @@ def _data(
         "left": dict(made.left),
         "verified": verdict is not None,
         "verdict": None if verdict is None else verdict.as_dict(),
-        "seconds": {name: estimate_data(timing) for name, timing in timings.items()},
+        "seconds": {name: asdict(timing) for name, timing in timings.items()},
         "readability": {"lines": read.lines, "kernels": read.kernels, "comment_share": read.comment_share},
         **machine_data(settings),
     }

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,35 +26,24 @@ SEED_BITS = 30
 
 
 @dataclass(frozen=True)
-class Options:
-    """The options of an examination."""
-
-    backward: bool = False
-    seeds: int = 5
-    seed: int | None = None  # None: random, so that a candidate cannot bring answers along
-    seconds: float = 60.0
-    timeout: float = 60.0  # per call of the candidate
-    declared_only: bool = False
-    self_check: bool = False
-
-    def rules(self, settings: Settings) -> Rules:
-        seed = secrets.randbits(SEED_BITS) if self.seed is None else self.seed
-        return Rules(settings.precision, self.seeds, self.backward, self.seconds, seed, self.declared_only)
-
-
-@dataclass(frozen=True)
 class Judgement:
     verdict: Verdict
     said: str = ""  # what the candidate printed
     checked: SelfCheck | None = None  # the self-check, on request
 
 
-def verify(settings: Settings, reference: Path, candidate: Path | None, options: Options) -> Answer:
-    if candidate is None and not options.self_check:
+def any_seed() -> int:
+    """A random seed, so that a candidate cannot bring answers along."""
+    return secrets.randbits(SEED_BITS)
+
+
+def verify(
+    settings: Settings, reference: Path, candidate: Path | None, rules: Rules, timeout: float, with_self_check: bool
+) -> Answer:
+    if candidate is None and not with_self_check:
         raise PostludeError("verify needs a candidate, or --self-check to test the points on mutants only.")
     opened = open_problem(settings, reference)
-    rules = options.rules(settings)
-    data: dict[str, Any] = {"reference": str(reference), "seed": rules.seed, "backward": options.backward}
+    data: dict[str, Any] = {"reference": str(reference), "seed": rules.seed, "backward": rules.backward}
     if candidate is None:
         checked = check_exam(exam_for(opened, rules, remember=True))
         say(f"Self-check: {checked}", "bold")
@@ -64,7 +51,7 @@ def verify(settings: Settings, reference: Path, candidate: Path | None, options:
         return Answer(code, {**machine_data(settings), **data, "self_check": checked.as_dict()})
     problem_file.check_candidate(candidate)
     protect_this_process()
-    judgement = judge_file(settings, opened, candidate, rules, options.timeout, options.self_check)
+    judgement = judge_file(settings, opened, candidate, rules, timeout, with_self_check)
     show_verdict(judgement.verdict)
     if judgement.checked is not None:
         say(f"Self-check: {judgement.checked}")
@@ -72,7 +59,7 @@ def verify(settings: Settings, reference: Path, candidate: Path | None, options:
     say(f"Seed {rules.seed}.")
     data |= {
         "candidate": str(candidate),
-        "seeds": options.seeds,
+        "seeds": rules.seeds,
         "candidate_printed": judgement.said,
         "verdict": judgement.verdict.as_dict(),
     }
@@ -113,24 +100,22 @@ def check_exam(exam: Exam) -> SelfCheck:
         return self_check(exam, update)
 
 
-@contextmanager
-def started(
-    settings: Settings, opened: Opened, path: Path, timeout: float = 60.0, poisoned: bool = False
-) -> Iterator[Candidate]:
-    """The file's ModelNew in its process, built with the reference's arguments and seed."""
+def started(settings: Settings, opened: Opened, path: Path, timeout: float, *, poisoned: bool = False) -> Candidate:
+    """The file's ModelNew in its process, built with the reference's arguments and seed; for a `with` block.
+
+    It is poisoned to be checked, not to be timed.
+    """
     args, kwargs = opened.problem.init_arguments()
     limits = Limits(start_s=max(120.0, timeout), call_s=timeout, output_bytes=_most_bytes(opened))
-    with Candidate(
-        *(path, args, kwargs), device=settings.device, limits=limits, poisoned=poisoned, precision=settings.precision
-    ) as candidate:
-        yield candidate
+    device, precision = settings.device, settings.precision
+    return Candidate(path, args, kwargs, device=device, limits=limits, poisoned=poisoned, precision=precision)
 
 
 def judged_file(settings: Settings, opened: Opened, path: Path, backward: bool = False) -> Verdict:
     """The verdict on a file by the usual rules, before it is timed."""
     problem_file.check_candidate(path)
     protect_this_process()
-    return judge_file(settings, opened, path, Options(backward).rules(settings)).verdict
+    return judge_file(settings, opened, path, Rules(settings.precision, backward=backward, seed=any_seed())).verdict
 
 
 def show_verdict(verdict: Verdict) -> None:

@@ -5,28 +5,29 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from postlude.check.clock import Calls, Contestant, Estimate, Window, difference, time_interleaved
+from postlude.check.compare import first_line
 from postlude.check.distribution import distribution
 from postlude.check.floor import Ceilings, Work
 from postlude.check.footprint import launches, peak_bytes, saved_bytes
 from postlude.check.points import map_tensors
 from postlude.check.sides import leaves_of
 from postlude.check.supply import Supply
-from postlude.cli.race import first_line
 from postlude.cli.variants import FORWARD, STEP, WITH_GRAPH, Runner, flusher
 from postlude.cli.watch import Watch
 from postlude.report import model
 
 WINDOW_S = 0.05  # the shortest window that counts
 FLUSH = "the flush alone"
-# Operations of a float64 forward above which the error histogram takes two samples of the batch instead of all.
+# Operations and bytes of a forward above which the error histogram, in float64, takes two samples instead of all.
 MANY_OPERATIONS = {"cpu": 2e9, "cuda": 2e12}
+MANY_BYTES = 2 << 30
 Timings = dict[str, Estimate]
 Progress = Callable[[str], None] | None
 
@@ -41,6 +42,13 @@ class Timer:
     rounds: int
     seconds: float
     progress: Progress = None
+    supplies: dict[int, Supply] = field(default_factory=dict)
+
+    def supply_of(self, sets: Sequence[tuple[Any, ...]]) -> Supply:
+        """The inputs of the variants with these sets. They share one pool: their windows take turns."""
+        if id(sets) not in self.supplies:
+            self.supplies[id(sets)] = Supply(sets)
+        return self.supplies[id(sets)]
 
     def forward(self, watch: Watch, others: Mapping[str, Contestant]) -> Timings:
         """The warm forward race, including variants that have no backward pass."""
@@ -74,10 +82,8 @@ class Timer:
         return steps, backward, why
 
     def _contestants(self, work: str, flush: Callable[[], object] | None = None) -> dict[str, Contestant]:
-        # Variants with the same sets share a pool: their windows take turns.
-        supplies = {id(one.sets): Supply(one.sets) for one in self.runners}
         return {
-            one.name: one.contestant(work, self.output, supplies[id(one.sets)], flush, self.device)
+            one.name: one.contestant(work, self.output, self.supply_of(one.sets), self.device, flush)
             for one in self.runners
         }
 
@@ -139,7 +145,8 @@ def histograms_of(
     reference: nn.Module, answers: Mapping[str, Callable[..., Any]], inputs: Sequence[Any], work: Work, device: str
 ) -> tuple[list[model.Histogram], list[str]]:
     """How the errors of each variant are distributed on one set of inputs, or why that was left out."""
-    few = inputs if work.operations < MANY_OPERATIONS[device] else _two_samples(inputs)
+    is_large = work.operations >= MANY_OPERATIONS[device] or work.bytes >= MANY_BYTES
+    few = _two_samples(inputs) if is_large else inputs
     try:
         with torch.no_grad():
             exact = copy.deepcopy(reference).double()

@@ -11,10 +11,11 @@ from torch import nn
 
 from postlude import hardware
 from postlude.check.clock import Estimate, ratio, rotating, time_interleaved
+from postlude.check.compare import first_line
 from postlude.cli.output import between, milliseconds, times
 from postlude.report.model import COMPILE, EAGER, POSTLUDE
 
-__all__ = ["COMPILE", "EAGER", "POSTLUDE", "Course", "compile_model", "estimate_data", "race"]
+__all__ = ["COMPILE", "EAGER", "POSTLUDE", "Course", "compile_model", "race"]
 Runnable = Callable[..., Any]
 
 
@@ -59,20 +60,6 @@ def race(
         return time_interleaved(variants, rounds=course.rounds, budget_s=course.seconds, progress=progress)
 
 
-def estimate_data(estimate: Estimate) -> dict[str, Any]:
-    return {
-        "median": estimate.median,
-        "low": estimate.low,
-        "high": estimate.high,
-        "coverage": estimate.coverage,
-        "samples": list(estimate.samples),
-    }
-
-
-def estimate_from(data: Mapping[str, Any]) -> Estimate:
-    return Estimate(data["median"], data["low"], data["high"], data["coverage"], tuple(data["samples"]))
-
-
 def time_cell(timing: Estimate | None) -> str:
     return "–" if timing is None else milliseconds(timing.median)
 
@@ -82,8 +69,3 @@ def ratio_cell(base: Estimate | None, timing: Estimate | None) -> str:
         return "–"
     found = ratio(base, timing)
     return f"{times(found.median)} ({between(found.low, found.high)})"
-
-
-def first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

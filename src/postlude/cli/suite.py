@@ -22,7 +22,7 @@ from postlude.cli.other_shapes import OWN, SHAPES
 from postlude.cli.output import complain, say, show_table, working
 from postlude.cli.report import check_report, natural
 from postlude.cli.suite_batch import Told, run_batch
-from postlude.cli.suite_process import Outcome
+from postlude.cli.suite_process import Ended
 from postlude.cli.variants import AUTOTUNED, COMPILE, EAGER, LEVELS, POSTLUDE
 from postlude.cli.watch import crowded
 from postlude.errors import PostludeError
@@ -143,7 +143,7 @@ class _Work:
     def _batch(self, tasks: Sequence[Task]) -> None:
         requests = [self._request(task) for task in tasks]
 
-        def keep(place: int, outcome: Outcome) -> None:
+        def keep(place: int, outcome: Ended) -> None:
             if outcome.lacked_memory and len(tasks) > 1:
                 self.alone.append(tasks[place])
             else:
@@ -163,7 +163,7 @@ class _Work:
             **asdict(self.settings),
         }
 
-    def _keep(self, task: Task, outcome: Outcome) -> None:
+    def _keep(self, task: Task, outcome: Ended) -> None:
         settings, report = self.settings, outcome.report
         if report is None:
             reason = outcome.reason.removeprefix(f"{task.path}: ")

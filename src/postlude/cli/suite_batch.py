@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from postlude import hardware
-from postlude.cli.suite_process import PREPARING, WAITING, Child, Outcome
+from postlude.cli.suite_process import PREPARING, WAITING, Child, Ended
 
 LOOK_S = 0.1  # between two looks at processes that say nothing
 
@@ -18,7 +18,7 @@ LOOK_S = 0.1  # between two looks at processes that say nothing
 class Told:
     """Who hears what of a batch."""
 
-    keep: Callable[[int, Outcome], None]  # a problem's place and its outcome, as soon as it has ended
+    keep: Callable[[int, Ended], None]  # a problem's place and its outcome, as soon as it has ended
     progress: Callable[[str], None]
     prepared: Callable[[str], None]  # once, where there are several
 

@@ -30,7 +30,7 @@ NO_MEMORY = ("out of memory", "outofmemory", "alloc_failed", "can't allocate mem
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Ended:
     """How a problem ended: with a report, or with the reason why there is none."""
 
     report: Report | None
@@ -46,7 +46,7 @@ class Child:
     def __init__(self, request: Mapping[str, Any], limit_s: float, progress: Callable[[str], None]) -> None:
         self.request, self.limit_s, self.progress = request, limit_s, progress
         self.state = PREPARING
-        self.outcome: Outcome | None = None
+        self.outcome: Ended | None = None
         self.own_seconds = 0.0
         self.since: float | None = None  # its own time runs since then
         self.is_heard = True  # until it closes its end of the line
@@ -109,7 +109,7 @@ class Child:
 
     def _give_up(self) -> None:
         self._stop_clock()
-        self.outcome = Outcome(None, f"it took longer than {self.limit_s:g} s and was ended", seconds=self.own_seconds)
+        self.outcome = Ended(None, f"it took longer than {self.limit_s:g} s and was ended", seconds=self.own_seconds)
         self.end()
 
     def _finish(self) -> None:
@@ -126,21 +126,21 @@ class Child:
         self.tail.join()
 
 
-def _outcome(target: Path, code: int, last: str, seconds: float) -> Outcome:
+def _outcome(target: Path, code: int, last: str, seconds: float) -> Ended:
     if not target.exists():
         said = f"; it said last: {last}" if last else ""
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         reason = f"its process ended with {how} and no result{said}"
-        return Outcome(None, reason, {}, seconds, _lacks_memory(reason))
+        return Ended(None, reason, {}, seconds, _lacks_memory(reason))
     text = target.read_text(encoding="utf-8")
     try:
         found = json.loads(text)
         times, lacked = found.get("times", {}), _lacks_memory(text)
         if "error" in found:
-            return Outcome(None, str(found["error"]).rstrip("."), times, seconds, lacked)
-        return Outcome(decode(found["report"]), "", times, seconds, lacked)
+            return Ended(None, str(found["error"]).rstrip("."), times, seconds, lacked)
+        return Ended(decode(found["report"]), "", times, seconds, lacked)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return Outcome(None, f"its result cannot be read ({error})", {}, seconds)
+        return Ended(None, f"its result cannot be read ({error})", {}, seconds)
 
 
 def _lacks_memory(text: str) -> bool:

@@ -16,7 +16,7 @@ from postlude.chain import Chain
 from postlude.cli.frame import DONE, Answer, Settings
 from postlude.cli.output import between, say, show_table, working
 from postlude.cli.session import machine_data, open_problem
-from postlude.cli.tuning import Bench, Card, Found, search
+from postlude.cli.tuning import CardBench, Found, TileBench, search
 from postlude.errors import PostludeError
 from postlude.hardware import Machine
 from postlude.pipeline import optimize
@@ -26,7 +26,7 @@ from postlude.plan.tile_uses import uses_of
 from postlude.tile_table import NO_TILES, Row, TileTable, TileUse, write_table
 
 NO_CARD = "tune needs an NVIDIA GPU: only the GPU kernels have tile sizes to choose from."
-MakeBench = Callable[[Chain, Problem, int], Bench]
+MakeBench = Callable[[Chain, Problem, int], TileBench]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Case:
     problem: Problem
 
 
-def tune(settings: Settings, options: Options, make_bench: MakeBench = Card) -> Answer:
+def tune(settings: Settings, options: Options, make_bench: MakeBench = CardBench) -> Answer:
     if settings.device != "cuda":
         raise PostludeError(NO_CARD)
     machine, folder = hardware.machine_for("cuda"), _folder()
@@ -58,7 +58,7 @@ def tune(settings: Settings, options: Options, make_bench: MakeBench = Card) -> 
     elif options.dry_run:
         return _listed(settings, options, machine, work)
     rows: list[tuple[Case, TileUse, Found]] = []
-    bench: Bench | None = None
+    bench: TileBench | None = None
     for case, use in work:
         if bench is None or case != rows[-1][0]:
             bench = None  # frees its tensors before the next ones are allocated
@@ -106,7 +106,7 @@ def _uses(case: Case, machine: Machine) -> list[TileUse]:
     return uses_of(plan, machine) if isinstance(plan, Plan) else []
 
 
-def _tuned(case: Case, use: TileUse, machine: Machine, bench: Bench) -> Found:
+def _tuned(case: Case, use: TileUse, machine: Machine, bench: TileBench) -> Found:
     untuned = lower(case.chain, case.problem, dataclasses.replace(machine, tiles=NO_TILES))
     present = lower(case.chain, case.problem, machine)
     assert isinstance(untuned, Plan)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from postlude.chain import Chain
-from postlude.check.clock import Estimate, Timing, ratio, rotating, time_interleaved
+from postlude.check.clock import Estimate, ratio, rotating, time_interleaved
 from postlude.check.points import tensors_for
 from postlude.plan import Plan, Problem
 from postlude.plan.candidates import Candidate
@@ -40,13 +40,13 @@ class Results:
     spills: int = 0  # spilled registers of all kernels
 
 
-class Bench(Protocol):
+class TileBench(Protocol):
     """What runs plans and times them."""
 
     def results(self, plan: Plan) -> Results:
         """The results of one call; raises UnfitError if the card cannot run it."""
 
-    def race(self, plans: Mapping[str, Plan], rounds: int, min_window_s: float) -> dict[str, Timing]: ...
+    def race(self, plans: Mapping[str, Plan], rounds: int, min_window_s: float) -> dict[str, Estimate]: ...
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Found:
 
 
 def search(
-    bench: Bench, untuned: Plan, present: Plan, given: Sequence[Candidate], progress: Callable[[str], None]
+    bench: TileBench, untuned: Plan, present: Plan, given: Sequence[Candidate], progress: Callable[[str], None]
 ) -> Found:
     """The best of the candidates for one use, compared with the present plan."""
     dropped: Counter[str] = Counter()
@@ -111,7 +111,7 @@ def _rms(tensor: Tensor) -> float:
     return float(finite.square().mean().sqrt()) if finite.numel() else 0.0
 
 
-class Card:
+class CardBench:
     """The real bench: one chain and problem on the current GPU."""
 
     def __init__(self, chain: Chain, problem: Problem, cache_bytes: int) -> None:
@@ -140,7 +140,7 @@ class Card:
             raise UnfitError("does not fit this card") from error
         return Results(tensors, sum(spilled))
 
-    def race(self, plans: Mapping[str, Plan], rounds: int, min_window_s: float) -> dict[str, Timing]:
+    def race(self, plans: Mapping[str, Plan], rounds: int, min_window_s: float) -> dict[str, Estimate]:
         variants = {name: rotating(self._step(plan), self.inputs) for name, plan in plans.items()}
         return time_interleaved(variants, rounds=rounds, min_window_s=min_window_s)
 

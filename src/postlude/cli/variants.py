@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from postlude import hardware
 from postlude.check.clock import Calls, Contestant, CudaEvents, Stopwatch, Window
+from postlude.check.compare import first_line
 from postlude.check.isolation import Candidate
 from postlude.check.points import inputs_like, map_tensors
 from postlude.check.supply import Supply
-from postlude.cli.race import Runnable, first_line, no_compiler
+from postlude.cli.race import Runnable, no_compiler
 from postlude.cli.session import Opened
 from postlude.errors import PostludeError
 from postlude.report.model import CANDIDATE, COMPILE, EAGER, POSTLUDE
@@ -48,13 +49,13 @@ class Runner:
         self,
         work: str,
         output: Tensor,
-        supply: Supply | None = None,
+        supply: Supply,
+        device: str,
         flush: Callable[[], object] | None = None,
-        device: str = "cpu",
     ) -> Contestant:
         stopwatch: Callable[[], Stopwatch] | None = CudaEvents if device == "cuda" else None
         model = _work(self.model, work, output)
-        return Supplied(model, supply or Supply(self.sets), flush, stopwatch, lambda: self._mode(work))
+        return Supplied(model, supply, flush, stopwatch, lambda: self._mode(work))
 
     @contextlib.contextmanager
     def _mode(self, work: str) -> Iterator[None]:
@@ -93,13 +94,15 @@ class Isolated:
     candidate: Candidate
     supply: Supply
     judge: Callable[[Window], None]
+    training: bool = False  # as the variants in this process are: a batch_norm's result depends on it
     pace_s: float = SOONEST_S  # seconds per call in the last window
 
     def window(self, first: int, calls: int, kept: int | None) -> Window:
         del first, kept  # which result is judged is decided while the calls run
         for _ in range(TRIES if calls > FEWEST else 1):
             turns = self.supply.draw(calls)
-            timed = self.candidate.time_calls(turns, signal_s=_moment(calls * self.pace_s))
+            signal_s = _moment(calls * self.pace_s)
+            timed = self.candidate.time_calls(turns, training=self.training, signal_s=signal_s)
             self.pace_s = timed.seconds / calls
             self.judge(Window(timed.seconds, calls, timed.call, timed.outputs, inputs=turns.inputs(timed.call)))
             if 0 < timed.call < calls - 1:  # the first call, and the last if no signal came, can be foreseen

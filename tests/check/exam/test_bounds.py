@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from postlude.check.exam import Exam, Rules, examine
-from postlude.check.exam.bounds import Kink, Watch
+from postlude.check.exam.bounds import Kink, KinkWatch
 from postlude.check.modules import verify_modules
 from postlude.check.sides import InProcess
 
@@ -33,7 +33,7 @@ INPUTS = (torch.rand(8, 12),)
 
 def test_operators_with_bounds_are_seen() -> None:
     x = torch.tensor([-4.0, -1.0, 2.0, 5.0])
-    with Watch() as watch:
+    with KinkWatch() as watch:
         torch.clamp(x, -2, 9)
         nn.functional.hardtanh(x)
         nn.functional.relu_(x.clone())

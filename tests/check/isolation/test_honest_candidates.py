@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from postlude.check.isolation import Candidate, CandidateFailed, Limits
+from postlude.check.isolation import Candidate, CandidateFailed, Limits, candidate
 from postlude.check.sides import named_tensors
 from postlude.check.supply import Supply
 
@@ -34,7 +34,7 @@ class ModelNew(nn.Module):
 VERSATILE = """
 import torch, time
 from torch import nn
-import beside
+TEXT = "from its own file"
 
 class Lazy(torch.Tensor):
     pass
@@ -62,7 +62,7 @@ class ModelNew(nn.Module):
     def lazy(self, x): return x.as_subclass(Lazy)
     def meta(self, x): return x.to("meta")
     def an_object(self, x): return {"x": x, "bad": object()}
-    def text(self): return beside.TEXT
+    def text(self): return TEXT
     def uninitialised(self, x): return torch.empty_like(x)
     def slow(self, x): time.sleep(0.01); return x * 2
     def count(self): return self.calls
@@ -81,9 +81,8 @@ def reference(scale: torch.Tensor) -> nn.Module:
 def versatile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Candidate]:
     folder = tmp_path_factory.mktemp("versatile")
     (folder / "candidate.py").write_text(VERSATILE)
-    (folder / "beside.py").write_text("TEXT = 'from a companion'\n")
     limits = Limits(call_s=20, output_bytes=1 << 20)
-    with Candidate(folder / "candidate.py", limits=limits, companions=[folder / "beside.py"]) as candidate:
+    with Candidate(folder / "candidate.py", limits=limits) as candidate:
         yield candidate
         assert candidate.alive
 
@@ -107,7 +106,7 @@ def test_a_model_with_state_answers_as_it_does_here(tmp_path: Path) -> None:
         torch.manual_seed(7)  # the same dropout
         expected = model.train()(here)
         expected.backward(weights)
-        answered = candidate.forward_backward([x], [weights], training=True, seed=7)
+        answered = candidate.forward([x], [weights], training=True, seed=7, wants="all")
         assert torch.equal(answered.outputs, expected.detach())
         gradients = {"input[0]": here.grad, **{name: one.grad for name, one in model.named_parameters()}}
         assert answered.gradients.keys() == gradients.keys()
@@ -229,16 +228,16 @@ def test_what_cannot_be_judged_is_refused_and_the_next_call_works(
     with pytest.raises(CandidateFailed, match=r"^failed: the candidate ") as caught:
         versatile.forward([what, *given])
     assert reason in str(caught.value)
-    assert ask(versatile, "text") == "from a companion"
+    assert ask(versatile, "text") == "from its own file"
 
 
 def test_gradients_only_where_there_are_some(versatile: Candidate) -> None:
     x, y = torch.rand(3), torch.rand(3)
-    answered = versatile.forward_backward(["split", x, y], [torch.ones(3), None])
+    answered = versatile.forward(["split", x, y], [torch.ones(3), None], wants="all")
     assert answered.gradients.keys() == {"input[1]", "input[2]"}
     assert torch.equal(answered.gradients["input[1]"], y)
     with pytest.raises(CandidateFailed, match="the output has no gradient"):
-        versatile.forward_backward(["strides", x], [])
+        versatile.forward(["strides", x], [], wants="all")
 
 
 @pytest.mark.parametrize(("signal_s", "calls"), [(None, {4}), (0.025, {0, 1, 2}), (30.0, {4})])
@@ -260,3 +259,18 @@ def test_our_own_mistakes_are_not_the_candidates(versatile: Candidate) -> None:
             versatile.forward(["same", value])
     with pytest.raises(ValueError, match="nothing to time"):
         versatile.time_calls(Supply([("same",)]).draw(0))
+
+
+@pytest.mark.parametrize(("unused", "free", "emptied"), [(90, 40, True), (10, 40, False)])
+def test_a_candidate_finds_memory_on_a_gpu(
+    unused: int, free: int, emptied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: unused + 7)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 7)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 141))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append(True))
+    candidate._leave_room(torch.device("cuda"))
+    candidate._leave_room(torch.device("cpu"))
+    assert done == [True] * emptied

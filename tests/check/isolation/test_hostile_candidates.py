@@ -201,7 +201,7 @@ def test_nonsense_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, te
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "nonsense.py").write_text(text)
     with pytest.raises(RefusedError, match=reason):
-        load_class(tmp_path / "nonsense.py", "ModelNew")
+        load_class(tmp_path / "nonsense.py")
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

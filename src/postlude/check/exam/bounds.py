@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from postlude.check.interception import Interception
 
 # Least share of values on each side of a bound.
 ENOUGH = 0.002
@@ -68,22 +69,16 @@ def bounds_of(operator: str, args: tuple[Any, ...]) -> list[float]:
     return _FIXED[operator] if operator in _FIXED else _GIVEN[operator](args) if operator in _GIVEN else []
 
 
-class Watch(TorchDispatchMode):
+class KinkWatch(Interception):
     """Records every kink of a call, and the smaller of the two shares of values beside it."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.shares: dict[Kink, float] = {}
         self._sides: dict[Kink, tuple[float, float]] = {}
         self._calls = 0
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def instead(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = func.overloadpacket.__name__.removesuffix("_")
         if args and isinstance(args[0], Tensor) and args[0].numel():
             values = args[0].detach()
@@ -92,7 +87,7 @@ class Watch(TorchDispatchMode):
                 kink = Kink(name, self._calls, bound)
                 self.shares[kink], self._sides[kink] = min(below, above), (below, above)
             self._calls += 1
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
     @property
     def reached(self) -> set[Kink]:

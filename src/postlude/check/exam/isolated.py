@@ -26,13 +26,17 @@ class IsolatedSide:
 
     def ask(self, question: Question, *, keep: bool = False) -> Answer:
         _said(self.candidate.load_state, question.state)
-        options: dict[str, Any] = {"training": question.training, "seed": question.seed, "keep": keep}
-        options |= {"wants": question.wants, "unaligned": question.unaligned}
-        if question.backward:
-            cotangents, options["interrupted"] = question.cotangents, question.interrupted
-            answered = _said(self.candidate.forward_backward, question.inputs, cotangents, **options)
-        else:
-            answered = _said(self.candidate.forward, question.inputs, **options)
+        answered = _said(
+            self.candidate.forward,
+            question.inputs,
+            question.cotangents if question.backward else None,
+            training=question.training,
+            seed=question.seed,
+            keep=keep,
+            wants=question.wants,
+            interrupted=question.interrupted,
+            unaligned=question.unaligned,
+        )
         findings = _findings(answered)
         found = {**answered.tensors, **{GRADIENT + name: one for name, one in answered.gradients.items()}}
         if not answered.tensors:

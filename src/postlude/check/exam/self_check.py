@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from postlude.check.compare import Progress, Quantities, first_line
 from postlude.check.exam.examine import examine
@@ -18,6 +17,7 @@ from postlude.check.exam.mutations import Args, Change, changes_of
 from postlude.check.exam.shapes import DECLARED
 from postlude.check.exam.sheet import Exam
 from postlude.check.exam.truths import in_double
+from postlude.check.interception import Interception
 from postlude.check.modes import pytorch_switches
 from postlude.check.sides import Answer, CandidateError, Question, Side, StateKeys, keys_of
 
@@ -69,26 +69,20 @@ class SelfCheck:
         return {**lists, "left_out": self.left_out}
 
 
-class _Calls(TorchDispatchMode):
+class _Calls(Interception):
     """Passes every computing call with its number to `seen`, and returns its result."""
 
     def __init__(self, seen: Callable[[int, str, Callable[..., Any], Args], Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._seen = seen
         self._number = -1
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def instead(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = func.overloadpacket.__name__
         operator = name.removesuffix("_")
 
         def run(*given: Any) -> Any:
-            return func(*given, **(kwargs or {}))
+            return func(*given, **kwargs)
 
         if operator.removeprefix("_") in _NOT_COMPUTING or not _has_floats(args):
             return run(*args)

@@ -13,7 +13,7 @@ from torch import nn
 
 from postlude.check.budget import Point
 from postlude.check.compare import Quantities, cotangent
-from postlude.check.exam.bounds import Watch, listed
+from postlude.check.exam.bounds import KinkWatch, listed
 from postlude.check.exam.cases import Case, can_be_spoiled, cases_for, inputs_of, state_of
 from postlude.check.exam.rules import Rules
 from postlude.check.exam.shapes import DECLARED, WORKING, Shape, in_layout, shapes_of
@@ -213,8 +213,8 @@ class Exam:
         seed = self.rules.seed + BOUND_SEEDS
         return replace(Case("bounds", seed=seed, state_seed=seed), **how)  # type: ignore[arg-type]
 
-    def _watched(self, case: Case) -> Watch:
-        question, watch = replace(in_double(self._question(case)), wants="none"), Watch()
+    def _watched(self, case: Case) -> KinkWatch:
+        question, watch = replace(in_double(self._question(case)), wants="none"), KinkWatch()
         with watch:
             self.truths.exact(question)
         return watch

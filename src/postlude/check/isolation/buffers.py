@@ -18,7 +18,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from postlude.check.isolation.wire import Layout, Spec, WireError, extent_of, is_dense, laid_out
+from postlude.check.isolation.wire import Layout, Spec, WireError, flat_values
 
 NO_SEAL = "shared memory is an unnamed file that the candidate may shorten; its answer is then refused"
 
@@ -41,7 +41,7 @@ class Buffer:
 
     def write(self, layout: Layout, tensors: Sequence[Tensor]) -> None:
         for spec, tensor in zip(layout.specs, tensors, strict=True):
-            values = flat_values(tensor)
+            values = flat_values(tensor, "cpu")
             view, written = _memory_of(values), 0
             while written < len(view):
                 written += os.pwrite(self.descriptor, view[written:], spec.offset + written)
@@ -64,7 +64,7 @@ class Buffer:
         found = []
         for place, (spec, tensor) in enumerate(zip(layout.specs, tensors, strict=True)):
             now = self.read(Spec((spec.nbytes,), (1,), torch.uint8, spec.offset))
-            if not torch.equal(now, flat_values(tensor).view(torch.uint8)):
+            if not torch.equal(now, flat_values(tensor, "cpu").view(torch.uint8)):
                 found.append(place)
         return found
 
@@ -81,15 +81,6 @@ class Buffer:
         finally:
             timer.cancel()
             timer.join()  # before the descriptor is closed, whose number may then mean another file
-
-
-def flat_values(tensor: Tensor) -> Tensor:
-    """The memory of a tensor from its first element to its last one, on the host."""
-    plain = tensor.detach()
-    as_it_is = plain.device.type == "cpu" and not plain.is_conj() and not plain.is_neg()
-    if not as_it_is or not is_dense(plain.shape, plain.stride()):
-        plain = laid_out(plain, "cpu")
-    return plain.as_strided((extent_of(plain.shape, plain.stride()),), (1,))
 
 
 def _memory_of(tensor: Tensor) -> memoryview:

@@ -48,10 +48,10 @@ class Timed:
 
 
 class Candidate:
-    """Starts the process and builds `class_name` of the file; use it in a `with` block.
+    """Starts the process and builds the file's ModelNew; use it in a `with` block.
 
     With `poisoned`, memory from the system is filled first, which takes time: for checking, not for timing. A copy of
-    the file runs in a folder that contains only it and `companions`. The thread that makes a Candidate must outlive it,
+    the file runs in a folder that contains nothing else. The thread that makes a Candidate must outlive it,
     because on Linux the process ends with that thread. After an exception of the candidate's own (`CandidateFailed`)
     the process keeps running; after any other failure it is ended.
     """
@@ -64,9 +64,6 @@ class Candidate:
         *,
         device: str = "cpu",
         limits: Limits | None = None,
-        class_name: str = "ModelNew",
-        seed: int = 0,
-        companions: Sequence[str | Path] = (),
         poisoned: bool = False,
         precision: str = "auto",
     ) -> None:
@@ -75,16 +72,14 @@ class Candidate:
         given = {"args": list(init_args), "kwargs": dict(init_kwargs or {})}
         _check_sendable(given, "an argument of the constructor")
         self._kept_names: list[str] = []
+        _leave_room(self.device)
         self._running = Running(self.limits)
         # Also if it is never closed, and when the interpreter exits.
         self._finalizer = weakref.finalize(self, self._running.close)
         try:
             copied = self._running.bring(Path(path))
-            for companion in companions:
-                self._running.bring(Path(companion))
             self._ask("poison", {"byte": POISON if poisoned else 0}, "its start", self.limits.start_s)
-            start = {**given, "path": str(copied), "class_name": class_name, "device": device, "seed": seed}
-            start["precision"] = precision
+            start = {**given, "path": str(copied), "device": device, "precision": precision}
             self.skipped = self._protections(self._ask("start", start, "its start", self.limits.start_s).value)
         except BaseException:
             self.close()
@@ -131,35 +126,36 @@ class Candidate:
     def forward(
         self,
         inputs: Sequence[Any],
+        cotangents: Sequence[Tensor | None] | None = None,
         *,
         training: bool = False,
         seed: int = 0,
         keep: bool = False,
         wants: Wants = "none",
-        unaligned: bool = False,
-    ) -> Answered:
-        """One call without gradients. With `keep` its results are kept in the process, see `kept`."""
-        how = {"keep": keep, "wants": wants, "unaligned": unaligned}
-        return self._forward(inputs, training, seed, None, how)
-
-    def forward_backward(
-        self,
-        inputs: Sequence[Any],
-        cotangents: Sequence[Tensor | None],
-        *,
-        training: bool = False,
-        seed: int = 0,
-        keep: bool = False,
         interrupted: bool = False,
-        wants: Wants = "all",
         unaligned: bool = False,
     ) -> Answered:
-        """One call and the gradients for `cotangents`, one per tensor of the result, in order.
+        """One call, and the gradients for `cotangents` where given, one per tensor of the result, in order.
 
-        With `interrupted` the model is called on other inputs in between.
+        With `keep` its results are kept in the process, see `kept`. With `interrupted` the model is called on other
+        inputs before gradients are taken.
         """
-        how = {"keep": keep, "interrupted": interrupted, "wants": wants, "unaligned": unaligned}
-        return self._forward(inputs, training, seed, list(cotangents), how)
+        asked = {"inputs": list(inputs), "cotangents": None if cotangents is None else list(cotangents)}
+        _check_sendable(asked, "an input")
+        _leave_room(self.device)
+        how = {"training": training, "seed": seed, "keep": keep, "wants": wants}
+        how |= {"interrupted": interrupted, "unaligned": unaligned}
+        reply = self._ask("forward", {**asked, **how}, "a call", watched=True)
+        found, names = reply.value, list(named_tensors("input", list(inputs)))
+        if not isinstance(found, dict) or found.keys() != {"outputs", "inputs", "parameters"}:
+            raise self._broken("is not the result of a call")
+        with_gradients = names if cotangents is not None else []
+        gradients = self._gradients(found["inputs"], found["parameters"], with_gradients)
+        if keep:
+            self._kept_names = with_gradients
+        changed = tuple(names[place] for place in reply.changed if place < len(names))
+        outputs, gradients = (self._on_device(reply, one) for one in (found["outputs"], gradients))
+        return Answered(outputs, gradients, changed, *self._notes(reply, found["outputs"]))
 
     def kept(self) -> Any:
         """The current values of the results of the last call with `keep`: later calls may have written to them."""
@@ -182,11 +178,12 @@ class Candidate:
         candidate can answer first and compute later, so `outputs` must be checked. Fetching them is not included in
         `seconds`: a gain that disappears in the whole round trip is not real.
         """
-        first, calls = list(turns.inputs(0)) if len(turns) else [], len(turns)
-        _check_sendable(first, "an input")
+        calls = len(turns)
         if not calls:
             raise ValueError("there is nothing to time without calls")
-        given = {"inputs": first, "pools": list(turns.pools), "places": torch.tensor(turns.places)}
+        inputs, forms = turns.whole()
+        _check_sendable([list(inputs), list(turns.inputs(0))], "an input")
+        given = {"inputs": list(inputs), "forms": forms, "places": torch.tensor(turns.places)}
         self._ask("prepare", {**given, "training": training}, "taking its inputs")
         signal = {"signal": torch.zeros(1, dtype=torch.uint8)}
         seconds = self._ask("window", signal, f"{calls} timed calls", signal_s=signal_s).seconds
@@ -195,32 +192,6 @@ class Candidate:
         if not whole or found["call"] not in range(calls):
             raise self._broken("is not the result of a timed call")
         return Timed(seconds, calls, found["call"], found["outputs"])
-
-    def _forward(
-        self,
-        inputs: Sequence[Any],
-        training: bool,
-        seed: int,
-        cotangents: list[Any] | None,
-        how: dict[str, Any],
-    ) -> Answered:
-        _check_sendable([list(inputs), cotangents], "an input")
-        asked = {"inputs": list(inputs), "training": training, "seed": seed, "cotangents": cotangents, **how}
-        reply = self._ask("forward", asked, "a call", watched=True)
-        found, names = reply.value, list(named_tensors("input", list(inputs)))
-        if not isinstance(found, dict) or found.keys() != {"outputs", "inputs", "parameters"}:
-            raise self._broken("is not the result of a call")
-        names_of_gradients = names if cotangents is not None else []
-        gradients = self._gradients(found["inputs"], found["parameters"], names_of_gradients)
-        if how["keep"]:
-            self._kept_names = names_of_gradients
-        changed = tuple(names[place] for place in reply.changed if place < len(names))
-        return Answered(
-            self._on_device(reply, found["outputs"]),
-            self._on_device(reply, gradients),
-            changed,
-            *self._notes(reply, found["outputs"]),
-        )
 
     def _gradients(self, of_inputs: Any, of_parameters: Any, names: list[str]) -> dict[str, Tensor]:
         if not isinstance(of_inputs, list) or not isinstance(of_parameters, dict) or len(of_inputs) != len(names):
@@ -263,6 +234,18 @@ class Candidate:
         reason = f"the candidate's process sent an answer that {what}"
         self._running.close(reason)
         return CandidateFailed(reason)
+
+
+def _leave_room(device: torch.device) -> None:
+    """Gives back to the GPU what PyTorch's allocator in this process keeps unused, if that is more than is free.
+
+    Float64 leaves most of a GPU's memory there after a large point, and an honest candidate would find none.
+    """
+    if device.type != "cuda" or not torch.cuda.is_initialized():
+        return
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if unused > torch.cuda.mem_get_info(device)[0]:
+        torch.cuda.empty_cache()
 
 
 def _is_state_entry(item: tuple[Any, Any]) -> bool:

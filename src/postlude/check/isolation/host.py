@@ -19,6 +19,7 @@ from postlude.check.isolation.results import RefusedError, first_line, settled
 from postlude.check.isolation.turns import settle_heap, view_at
 from postlude.check.isolation.wire import UnsendableError, distinct_part, flatten, laid_out, rebuild
 
+CLASS_NAME, SEED = "ModelNew", 0  # the reference is built under the same seed
 CACHE_BYTES = 64 << 20
 LEAST_BLOCK = 1 << 12
 
@@ -39,33 +40,23 @@ class Host:
         self.model: Any = None
         self.device = "cpu"
         self.live: dict[tuple[Any, ...], list[Tensor]] = {}
-        self.pools: list[Tensor] = []
         self.turns: list[Any] = []
         self.kept: Any = None
         self.kept_gradients: dict[str, Any] = {}
         self.last: list[tuple[torch.Size, torch.dtype, torch.device]] = []
 
-    def start(
-        self,
-        path: str,
-        class_name: str,
-        args: list[Any],
-        kwargs: dict[str, Any],
-        device: str,
-        seed: int,
-        precision: str = "auto",
-    ) -> None:
+    def start(self, path: str, args: list[Any], kwargs: dict[str, Any], device: str, precision: str) -> None:
         sys.argv = [path]
         self.device = device
         set_switches(device, precision)
-        model_class = load_class(Path(path), class_name)
+        model_class = load_class(Path(path))
         tree, tensors = flatten([args, kwargs])
         given = rebuild(tree, [tensor.clone() for tensor in tensors])  # the model may keep them
-        torch.manual_seed(seed)
+        torch.manual_seed(SEED)
         try:
             self.model = model_class(*given[0], **given[1]).to(device)
         except Exception as error:
-            raise RefusedError(f"{class_name}.__init__ raises {first_line(error)}") from error
+            raise RefusedError(f"{CLASS_NAME}.__init__ raises {first_line(error)}") from error
 
     def state_keys(self) -> dict[str, Any]:
         return {key: (list(tensor.shape), tensor.dtype) for key, tensor in self._state().items()}
@@ -89,8 +80,8 @@ class Host:
         cotangents: list[Any] | None,
         keep: bool,
         wants: str,
-        interrupted: bool = False,
-        unaligned: bool = False,
+        interrupted: bool,
+        unaligned: bool,
     ) -> dict[str, Any]:
         tree, sent = flatten(inputs)
         leaves = self._refreshed(sent, unaligned)
@@ -116,22 +107,20 @@ class Host:
         self.last = [(one.shape, one.dtype, one.device) for one in _tensors(outputs) if one.is_floating_point()]
         return found
 
-    def prepare(self, inputs: list[Any], pools: list[Tensor], places: Tensor, training: bool) -> None:
-        """Lays out the inputs of a window's calls, in the same memory as those of the last window."""
-        if [(pool.shape, pool.dtype) for pool in pools] != [(pool.shape, pool.dtype) for pool in self.pools]:
-            self.pools = [laid_out(pool, self.device) for pool in pools]
-        for own, sent in zip(self.pools, pools):
-            own.copy_(sent)
-        tree, leaves = flatten(inputs)
-        fixed = [None if _has_gradient(leaf) and leaf.numel() else laid_out(leaf, self.device) for leaf in leaves]
-        self.turns = [rebuild(tree, self._leaves_at(place, leaves, fixed)) for place in places.tolist()]
+    def prepare(self, inputs: list[Any], forms: list[Any], places: Tensor, training: bool) -> None:
+        """Lays out the inputs of a window's calls, in the same memory as those of the last window.
+
+        Tensors with a form, which is a shape and strides, are pools: each call reads another place of them.
+        """
+        tree, sent = flatten(inputs)
+        parts = list(zip(self._refreshed(sent), forms))
+        self.turns = [
+            rebuild(tree, [own if form is None else view_at(own, form[0], form[1], place) for own, form in parts])
+            for place in places.tolist()
+        ]
         self.model.train(training)
         settle_heap()
         _synchronise()
-
-    def _leaves_at(self, place: int, leaves: list[Any], fixed: list[Any]) -> list[Any]:
-        pools = iter(self.pools)
-        return [view_at(next(pools), leaf, place) if own is None else own for leaf, own in zip(leaves, fixed)]
 
     def window(self, signal: Tensor) -> None:
         """Calls the model on every prepared input and keeps the result of one call, which the verifier's signal picks.
@@ -235,7 +224,7 @@ def _frozen(model: Any) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def load_class(path: Path, class_name: str) -> Any:
+def load_class(path: Path) -> Any:
     try:
         code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
     except SyntaxError as error:
@@ -251,9 +240,9 @@ def load_class(path: Path, class_name: str) -> Any:
     except Exception as error:
         what = "an import fails" if isinstance(error, ImportError) else "running the file fails"
         raise RefusedError(f"{what}: {first_line(error)}") from error
-    found = getattr(module, class_name, None)
+    found = getattr(module, CLASS_NAME, None)
     if not (isinstance(found, type) and issubclass(found, torch.nn.Module)):
-        raise RefusedError(f"it has no class {class_name} that is a torch.nn.Module")
+        raise RefusedError(f"it has no class {CLASS_NAME} that is a torch.nn.Module")
     return found
 
 

@@ -6,6 +6,8 @@ however many calls they make in a window, so that their caches are in the same s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -24,11 +26,11 @@ def pool_length(extent: int, itemsize: int) -> int:
     return extent + max(spare, PLACES * (ALIGNMENT // itemsize))
 
 
-def view_at(pool: Tensor, like: Tensor, place: int) -> Tensor:
-    """The input number `place` of a pool, with the shape and the strides of `like`."""
+def view_at(pool: Tensor, shape: Sequence[int], strides: Sequence[int], place: int) -> Tensor:
+    """The input number `place` of a pool."""
     step = ALIGNMENT // pool.element_size()
-    room = (pool.numel() - extent_of(like.shape, like.stride())) // step
-    return pool.as_strided(like.shape, like.stride(), place * room // PLACES * step)
+    room = (pool.numel() - extent_of(shape, strides)) // step
+    return pool.as_strided(shape, strides, place * room // PLACES * step)
 
 
 def settle_heap() -> None:

@@ -100,6 +100,16 @@ def laid_out(tensor: Tensor, device: str, offset: int = 0) -> Tensor:
     return storage.as_strided(tensor.shape, tensor.stride(), offset)
 
 
+def flat_values(tensor: Tensor, device: str = "") -> Tensor:
+    """The memory of a tensor from its first element to its last one, on `device`, else where it is. It is copied only
+    if it is elsewhere, has gaps, or is conjugated or negated when it is read."""
+    plain, at = tensor.detach(), device or str(tensor.device)
+    as_it_is = str(plain.device) == at and not plain.is_conj() and not plain.is_neg()
+    if not as_it_is or not is_dense(plain.shape, plain.stride()):
+        plain = laid_out(plain, at)
+    return plain.as_strided((extent_of(plain.shape, plain.stride()),), (1,))
+
+
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     strides, step = [], 1
     for size in reversed(shape):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from postlude.check.interception import Interception
 
-class Operations(TorchDispatchMode):
+
+class Operations(Interception):
     """Counts the operations of products and convolutions that run inside, by PyTorch's formulas.
 
     `FlopCounterMode` also says in which module they run. Its hooks on all modules reach models in other threads, whose
@@ -19,15 +19,12 @@ class Operations(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(
-        self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        del types
-        result = operator(*args, **(kwargs or {}))
-        formula = flop_registry.get(getattr(operator, "overloadpacket", None))
+    def instead(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        formula = flop_registry.get(getattr(func, "overloadpacket", None))
         if formula is not None:
-            self.count += int(formula(*args, **(kwargs or {}), out_val=result))
+            self.count += int(formula(*args, **kwargs, out_val=result))
         return result

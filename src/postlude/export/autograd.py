@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from postlude.chain import Chain
-from postlude.export.layout import WIDTH, call, docstring, fold
+from postlude.export.layout import WIDTH, docstring, fold, laid_out
 from postlude.export.program_text import ProgramText
 from postlude.plan.program import Program, TorchCall, buffers_in
 from postlude.stages.program import plain_program, rest_program
@@ -73,7 +73,7 @@ def plain_function(chain: Chain, name: str, names: Mapping[int, str], tensors: S
         text.words |= {b.number: "value" for item in program.forward for b in getattr(item, "results", ())}
     lines = returning(text.forward_lines(), text.words[program.result.number])
     arguments = [f"{names[slot]}: Tensor" for slot in range(len(chain.roles))]
-    head = call(f"def {name}", arguments, after=" -> Tensor:", indent=0)
+    head = laid_out(f"def {name}", arguments, after=" -> Tensor:", indent=0)
     return fold("\n".join([*head, *docstring(f"{chain}, by PyTorch."), *lines]) + "\n")
 
 
@@ -119,9 +119,9 @@ def kept_class(chain: Chain, name: str, names: Mapping[int, str], text: ProgramT
         *docstring(f"{chain}: kernels both ways, the second from what the first kept."),
         "",
         "    @staticmethod",
-        *call("def forward", ["ctx", *(f"{slot}: Tensor" for slot in slots)], after=" -> Tensor:"),
+        *laid_out("def forward", ["ctx", *(f"{slot}: Tensor" for slot in slots)], after=" -> Tensor:"),
         *forward,
-        *call("ctx.save_for_backward", words, indent=8),
+        *laid_out("ctx.save_for_backward", words, indent=8),
         f"        return {text.words[program.result.number]}",
         "",
         "    @staticmethod",
@@ -139,7 +139,7 @@ def kept_class(chain: Chain, name: str, names: Mapping[int, str], text: ProgramT
 
 def _returned(words: Sequence[str]) -> list[str]:
     line = f"        return {', '.join(words)}{',' * (len(words) == 1)}"
-    return [line] if len(line) <= WIDTH else call("", words, "return ", indent=8)
+    return [line] if len(line) <= WIDTH else laid_out("", words, "return ", indent=8)
 
 
 def _unpacked(words: Sequence[str]) -> list[str]:

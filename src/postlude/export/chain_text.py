@@ -13,7 +13,7 @@ from postlude.chain import Chain, Normalize
 from postlude.export.autograd import class_name, kept_class, recomputing_class, rest_lines, returning
 from postlude.export.cuda import COMPILE
 from postlude.export.device_text import Kernel
-from postlude.export.layout import call, docstring, fold
+from postlude.export.layout import docstring, fold, laid_out
 from postlude.export.program_text import ProgramText
 from postlude.plan import Plan
 from postlude.plan.program import Buffer, Descriptor, KernelCall, Program, launches
@@ -122,7 +122,7 @@ def _function(
     chain: Chain, name: str, names: Mapping[int, str], body: Sequence[str], what: str = "kernels"
 ) -> dict[str, str]:
     arguments = [f"{names[slot]}: Tensor" for slot in range(len(chain.roles))]
-    head = call(f"def {name}", arguments, after=" -> Tensor:", indent=0)
+    head = laid_out(f"def {name}", arguments, after=" -> Tensor:", indent=0)
     return {name: fold("\n".join([*head, *docstring(f"{chain}, by {what}."), *body]) + "\n")}
 
 

@@ -10,8 +10,7 @@ from postlude.export.buffer_names import BACKWARD, KERNELS, remark, words_for
 from postlude.export.cuda import cuda_text, launch_lines
 from postlude.export.device_text import Kernel
 from postlude.export.kernels import CutKernel, cut_kernel, written_places
-from postlude.export.layout import WIDTH, comment
-from postlude.export.layout import call as laid_out
+from postlude.export.layout import WIDTH, comment, laid_out
 from postlude.export.torch_text import VIEWS, TorchText
 from postlude.plan.program import (
     Buffer,

@@ -93,8 +93,8 @@ def test_a_function_stores_by_its_own_calls_or_by_those_of_what_it_calls(monkeyp
         "calls": "def calls(d_x, x):\n    return plain(writes(d_x, x))\n",
     }
     monkeypatch.setattr(repeats, "library", lambda: functions)
-    monkeypatch.setattr(repeats, "_stores", functools.cache(repeats._stores.__wrapped__))
-    assert {name for name in functions if repeats._stores(name)} == {"adds", "writes", "calls"}
+    monkeypatch.setattr(repeats, "stores", functools.cache(repeats.stores.__wrapped__))
+    assert {name for name in functions if repeats.stores(name)} == {"adds", "writes", "calls"}
 
 
 def test_what_nobody_reads_is_not_computed_unless_it_stores() -> None:

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from postlude.export.analysis import leftmost, name_of
-from postlude.export.device_text import Kernel, cut
-from postlude.export.helpers import kernel_of, shorter, with_helpers
+from postlude.export.analysis import calls_in, leftmost, name_of, times_read
+from postlude.export.device_text import Kernel, cut, kernel_of, shorter
+from postlude.export.helpers import with_helpers
 from postlude.export.joined import join
 from postlude.export.prepared import prepared
 from postlude.export.repeats import pure_helpers, remove_repeats
@@ -21,7 +21,7 @@ from postlude.export.single import is_single, without_casts
 from postlude.export.source import parse
 from postlude.export.specialise import rename
 from postlude.export.steps_text import steps_text
-from postlude.export.trees import walk
+from postlude.export.trees import parsed, walk
 from postlude.plan.program import Argument, Buffer, KernelCall, Steps
 
 # Spatial sizes and tile sizes that a kernel reads several times keep their names; other names become numbers.
@@ -118,8 +118,7 @@ def _joined(kernel: Kernel) -> Kernel:
 
 def _uses(kernel: Kernel) -> Counter[str]:
     """How often the statements of a kernel read each name."""
-    names = (node for statement in parse(kernel.text).body for node in walk(statement))
-    return Counter(node.id for node in names if isinstance(node, ast.Name))
+    return times_read(*parse(kernel.text).body)
 
 
 def _named_sizes(
@@ -139,7 +138,7 @@ def _with_defaults(kernel: Kernel, values: Mapping[str, Any]) -> Kernel:
     function = parse(kernel.text)
     found = [arg for arg in function.args.args if arg.arg in values]
     for arg in found:
-        arg.annotation = ast.parse("tl.constexpr", mode="eval").body
+        arg.annotation = parsed("tl.constexpr")
     function.args.defaults = [ast.Constant(values[arg.arg]) for arg in found]
     return kernel_of(function)
 
@@ -148,7 +147,7 @@ def inlined(kernel: Kernel, function: Kernel) -> Kernel | None:
     """The kernel with a function inlined at its one call, `name = function(…)`."""
     outer, inner = parse(kernel.text), parse(function.text)
     *body, last = inner.body
-    calls = [node for node in walk(outer) if isinstance(node, ast.Call) and name_of(node.func) == function.name]
+    calls = calls_in(outer, function.name)
     around = [node for node in walk(outer) if isinstance(node, ast.Assign) and node.value in calls]
     words = [argument.id for call in calls for argument in call.args if isinstance(argument, ast.Name)]
     if len(calls) != 1 or not around or not isinstance(last, ast.Return) or len(words) < len(calls[0].args):
@@ -162,7 +161,7 @@ def inlined(kernel: Kernel, function: Kernel) -> Kernel | None:
 
 def written_places(kernel: Kernel) -> set[int]:
     """Indices of the parameters that a kernel stores to."""
-    calls = [node for node in walk(parse(kernel.text)) if isinstance(node, ast.Call) and _stores(name_of(node.func))]
+    calls = [call for call in calls_in(parse(kernel.text)) if _stores(name_of(call.func))]
     stored = {name_of(leftmost(call.args[0])) for call in calls}
     return {place for place, word in enumerate(kernel.parameters) if word in stored}
 

@@ -14,7 +14,7 @@ from postlude.export.device_text import Kernel, cut, kernel_of, shorter
 from postlude.export.helpers import with_helpers
 from postlude.export.joined import join
 from postlude.export.prepared import prepared
-from postlude.export.repeats import pure_helpers, remove_repeats
+from postlude.export.repeats import pure_helpers, remove_repeats, stores
 from postlude.export.rules import leave_out, rewritten
 from postlude.export.simplify import has_all_channels
 from postlude.export.single import is_single, without_casts
@@ -161,10 +161,6 @@ def inlined(kernel: Kernel, function: Kernel) -> Kernel | None:
 
 def written_places(kernel: Kernel) -> set[int]:
     """Indices of the parameters that a kernel stores to."""
-    calls = [call for call in calls_in(parse(kernel.text)) if _stores(name_of(call.func))]
+    calls = [call for call in calls_in(parse(kernel.text)) if stores(name_of(call.func))]
     stored = {name_of(leftmost(call.args[0])) for call in calls}
     return {place for place, word in enumerate(kernel.parameters) if word in stored}
-
-
-def _stores(name: str) -> bool:
-    return name in ("tl.store", "flag_infinity") or name.startswith("tl.atomic_")

@@ -14,8 +14,6 @@ from postlude.export.single import in_single
 from postlude.export.source import parse
 from postlude.plan.program import Word
 
-_SIMPLE = (ast.Assign, ast.AugAssign, ast.Expr, ast.Return)
-
 
 def with_helpers(functions: Sequence[Kernel], values: Mapping[str, object], single: bool) -> list[Kernel]:
     """The functions with their helpers before them. `values` are the kernel's numbers that keep their names; with

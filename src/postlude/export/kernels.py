@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,42 +59,47 @@ class CutKernel:
 def cut_kernel(call: KernelCall, words: Mapping[int, str], slots: Mapping[int, str], name: str) -> CutKernel:
     """A kernel specialised to a call. `words` names buffers by number, `slots` the chain's tensors by slot."""
     given = dict(zip(call.parameters, call.arguments))
-    source = prepared(call, given)
-    constants: dict[str, Any] = dict(call.numbers) | dict(call.constants)
-    constants |= {word: value for word, value in given.items() if isinstance(value, int)}
     pointers = {
         word: f"p_{words[value.number]}"
         for word, value in given.items()
         if re.fullmatch(r"a\d", word) and isinstance(value, Buffer)
     }
     names = {**pointers, call.kernel: name}
+    source = prepared(call, given)
     single = is_single(call, source)
+    constants: dict[str, Any] = dict(call.numbers) | dict(call.constants)
+    constants |= {word: value for word, value in given.items() if isinstance(value, int)}
     plain = [word for word in pointers if getattr(given[word], "dtype", "") == "float32"] if single else []
     functions: list[Kernel] = []
-    for word, value in constants.items():
-        if isinstance(value, Steps):
-            text = value.text.replace(", mask=m_c, other=0.0", "") if has_all_channels(call) else value.text
+    for word, steps in constants.items():
+        if isinstance(steps, Steps):
+            text = steps.text.replace(", mask=m_c, other=0.0", "") if has_all_channels(call) else steps.text
             text = without_casts(text, plain)
-            function, constants[word] = steps_text(replace(value, text=text), pointers, slots, constants.get("C", 0))
+            function, constants[word] = steps_text(replace(steps, text=text), pointers, slots, constants.get("C", 0))
             functions += [] if function is None else [function]
     keep, kernel = _named_sizes(source, constants, names)
     if len(functions) == 1 and (joined := inlined(kernel, functions[0])) is not None:
         functions, kernel = [], joined
     values = {word: constants[word] for word in keep}
     *functions, kernel = with_helpers([*functions, kernel], values, single)
-    uses = _uses(kernel)
-    unread = {word: values.pop(word) for word in keep if not uses[word]}  # except by a helper, which has the number now
-    kernel = _with_defaults(cut(kernel.text, unread, {}), values)
+    kernel, named = _settled(kernel, values)
     places = {names.get(word, word): value for word, value in given.items()}
-    kernel = _joined(kernel)
+    arguments = tuple(places[word] for word in kernel.parameters if word not in named)
+    functions = [*map(_joined, functions), kernel]
+    return CutKernel(tuple(map(without_unread, functions)), arguments)
+
+
+def _settled(kernel: Kernel, values: Mapping[str, int]) -> tuple[Kernel, Collection[str]]:
+    """The kernel in its last form, and those of its numbers that still have names: they are defaults."""
     uses = _uses(kernel)
-    tiles = {word: value for word, value in values.items() if word in _TILES}
+    unread = {word: value for word, value in values.items() if not uses[word]}  # helpers have the number by now
+    named = {word: value for word, value in values.items() if uses[word]}
+    kernel = _joined(_with_defaults(cut(kernel.text, unread, {}), named))
+    uses = _uses(kernel)
+    tiles = {word: value for word, value in named.items() if word in _TILES}
     if tiles and all(uses[word] <= _FEW_READS for word in tiles):
-        made = (*map(_joined, functions), _joined(cut(kernel.text, tiles, {})))
-    else:
-        made = (*map(_joined, functions), kernel)
-    made = tuple(map(without_unread, made))
-    return CutKernel(made, tuple(places[word] for word in kernel.parameters if word not in values))
+        kernel = _joined(cut(kernel.text, tiles, {}))
+    return kernel, named
 
 
 def without_unread(kernel: Kernel) -> Kernel:

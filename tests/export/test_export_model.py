@@ -80,6 +80,14 @@ def test_gradients_that_nobody_wants_are_not_computed(tmp_path: Path) -> None:
     assert body.index("if needs[1]:") < body.index("weight_gradient_kernel[")
 
 
+def test_what_a_kernel_is_given_exists_whichever_gradients_are_wanted() -> None:
+    """The kernel of the norm's gradients runs always, and writes the table that only the convolution's read."""
+    text = export_named("conv3d_group_norm_mean", training=True).text
+    body = text[text.index("def backward(") : text.index("moments_gradient_kernel[")]
+    assert "\n        table = " in body
+    assert "if needs" not in body
+
+
 _SHUFFLE = """
 class Gate(nn.Module):
     def forward(self, x):

@@ -13,7 +13,7 @@ from export.exporting import SMALL_PROBLEMS, Problem, export_text
 from postlude.export import repeats
 from postlude.export.device_text import Kernel
 from postlude.export.inlining import put_in_place
-from postlude.export.kernels import without_unread
+from postlude.export.kernels import without_unread, written_places
 from postlude.export.repeats import remove_repeats
 from postlude.export.single import in_single, without_casts
 from postlude.export.source import parse, text_of
@@ -93,8 +93,8 @@ def test_a_function_stores_by_its_own_calls_or_by_those_of_what_it_calls(monkeyp
         "calls": "def calls(d_x, x):\n    return plain(writes(d_x, x))\n",
     }
     monkeypatch.setattr(repeats, "library", lambda: functions)
-    monkeypatch.setattr(repeats, "_stores", functools.cache(repeats._stores.__wrapped__))
-    assert {name for name in functions if repeats._stores(name)} == {"adds", "writes", "calls"}
+    monkeypatch.setattr(repeats, "stores", functools.cache(repeats.stores.__wrapped__))
+    assert {name for name in functions if repeats.stores(name)} == {"adds", "writes", "calls"}
 
 
 def test_what_nobody_reads_is_not_computed_unless_it_stores() -> None:
@@ -103,6 +103,12 @@ def test_what_nobody_reads_is_not_computed_unless_it_stores() -> None:
     left = without_unread(Kernel("some_kernel", text, ("p_x", "p_y")))
     assert left.text == text.replace(f"    {lines[0]}\n", "")
     assert left.parameters == ("p_x", "p_y")
+
+
+def test_what_a_device_function_stores_to_is_written() -> None:
+    lines = ["store_as(p_x + 1, tl.load(p_w), True)", "tl.store(p_y, flag_infinity(p_z, tl.load(p_w)))"]
+    text = "def some_kernel(p_w, p_x, p_y, p_z):\n" + "".join(f"    {line}\n" for line in lines)
+    assert written_places(Kernel("some_kernel", text, ("p_w", "p_x", "p_y", "p_z"))) == {1, 2, 3}
 
 
 @pytest.mark.parametrize("problem", SMALL_PROBLEMS[::8], ids=lambda problem: problem.name)

@@ -54,6 +54,12 @@ def name_of(node: ast.expr) -> str:
     return f"{owner if owner.split('.')[0] in ('tl', 'triton') else ''}.{node.attr}"
 
 
+def calls_in(node: ast.AST, name: str = "") -> list[ast.Call]:
+    """The calls in a tree: of the function with this dotted name, or all."""
+    calls = [part for part in walk(node) if isinstance(part, ast.Call)]
+    return [call for call in calls if name in ("", name_of(call.func))]
+
+
 def leftmost(node: ast.expr) -> ast.expr:
     """A pointer, without what is added to it."""
     while isinstance(node, ast.BinOp):

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from postlude.chain import Chain
-from postlude.export.layout import WIDTH, call, docstring, fold
+from postlude.export.layout import WIDTH, docstring, fold, laid_out
 from postlude.export.program_text import ProgramText
-from postlude.plan.program import Program, TorchCall, buffers_in
+from postlude.plan.program import Program, TorchCall, buffers_in, made_by
 from postlude.stages.program import plain_program, rest_program
 
 _RECOMPUTING = '''\
@@ -67,13 +67,9 @@ def returning(lines: Sequence[str], result: str) -> list[str]:
 
 
 def plain_function(chain: Chain, name: str, names: Mapping[int, str], tensors: Sequence[Tensor]) -> str:
-    program = plain_program(chain, tensors)
-    text = ProgramText(program, names)
-    if _is_straight(program):
-        text.words |= {b.number: "value" for item in program.forward for b in getattr(item, "results", ())}
-    lines = returning(text.forward_lines(), text.words[program.result.number])
+    lines = returning(*_by_pytorch(plain_program(chain, tensors), names, "value"))
     arguments = [f"{names[slot]}: Tensor" for slot in range(len(chain.roles))]
-    head = call(f"def {name}", arguments, after=" -> Tensor:", indent=0)
+    head = laid_out(f"def {name}", arguments, after=" -> Tensor:", indent=0)
     return fold("\n".join([*head, *docstring(f"{chain}, by PyTorch."), *lines]) + "\n")
 
 
@@ -83,12 +79,18 @@ def rest_lines(
     """Statements for the steps after step `first`, by PyTorch, on the value named `word`."""
     if first == len(chain.steps):
         return []
-    program = rest_program(chain, first, value, tensors)
-    text = ProgramText(program, {0: word, **{slot + 1: name for slot, name in names.items()}}, joins=False)
-    if _is_straight(program):
-        text.words |= {b.number: word for item in program.forward for b in getattr(item, "results", ())}
-    lines, result = text.forward_lines(), text.words[program.result.number]
+    slots = {0: word, **{slot + 1: name for slot, name in names.items()}}
+    lines, result = _by_pytorch(rest_program(chain, first, value, tensors), slots, word, joins=False)
     return [*lines, *([] if result == word else [f"    {word} = {result}"])]
+
+
+def _by_pytorch(program: Program, slots: Mapping[int, str], word: str, joins: bool = True) -> tuple[list[str], str]:
+    """The statements of a program of PyTorch's calls, and its result's name. If it is straight, all values are named
+    `word`."""
+    text = ProgramText(program, slots, joins=joins)
+    if _is_straight(program):
+        text.words |= dict.fromkeys((buffer.number for buffer in made_by(program.forward)), word)
+    return text.forward_lines(), text.words[program.result.number]
 
 
 def _is_straight(program: Program) -> bool:
@@ -105,11 +107,11 @@ def _is_straight(program: Program) -> bool:
 
 def kept_class(chain: Chain, name: str, names: Mapping[int, str], text: ProgramText) -> dict[str, str]:
     """The class whose forward and backward pass are the library's own; it saves what the backward pass reads."""
-    program, kept, slots = text.program, text.kept(), [names[slot] for slot in range(len(chain.roles))]
+    program, slots = text.program, [names[slot] for slot in range(len(chain.roles))]
     assert program.gradient is not None
     text.indent = 8
-    forward, backward = text.forward_lines(kept), text.backward_lines()
-    words, grad = [text.words[buffer.number] for buffer in kept], text.words[program.gradient.number]
+    forward, backward = text.forward_lines(program.kept), text.backward_lines()
+    words, grad = [text.words[buffer.number] for buffer in program.kept], text.words[program.gradient.number]
     grads = [None if grad is None else text.words[grad.number] for grad in program.gradients]
     guarded = "\n".join(backward)
     optional = [word for slot, word in enumerate(grads[:2]) if word is not None and f"if needs[{slot}]" in guarded]
@@ -119,9 +121,9 @@ def kept_class(chain: Chain, name: str, names: Mapping[int, str], text: ProgramT
         *docstring(f"{chain}: kernels both ways, the second from what the first kept."),
         "",
         "    @staticmethod",
-        *call("def forward", ["ctx", *(f"{slot}: Tensor" for slot in slots)], after=" -> Tensor:"),
+        *laid_out("def forward", ["ctx", *(f"{slot}: Tensor" for slot in slots)], after=" -> Tensor:"),
         *forward,
-        *call("ctx.save_for_backward", words, indent=8),
+        *laid_out("ctx.save_for_backward", words, indent=8),
         f"        return {text.words[program.result.number]}",
         "",
         "    @staticmethod",
@@ -139,7 +141,7 @@ def kept_class(chain: Chain, name: str, names: Mapping[int, str], text: ProgramT
 
 def _returned(words: Sequence[str]) -> list[str]:
     line = f"        return {', '.join(words)}{',' * (len(words) == 1)}"
-    return [line] if len(line) <= WIDTH else call("", words, "return ", indent=8)
+    return [line] if len(line) <= WIDTH else laid_out("", words, "return ", indent=8)
 
 
 def _unpacked(words: Sequence[str]) -> list[str]:

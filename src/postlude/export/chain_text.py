@@ -13,14 +13,14 @@ from postlude.chain import Chain, Normalize
 from postlude.export.autograd import class_name, kept_class, recomputing_class, rest_lines, returning
 from postlude.export.cuda import COMPILE
 from postlude.export.device_text import Kernel
-from postlude.export.layout import call, docstring, fold
+from postlude.export.layout import docstring, fold, laid_out
 from postlude.export.program_text import ProgramText
 from postlude.plan import Plan
 from postlude.plan.program import Buffer, Descriptor, KernelCall, Program, launches
 from postlude.plan.types import Moments
 from postlude.stages.program import given_by, inference_program, training_program
 
-RESERVED = ("ctx", "tensors", "needs", "torch", "triton", "tl", "F", "nn")
+_WORDS = ("ctx", "tensors", "needs", "torch", "triton", "tl", "F", "nn")
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,14 +61,14 @@ def chain_text(
     called = f"{class_name(name)}.apply"
     if training:
         program = training_program(plan, given_by(tensors), _differentiable(plan.chain, tensors))
-        text = ProgramText(program, names, RESERVED, functions=kernels)
+        text = ProgramText(program, names, _WORDS, functions=kernels)
         functions = kept_class(plan.chain, name, names, text)
         if len(plan.chain.steps) < len(chain.steps):
             called = name
             functions |= _continued(chain, plan, name, names, tensors, program.result)
     else:
         program = inference_program(plan, chain, given_by(tensors))
-        text = ProgramText(program, names, RESERVED, functions=kernels)
+        text = ProgramText(program, names, _WORDS, functions=kernels)
         body = returning(text.forward_lines(), text.words[program.result.number])
         what = "kernels" if launches(program.forward) else "fewer operations"
         functions = _function(chain, name, names, body, what) | recomputing_class(chain, name, names, tensors, what)
@@ -83,7 +83,7 @@ def chain_text(
         tuple(kernels.values()),
         {**({"compiled": COMPILE} if text.sources else {}), **functions},
         {word.replace("SOURCE", f"SOURCE{number}"): source for word, source in text.sources.items()},
-        text.launches,
+        len(launches((*program.forward, *program.backward))),
         called,
         training,
         _reads_given_by_descriptor(program),
@@ -122,7 +122,7 @@ def _function(
     chain: Chain, name: str, names: Mapping[int, str], body: Sequence[str], what: str = "kernels"
 ) -> dict[str, str]:
     arguments = [f"{names[slot]}: Tensor" for slot in range(len(chain.roles))]
-    head = call(f"def {name}", arguments, after=" -> Tensor:", indent=0)
+    head = laid_out(f"def {name}", arguments, after=" -> Tensor:", indent=0)
     return {name: fold("\n".join([*head, *docstring(f"{chain}, by {what}."), *body]) + "\n")}
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Mapping
 
 from postlude.export.analysis import UNKNOWN, value_of
+from postlude.export.trees import parsed
 
 _ONE = r'(?: (?:is not|is|==|!=|<=|>=|<|>) (?:[\w.]+|"\w*"))?'
 _CONDITION = (
@@ -61,7 +61,7 @@ def _is_true(condition: str, known: Mapping[str, object]) -> bool | None:
         return None
     text = condition.replace(" is not ", " != ").replace(" is ", " == ")
     try:
-        value = value_of(ast.parse(text, mode="eval").body, known)
+        value = value_of(parsed(text), known)
     except SyntaxError:  # prose
         return None
     return value is UNKNOWN or (value.lower() not in _FALSE_WORDS if isinstance(value, str) else bool(value))

@@ -11,6 +11,7 @@ from importlib import resources
 
 from postlude.export.in_place import whole_texts
 from postlude.export.layout import fold
+from postlude.export.source import text_of
 from postlude.export.specialise import specialise
 
 
@@ -64,3 +65,13 @@ def _cut(
 ) -> Kernel:
     made = specialise(source, {name: value for name, _, value in constants}, dict(names), keep)
     return Kernel(made.name, fold(made.text), made.parameters)
+
+
+def kernel_of(function: ast.FunctionDef) -> Kernel:
+    return Kernel(function.name, fold(text_of(function)), tuple(arg.arg for arg in function.args.args))
+
+
+def shorter(kernel: Kernel) -> Kernel:
+    """The function with what it says simplified. It keeps its parameters, because its callers pass them all."""
+    made = cut(kernel.text, {}, {})
+    return made if made.parameters == kernel.parameters else kernel

@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from postlude.cards import capability_of
+from postlude.export.analysis import owners, reads
 from postlude.export.chain_text import ChainText
 from postlude.export.inlining import put_in_place
-from postlude.export.layout import call, without_statements
+from postlude.export.layout import laid_out, without_statements
 from postlude.export.original import Original, model_text
 from postlude.plan.program import Buffer
 from postlude.plan.through import Through
 
-_DEFINED = re.compile(r"(?m)^(?:def|class) (\w+)")
-# The import that a text needs if it contains this.
+# The import that a text needs if it reads this name, or an attribute of it if it is a module.
 _IMPORTS = {
-    r"torch\.": "import torch",
-    r"F\.": "import torch.nn.functional as F",
-    r"triton\.": "import triton",
-    r"tl\.": "import triton.language as tl",
-    r"math\.": "import math",
-    r"functools\.": "import functools",
-    r"ctypes\.": "import ctypes",
-    r"Tensor\b": "from torch import Tensor",
-    r"nn\b": "from torch import nn",
-    r"Any\b": "from typing import Any",
-    r"TensorDescriptor\(": "from triton.tools.tensor_descriptor import TensorDescriptor",
-    r"CUDA_HOME\b": "from torch.utils.cpp_extension import CUDA_HOME",
-    r"once_differentiable\b": "from torch.autograd.function import once_differentiable",
+    "torch": "import torch",
+    "F": "import torch.nn.functional as F",
+    "triton": "import triton",
+    "tl": "import triton.language as tl",
+    "math": "import math",
+    "functools": "import functools",
+    "ctypes": "import ctypes",
+    "Tensor": "from torch import Tensor",
+    "nn": "from torch import nn",
+    "Any": "from typing import Any",
+    "TensorDescriptor": "from triton.tools.tensor_descriptor import TensorDescriptor",
+    "CUDA_HOME": "from torch.utils.cpp_extension import CUDA_HOME",
+    "once_differentiable": "from torch.autograd.function import once_differentiable",
 }
 
 
@@ -46,9 +47,9 @@ def assemble(
     functions = {name: text for chain in chains for name, text in chain.functions.items()}
     sources = {name: source for chain in chains for name, source in chain.sources.items()}
     shapes = {chain.shapes_name: shapes_text(chain) for chain in chains}
-    kernels = [kernel.text for kernel in put_in_place(chains[-1].kernels)]
-    ours = [*kernels, *functions.values(), fits_text(chains, architecture)]
-    also_theirs = original.names & {*_DEFINED.findall("\n".join(ours)), *shapes}
+    kernels = {kernel.name: kernel.text for kernel in put_in_place(chains[-1].kernels)}
+    ours = [*kernels.values(), *functions.values(), fits_text(chains, architecture)]
+    also_theirs = original.names & {*kernels, *functions, "fits", *shapes}
     ours, forward, tables = (
         [_apart(text, also_theirs) for text in texts] for texts in (ours, forward, shapes.values())
     )
@@ -57,7 +58,7 @@ def assemble(
     body = [*ours, *helpers, model]
     cuda = [f'{name} = r"""\n{source}"""\n' for name, source in sources.items()]
     text = "".join(f"{part.rstrip()}\n\n\n" for part in body).rstrip() + "\n"
-    imports = import_text(text + "\n".join(cuda), original.imports)
+    imports = import_text(text, original.imports)
     parts = ["# SPDX-License-Identifier: Apache-2.0", heading.rstrip(), "", imports, "", *tables, ""]
     return "\n".join([*parts, *cuda, ""]) + f"\n{text}"
 
@@ -71,7 +72,10 @@ def _apart(text: str, also_theirs: Collection[str]) -> str:
 
 def import_text(body: str, own: Sequence[str]) -> str:
     """The imports that the text needs, sorted as formatters sort them."""
-    lines = {*own, *(line for word, line in _IMPORTS.items() if re.search(rf"(?<![\w.]){word}", body))}
+    tree = ast.parse(body)
+    modules, read = owners(tree), reads(tree)
+    lines = {line for name, line in _IMPORTS.items() if name in (modules if line.startswith("import ") else read)}
+    lines |= set(own)
     start = "from torch import "
     names = sorted({line for line in lines if line.startswith(start)}, key=lambda n: (not n[len(start)].isupper(), n))
     lines -= set(names)
@@ -91,7 +95,7 @@ def _is_plain(chain: ChainText) -> bool:
 def shapes_text(chain: ChainText) -> str:
     """The tensors that a chain's kernels accept, one entry for each."""
     parts = [str(buffer.shape) if _is_plain(chain) else _entry(buffer) for buffer in chain.given]
-    return "\n".join(call("", parts if len(parts) > 1 else [f"{parts[0]},"], f"{chain.shapes_name} = ", indent=0))
+    return "\n".join(laid_out("", parts if len(parts) > 1 else [f"{parts[0]},"], f"{chain.shapes_name} = ", indent=0))
 
 
 def _entry(buffer: Buffer) -> str:

@@ -17,11 +17,12 @@ from torch.fx.graph import inplace_methods, magic_methods
 
 from postlude.errors import PostludeError
 from postlude.export.chain_text import ChainText
-from postlude.export.layout import WIDTH, call, comment
+from postlude.export.layout import WIDTH, comment, laid_out
 from postlude.export.masks import Drawn
 from postlude.export.rules import Replaced
 from postlude.export.source import written
 from postlude.export.trace import FoundChain, Traced
+from postlude.export.trees import parsed
 from postlude.graph.rows import FLATTENED, has_row_axes
 
 ORIGINAL = "\0"  # stands for the statements of the original forward
@@ -154,7 +155,7 @@ class ForwardText:
         arguments = [self.value(item) for item in node.args]
         name = getattr(node.target, "__name__", "")
         if node.op == "call_module":
-            function = _parsed(_path(str(node.target)))
+            function = parsed(_path(str(node.target)))
         elif node.op == "call_method":
             function = ast.Attribute(arguments.pop(0), str(node.target))
         elif node.target is getattr:
@@ -163,7 +164,7 @@ class ForwardText:
             # Nothing else reads a value that is changed in place inside a chain.
             sign = magic_methods.get(name) or inplace_methods[name].replace("=", "")
             words = {f"_{number}": argument for number, argument in enumerate(arguments)}
-            return Replaced(words).visit(_parsed(sign.format(*words)))  # type: ignore[no-any-return]
+            return Replaced(words).visit(parsed(sign.format(*words)))  # type: ignore[no-any-return]
         else:
             function = _function(node.target)
         given = {key: item for key, item in node.kwargs.items() if not _is_default(node, key, item)}
@@ -186,13 +187,9 @@ def _of_rows(chain: FoundChain, tensors: list[str], result: str, x: str) -> tupl
     return read, f"{result}.unflatten(0, {x}.shape[:-1])"
 
 
-def _parsed(text: str) -> ast.expr:
-    return ast.parse(text, mode="eval").body
-
-
 def _value(item: Any, of: Callable[[fx.Node], ast.expr] | None = None) -> ast.expr:
     if isinstance(item, fx.Node) and of is not None:
-        return _parsed(_path(str(item.target))) if item.op == "get_attr" else of(item)
+        return parsed(_path(str(item.target))) if item.op == "get_attr" else of(item)
     if isinstance(item, list | tuple):
         parts = [_value(part, of) for part in item]
         return ast.List(parts) if isinstance(item, list) else ast.Tuple(parts)
@@ -201,7 +198,7 @@ def _value(item: Any, of: Callable[[fx.Node], ast.expr] | None = None) -> ast.ex
     if isinstance(item, slice):
         return ast.Slice(*(None if part is None else _value(part, of) for part in (item.start, item.stop, item.step)))
     if isinstance(item, torch.dtype | torch.memory_format):
-        return _parsed(str(item))
+        return parsed(str(item))
     if item is None or item is Ellipsis or isinstance(item, bool | int | float | str):
         return ast.Constant(item)
     raise PostludeError(f"a value of type {type(item).__name__} cannot be written to a file.")
@@ -233,7 +230,7 @@ def _tensors(expressions: list[str], taken: set[str]) -> list[str]:
     """`tensors = (…)`; if that is too long, modules get names first."""
     if len(expressions) == 1:
         return [f"        tensors = ({expressions[0]},)"]
-    lines = call("", expressions, "tensors = ", indent=8)
+    lines = laid_out("", expressions, "tensors = ", indent=8)
     owners = dict.fromkeys(e.rpartition(".")[0] for e in expressions if e.startswith("self."))
     names = {owner: re.sub(r"\W+", "_", owner.rpartition(".")[2]).strip("_") for owner in owners if owner != "self"}
     is_free = len(set(names.values())) == len(names) and taken.isdisjoint(names.values())
@@ -242,7 +239,7 @@ def _tensors(expressions: list[str], taken: set[str]) -> list[str]:
     parts = [e.rpartition(".") for e in expressions]
     short = [f"{names.get(owner, owner)}{dot}{last}" for owner, dot, last in parts]
     alias = f"        {', '.join(names.values())} = {', '.join(names)}"
-    return [alias, *call("", short, "tensors = ", indent=8)]
+    return [alias, *laid_out("", short, "tensors = ", indent=8)]
 
 
 def _path(path: str) -> str:
@@ -254,5 +251,5 @@ def _function(target: Any) -> ast.expr:
     name = getattr(target, "__name__", "")
     for space, word in ((F, "F"), (torch, "torch")):
         if getattr(space, name, None) is target:
-            return _parsed(f"{word}.{name}")
+            return parsed(f"{word}.{name}")
     raise PostludeError(f"the forward calls {name or target}, which cannot be written as a call of torch.")

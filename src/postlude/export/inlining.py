@@ -7,13 +7,12 @@ becomes a comment. A word of a chain keeps its name where the chain's steps are 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from postlude.export.analysis import name_of, owners, stored_names, times_read
+from postlude.export.analysis import calls_in, owners, stored_names, times_read
 from postlude.export.comments import with_words
-from postlude.export.device_text import Kernel, library
-from postlude.export.helpers import kernel_of, shorter
+from postlude.export.device_text import Kernel, kernel_of, library, shorter
 from postlude.export.in_place import InPlace
 from postlude.export.layout import WIDTH, refilled
 from postlude.export.rules import rewritten
@@ -66,6 +65,19 @@ def put_in_place(kernels: Sequence[Kernel]) -> list[Kernel]:
     return [_simplified(tree) for tree in trees.values()]
 
 
+def put_expression(trees: Trees, name: str, kernels: Collection[str]) -> bool:
+    """Puts a function of one expression where one of these kernels calls it, if that is its one call; says whether."""
+    places = _places(trees, name)
+    if len(places) != 1 or places[0].owner.name not in kernels or name in POINTWISE:
+        return False
+    body = _body(trees[name], places[0], calls=1)
+    if body is None or body.bound or body.statements:
+        return False
+    _put(places[0], body, says=True)
+    del trees[name]
+    return True
+
+
 def _simplified(tree: ast.FunctionDef) -> Kernel:
     made = shorter(kernel_of(tree))
     return replace(made, text=refilled(made.text))
@@ -87,8 +99,7 @@ def _drop_unread(trees: Trees) -> None:
 
 
 def _calls(trees: Trees, name: str) -> Iterator[ast.Call]:
-    nodes = (node for tree in trees.values() for node in walk(tree) if isinstance(node, ast.Call))
-    return (node for node in nodes if name_of(node.func) == name)
+    return (call for tree in trees.values() for call in calls_in(tree, name))
 
 
 def _places(trees: Trees, name: str) -> list[_Place]:
@@ -96,12 +107,11 @@ def _places(trees: Trees, name: str) -> list[_Place]:
     another one, which would move it."""
     found, count = [], 0
     for owner in trees.values():
-        nodes = list(walk(owner))
-        calls = [node for node in nodes if isinstance(node, ast.Call) and name_of(node.func) == name]
+        calls = calls_in(owner, name)
         count += len(calls)
         if any(part in calls for call in calls for argument in call.args for part in walk(argument)):
             return []
-        for around in (node for node in nodes if isinstance(node, _SIMPLE)):
+        for around in (node for node in walk(owner) if isinstance(node, _SIMPLE)):
             inside = list(walk(around))
             if not any(isinstance(part, _CHOICES) for part in inside):
                 found += [_Place(owner, around, call) for call in calls if call in inside]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection
 
-from postlude.export.analysis import Liveness, is_pure, name_of, owners, reads, stored_names
+from postlude.export.analysis import Liveness, calls_in, is_pure, name_of, owners, reads, stored_names, times_read
 from postlude.export.rules import Replaced, single_values
 from postlude.export.source import remark_of, written
 from postlude.export.trees import walk
@@ -70,9 +70,8 @@ def _is_joined(live: Liveness, block: list[ast.stmt], place: int, indent: int) -
         return False
     between = set[str]().union(*(stored_names(other) for other in block[place + 1 : after]))
     is_overwritten = name in stored_names(reader) and not isinstance(reader, ast.AugAssign)
-    loads = [part.id for part in walk(reader) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load)]
     is_read_later = name in live.after[reader] and not is_overwritten
-    if loads.count(name) != 1 or is_read_later or between & {name, *reads(node.value)}:
+    if times_read(reader)[name] != 1 or is_read_later or between & {name, *reads(node.value)}:
         return False
     length = len(written(reader)) - len(name) + len(written(node.value)) + len(remark_of(reader))
     if indent + length > _LONG:
@@ -84,7 +83,7 @@ def _is_joined(live: Liveness, block: list[ast.stmt], place: int, indent: int) -
 
 
 def _may_move(value: ast.expr) -> bool:
-    calls = [name_of(node.func) for node in walk(value) if isinstance(node, ast.Call)]
+    calls = [name_of(call.func) for call in calls_in(value)]
     is_number = isinstance(value, ast.Constant)  # 0.to is not valid Python
     stays = any(call.endswith("dot") for call in calls)  # three products in one line would be hard to read
     return not is_number and not stays and len(written(value)) <= SHORT
@@ -92,5 +91,4 @@ def _may_move(value: ast.expr) -> bool:
 
 def _loads(node: ast.AST) -> bool:
     """Whether something is loaded; a kernel's loads and stores keep their order."""
-    calls = (name_of(part.func) for part in walk(node) if isinstance(part, ast.Call))
-    return any(call.endswith("load") for call in calls)
+    return any(name_of(call.func).endswith("load") for call in calls_in(node))

@@ -5,23 +5,23 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from postlude.export.analysis import leftmost, name_of
-from postlude.export.device_text import Kernel, cut
-from postlude.export.helpers import kernel_of, shorter, with_helpers
+from postlude.export.analysis import calls_in, leftmost, name_of, times_read
+from postlude.export.device_text import Kernel, cut, kernel_of, shorter
+from postlude.export.helpers import with_helpers
 from postlude.export.joined import join
 from postlude.export.prepared import prepared
-from postlude.export.repeats import pure_helpers, remove_repeats
+from postlude.export.repeats import pure_helpers, remove_repeats, stores
 from postlude.export.rules import leave_out, rewritten
 from postlude.export.simplify import has_all_channels
 from postlude.export.single import is_single, without_casts
 from postlude.export.source import parse
 from postlude.export.specialise import rename
 from postlude.export.steps_text import steps_text
-from postlude.export.trees import walk
+from postlude.export.trees import parsed, walk
 from postlude.plan.program import Argument, Buffer, KernelCall, Steps
 
 # Spatial sizes and tile sizes that a kernel reads several times keep their names; other names become numbers.
@@ -59,42 +59,47 @@ class CutKernel:
 def cut_kernel(call: KernelCall, words: Mapping[int, str], slots: Mapping[int, str], name: str) -> CutKernel:
     """A kernel specialised to a call. `words` names buffers by number, `slots` the chain's tensors by slot."""
     given = dict(zip(call.parameters, call.arguments))
-    source = prepared(call, given)
-    constants: dict[str, Any] = dict(call.numbers) | dict(call.constants)
-    constants |= {word: value for word, value in given.items() if isinstance(value, int)}
     pointers = {
         word: f"p_{words[value.number]}"
         for word, value in given.items()
         if re.fullmatch(r"a\d", word) and isinstance(value, Buffer)
     }
     names = {**pointers, call.kernel: name}
+    source = prepared(call, given)
     single = is_single(call, source)
+    constants: dict[str, Any] = dict(call.numbers) | dict(call.constants)
+    constants |= {word: value for word, value in given.items() if isinstance(value, int)}
     plain = [word for word in pointers if getattr(given[word], "dtype", "") == "float32"] if single else []
     functions: list[Kernel] = []
-    for word, value in constants.items():
-        if isinstance(value, Steps):
-            text = value.text.replace(", mask=m_c, other=0.0", "") if has_all_channels(call) else value.text
+    for word, steps in constants.items():
+        if isinstance(steps, Steps):
+            text = steps.text.replace(", mask=m_c, other=0.0", "") if has_all_channels(call) else steps.text
             text = without_casts(text, plain)
-            function, constants[word] = steps_text(replace(value, text=text), pointers, slots, constants.get("C", 0))
+            function, constants[word] = steps_text(replace(steps, text=text), pointers, slots, constants.get("C", 0))
             functions += [] if function is None else [function]
     keep, kernel = _named_sizes(source, constants, names)
     if len(functions) == 1 and (joined := inlined(kernel, functions[0])) is not None:
         functions, kernel = [], joined
     values = {word: constants[word] for word in keep}
     *functions, kernel = with_helpers([*functions, kernel], values, single)
-    uses = _uses(kernel)
-    unread = {word: values.pop(word) for word in keep if not uses[word]}  # except by a helper, which has the number now
-    kernel = _with_defaults(cut(kernel.text, unread, {}), values)
+    kernel, named = _settled(kernel, values)
     places = {names.get(word, word): value for word, value in given.items()}
-    kernel = _joined(kernel)
+    arguments = tuple(places[word] for word in kernel.parameters if word not in named)
+    functions = [*map(_joined, functions), kernel]
+    return CutKernel(tuple(map(without_unread, functions)), arguments)
+
+
+def _settled(kernel: Kernel, values: Mapping[str, int]) -> tuple[Kernel, Collection[str]]:
+    """The kernel in its last form, and those of its numbers that still have names: they are defaults."""
     uses = _uses(kernel)
-    tiles = {word: value for word, value in values.items() if word in _TILES}
+    unread = {word: value for word, value in values.items() if not uses[word]}  # helpers have the number by now
+    named = {word: value for word, value in values.items() if uses[word]}
+    kernel = _joined(_with_defaults(cut(kernel.text, unread, {}), named))
+    uses = _uses(kernel)
+    tiles = {word: value for word, value in named.items() if word in _TILES}
     if tiles and all(uses[word] <= _FEW_READS for word in tiles):
-        made = (*map(_joined, functions), _joined(cut(kernel.text, tiles, {})))
-    else:
-        made = (*map(_joined, functions), kernel)
-    made = tuple(map(without_unread, made))
-    return CutKernel(made, tuple(places[word] for word in kernel.parameters if word not in values))
+        kernel = _joined(cut(kernel.text, tiles, {}))
+    return kernel, named
 
 
 def without_unread(kernel: Kernel) -> Kernel:
@@ -118,8 +123,7 @@ def _joined(kernel: Kernel) -> Kernel:
 
 def _uses(kernel: Kernel) -> Counter[str]:
     """How often the statements of a kernel read each name."""
-    names = (node for statement in parse(kernel.text).body for node in walk(statement))
-    return Counter(node.id for node in names if isinstance(node, ast.Name))
+    return times_read(*parse(kernel.text).body)
 
 
 def _named_sizes(
@@ -139,7 +143,7 @@ def _with_defaults(kernel: Kernel, values: Mapping[str, Any]) -> Kernel:
     function = parse(kernel.text)
     found = [arg for arg in function.args.args if arg.arg in values]
     for arg in found:
-        arg.annotation = ast.parse("tl.constexpr", mode="eval").body
+        arg.annotation = parsed("tl.constexpr")
     function.args.defaults = [ast.Constant(values[arg.arg]) for arg in found]
     return kernel_of(function)
 
@@ -148,7 +152,7 @@ def inlined(kernel: Kernel, function: Kernel) -> Kernel | None:
     """The kernel with a function inlined at its one call, `name = function(…)`."""
     outer, inner = parse(kernel.text), parse(function.text)
     *body, last = inner.body
-    calls = [node for node in walk(outer) if isinstance(node, ast.Call) and name_of(node.func) == function.name]
+    calls = calls_in(outer, function.name)
     around = [node for node in walk(outer) if isinstance(node, ast.Assign) and node.value in calls]
     words = [argument.id for call in calls for argument in call.args if isinstance(argument, ast.Name)]
     if len(calls) != 1 or not around or not isinstance(last, ast.Return) or len(words) < len(calls[0].args):
@@ -162,10 +166,6 @@ def inlined(kernel: Kernel, function: Kernel) -> Kernel | None:
 
 def written_places(kernel: Kernel) -> set[int]:
     """Indices of the parameters that a kernel stores to."""
-    calls = [node for node in walk(parse(kernel.text)) if isinstance(node, ast.Call) and _stores(name_of(node.func))]
+    calls = [call for call in calls_in(parse(kernel.text)) if stores(name_of(call.func))]
     stored = {name_of(leftmost(call.args[0])) for call in calls}
     return {place for place, word in enumerate(kernel.parameters) if word in stored}
-
-
-def _stores(name: str) -> bool:
-    return name in ("tl.store", "flag_infinity") or name.startswith("tl.atomic_")

@@ -10,6 +10,7 @@ import tokenize
 from collections.abc import Sequence
 
 from postlude.export.plain_source import same_but_docstrings
+from postlude.export.trees import parsed
 
 WIDTH = 120  # as the library's own; with 88 the median file is 30 lines longer, of brackets
 _COMMENT = re.compile(r"(?m)^( *)#.*(?:\n\1#.*)*$")
@@ -18,7 +19,7 @@ _STATEMENTS = {"pass": "call", "except": "but"}
 _STATEMENT = re.compile(rf"\b(?:{'|'.join(_STATEMENTS)})\b")
 
 
-def call(function: str, arguments: Sequence[str], before: str = "", after: str = "", indent: int = 4) -> list[str]:
+def laid_out(function: str, arguments: Sequence[str], before: str = "", after: str = "", indent: int = 4) -> list[str]:
     """The lines of a call, or of a tuple if there is no function: all on one line, arguments on one line, or one
     each."""
     line = f"{' ' * indent}{before}{function}({', '.join(arguments)}){after}"
@@ -195,7 +196,7 @@ def _opened(head: str, parts: Sequence[str], tail: str, pad: int) -> list[str]:
 
 def _operands(expression: str, pad: int) -> list[str]:
     """An expression in parentheses: on one line, or one term of a sum per line."""
-    raw, node = expression.encode(), ast.parse(expression, mode="eval").body
+    raw, node = expression.encode(), parsed(expression)
     terms: list[str] = []
     while isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
         terms.insert(0, raw[node.left.end_col_offset : node.end_col_offset].decode().strip())

@@ -17,7 +17,7 @@ from torch import nn
 
 from postlude.errors import PostludeError
 from postlude.export.forward import ORIGINAL, literal
-from postlude.export.layout import WIDTH, call, fold, one_paragraph, parts_of
+from postlude.export.layout import WIDTH, fold, laid_out, one_paragraph, parts_of
 from postlude.export.plain_source import MODEL, NEW, first_row, is_docstring, plain_source
 
 _TORCH = ("torch", "triton")
@@ -173,7 +173,10 @@ def _known(values: Mapping[str, Any]) -> list[str]:
     line = f"        self.has_kernels = ({', '.join(names)}) == ({', '.join(wanted)})"
     if len(line) <= WIDTH:
         return [line]
-    return [*call("", names, "arguments = ", indent=8), *call("", wanted, "self.has_kernels = arguments == ", indent=8)]
+    return [
+        *laid_out("", names, "arguments = ", indent=8),
+        *laid_out("", wanted, "self.has_kernels = arguments == ", indent=8),
+    ]
 
 
 def reads_settings(original: Original, model: nn.Module) -> bool:
@@ -211,7 +214,7 @@ def _typed(old: ast.FunctionDef) -> list[str]:
     text = ast.unparse(arguments).replace(": torch.Tensor", ": Tensor")
     parts = [re.sub(r"(?<=\w)=", " = ", part, count=1) if ": " in part else part for part in parts_of(text)]
     result = "Tensor" if old.returns is None else ast.unparse(old.returns).replace("torch.Tensor", "Tensor")
-    return call("def forward", parts, after=f" -> {result}:", indent=4)
+    return laid_out("def forward", parts, after=f" -> {result}:", indent=4)
 
 
 def arguments_of(init: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from postlude.export.device_text import library
 from postlude.export.rules import rewritten
 from postlude.export.simplify import simplified
 from postlude.export.source import parse, text_of
+from postlude.export.trees import parsed
 from postlude.plan.program import Argument, Buffer, Descriptor, KernelCall
 
 _UNITS = "range(tl.program_id(0), UNITS, tl.num_programs(0))"
@@ -36,7 +37,7 @@ class _Prepared(ast.NodeTransformer):
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
         self.generic_visit(node)
         word, _, what = ast.unparse(node).partition(".")
-        return _attribute(f"tl.{self.dtypes[word]}") if what == "dtype.element_ty" and word in self.dtypes else node
+        return parsed(f"tl.{self.dtypes[word]}") if what == "dtype.element_ty" and word in self.dtypes else node
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)
@@ -55,10 +56,6 @@ def _unconverted(node: ast.expr) -> ast.expr:
         return node
     value: ast.expr = node.func.value  # type: ignore[attr-defined]
     return value if isinstance(value, ast.Name) else node
-
-
-def _attribute(text: str) -> ast.expr:
-    return ast.parse(text, mode="eval").body
 
 
 def _is_hint(node: ast.stmt) -> bool:
@@ -85,4 +82,4 @@ class _One(ast.NodeTransformer):
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         is_read = node.id == self.unit and isinstance(node.ctx, ast.Load)
-        return _attribute("tl.program_id(0)") if is_read else node
+        return parsed("tl.program_id(0)") if is_read else node

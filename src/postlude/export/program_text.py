@@ -10,8 +10,7 @@ from postlude.export.buffer_names import BACKWARD, KERNELS, remark, words_for
 from postlude.export.cuda import cuda_text, launch_lines
 from postlude.export.device_text import Kernel
 from postlude.export.kernels import CutKernel, cut_kernel, written_places
-from postlude.export.layout import WIDTH, comment
-from postlude.export.layout import call as laid_out
+from postlude.export.layout import WIDTH, comment, laid_out
 from postlude.export.torch_text import VIEWS, TorchText
 from postlude.plan.program import (
     Buffer,
@@ -23,6 +22,7 @@ from postlude.plan.program import (
     Program,
     TorchCall,
     buffers_in,
+    live,
 )
 
 _SHORT = 32  # characters of an expression that may be part of another
@@ -39,25 +39,25 @@ class ProgramText:
     joins: bool = True  # an expression of PyTorch that is read once, directly afterwards, becomes part of its reader
     functions: dict[str, Kernel] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)  # CUDA C++, by the name of its constant
-    launches: int = 0
 
     def __post_init__(self) -> None:
         self.words = words_for(self.program, self.slots, self.reserved)
         self.cuts: dict[int, tuple[CutKernel, str]] = {}
         self.source_names: dict[int, str] = {}
-        self.forward = self._cut(self.program.forward, is_backward=False)
-        self.backward = self._cut(self.program.backward, is_backward=True)
+        forward = self._cut(self.program.forward, is_backward=False)
+        backward = self._cut(self.program.backward, is_backward=True)
+        self.program = replace(self.program, forward=forward, backward=backward, also_kept=())
 
     def forward_lines(self, kept: Sequence[Buffer] = ()) -> list[str]:
         """The forward pass: up to the result and what is kept for the backward pass."""
-        return self._lines(self.forward, [self.program.result, *kept], self.program.given[0])
+        return self._lines(self.program.forward, [self.program.result, *kept], self.program.given[0])
 
     def backward_lines(self) -> list[str]:
         """The backward pass. What only the gradient of input or weight needs is computed only if that is needed."""
         assert self.program.gradient is not None
         found = {slot: grad for slot, grad in enumerate(self.program.gradients) if grad is not None}
-        live = self._live(self.backward, list(found.values()))
-        return self._lines(live, list(found.values()), self.program.gradient, self._guards(live, found))
+        guards = self._guards(live(self.program.backward, found.values()), found)
+        return self._lines(self.program.backward, list(found.values()), self.program.gradient, guards)
 
     def _guards(self, calls: Sequence[Call], found: Mapping[int, Buffer]) -> dict[int, str]:
         """By a call's identity: the condition under which a needed gradient depends on it."""
@@ -67,7 +67,7 @@ class ProgramText:
         guards = {}
         for call in reversed(calls):
             slots = set[int]().union(*(needed.get(buffer.storage, set()) for buffer in self._written(call)))
-            for buffer in buffers_in(self._read_by(call)):
+            for buffer in buffers_in(call):
                 needed.setdefault(buffer.storage, set()).update(slots)
             if slots and slots <= {0, 1}:
                 guards[id(call)] = " or ".join(f"needs[{slot}]" for slot in sorted(slots))
@@ -83,17 +83,7 @@ class ProgramText:
         places = written_places(cut.kernel)
         return [a for n, a in enumerate(cut.arguments) if isinstance(a, Buffer) and n in places]
 
-    def kept(self) -> list[Buffer]:
-        """What the backward pass reads from the forward pass: given tensors and intermediate values."""
-        live = self._live(self.backward, [grad for grad in self.program.gradients if grad is not None])
-        made = {result.number for call in live for result in getattr(call, "results", ()) if result is not None}
-        read = {buffer.number: buffer for call in live for buffer in buffers_in(self._read_by(call))}
-        ends = {grad.number: grad for grad in self.program.gradients if grad is not None}
-        gradient = self.program.gradient
-        found = {**read, **ends}
-        return [b for number, b in found.items() if number not in made and b is not gradient]
-
-    def _cut(self, calls: Iterable[Call], is_backward: bool) -> list[Call]:
+    def _cut(self, calls: Iterable[Call], is_backward: bool) -> tuple[Call, ...]:
         """The calls with specialised kernels and only the arguments that these read."""
         made: list[Call] = []
         for call in calls:
@@ -108,10 +98,8 @@ class ProgramText:
                 before = self.sources.get(name, "")
                 self.sources[name] = "\n".join(filter(None, [before, cuda_text(call, before)]))
                 self.source_names[id(call)] = name
-            if not isinstance(call, TorchCall):
-                self.launches += 1
             made.append(call)
-        return made
+        return tuple(made)
 
     def _without_clash(self, cut: CutKernel, other: str) -> CutKernel:
         """The kernel, renamed if the file has a different function of that name; equal functions are shared."""
@@ -124,36 +112,17 @@ class ProgramText:
                     break
         return cut
 
-    def _read_by(self, call: Call) -> object:
-        return call.arguments if not isinstance(call, TorchCall) else call
-
-    def _live(self, calls: Sequence[Call], ends: Sequence[Buffer]) -> list[Call]:
-        """The calls without those of PyTorch whose results are not used."""
-        read = {buffer.number for buffer in ends}
-        storages = {buffer.storage for buffer in (*ends, *self.program.given)}  # callers see changes of given tensors
-        live: list[Call] = []
-        for call in reversed(calls):
-            if isinstance(call, TorchCall):
-                changed = list(buffers_in(call.arguments[:1])) if call.changes_its_argument else []
-                is_read = any(b is not None and b.number in read for b in call.results) and not changed
-                if not is_read and not any(buffer.storage in storages for buffer in changed):
-                    continue
-            read |= {buffer.number for buffer in buffers_in(self._read_by(call))}
-            storages |= {buffer.storage for buffer in buffers_in(self._read_by(call))}
-            live.append(call)
-        return live[::-1]
-
     def _lines(
         self, calls: Sequence[Call], ends: Sequence[Buffer], first: Buffer, guards: Mapping[int, str] | None = None
     ) -> list[str]:
-        live, guards = self._live(calls, ends), guards or {}
-        uses = Counter(buffer.number for call in live for buffer in buffers_in(self._read_by(call)))
+        calls, guards = live(calls, ends), guards or {}
+        uses = Counter(buffer.number for call in calls for buffer in buffers_in(call))
         uses.update(buffer.number for buffer in ends)
         text = TorchText(self.words, first)
         lines: list[str] = []
         guard, pad = "", self.indent
-        for call in live:
-            if isinstance(call, TorchCall) and self._is_inlined(text, call, uses, live, ends):
+        for call, after in zip(calls, [*calls[1:], None]):
+            if isinstance(call, TorchCall) and self._is_inlined(text, call, after, uses, ends):
                 assert call.results[0] is not None
                 text.words[call.results[0].number] = text.expression(call)
                 continue
@@ -171,7 +140,7 @@ class ProgramText:
         return lines
 
     def _is_inlined(
-        self, text: TorchText, call: TorchCall, uses: Mapping[int, int], live: Sequence[Call], ends: Sequence[Buffer]
+        self, text: TorchText, call: TorchCall, after: Call | None, uses: Mapping[int, int], ends: Sequence[Buffer]
     ) -> bool:
         """Whether a value is written where it is read: if read once, and as a view or part of a short expression."""
         result, name = call.results[0], call.function.rpartition(".")[2]
@@ -183,7 +152,6 @@ class ProgramText:
             return True
         if not self.joins or call.function in ("torch.empty", "torch.zeros", "torch.empty_like"):
             return False
-        after = live[live.index(call) + 1] if live.index(call) + 1 < len(live) else None
         is_next = isinstance(after, TorchCall) and not after.changes_its_argument and result in buffers_in(after)
         return is_next and len(text.expression(call)) <= _SHORT
 

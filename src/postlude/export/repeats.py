@@ -5,10 +5,9 @@ from __future__ import annotations
 import ast
 import functools
 
-from postlude.export.analysis import is_pure, name_of, reads, stored_names
+from postlude.export.analysis import calls_in, is_pure, name_of, reads, stored_names
 from postlude.export.device_text import library
 from postlude.export.source import Comment
-from postlude.export.trees import walk
 
 _POINTERS = ("p_", "d_")
 
@@ -45,8 +44,8 @@ def _is_same(one: ast.stmt, other: ast.Assign) -> bool:
 
 def _written(node: ast.stmt) -> set[str]:
     """The pointers that a statement may write to: those that stand in a call that may store."""
-    calls = [part for part in walk(node) if isinstance(part, ast.Call)]
-    return {name for call in calls if not _only_reads(call) for name in reads(call) if name.startswith(_POINTERS)}
+    calls = [call for call in calls_in(node) if not _only_reads(call)]
+    return {name for call in calls for name in reads(call) if name.startswith(_POINTERS)}
 
 
 def _only_reads(call: ast.Call) -> bool:
@@ -56,18 +55,17 @@ def _only_reads(call: ast.Call) -> bool:
 @functools.cache
 def pure_helpers() -> frozenset[str]:
     """The library's device functions that store nothing."""
-    return frozenset(name for name in library() if not _stores(name))
+    return frozenset(name for name in library() if not stores(name))
 
 
 @functools.cache
-def _stores(name: str) -> bool:
-    """Whether a device function stores, itself or in what it calls."""
-    nodes = walk(ast.parse(library()[name]))
-    called = {name_of(node.func) for node in nodes if isinstance(node, ast.Call)} - {name}
-    return any(map(_is_store, called)) or any(_stores(helper) for helper in called & library().keys())
-
-
-def _is_store(name: str) -> bool:
-    """Whether this is a function of Triton, or a method, that writes to memory."""
+def stores(name: str) -> bool:
+    """Whether a function writes to memory: one of Triton's, a method, or a device function, itself or in what it
+    calls."""
     owner, dot, last = name.rpartition(".")
-    return dot != "" and (last == "store" or (owner == "tl" and last.startswith("atomic_")))
+    if dot:
+        return last == "store" or (owner == "tl" and last.startswith("atomic_"))
+    if name not in library():
+        return False
+    called = {name_of(call.func) for call in calls_in(ast.parse(library()[name]))}
+    return any(map(stores, called - {name}))

@@ -12,24 +12,17 @@ from postlude.export.device_text import changed
 from postlude.export.source import parse, text_of
 from postlude.plan.program import KernelCall
 
-_SKIPPING = """        # Skip taps along z that read only padding.
-        z_last = tl.minimum(s0 + BLOCK_M * NEIGHBOURS - 1, OD * SLICE_PITCH - 1) // SLICE_PITCH
-        kd_first = tl.maximum(0, FIRST_SLICE - z_last)
-        kd_end = tl.minimum(KD, LAST_SLICE + 1 - s0 // SLICE_PITCH)
-"""
 _RANGES = (
     "tl.range(kd_first * (KH * BLOCKS_K), kd_end * (KH * BLOCKS_K), num_stages=STAGES)",
     "tl.range(kd_first * (KH * BLOCKS_K), kd_end * (KH * BLOCKS_K))",
 )
 # With strides no slice is skipped, and without padding along z there is none to skip.
 _WHOLE = {
-    _SKIPPING: "",
     _RANGES[0]: "tl.range(KD * KH * BLOCKS_K, num_stages=STAGES)",
     _RANGES[1]: "tl.range(KD * KH * BLOCKS_K)",
 }
 # In 2-D there is none either.
 _FLAT = {
-    _SKIPPING: "",
     _RANGES[0]: "tl.range(KH * BLOCKS_K, num_stages=STAGES)",
     _RANGES[1]: "tl.range(KH * BLOCKS_K)",
     """                i_zy = i // BLOCKS_K
@@ -41,7 +34,6 @@ _FLAT = {
 }
 # im2col along x alone: all taps of a position lie in one row of the input.
 _IN_ONE_ROW = {
-    "    t_y = o_j // UNFOLDED_W % UNFOLDED_H\n": "",
     " - PH + t_y  # [C_PACKED]": " - PH",
     "((y >= 0) & (y < H) & (z >= 0) & (z < D))[:, None]": "((y >= 0) & (y < H) & (z >= 0) & (z < D))",
     "row[:, None] + o_x": "row + o_x",
@@ -109,7 +101,7 @@ def _holding(call: KernelCall, known: Mapping[str, int]) -> set[str]:
         if not (known["PD"] or known["PH"]) and rows == call.grid[0] == known["N"] * known["SAMPLE_ROWS"]:
             found |= {"is_row"}
         if known["PW"] == known["BLOCK_PAD"]:
-            found |= {"o_pad < PW", "m_zero"}
+            found |= {"m_zero"}
     if call.kernel == "pack_residues_kernel":
         found |= {"o_c < C_PACKED"}
         found |= {"m_c"} if known["C"] == known["C_PACKED"] else set()
@@ -154,19 +146,12 @@ def _changes(call: KernelCall, known: Mapping[str, int]) -> dict[str, str]:
         changes["    if tl.program_id(1) == 0:\n"] = "    if False:\n"
     if kernel == "pack_weight_kernel" and known["UNFOLDED_TAPS"] == 1:
         within = "UNFOLDED_TAPS + o % C_PACKED % UNFOLDED_TAPS"
-        changes[f"tap = o // C_PACKED * {within}"] = "tap = o // C_PACKED"
         tap = "o // C_PACKED" if known["NEIGHBOURS"] == 1 else "o // (C_PACKED * SPAN) * KW + kw"
         changes[f"((o // (C_PACKED * SPAN)) * KW + kw) * {within}"] = tap
-    if kernel == "pack_phases_kernel":
-        changes["tap = o // C_PACKED * 1 + o % C_PACKED % 1"] = "tap = o // C_PACKED"
     if kernel == "pack_weight_kernel" and known["NEIGHBOURS"] == 1:
         column = "column = (i_o // BLOCK_C) * (NEIGHBOURS * BLOCK_C) + i_w * BLOCK_C + i_o % BLOCK_C"
         changes[column] = "column = i_o"
-    if kernel == "largest_kernel" and known["BLOCK_C"] == 1:
-        changes["blocks = tl.cdiv(C, BLOCK_C)"] = "blocks = C"
     if kernel == "convolve_kernel":
-        changes["S = OD * OH * OW // ALIGN * ALIGN"] = "S = OD * OH * OW"
-        changes["  # same value; the compiler sees the alignment and widens the stores"] = ""
         if known["KD"] == known["OD"] == 1:
             changes |= _FLAT
         elif known["STRIDE_D"] * known["STRIDE_H"] * known["STRIDE_W"] > 1 or _reads_no_padding(known):

@@ -17,7 +17,7 @@ import re
 import tokenize
 from collections.abc import Sequence
 
-from postlude.export.layout import call
+from postlude.export.layout import laid_out
 from postlude.export.trees import copied, walk
 
 
@@ -108,7 +108,7 @@ def text_of(function: ast.FunctionDef) -> str:
         remarks = [_remark(arg) for arg in function.args.args]
         lines += [f"def {function.name}(", *(f"    {w},{remark}" for w, remark in zip(words, remarks)), "):"]
     else:
-        lines += call(f"def {function.name}", words, after=":", indent=0)
+        lines += laid_out(f"def {function.name}", words, after=":", indent=0)
     return "\n".join([*lines, *_block(function.body, 4)]) + "\n"
 
 

@@ -18,7 +18,7 @@ from postlude.export import rules
 from postlude.export.analysis import UNKNOWN, Liveness, stores, value_of
 from postlude.export.comments import decided, with_one_of_two, with_words
 from postlude.export.source import Comment, parameters, parse, remark_of, text_of, written
-from postlude.export.trees import walk
+from postlude.export.trees import parsed, walk
 from postlude.plan.program import Word
 
 
@@ -69,11 +69,11 @@ def specialise(
 
 
 def _expression(value: Any) -> ast.expr:
-    return ast.parse(value.text, mode="eval").body if isinstance(value, Word) else ast.Constant(value)
+    return parsed(value.text) if isinstance(value, Word) else ast.Constant(value)
 
 
 def _template(value: Inline) -> ast.expr:
-    return ast.parse(re.sub(r"\{(\d+)\}", r"_\1", value.text), mode="eval").body
+    return parsed(re.sub(r"\{(\d+)\}", r"_\1", value.text))
 
 
 def _known(function: ast.FunctionDef, constants: Mapping[str, object]) -> dict[str, object]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from postlude.export.trees import parsed
 from postlude.plan.program import Buffer, TorchCall
 
 _INFIX = {
@@ -130,11 +131,11 @@ class TorchText:
 
     def _term(self, item: Any) -> str:
         text = self.value(item)
-        return f"({text})" if isinstance(ast.parse(text, mode="eval").body, ast.BinOp | ast.UnaryOp) else text
+        return f"({text})" if isinstance(parsed(text), ast.BinOp | ast.UnaryOp) else text
 
     def _owner(self, item: Any) -> str:
         text = self.value(item)
-        return f"({text})" if isinstance(ast.parse(text, mode="eval").body, ast.BinOp) else text
+        return f"({text})" if isinstance(parsed(text), ast.BinOp) else text
 
 
 def _equal(default: Any, item: Any) -> bool:

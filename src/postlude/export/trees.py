@@ -1,5 +1,7 @@
-"""Walks and copies of syntax trees. An export takes a million steps of them, for which Python's take three times as
-long."""
+"""Expressions from text, and walks and copies of syntax trees.
+
+An export takes a million steps of walks and copies, for which Python's take three times as long.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,11 @@ from typing import Any, TypeVar
 _Tree = TypeVar("_Tree", bound=ast.AST | list[ast.stmt])
 _SHARED = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop)  # they hold nothing
 _LEAVES = (ast.Name, ast.Constant)
+
+
+def parsed(text: str) -> ast.expr:
+    """The tree of an expression."""
+    return ast.parse(text, mode="eval").body
 
 
 def walk(node: ast.AST) -> Iterator[ast.AST]:

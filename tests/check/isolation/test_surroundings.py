@@ -176,3 +176,13 @@ def test_memory_is_poisoned_for_checking_and_not_for_timing(tmp_path: Path) -> N
         "SECRET",
         "MALLOC_PERTURB_",
     }
+
+
+def test_a_candidate_allocates_as_we_do(tmp_path: Path) -> None:
+    """Otherwise eager PyTorch would gain from a tuned allocator and the candidate would not."""
+    tuned = {
+        "MALLOC_MMAP_THRESHOLD_": "1073741824",
+        "MALLOC_TRIM_THRESHOLD_": "8589934592",
+        "PYTORCH_ALLOC_CONF": "x:1",
+    }
+    assert furnish(tmp_path, {**tuned, "MALLOC_PERTURB_": "7"}).items() >= tuned.items()

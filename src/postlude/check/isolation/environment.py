@@ -16,7 +16,10 @@ from pathlib import Path
 KEPT = frozenset(
     {
         *("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "CC", "CXX", "MAX_JOBS"),
-        *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCH_CUDA_ARCH_LIST", "PYTORCH_CUDA_ALLOC_CONF"),
+        *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCH_CUDA_ARCH_LIST"),
+        # How memory is allocated, which PyTorch's own times depend on too.
+        *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_"),
+        *("MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_"),
         *("TRITON_INTERPRET", "TRITON_PTXAS_PATH", "SYSTEMROOT"),
     }
 )

@@ -92,3 +92,10 @@ def test_a_time_far_below_the_operations_is_not_believed(
     sentence = unbelievable("candidate", _around(milliseconds), trusted, WORK, machine)
     assert (sentence is None) == believed
     assert believed or "the time of candidate cannot be believed: one call takes" in str(sentence)
+
+
+def test_one_fast_window_of_pytorchs_is_enough_to_believe() -> None:
+    """Beside other processes eager's other windows may have waited."""
+    machine, slow = Ceilings(1e12, 50e12, 50e12), [4e-3] * 8
+    assert unbelievable("candidate", _around(0.9), [Estimate.of(slow)], WORK, machine) is not None
+    assert unbelievable("candidate", _around(0.9), [Estimate.of([*slow, 1.8e-3])], WORK, machine) is None

@@ -76,11 +76,12 @@ def unbelievable(
     """Why nobody should believe the time, or None.
 
     fp32 from products in half precision is honest, so the fastest arithmetic counts. A variant in our own process that
-    is as fast, by another algorithm, shows that the operations are not all needed.
+    is as fast, by another algorithm, shows that the operations are not all needed. Its fastest window counts: on a busy
+    machine most windows of one process may be slow while those of another are not.
     """
     peak = max(ceilings.operations_per_second, ceilings.in_any_precision)
     least = work.operations / peak
-    if BELIEVABLE * timing.high >= min(least, *(one.median for one in trusted)):
+    if BELIEVABLE * timing.high >= min(least, *(min(one.samples) for one in trusted)):
         return None
     return (
         f"the time of {name} cannot be believed: one call takes {1e3 * timing.median:.3g} ms, and the "

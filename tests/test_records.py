@@ -168,10 +168,53 @@ def test_the_headline_names_the_networks_that_are_slower(
     assert "×), nnU-Net in inference (0.0" in sentence
 
 
-def test_networks_are_measured_again_only_where_the_code_has_changed(table: ModuleType) -> None:
+@pytest.fixture
+def networks(table: ModuleType) -> ModuleType:
     loaded("gpu")
     loaded("network_models")
-    networks = loaded("networks")
+    return loaded("networks")
+
+
+NETWORK = """
+import sys, time
+name = sys.argv[sys.argv.index("--only") + 1]
+print("compiling", name, flush=True)
+if name == "SegResNet":
+    time.sleep(300)
+if name == "resnet50_gn":
+    sys.exit(3)
+print("waiting to be timed", flush=True)
+if sys.stdin.readline():
+    print(name, "is timed with", *sys.argv[sys.argv.index("--variants") + 1 :], flush=True)
+    time.sleep(300 if name == "MONAI UNet AN" else 0)
+"""
+
+
+def test_what_becomes_of_one_network_leaves_the_others(
+    networks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One hangs before it is ready, one while it is timed, and the process of one ends."""
+    (tmp_path / "child.py").write_text(NETWORK)
+    monkeypatch.setattr(networks, "__file__", str(tmp_path / "child.py"))
+    monkeypatch.setattr(networks, "_TIMED_WITHIN_S", 2.0)
+    names = ["SegResNet", "resnet50_gn", "MONAI UNet AN", "nnU-Net"]
+    asked = ["--only", *names, "--modes", "train", "--jobs", "4", "--ready-within", "3", "--graphs", "nnU-Net"]
+    monkeypatch.setattr(sys, "argv", ["", *asked, "--variants", "eager", "postlude memory=lean"])
+    assert networks.main() == 1
+    said = capfd.readouterr().out
+    assert "SegResNet, train: not ready after 3 s, not timed" in said
+    assert "resnet50_gn, train: its process ended with 3" in said
+    assert "MONAI UNet AN, train: its process ended with -9" in said
+    assert "nnU-Net is timed with eager postlude memory=lean compile reduce-overhead postlude reduce-overhead" in said
+
+
+def test_memory_is_lean_in_training_only(networks: ModuleType) -> None:
+    asked = ["eager", "postlude", "postlude memory=lean"]
+    assert networks.variants_of("train", asked) == asked
+    assert networks.variants_of("inference", asked) == asked[:2]
+
+
+def test_networks_are_measured_again_only_where_the_code_has_changed(table: ModuleType, networks: ModuleType) -> None:
     known = records.read(ROOT / "benchmarks" / "results" / "h200-networks.csv")
     asked = ("nnU-Net", networks.mode_of(True), ["eager", "compile", "postlude"])
     code = records.kernel_hash(networks.NETWORK_SOURCES)

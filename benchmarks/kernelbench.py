@@ -22,9 +22,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import gc
 import json
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
@@ -47,10 +49,12 @@ CONTEXT_BYTES = 1 << 30  # of a process on the card, beside its tensors
 USED = 0.6  # of the card's memory: the rest is for the one check that runs at a time
 LEFT_BYTES = 256 << 20  # that a worker may hold between two problems
 FAILED = "failed"
+PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
 def work() -> int:
     """A worker: one task a line, prepared, timed when told to, answered in one line."""
+    _end_with_parent()
     warnings.simplefilter("ignore")
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what problems print is no answer
@@ -73,6 +77,13 @@ def work() -> int:
             said["is_over"] = True
         print(json.dumps(said), file=answers, flush=True)
     return 0
+
+
+def _end_with_parent() -> None:
+    """A worker that is stopped would outlive whoever stopped it, and hold the card's memory."""
+    with contextlib.suppress(OSError, AttributeError):
+        if sys.platform.startswith("linux"):
+            ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def _leave_idle() -> int:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
@@ -216,3 +219,34 @@ def test_the_floor_is_of_compulsory_bytes_and_operations(problem: ModuleType, tm
     assert work["train"].operations == 3 * work["forward"].operations
     other = problem.outline_of(replace(task, shapes="other"))
     assert other.shape == "5×8×11×13"
+
+
+STOPPED = """
+import os, signal, kernelbench_pool
+worker = kernelbench_pool.Worker({})
+worker.say({"file": "none.py"})
+worker.hear()
+worker.stop()
+print(worker.process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux ends the children of a process that ends")
+def test_workers_end_with_who_started_them() -> None:
+    """Those that are stopped too, which would hold the card's memory."""
+    command = [sys.executable, "-c", STOPPED]
+    done = subprocess.run(command, cwd=ROOT / "benchmarks", stdout=subprocess.PIPE, check=False)
+    number, until = int(done.stdout), time.monotonic() + 10
+    while _runs(number) and time.monotonic() < until:
+        time.sleep(0.1)
+    if _runs(number):
+        os.kill(number, signal.SIGKILL)
+        pytest.fail("it outlived its parent")
+
+
+def _runs(number: int) -> bool:
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -193,10 +193,14 @@ def render_harness() -> str:
                 cells += ["", "no file", ""]
                 continue
             reference, ours = float(row["reference_ms"]), float(row["file_ms"])
+            if not ours:
+                cells += ["", f"{row['right']} of {row['trials']} right", ""]
+                continue
             each.append(reference / ours)
             cells += [f"{reference:.3g}", f"{ours:.3g}", f"{each[-1]:.2f}"]
-        lines.append(f"| {' | '.join([*cells, found[name, 'strict']['lines']])} |")
-    means = [f"{statistics.geometric_mean(each):.2f}" for each in gains.values()]
+        counted = found.get((name, "strict")) or found[name, "default"]
+        lines.append(f"| {' | '.join([*cells, counted['lines']])} |")
+    means = [f"{statistics.geometric_mean(each):.2f}" if each else "" for each in gains.values()]
     lines.append(f"| | geometric mean | | | {means[0]} | | | {means[1]} | |")
     right = sum(row["right"] == row["trials"] for row in rows)
     commits = ", ".join(sorted({row["commit"] for row in rows}))

@@ -250,3 +250,46 @@ def _runs(number: int) -> bool:
         return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+HARNESS = """
+import json, os, sys, time
+for problem, file, setting in json.loads(sys.argv[sys.argv.index("--evaluate") + 1]):
+    name = os.path.basename(problem).removesuffix(".py")
+    if name == "4_dies":
+        os.abort()
+    if name == "5_hangs":
+        time.sleep(300)
+    timed = sys.argv[sys.argv.index("--trials") + 1] == "0"
+    right = 4 if name == "3_wrong" else 0 if timed else 5
+    times = dict(reference_ms=2.0, file_ms=1.0) if timed else dict(reference_ms=0.0, file_ms=0.0)
+    print("ANSWER", json.dumps(dict(problem=name, setting=setting, right=right, remark="", **times)), flush=True)
+    if name == "1_spoils":
+        break  # as where the card has an error
+"""
+
+
+def test_a_file_that_ends_kernelbenchs_process_is_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So is one that hangs; the others are tried in another process, and what is right is timed."""
+    harness = loaded("kernelbench_harness")
+    names = ["1_spoils", "2_right", "3_wrong", "4_dies", "5_hangs", "6_right"]
+    (tmp_path / "child.py").write_text(HARNESS)
+    (tmp_path / "KernelBench" / "level2").mkdir(parents=True)
+    for name in names:
+        (tmp_path / "KernelBench" / "level2" / f"{name}.py").touch()
+        (tmp_path / f"{name}-strict.py").write_text("a file that is there")
+    monkeypatch.setattr(harness, "__file__", str(tmp_path / "child.py"))
+    rows = tmp_path / "rows.csv"
+    asked = [str(tmp_path), "--setting", "strict", "--files", str(tmp_path), "--limit", "5", "--csv", str(rows)]
+    monkeypatch.setattr(sys, "argv", ["", *asked, "--jobs", "2", "--missing"])
+    assert harness.main() == 0
+    found = {row.problem: (row.right, row.file_ms, row.remark) for row in harness.read(rows)}
+    ended = "KernelBench's process ended with"
+    assert found == {
+        **dict.fromkeys(("1_spoils", "2_right", "6_right"), (5, 1.0, "")),
+        "3_wrong": (4, 0.0, ""),
+        "4_dies": (0, 0.0, f"{ended} -6"),
+        "5_hangs": (0, 0.0, f"{ended} -9"),
+    }
+    monkeypatch.setattr(harness, "measured", lambda checkout, work, *_: work == [] or pytest.fail("again"))
+    assert harness.main() == 0

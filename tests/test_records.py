@@ -224,3 +224,16 @@ def test_networks_are_measured_again_only_where_the_code_has_changed(table: Modu
     older = [dataclasses.replace(row, kernel_hash="older" if row.variant == "postlude" else code) for row in today]
     assert not networks.is_recorded(*asked, older)
     assert not networks.is_recorded("nnU-Net", networks.FIRST_STEP, ["eager"], today)
+
+
+def test_files_that_were_not_timed_are_in_the_harness_table(
+    table: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = loaded("kernelbench_harness")
+    (one, *_) = [row for row in harness.read(table.HARNESS_RESULTS) if row.setting == "default"]
+    wrong = dataclasses.replace(one, problem="3_Wrong", right=4, file_ms=0.0, reference_ms=0.0)
+    harness.write(tmp_path / "rows.csv", [one, wrong])
+    monkeypatch.setattr(table, "HARNESS_RESULTS", tmp_path / "rows.csv")
+    text = table.render_harness()
+    assert "| 3 | Wrong |  | no file |  |  | 4 of 5 right |  |" in text
+    assert "1 of 2 files are right" in text

@@ -86,6 +86,30 @@ def test_networks_are_drawn_and_listed_once_they_are_recorded(
     assert group.rows[0].label == "nnU-Net, float16 autocast"
 
 
+def test_lean_steps_have_a_table_of_their_own(
+    table: ModuleType, picture: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other figures are what they are without them, and so are they beside first steps."""
+    known = records.read(table.NETWORK_RESULTS)
+    before = table.render_networks(), table._networks_sentence(), picture.groups()
+    lean, first = [
+        [dataclasses.replace(row, **changed) for row in known if (row.variant, row.mode) == ("postlude", mode)]
+        for mode, changed in (
+            ("training step", {"variant": table.LEAN, "ms_p50": 1e-3, "peak_mib": 17.0, "kernel_hash": "older"}),
+            ("inference", {"mode": "first step"}),
+        )
+    ]
+    records.write(tmp_path / "networks.csv", [*lean, *known, *first])
+    for module in (table, picture):
+        monkeypatch.setattr(module, "NETWORK_RESULTS", tmp_path / "networks.csv")
+    assert (table._networks_sentence(), picture.groups()) == before[1:]
+    text = table.render_networks()
+    start = text.index(table.LEAN_HEAD)
+    assert text[:start] + text[start:].split("\n\n", 1)[1] == before[0]
+    assert "| nnU-Net | 0.001 | 0.00 | 4534 | 4333 | 17 | 5.4e-03 | changed |" in text[start:]
+    assert text[start:].count("\n| ") == len(lean)
+
+
 def test_every_row_says_what_it_was_measured_on(table: ModuleType, level2: ModuleType) -> None:
     for row in [
         row for path in (table.RESULTS, table.GPU_RESULTS, level2.KERNELBENCH_RESULTS) for row in records.read(path)

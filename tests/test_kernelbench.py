@@ -181,6 +181,8 @@ def test_a_row_counts_as_long_as_its_code_is_the_same(problem: ModuleType, tmp_p
     assert not bench.is_recorded(task, "forward", known[:1], outline.shape)
     assert not bench.is_recorded(task, "forward", [row, replace(known[1], kernel_hash="other")], outline.shape)
     assert not bench.is_recorded(replace(task, shapes="other"), "forward", known, outline.shape)
+    failed = replace(known[1], ms_p50=None, verdict="failed", reason="no memory")
+    assert not bench.is_recorded(task, "forward", [row, failed], outline.shape)
     assert [asdict(one)["modes"] for one, _ in bench.outlined([task], known, lambda _: None)] == [("train",)]
 
 
@@ -206,6 +208,19 @@ def test_linear_layers_are_strict_with_pytorchs_defaults(problem: ModuleType, tm
         "auto": [names[1], names[0]],
         "fp32": [names[1], names[0]],
     }
+
+
+def test_with_pytorchs_defaults_linear_layers_are_recorded_once(
+    problem: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As strict fp32, which their old rows are: their row of the defaults would be beside it in the table."""
+    bench, asked = _bench(), []
+    for name in ("1_Conv2d_ReLU", "9_Matmul_Subtract"):
+        (tmp_path / f"{name}.py").write_text(PROBLEM.format(first="pass"))
+    monkeypatch.setattr(bench, "Pool", lambda *_: type("Pool", (), {"run": lambda _, tasks: asked.extend(tasks)})())
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path), "--precision", "auto", "--device", "cpu"])
+    assert bench.main() == 0
+    assert {task.name: task.precision for task, _ in asked} == {"1_Conv2d_ReLU": "auto", "9_Matmul_Subtract": "fp32"}
 
 
 def test_the_floor_is_of_compulsory_bytes_and_operations(problem: ModuleType, tmp_path: Path) -> None:

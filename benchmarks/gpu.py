@@ -3,6 +3,9 @@
 python benchmarks/gpu.py --csv benchmarks/results/h200.csv
 python benchmarks/gpu.py --train --csv benchmarks/results/h200.csv
 python benchmarks/gpu.py --level2
+python benchmarks/gpu.py --train --missing --csv benchmarks/results/h200.csv
+
+A chain that fails leaves the others their rows. `--missing` leaves out what the file has from today's code.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +24,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from rows import GPU_SOURCES, TRAINING_SOURCES
+from rows import GPU_SOURCES, TRAINING_SOURCES, are_recorded
 
 from cases import CHAIN_23, CHAIN_61, Builder, conv
 from level2 import LEVEL2
@@ -171,7 +175,7 @@ def measure_training(bench: Bench, rounds: int) -> list[records.Record]:
     steps = {name: step_of(call, dy) for name, call in calls.items() if name != "copy twice"}
     variants = {name: clock.rotating(step, [tensors]) for name, step in steps.items()}
     timings = clock.time_interleaved(variants, rounds=rounds, min_window_s=0.03)
-    mode = "training step, input frozen" if bench.frozen_input else "training step"
+    mode = mode_of(bench)
     rows = []
     for name, timing in timings.items():
         rows.append(
@@ -188,6 +192,10 @@ def measure_training(bench: Bench, rounds: int) -> list[records.Record]:
             )
         )
     return rows
+
+
+def mode_of(bench: Bench) -> str:
+    return "training step, input frozen" if bench.frozen_input else "training step"
 
 
 def step_of(call: Callable[..., Tensor], dy: Tensor) -> Callable[..., Any]:
@@ -237,27 +245,46 @@ def saved_mib(call: Callable[..., Tensor], tensors: Sequence[Tensor]) -> float:
     return sum(kept.values()) / 2**20
 
 
-def main() -> None:
+def is_recorded(bench: Bench, trains: bool, known: Sequence[records.Record]) -> bool:
+    about = (str(bench.chain), "×".join(map(str, bench.shape)), str(bench.dtype).removeprefix("torch."))
+    about += (bench.layout, bench.precision, mode_of(bench) if trains else "forward")
+    found = [row for row in known if (row.chain, row.shape, row.dtype, row.layout, row.precision, row.mode) == about]
+    code = records.kernel_hash(TRAINING_SOURCES if trains else GPU_SOURCES)
+    return are_recorded(["eager", "torch.compile", "postlude"], found, code)
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--train", action="store_true", help="a training step instead of a forward pass")
     parser.add_argument("--level2", action="store_true", help="chains of KernelBench without a norm instead")
     parser.add_argument("--only", help="numbers of the benches to run, such as 0,3,4")
+    parser.add_argument("--missing", action="store_true", help="only what --csv lacks, or has from other code")
     options = parser.parse_args()
     benches = TRAINED if options.train else WITHOUT_NORM if options.level2 else BENCHES
     if options.only:
         benches = [benches[int(number)] for number in options.only.split(",")]
+    if options.missing and options.csv and options.csv.exists():
+        known = records.read(options.csv)
+        benches = [bench for bench in benches if not is_recorded(bench, options.train, known)]
+    failed = 0
     for bench in benches:
-        with torch.set_grad_enabled(options.train), pytorch_switches(bench.precision, torch.device("cuda")):
-            rows = (measure_training if options.train else measure)(bench, options.rounds)
+        try:
+            with torch.set_grad_enabled(options.train), pytorch_switches(bench.precision, torch.device("cuda")):
+                rows = (measure_training if options.train else measure)(bench, options.rounds)
+        except Exception:  # whatever one raises, others are left
+            traceback.print_exc()
+            failed += 1
+            continue
         cells = " ".join(f"{row.variant} {row.ms_p50:.3f} (err {row.error_rms or 0:.1e})" for row in rows)
         first = rows[0]
         what = f"{first.chain[:40]:40} {first.shape:16} {first.dtype:8} {first.precision:4} {first.layout:13}"
         print(what, cells, flush=True)
         if options.csv:
             records.update(options.csv, rows)
+    return int(failed > 0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -13,8 +13,9 @@ problem's bytes and operations take at the card's rates.
 
 `--jobs` processes prepare problems side by side, each all modes of one problem, as long as their memory fits on the
 card. They are timed in turn, and while one is, the others are stopped. A problem that fails or takes longer than
-`--limit` is a row with its reason. With `--missing`, problems that the CSV has with this code are left out: a run that
-was cut short can go on, and of PyTorch's defaults linear layers are left out, which are strict fp32 with them.
+`--limit` is a row with its reason. With `--missing`, problems that the CSV has with this code are left out, but not
+those that failed: a run that was cut short can go on. Linear layers are strict fp32 with PyTorch's defaults, and are
+run and recorded as such.
 `postlude suite` does more with each problem (the whole model's points, measured ceilings, a report) and takes longer.
 """
 
@@ -22,9 +23,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import gc
 import json
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
@@ -47,10 +50,12 @@ CONTEXT_BYTES = 1 << 30  # of a process on the card, beside its tensors
 USED = 0.6  # of the card's memory: the rest is for the one check that runs at a time
 LEFT_BYTES = 256 << 20  # that a worker may hold between two problems
 FAILED = "failed"
+PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
 def work() -> int:
     """A worker: one task a line, prepared, timed when told to, answered in one line."""
+    _end_with_parent()
     warnings.simplefilter("ignore")
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what problems print is no answer
@@ -75,6 +80,13 @@ def work() -> int:
     return 0
 
 
+def _end_with_parent() -> None:
+    """A worker that is stopped would outlive whoever stopped it, and hold the card's memory."""
+    with contextlib.suppress(OSError, AttributeError):
+        if sys.platform.startswith("linux"):
+            ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
+
+
 def _leave_idle() -> int:
     """Waits for the card and gives its memory back; the bytes that are still held."""
     gc.collect()
@@ -92,7 +104,7 @@ def is_recorded(task: Task, mode: str, known: Iterable[records.Record], shape: s
     wanted = {VARIANTS[name] for name in task.variants}
     about = (task.name, measured_as(task.name, task.precision), task.recorded_mode(mode), shape)
     found = [row for row in known if (row.chain, row.precision, row.mode, row.shape) == about]
-    return are_recorded(wanted, found, code)
+    return are_recorded(wanted, [row for row in found if row.verdict != FAILED], code)
 
 
 def outlined(tasks: Sequence[Task], known: Sequence[records.Record], keep: Keep) -> list[tuple[Task, Outline]]:
@@ -185,8 +197,8 @@ def main() -> int:
     if options.only:
         files = [path for path in files if path.name.split("_")[0] in options.only.split(",")]
     modes = ("train",) if options.train else tuple(options.modes)
-    about = (modes, tuple(options.variants), options.precision, options.shapes, options.rounds, options.device)
-    tasks = [Task(str(path), *about) for path in files]
+    variants, more = tuple(options.variants), (options.shapes, options.rounds, options.device)
+    tasks = [Task(str(path), modes, variants, measured_as(path.stem, options.precision), *more) for path in files]
     known = records.read(options.csv) if options.missing and options.csv and options.csv.exists() else []
     keep, jobs = Keep(options.csv, len(tasks)), max(1, min(options.jobs, len(tasks)))
     pool = Pool(jobs, card_bytes(options.device, jobs), options.limit, keep)

@@ -9,21 +9,25 @@ python benchmarks/networks.py --missing --csv benchmarks/results/h200-networks.c
 
 With `--jobs` every network and mode has a process of its own. They compile side by side; when all are ready, one after
 the other is timed, alone on the card. `--missing` leaves out what the file has from today's code, so that several runs
-can record a table.
+can record a table. A variant that fails, or a process that ends or hangs, is named and leaves the others their rows;
+the exit code is then 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +43,7 @@ from standins import stand_ins
 
 import postlude
 from postlude.check import clock, records
+from postlude.check.compare import first_line
 
 _GRAPHS = "reduce-overhead"  # torch.compile's mode with CUDA graphs
 _LEAN = "postlude memory=lean"
@@ -51,7 +56,9 @@ VARIANTS = (
 class Contestant:
     """One way to run a network, on a copy of it."""
 
-    def __init__(self, variant: str, network: Network, model: nn.Module, x: Tensor, trains: bool) -> None:
+    def __init__(
+        self, variant: str, network: Network, model: nn.Module, x: Tensor, trains: bool, verify: bool = False
+    ) -> None:
         self.network, self.trains = network, trains
         self.model = copy.deepcopy(model).train(trains)
         self.x, self.sites = x, ""
@@ -62,13 +69,13 @@ class Contestant:
         self.parameters = list(self.model.parameters())
         self.has_graphs = variant.endswith(_GRAPHS)
         settings: dict[str, Any] = {"mode": _GRAPHS} if self.has_graphs else {}
-        settings |= {"memory": "lean"} if variant == _LEAN else {}
         if variant.startswith("compile"):
             self.call = torch.compile(self.model, **settings)
         elif variant.startswith("postlude"):
-            rest = "eager" if variant.endswith("eager") else "auto"
+            settings |= {"memory": "lean"} if variant == _LEAN else {}
+            settings["rest"] = "eager" if variant.endswith("eager") else "auto"
             with self.mode():
-                found = postlude.optimize(self.model, self.x, rest=rest, verify=False, **settings)
+                found = postlude.optimize(self.model, self.x, verify=verify, **settings)
             fused = sum(site.is_fused for site in found.sites)
             self.sites = f"{fused} of {len(found.sites) + len(found.declined)}"
             self.result = found
@@ -123,21 +130,36 @@ def truth_of(network: Network, model: nn.Module, x: Tensor, trains: bool) -> tup
 
 
 def compiled(name: str, variants: Sequence[str], trains: bool) -> tuple[dict[str, Contestant], Any]:
-    """Every variant after three steps, and the truth."""
+    """Every variant after three steps, and the truth; a variant that fails is named and left out."""
     network = NETWORKS[name]
     torch.manual_seed(0)
     model, x = network.build().cuda(), torch.randn(network.shape, device="cuda")
     truth = truth_of(network, model, x, trains)
     contestants = {}
     for variant in variants:
-        start = time.perf_counter()
-        made = contestants[variant] = Contestant(variant, network, model, x, trains)
-        for _ in range(3):
-            made.step()
-        torch.cuda.synchronize()
-        took, mode = time.perf_counter() - start, "train" if trains else "inference"
-        print(f"{name} {mode} {variant}: ready in {took:.1f} s", made.sites, flush=True)
+        start, mode = time.perf_counter(), "train" if trains else "inference"
+        try:
+            made = Contestant(variant, network, model, x, trains)
+            for _ in range(3):
+                made.step()
+            torch.cuda.synchronize()
+        except Exception as error:  # anything between Dynamo and the card
+            print(f"{name} {mode} {variant}: failed: {first_line(error)[:300]}", flush=True)
+        else:
+            contestants[variant] = made
+            took = time.perf_counter() - start
+            print(f"{name} {mode} {variant}: ready in {took:.1f} s", made.sites, flush=True)
+        made = None  # type: ignore[assignment]
+        gc.collect()  # of what failed
     return contestants, truth
+
+
+_WITHOUT_SPEEDUP = 5  # of the numbers of a time
+
+
+def variants_of(mode: str, asked: Sequence[str]) -> list[str]:
+    """Those of a mode: between passes that are not there nothing is saved."""
+    return [variant for variant in asked if variant != _LEAN or mode == "train"]
 
 
 def mode_of(trains: bool) -> str:
@@ -170,18 +192,19 @@ def measure(
     rows = []
     for variant, made in contestants.items():
         outputs, worst = made.error(*truth)
+        times = records.times_of(timings[variant], timings.get("eager", timings[variant]))
         rows.append(
             record_of(
                 *(name, mode_of(trains), variant),
-                *records.times_of(timings[variant], timings["eager"]),
+                *(times if "eager" in timings else times[:_WITHOUT_SPEEDUP]),
                 error_rms=outputs,
                 error_worst=worst if trains else None,
                 peak_mib=peak_of(made),
                 launches=int(made.sites.split()[0]) if made.sites else None,
             )
         )
-        times = f"{rows[-1].ms_p50:8.2f} ms  {rows[-1].peak_mib:7.0f} MiB"
-        print(f"  {variant:24} {times}  errors {outputs:.1e} {worst:.1e}", flush=True)
+        words = f"{rows[-1].ms_p50:8.2f} ms  {rows[-1].peak_mib:7.0f} MiB"
+        print(f"  {variant:24} {words}  errors {outputs:.1e} {worst:.1e}", flush=True)
         if profile:
             print(profile_of(made), flush=True)
     return rows
@@ -211,20 +234,27 @@ def profile_of(made: Contestant, rows: int = 40) -> str:
 
 
 FIRST_STEP = "first step"
+_FIRST_WITHIN_S = 240.0
 _READY = "waiting to be timed"
+_TIMED_WITHIN_S = 120.0
 
 
-def run_one(name: str, mode: str, options: argparse.Namespace) -> None:
+def run_one(name: str, mode: str, options: argparse.Namespace) -> bool:
+    """Whether every variant has its row."""
     trains = mode == "train"
-    contestants, truth = compiled(name, options.variants, trains)
+    variants = variants_of(mode, options.variants)
+    contestants, truth = compiled(name, variants, trains)
     if options.waits:
         torch.cuda.empty_cache()
         print(_READY, flush=True)
-        sys.stdin.readline()
+        if not sys.stdin.readline():  # who asked for it is gone
+            return False
         print(f"{name}, {mode}", flush=True)
-    rows = measure(name, contestants, truth, trains, options.rounds, options.profile)
-    if options.csv:
-        records.update(options.csv, rows)
+    if contestants:
+        rows = measure(name, contestants, truth, trains, options.rounds, options.profile)
+        if options.csv:
+            records.update(options.csv, rows)
+    return len(contestants) == len(variants)
 
 
 Item = tuple[str, str]  # a network and a mode
@@ -232,34 +262,67 @@ Item = tuple[str, str]  # a network and a mode
 
 def run_side_by_side(wanted: Sequence[Item], options: argparse.Namespace) -> int:
     """Compiles in `options.jobs` processes at a time and lets them wait; then times one after the other. What is not
-    ready in `options.ready_within` seconds is ended and named."""
+    ready in `options.ready_within` seconds is ended and named, and so is what takes longer to be timed."""
     started: dict[Item, subprocess.Popen[str]] = {}
+    lock, is_over = threading.Lock(), threading.Event()
 
-    def start(item: Item) -> None:
+    def start(item: Item) -> bool:
         command = [sys.executable, __file__, "--waits", "--only", item[0], "--modes", item[1]]
         more = [variant for variant in VARIANTS if variant.endswith(_GRAPHS)] if item[0] in options.graphs else []
-        command += ["--variants", *options.variants, *more, "--rounds", str(options.rounds)]
+        command += ["--variants", *dict.fromkeys((*options.variants, *more)), "--rounds", str(options.rounds)]
         command += ["--profile"] * options.profile + (["--csv", str(options.csv)] if options.csv else [])
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        child = started[item] = subprocess.Popen(command, text=True, **pipes)  # type: ignore[call-overload]
-        for line in child.stdout:
-            if line.strip() == _READY:
-                break
-            print(line, end="", flush=True)
+        with lock:
+            if is_over.is_set():
+                return False
+            child = started[item] = subprocess.Popen(command, text=True, **pipes)  # type: ignore[call-overload]
+        return _told(child, until=_READY)
 
     with ThreadPoolExecutor(options.jobs) as pool:
         items = {pool.submit(start, item): item for item in wanted}
-        _, late = wait(items, options.ready_within)
+        done, late = wait(items, options.ready_within)
+        with lock:
+            is_over.set()
         for one in late:
-            if not one.cancel():  # it runs
+            if not one.cancel() and items[one] in started:  # it runs
                 started[items[one]].kill()
-    for one in late:
+    for one in (one for one in items if one in late):
         print(f"{', '.join(items[one])}: not ready after {options.ready_within:g} s, not timed", flush=True)
-    ready = [started[item] for one, item in items.items() if one not in late]
-    for child in ready:
-        text, _ = child.communicate("go\n")
-        print(text, end="", flush=True)
-    return max([int(bool(late)), *(child.returncode for child in ready)])
+        if items[one] in started:
+            started[items[one]].communicate()
+    codes = [int(bool(late))]
+    for one, item in items.items():  # in their order
+        if one not in done:
+            continue
+        child = started[item]
+        with child:  # which closes its pipes and waits
+            if one.result():
+                _time(child)
+        if child.returncode:
+            print(f"{', '.join(item)}: its process ended with {child.returncode}", flush=True)
+        codes.append(abs(child.returncode))
+    return int(any(codes))
+
+
+def _time(child: subprocess.Popen[str]) -> None:
+    assert child.stdin is not None
+    watch = threading.Timer(_TIMED_WITHIN_S, child.kill)
+    watch.start()
+    with suppress(BrokenPipeError):
+        child.stdin.write("go\n")
+        child.stdin.close()
+    _told(child)
+    watch.cancel()
+
+
+def _told(child: subprocess.Popen[str], until: str | None = None) -> bool:
+    """Prints what it prints, up to a line."""
+    assert child.stdout is not None
+    for line in child.stdout:
+        if line.strip() == until:
+            return True
+        print(line, end="", flush=True)
+    return False
 
 
 def first_step(name: str, variant: str) -> float:
@@ -268,17 +331,23 @@ def first_step(name: str, variant: str) -> float:
         names = ("TRITON_CACHE_DIR", "POSTLUDE_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
         caches = {key: f"{folder}/{key.lower()}" for key in names}
         command = [sys.executable, __file__, "--child", name, variant]
-        done = subprocess.run(command, env={**os.environ, **caches}, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-2000:])
+        limit = {"timeout": _FIRST_WITHIN_S, "check": True}
+        done = subprocess.run(command, env={**os.environ, **caches}, capture_output=True, text=True, **limit)  # type: ignore[call-overload]
     return float(done.stdout.strip().splitlines()[-1])
 
 
-def record_first_step(name: str, variant: str, csv: Path | None) -> None:
-    seconds = first_step(name, variant)
+def record_first_step(name: str, variant: str, csv: Path | None) -> bool:
+    """Whether there was one."""
+    try:
+        seconds = first_step(name, variant)
+    except subprocess.SubprocessError as error:
+        said = error.stderr or "" if isinstance(error, subprocess.CalledProcessError) else ""
+        print(f"{name} {variant}: no first step: {first_line(error)}\n{said[-2000:]}", flush=True)
+        return False
     print(f"{name} {variant}: first step after {seconds:.1f} s", flush=True)
     if csv is not None:
         records.update(csv, [record_of(name, FIRST_STEP, variant, ms_p50=1e3 * seconds)])
+    return True
 
 
 def child(name: str, variant: str) -> None:
@@ -290,14 +359,7 @@ def child(name: str, variant: str) -> None:
     nn.Conv2d(8, 8, 3).cuda()(torch.randn(1, 8, 16, 16, device="cuda")).sum().backward()
     torch.cuda.synchronize()
     start = time.perf_counter()
-    if variant.startswith("postlude"):
-        rest = "eager" if variant.endswith("eager") else "auto"
-        made = Contestant("eager", network, model, x, True)
-        with made.mode():
-            postlude.optimize(made.model, made.x, rest=rest)
-    else:
-        made = Contestant(variant, network, model, x, True)
-    made.step()
+    Contestant(variant, network, model, x, True, verify=True).step()
     torch.cuda.synchronize()
     print(time.perf_counter() - start)
 
@@ -328,22 +390,27 @@ def main() -> int:
         (name, mode)
         for name, mode in modes
         if mode == "inference" or NETWORKS[name].trains
-        if not is_recorded(name, mode_of(mode == "train"), options.variants, known)
+        if not is_recorded(name, mode_of(mode == "train"), variants_of(mode, options.variants), known)
     ]
+    if options.first_step:
+        asked = [(name, variant) for name in options.only if NETWORKS[name].trains for variant in options.variants]
+        left = [one for one in asked if not is_recorded(one[0], FIRST_STEP, one[1:], known)]
+        return int(sum(not record_first_step(*one, options.csv) for one in left) > 0)
     if options.jobs:
         return run_side_by_side(wanted, options)
     with stand_ins():
         if options.child:
             child(*options.child)
-        elif options.first_step:
-            for name in options.only:
-                for variant in options.variants:
-                    if not is_recorded(name, FIRST_STEP, [variant], known):
-                        record_first_step(name, variant, options.csv)
-        else:
-            for name, mode in wanted:
-                run_one(name, mode, options)
-    return 0
+            return 0
+        return int(sum(not _ran(*one, options) for one in wanted) > 0)
+
+
+def _ran(name: str, mode: str, options: argparse.Namespace) -> bool:
+    try:
+        return run_one(name, mode, options)
+    except Exception:  # whatever one network raises, others are left
+        traceback.print_exc()
+        return False
 
 
 if __name__ == "__main__":

@@ -50,27 +50,26 @@ def main() -> None:
 
     from postlude.check import records
 
-    rows = []
     for name in CHAINS:
         with tempfile.TemporaryDirectory() as folder:
             caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "POSTLUDE_CACHE_DIR": f"{folder}/postlude"}
             for mode in ("first call", "first call of a later process"):
                 command = [sys.executable, __file__, "--child", name, "fp32"]
-                done = subprocess.run(command, env={**os.environ, **caches}, capture_output=True, text=True, check=True)
+                done = subprocess.run(
+                    command, env={**os.environ, **caches}, stdout=subprocess.PIPE, text=True, check=True
+                )
                 seconds, chain = done.stdout.strip().splitlines()[-1].split("\t")
                 print(f"{chain}: {mode} {float(seconds):.2f} s", flush=True)
                 ms = 1e3 * float(seconds)
-                rows.append(
-                    records.Record(
-                        *(chain, f"16×…×24×32×32 ({name})", "float32", "contiguous", "fp32", mode, "postlude"),
-                        ms_p50=ms,
-                        ms_low=ms,
-                        kernel_hash=records.kernel_hash(GPU_SOURCES),
-                        **records.environment("cuda"),  # type: ignore[arg-type]
-                    )
+                row = records.Record(
+                    *(chain, f"16×…×24×32×32 ({name})", "float32", "contiguous", "fp32", mode, "postlude"),
+                    ms_p50=ms,
+                    ms_low=ms,
+                    kernel_hash=records.kernel_hash(GPU_SOURCES),
+                    **records.environment("cuda"),  # type: ignore[arg-type]
                 )
-    if options.csv:
-        records.update(options.csv, rows)
+                if options.csv:
+                    records.update(options.csv, [row])
 
 
 if __name__ == "__main__":

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
@@ -178,6 +181,8 @@ def test_a_row_counts_as_long_as_its_code_is_the_same(problem: ModuleType, tmp_p
     assert not bench.is_recorded(task, "forward", known[:1], outline.shape)
     assert not bench.is_recorded(task, "forward", [row, replace(known[1], kernel_hash="other")], outline.shape)
     assert not bench.is_recorded(replace(task, shapes="other"), "forward", known, outline.shape)
+    failed = replace(known[1], ms_p50=None, verdict="failed", reason="no memory")
+    assert not bench.is_recorded(task, "forward", [row, failed], outline.shape)
     assert [asdict(one)["modes"] for one, _ in bench.outlined([task], known, lambda _: None)] == [("train",)]
 
 
@@ -205,6 +210,19 @@ def test_linear_layers_are_strict_with_pytorchs_defaults(problem: ModuleType, tm
     }
 
 
+def test_with_pytorchs_defaults_linear_layers_are_recorded_once(
+    problem: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As strict fp32, which their old rows are: their row of the defaults would be beside it in the table."""
+    bench, asked = _bench(), []
+    for name in ("1_Conv2d_ReLU", "9_Matmul_Subtract"):
+        (tmp_path / f"{name}.py").write_text(PROBLEM.format(first="pass"))
+    monkeypatch.setattr(bench, "Pool", lambda *_: type("Pool", (), {"run": lambda _, tasks: asked.extend(tasks)})())
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path), "--precision", "auto", "--device", "cpu"])
+    assert bench.main() == 0
+    assert {task.name: task.precision for task, _ in asked} == {"1_Conv2d_ReLU": "auto", "9_Matmul_Subtract": "fp32"}
+
+
 def test_the_floor_is_of_compulsory_bytes_and_operations(problem: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "1_Conv2d.py").write_text(PROBLEM.format(first="pass"))
     task = problem.Task(str(tmp_path / "1_Conv2d.py"), ("forward", "train"))
@@ -216,3 +234,77 @@ def test_the_floor_is_of_compulsory_bytes_and_operations(problem: ModuleType, tm
     assert work["train"].operations == 3 * work["forward"].operations
     other = problem.outline_of(replace(task, shapes="other"))
     assert other.shape == "5×8×11×13"
+
+
+STOPPED = """
+import os, signal, kernelbench_pool
+worker = kernelbench_pool.Worker({})
+worker.say({"file": "none.py"})
+worker.hear()
+worker.stop()
+print(worker.process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux ends the children of a process that ends")
+def test_workers_end_with_who_started_them() -> None:
+    """Those that are stopped too, which would hold the card's memory."""
+    command = [sys.executable, "-c", STOPPED]
+    done = subprocess.run(command, cwd=ROOT / "benchmarks", stdout=subprocess.PIPE, check=False)
+    number, until = int(done.stdout), time.monotonic() + 10
+    while _runs(number) and time.monotonic() < until:
+        time.sleep(0.1)
+    if _runs(number):
+        os.kill(number, signal.SIGKILL)
+        pytest.fail("it outlived its parent")
+
+
+def _runs(number: int) -> bool:
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+HARNESS = """
+import json, os, sys, time
+for problem, file, setting in json.loads(sys.argv[sys.argv.index("--evaluate") + 1]):
+    name = os.path.basename(problem).removesuffix(".py")
+    if name == "4_dies":
+        os.abort()
+    if name == "5_hangs":
+        time.sleep(300)
+    timed = sys.argv[sys.argv.index("--trials") + 1] == "0"
+    right = 4 if name == "3_wrong" else 0 if timed else 5
+    times = dict(reference_ms=2.0, file_ms=1.0) if timed else dict(reference_ms=0.0, file_ms=0.0)
+    print("ANSWER", json.dumps(dict(problem=name, setting=setting, right=right, remark="", **times)), flush=True)
+    if name == "1_spoils":
+        break  # as where the card has an error
+"""
+
+
+def test_a_file_that_ends_kernelbenchs_process_is_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So is one that hangs; the others are tried in another process, and what is right is timed."""
+    harness = loaded("kernelbench_harness")
+    names = ["1_spoils", "2_right", "3_wrong", "4_dies", "5_hangs", "6_right"]
+    (tmp_path / "child.py").write_text(HARNESS)
+    (tmp_path / "KernelBench" / "level2").mkdir(parents=True)
+    for name in names:
+        (tmp_path / "KernelBench" / "level2" / f"{name}.py").touch()
+        (tmp_path / f"{name}-strict.py").write_text("a file that is there")
+    monkeypatch.setattr(harness, "__file__", str(tmp_path / "child.py"))
+    rows = tmp_path / "rows.csv"
+    asked = [str(tmp_path), "--setting", "strict", "--files", str(tmp_path), "--limit", "5", "--csv", str(rows)]
+    monkeypatch.setattr(sys, "argv", ["", *asked, "--jobs", "2", "--missing"])
+    assert harness.main() == 0
+    found = {row.problem: (row.right, row.file_ms, row.remark) for row in harness.read(rows)}
+    ended = "KernelBench's process ended with"
+    assert found == {
+        **dict.fromkeys(("1_spoils", "2_right", "6_right"), (5, 1.0, "")),
+        "3_wrong": (4, 0.0, ""),
+        "4_dies": (0, 0.0, f"{ended} -6"),
+        "5_hangs": (0, 0.0, f"{ended} -9"),
+    }
+    monkeypatch.setattr(harness, "measured", lambda checkout, work, *_: work == [] or pytest.fail("again"))
+    assert harness.main() == 0

@@ -86,6 +86,30 @@ def test_networks_are_drawn_and_listed_once_they_are_recorded(
     assert group.rows[0].label == "nnU-Net, float16 autocast"
 
 
+def test_lean_steps_have_a_table_of_their_own(
+    table: ModuleType, picture: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other figures are what they are without them, and so are they beside first steps."""
+    known = records.read(table.NETWORK_RESULTS)
+    before = table.render_networks(), table._networks_sentence(), picture.groups()
+    lean, first = [
+        [dataclasses.replace(row, **changed) for row in known if (row.variant, row.mode) == ("postlude", mode)]
+        for mode, changed in (
+            ("training step", {"variant": table.LEAN, "ms_p50": 1e-3, "peak_mib": 17.0, "kernel_hash": "older"}),
+            ("inference", {"mode": "first step"}),
+        )
+    ]
+    records.write(tmp_path / "networks.csv", [*lean, *known, *first])
+    for module in (table, picture):
+        monkeypatch.setattr(module, "NETWORK_RESULTS", tmp_path / "networks.csv")
+    assert (table._networks_sentence(), picture.groups()) == before[1:]
+    text = table.render_networks()
+    start = text.index(table.LEAN_HEAD)
+    assert text[:start] + text[start:].split("\n\n", 1)[1] == before[0]
+    assert "| nnU-Net | 0.001 | 0.00 | 4534 | 4333 | 17 | 5.4e-03 | changed |" in text[start:]
+    assert text[start:].count("\n| ") == len(lean)
+
+
 def test_every_row_says_what_it_was_measured_on(table: ModuleType, level2: ModuleType) -> None:
     for row in [
         row for path in (table.RESULTS, table.GPU_RESULTS, level2.KERNELBENCH_RESULTS) for row in records.read(path)
@@ -168,10 +192,53 @@ def test_the_headline_names_the_networks_that_are_slower(
     assert "×), nnU-Net in inference (0.0" in sentence
 
 
-def test_networks_are_measured_again_only_where_the_code_has_changed(table: ModuleType) -> None:
+@pytest.fixture
+def networks(table: ModuleType) -> ModuleType:
     loaded("gpu")
     loaded("network_models")
-    networks = loaded("networks")
+    return loaded("networks")
+
+
+NETWORK = """
+import sys, time
+name = sys.argv[sys.argv.index("--only") + 1]
+print("compiling", name, flush=True)
+if name == "SegResNet":
+    time.sleep(300)
+if name == "resnet50_gn":
+    sys.exit(3)
+print("waiting to be timed", flush=True)
+if sys.stdin.readline():
+    print(name, "is timed with", *sys.argv[sys.argv.index("--variants") + 1 :], flush=True)
+    time.sleep(300 if name == "MONAI UNet AN" else 0)
+"""
+
+
+def test_what_becomes_of_one_network_leaves_the_others(
+    networks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One hangs before it is ready, one while it is timed, and the process of one ends."""
+    (tmp_path / "child.py").write_text(NETWORK)
+    monkeypatch.setattr(networks, "__file__", str(tmp_path / "child.py"))
+    monkeypatch.setattr(networks, "_TIMED_WITHIN_S", 2.0)
+    names = ["SegResNet", "resnet50_gn", "MONAI UNet AN", "nnU-Net"]
+    asked = ["--only", *names, "--modes", "train", "--jobs", "4", "--ready-within", "3", "--graphs", "nnU-Net"]
+    monkeypatch.setattr(sys, "argv", ["", *asked, "--variants", "eager", "postlude memory=lean"])
+    assert networks.main() == 1
+    said = capfd.readouterr().out
+    assert "SegResNet, train: not ready after 3 s, not timed" in said
+    assert "resnet50_gn, train: its process ended with 3" in said
+    assert "MONAI UNet AN, train: its process ended with -9" in said
+    assert "nnU-Net is timed with eager postlude memory=lean compile reduce-overhead postlude reduce-overhead" in said
+
+
+def test_memory_is_lean_in_training_only(networks: ModuleType) -> None:
+    asked = ["eager", "postlude", "postlude memory=lean"]
+    assert networks.variants_of("train", asked) == asked
+    assert networks.variants_of("inference", asked) == asked[:2]
+
+
+def test_networks_are_measured_again_only_where_the_code_has_changed(table: ModuleType, networks: ModuleType) -> None:
     known = records.read(ROOT / "benchmarks" / "results" / "h200-networks.csv")
     asked = ("nnU-Net", networks.mode_of(True), ["eager", "compile", "postlude"])
     code = records.kernel_hash(networks.NETWORK_SOURCES)
@@ -181,3 +248,16 @@ def test_networks_are_measured_again_only_where_the_code_has_changed(table: Modu
     older = [dataclasses.replace(row, kernel_hash="older" if row.variant == "postlude" else code) for row in today]
     assert not networks.is_recorded(*asked, older)
     assert not networks.is_recorded("nnU-Net", networks.FIRST_STEP, ["eager"], today)
+
+
+def test_files_that_were_not_timed_are_in_the_harness_table(
+    table: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = loaded("kernelbench_harness")
+    (one, *_) = [row for row in harness.read(table.HARNESS_RESULTS) if row.setting == "default"]
+    wrong = dataclasses.replace(one, problem="3_Wrong", right=4, file_ms=0.0, reference_ms=0.0)
+    harness.write(tmp_path / "rows.csv", [one, wrong])
+    monkeypatch.setattr(table, "HARNESS_RESULTS", tmp_path / "rows.csv")
+    text = table.render_harness()
+    assert "| 3 | Wrong |  | no file |  |  | 4 of 5 right |  |" in text
+    assert "1 of 2 files are right" in text

@@ -60,6 +60,19 @@ def test_later_launches_are_short(times: int) -> None:
     assert tuner.whole_launches == 1
 
 
+@pytest.mark.parametrize("is_settled", [False, True])
+def test_two_threads_may_launch_first(is_settled: bool) -> None:
+    """The second one is still inside of its first launch when the first one's has ended."""
+    tuner = Tuner(coordinate_descent_tuning=not is_settled)
+    tuner.launchers[0].config.found_by_coordesc = False
+    shorten(tuner)
+    first = tuner.run
+    for x in range(2):
+        first(x, stream=7)
+    tuner.run(2, stream=7)
+    assert tuner.kernel.launched == [(0, 7), (1, 7), (2, 7)]
+
+
 def test_a_profiler_sees_whole_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     tuner = Tuner()
     shorten(tuner)

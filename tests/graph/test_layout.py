@@ -19,7 +19,7 @@ import postlude
 from cases import Builder, conv
 from gpu_plans import planned_for_a_gpu
 from plan.test_lower import problem
-from postlude.graph import backend, biases, decide, layout, regions, spellings
+from postlude.graph import backend, biases, casts, decide, layout, regions, spellings
 from postlude.pipeline import Optimized
 from postlude.plan import Plan, lower
 from postlude.run import passes
@@ -458,3 +458,39 @@ def test_convolutions_read_channels_last_values_that_inductor_cannot_move(graphs
     assert read == [torch.ops.postlude.channels_last.default]  # by the last one; the first is in a chain
     for ours, theirs in zip(step(model, x), step(plain, x), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+class _Writing(torch.nn.Module):
+    """Writes through a view to what convolutions read: to a value between two of them, or to a weight before one."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.one, self.other, self.what = torch.nn.Conv2d(4, 8, 3), torch.nn.Conv2d(4, 8, 3), what
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.sigmoid()
+        if self.what == "weight":
+            self.other.weight.data.clamp_(-0.01, 0.01)
+        y = self.one(x)
+        if self.what == "value":
+            x[:, :2].mul_(4)
+        return y + self.other(x)
+
+
+@pytest.mark.parametrize(("what", "autocast"), [("value", False), ("value", True), ("weight", True)])
+@pytest.mark.parametrize("is_mutant", [False, True])
+def test_what_the_graph_writes_to_is_read_where_the_model_reads_it(
+    what: str, autocast: bool, is_mutant: bool, graphs: list[fx.GraphModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Conversions and casts that several convolutions share are made before the first of them."""
+    monkeypatch.setattr(casts, "_is_narrowed", lambda x, dtype: x.op == "call_function" and dtype.itemsize == 2)
+    if is_mutant:
+        for module in (casts, layout):
+            monkeypatch.setattr(module, "written_storages", lambda graph: set())
+    plain, x = _Writing(what), torch.randn(2, 4, 6, 6)
+    model = copy.deepcopy(plain)
+    with torch.no_grad(), torch.autocast("cpu", torch.float16, enabled=autocast):
+        postlude.optimize(model, x, rest="inductor", verify=False)
+        ours, theirs = model(x), plain(x)
+    assert torch.allclose(ours, theirs, rtol=2e-2, atol=2e-2) is not is_mutant
+    assert len(graphs) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from postlude.plan.boxes import Boxes
 from postlude.plan.gemm import Arithmetic
 from postlude.plan.gpu import lower_for_gpu
 from postlude.plan.volume import volume_for
+from postlude.run.launch import DescriptorLike
 from run.test_gpu import CARD
 from tracing import run_plan
 from wrong_kernels import replace_text
@@ -106,3 +108,14 @@ def test_memory_where_no_descriptor_may_begin_is_copied() -> None:
     assert moved.data_ptr() % 16
     tensors[0] = moved.permute(0, 4, 1, 2, 3)
     assert torch.equal(boxed(chain, tensors, width), expected)
+
+
+def test_a_descriptor_does_not_keep_the_memory_of_the_first_call() -> None:
+    """Neither for later calls, which have memory of their own, nor at all."""
+    made = DescriptorLike((4, 16), (16, 1), (4, 16))
+    for _ in range(2):
+        base = torch.empty(4, 16)
+        alive, described = weakref.ref(base), made(base)
+        assert described.base is base
+        del base, described
+        assert alive() is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import NoReturn
@@ -45,6 +46,26 @@ def test_a_number_on_the_cpu_scales_a_value_on_a_card() -> None:
     with torch.no_grad():
         ours = run_chain(SCALED, tensors)
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_tensors_on_several_devices_are_pytorchs_to_refuse(is_known: bool) -> None:
+    """A kernel would take an address of another device, of tensors that are otherwise like those of an earlier call."""
+    case = BY_NAME["61 small"]
+    tensors = tensors_for(case.chain, case.shape, torch.float32, "cpu", 0, "normal", "contiguous")
+    site = Site("here", case.chain)
+    with torch.no_grad():
+        if is_known:
+            site(*tensors)
+
+        def launched(*_: object) -> NoReturn:
+            raise AssertionError("the plan ran")
+
+        site.ledger.enter = launched  # type: ignore[method-assign]
+        for key, entry in site._table.items():
+            site._table[key] = dataclasses.replace(entry, runner=launched)
+        with pytest.raises(RuntimeError, match="device"):
+            site(tensors[0], *(tensor.to("meta") for tensor in tensors[1:]))
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch.func.jvp's own

@@ -151,3 +151,20 @@ def test_a_graph_in_training_holds_it(
     with torch.no_grad():
         torch.compiler.reset()
         assert postlude.optimize(copy.deepcopy(plain), x, rest="eager").gathered == ()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("rest", ["eager", "inductor"])
+def test_a_batch_of_another_size_is_pytorchs(rest: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second size on, the batch is a symbol of the graph."""
+    monkeypatch.setattr(graphs, "_is_served", lambda x, how: how.is_served)
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, *_, **__: graph.forward)
+    plain = Decoder()
+    model = copy.deepcopy(plain)
+    result = postlude.optimize(model, torch.randn(2, 2, 2, 2, 3), rest=rest)
+    for batch in (3, 4):
+        x = torch.randn(batch, 2, 2, 2, 3)
+        grads = [torch.autograd.grad(one(x).square().sum(), list(one.parameters())) for one in (model, plain)]
+        for ours, theirs in zip(*grads):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert [captured.gathered for captured in result.backend.captured] == [("up", "upsample_nearest3d"), ()]

@@ -14,7 +14,7 @@ import torch
 import torch.fx as fx
 
 from postlude.graph import spellings
-from postlude.graph.tidy import meta_for_another
+from postlude.graph.tidy import meta_for_another, storage_of, written_storages
 from postlude.plan.problem import CHANNELS_LAST, layout_of
 from postlude.run import layouts as layouts  # defines the operator
 
@@ -25,12 +25,13 @@ def cast_inputs(graph: fx.GraphModule, wanting: Collection[fx.Node]) -> None:
     """Adds autocast's casts: one per convolution for a value that wants a gradient, so that its gradients are added in
     fp32, as autocast does; otherwise one for all convolutions that read a value, which a chain can end with."""
     casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+    written = written_storages(graph)
     for node in [node for node in graph.graph.nodes if spellings.is_convolution(node)]:
         x, dtype = node.args[0], node.meta["val"].dtype
         if not isinstance(x, fx.Node) or not _is_narrowed(x, dtype):
             continue
         cast = casts.get((x, dtype))
-        if cast is None or x in wanting:
+        if cast is None or x in wanting or storage_of(x) in written:
             with graph.graph.inserting_before(node):
                 cast = casts[x, dtype] = graph.graph.call_function(aten.to.dtype, (x, dtype))
             cast.meta = meta_for_another(x)
@@ -39,12 +40,16 @@ def cast_inputs(graph: fx.GraphModule, wanting: Collection[fx.Node]) -> None:
 
 
 def cast_weights(graph: fx.GraphModule, wanting: Collection[fx.Node]) -> None:
-    """Casts the weights and biases of convolutions left to PyTorch, by one operator for all of a dtype."""
+    """Casts the weights and biases of convolutions left to PyTorch, by one operator for all of a dtype. Not those that
+    the graph writes to: that operator is the graph's first."""
+    written = written_storages(graph)
     by_dtype: dict[torch.dtype, dict[fx.Node, list[fx.Node]]] = {}  # parameters, and the convolutions that read each
     for node in [node for node in graph.graph.nodes if spellings.is_convolution(node)]:
         call, dtype = spellings.arguments_of(node), node.meta["val"].dtype
         for given in (call["weight"], call["bias"]):
-            if isinstance(given, fx.Node) and given.op == "placeholder" and _is_cast(given.meta["val"], dtype):
+            if not isinstance(given, fx.Node) or given.op != "placeholder" or storage_of(given) in written:
+                continue
+            if _is_cast(given.meta["val"], dtype):
                 by_dtype.setdefault(dtype, {}).setdefault(given, []).append(node)
     first = next(node for node in graph.graph.nodes if node.op != "placeholder")
     for dtype, readers in by_dtype.items():

@@ -94,7 +94,7 @@ def shorten(kernel: Any) -> None:
 
     def first(*args: Any, **kwargs: Any) -> Any:
         result = whole(*args, **kwargs)
-        del kernel.run
+        vars(kernel).pop("run", None)  # another thread's first launch may have ended before
         launcher = _settled(kernel)
         if launcher is not None:
             kernel.run = _short(launcher, whole)

@@ -21,7 +21,7 @@ from postlude.graph.capture import fakes_of, modes_left_as_found
 from postlude.graph.dropouts import masks_of
 from postlude.graph.match import Match, site_name
 from postlude.graph.norms import keeps_layout
-from postlude.graph.tidy import meta_for_another
+from postlude.graph.tidy import meta_for_another, storage_of, written_storages
 from postlude.plan.problem import CHANNELS_LAST, layout_of
 from postlude.run import layouts as layouts  # defines the operator
 
@@ -46,14 +46,15 @@ _FAST = (torch.float16, torch.bfloat16)
 
 
 def read_channels_last(graph: fx.GraphModule, allows_tf32: bool) -> list[fx.Node]:
-    """Adds a conversion before every convolution that gains from it, one per value, and returns the conversions."""
+    """Adds a conversion before every convolution that gains from it, one per value, and returns the conversions. None
+    for a value that the graph writes to."""
     convolutions = [node for node in graph.graph.nodes if spellings.is_convolution(node)]
     if not all(_has_sizes(node) for node in convolutions):
         return []
-    made: dict[fx.Node, fx.Node] = {}
+    made, written = dict[fx.Node, fx.Node](), written_storages(graph)
     for node in convolutions:
         x = node.args[0]
-        if isinstance(x, fx.Node) and _pays(node, x, allows_tf32):
+        if isinstance(x, fx.Node) and _pays(node, x, allows_tf32) and storage_of(x) not in written:
             if x not in made:
                 with graph.graph.inserting_before(node):
                     made[x] = _converted(graph, x, CHANNELS_LAST[x.meta["val"].dim() - 2])
@@ -145,11 +146,12 @@ def hold(graph: fx.GraphModule) -> None:
     value in a pass of its own (2.45 ms of the 10.4 ms GPU time of pytorch-3dunet's inference on an H200). With a
     conversion in the graph, the pass that writes the value writes it channels-last.
     """
-    made: dict[fx.Node, fx.Node] = {}
+    made, written = dict[fx.Node, fx.Node](), written_storages(graph)
     for node in [node for node in graph.graph.nodes if node.op == "call_module"]:
         for given in node.all_input_nodes:
             value = given.meta.get("val")
             is_made_so = given.op in ("placeholder", "call_module") or given.target is aten.contiguous.default
+            is_made_so = is_made_so or storage_of(given) in written
             if is_made_so or not isinstance(value, torch.Tensor) or layout_of(value) != "channels_last":
                 continue
             if given not in made:
@@ -165,10 +167,10 @@ def hold_convolutions(graph: fx.GraphModule) -> None:
     contiguous, except in 2-D, and cuDNN then converts them and its result (0.3 of the 1.2 ms GPU time of the inference
     of MONAI's UNet on an H200).
     """
-    made: dict[fx.Node, fx.Node] = {}
+    made, written = dict[fx.Node, fx.Node](), written_storages(graph)
     for node in [node for node in graph.graph.nodes if spellings.is_convolution(node)]:
         x = node.args[0]
-        if not isinstance(x, fx.Node) or layout_of(x.meta["val"]) != "channels_last":
+        if not isinstance(x, fx.Node) or layout_of(x.meta["val"]) != "channels_last" or storage_of(x) in written:
             continue
         if x not in made:
             with graph.graph.inserting_before(node):

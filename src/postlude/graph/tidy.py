@@ -94,6 +94,11 @@ def mutated_storages(node: fx.Node) -> set[Any]:
     return {storage_of(item) for item in written} - {None}
 
 
+def written_storages(graph: fx.GraphModule) -> set[Any]:
+    """The memory that some node of the graph writes to. What is read of it depends on where it is read."""
+    return {storage for node in graph.graph.nodes for storage in mutated_storages(node)}
+
+
 def _is_written(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
@@ -130,7 +135,7 @@ def _erase_inactive_dropout(graph: fx.GraphModule) -> None:
 def _erase_copies(graph: fx.GraphModule) -> None:
     """Removes `clone` of an intermediate value if nothing writes to either and neither is a result of the graph."""
     nodes = list(graph.graph.nodes)
-    touched = {storage for node in nodes for storage in mutated_storages(node)}
+    touched = written_storages(graph)
     touched |= {storage_of(node) for node in nodes if node.op in ("placeholder", "get_attr")}
     for node in nodes:
         if node.op == "output":

@@ -71,9 +71,10 @@ def _upsampling_of(node: fx.Node) -> Upsampling | None:
         return None
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     given: dict[str, Any] = {**dict(zip(names, node.args)), **node.kwargs}
-    small, large = (tuple(value.meta["val"].shape[2:]) for value in (node.args[0], node))  # type: ignore[union-attr]
-    if not all(isinstance(size, int) for size in (*small, *large)):
-        return None
+    given_shape, shape = (tuple(value.meta["val"].shape) for value in (node.args[0], node))  # type: ignore[union-attr]
+    if not all(isinstance(size, int) for size in (*given_shape, *shape)):
+        return None  # our kernel is compiled and checked for a known size, that of the batch included
+    small, large = given_shape[2:], shape[2:]
     factors = given.get("scale_factors") or [given.get(f"scales_{axis}") for axis in "dhw"[3 - len(small) :]]
     known = tuple(float(factor or 0) for factor in factors) if any(factors) else ()
     if known and tuple(int(size * factor) for size, factor in zip(small, known)) != large:

@@ -145,7 +145,9 @@ class DescriptorLike:
         if self.template is None:
             from triton.tools.tensor_descriptor import TensorDescriptor
 
-            self.template = TensorDescriptor(base, *self.sizes)
+            template = TensorDescriptor(base, *self.sizes)
+            template.base = None  # or the first call's memory would never be freed
+            self.template = template
         made = object.__new__(type(self.template))
         made.__dict__.update(self.template.__dict__)
         made.base = base

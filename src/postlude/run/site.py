@@ -51,10 +51,12 @@ class Site(nn.Module):
         # attributes.
         grad = torch.is_grad_enabled()
         linear = self.chain.is_linear
-        switch = (tensors[0].get_device(), default_fp32_precision(linear)) if tensors[0].is_cuda else ""
-        key = (switch, *((t.shape, t.stride(), t.dtype, grad and t.requires_grad) for t in tensors))
+        switch = default_fp32_precision(linear) if tensors[0].is_cuda else ""
+        key = (switch, *((t.shape, t.stride(), t.dtype, t.device, grad and t.requires_grad) for t in tensors))
         entry = self._table.get(key)
         if entry is None:
+            if _are_apart(tensors):  # a kernel would take an address of one device for another's
+                return call_plain(self.chain, tensors)
             entry = self.ledger.enter(self.asked(tensors), key, tensors)
         return call(entry.runner, tensors)
 
@@ -67,6 +69,11 @@ class Site(nn.Module):
         problem = problem_of(tensors, *self.settings)
         needs = tuple(problem.needs_grad and tensor.requires_grad for tensor in tensors)
         return SiteProblem(self.name, self.chain, problem, needs)
+
+
+def _are_apart(tensors: Sequence[Tensor]) -> bool:
+    """Whether tensors are on several devices, which PyTorch allows only for 0-d ones on the CPU."""
+    return any(tensor.device != tensors[0].device and tensor.dim() > 0 for tensor in tensors)
 
 
 @functools.lru_cache(maxsize=1024)

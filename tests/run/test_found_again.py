@@ -62,7 +62,7 @@ def test_a_later_process_neither_compiles_nor_hashes(kept: Path, monkeypatch: py
         compile_now(block=2048)
 
 
-@pytest.mark.parametrize("change", ["triton", "variable", "note", "cache", "cleared"])
+@pytest.mark.parametrize("change", ["triton", "variable", "note", "cache", "file", "cleared"])
 def test_anything_that_changed_is_compiled_again(change: str, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compile_now()
     notes = list(kept.glob("*.note"))
@@ -74,6 +74,9 @@ def test_anything_that_changed_is_compiled_again(change: str, kept: Path, monkey
         found_again._triton.cache_clear()
     elif change == "note":
         notes[0].write_bytes(b"x" * 96)
+    elif change == "file":
+        (described,) = (kept.parent / "triton").glob("*/largest_kernel.json")
+        described.unlink()
     elif change == "cache":
         monkeypatch.setenv("TRITON_CACHE_DIR", str(kept / "empty"))
         found_again._triton.cache_clear()

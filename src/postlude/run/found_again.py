@@ -40,8 +40,9 @@ def compiled(src: Any, target: Any = None, options: Any = None, _env_vars: Any =
     key = f"{src.hash()} {target} {sorted((options or {}).items())} {_triton()}"
     note = folder / f"{src.name[:80]}-{hashlib.sha256(key.encode()).hexdigest()}.note" if folder else None
     if note is not None and (kept := read_kept(note)):
-        place = kept.decode()
-        if group := get_cache_manager(place).get_group(f"{src.name[:150]}.json"):
+        place, name = kept.decode(), f"{src.name[:150]}.json"
+        group = get_cache_manager(place).get_group(name) or {}
+        if name in group:  # not if something has deleted it: a group lists the files that are left
             return CompiledKernel(src, group, place)
     made = compile(src, target=target, options=options, _env_vars=_env_vars)
     if note is not None:

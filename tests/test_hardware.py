@@ -137,8 +137,9 @@ def test_a_site_looks_up_by_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     class OnGpu(torch.Tensor):
         is_cuda, place = True, 0  # type: ignore[assignment]
 
-        def get_device(self) -> int:
-            return self.place
+        @property
+        def device(self) -> torch.device:  # type: ignore[override]
+            return torch.device("cuda", self.place)
 
     met: list[int] = []
 

@@ -76,8 +76,8 @@ def test_gradients_that_nobody_wants_are_not_computed(tmp_path: Path) -> None:
     problem = next(problem for problem in SMALL_PROBLEMS if problem.name == "batch_norm in training")
     made, _, _ = export_text(problem.text, tmp_path, training=True)
     body = made.text[made.text.index("def backward(") :]
-    assert body.index("if needs[0]:") < body.index("input_gradient_kernel[") < body.index("if needs[1]:")
-    assert body.index("if needs[1]:") < body.index("weight_gradient_kernel[")
+    assert body.index("if needs[1]:") < body.index("weight_gradient_kernel[") < body.index("if needs[0]:")
+    assert body.index("if needs[0]:") < body.index("input_gradient_kernel[")
 
 
 def test_what_a_kernel_is_given_exists_whichever_gradients_are_wanted() -> None:

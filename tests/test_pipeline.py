@@ -318,6 +318,29 @@ def test_pytorchs_own_convolution_is_kept_digit_for_digit() -> None:
 
 
 @pytest.mark.usefixtures("small_values_fuse")
+@pytest.mark.parametrize(("batch", "convolution"), [(1, "auto"), (2, "auto"), (1, "pytorch")])
+def test_one_small_volume_is_convolved_by_onednn(batch: int, convolution: str) -> None:
+    """PyTorch's own loops for it are 2 to 100 times slower, so the convolution alone is a chain."""
+
+    class Skip(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv3d(16, 16, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([self.conv(x), x], 1)
+
+    model, x = Skip().eval(), torch.randn(batch, 16, 10, 9, 11)
+    with torch.no_grad():
+        expected, exact = model(x), copy.deepcopy(model).double()(x.double())
+        result = postlude.optimize(model, x, convolution=convolution)
+        found = model(x)
+    is_ours = batch == 1 and convolution == "auto"
+    assert [site.is_fused for site in result.sites] == ([True] if is_ours else [])
+    assert found.stride() == expected.stride()
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+
+
 def test_progress_is_told_what_is_done(net: Net) -> None:
     lines: list[str] = []
     with torch.no_grad():

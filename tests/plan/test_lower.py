@@ -132,8 +132,6 @@ def test_small_strided_and_empty_problems_are_left_to_pytorch() -> None:
 @pytest.mark.parametrize("case", [*CASES, *LINEAR], ids=lambda c: c.name)
 def test_predicted_results_are_pytorchs(case: Case, layout: str) -> None:
     tensors = tensors_for(case.chain, case.shape, torch.float32, "cpu", 0, "normal", layout)
-    if case.shape[0] == 1:
-        pytest.skip("PyTorch's layout for a batch of one depends on the library it picks; such plans keep its call")
     given, result = problem_of(tensors), reference.evaluate(case.chain, tensors)
     assert result_shape(case.chain, given) == tuple(result.shape)
     assert result_dtype(case.chain, given) == str(result.dtype).removeprefix("torch.")

@@ -69,7 +69,7 @@ def library() -> Library:
     calls += [one for name in NARROW for one in calls_of(*CASES[name], "contiguous", torch.bfloat16)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("postlude.plan.cpu.WORTH_A_CALL", 0)
-        calls += [one for case in BY_ONEDNN.values() for one in calls_of(*case, "contiguous")]
+        calls += [one for case in BY_ONEDNN.values() for layout in LAYOUTS for one in calls_of(*case, layout)]
     return built(calls + [one for layout in LAYOUTS for one in calls_of(GROUP_NORM, (2, 4, 8, 8), layout)])
 
 
@@ -116,15 +116,17 @@ def test_results_that_go_past_the_caches_are_right(name: str, layout: str, monke
 
 
 @needs_compiler
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", BY_ONEDNN)
 @pytest.mark.usefixtures("served", "poisoned_memory")
-def test_what_follows_onednn_is_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_follows_onednn_is_right(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("postlude.plan.cpu.WORTH_A_CALL", 0)
     chain, shape = BY_ONEDNN[name]
-    tensors = tensors_for(chain, shape, torch.float32, "cpu", 0, "normal", "contiguous")
+    tensors = tensors_for(chain, shape, torch.float32, "cpu", 0, "normal", layout)
     with torch.no_grad():
         assert compiled_plan(chain, tensors).convolve == ("direct" if shape[0] == 1 else "eager")
-    verdict = verify_chain(fused, chain, chain_points(chain, shape, torch.float32, "cpu"))
+        assert fused(chain, tensors).stride() == reference.evaluate(chain, tensors).stride()
+    verdict = verify_chain(fused, chain, chain_points(chain, shape, torch.float32, "cpu", layout=layout))
     assert verdict.right, verdict
 
 

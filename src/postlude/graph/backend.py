@@ -13,6 +13,7 @@ import torch.fx as fx
 
 from postlude import hardware
 from postlude.errors import PostludeError
+from postlude.graph import spellings
 from postlude.graph.biases import add_apart
 from postlude.graph.capture import MODE_CHANGES, capture
 from postlude.graph.casts import cast_inputs, cast_weights
@@ -39,6 +40,7 @@ from postlude.graph.splice import splice, use_operator
 from postlude.graph.tidy import functionalise, restore
 from postlude.graph.upsample import expect_gathers, gather_gradients
 from postlude.plan import Plan, Refusal
+from postlude.plan.problem import is_convolved_by_loops
 from postlude.run.apart import without_saving_hooks
 from postlude.run.execute import check_convolution, check_precision
 from postlude.run.ledger import Ledger
@@ -214,7 +216,9 @@ class Backend:
         is_strict = device == "cuda" and not self._allows_tf32()
 
         def takes_alone(node: fx.Node) -> bool:
-            return is_strict and node.meta["val"].dtype == torch.float32
+            if node.meta["val"].dtype != torch.float32:
+                return False
+            return is_strict or (device == "cpu" and self.convolution != "pytorch" and _is_convolved_by_loops(node))
 
         declines = functools.partial(left_to_pytorch, device)
         found, declined = match(traced, declines, takes_alone)
@@ -269,6 +273,13 @@ class Backend:
                 "Inductor failed (%s): what is not fused runs as it was", text[0] if text else type(error).__name__
             )
             return _as_it_is(graph)
+
+
+def _is_convolved_by_loops(node: fx.Node) -> bool:
+    call = spellings.arguments_of(node)
+    x, weight = (call[name].meta["val"].shape for name in ("input", "weight"))
+    has_sizes = len(x) == 5 and all(isinstance(size, int) for size in x)
+    return has_sizes and is_convolved_by_loops(x, weight[2:], call["groups"])
 
 
 def check_memory(memory: str) -> None:

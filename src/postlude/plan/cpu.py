@@ -23,6 +23,7 @@ from postlude.plan.problem import (
     body_bytes,
     body_layout,
     body_spec,
+    cpu_library,
     handed_on_layout,
     result_dtype,
     result_layout,
@@ -48,6 +49,8 @@ def lower_for_cpu(chain: Chain, problem: Problem, machine: Machine, even_if_slow
     against = _reason_against(chain, problem, machine)
     if against is not None:
         return Refusal((against,))
+    if not chain.steps and not _leaves_onednn(chain, problem, machine):
+        return Refusal(("a convolution alone, which PyTorch runs",))
     moments = moments_only(chain)
     size = body_bytes(chain, problem)
     is_stored = moments is None or _own(chain, problem, machine, moments) is not None
@@ -198,19 +201,12 @@ def _is_direct(chain: Chain, problem: Problem, machine: Machine) -> bool:
 
 
 def _leaves_onednn(chain: Chain, problem: Problem, machine: Machine) -> bool:
-    """Whether PyTorch would use its own slow convolution instead of oneDNN: it does so for a single small sample.
-
-    conv3d is 2 to 13 times slower that way.
-    """
-    if chain.dims != 3 or problem.x.shape[0] != 1 or problem.x.layout != "contiguous":
-        return False
+    """Whether oneDNN is called directly because PyTorch would use its own slow loops: it does so for a single small
+    sample."""
     conv = chain.producer
-    if problem.convolution == "pytorch" or conv is None or conv.groups > 1 or not _is_direct(chain, problem, machine):
+    if problem.convolution == "pytorch" or conv is None or not _is_direct(chain, problem, machine):
         return False
-    if conv.flops(1, problem.x.shape[2:]) < WORTH_A_CALL:
-        return False
-    # PyTorch's own rule for fp32: a batch of one goes to oneDNN if it has more than 20480 rows along the last axis.
-    return math.prod(problem.x.shape[:4]) <= 20480 and not (conv.kernel[-1] > 3 and conv.kernel[-2] > 3)
+    return cpu_library(chain, problem) == "loops" and conv.flops(1, problem.x.shape[2:]) >= WORTH_A_CALL
 
 
 def _is_one_short_step(chain: Chain, problem: Problem, machine: Machine) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from postlude.chain import Chain, Normalize, values_of
 from postlude.hardware import Machine
 from postlude.plan.barriers import MomentsOnly, channels_end, first_barrier, fused_norm, last_fused_step, moments_only
-from postlude.plan.problem import Problem, body_dtype, body_layout, result_dtype
+from postlude.plan.problem import Problem, body_dtype, body_layout, cpu_library, result_dtype
 from postlude.plan.types import Keep, Moments, Pass, Store, first_source
 from postlude.steps import pass_slots
 
@@ -40,7 +40,7 @@ def _may_leave_onednn(chain: Chain, problem: Problem) -> bool:
     conv = chain.producer
     if conv is None or body_layout(chain, problem) == "contiguous":
         return False
-    is_single = conv.dims == 3 and problem.x.shape[0] == 1
+    is_single = conv.dims == 3 and problem.x.shape[0] == 1 and cpu_library(chain, problem) is None
     return is_single or (conv.transposed and (conv.groups > 1 or any(conv.output_padding)))
 
 

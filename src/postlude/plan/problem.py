@@ -194,10 +194,31 @@ def compulsory_bytes(chain: Chain, problem: Problem) -> int:
 
 
 def body_layout(chain: Chain, problem: Problem) -> Layout:
-    """The layout of the chain's first value. A convolution's result is channels-last if one of its operands is."""
-    if chain.producer is not None and problem.tensors[1].layout == "channels_last":
-        return "channels_last"
-    return problem.x.layout
+    """The layout of the chain's first value. A convolution's result is channels-last if one of its operands is, unless
+    PyTorch's own loops compute it."""
+    if chain.producer is None:
+        return problem.x.layout
+    if cpu_library(chain, problem) == "loops":
+        return "contiguous"
+    return "channels_last" if problem.tensors[1].layout == "channels_last" else problem.x.layout
+
+
+def cpu_library(chain: Chain, problem: Problem) -> Literal["oneDNN", "loops"] | None:
+    """What computes a convolution of volumes in fp32 if PyTorch chooses; None where that depends on more."""
+    conv = chain.producer
+    if conv is None or conv.dims != 3 or problem.device != "cpu" or conv.dtype is not None:
+        return None
+    if {spec.dtype for spec in problem.tensors[:2]} != {"float32"}:
+        return None
+    if is_convolved_by_loops(problem.x.shape, conv.kernel, conv.groups):
+        return "loops"
+    return None if conv.kernel[-2:] == (1, 1) else "oneDNN"  # for 1 × 1 also on the number of threads
+
+
+def is_convolved_by_loops(x: Sequence[int], kernel: Sequence[int], groups: int) -> bool:
+    """Whether PyTorch computes a convolution of volumes in fp32 on a CPU by loops of its own instead of by oneDNN: it
+    does so for one small sample. They are 2 to 100 times slower, and their result is contiguous."""
+    return x[0] == 1 and groups == 1 and math.prod(x[:4]) <= 20480 and not min(kernel[-2:]) > 3
 
 
 def result_layout(chain: Chain, problem: Problem, machine: Machine) -> Layout:

@@ -74,6 +74,9 @@ def test_in_place_verified_and_undoable(net: Net) -> None:
         assert [site.name for site in result.sites] == ["encoder.0", "decoder"]
         assert result.verdict is not None
         assert result.verdict.right, result.verdict
+        first, *sites, _ = repr(result).splitlines()
+        assert first == f"Optimized(Net: 2 of 2 chains fused; {result.verdict}"
+        assert sites == [f"  ({site.name}): {site.chain}: fused" for site in result.sites]
         assert all(site.verdict is not None and site.verdict.right for site in result.sites)
         torch.testing.assert_close(net(x), plain(x))
     assert type(net) is Net

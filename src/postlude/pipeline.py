@@ -6,7 +6,7 @@ import contextlib
 import fnmatch
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +66,7 @@ class SiteReport:
         return isinstance(self.outcome, Plan)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Optimized:
     """What `optimize` found and did.
 
@@ -83,7 +83,19 @@ class Optimized:
     declined: tuple[Declined, ...]
     verdict: Verdict | None
     failure: str | None
-    backend: Backend = field(repr=False)
+    backend: Backend
+
+    def __repr__(self) -> str:
+        """A line on the whole and one per chain, like a module's; the fields have the rest."""
+        fused = sum(site.is_fused for site in self.sites)
+        whole = self.failure or self.verdict or ("not checked" if fused else "nothing to check")
+        lines = [f"Optimized({type(self.model).__name__}: {fused} of {len(self.sites)} chains fused; {whole}"]
+        for site in self.sites:
+            how = "fused" if isinstance(site.outcome, Plan) else f"PyTorch's, {site.outcome.reasons[0]}"
+            lines.append(f"  ({site.name}): {site.chain}: {how}")
+        if self.declined:
+            lines.append(f"  in no chain: {', '.join(item.name for item in self.declined)}")
+        return "\n".join([*lines, ")"])
 
     @property
     def conversions(self) -> tuple[Conversion, ...]:

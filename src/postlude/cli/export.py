@@ -148,11 +148,11 @@ def _show(settings: Settings, made: Export, checked: Checked, timings: dict[str,
         say("Left to PyTorch:")
         show_table(["where", "why"], [[name, reason] for name, reason in made.left.items()])
     rows = [
-        ["speed, 50 %", _speed(settings, timings)],
-        ["readability, 30 %", f"{read} (figures to check, not a score)"],
-        ["correctness, 20 %", _correctness(settings, checked)],
+        ["speed", _speed(settings, timings)],
+        ["text to read", str(read)],
+        ["correctness", _correctness(settings, checked)],
     ]
-    show_table(["of the score", "what can be measured here"], rows)
+    show_table(["of the file", "as measured here"], rows)
 
 
 def _speed(settings: Settings, timings: dict[str, Estimate]) -> str:

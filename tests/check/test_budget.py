@@ -142,7 +142,7 @@ def test_nonfinite_values_must_be_where_the_truth_has_them(true: float, ours: fl
 
 
 def test_results_measured_together_are_measured_as_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deviations_module, "BLOCK", 64)  # several blocks, the last one partial
+    monkeypatch.setitem(deviations_module.BLOCK, "cpu", 64)  # several blocks, the last one partial
     truth = torch.randn(7, 31, dtype=torch.float64)
     results = [truth.clone(), truth + 1e-3 * torch.randn_like(truth), truth.float(), torch.zeros_like(truth)]
     results[0][6, 30] = math.nan  # only one of them, in the last block

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from postlude.check import deviations
 from postlude.check.distribution import belongs, distribution
 
 
@@ -85,7 +86,7 @@ def test_squares_that_overflow_are_not_left_out() -> None:
 
 def test_large_results_are_compared_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """A result of several GB and its float64 copies would not fit on a card."""
-    monkeypatch.setattr("postlude.check.deviations.BLOCK", 64)
+    monkeypatch.setitem(deviations.BLOCK, "cpu", 64)
     expected = torch.randn(10, 100) + 3
     assert belongs(expected.t().contiguous().t(), expected, "fp32") is None
     wrong = expected.clone()

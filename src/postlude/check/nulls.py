@@ -15,9 +15,11 @@ from postlude.reference import evaluate
 def null_candidates(truth: Tensor) -> dict[str, Tensor]:
     """Answers that can be guessed from the truth's statistics alone."""
     nulls = {"zeros": torch.zeros_like(truth)}
-    finite = truth[torch.isfinite(truth)]
-    if finite.numel() > 1:
-        nulls["the mean of the truth"] = torch.full_like(truth, float(finite.mean()))
+    finite = torch.isfinite(truth)
+    count = int(finite.sum())
+    if count > 1:
+        mean = float(torch.where(finite, truth, 0.0).sum()) / count
+        nulls["the mean of the truth"] = torch.full_like(truth, mean)
     if truth.dim() > 2 and truth.shape[1] > 1 and truth.numel() > truth.shape[1]:
         means = truth.mean([axis for axis in range(truth.dim()) if axis != 1], keepdim=True)
         nulls["the mean of each channel"] = means.expand_as(truth)

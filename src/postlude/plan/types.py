@@ -6,8 +6,16 @@ import functools
 from dataclasses import dataclass, field
 from typing import Literal
 
-from postlude.chain import Chain, Reduce
-from postlude.plan.barriers import FusedPool, OverChannels, fused_pool, last_fused_step, over_channels
+from postlude.chain import Chain, Normalize, Reduce
+from postlude.plan.barriers import (
+    FusedPool,
+    OverChannels,
+    fused_norm,
+    fused_pool,
+    last_fused_step,
+    over_channels,
+    rows_from,
+)
 from postlude.plan.boxes import Boxes
 from postlude.plan.cpu_few_channels import CpuFewChannels
 from postlude.plan.few_channels import FewChannels
@@ -193,6 +201,28 @@ class Plan:
         if self.on_gpu:
             return self.value.bytes
         return self.value.bytes * self.slab // self.input.shape[0]
+
+    @property
+    def norm(self) -> Normalize | None:
+        """The norm among the fused steps."""
+        return fused_norm(self.chain)
+
+    @property
+    def is_by_rows(self) -> bool:
+        """Whether the last pass goes over rows: a layer_norm's, or a linear layer's features."""
+        return rows_from(self.chain) is not None
+
+    @property
+    def turns(self) -> bool:
+        """Whether the last pass writes a contiguous result from a channels-last value, as PyTorch's norm or pool
+        would."""
+        is_end = self.passes[-1].last == len(self.chain.steps)
+        return is_end and (self.value.layout, self.result_layout) == ("channels_last", "contiguous")
+
+    @property
+    def keeps_value(self) -> bool:
+        """Whether the backward pass reads the first value, so that the last pass must not overwrite it."""
+        return self.trains and not self.gradients.is_lean and not self.gradients.from_result
 
     @property
     def over_channels(self) -> OverChannels | None:

@@ -60,7 +60,7 @@ def training_program(plan: Plan, given: Given, needs: tuple[bool, ...]) -> Progr
 
 
 def _on_gpu(plan: Plan, tensors: Sequence[Tensor], needs: tuple[bool, ...]) -> tuple[Tensor, Back]:
-    parts = forward(plan, tensors, keeps_value=not plan.gradients.is_lean and not plan.gradients.from_result)
+    parts = forward(plan, tensors)
     moments = combined(plan, parts)
     return parts.result, lambda dy: backward(plan, tensors, parts, moments, dy, needs)
 

@@ -54,7 +54,7 @@ def backward(
     """The gradient of every slot that needs one. `parts` and `moments` come from the forward pass."""
     if isinstance(plan.own, Through):
         assert parts.produced is not None
-        return gradients_through(plan.chain, plan.own.reduction, tensors, parts.produced, dy, needs)
+        return gradients_through(plan.chain, plan.own, tensors, parts.produced, dy, needs)
     if moments is not None:
         return _from_moments(plan, tensors, parts.value, moments, dy, needs)
     value, chain = _value(plan, tensors, parts, dy), plan.chain

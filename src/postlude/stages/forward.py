@@ -51,8 +51,8 @@ class Parts(NamedTuple):
 def forward(plan: Plan, tensors: Sequence[Tensor]) -> Parts:
     chain, last = plan.chain, plan.passes[-1]
     if isinstance(plan.own, Through):
-        part = produced(chain, last.last, tensors, plan.on_gpu)
-        result = continue_from(chain, last.last, finished(chain, last.last, part.result, tensors), tensors)
+        part = produced(chain, plan.own, tensors, plan.on_gpu)
+        result = continue_from(chain, last.last, finished(chain, plan.own, part.result, tensors), tensors)
         return Parts(result, None, None, None, produced=part)
     value, partials = first_pass(plan, tensors)
     if isinstance(last.sink, Moments):

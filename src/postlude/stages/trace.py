@@ -242,6 +242,11 @@ def _name_of(function: Any) -> str:
     return f"{getattr(function, '__module__', '')}.{name}"
 
 
+def without_saving_hooks() -> saved_tensors_hooks:
+    """Hides what autograd saves inside from hooks that are set outside, such as those of a checkpoint, which counts."""
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
 def empty_strided(tensor: Tensor) -> Tensor:
     """A tensor like this one without memory."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
@@ -256,8 +261,7 @@ def derived(function: Callable[..., Tensor], inputs: Sequence[Tensor], dy: Tenso
             result = function(*leaves)
         return torch.autograd.grad(result, leaves, given[-1], allow_unused=True, materialize_grads=True)
 
-    untouched = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)  # by hooks that the user has set
-    with torch._C.DisableTorchFunction(), untouched:
+    with torch._C.DisableTorchFunction(), without_saving_hooks():
         graph: Any = make_fx(gradients)(*inputs, dy)
         graph.graph.eliminate_dead_code()
     found: list[Tensor] = fx.Interpreter(graph).run(*inputs, dy)  # operator by operator, so that each is recorded

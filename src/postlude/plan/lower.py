@@ -26,9 +26,7 @@ _FOLDED = (
 TRAINS = frozenset({"cuda"})
 
 
-def lower(
-    chain: Chain, problem: Problem, machine: Machine, *, even_if_slower: bool = False, not_ours: str | None = None
-) -> Plan | Refusal:
+def lower(chain: Chain, problem: Problem, machine: Machine, *, even_if_slower: bool = False) -> Plan | Refusal:
     """Decides how this chain runs for this problem. The plan may end before the chain: PyTorch then runs the last
     steps.
 
@@ -37,7 +35,6 @@ def lower(
         problem: Shapes, dtypes, layouts, device and precision.
         machine: The machine it runs on.
         even_if_slower: Plan a fused program even if eager PyTorch is expected to be faster.
-        not_ours: If given, the reason why PyTorch must run a convolution on a GPU.
 
     Returns:
         The plan, or a refusal with its reasons.
@@ -47,25 +44,26 @@ def lower(
         return Refusal(reasons)
     trains_on_cpu = problem.needs_grad and problem.device == "cpu"
     is_forced = even_if_slower and problem.device == "cuda"
-    through = None if trains_on_cpu else _through(chain, problem, machine, is_forced, not_ours)
+    through = None if trains_on_cpu else _through(chain, problem, machine, is_forced)
     if through is not None:
         return through
+    planned = before_features(chain)
+    planned = trained_part(planned, problem) if problem.needs_grad else planned
     if problem.device == "cuda":
-        planned = before_features(chain)
-        planned = trained_part(planned, problem) if problem.needs_grad else planned
         asked = _ASKED if problem.convolution == "pytorch" else None
-        why = not_ours or asked or (None if even_if_slower else why_not_ours(planned, problem))
+        why = asked or (None if even_if_slower else why_not_ours(planned, problem))
         found = lower_for_gpu(planned, problem, machine, even_if_slower, why)
-        if planned is chain or isinstance(found, Refusal):
-            return found
-        rest = " → ".join(chain.words()[len(planned.steps) :])
-        more = ", with its gradients" if problem.needs_grad else ""
-        return dataclasses.replace(found, reasons=(*found.reasons, f"{rest}: PyTorch's{more}"))
-    if problem.needs_grad:
-        return lower_for_cpu_training(chain, problem, machine, even_if_slower)
-    if chain.is_linear:
+    elif problem.needs_grad:
+        found = lower_for_cpu_training(planned, problem, machine, even_if_slower)
+    elif chain.is_linear:
         return Refusal(("PyTorch runs linear layers on a CPU, where the product takes nearly all of the time",))
-    return lower_for_cpu(chain, problem, machine, even_if_slower)
+    else:
+        found = lower_for_cpu(planned, problem, machine, even_if_slower)
+    if planned is chain or isinstance(found, Refusal):
+        return found
+    rest = " → ".join(chain.words()[len(planned.steps) :])
+    more = ", with its gradients" if problem.needs_grad else ""
+    return dataclasses.replace(found, reasons=(*found.reasons, f"{rest}: PyTorch's{more}"))
 
 
 def before_features(chain: Chain) -> Chain:
@@ -74,12 +72,10 @@ def before_features(chain: Chain) -> Chain:
     return chain if chain.dims or number is None else dataclasses.replace(chain, steps=chain.steps[:number])
 
 
-def _through(
-    chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool, not_ours: str | None
-) -> Plan | None:
+def _through(chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool) -> Plan | None:
     """A plan without the producer, if a sum goes through it; or with a smaller one, if a pool does (through.py)."""
     own = through_for(chain, problem, machine.card, even_if_slower)
-    if own is None or (own.folding is not None and not_ours is not None):
+    if own is None:
         return None
     planned = dataclasses.replace(chain, steps=chain.steps[: own.reduction]) if problem.needs_grad else chain
     value = body_spec(chain, problem, "contiguous")

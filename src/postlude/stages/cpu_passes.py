@@ -20,7 +20,7 @@ from postlude.reference import continue_from, convolve
 from postlude.stages.cpu_few_channels import convolve_moments
 from postlude.stages.cpu_kernel import TYPES, End, before, end_of, first_step, operand_types, operands
 from postlude.stages.cuts import result_like
-from postlude.stages.library import cast_for_convolution
+from postlude.stages.library import as_plain, cast_for_convolution
 from postlude.stages.trace import launch_cpp, settle_layout
 from postlude.steps import forward, pass_slots
 
@@ -103,10 +103,7 @@ def _value(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor, bool]:
 def _by_onednn(conv: Convolution, x: Tensor, weight: Tensor, layout: torch.memory_format) -> Tensor:
     """Calls oneDNN directly. For a batch of one PyTorch may choose another library, measured 2 to 13 times slower.
     The pass that follows adds the bias."""
-    plain = conv.as_plain()
-    assert plain is not None
-    if conv.transposed:
-        weight = weight.transpose(0, 1).flip(*range(2, 2 + conv.dims))
+    plain, weight = as_plain(conv, weight)
     x, weight = x.contiguous(memory_format=layout), weight.contiguous(memory_format=layout)
     sizes = (list(plain.padding), list(plain.stride), list(plain.dilation), plain.groups)
     return settle_layout(torch.ops.aten.mkldnn_convolution(x, weight, None, *sizes), layout)

@@ -24,10 +24,12 @@ class Inference:
 
     def __init__(self, plan: Plan, chain: Chain) -> None:
         self.plan, self.chain = plan, chain
+        self.has_numbers = "one" in chain.roles
         self.programs: dict[Given, Program] = {}
         self.runs: dict[tuple[int, Given], Run] = {}  # by device
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
+        tensors = _on_one_device(tensors) if self.has_numbers else tensors
         key = (tensors[0].get_device(), given_by(tensors))
         run = self.runs.get(key)
         if run is None:
@@ -50,10 +52,12 @@ class Training:
 
     def __init__(self, plan: Plan, chain: Chain) -> None:
         self.plan, self.chain = plan, chain
+        self.has_numbers = "one" in chain.roles
         self.programs: dict[tuple[Given, tuple[bool, ...]], Program] = {}
         self.passes: dict[tuple[torch.device, Given, tuple[bool, ...]], _Passes] = {}
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
+        tensors = _on_one_device(tensors) if self.has_numbers else tensors
         # Cast outside the autograd function, so that the same tensors are saved as in eager.
         result: Tensor = _ChainFunction.apply(self, *cast_for_convolution(self.plan.chain, tensors))  # type: ignore[no-untyped-call]
         # The plan may leave the chain's last steps out. PyTorch's operators run them, with their gradients.
@@ -141,6 +145,12 @@ class _ChainFunction(torch.autograd.Function):
         run = passes.backward_for(needs)
         with on_device_of(dy), without_autocast(dy):
             return None, *run(*kept, like(passes.program.gradient, dy))
+
+
+def _on_one_device(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Moves 0-d tensors to the GPU: PyTorch allows them on the CPU, but kernels cannot read them there."""
+    device = tensors[0].device
+    return [t if t.device == device else t.to(device, non_blocking=True) for t in tensors]
 
 
 def like(buffer: Buffer | None, tensor: Tensor) -> Tensor:

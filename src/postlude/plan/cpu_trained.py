@@ -29,7 +29,7 @@ def lower_for_cpu_training(chain: Chain, problem: Problem, machine: Machine, eve
     if isinstance(found, Refusal):
         return found
     reasons = (*found.reasons, "so is the backward pass up to the convolution's gradients, which are PyTorch's")
-    return dataclasses.replace(found, trains=True, reasons=reasons)
+    return dataclasses.replace(found, reasons=reasons)
 
 
 def _why_too_small(chain: Chain, problem: Problem, machine: Machine) -> str | None:

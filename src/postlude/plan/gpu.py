@@ -101,7 +101,6 @@ def lower_for_gpu(
         tile=tile_for(chain, problem, machine, inside),
         own=None if isinstance(own, str) else own,
         library_tf32=tf32,
-        trains=problem.needs_grad,
         gradients=gradients,
     )
     return dataclasses.replace(plan, tiles=tuple(origins(plan, machine)))

@@ -92,7 +92,6 @@ def _through(chain: Chain, problem: Problem, machine: Machine, even_if_slower: b
         reasons=(_THROUGH if own.folding is None else _FOLDED,),
         tile=tile_for(chain, problem, machine, "contiguous") if problem.device == "cuda" else None,
         own=own,
-        trains=problem.needs_grad,
     )
 
 

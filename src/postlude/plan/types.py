@@ -146,7 +146,6 @@ class Plan:
     library_tf32: bool | None = (
         None  # where PyTorch convolves in fp32 and its switch says otherwise; None: as it is set
     )
-    trains: bool = False  # gradients are needed
     gradients: Gradients = Gradients()
     tiles: tuple[str, ...] = field(default=(), compare=False)  # where each tile comes from, in words
 
@@ -160,6 +159,10 @@ class Plan:
         from postlude.stages.program import planned_program  # it imports this module
 
         return planned_program(self)
+
+    @property
+    def trains(self) -> bool:
+        return self.problem.needs_grad
 
     @property
     def on_gpu(self) -> bool:
@@ -194,9 +197,7 @@ class Plan:
     @property
     def slab_bytes(self) -> int:
         """Bytes of the chain's first value that are in memory at a time."""
-        sink = self.passes[-1].sink
-        is_moments = isinstance(sink, Moments) and not sink.stores
-        if isinstance(self.own, Through) or (self.own is not None and is_moments):
+        if isinstance(self.own, Through) or (self.own is not None and self.is_discarded):
             return 0
         if self.on_gpu:
             return self.value.bytes
@@ -218,6 +219,12 @@ class Plan:
         would."""
         is_end = self.passes[-1].last == len(self.chain.steps)
         return is_end and (self.value.layout, self.result_layout) == ("channels_last", "contiguous")
+
+    @property
+    def is_discarded(self) -> bool:
+        """Whether only moments of the first value are kept."""
+        sink = self.passes[-1].sink
+        return isinstance(sink, Moments) and not sink.stores
 
     @property
     def keeps_value(self) -> bool:
@@ -285,10 +292,9 @@ class Plan:
         return lines
 
     def _kept(self) -> str:
-        sink = self.passes[-1].sink
         if self.gradients.from_result:
             return "nothing but the result"
-        if self.gradients.is_lean or isinstance(self.own, Through) or (isinstance(sink, Moments) and not sink.stores):
+        if self.gradients.is_lean or isinstance(self.own, Through) or self.is_discarded:
             return "nothing of the convolution's size"
         return "the input" if self.chain.producer is None else "the convolution's result"
 

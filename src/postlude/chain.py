@@ -31,6 +31,7 @@ from postlude.chain_steps import Step as Step
 from postlude.chain_steps import Value as Value
 from postlude.chain_steps import operands_of as operands_of
 from postlude.chain_steps import values_of as values_of
+from postlude.chain_steps import with_operands as with_operands
 from postlude.convolution import Convolution as Convolution
 from postlude.convolution import linear as linear
 from postlude.windows import Windows

@@ -34,7 +34,7 @@ class Inference:
         run = self.runs.get(key)
         if run is None:
             program = self.program(tensors)
-            run = self.runs[key] = runner_of(program.given, program.forward, [program.result], place_of(tensors[0]))
+            run = self.runs[key] = runner_of(program.given, program.forward, [program.result], str(tensors[0].device))
         with on_device_of(tensors[0]):
             result = run(*tensors)[0]
         assert result is not None
@@ -169,10 +169,6 @@ def laid_out(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], d
 def _unmoved(chain: Chain, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors with copies of running statistics, so that a second forward pass does not update them again."""
     return [tensor.clone() if slot in chain.moved else tensor for slot, tensor in enumerate(tensors)]
-
-
-def place_of(tensor: Tensor) -> str:
-    return str(tensor.device)
 
 
 def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:

@@ -196,20 +196,6 @@ class Tracer(TorchFunctionMode):
         return value
 
 
-def _convolved(x: Tensor, weight: Tensor, padding: Any, stride: Any, dilation: Any, groups: int, *_: bool) -> Tensor:
-    return torch.ops.aten.convolution(x, weight, None, stride, padding, dilation, False, [0], groups)  # type: ignore[no-any-return]
-
-
-def _transposed(
-    x: Tensor, weight: Tensor, padding: Any, out: Any, stride: Any, dilation: Any, groups: int, *_: bool
-) -> Tensor:
-    return torch.ops.aten.convolution(x, weight, None, stride, padding, dilation, True, out, groups)  # type: ignore[no-any-return]
-
-
-def _by_onednn(x: Tensor, weight: Tensor, bias: Any, padding: Any, stride: Any, dilation: Any, groups: int) -> Tensor:
-    return torch.ops.aten.convolution(x, weight, bias, stride, padding, dilation, False, [0], groups)  # type: ignore[no-any-return]
-
-
 def _convolution_gradients(dy: Tensor, x: Tensor, weight: Tensor, *settings: Any) -> tuple[Tensor | None, ...]:
     """Gradients with cuDNN's layout: channels-last if one of the convolution's operands is."""
     found = torch.ops.aten.convolution_backward(dy, x, weight, *settings)
@@ -221,10 +207,17 @@ def _convolution_gradients(dy: Tensor, x: Tensor, weight: Tensor, *settings: Any
 
 
 # Operators that PyTorch cannot run on the meta device, or whose layout it gets wrong there.
+_convolution = torch.ops.aten.convolution
 _WITHOUT_MEMORY: dict[str, Callable[..., Any]] = {
-    "aten.mkldnn_convolution": _by_onednn,
-    "aten.cudnn_convolution": _convolved,
-    "aten.cudnn_convolution_transpose": _transposed,
+    "aten.mkldnn_convolution": lambda x, weight, bias, padding, stride, dilation, groups: _convolution(
+        x, weight, bias, stride, padding, dilation, False, [0], groups
+    ),
+    "aten.cudnn_convolution": lambda x, weight, padding, stride, dilation, groups, *_: _convolution(
+        x, weight, None, stride, padding, dilation, False, [0], groups
+    ),
+    "aten.cudnn_convolution_transpose": lambda x, weight, padding, out, stride, dilation, groups, *_: _convolution(
+        x, weight, None, stride, padding, dilation, True, out, groups
+    ),
     "aten.convolution_backward": _convolution_gradients,
 }
 _SPACES = ((torch, "torch"), (F, "F"), (Tensor, "Tensor"), (torch.autograd, "torch.autograd"))

@@ -77,6 +77,11 @@ class Chain:
         """Whether the producer is a linear layer; the chain's values are then matrices."""
         return self.producer is not None and self.producer.is_linear
 
+    def first(self, kinds: type[Step] | tuple[type[Step], ...], last: int | None = None) -> int | None:
+        """The number of the first step of one of these kinds, among all or up to step `last`."""
+        numbers = (number for number, step in enumerate(self.steps[:last], 1) if isinstance(step, kinds))
+        return next(numbers, None)
+
     @functools.cached_property
     def last_uses(self) -> dict[int, int]:
         """Value index → number of the last step that reads it (the result counts as read after the end)."""

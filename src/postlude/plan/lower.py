@@ -22,8 +22,6 @@ _FOLDED = (
     "the pool is part of the convolution's weight: an infinity in the input stays one where PyTorch's average of "
     "infinities of both signs is NaN"
 )
-# Devices whose plans may be lean in training.
-TRAINS = frozenset({"cuda"})
 
 
 def lower(chain: Chain, problem: Problem, machine: Machine, *, even_if_slower: bool = False) -> Plan | Refusal:
@@ -68,8 +66,8 @@ def lower(chain: Chain, problem: Problem, machine: Machine, *, even_if_slower: b
 
 def before_features(chain: Chain) -> Chain:
     """The chain up to a pool over a linear layer's features, which no pass computes."""
-    number = next((number for number, step in enumerate(chain.steps) if isinstance(step, Pool)), None)
-    return chain if chain.dims or number is None else dataclasses.replace(chain, steps=chain.steps[:number])
+    number = chain.first(Pool)
+    return chain if chain.dims or number is None else dataclasses.replace(chain, steps=chain.steps[: number - 1])
 
 
 def _through(chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool) -> Plan | None:

@@ -70,9 +70,6 @@ def gradient_passes(
     forward pass saved of a reduction over channels.
     """
     chain, spec, last = plan.chain, plan.value, last_with_gradient(plan.chain)
-    reason = reverse.unsupported_gradient(chain, last, None if plan.pool is None else plan.pool.pool)
-    if reason is not None:
-        raise ValueError(f"no gradient passes: {reason}")
     wanted, layout = reverse.wanted(chain, last, needs), memory_format(spec.layout, chain.dims)
     norm = plan.norm
     value = value.contiguous(memory_format=layout)

@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "errors": set(),
     "words": set(),
     "encoded": set(),
-    "convolution": set(),
+    "convolution": {"windows"},
     "windows": set(),
     "chain_steps": {"windows", "words"},
     "chain": {"chain_steps", "convolution", "encoded", "windows", "words"},

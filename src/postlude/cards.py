@@ -115,6 +115,10 @@ class Card:
     def is_measured(self) -> bool:
         return self.figures == "measured"
 
+    def holds(self, shared_bytes: int) -> bool:
+        """Whether one block may use so much shared memory."""
+        return not self.shared_bytes or shared_bytes <= self.shared_bytes
+
     def __str__(self) -> str:
         return f"{self.name}: {_WORDS[self.figures]}"
 

@@ -31,6 +31,7 @@ from postlude.chain_steps import Step as Step
 from postlude.chain_steps import Value as Value
 from postlude.chain_steps import operands_of as operands_of
 from postlude.chain_steps import values_of as values_of
+from postlude.chain_steps import with_operands as with_operands
 from postlude.convolution import Convolution as Convolution
 from postlude.convolution import linear as linear
 from postlude.windows import Windows
@@ -75,6 +76,11 @@ class Chain:
     def is_linear(self) -> bool:
         """Whether the producer is a linear layer; the chain's values are then matrices."""
         return self.producer is not None and self.producer.is_linear
+
+    def first(self, kinds: type[Step] | tuple[type[Step], ...], last: int | None = None) -> int | None:
+        """The number of the first step of one of these kinds, among all or up to step `last`."""
+        numbers = (number for number, step in enumerate(self.steps[:last], 1) if isinstance(step, kinds))
+        return next(numbers, None)
 
     @functools.cached_property
     def last_uses(self) -> dict[int, int]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from postlude.windows import Windows
 from postlude.words import NORMS, Setting
@@ -112,6 +114,17 @@ def operands_of(step: Step) -> tuple[Operand, ...]:
     if isinstance(step, Normalize):
         return (step.operand, *(slot for slot in (step.weight, step.bias) if slot is not None))
     return (step.operand,)
+
+
+def with_operands(step: Step, change: Callable[[Operand], Operand]) -> Step:
+    """The same step with each of its operands, a norm's running statistics among them, changed."""
+
+    def changed(part: Any) -> Any:
+        if isinstance(part, tuple):
+            return tuple(map(changed, part))
+        return change(part) if isinstance(part, Operand) else part
+
+    return dataclasses.replace(step, **{name: changed(part) for name, part in vars(step).items()})
 
 
 def values_of(step: Step) -> tuple[Value, ...]:

@@ -6,6 +6,8 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+from postlude.windows import shown
+
 
 @dataclass(frozen=True)
 class Convolution:
@@ -66,12 +68,12 @@ class Convolution:
 
     def __str__(self) -> str:
         words = [f"{self.in_channels}→{self.out_channels}"]
-        words += [] if self.is_linear else [f"k{_sizes(self.kernel)}"]
+        words += [] if self.is_linear else [f"k{shown(self.kernel)}"]
         sizes_by_letter = {"s": self.stride, "p": self.padding, "op": self.output_padding, "d": self.dilation}
         for letter, sizes in sizes_by_letter.items():
             usual = 1 if letter in "sd" else 0
             if any(size != usual for size in sizes):
-                words.append(f"{letter}{_sizes(sizes)}")
+                words.append(f"{letter}{shown(sizes)}")
         if self.groups != 1:
             words.append(f"g{self.groups}")
         if self.dtype is not None:
@@ -82,7 +84,3 @@ class Convolution:
 def linear(in_features: int, out_features: int, has_bias: bool = False, dtype: str | None = None) -> Convolution:
     """x · Wᵀ + b over rows of features: [N, in] → [N, out]."""
     return Convolution(False, in_features, out_features, (), (), (), (), (), 1, has_bias, dtype)
-
-
-def _sizes(sizes: tuple[int, ...]) -> str:
-    return str(sizes[0]) if len(set(sizes)) == 1 else "×".join(map(str, sizes))

@@ -19,7 +19,7 @@ _BINDING = {"+": 1, "-": 1, "*": 2, "/": 2, "//": 2}
 _SIGN = 3  # precedence of a sign, above the binary operators
 
 
-def emit(function: Function, channels: int = 0, spread: str = "", masks_channels: bool = True) -> str:
+def emit(function: Function, channels: int = 0, spread: str = "") -> str:
     """The text of a Triton function.
 
     Args:
@@ -28,12 +28,11 @@ def emit(function: Function, channels: int = 0, spread: str = "", masks_channels
         spread: An index such as "[None, :]" that broadcasts a number per channel to the block. A GEMM's epilogue needs
             it: with a two-dimensional load the compiler converted the whole accumulator to that load's layout, three
             times.
-        masks_channels: False if every lane has a channel.
     """
     lines = ["@triton.jit", f"def {function.name}({', '.join([*map(text, function.takes), *POINTERS])}):"]
     for line in function.body:
         value = line.value
-        written = _load(value, function, channels, spread, masks_channels) if isinstance(value, Load) else text(value)
+        written = _load(value, function, channels, spread) if isinstance(value, Load) else text(value)
         lines.append(f"    {', '.join(map(text, line.targets))} = {written}")
     given = function.returns
     returned = f"({', '.join(map(text, given))},)" if isinstance(given, tuple) else text(given)
@@ -66,7 +65,7 @@ def _call(term: Apply, binding: int) -> str:
     return f"({written})" if own < binding else written
 
 
-def _load(load: Load, function: Function, channels: int, spread: str, masks_channels: bool) -> str:
+def _load(load: Load, function: Function, channels: int, spread: str) -> str:
     pointer, dtype = f"a{function.slots.index(load.slot.index)}", f"{text(function.takes[0])}.dtype"
     if load.role == "one":
         return f"tl.load({pointer}).to({dtype})"
@@ -78,8 +77,7 @@ def _load(load: Load, function: Function, channels: int, spread: str, masks_chan
         where, mask = _row(function, channels)
     else:
         where, mask = "o_c", "m_c"
-    masked = f", mask={mask}, other=0.0" if masks_channels or mask != "m_c" else ""
-    return f"tl.load({pointer} + {where}{masked}){spread}.to({dtype})"
+    return f"tl.load({pointer} + {where}, mask={mask}, other=0.0){spread}.to({dtype})"
 
 
 def _row(function: Function, channels: int) -> tuple[str, str]:

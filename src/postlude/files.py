@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -32,6 +33,17 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+def kept_or_made(folder: Path | None, name: str, make: Callable[[], bytes]) -> bytes:
+    """The content of a cached file, made now or by an earlier process. Without a folder nothing is cached."""
+    path = None if folder is None else folder / name
+    if path is not None and (kept := read_kept(path)):
+        return kept
+    made = make()
+    if path is not None:
+        write_kept(path, made)
+    return made
 
 
 def read_kept(path: Path) -> bytes | None:

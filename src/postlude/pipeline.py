@@ -25,7 +25,6 @@ from postlude.graph.compiled import compiled
 from postlude.graph.layout import Conversion
 from postlude.graph.match import Declined, Match
 from postlude.plan import Plan, Problem, Refusal
-from postlude.plan.lower import TRAINS
 from postlude.run.execute import check_precision
 from postlude.run.ledger import Ledger
 from postlude.shown import shown
@@ -261,7 +260,7 @@ def _check_request(
     check_memory(memory)
     tensors = [item for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
     device = tensors[0].device.type if tensors else hardware.default_device()
-    if memory == "lean" and device not in TRAINS:
+    if memory == "lean" and device != "cuda":
         raise PostludeError(f"memory='lean' is for training on a GPU, not on {device}; leave it out.")
     check_precision(precision, device)
     if (earlier := _result_of(model)) is not None:

@@ -126,17 +126,17 @@ def load(path: str | Path, class_name: str = "Model") -> ProblemFile:
     return ProblemFile(path, module, model_class)
 
 
-def check_candidate(path: str | Path, class_name: str = "ModelNew") -> None:
+def check_candidate(path: str | Path) -> None:
     """Raises if something is obviously wrong with a candidate's file, without running any of it."""
     path = Path(path)
     source = _read(path)
     _compile(path, source)
     tree = ast.parse(source)
     names = {name for node in ast.walk(tree) for name in _bound_by(node)}
-    if class_name not in names and "*" not in names:
+    if not names & {"ModelNew", "*"}:
         classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
         has = f"it has {', '.join(classes)}" if classes else "it has no classes at all"
-        raise ProblemFileError(f"{path}: it has no class {class_name} ({has}).")
+        raise ProblemFileError(f"{path}: it has no class ModelNew ({has}).")
 
 
 def _bound_by(node: ast.AST) -> list[str]:

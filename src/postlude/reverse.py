@@ -65,7 +65,7 @@ class Wanted:
 @functools.lru_cache(maxsize=1024)
 def wanted(chain: Chain, last: int, needs: frozenset[int]) -> Wanted:
     """The slots of steps 1 to `last` whose gradient is needed; γ's and β's follow from dn and dn · x̂."""
-    norm = None if has_rows(chain, last) else norm_step(chain, last)
+    norm = None if has_rows(chain, last) else chain.first(Normalize, last)
     asked = [slot for slot in pass_slots(chain, last) if slot in needs]
     full = tuple(slot for slot in asked if chain.roles[slot] == "full")
     vectors = {slot for slot in _read_pointwise(chain, last) if chain.roles[slot] in ("channel", "row", "one")}
@@ -93,14 +93,14 @@ def unsupported_gradient(chain: Chain, last: int, pool: Pool | None = None) -> s
         return f"the steps read more than {MOST_FULL} tensors of the value's size"
     # Those of the pooled value's gradient and of a max_pool's taps; of a reduction's gradient, result and taps.
     more = 0 if pool is None else 1 + (pool.op == "max_pool")
-    if chain.dims and reduce_step(chain, last) is not None:
+    if chain.dims and chain.first(Reduce, last) is not None:
         more += 1 + len(kept_of_reduction(chain, last))
     return steps.too_many_tensors(chain, last, more)
 
 
 def sums(chain: Chain, last: int, needs: frozenset[int], given: tuple[Assign, ...] = ()) -> Function:
     """The first pass, of a chain with a norm: from the last step back to the norm's result."""
-    norm, slots = norm_step(chain, last), wanted(chain, last, needs).sums
+    norm, slots = chain.first(Normalize, last), wanted(chain, last, needs).sums
     assert norm is not None
     body = [*given, *_forward(chain, last), *_backward(chain, norm, last, slots)]
     dn = Gradient(Value(norm))
@@ -114,7 +114,7 @@ def gradient(
 ) -> Function:
     """The second pass: from the last step back to the first value. `from_result`: the block is the last value."""
     want = wanted(chain, last, needs)
-    by_rows, norm = has_rows(chain, last), norm_step(chain, last)
+    by_rows, norm = has_rows(chain, last), chain.first(Normalize, last)
     slots = want.full + want.totals if by_rows and not chain.dims else want.totals + want.full
     returns: tuple[Term, ...] = (Gradient(Value(0)), *(Gradient(Slot(slot)) for slot in slots))
     takes: tuple[Name, ...] = ROW if by_rows else (MEAN, RSTD, A, B)
@@ -153,14 +153,14 @@ def reads_no_value(chain: Chain, last: int) -> bool:
 def needs_first_value(chain: Chain, last: int) -> bool:
     """Whether the gradients of steps 1 to `last` read a value of the first one's size, from before a reduction over
     channels; the reduction's own result is saved in any case."""
-    reduce = reduce_step(chain, last)
+    reduce = chain.first(Reduce, last)
     read = _values_read(chain, last, range(len(chain.roles)))
-    return norm_step(chain, last) is not None or any(reduce is None or index < reduce for index in read)
+    return chain.first(Normalize, last) is not None or any(reduce is None or index < reduce for index in read)
 
 
 def kept_of_reduction(chain: Chain, last: int) -> tuple[Value | Name, ...]:
     """What the gradients of steps 1 to `last` read of a reduction over channels: its result, or the chosen channel."""
-    number = reduce_step(chain, last)
+    number = chain.first(Reduce, last)
     if number is None:
         return ()
     body = _backward(chain, 0, last, range(len(chain.roles)))
@@ -172,14 +172,6 @@ def kept_of_reduction(chain: Chain, last: int) -> tuple[Value | Name, ...]:
 def chooses(chain: Chain) -> bool:
     """Whether a gradient goes to the one of several values that was chosen in the forward pass."""
     return any(isinstance(step, Reduce | Pool) and step.op in (*CHOICES, "max_pool") for step in chain.steps)
-
-
-def reduce_step(chain: Chain, last: int) -> int | None:
-    return next((number for number, step in enumerate(chain.steps[:last], 1) if isinstance(step, Reduce)), None)
-
-
-def norm_step(chain: Chain, last: int) -> int | None:
-    return next((number for number, step in enumerate(chain.steps[:last], 1) if isinstance(step, Normalize)), None)
 
 
 def has_rows(chain: Chain, last: int) -> bool:
@@ -207,7 +199,7 @@ def _read_pointwise(chain: Chain, last: int) -> set[int]:
 
 def _forward(chain: Chain, last: int) -> list[Assign]:
     """The values again, and x̂."""
-    by_rows, norm, reduce = has_rows(chain, last), norm_step(chain, last), reduce_step(chain, last)
+    by_rows, norm, reduce = has_rows(chain, last), chain.first(Normalize, last), chain.first(Reduce, last)
     body = [*steps.forward(chain, "rows" if by_rows else "given", last).body]
     if by_rows and reduce is not None:
         step = chain.steps[reduce - 1]
@@ -228,7 +220,7 @@ def _backward(chain: Chain, root: int, last: int, slots: Iterable[int]) -> list[
     """
     body: list[Assign] = []
     terms: dict[Operand, Term] = {Value(last): G}
-    reduce, by_rows = reduce_step(chain, last), has_rows(chain, last)
+    reduce, by_rows = chain.first(Reduce, last), has_rows(chain, last)
 
     def add(operand: Operand, term: Term) -> None:
         terms[operand] = call("+", terms[operand], term) if operand in terms else term

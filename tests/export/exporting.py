@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -13,8 +14,10 @@ import torch
 from torch import nn
 
 from postlude import problem_file
+from postlude.export.device_text import Kernel
 from postlude.export.export_model import HOPPER, Export, export
 from postlude.export.measured import from_records
+from postlude.export.source import text_of
 from postlude.hardware import Machine
 
 ROOT = Path(__file__).parents[2]
@@ -336,3 +339,8 @@ def ruff(*paths: Path) -> str:
         done = subprocess.run([*command, *map(str, paths)], capture_output=True, text=True)
         found += done.stdout + done.stderr if done.returncode else ""
     return found
+
+
+def as_text(function: ast.FunctionDef) -> Kernel:
+    """A function as it is before its lines are broken."""
+    return Kernel(function.name, text_of(function), tuple(arg.arg for arg in function.args.args))

@@ -6,12 +6,15 @@ import textwrap
 
 import pytest
 
-from postlude.export.specialise import Inline, Specialised, specialise
+from export.exporting import as_text
+from postlude.export.device_text import Kernel
+from postlude.export.source import text_of
+from postlude.export.specialise import Inline, specialise
 from postlude.plan.program import Word
 
 
 def cut(source: str, **constants: object) -> str:
-    return specialise(textwrap.dedent(source), constants).text
+    return text_of(specialise(textwrap.dedent(source), constants))
 
 
 def assert_becomes(before: str, after: str, **constants: object) -> None:
@@ -176,8 +179,8 @@ def test_conditions_lose_what_is_known() -> None:
 
 def test_what_stays_a_parameter_still_decides() -> None:
     source = "def f(x, WIDTH, BLOCK):\n    if WIDTH > 1:\n        g(x)\n    g(WIDTH * BLOCK)\n"
-    made = specialise(source, {"WIDTH": 1, "BLOCK": 16}, keep=frozenset({"WIDTH"}))
-    assert made == Specialised("f", "def f(WIDTH):\n    g(WIDTH * 16)\n", ("WIDTH",))
+    made = as_text(specialise(source, {"WIDTH": 1, "BLOCK": 16}, keep=frozenset({"WIDTH"})))
+    assert made == Kernel("f", "def f(WIDTH):\n    g(WIDTH * 16)\n", ("WIDTH",))
 
 
 def test_local_constants() -> None:

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from export.exporting import as_text
 from postlude.export.device_text import library
 from postlude.export.specialise import Inline, specialise
 from postlude.plan.program import Word
@@ -175,7 +176,7 @@ REAL: dict[str, tuple[str, dict[str, object], frozenset[str], int]] = {
 def test_real_kernels(name: str) -> None:
     kernel, constants, keep, most = REAL[name]
     before = library()[kernel]
-    made = specialise(before, constants, keep=keep)
+    made = as_text(specialise(before, constants, keep=keep))
     words = set(re.findall(r"\w+", made.text))
     assert words.isdisjoint(constants.keys() - keep), words & (constants.keys() - keep)
     ast.parse(made.text)
@@ -186,7 +187,7 @@ def test_real_kernels(name: str) -> None:
 
 
 def test_61_in_half_precision_is_a_plain_kernel() -> None:
-    made = specialise(library()["convolve_kernel"], HALF, {"convolve_kernel": "convolve_relu"}, TILES)
+    made = as_text(specialise(library()["convolve_kernel"], HALF, {"convolve_kernel": "convolve_relu"}, TILES))
     assert made.parameters[:6] == ("d_x", "d_w", "p_y", "p_mean", "p_m2", "p_count")
     assert made.parameters[-4:] == ("BLOCK_M", "BLOCK_C", "BLOCK_K", "STAGES")
     assert made.text.count("if ") == 0

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cases import BY_NAME
+from export.exporting import as_text
 from machines import SMALL_H200
 from postlude.check import tensors_for
 from postlude.export import rules
@@ -87,7 +88,7 @@ def _run_specialised(launch: Launch, pointers: Sequence[Any], calls: dict[str, s
         sizes = values.items()
         constants |= {name: value for name, value in sizes if name not in constants and type(value) is int}
     source = library()[launch.kernel.fn.__name__]
-    made = specialise(source, constants, keep=frozenset() if numbers else TILES & constants.keys())
+    made = as_text(specialise(source, constants, keep=frozenset() if numbers else TILES & constants.keys()))
     programs = [value.fn for value in launch.constants.values() if hasattr(value, "fn")]
     helpers = _helpers(made.text, {**library(), **{fn.__name__: inspect.getsource(fn) for fn in programs}})
     space = compose(HEADER + "\n\n".join([*helpers.values(), made.text]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from export.exporting import as_text
 from export.test_specialise import assert_becomes, cut
 from postlude.export.joined import join
 from postlude.export.source import parse, text_of
@@ -72,7 +73,7 @@ def test_blank_lines() -> None:
 
 def test_names() -> None:
     source = "def some_kernel(p_x, BEFORE):\n    return BEFORE(p_x, p_x=1)  # of p_x by BEFORE\n"
-    made = specialise(source, {}, {"some_kernel": "one", "p_x": "x_ptr", "BEFORE": "relu"})
+    made = as_text(specialise(source, {}, {"some_kernel": "one", "p_x": "x_ptr", "BEFORE": "relu"}))
     assert made.text == "def one(x_ptr, relu):\n    return relu(x_ptr, p_x=1)  # of x_ptr by relu\n"
     assert made.parameters == ("x_ptr", "relu")
 

@@ -36,9 +36,9 @@ WIDE_TRAINED = {"300 channels": (TRAINED.reduce("amin", "channels").chain(), (8,
 
 
 def compiled(chain: Chain, shape: tuple[int, ...], layout: str, dtype: str, card: int) -> tuple[Compiled, KernelCall]:
-    given = problem(chain, shape, layout, device="cuda")
+    given = problem(chain, shape, layout, device="cuda", convolution="pytorch")
     given = dataclasses.replace(given, tensors=tuple(dataclasses.replace(s, dtype=dtype) for s in given.tensors))
-    plan = lower(chain, given, machine_of(card), even_if_slower=True, not_ours="not in this test")
+    plan = lower(chain, given, machine_of(card), even_if_slower=True)
     assert isinstance(plan, Plan), plan
     assert plan.value.layout == layout
     program = program_of(chain, prepare(chain, plan), given, [False] * len(given.tensors))
@@ -70,9 +70,9 @@ def test_rows_are_read_in_vectors_and_each_channels_numbers_once(monkeypatch: py
 
 
 def compiled_gradients(chain: Chain, shape: tuple[int, ...], layout: str, dtype: str, card: int) -> list[Compiled]:
-    given = problem(chain, shape, layout, device="cuda", needs_grad=True)
+    given = problem(chain, shape, layout, device="cuda", convolution="pytorch", needs_grad=True)
     given = dataclasses.replace(given, tensors=tuple(dataclasses.replace(s, dtype=dtype) for s in given.tensors))
-    plan = lower(chain, given, machine_of(card), even_if_slower=True, not_ours="not in this test")
+    plan = lower(chain, given, machine_of(card), even_if_slower=True)
     assert isinstance(plan, Plan), plan
     assert plan.chain == chain
     program = program_of(chain, prepare(chain, plan), given, [True] * len(given.tensors))

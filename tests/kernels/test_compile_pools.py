@@ -29,9 +29,9 @@ KERNELS = ("pools_kernel", "sums_kernel", "gradient_kernel")
 def compiled(
     chain: Chain, shape: tuple[int, ...], layout: str, dtype: str, trains: bool
 ) -> list[tuple[Compiled, KernelCall]]:
-    given = problem(chain, shape, layout, device="cuda", needs_grad=trains)
+    given = problem(chain, shape, layout, device="cuda", convolution="pytorch", needs_grad=trains)
     given = dataclasses.replace(given, tensors=tuple(dataclasses.replace(s, dtype=dtype) for s in given.tensors))
-    plan = lower(chain, given, machine_of(90), even_if_slower=True, not_ours="not in this test")
+    plan = lower(chain, given, machine_of(90), even_if_slower=True)
     assert isinstance(plan, Plan), plan
     needs = [trains and slot not in chain.moved for slot in range(len(given.tensors))]
     program = program_of(chain, prepare(chain, plan), given, needs)

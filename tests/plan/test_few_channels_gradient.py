@@ -16,7 +16,6 @@ from postlude.plan.few_channels_gradient import (
     GradientPlan,
     few_channels_gradient_for,
     gradient_shared_bytes,
-    output_of,
 )
 from postlude.plan.gpu import lower_for_gpu
 
@@ -64,7 +63,7 @@ def test_tiles_cover_every_position_and_output_once(taps: int, tile: int) -> Non
     for size in range(taps, 60):
         for padding in range(taps):
             shape = Geometry(3, 8, (1, taps, 1), (0, padding, 0), False, "float32")
-            out = output_of(shape, (1, size, 1))[1]
+            out = shape.output((1, size, 1))[1]
             tiles = settings.tiles_along(shape, (1, size, 1), True)[1]
             counted, given = [], []
             for i in range(tiles):

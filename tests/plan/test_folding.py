@@ -12,7 +12,7 @@ from cases import Builder, conv
 from level2 import POOLED, up
 from machines import H200
 from plan.test_lower import problem
-from plan.test_through import assert_trains
+from plan.test_through import assert_trains, result_through
 from postlude import reference
 from postlude.chain import Chain, Pool
 from postlude.check import chain_points, tensors_for, verify_chain
@@ -69,7 +69,10 @@ def planned(chain: Chain, shape: tuple[int, ...], **changes: object) -> Plan:
 def error(chain: Chain, shape: tuple[int, ...]) -> float:
     tensors = tensors_for(chain, shape, torch.float64)
     number = next(number for number, step in enumerate(chain.steps, 1) if isinstance(step, Pool))
-    ours = through.sum_through(chain, number, tensors)
+    step = chain.steps[number - 1]
+    assert isinstance(step, Pool)
+    own = Through(number, folding_of(chain.convolution, step, shape[2:]))
+    ours = result_through(chain, own, tensors)
     truth = reference.evaluate(dataclasses.replace(chain, steps=chain.steps[:number]), tensors)
     assert ours.shape == truth.shape
     assert ours.stride() == truth.stride()

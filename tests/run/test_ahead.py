@@ -85,8 +85,8 @@ def test_cudnns_own_operators_run_without_memory_too() -> None:
     """A convolution in another precision than PyTorch's switch says is cuDNN's operator, which has no meta kernel."""
     case = BY_NAME["61 small"]
     tensors = tensors_for(case.chain, case.shape, torch.float32, "cpu", 0, "normal", "contiguous")
-    problem = Problem(tuple(map(spec_of, tensors)), "cuda", "fp32", False, allows_tf32=True)
-    plan = lower(case.chain, problem, HOPPER_WITHOUT_NVRTC, even_if_slower=True, not_ours="for this test")
+    problem = Problem(tuple(map(spec_of, tensors)), "cuda", "fp32", False, allows_tf32=True, convolution="pytorch")
+    plan = lower(case.chain, problem, HOPPER_WITHOUT_NVRTC, even_if_slower=True)
     assert isinstance(plan, Plan)
     assert plan.library_tf32 is False
     program = ahead.program_of(case.chain, prepare(case.chain, plan), problem, [False] * len(tensors))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
@@ -16,25 +16,29 @@ from cases import BY_NAME, Builder
 from postlude import functional, reference
 from postlude.check import tensors_for
 from postlude.plan import Plan
-from postlude.run import execute
+from postlude.run import chain_run
+from postlude.run.chain_run import Inference, Training
 from postlude.run.site import Site, run_chain
 
 SCALED = Builder(3).norm(2).op("mul", "one").chain()
 
 
-def test_a_number_on_another_device_is_brought_to_the_input(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("runs", [Inference, Training])
+def test_a_number_on_another_device_is_brought_to_the_input(
+    runs: type[Inference] | type[Training], monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[Tensor] = []
 
-    def runner(tensors: Sequence[Tensor]) -> Tensor:
+    def run(*tensors: Tensor) -> tuple[Tensor]:
         seen.extend(tensors)
-        return tensors[0]
+        return (tensors[0],)
 
-    monkeypatch.setattr(execute, "Inference", lambda plan, chain: runner)
+    monkeypatch.setattr(chain_run, "runner_of", lambda *_: run)
+    monkeypatch.setattr(Inference, "program", lambda *_: SimpleNamespace(given=(), forward=(), result=None))
+    monkeypatch.setattr(chain_run._ChainFunction, "apply", lambda _, *tensors: run(*tensors)[0])
     plan = object.__new__(Plan)
     object.__setattr__(plan, "chain", SCALED)
-    object.__setattr__(plan, "tile", 1)  # on a GPU
-    ready = execute.prepare(SCALED, plan)
-    ready([torch.empty(2, 4, 3, 3, 3, device="meta"), torch.tensor(2.0)])
+    runs(plan, SCALED)([torch.empty(2, 4, 3, 3, 3, device="meta"), torch.tensor(2.0)])
     assert [tensor.device.type for tensor in seen] == ["meta", "meta"]
 
 

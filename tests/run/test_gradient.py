@@ -100,7 +100,7 @@ def first_value(plan: Plan, tensors: tuple[Tensor, ...]) -> Tensor:
 
 
 def moments_of(plan: Plan, value: Tensor, tensors: tuple[Tensor, ...]) -> Moments:
-    number = reverse.norm_step(plan.chain, last_fused_step(plan.chain))
+    number = plan.chain.first(Normalize, last_fused_step(plan.chain))
     norm = None if number is None else plan.chain.steps[number - 1]
     if number is None or not isinstance(norm, Normalize) or norm.over == "row":
         return None

@@ -79,8 +79,8 @@ def test_values_strides_and_dtypes_are_pytorchs(name: str, way: str) -> None:
 
 
 def trained(chain: Chain, tensors: list[Tensor], ours: bool = True, cuts: bool = False) -> Training:
-    problem = dataclasses.replace(problem_of(tensors), device="cuda", needs_grad=True)
-    plan = lower(chain, problem, CARD, even_if_slower=True, not_ours=None if ours else "as asked")
+    problem = problem_of(tensors, convolution="auto" if ours else "pytorch")
+    plan = lower(chain, dataclasses.replace(problem, device="cuda", needs_grad=True), CARD, even_if_slower=True)
     assert isinstance(plan, Plan), plan
     if isinstance(plan.own, LinearGemm):
         plan = dataclasses.replace(plan, own=dataclasses.replace(plan.own, rows=16, block_c=16, cuts_weight=cuts))

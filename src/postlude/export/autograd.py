@@ -66,30 +66,32 @@ def returning(lines: Sequence[str], result: str) -> list[str]:
     return [*body, *([f"    return {end}"] if end != last else [last, f"    return {result}"])]
 
 
-def plain_function(chain: Chain, name: str, names: Mapping[int, str], tensors: Sequence[Tensor]) -> str:
-    lines = returning(*_by_pytorch(plain_program(chain, tensors), names, "value"))
+def function_text(chain: Chain, name: str, names: Mapping[int, str], body: Sequence[str], how: str) -> str:
+    """A function of the chain's tensors that computes it, as its docstring says."""
     arguments = [f"{names[slot]}: Tensor" for slot in range(len(chain.roles))]
     head = laid_out(f"def {name}", arguments, after=" -> Tensor:", indent=0)
-    return fold("\n".join([*head, *docstring(f"{chain}, by PyTorch."), *lines]) + "\n")
+    return fold("\n".join([*head, *docstring(f"{chain}, by {how}."), *body]) + "\n")
+
+
+def plain_function(chain: Chain, name: str, names: Mapping[int, str], tensors: Sequence[Tensor]) -> str:
+    return function_text(chain, name, names, returning(*_by_pytorch(plain_program(chain, tensors), names)), "PyTorch")
 
 
 def rest_lines(
-    chain: Chain, first: int, names: Mapping[int, str], tensors: Sequence[Tensor], value: Tensor, word: str
+    chain: Chain, first: int, names: Mapping[int, str], tensors: Sequence[Tensor], value: Tensor
 ) -> list[str]:
-    """Statements for the steps after step `first`, by PyTorch, on the value named `word`."""
-    if first == len(chain.steps):
-        return []
-    slots = {0: word, **{slot + 1: name for slot, name in names.items()}}
-    lines, result = _by_pytorch(rest_program(chain, first, value, tensors), slots, word, joins=False)
-    return [*lines, *([] if result == word else [f"    {word} = {result}"])]
+    """Statements for the steps after step `first`, by PyTorch, on the value of this name."""
+    slots = {0: "value", **{slot + 1: name for slot, name in names.items()}}
+    lines, result = _by_pytorch(rest_program(chain, first, value, tensors), slots, joins=False)
+    return [*lines, *([] if result == "value" else [f"    value = {result}"])]
 
 
-def _by_pytorch(program: Program, slots: Mapping[int, str], word: str, joins: bool = True) -> tuple[list[str], str]:
-    """The statements of a program of PyTorch's calls, and its result's name. If it is straight, all values are named
-    `word`."""
+def _by_pytorch(program: Program, slots: Mapping[int, str], joins: bool = True) -> tuple[list[str], str]:
+    """The statements of a program of PyTorch's calls, and its result's name. If it is straight, all values have one
+    name."""
     text = ProgramText(program, slots, joins=joins)
     if _is_straight(program):
-        text.words |= dict.fromkeys((buffer.number for buffer in made_by(program.forward)), word)
+        text.words |= dict.fromkeys((buffer.number for buffer in made_by(program.forward)), "value")
     return text.forward_lines(), text.words[program.result.number]
 
 

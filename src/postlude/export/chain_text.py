@@ -10,10 +10,17 @@ import torch
 from torch import Tensor
 
 from postlude.chain import Chain, Normalize
-from postlude.export.autograd import class_name, kept_class, recomputing_class, rest_lines, returning
+from postlude.export.autograd import (
+    class_name,
+    function_text,
+    kept_class,
+    recomputing_class,
+    rest_lines,
+    returning,
+)
 from postlude.export.cuda import COMPILE
 from postlude.export.device_text import Kernel
-from postlude.export.layout import docstring, fold, laid_out
+from postlude.export.layout import fold
 from postlude.export.program_text import ProgramText
 from postlude.plan import Plan
 from postlude.plan.program import Buffer, Descriptor, KernelCall, Program, launches
@@ -65,13 +72,14 @@ def chain_text(
         functions = kept_class(plan.chain, name, names, text)
         if len(plan.chain.steps) < len(chain.steps):
             called = name
-            functions |= _continued(chain, plan, name, names, tensors, program.result)
+            functions[name] = _continued(chain, plan, name, names, tensors, program.result)
     else:
         program = inference_program(plan, chain, given_by(tensors))
         text = ProgramText(program, names, _WORDS, functions=kernels)
         body = returning(text.forward_lines(), text.words[program.result.number])
         what = "kernels" if launches(program.forward) else "fewer operations"
-        functions = _function(chain, name, names, body, what) | recomputing_class(chain, name, names, tensors, what)
+        functions = {name: function_text(chain, name, names, body, what)}
+        functions |= recomputing_class(chain, name, names, tensors, what)
     given = program.given[: len(program.given) - drawn]
     functions = {word: fold(re.sub(r"\bSOURCE", f"SOURCE{number}", body)) for word, body in functions.items()}
     return ChainText(
@@ -108,22 +116,14 @@ def _same(one: Sequence[Buffer], other: Sequence[Buffer]) -> bool:
 
 def _continued(
     chain: Chain, plan: Plan, name: str, names: Mapping[int, str], tensors: Sequence[Tensor], result: Buffer
-) -> dict[str, str]:
+) -> str:
     """The chain including its last steps, which PyTorch runs, with their gradients."""
     dtype = getattr(torch, result.dtype)
     value = torch.empty_strided(result.shape, result.strides, dtype=dtype, device="meta")
-    rest = rest_lines(chain, len(plan.chain.steps), names, tensors, value, "value")
+    rest = rest_lines(chain, len(plan.chain.steps), names, tensors, value)
     given = ", ".join(names[slot] for slot in range(len(chain.roles)))
     first = f"    value = {class_name(name)}.apply({given})"
-    return _function(chain, name, names, [first, *rest, "    return value"])
-
-
-def _function(
-    chain: Chain, name: str, names: Mapping[int, str], body: Sequence[str], what: str = "kernels"
-) -> dict[str, str]:
-    arguments = [f"{names[slot]}: Tensor" for slot in range(len(chain.roles))]
-    head = laid_out(f"def {name}", arguments, after=" -> Tensor:", indent=0)
-    return {name: fold("\n".join([*head, *docstring(f"{chain}, by {what}."), *body]) + "\n")}
+    return function_text(chain, name, names, [first, *rest, "    return value"], "kernels")
 
 
 def _reads_given_by_descriptor(program: Program) -> bool:

@@ -63,8 +63,7 @@ def _cut(
     names: tuple[tuple[str, str], ...],
     keep: frozenset[str],
 ) -> Kernel:
-    made = specialise(source, {name: value for name, _, value in constants}, dict(names), keep)
-    return Kernel(made.name, fold(made.text), made.parameters)
+    return kernel_of(specialise(source, {name: value for name, _, value in constants}, dict(names), keep))
 
 
 def kernel_of(function: ast.FunctionDef) -> Kernel:

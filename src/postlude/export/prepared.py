@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from postlude.export.analysis import name_of
 from postlude.export.device_text import library
-from postlude.export.rules import rewritten
+from postlude.export.rules import Replaced, rewritten
 from postlude.export.simplify import simplified
 from postlude.export.source import parse, text_of
 from postlude.export.trees import parsed
@@ -72,14 +72,5 @@ def _leave_loop(function: ast.FunctionDef) -> None:
         raise ValueError(f"{function.name} has {len(loops)} loops over units, not one")
     (loop,) = loops
     place = function.body.index(loop)
-    _One(ast.unparse(loop.target)).visit(loop)
+    Replaced({ast.unparse(loop.target): parsed("tl.program_id(0)")}).visit(loop)
     function.body[place : place + 1] = loop.body
-
-
-class _One(ast.NodeTransformer):
-    def __init__(self, unit: str) -> None:
-        self.unit = unit
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        is_read = node.id == self.unit and isinstance(node.ctx, ast.Load)
-        return parsed("tl.program_id(0)") if is_read else node

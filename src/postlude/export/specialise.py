@@ -17,7 +17,7 @@ from typing import Any
 from postlude.export import rules
 from postlude.export.analysis import UNKNOWN, Liveness, stores, value_of
 from postlude.export.comments import decided, with_one_of_two, with_words
-from postlude.export.source import Comment, parameters, parse, remark_of, text_of, written
+from postlude.export.source import Comment, parameters, parse, remark_of, written
 from postlude.export.trees import parsed, walk
 from postlude.plan.program import Word
 
@@ -29,20 +29,13 @@ class Inline:
     text: str
 
 
-@dataclass(frozen=True)
-class Specialised:
-    name: str
-    text: str
-    parameters: tuple[str, ...]  # the remaining ones, in order
-
-
 def specialise(
     source: str,
     constants: Mapping[str, object],
     names: Mapping[str, str] | None = None,
     keep: frozenset[str] = frozenset(),
-) -> Specialised:
-    """One function's text with `constants` decided and identifiers renamed by `names`; a `Word` is put in as it stands.
+) -> ast.FunctionDef:
+    """One function with `constants` decided and identifiers renamed by `names`; a `Word` is put in as it stands.
 
     Constants in `keep` stay parameters, and still decide conditions.
     """
@@ -65,7 +58,7 @@ def specialise(
     _drop_unread(function)
     rename(function, names)
     _leave_unread_unnamed(function)
-    return Specialised(function.name, text_of(function), tuple(arg.arg for arg in function.args.args))
+    return function
 
 
 def _expression(value: Any) -> ast.expr:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.fx as fx
 from torch import Tensor, nn
 
-from postlude.chain import Convolution, Normalize, Scalar, Slot, Step
+from postlude.chain import Convolution, Normalize, Operand, Scalar, Slot, Step, with_operands
 from postlude.errors import PostludeError
 from postlude.export.masks import Drawn, are_drawn_in_order, drawn_by
 from postlude.graph.capture import capture_function
@@ -237,15 +237,13 @@ def _number(node: fx.Node) -> float | None:
 def _with_slots(item: Match, left: Sequence[int], numbers: Mapping[int, float], producer: Convolution | None) -> Match:
     """The match with a chain that reads only the slots `left`, and numbers instead of others."""
 
-    def operand(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(operand, value))
-        if not isinstance(value, Slot):
-            return value
-        return Scalar(float(numbers[value.index])) if value.index in numbers else Slot(left.index(value.index))
+    def read(operand: Operand) -> Operand:
+        if not isinstance(operand, Slot):
+            return operand
+        return Scalar(float(numbers[operand.index])) if operand.index in numbers else Slot(left.index(operand.index))
 
     chain = item.chain
-    steps = tuple(replace(s, **{f.name: operand(getattr(s, f.name)) for f in fields(s)}) for s in chain.steps)
+    steps = tuple(with_operands(step, read) for step in chain.steps)
     chain = replace(chain, producer=producer, steps=steps, roles=tuple(chain.roles[slot] for slot in left))
     return replace(item, chain=chain, tensors=tuple(item.tensors[slot] for slot in left))
 

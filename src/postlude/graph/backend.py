@@ -43,7 +43,7 @@ from postlude.plan import Plan, Refusal
 from postlude.plan.problem import is_convolved_by_loops
 from postlude.run.apart import without_saving_hooks
 from postlude.run.execute import check_convolution, check_precision
-from postlude.run.ledger import Ledger
+from postlude.run.ledger import Entry, Ledger
 from postlude.run.operator_call import judged_by
 from postlude.run.site import Site
 from postlude.tested import untested_versions
@@ -200,9 +200,7 @@ class Backend:
         opened = open_dropouts(traced)
         while opened:
             found, _ = self._match(traced, inputs)
-            found = [item for item in found if masks_of(item.tensors)]
-            problems = zip(found, site_problems(traced, inputs, found, [self._site(item, "") for item in found]))
-            entries = [(item, self.ledger.planned(asked)) for item, asked in problems if asked is not None]
+            entries = self._planned(traced, inputs, [item for item in found if masks_of(item.tensors)])
             last = {masks_of(item.tensors)[-1] for item, entry in entries if entry and entry.is_left_to_pytorch}
             if not last:
                 break
@@ -232,9 +230,16 @@ class Backend:
         axes."""
         some = [item for item in found if item.chain.is_linear and item.chain.steps]
         some = [item for item in some if item.tensors[0].meta["val"].dim() in (4, 5)]
-        problems = zip(some, site_problems(traced, inputs, some, [self._site(item, "") for item in some]))
-        entries = [(item, self.ledger.planned(asked)) for item, asked in problems if asked is not None]
+        entries = self._planned(traced, inputs, some)
         return [item for item, entry in entries if entry and getattr(entry.outcome, "own", None) is None]
+
+    def _planned(
+        self, traced: fx.GraphModule, inputs: Sequence[Any], found: list[Match]
+    ) -> list[tuple[Match, Entry | None]]:
+        """Each chain with its entry from planning only, if its sizes are known."""
+        problems = site_problems(traced, inputs, found, [self._site(item, "") for item in found])
+        pairs = zip(found, problems)
+        return [(item, None if asked is None else self.ledger.planned(asked)) for item, asked in pairs]
 
     def _site(self, item: Match, hands_on: str) -> Site:
         return Site(item.name, item.chain, self.precision, self.memory, self.convolution, self.ledger, hands_on)
@@ -258,9 +263,8 @@ class Backend:
         others = {node for node in traced.graph.nodes if node.op == "call_function" and node.target not in MODE_CHANGES}
         if not found or others - taken or self.wanted is not None:
             return False
-        problems = site_problems(traced, inputs, found, [self._site(item, "") for item in found])
-        entries = [None if asked is None else self.ledger.planned(asked) for asked in problems]
-        return not any(entry is None or entry.is_left_to_pytorch for entry in entries)
+        entries = self._planned(traced, inputs, found)
+        return not any(entry is None or entry.is_left_to_pytorch for _, entry in entries)
 
     def _by_inductor(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         try:

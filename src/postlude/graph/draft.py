@@ -94,17 +94,17 @@ class Draft:
         if spellings.softmax(node) is not None:
             return softmaxed(self, node)
         if node.target is torch.ops.aten.to.dtype:
-            return self._add(node, Cast(self.values[node.args[0]], name_of(dtype_of(node))))  # type: ignore[index]
+            return self.add(node, Cast(self.values[node.args[0]], name_of(dtype_of(node))))  # type: ignore[index]
         return f"{describe(node)} is not in the vocabulary"
 
-    def _slot(self, node: fx.Node, role: Role) -> tuple[Draft, Slot]:
+    def slot(self, node: fx.Node, role: Role) -> tuple[Draft, Slot]:
         for index, (known, known_role) in enumerate(zip(self.tensors, self.roles)):
             if known is node and known_role == role:
                 return self, Slot(index)
         grown = dataclasses.replace(self, tensors=(*self.tensors, node), roles=(*self.roles, role))
         return grown, Slot(len(self.tensors))
 
-    def _cast(self, value: Value, dtype: torch.dtype) -> tuple[Draft, Value]:
+    def cast(self, value: Value, dtype: torch.dtype) -> tuple[Draft, Value]:
         """Adds a cast where autocast changes a dtype, which this graph does not show."""
         if self.dtypes[value.index] == dtype:
             return self, value
@@ -115,13 +115,13 @@ class Draft:
         """Adds a step that was in place: computed in the wider dtype of its operands, then rounded to the value's."""
         steps = (*self.steps, step)
         wide = dataclasses.replace(self, steps=steps, dtypes=(*self.dtypes, dtype))
-        return wide._add(node, Cast(Value(len(steps)), name_of(dtype_of(node))))
+        return wide.add(node, Cast(Value(len(steps)), name_of(dtype_of(node))))
 
-    def _with(self, nodes: Sequence[fx.Node]) -> Draft:
+    def over(self, nodes: Sequence[fx.Node]) -> Draft:
         """With nodes between two values, which no other step reads."""
         return dataclasses.replace(self, nodes=(*self.nodes, *nodes))
 
-    def _add(self, node: fx.Node, step: Step) -> Draft:
+    def add(self, node: fx.Node, step: Step) -> Draft:
         steps = (*self.steps, step)
         return dataclasses.replace(
             self,
@@ -186,11 +186,11 @@ def _pointwise(draft: Draft, node: fx.Node, spelled: spellings.Spelled) -> Draft
         if "in_place" in node.meta:
             step = Pointwise(op, tuple(operands), spelled.settings)
             return draft._add_rounded(node, step, _promoted(draft, promoting))
-        draft, operands[0] = draft._cast(draft.values[first], dtype_of(node))
+        draft, operands[0] = draft.cast(draft.values[first], dtype_of(node))
         promoting[0] = operands[0]
         if _promoted(draft, promoting) != dtype_of(node):
             return f"{describe(node)} changes the dtype in a way that is not understood"
-    return draft._add(node, Pointwise(op, tuple(operands), spelled.settings))
+    return draft.add(node, Pointwise(op, tuple(operands), spelled.settings))
 
 
 def _operand(draft: Draft, node: fx.Node, first: fx.Node, item: Any, is_vector: bool) -> tuple[Draft, Operand] | str:
@@ -216,7 +216,7 @@ def _operand(draft: Draft, node: fx.Node, first: fx.Node, item: Any, is_vector: 
         return f"{describe(node)} reads a tensor of the value's size that is not contiguous"
     if last_pool(draft.steps) and role in ("full", "row"):
         return f"{describe(node)} brings a tensor of more than one number per channel in after a pool"
-    return draft._slot(item, role)
+    return draft.slot(item, role)
 
 
 def _promoted(draft: Draft, operands: list[Operand]) -> torch.dtype:
@@ -250,19 +250,19 @@ def _normalize(draft: Draft, node: fx.Node) -> Draft | str:
         return "layer_norm over all axes, the batch among them"
     if op == "batch_norm" and not isinstance(call["momentum"], (int, float)):
         return "batch_norm with a momentum that is not known beforehand"
-    draft, value = draft._cast(draft.values[call["input"]], dtype_of(node))
+    draft, value = draft.cast(draft.values[call["input"]], dtype_of(node))
     slots: list[Slot | None] = []
     for name in ("weight", "bias", *(("running_mean", "running_var") if op == "batch_norm" else ())):
         slot = None
         if call[name] is not None:
             role: Role = "running" if "running" in name else "last" if axes else "channel"
-            draft, slot = draft._slot(call[name], role)
+            draft, slot = draft.slot(call[name], role)
         slots.append(slot)
     weight, bias, *rest = slots
     running = (rest[0], rest[1]) if len(rest) == 2 and rest[0] is not None and rest[1] is not None else None
     groups = int(call["num_groups"]) if op == "group_norm" else None
     momentum = float(call["momentum"]) if running is not None else 0.0
-    return draft._add(node, Normalize(op, value, groups, float(call["eps"]), weight, bias, axes, running, momentum))
+    return draft.add(node, Normalize(op, value, groups, float(call["eps"]), weight, bias, axes, running, momentum))
 
 
 def _other_channels(node: fx.Node) -> str:
@@ -272,27 +272,27 @@ def _other_channels(node: fx.Node) -> str:
 def _normalize_rows(draft: Draft, found: ComposedNorm) -> Draft | str:
     """A norm over the features of a linear layer."""
     result = found.nodes[-1]
-    draft, value = draft._cast(draft.values[found.operand], dtype_of(result))
-    draft = draft._with(found.nodes[:-1])
-    return draft._add(result, Normalize(found.op, value, None, found.eps, axes=1))
+    draft, value = draft.cast(draft.values[found.operand], dtype_of(result))
+    draft = draft.over(found.nodes[:-1])
+    return draft.add(result, Normalize(found.op, value, None, found.eps, axes=1))
 
 
 def _normalize_channels(draft: Draft, found: ComposedNorm) -> Draft | str:
     result = found.nodes[-1]
     if found.operand not in draft.values:
         return f"{found.op} does not work on the chain's value"
-    draft, value = draft._cast(draft.values[found.operand], dtype_of(result))
-    draft = dataclasses.replace(draft, nodes=(*draft.nodes, *found.nodes[:-1]))
-    return draft._add(result, Softmax(found.op, value, found.eps))
+    draft, value = draft.cast(draft.values[found.operand], dtype_of(result))
+    draft = draft.over(found.nodes[:-1])
+    return draft.add(result, Softmax(found.op, value, found.eps))
 
 
 def _reduce(draft: Draft, node: fx.Node, found: Reduction) -> Draft | str:
     operand, result = arguments_of(node)["self"], found.nodes[-1]
     if operand not in draft.values:
         return f"{describe(node)} does not work on the chain's value"
-    draft, value = draft._cast(draft.values[operand], dtype_of(result))
-    draft = draft._with(found.nodes[:-1])
-    return draft._add(result, Reduce(found.op, value, found.over, found.keepdim))  # type: ignore[arg-type]
+    draft, value = draft.cast(draft.values[operand], dtype_of(result))
+    draft = draft.over(found.nodes[:-1])
+    return draft.add(result, Reduce(found.op, value, found.over, found.keepdim))  # type: ignore[arg-type]
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from postlude.chain import Chain, Operand, Pointwise, Step, Value, operands_of
+from postlude.chain import Chain, Operand, Pointwise, Step, Value, with_operands
 from postlude.words import POINTWISE
 
 # word: the words applied to x one after the other, all with default settings, before the product with x.
@@ -42,17 +42,10 @@ def _is_usual(step: Step, word: str, place: int) -> bool:
 
 def _shortened(chain: Chain, start: int, number: int, word: str) -> Chain:
     gone = number - start - 1
-    after = [_renumbered(step, number, gone) for step in chain.steps[number:]]
-    steps = (*chain.steps[:start], Pointwise(word, (Value(start),)), *after)
-    return dataclasses.replace(chain, steps=steps)
-
-
-def _renumbered(step: Step, first: int, gone: int) -> Step:
-    """The same step with the numbers of values from `first` on reduced by `gone`."""
 
     def moved(operand: Operand) -> Operand:
-        return Value(operand.index - gone) if isinstance(operand, Value) and operand.index >= first else operand
+        return Value(operand.index - gone) if isinstance(operand, Value) and operand.index >= number else operand
 
-    if isinstance(step, Pointwise):
-        return dataclasses.replace(step, operands=tuple(map(moved, step.operands)))
-    return dataclasses.replace(step, operand=moved(operands_of(step)[0]))  # type: ignore[arg-type]
+    after = [with_operands(step, moved) for step in chain.steps[number:]]
+    steps = (*chain.steps[:start], Pointwise(word, (Value(start),)), *after)
+    return dataclasses.replace(chain, steps=steps)

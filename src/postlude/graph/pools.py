@@ -54,9 +54,9 @@ def pooled(draft: Draft, node: fx.Node) -> Draft | str:
     operand = arguments_of(node)["self"]
     if operand not in draft.values:
         return f"{describe(node)} does not work on the chain's value"
-    draft, value = draft._cast(draft.values[operand], node.meta["val"].dtype)
+    draft, value = draft.cast(draft.values[operand], node.meta["val"].dtype)
     pool = read_pool(node, draft.dims, value)
-    return draft._add(node, pool) if isinstance(pool, Pool) else str(pool)
+    return draft.add(node, pool) if isinstance(pool, Pool) else str(pool)
 
 
 def averaged(draft: Draft, node: fx.Node) -> Draft | None:
@@ -75,9 +75,9 @@ def averaged(draft: Draft, node: fx.Node) -> Draft | None:
     size = operand.meta["val"].shape[axes[0]]
     if not isinstance(size, int) or not 1 < size <= MOST_TAPS:
         return None
-    draft, value = draft._cast(draft.values[operand], node.meta["val"].dtype)
+    draft, value = draft.cast(draft.values[operand], node.meta["val"].dtype)
     kernel = tuple(size if axis == axes[0] else 1 for axis in range(2, draft.dims + 2))
-    return draft._add(node, Pool("avg_pool", value, Windows(kernel, kernel, (0,) * draft.dims)))
+    return draft.add(node, Pool("avg_pool", value, Windows(kernel, kernel, (0,) * draft.dims)))
 
 
 def last_pool(steps: Sequence[Step]) -> int:
@@ -95,8 +95,8 @@ def softmaxed(draft: Draft, node: fx.Node) -> Draft | str:
         return f"{describe(node)} over axis {call['dim']}: only channels is supported"
     if call["dtype"] is not None:
         return f"{describe(node)} with a dtype of its own"
-    draft, value = draft._cast(draft.values[call["self"]], node.meta["val"].dtype)
-    return draft._add(node, Softmax(str(op), value))
+    draft, value = draft.cast(draft.values[call["self"]], node.meta["val"].dtype)
+    return draft.add(node, Softmax(str(op), value))
 
 
 def left_to_pytorch(device: str, step: Step) -> str | None:

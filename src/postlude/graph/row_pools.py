@@ -31,5 +31,5 @@ def pooled_features(draft: Draft, first: fx.Node) -> Draft | None:
     is_plain = per_axis(pool["stride"] or kernel, 1) == kernel and not any(per_axis(pool["padding"], 1))
     if (added["dim"], taken["dim"]) != (1, 1) or not is_plain or pool["ceil_mode"]:
         return None
-    draft, value = draft._cast(draft.values[added["self"]], nodes[-1].meta["val"].dtype)
-    return draft._with(nodes[:2])._add(nodes[-1], Pool("avg_pool", value, Windows(kernel, kernel, (0,))))
+    draft, value = draft.cast(draft.values[added["self"]], nodes[-1].meta["val"].dtype)
+    return draft.over(nodes[:2]).add(nodes[-1], Pool("avg_pool", value, Windows(kernel, kernel, (0,))))

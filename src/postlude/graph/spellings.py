@@ -204,7 +204,7 @@ REDUCTIONS: dict[str, tuple[OpOverload, ...]] = {
     "max": (aten.max.dim,),
     "min": (aten.min.dim,),
 }
-SOFTMAXES: dict[str, OpOverload] = {"softmax": aten.softmax.int, "log_softmax": aten.log_softmax.int}
+SOFTMAXES: dict[str, tuple[OpOverload, ...]] = {"softmax": (aten.softmax.int,), "log_softmax": (aten.log_softmax.int,)}
 POOLS: dict[str, tuple[OpOverload, ...]] = {
     "max_pool": (aten.max_pool2d.default, aten.max_pool3d.default),
     "avg_pool": (aten.avg_pool2d.default, aten.avg_pool3d.default),
@@ -230,9 +230,6 @@ _POINTWISE_BY_OVERLOAD = {
     overload: (op, reader) for op, readers in POINTWISE.items() for overload, reader in readers.items()
 }
 _NORM_BY_OVERLOAD = {overload: op for op, overload in NORMS.items()}
-_REDUCTION_BY_OVERLOAD = {overload: op for op, overloads in REDUCTIONS.items() for overload in overloads}
-_SOFTMAX_BY_OVERLOAD = {overload: op for op, overload in SOFTMAXES.items()}
-_POOL_BY_OVERLOAD = {overload: op for op, overloads in POOLS.items() for overload in overloads}
 
 
 def pointwise(node: fx.Node) -> Read | None:
@@ -250,16 +247,13 @@ def norm(node: fx.Node) -> str | None:
     return op if takes is None or arguments_of(node)[takes] else None
 
 
-def reduction(node: fx.Node) -> str | None:
-    return _REDUCTION_BY_OVERLOAD.get(cast(OpOverload, node.target))
+def _reader_of(table: dict[str, tuple[OpOverload, ...]]) -> Callable[[fx.Node], str | None]:
+    """A function of a node: the word of this table that it computes, or None."""
+    words = {overload: word for word, overloads in table.items() for overload in overloads}
+    return lambda node: words.get(cast(OpOverload, node.target))
 
 
-def softmax(node: fx.Node) -> str | None:
-    return _SOFTMAX_BY_OVERLOAD.get(cast(OpOverload, node.target))
-
-
-def pool(node: fx.Node) -> str | None:
-    return _POOL_BY_OVERLOAD.get(cast(OpOverload, node.target))
+reduction, softmax, pool = map(_reader_of, (REDUCTIONS, SOFTMAXES, POOLS))
 
 
 def is_convolution(node: fx.Node) -> bool:

@@ -46,7 +46,7 @@ BARRIERS = (Normalize, Reduce, Pool, Softmax)
 
 def first_barrier(chain: Chain) -> int | None:
     """The number (from 1) of the first barrier: a step that needs more than one element, so a pass ends before it."""
-    return next((number for number, step in enumerate(chain.steps, 1) if isinstance(step, BARRIERS)), None)
+    return chain.first(BARRIERS)
 
 
 @dataclass(frozen=True)

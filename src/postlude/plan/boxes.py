@@ -113,9 +113,8 @@ def _in_the_best_tile(
         box = _shape_of(tile["columns"], volume)
         sizes = (_block_c(conv), math.gcd(tile["steps"], channels), tile["stages"], tile.get("warps", usual["warps"]))
         boxes = Boxes(arithmetic, volume, channels, packs, *box, *sizes)
-        fits = not machine.card.shared_bytes or boxes.shared_bytes <= machine.card.shared_bytes
         computed = math.prod(boxes.tiles) * boxes.block_h * boxes.block_j * boxes.width
-        if fits and computed <= _WASTE * math.prod(volume.out):
+        if machine.card.holds(boxes.shared_bytes) and computed <= _WASTE * math.prod(volume.out):
             return boxes
     return None
 

@@ -143,7 +143,7 @@ def _in_the_best_tile(
     """The first tile that fits the card. A tuned one may have been measured with fewer taps or channels."""
     for tile in _tiles(kind, conv, arithmetic, machine):
         gemm = made(tile)
-        if _fits(gemm, machine):
+        if machine.card.holds(gemm.shared_bytes):
             break
     return gemm
 
@@ -232,10 +232,6 @@ def width_for(conv: Convolution, block_c: int) -> int:
     return 1 if conv.kernel[-1] == 1 else min(4, _COLUMNS // block_c)
 
 
-def _fits(gemm: Gemm | WeightGemm, machine: Machine) -> bool:
-    return not machine.card.shared_bytes or gemm.shared_bytes <= machine.card.shared_bytes
-
-
 def _tiles(kind: str, conv: Convolution, arithmetic: Arithmetic, machine: Machine) -> list[dict[str, int]]:
     """Rows, stages, warps and, if known, width of the tiles to try, the best first."""
     if arithmetic.is_exact:
@@ -272,7 +268,7 @@ def weight_gemm_for(
     )
     for row in rows_for(machine, *product_uses("weight's gradient", conv, arithmetic, machine)):
         tuned = dataclasses.replace(gemm, stages=row.values["stages"], warps=row.values["warps"])
-        if not is_exact and _fits(tuned, machine):
+        if not is_exact and machine.card.holds(tuned.shared_bytes):
             gemm, programs = tuned, row.values["programs"]
     tiles = gemm.groups * -(-gemm.result[0] // rows) * -(-gemm.result[1] // columns)
     return dataclasses.replace(gemm, splits=max(1, programs * machine.card.multiprocessors // tiles))

@@ -10,7 +10,6 @@ from postlude.plan.barriers import fused_norm, last_fused_step, moments_only
 from postlude.plan.cpu import MIB, lower_for_cpu
 from postlude.plan.cpu_passes import why_not_compiled
 from postlude.plan.problem import Problem, body_bytes
-from postlude.plan.trained import trained_part
 from postlude.plan.types import Plan, Refusal
 from postlude.reverse import unsupported_gradient
 
@@ -18,22 +17,19 @@ SMALLEST_TRAINED = MIB  # below this, PyTorch's own operators take well under a 
 
 
 def lower_for_cpu_training(chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool) -> Plan | Refusal:
-    """A plan for the steps that the fused passes cover; PyTorch runs what follows, with its gradients."""
-    planned = trained_part(chain, problem)
-    reason = _reason_against(planned, problem, machine)
+    """A plan for a chain that `trained_part` left."""
+    reason = _reason_against(chain, problem, machine)
     if reason is None and not even_if_slower:
-        reason = _why_too_small(planned, problem, machine)
+        reason = _why_too_small(chain, problem, machine)
     if reason is not None:
         return Refusal(
             (f"gradients are needed, and the fused passes for cpu devices have no backward pass here: {reason}",)
         )
-    found = lower_for_cpu(planned, problem, machine, even_if_slower=True)
+    found = lower_for_cpu(chain, problem, machine, even_if_slower=True)
     if isinstance(found, Refusal):
         return found
     reasons = (*found.reasons, "so is the backward pass up to the convolution's gradients, which are PyTorch's")
-    if planned is not chain:
-        reasons += (f"{' → '.join(chain.words()[len(planned.steps) :])}: PyTorch's, with its gradients",)
-    return dataclasses.replace(found, trains=True, reasons=reasons)
+    return dataclasses.replace(found, reasons=reasons)
 
 
 def _why_too_small(chain: Chain, problem: Problem, machine: Machine) -> str | None:

@@ -53,6 +53,12 @@ class Geometry:
     flip: bool  # read the taps in reverse order, as a transposed convolution does
     dtype: str
 
+    def output(self, space: tuple[int, ...]) -> tuple[int, int, int]:
+        """The size of the output, for an input of this size."""
+        sizes = zip(space, self.padding, self.kernel)
+        d, h, w = (size + 2 * padding - taps + 1 for size, padding, taps in sizes)
+        return d, h, w
+
     @property
     def fragments(self) -> int:
         """Fragments of 8 output channels in one block; blocks share the channels evenly."""
@@ -64,10 +70,10 @@ class Geometry:
 
 
 def geometry_for(conv: Convolution, space: tuple[int, ...]) -> tuple[Geometry, tuple[int, int, int]]:
-    """The geometry that the kernel is compiled for, and the size of the output."""
+    """The geometry that the kernel is compiled for, and the size of the input."""
     volume = volume_for(conv, space, 1)
     sizes = (conv.in_channels, conv.out_channels, volume.kernel, volume.padding)
-    return Geometry(*sizes, conv.transposed, ""), volume.out
+    return Geometry(*sizes, conv.transposed, ""), volume.space
 
 
 def layout_of_tile(settings: FewChannels, shape: Geometry, slot_bytes: int) -> tuple[int, int]:
@@ -117,7 +123,8 @@ def _fitted(settings: FewChannels, chain: Chain, problem: Problem, machine: Mach
     """The tile from the tables, or the next smaller one of which as many blocks, or at least one, fit a
     multiprocessor."""
     conv = chain.convolution
-    shape, out = geometry_for(conv, problem.x.shape[2:])
+    shape, space = geometry_for(conv, problem.x.shape[2:])
+    out = shape.output(space)
     rows = machine.card.abilities.few_channel_rows
     most = row_for(machine, few_channels_use("few channels", conv, settings.planes, machine)).values
     for blocks in range(most["blocks"], 0, -1):

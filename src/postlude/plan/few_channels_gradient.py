@@ -27,14 +27,9 @@ class FewChannelsGradient(FewChannels):
         sizes, least = (self.depth, self.height, WIDTH), (0, space[1], space[2])
         deep, high, wide = (
             _tiles(max(out, least[axis]), out, sizes[axis], shape.kernel[axis], with_input)
-            for axis, out in enumerate(output_of(shape, space))
+            for axis, out in enumerate(shape.output(space))
         )
         return deep, high, wide
-
-
-def output_of(shape: Geometry, space: tuple[int, int, int]) -> tuple[int, int, int]:
-    d, h, w = (size + 2 * pad - taps + 1 for size, pad, taps in zip(space, shape.padding, shape.kernel))
-    return d, h, w
 
 
 def _tiles(largest: int, out: int, tile: int, taps: int, with_input: bool) -> int:
@@ -76,17 +71,17 @@ def few_channels_gradient_for(
     conv = chain.convolution
     if not machine.card.abilities.has_few_channel_gradients or conv.out_channels > _MOST_CHANNELS:
         return None
-    shape, out = geometry_for(conv, problem.x.shape[2:])
+    shape, space = geometry_for(conv, problem.x.shape[2:])
     most = row_for(machine, few_channels_use("few channels' gradients", conv, own.planes, machine)).values["height"]
-    weight = _fitted(own, shape, out, problem.x.shape[0], machine, False, most)
-    both = _fitted(own, shape, out, problem.x.shape[0], machine, True, most)
+    weight = _fitted(own, shape, space, problem.x.shape[0], machine, False, most)
+    both = _fitted(own, shape, space, problem.x.shape[0], machine, True, most)
     return None if weight is None or both is None else GradientPlan(weight, both)
 
 
 def _fitted(
     own: FewChannels,
     shape: Geometry,
-    out: tuple[int, int, int],
+    space: tuple[int, int, int],
     batch: int,
     machine: Machine,
     with_input: bool,
@@ -97,7 +92,7 @@ def _fitted(
     The weight's gradient of chain 23 on an H200: 0.40 ms in two planes with one block per SM, 0.43 with two; in one
     plane 0.27 with either.
     """
-    kd, kh, _ = shape.kernel
+    (kd, kh, _), out = shape.kernel, shape.output(space)
     for height in (height for height in _HEIGHTS if height <= most):
         blocks = 1 if with_input or own.planes == 2 else 2
         programs = blocks * machine.card.multiprocessors
@@ -107,8 +102,7 @@ def _fitted(
         room = machine.card.shared_bytes // blocks - RESERVED
         if height <= kh or gradient_shared_bytes(tile, shape, with_input) > room:
             continue
-        space = tuple(o - 2 * p + k - 1 for o, p, k in zip(out, shape.padding, shape.kernel))
-        _, high, wide = tile.tiles_along(shape, (space[0], space[1], space[2]), with_input)
+        _, high, wide = tile.tiles_along(shape, space, with_input)
         parts = max(1, min(-(-tile.programs // (batch * high * wide)), out[0] // (4 * kd)))
         return dataclasses.replace(tile, depth=max(-(-out[0] // parts) + (kd - 1 if parts > 1 else 0), kd))
     return None

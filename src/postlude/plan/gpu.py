@@ -84,7 +84,8 @@ def lower_for_gpu(
         return Refusal(tuple(dict.fromkeys(reasons)), tf32)
     passes = _passes(chain, problem, own, from_result)
     size, batch = body_bytes(chain, problem), problem.x.shape[0]
-    is_again = problem.needs_grad and _is_moments(passes) and not _stores(passes)  # its gradients recompute it
+    sink = passes[-1].sink
+    is_again = problem.needs_grad and isinstance(sink, Moments) and not sink.stores  # its gradients recompute it
     slab = max(1, min(batch, TRAINING_SLAB * batch // size)) if is_again else batch
     plan = Plan(
         chain=chain,
@@ -100,7 +101,6 @@ def lower_for_gpu(
         tile=tile_for(chain, problem, machine, inside),
         own=None if isinstance(own, str) else own,
         library_tf32=tf32,
-        trains=problem.needs_grad,
         gradients=gradients,
     )
     return dataclasses.replace(plan, tiles=tuple(origins(plan, machine)))
@@ -159,16 +159,6 @@ def _layout_inside(chain: Chain, problem: Problem, machine: Machine, is_own: boo
         return "contiguous"  # a row must be contiguous
     is_handed_on = is_own or problem.hands_on
     return handed_on_layout(chain, problem, machine) if is_handed_on else body_layout(chain, problem)
-
-
-def _is_moments(passes: tuple[Pass, ...]) -> bool:
-    return isinstance(passes[-1].sink, Moments)
-
-
-def _stores(passes: tuple[Pass, ...]) -> bool:
-    """Whether the pass that takes moments also stores the value, for its gradients."""
-    sink = passes[-1].sink
-    return isinstance(sink, Moments) and sink.stores
 
 
 def _reasons_for(

@@ -95,7 +95,7 @@ def linear_gemm(layer: Convolution, rows: int, arithmetic: Arithmetic, machine: 
     # it.
     for stages, depth in pipelines[cuts or not machine.card.abilities.has_wgmma :]:
         gemm = LinearGemm(arithmetic, height, width, depth, stages, 8 if height * width > 8192 else 4, cuts)
-        if not machine.card.shared_bytes or gemm.shared_bytes <= machine.card.shared_bytes:
+        if machine.card.holds(gemm.shared_bytes):
             break
     return gemm
 

@@ -22,13 +22,9 @@ _FOLDED = (
     "the pool is part of the convolution's weight: an infinity in the input stays one where PyTorch's average of "
     "infinities of both signs is NaN"
 )
-# Devices whose plans may be lean in training.
-TRAINS = frozenset({"cuda"})
 
 
-def lower(
-    chain: Chain, problem: Problem, machine: Machine, *, even_if_slower: bool = False, not_ours: str | None = None
-) -> Plan | Refusal:
+def lower(chain: Chain, problem: Problem, machine: Machine, *, even_if_slower: bool = False) -> Plan | Refusal:
     """Decides how this chain runs for this problem. The plan may end before the chain: PyTorch then runs the last
     steps.
 
@@ -37,7 +33,6 @@ def lower(
         problem: Shapes, dtypes, layouts, device and precision.
         machine: The machine it runs on.
         even_if_slower: Plan a fused program even if eager PyTorch is expected to be faster.
-        not_ours: If given, the reason why PyTorch must run a convolution on a GPU.
 
     Returns:
         The plan, or a refusal with its reasons.
@@ -47,39 +42,38 @@ def lower(
         return Refusal(reasons)
     trains_on_cpu = problem.needs_grad and problem.device == "cpu"
     is_forced = even_if_slower and problem.device == "cuda"
-    through = None if trains_on_cpu else _through(chain, problem, machine, is_forced, not_ours)
+    through = None if trains_on_cpu else _through(chain, problem, machine, is_forced)
     if through is not None:
         return through
+    planned = before_features(chain)
+    planned = trained_part(planned, problem) if problem.needs_grad else planned
     if problem.device == "cuda":
-        planned = before_features(chain)
-        planned = trained_part(planned, problem) if problem.needs_grad else planned
         asked = _ASKED if problem.convolution == "pytorch" else None
-        why = not_ours or asked or (None if even_if_slower else why_not_ours(planned, problem))
+        why = asked or (None if even_if_slower else why_not_ours(planned, problem))
         found = lower_for_gpu(planned, problem, machine, even_if_slower, why)
-        if planned is chain or isinstance(found, Refusal):
-            return found
-        rest = " → ".join(chain.words()[len(planned.steps) :])
-        more = ", with its gradients" if problem.needs_grad else ""
-        return dataclasses.replace(found, reasons=(*found.reasons, f"{rest}: PyTorch's{more}"))
-    if problem.needs_grad:
-        return lower_for_cpu_training(chain, problem, machine, even_if_slower)
-    if chain.is_linear:
+    elif problem.needs_grad:
+        found = lower_for_cpu_training(planned, problem, machine, even_if_slower)
+    elif chain.is_linear:
         return Refusal(("PyTorch runs linear layers on a CPU, where the product takes nearly all of the time",))
-    return lower_for_cpu(chain, problem, machine, even_if_slower)
+    else:
+        found = lower_for_cpu(planned, problem, machine, even_if_slower)
+    if planned is chain or isinstance(found, Refusal):
+        return found
+    rest = " → ".join(chain.words()[len(planned.steps) :])
+    more = ", with its gradients" if problem.needs_grad else ""
+    return dataclasses.replace(found, reasons=(*found.reasons, f"{rest}: PyTorch's{more}"))
 
 
 def before_features(chain: Chain) -> Chain:
     """The chain up to a pool over a linear layer's features, which no pass computes."""
-    number = next((number for number, step in enumerate(chain.steps) if isinstance(step, Pool)), None)
-    return chain if chain.dims or number is None else dataclasses.replace(chain, steps=chain.steps[:number])
+    number = chain.first(Pool)
+    return chain if chain.dims or number is None else dataclasses.replace(chain, steps=chain.steps[: number - 1])
 
 
-def _through(
-    chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool, not_ours: str | None
-) -> Plan | None:
+def _through(chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool) -> Plan | None:
     """A plan without the producer, if a sum goes through it; or with a smaller one, if a pool does (through.py)."""
     own = through_for(chain, problem, machine.card, even_if_slower)
-    if own is None or (own.folding is not None and not_ours is not None):
+    if own is None:
         return None
     planned = dataclasses.replace(chain, steps=chain.steps[: own.reduction]) if problem.needs_grad else chain
     value = body_spec(chain, problem, "contiguous")
@@ -96,7 +90,6 @@ def _through(
         reasons=(_THROUGH if own.folding is None else _FOLDED,),
         tile=tile_for(chain, problem, machine, "contiguous") if problem.device == "cuda" else None,
         own=own,
-        trains=problem.needs_grad,
     )
 
 

@@ -141,15 +141,17 @@ def result_shape(chain: Chain, problem: Problem) -> tuple[int, ...]:
     shape = body_shape(chain, problem)
     for step in chain.steps:
         if isinstance(step, Reduce):
-            if step.over == "channels":
-                shape = (shape[0], *((1,) if step.keepdim else ()), *shape[2:])
-                continue
-            kept = 2 if step.over == "space" else 1
-            shape = shape[:kept] + ((1,) * (len(shape) - kept) if step.keepdim else ())
+            shape = reduced_shape(step, shape)
         elif isinstance(step, Pool):
             kept = 2 if chain.dims else 1  # windows of positions, or of features
             shape = (*shape[:kept], *step.windows.output_space(shape[kept:]))
     return shape
+
+
+def reduced_shape(step: Reduce, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of what a reduction gives of a value of this shape."""
+    first, last = {"space": (2, len(shape)), "sample": (1, len(shape)), "channels": (1, 2)}[step.over]
+    return (*shape[:first], *[1] * ((last - first) * step.keepdim), *shape[last:])
 
 
 def value_dtypes(chain: Chain, problem: Problem) -> list[str]:

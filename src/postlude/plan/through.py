@@ -61,7 +61,7 @@ def through_for(chain: Chain, problem: Problem, card: Card, even_if_slower: bool
     conv = chain.producer
     if conv is None or conv.groups != 1 or problem.convolution == "pytorch":
         return None
-    number = next((number for number, step in enumerate(chain.steps, 1) if isinstance(step, Reduce | Pool)), None)
+    number = chain.first((Reduce, Pool))
     if number is None:
         return None
     step = chain.steps[number - 1]

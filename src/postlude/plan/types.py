@@ -6,8 +6,16 @@ import functools
 from dataclasses import dataclass, field
 from typing import Literal
 
-from postlude.chain import Chain, Reduce
-from postlude.plan.barriers import FusedPool, OverChannels, fused_pool, last_fused_step, over_channels
+from postlude.chain import Chain, Normalize, Reduce
+from postlude.plan.barriers import (
+    FusedPool,
+    OverChannels,
+    fused_norm,
+    fused_pool,
+    last_fused_step,
+    over_channels,
+    rows_from,
+)
 from postlude.plan.boxes import Boxes
 from postlude.plan.cpu_few_channels import CpuFewChannels
 from postlude.plan.few_channels import FewChannels
@@ -138,7 +146,6 @@ class Plan:
     library_tf32: bool | None = (
         None  # where PyTorch convolves in fp32 and its switch says otherwise; None: as it is set
     )
-    trains: bool = False  # gradients are needed
     gradients: Gradients = Gradients()
     tiles: tuple[str, ...] = field(default=(), compare=False)  # where each tile comes from, in words
 
@@ -152,6 +159,10 @@ class Plan:
         from postlude.stages.program import planned_program  # it imports this module
 
         return planned_program(self)
+
+    @property
+    def trains(self) -> bool:
+        return self.problem.needs_grad
 
     @property
     def on_gpu(self) -> bool:
@@ -186,13 +197,39 @@ class Plan:
     @property
     def slab_bytes(self) -> int:
         """Bytes of the chain's first value that are in memory at a time."""
-        sink = self.passes[-1].sink
-        is_moments = isinstance(sink, Moments) and not sink.stores
-        if isinstance(self.own, Through) or (self.own is not None and is_moments):
+        if isinstance(self.own, Through) or (self.own is not None and self.is_discarded):
             return 0
         if self.on_gpu:
             return self.value.bytes
         return self.value.bytes * self.slab // self.input.shape[0]
+
+    @property
+    def norm(self) -> Normalize | None:
+        """The norm among the fused steps."""
+        return fused_norm(self.chain)
+
+    @property
+    def is_by_rows(self) -> bool:
+        """Whether the last pass goes over rows: a layer_norm's, or a linear layer's features."""
+        return rows_from(self.chain) is not None
+
+    @property
+    def turns(self) -> bool:
+        """Whether the last pass writes a contiguous result from a channels-last value, as PyTorch's norm or pool
+        would."""
+        is_end = self.passes[-1].last == len(self.chain.steps)
+        return is_end and (self.value.layout, self.result_layout) == ("channels_last", "contiguous")
+
+    @property
+    def is_discarded(self) -> bool:
+        """Whether only moments of the first value are kept."""
+        sink = self.passes[-1].sink
+        return isinstance(sink, Moments) and not sink.stores
+
+    @property
+    def keeps_value(self) -> bool:
+        """Whether the backward pass reads the first value, so that the last pass must not overwrite it."""
+        return self.trains and not self.gradients.is_lean and not self.gradients.from_result
 
     @property
     def over_channels(self) -> OverChannels | None:
@@ -255,10 +292,9 @@ class Plan:
         return lines
 
     def _kept(self) -> str:
-        sink = self.passes[-1].sink
         if self.gradients.from_result:
             return "nothing but the result"
-        if self.gradients.is_lean or isinstance(self.own, Through) or (isinstance(sink, Moments) and not sink.stores):
+        if self.gradients.is_lean or isinstance(self.own, Through) or self.is_discarded:
             return "nothing of the convolution's size"
         return "the input" if self.chain.producer is None else "the convolution's result"
 

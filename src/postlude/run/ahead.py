@@ -22,7 +22,6 @@ from postlude.plan.problem import Problem, empty
 from postlude.plan.program import CppCall, CudaCall, KernelCall, Program
 from postlude.run.chain_run import Inference, Training
 from postlude.run.cpp import kernel_of
-from postlude.run.execute import bare
 from postlude.run.launch import Launch, arguments_without_memory, cuda_kernel, launch_of
 
 _MOST_THREADS = 16
@@ -41,7 +40,6 @@ _STARTED: dict[tuple[str, Job], Future[object]] = {}  # by device and job, until
 
 def program_of(chain: Chain, runner: Any, problem: Problem, needs: Sequence[bool]) -> Program:
     """The program that a runner executes for a problem; `needs` says which slots need a gradient."""
-    runner = bare(runner)
     assert isinstance(runner, Inference | Training)
     return runner.program([empty(spec, chain.dims, "meta") for spec in problem.tensors], needs)
 

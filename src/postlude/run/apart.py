@@ -6,14 +6,9 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch.autograd.graph import saved_tensors_hooks
+from postlude.stages.trace import without_saving_hooks as without_saving_hooks
 
 T = TypeVar("T")
-
-
-def without_saving_hooks() -> saved_tensors_hooks:
-    """Hides what autograd saves inside from hooks that are set outside, such as those of a checkpoint, which counts."""
-    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def apart(function: Callable[..., T], *arguments: Any) -> T:

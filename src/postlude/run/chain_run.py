@@ -24,15 +24,17 @@ class Inference:
 
     def __init__(self, plan: Plan, chain: Chain) -> None:
         self.plan, self.chain = plan, chain
+        self.has_numbers = "one" in chain.roles
         self.programs: dict[Given, Program] = {}
         self.runs: dict[tuple[int, Given], Run] = {}  # by device
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
+        tensors = _on_one_device(tensors) if self.has_numbers else tensors
         key = (tensors[0].get_device(), given_by(tensors))
         run = self.runs.get(key)
         if run is None:
             program = self.program(tensors)
-            run = self.runs[key] = runner_of(program.given, program.forward, [program.result], place_of(tensors[0]))
+            run = self.runs[key] = runner_of(program.given, program.forward, [program.result], str(tensors[0].device))
         with on_device_of(tensors[0]):
             result = run(*tensors)[0]
         assert result is not None
@@ -50,10 +52,12 @@ class Training:
 
     def __init__(self, plan: Plan, chain: Chain) -> None:
         self.plan, self.chain = plan, chain
+        self.has_numbers = "one" in chain.roles
         self.programs: dict[tuple[Given, tuple[bool, ...]], Program] = {}
         self.passes: dict[tuple[torch.device, Given, tuple[bool, ...]], _Passes] = {}
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
+        tensors = _on_one_device(tensors) if self.has_numbers else tensors
         # Cast outside the autograd function, so that the same tensors are saved as in eager.
         result: Tensor = _ChainFunction.apply(self, *cast_for_convolution(self.plan.chain, tensors))  # type: ignore[no-untyped-call]
         # The plan may leave the chain's last steps out. PyTorch's operators run them, with their gradients.
@@ -143,6 +147,12 @@ class _ChainFunction(torch.autograd.Function):
             return None, *run(*kept, like(passes.program.gradient, dy))
 
 
+def _on_one_device(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Moves 0-d tensors to the GPU: PyTorch allows them on the CPU, but kernels cannot read them there."""
+    device = tensors[0].device
+    return [t if t.device == device else t.to(device, non_blocking=True) for t in tensors]
+
+
 def like(buffer: Buffer | None, tensor: Tensor) -> Tensor:
     """The tensor in the layout and dtype of a buffer of the program."""
     assert buffer is not None
@@ -159,10 +169,6 @@ def laid_out(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], d
 def _unmoved(chain: Chain, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors with copies of running statistics, so that a second forward pass does not update them again."""
     return [tensor.clone() if slot in chain.moved else tensor for slot, tensor in enumerate(tensors)]
-
-
-def place_of(tensor: Tensor) -> str:
-    return str(tensor.device)
 
 
 def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from postlude.errors import PostludeError
-from postlude.files import read_kept, write_kept
+from postlude.files import kept_or_made
 from postlude.hardware import cache_folder, cpp_compiler, cpu_capability, threads, versions
 from postlude.plan.program import CppCall
 
@@ -75,14 +75,7 @@ def library_for(text: str) -> bytes:
     command = cpp_command()
     what = (text, _headers(), command[1:], versions()["torch"])
     key = hashlib.sha256(repr(what).encode()).hexdigest()
-    folder = cache_folder()
-    path = folder / f"cpu-{key}.so" if folder else None
-    if path and (kept := read_kept(path)):
-        return kept
-    library = _compiled(text, command)
-    if path:
-        write_kept(path, library)
-    return library
+    return kept_or_made(cache_folder(), f"cpu-{key}.so", lambda: _compiled(text, command))
 
 
 def cpp_command() -> tuple[str, ...]:

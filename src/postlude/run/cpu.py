@@ -16,6 +16,7 @@ from postlude.plan.types import Moments as MomentsSink
 from postlude.reference import apply, as_tensor, convolve, fetch
 from postlude.run.normalize import normalized
 from postlude.run.onednn import BufferConvolution, DirectConvolution
+from postlude.stages.library import cast_for_convolution
 
 Convolve = Callable[[Tensor, "Tensor | None"], Tensor]
 
@@ -157,18 +158,13 @@ def _library(plan: Plan, tensors: Sequence[Tensor]) -> Convolve | None:
     return lambda x, bias: convolve(conv, x, weight, bias)
 
 
-def _slabs(plan: Plan, tensors: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
-    conv = plan.chain.producer
+def _slabs(plan: Plan, tensors: Sequence[Tensor]) -> Iterator[tuple[int, Sequence[Tensor]]]:
     for start in range(0, tensors[0].shape[0], plan.slab):
         here = [
             tensor[start : start + plan.slab] if role in ("input", "full", "row") else tensor
             for tensor, role in zip(tensors, plan.chain.roles)
         ]
-        if conv is not None and conv.dtype is not None:
-            dtype = getattr(torch, conv.dtype)
-            for index in range(3 if conv.has_bias else 2):
-                here[index] = here[index].to(dtype)
-        yield start, here
+        yield start, cast_for_convolution(plan.chain, here)
 
 
 def _bias(chain: Chain, tensors: Sequence[Tensor]) -> Tensor | None:

@@ -27,20 +27,7 @@ def prepare(chain: Chain, outcome: Plan | Refusal) -> Runner:
         return functools.partial(_through_pytorch, chain, outcome.library_tf32)
     if not outcome.has_program:
         return functools.partial(cpu.execute, outcome)
-    runner = (Training if outcome.trains else Inference)(outcome, chain)
-    return functools.partial(_with_numbers_brought, runner) if "one" in chain.roles else runner
-
-
-def _with_numbers_brought(runner: Runner, tensors: Sequence[Tensor]) -> Tensor:
-    """Runs after moving 0-d tensors to the GPU: PyTorch allows them on the CPU, but kernels cannot read them there."""
-    device = tensors[0].device
-    return runner([t if t.device == device else t.to(device, non_blocking=True) for t in tensors])
-
-
-def bare(runner: Runner) -> Runner:
-    """The runner without that move, for tensors that are all on one device."""
-    is_wrapped = isinstance(runner, functools.partial) and runner.func is _with_numbers_brought
-    return runner.args[0] if is_wrapped else runner  # type: ignore[attr-defined]
+    return (Training if outcome.trains else Inference)(outcome, chain)
 
 
 def call(runner: Runner, tensors: Sequence[Tensor]) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from postlude.errors import PostludeError
-from postlude.files import read_kept, write_kept
+from postlude.files import kept_or_made
 from postlude.hardware import cache_folder, nvrtc_libraries
 from postlude.tile_table import NAME as TILES
 
@@ -99,14 +99,8 @@ def _text_of(program: ctypes.c_void_p, getter: str) -> bytes:
 def cubin_for(source: Source, options: Sequence[str]) -> bytes:
     """The cubin, compiled now or by an earlier process. A cached file is a hash of the cubin, then the cubin."""
     key = hashlib.sha256(repr((source, tuple(options), _ALWAYS, nvrtc_version())).encode()).hexdigest()
-    folder = cache_folder()
-    path = folder / f"{Path(source.name).stem}-{key}.cubin" if folder else None
-    if path and (kept := read_kept(path)):
-        return kept
-    cubin, _ = compile_source(source, options)
-    if path:
-        write_kept(path, cubin)
-    return cubin
+    name = f"{Path(source.name).stem}-{key}.cubin"
+    return kept_or_made(cache_folder(), name, lambda: compile_source(source, options)[0])
 
 
 def clear_cache() -> tuple[int, int]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from postlude.chain import Convolution
 from postlude.plan.problem import Layout, memory_format
+from postlude.stages.library import as_plain
 
 
 class DirectConvolution:
@@ -19,7 +20,7 @@ class DirectConvolution:
     """
 
     def __init__(self, conv: Convolution, weight: Tensor, layout: Layout) -> None:
-        self.conv, weight = _plain(conv, weight)
+        self.conv, weight = as_plain(conv, weight)
         self.memory_format = memory_format(layout, conv.dims)
         self.weight = weight.contiguous(memory_format=self.memory_format)
 
@@ -36,7 +37,7 @@ class BufferConvolution:
     """
 
     def __init__(self, conv: Convolution, weight: Tensor, x_shape: tuple[int, ...]) -> None:
-        plain, weight = _plain(conv, weight)
+        plain, weight = as_plain(conv, weight)
         self.settings = (list(plain.padding), list(plain.stride), list(plain.dilation), plain.groups)
         self.weight = torch.ops.mkldnn._reorder_convolution_weight(weight, *self.settings, list(x_shape))
         shape = (x_shape[0], plain.out_channels, *plain.output_space(x_shape[2:]))
@@ -70,11 +71,3 @@ def _kept_memory(*shapes: tuple[int, ...]) -> list[Tensor]:
             _kept.memory = memory
     parts = memory[: sum(sizes)].split(sizes)
     return [part.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1) for part, shape in zip(parts, shapes)]
-
-
-def _plain(conv: Convolution, weight: Tensor) -> tuple[Convolution, Tensor]:
-    """A stride-1 transposed convolution as an ordinary one: the weight's channels swapped, its taps flipped."""
-    plain = conv.as_plain()
-    if plain is None:
-        raise ValueError(f"{conv} has no plain form")
-    return plain, weight.transpose(0, 1).flip(*range(2, 2 + conv.dims)) if conv.transposed else weight

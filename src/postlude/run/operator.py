@@ -28,7 +28,7 @@ from postlude.run.apart import apart
 from postlude.run.chain_run import Training, like, on_device_of
 from postlude.run.differentiable import differentiable
 from postlude.run.execute import prepared
-from postlude.run.operator_call import OperatorCall, is_made, outcome_of, program_of, read, runner_for, traced
+from postlude.run.operator_call import OperatorCall, is_made, program_of, read, runner_for, traced
 from postlude.run.passes import passes
 from postlude.stages.library import cast_for_convolution, without_autocast
 from postlude.stages.program import given_by
@@ -205,7 +205,7 @@ def _pull_again(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, li
         if program is None:
             found = differentiable(call.chain, saved, dy, call.needs)
         else:
-            runner = outcome_of(call.chain, call.problem)[1]
+            runner = prepared(call.chain, call.problem)[1]
             assert isinstance(runner, Training)
             found = runner.passes_of(call.tensors, call.needs, dy.device).differentiable(saved, dy, call.needs)
         pairs = [(f, g) for f, g in zip(found, _gradients(call, program, grads)) if f is not None and g is not None]

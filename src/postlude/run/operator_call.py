@@ -7,7 +7,6 @@ import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from postlude.plan.problem import Spec, spec_of
 from postlude.plan.program import Buffer, Program
 from postlude.run.apart import apart
 from postlude.run.chain_run import Training
-from postlude.run.execute import Runner, bare, prepared
+from postlude.run.execute import Runner, prepared
 from postlude.run.ledger import Ledger, SiteProblem
 from postlude.stages.program import Given, inference_program
 
@@ -63,17 +62,12 @@ def traced(call: OperatorCall) -> Program | None:
     """The program of a call; None if sizes are not known or no kernel of ours runs."""
     if not call.problem.tensors:
         return None
-    outcome, runner = outcome_of(call.chain, call.problem)
+    outcome, runner = prepared(call.chain, call.problem)
     if isinstance(runner, Training):
         return runner.program_for(call.tensors, call.needs)
     if not isinstance(outcome, Plan) or not outcome.has_program:
         return None
     return inference_program(outcome, call.chain, call.tensors)
-
-
-def outcome_of(chain: Chain, problem: Problem) -> tuple[Any, Runner]:
-    outcome, runner = prepared(chain, problem)
-    return outcome, bare(runner)
 
 
 def judged_by(chain: Chain, settings: tuple[str, ...], name: str, ledger: Ledger) -> None:
@@ -93,8 +87,8 @@ def runner_for(call: OperatorCall, tensors: Sequence[Tensor]) -> Runner:
         name, ledger = _JUDGES.get((call.chain, settings), ("", lambda: None))
         if (known := ledger()) is not None:
             asked = SiteProblem(name, call.chain, problem, call.needs)
-            return bare((known.foreseen(asked) or apart(known.foresee, asked)).runner)
-    return outcome_of(call.chain, problem)[1]
+            return (known.foreseen(asked) or apart(known.foresee, asked)).runner
+    return prepared(call.chain, problem)[1]
 
 
 def is_made(buffer: Buffer, program: Program) -> bool:

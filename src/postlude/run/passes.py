@@ -13,9 +13,9 @@ from postlude.plan.program import Buffer
 from postlude.run.chain_run import laid_out
 from postlude.run.operator_call import program_of, read
 from postlude.run.runner import runner_of
+from postlude.stages.program import Strided
 
 log = logging.getLogger("postlude")
-Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
 # By text, which names the device as well. Inductor's code looks here first, where a key of text and device would take
 # twice as long.
 KNOWN: dict[str, Passes] = {}
@@ -62,17 +62,17 @@ class Passes:
         found = self._fitted(self.run_backward.run(*self._fitted([*saved, dy], self.kept)), self.found)
         return [base.clone() if shared else base for base, shared in zip(found, self.are_arguments)]
 
-    def _fitted(self, tensors: Sequence[Any], specs: Sequence[Spec]) -> list[Tensor]:
+    def _fitted(self, tensors: Sequence[Any], specs: Sequence[Strided]) -> list[Tensor]:
         """The tensors with the strides that programs read and compilers were told; a library may return others."""
         return [
             tensor if tensor.stride() == spec[1] and tensor.dtype is spec[2] else self._copied(tensor, spec)
             for tensor, spec in zip(tensors, specs, strict=True)
         ]
 
-    def _copied(self, tensor: Tensor, spec: Spec) -> Tensor:
+    def _copied(self, tensor: Tensor, spec: Strided) -> Tensor:
         log.debug("%s: a tensor of strides %s is copied to strides %s", self.name, tensor.stride(), spec[1])
         return laid_out(tensor, *spec)
 
 
-def _specs(buffers: Sequence[Buffer]) -> list[Spec]:
+def _specs(buffers: Sequence[Buffer]) -> list[Strided]:
     return [(buffer.shape, buffer.strides, getattr(torch, buffer.dtype)) for buffer in buffers]

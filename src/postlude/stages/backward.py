@@ -26,7 +26,6 @@ from torch import Tensor
 
 from postlude.moments import Moments, finish
 from postlude.plan import Plan
-from postlude.plan.barriers import rows_from
 from postlude.plan.problem import memory_format
 from postlude.plan.through import Through
 from postlude.plan.types import Moments as MomentsSink
@@ -55,7 +54,7 @@ def backward(
     """The gradient of every slot that needs one. `parts` and `moments` come from the forward pass."""
     if isinstance(plan.own, Through):
         assert parts.produced is not None
-        return gradients_through(plan.chain, plan.own.reduction, tensors, parts.produced, dy, needs)
+        return gradients_through(plan.chain, plan.own, tensors, parts.produced, dy, needs)
     if moments is not None:
         return _from_moments(plan, tensors, parts.value, moments, dy, needs)
     value, chain = _value(plan, tensors, parts, dy), plan.chain
@@ -64,15 +63,14 @@ def backward(
     if not chain.steps:  # a convolution or a linear layer alone
         others = [axis for axis in range(dy.dim()) if axis != 1]
         dv, found = dy, {2: dy.sum(others)} if len(needs) > 2 and needs[2] else {}
-    elif rows_from(chain) is not None:
+    elif plan.is_by_rows:
         dv, found = rows_gradient(plan, wanted, value, dy, tensors)
     else:
         if (scaled := plan.gradients.largest_found) is not None:
             largest = none_found(plan.value.shape[1], scaled, dy.device)
         packing = packing_of_gradient(plan) if plan.gradients.are_packed else None
-        seen = columns(plan) if chain.is_linear else plan
         how = (packing, largest, parts.taps, parts.kept)
-        dv, found = gradient_passes(seen, wanted, value, parts.moments, dy, tensors, *how)
+        dv, found = gradient_passes(columns(plan), wanted, value, parts.moments, dy, tensors, *how)
     grads = [found.get(slot) for slot in range(len(needs))]
     if chain.producer is None:
         grads[0] = dv.to(tensors[0].dtype) if needs[0] else None

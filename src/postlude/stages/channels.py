@@ -17,13 +17,21 @@ from postlude.chain import Scalar, Value
 from postlude.derivatives import TAP, G
 from postlude.expressions import Assign, Name, Term, call
 from postlude.plan import Plan
-from postlude.plan.barriers import fused_norm
 from postlude.plan.channels import CHANNELS_WARPS, channels_kind, channels_tile, gradient_tile
-from postlude.plan.problem import Spec, power_in
+from postlude.plan.problem import Spec, power_in, reduced_shape
 from postlude.plan.tiles import pass_warps
 from postlude.plan.types import Tile
 from postlude.reverse import kept_of_reduction
-from postlude.stages.cuts import Cut, accumulator, accumulator_of, is_wide, operands, sizes_of, steps_around
+from postlude.stages.cuts import (
+    Cut,
+    accumulator,
+    accumulator_of,
+    is_wide,
+    operands,
+    result_like,
+    sizes_of,
+    steps_around,
+)
 from postlude.stages.normalize import per_group
 from postlude.stages.trace import Unread, launch, or_unread
 from postlude.steps import C
@@ -41,21 +49,17 @@ class Kept(NamedTuple):
 
 
 def channels_pass(
-    plan: Plan,
-    value: Tensor,
-    moments: tuple[Tensor, Tensor] | None,
-    tensors: Sequence[Tensor],
-    keeps_value: bool = False,
+    plan: Plan, value: Tensor, moments: tuple[Tensor, Tensor] | None, tensors: Sequence[Tensor]
 ) -> tuple[Tensor, Kept]:
     """All remaining steps: those before the reduction over channels, the reduction, and those after it."""
     chain, spec, last, over = plan.chain, plan.value, plan.passes[-1].last, plan.over_channels
     assert over is not None
     batch, channels, positions = sizes_of(spec)
-    norm, end = fused_norm(chain), plan.channels_end
+    end = plan.channels_end
     block, block_c = channels_tile(channels, positions)
     chunks, is_last = -(-positions // block), spec.layout == "channels_last"
     turns = over.reduce is None and is_last and plan.result_layout == "contiguous"
-    result, first = _result(plan, value, turns, keeps_value), plan.resumes_at
+    result, first = _result(plan, value, turns), plan.resumes_at
     mean, rstd = moments or (Unread(value), Unread(value))
     around = (last, last + 1) if over.reduce is None else (over.reduce - 1, over.reduce + 1)
     before, after = steps_around(plan, *around, _SPREAD)
@@ -68,14 +72,14 @@ def channels_pass(
             *(value, result, or_unread(kept.reduced, value), or_unread(kept.taps, value), mean, rstd),
             *operands(chain, last, spec, tensors, value, first),
         ],
-        (channels, positions, chunks, per_group(norm, spec)),
+        (channels, positions, chunks, per_group(plan.norm, spec)),
         {
             "NORM_STEPS_FN": before,
             "AFTER_FN": after,
             "OP": "none" if end is None else channels_kind(end.op),
             "HAS_REDUCED": kept.reduced is not None,
             "HAS_TAPS": kept.taps is not None,
-            "HAS_NORM": norm is not None,
+            "HAS_NORM": plan.norm is not None,
             "BLOCK_S": block,
             "BLOCK_C": block_c,
             "IS_CHANNELS_LAST": is_last,
@@ -127,13 +131,8 @@ def gradient_cuts(spec: Spec, tile: Tile) -> tuple[Cut, Cut]:
     return Cut(block, block_c, is_contiguous, tiles), Cut(block, block_c, is_contiguous)
 
 
-def _result(plan: Plan, value: Tensor, turns: bool, keeps_value: bool) -> Tensor:
-    """The value itself if it may be overwritten; a new tensor if the result has no channels or another layout."""
-    spec, end, dtype = plan.value, plan.channels_end, getattr(torch, plan.result_dtype)
-    if end is not None:
-        shape = (spec.shape[0], *((1,) if end.keepdim else ()), *spec.shape[2:])
-        return torch.empty(shape, dtype=dtype, device=value.device)
-    if turns:
-        return torch.empty(value.shape, dtype=dtype, device=value.device)
-    is_ours = plan.chain.producer is not None and not keeps_value
-    return value if is_ours and spec.dtype == plan.result_dtype else torch.empty_like(value, dtype=dtype)
+def _result(plan: Plan, value: Tensor, turns: bool) -> Tensor:
+    if plan.channels_end is None:
+        return result_like(plan, value, plan.chain.producer is not None, turns)
+    shape = reduced_shape(plan.channels_end, plan.value.shape)
+    return torch.empty(shape, dtype=getattr(torch, plan.result_dtype), device=value.device)

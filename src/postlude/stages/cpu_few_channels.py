@@ -12,6 +12,7 @@ from postlude.emit_cpp import emit_cpp
 from postlude.plan import Plan
 from postlude.plan.cpu_few_channels import CpuFewChannels
 from postlude.stages.cpu_kernel import TYPES, End, before, operand_types, operands
+from postlude.stages.library import as_plain
 from postlude.stages.trace import launch_cpp
 from postlude.steps import pass_slots
 
@@ -42,11 +43,8 @@ def convolve_moments(
 ) -> None:
     """Computes the moments of the convolution's result and writes what the chain's end makes of them to `result`."""
     chain, conv = plan.chain, plan.chain.convolution
-    plain = conv.as_plain()
-    assert plain is not None
     x, weight, *more = tensors
-    if conv.transposed:
-        weight = weight.transpose(0, 1).flip(*range(2, 2 + conv.dims))
+    plain, weight = as_plain(conv, weight)
     weight = weight.to(torch.float32).contiguous()
     bias = more[0].to(torch.float32) if conv.has_bias else torch.zeros(conv.out_channels, device=x.device)
     space, strides, padding = tuple(x.shape[2:]), x.stride(), plain.padding

@@ -11,7 +11,6 @@ from torch import Tensor
 from postlude import reverse
 from postlude.emit_cpp import emit_cpp
 from postlude.plan import Plan
-from postlude.plan.barriers import fused_norm
 from postlude.plan.problem import memory_format
 from postlude.stages.convolution_gradients import convolution_gradients
 from postlude.stages.cpu_kernel import TYPES, operand_types, operands
@@ -80,7 +79,7 @@ def _gradient_pass(
     plan: Plan, needs: frozenset[int], tensors: Sequence[Tensor], value: Tensor, saved: Tensor, dy: Tensor
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """The gradients at the first value, and of the tensors that the steps read, by slot."""
-    chain, last, norm = plan.chain, plan.passes[-1].last, fused_norm(plan.chain)
+    chain, last, norm = plan.chain, plan.passes[-1].last, plan.norm
     assert norm is not None
     wanted, slots = reverse.wanted(chain, last, needs), pass_slots(chain, last)
     sums, gradient = reverse.sums(chain, last, needs), reverse.gradient(chain, last, needs)

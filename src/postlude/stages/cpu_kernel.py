@@ -12,7 +12,7 @@ from postlude.chain import Chain, Reduce, Value
 from postlude.emit_cpp import emit_cpp_end
 from postlude.expressions import Function
 from postlude.plan import Plan
-from postlude.plan.problem import Spec, memory_format
+from postlude.plan.problem import memory_format
 from postlude.steps import forward, moments, pass_slots
 
 TYPES = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "c10::BFloat16", torch.float16: "c10::Half"}
@@ -28,11 +28,6 @@ class End(NamedTuple):
 
     def text(self, chain: Chain, dtype: torch.dtype, slots: Sequence[int]) -> str:
         return emit_cpp_end(moments(chain, self.first, self.last), TYPES[dtype], slots)
-
-    def result(self, value: Spec, dtype: torch.dtype, device: torch.device) -> Tensor:
-        kept = value.shape[:2] if self.reduce.over == "space" else value.shape[:1]
-        shape = (*kept, *[1] * (len(value.shape) - len(kept))) if self.reduce.keepdim else kept
-        return torch.empty(shape, dtype=dtype, device=device)
 
 
 def end_of(chain: Chain, first: int) -> End:

@@ -12,14 +12,15 @@ from postlude.chain import Convolution
 from postlude.emit_cpp import emit_cpp
 from postlude.moments import laid_out
 from postlude.plan import Plan
-from postlude.plan.barriers import first_barrier, fused_norm
+from postlude.plan.barriers import first_barrier
 from postlude.plan.cpu_few_channels import CpuFewChannels
-from postlude.plan.problem import Layout, memory_format
+from postlude.plan.problem import Layout, memory_format, reduced_shape
 from postlude.plan.types import Moments as MomentsSink
 from postlude.reference import continue_from, convolve
 from postlude.stages.cpu_few_channels import convolve_moments
 from postlude.stages.cpu_kernel import TYPES, End, before, end_of, first_step, operand_types, operands
-from postlude.stages.library import cast_for_convolution
+from postlude.stages.cuts import result_like
+from postlude.stages.library import as_plain, cast_for_convolution
 from postlude.stages.trace import launch_cpp, settle_layout
 from postlude.steps import forward, pass_slots
 
@@ -49,11 +50,10 @@ extern "C" void {name}(void* const* p, const double* n, int threads) {{
 def forward_on_cpu(plan: Plan, tensors: Sequence[Tensor]) -> Tensor:
     """The convolution over the whole batch, then one pass over its result, in place if the dtypes agree."""
     chain, last = plan.chain, plan.passes[-1]
-    dtype = getattr(torch, plan.result_dtype)
     if isinstance(last.sink, MomentsSink):
-        return _reduced(plan, tensors, dtype, last.last, last.sink.squares)
+        return _reduced(plan, tensors, getattr(torch, plan.result_dtype), last.last, last.sink.squares)
     value, is_ours = _value(plan, tensors)
-    result = value if is_ours and value.dtype == dtype and not is_turned(plan) else _result_like(plan, value, dtype)
+    result = result_like(plan, value, is_ours, is_turned(plan))
     _finish_pass(plan, value, result, tensors)
     return continue_from(chain, last.last, result, tensors, moves=True)
 
@@ -61,19 +61,13 @@ def forward_on_cpu(plan: Plan, tensors: Sequence[Tensor]) -> Tensor:
 def trained_on_cpu(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """The result, and what the backward pass reads: the first value, without the convolution's bias, which is a step
     there, and the norm's means and reciprocal deviations, [2, N · G]."""
-    value, _ = _value(plan, tensors)
-    norm, (batch, channels, _) = fused_norm(plan.chain), sizes_of(value)
+    value, is_ours = _value(plan, tensors)
+    norm, (batch, channels, _) = plan.norm, sizes_of(value)
     assert norm is not None
     saved = torch.empty((2, batch * (norm.groups or channels)), device=value.device)
-    result = _result_like(plan, value, getattr(torch, plan.result_dtype))
+    result = result_like(plan, value, is_ours, is_turned(plan))
     _finish_pass(plan, value, result, tensors, saved)
     return result, value, saved
-
-
-def _result_like(plan: Plan, value: Tensor, dtype: torch.dtype) -> Tensor:
-    if is_turned(plan):
-        return torch.empty(value.shape, dtype=dtype, device=value.device)
-    return torch.empty_like(value, dtype=dtype)
 
 
 def is_turned(plan: Plan) -> bool:
@@ -84,7 +78,7 @@ def is_turned(plan: Plan) -> bool:
 def _reduced(plan: Plan, tensors: Sequence[Tensor], dtype: torch.dtype, last: int, squares: bool) -> Tensor:
     """The result of a reduction that needs only the moments of the value after step `last`."""
     chain, end = plan.chain, end_of(plan.chain, last + 1)
-    result = end.result(plan.value, dtype, tensors[0].device)
+    result = torch.empty(reduced_shape(end.reduce, plan.value.shape), dtype=dtype, device=tensors[0].device)
     if isinstance(plan.own, CpuFewChannels):
         convolve_moments(plan, plan.own, end, tensors, result, squares)
     else:
@@ -109,10 +103,7 @@ def _value(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor, bool]:
 def _by_onednn(conv: Convolution, x: Tensor, weight: Tensor, layout: torch.memory_format) -> Tensor:
     """Calls oneDNN directly. For a batch of one PyTorch may choose another library, measured 2 to 13 times slower.
     The pass that follows adds the bias."""
-    plain = conv.as_plain()
-    assert plain is not None
-    if conv.transposed:
-        weight = weight.transpose(0, 1).flip(*range(2, 2 + conv.dims))
+    plain, weight = as_plain(conv, weight)
     x, weight = x.contiguous(memory_format=layout), weight.contiguous(memory_format=layout)
     sizes = (list(plain.padding), list(plain.stride), list(plain.dilation), plain.groups)
     return settle_layout(torch.ops.aten.mkldnn_convolution(x, weight, None, *sizes), layout)
@@ -122,7 +113,7 @@ def _finish_pass(
     plan: Plan, value: Tensor, result: Tensor, tensors: Sequence[Tensor], saved: Tensor | None = None
 ) -> None:
     """All fused steps, the norm included. Memory is read once if a group of channels stays in cache."""
-    chain, last, norm = plan.chain, plan.passes[-1].last, fused_norm(plan.chain)
+    chain, last, norm = plan.chain, plan.passes[-1].last, plan.norm
     first, channels = first_step(plan), value.shape[1]
     slots = pass_slots(chain, last, first)
     steps = emit_cpp(forward(chain, "whole", last, first), "Whole", slots)

@@ -124,6 +124,16 @@ def adding(parts: int, most: int = 4096) -> tuple[int, int]:
     return block, 16 if block > 4096 else 8 if block > 1024 else 4
 
 
+def result_like(plan: Plan, value: Tensor, is_ours: bool, turns: bool) -> Tensor:
+    """Memory for the last pass's result of the value's size, contiguous if the pass `turns`: the value's own if it
+    `is_ours` and nothing reads it afterwards."""
+    dtype = getattr(torch, plan.result_dtype)
+    if turns:
+        return torch.empty(value.shape, dtype=dtype, device=value.device)
+    is_free = is_ours and not plan.keeps_value and plan.value.dtype == plan.result_dtype
+    return value if is_free else torch.empty_like(value, dtype=dtype)
+
+
 def tile_of(plan: Plan) -> Tile:
     assert plan.tile is not None
     return plan.tile

@@ -112,8 +112,8 @@ def geometry_of(
     kd, kh, kw = weight.shape[2:]
     if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype) or x.shape[1] != cin:
         raise ValueError("input, weight and bias must be of one dtype, and the weight for the input's channels")
-    d, h, w = (size + 2 * pad - taps + 1 for size, pad, taps in zip(x.shape[2:], padding, (kd, kh, kw)))
-    out = (d, h, w)
+    shape = Geometry(cin, cout, (kd, kh, kw), padding, transposed, str(x.dtype).removeprefix("torch."))
+    out = shape.output(x.shape[2:])
     if math.prod(x.shape[1:]) >= 1 << 30 or min(*out, x.shape[0]) < 1:  # offsets within a sample have 32 bits
         raise ValueError(f"an input of {tuple(x.shape)} is empty or too large for this kernel")
-    return Geometry(cin, cout, (kd, kh, kw), padding, transposed, str(x.dtype).removeprefix("torch.")), out
+    return shape, out

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from postlude.plan import Plan
-from postlude.plan.barriers import fused_norm, rows_from
 from postlude.plan.boxes import Boxes
 from postlude.plan.few_channels import FewChannels
 from postlude.plan.gemm import Gemm
@@ -49,12 +48,11 @@ class Parts(NamedTuple):
     produced: Produced | None = None  # of a sum through its producer
 
 
-def forward(plan: Plan, tensors: Sequence[Tensor], keeps_value: bool = False) -> Parts:
-    """The forward pass. `keeps_value`: the last pass must not overwrite the convolution's result; backward reads it."""
+def forward(plan: Plan, tensors: Sequence[Tensor]) -> Parts:
     chain, last = plan.chain, plan.passes[-1]
     if isinstance(plan.own, Through):
-        part = produced(chain, last.last, tensors, plan.on_gpu)
-        result = continue_from(chain, last.last, finished(chain, last.last, part.result, tensors), tensors)
+        part = produced(chain, plan.own, tensors, plan.on_gpu)
+        result = continue_from(chain, last.last, finished(chain, plan.own, part.result, tensors), tensors)
         return Parts(result, None, None, None, produced=part)
     value, partials = first_pass(plan, tensors)
     if isinstance(last.sink, Moments):
@@ -65,16 +63,14 @@ def forward(plan: Plan, tensors: Sequence[Tensor], keeps_value: bool = False) ->
         return Parts(result, value, None, partials)
     assert value is not None
     result, moments, taps, kept = value, group_moments(plan, partials, tensors), None, Kept()
-    if rows_from(chain) is not None:
-        result = rows_pass(plan, value, tensors, keeps_value)
+    if plan.is_by_rows:
+        result = rows_pass(plan, value, tensors)
     elif plan.pool is not None:
         result, taps = pools_pass(plan, value, moments, tensors)
+    elif plan.over_channels is not None:
+        result, kept = channels_pass(plan, value, moments, tensors)
     elif last.source != "own convolution":
-        given = (columns(plan) if chain.is_linear else plan, value, moments, tensors, keeps_value)
-        if plan.over_channels is None:
-            result = finish_pass(*given)
-        else:
-            result, kept = channels_pass(*given)
+        result = finish_pass(columns(plan), value, moments, tensors)
     if last.last < len(chain.steps):
         result = continue_from(chain, last.last, result, tensors, moves=True)
     return Parts(result, value, moments, partials, taps, kept)
@@ -85,7 +81,7 @@ def first_pass(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor | None, Pa
     value, partials = _convolved(plan, tensors)
     if reads_moments(plan.passes):
         assert value is not None
-        partials = moments_pass(columns(plan) if plan.chain.is_linear else plan, value, tensors)
+        partials = moments_pass(columns(plan), value, tensors)
     return value, partials
 
 
@@ -93,13 +89,11 @@ def group_moments(
     plan: Plan, partials: Partials | None, moved: Sequence[Tensor] | None = None
 ) -> tuple[Tensor, Tensor] | None:
     """The norm's mean and rstd from partial moments. Running statistics among the tensors `moved` are updated."""
-    last = plan.passes[-1]
-    norm = fused_norm(plan.chain)
-    if norm is None or partials is None or rows_from(plan.chain) is not None or last.source == "own convolution":
+    norm = plan.norm
+    if norm is None or partials is None:
         return None
     if norm.over == "batch":
-        value = columns(plan).value if plan.chain.is_linear else plan.value
-        return combine_batch(norm, value, partials, moved)
+        return combine_batch(norm, columns(plan).value, partials, moved)
     return combine_moments(norm, plan.value, partials)
 
 

@@ -15,7 +15,6 @@ from postlude import reverse
 from postlude.chain import Chain, Normalize
 from postlude.expressions import Function
 from postlude.plan import Plan
-from postlude.plan.barriers import fused_norm
 from postlude.plan.problem import Spec, memory_format, power_of_two
 from postlude.plan.tiles import pass_warps
 from postlude.plan.trained import last_with_gradient
@@ -71,11 +70,8 @@ def gradient_passes(
     forward pass saved of a reduction over channels.
     """
     chain, spec, last = plan.chain, plan.value, last_with_gradient(plan.chain)
-    reason = reverse.unsupported_gradient(chain, last, None if plan.pool is None else plan.pool.pool)
-    if reason is not None:
-        raise ValueError(f"no gradient passes: {reason}")
     wanted, layout = reverse.wanted(chain, last, needs), memory_format(spec.layout, chain.dims)
-    norm = fused_norm(chain)
+    norm = plan.norm
     value = value.contiguous(memory_format=layout)
     place = len(pass_slots(chain, last))
     given = (*unpooling_lines(plan, place), *gradient_lines(plan, place))

@@ -34,6 +34,14 @@ def cast_for_convolution(chain: Chain, tensors: Sequence[Tensor]) -> Sequence[Te
     return [t.to(dtype) if role in CONVOLVED else t for t, role in zip(tensors, chain.roles)]
 
 
+def as_plain(conv: Convolution, weight: Tensor) -> tuple[Convolution, Tensor]:
+    """A transposed convolution of stride 1 as an ordinary one: the weight's channels swapped, its taps flipped."""
+    plain = conv.as_plain()
+    if plain is None:
+        raise ValueError(f"{conv} has no plain form")
+    return plain, weight.transpose(0, 1).flip(*range(2, 2 + conv.dims)) if conv.transposed else weight
+
+
 def convolve_by_pytorch(conv: Convolution, x: Tensor, weight: Tensor, bias: Tensor | None, tf32: bool | None) -> Tensor:
     """PyTorch's convolution. If `tf32` is None, PyTorch's switch decides; else cuDNN is told directly."""
     if tf32 is None:

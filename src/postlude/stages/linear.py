@@ -33,7 +33,9 @@ class PackedRows(NamedTuple):
 
 def columns(plan: Plan) -> Plan:
     """The plan of a linear layer as if its value were channels-last: samples are the positions of a single sample, and
-    features are its channels. Tensors stay as they are, [N, F]."""
+    features are its channels. Tensors stay as they are, [N, F], and so does the plan of a convolution."""
+    if not plan.chain.is_linear:
+        return plan
     rows, features = plan.value.shape
     value = dataclasses.replace(plan.value, shape=(1, features, rows), layout="channels_last")
     return dataclasses.replace(plan, value=value, result_layout="channels_last")

@@ -11,7 +11,7 @@ from torch import Tensor
 from postlude.chain import Cast, Chain, Normalize, Reduce, Step
 from postlude.moments import Moments, finish, laid_out
 from postlude.plan.barriers import takes_the_batch
-from postlude.plan.problem import Spec, power_of_two
+from postlude.plan.problem import Spec, power_of_two, reduced_shape
 from postlude.reference import continue_from
 from postlude.stages.cuts import Partials, steps_of
 from postlude.stages.trace import Pointer, Unread, launch, launch_cuda
@@ -41,14 +41,12 @@ def finish_moments(
 
     steps = enumerate(chain.steps[first - 1 :], first)
     last, reduce = next((number, step) for number, step in steps if isinstance(step, Reduce))
-    (batch, channels), is_last = value.shape[:2], value.layout == "channels_last"
+    is_last = value.layout == "channels_last"
     slots = pass_slots(chain, last, first)
-    if channels > MOST_CHANNELS or len(slots) > OPERANDS or takes_the_batch(chain):
+    if value.shape[1] > MOST_CHANNELS or len(slots) > OPERANDS or takes_the_batch(chain):
         whole = combined_by_pytorch(value, squares, partials)
         return finish(chain, whole, first, dtype, tensors, is_last, moves=True)
-    kept = (batch, channels) if reduce.over == "space" else (batch,)
-    shape = kept + (1,) * (chain.dims + 2 - len(kept)) if reduce.keepdim else kept
-    result = torch.empty(shape, dtype=dtype, device=partials.means.device)
+    result = torch.empty(reduced_shape(reduce, value.shape), dtype=dtype, device=partials.means.device)
     if not (by_cuda and _norm_and_mean(chain.steps[first - 1 : last], partials, tensors, result)):
         _by_triton(chain, (first, last), squares, reduce, partials, [tensors[index] for index in slots], result)
     result = laid_out(result, reduce, is_last)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from postlude.chain import Normalize
 from postlude.plan import Plan
-from postlude.plan.barriers import fused_norm
 from postlude.plan.problem import Spec
 from postlude.plan.types import Moments
 from postlude.stages.cuts import (
@@ -21,6 +20,7 @@ from postlude.stages.cuts import (
     last_cut,
     moments_cut,
     operands,
+    result_like,
     sizes_of,
     tile_of,
 )
@@ -87,39 +87,24 @@ def combine_moments(step: Normalize, value: Spec, partials: Partials) -> tuple[T
     return mean, rstd
 
 
-def finish_pass(
-    plan: Plan,
-    value: Tensor,
-    moments: tuple[Tensor, Tensor] | None,
-    tensors: Sequence[Tensor],
-    keeps_value: bool = False,
-) -> Tensor:
+def finish_pass(plan: Plan, value: Tensor, moments: tuple[Tensor, Tensor] | None, tensors: Sequence[Tensor]) -> Tensor:
     """All remaining fused steps in one pass, which reads and writes the value once."""
     chain, spec, last = plan.chain, plan.value, plan.passes[-1].last
     cut, is_last = last_cut(spec, tile_of(plan)), bool(tile_of(plan).block_c)
     _, channels, positions = sizes_of(spec)
-    norm = fused_norm(chain)
-    # Where PyTorch's norm would return a contiguous result for a channels-last value, so do we.
-    turns = is_last and last == len(chain.steps) and plan.result_layout == "contiguous"
-    dtype = getattr(torch, plan.result_dtype)
-    if chain.producer is not None and not keeps_value and not turns and spec.dtype == plan.result_dtype:
-        result = value
-    elif turns:
-        result = torch.empty(value.shape, dtype=dtype, device=value.device)
-    else:
-        result = torch.empty_like(value, dtype=dtype)
+    result = result_like(plan, value, chain.producer is not None, plan.turns)
     mean, rstd = moments or (Unread(value), Unread(value))
     launch(
         "normalize",
         "finish_kernel",
         cut.grid(spec),
         [value, result, mean, rstd, *operands(chain, last, spec, tensors, value, plan.resumes_at)],
-        (channels, positions, cut.chunks(positions), per_group(norm, spec)),
+        (channels, positions, cut.chunks(positions), per_group(plan.norm, spec)),
         {
             "NORM_STEPS_FN": forward_steps(chain, "whole", last, channels, plan.resumes_at),
-            "HAS_NORM": norm is not None,
+            "HAS_NORM": plan.norm is not None,
             **cut.constants(spec),
-            "IS_OUT_CONTIGUOUS": turns,
+            "IS_OUT_CONTIGUOUS": plan.turns,
             "ACC": accumulator(accumulator_of(spec)),
         },
         cut.warps(spec, _LAST_FINISH_WARPS if is_last else _WARPS),

@@ -13,7 +13,7 @@ from postlude.chain import Scalar, Value
 from postlude.derivatives import G
 from postlude.expressions import Assign, Name, call
 from postlude.plan import Plan
-from postlude.plan.barriers import FusedPool, fused_norm
+from postlude.plan.barriers import FusedPool
 from postlude.plan.pools import POOL_WARPS, pool_tile, pooled_shape, unrolled_rows
 from postlude.plan.problem import memory_format
 from postlude.plan.tiles import pass_warps
@@ -30,8 +30,8 @@ def pools_pass(
     """All remaining steps before the pool, the pool, and the steps after it; in training also max_pool's taps."""
     chain, spec, fused, acc = plan.chain, plan.value, plan.pool, accumulator_of(plan.value)
     assert fused is not None
-    (batch, channels, _), norm = sizes_of(spec), fused_norm(chain)
-    result, taps, turns = _results(plan, fused, value)
+    batch, channels, _ = sizes_of(spec)
+    result, taps = _results(plan, fused, value)
     windows = math.prod(result.shape[2:])
     mean, rstd = moments or (Unread(value), Unread(value))
     tile = pool_tile(channels, windows, spec.layout == "channels_last")
@@ -45,11 +45,11 @@ def pools_pass(
             *(value, result, Unread(value) if taps is None else taps, mean, rstd),
             *operands(chain, plan.passes[-1].last, spec, tensors, value, plan.resumes_at),
         ],
-        (channels, chunks, per_group(norm, spec)),
+        (channels, chunks, per_group(plan.norm, spec)),
         {
             "NORM_STEPS_FN": before,
             "AFTER_FN": after,
-            "HAS_NORM": norm is not None,
+            "HAS_NORM": plan.norm is not None,
             "OP": fused.pool.op,
             "HAS_TAPS": taps is not None,
             **windows_constants(fused, spec.shape[2:]),
@@ -58,7 +58,7 @@ def pools_pass(
             "BLOCK_C": tile.block_c,
             "HAS_SHORT_ROWS": tile.is_short,
             "USES_INT64": bool(tile.block_c) and is_wide(spec),
-            "IS_OUT_CONTIGUOUS": turns,
+            "IS_OUT_CONTIGUOUS": plan.turns,
             "ACC": accumulator(acc),
         },
         pass_warps(tile.block * max(1, tile.block_c), POOL_WARPS, _EACH),
@@ -66,20 +66,14 @@ def pools_pass(
     return result, taps
 
 
-def _results(plan: Plan, fused: FusedPool, value: Tensor) -> tuple[Tensor, Tensor | None, bool]:
-    """Memory for the pooled value and, in training, for max_pool's taps.
-
-    Also whether the pooled value is contiguous although the value is not, as PyTorch would have left it.
-    """
-    spec, shape = plan.value, pooled_shape(fused, plan.value.shape)
-    is_end = plan.passes[-1].last == len(plan.chain.steps)
-    turns = spec.layout == "channels_last" and is_end and plan.result_layout == "contiguous"
-    inside = memory_format(spec.layout, plan.chain.dims)
-    layout = torch.contiguous_format if turns else inside
+def _results(plan: Plan, fused: FusedPool, value: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Memory for the pooled value and, in training, for max_pool's taps."""
+    shape, inside = pooled_shape(fused, plan.value.shape), memory_format(plan.value.layout, plan.chain.dims)
+    layout = torch.contiguous_format if plan.turns else inside
     dtype = getattr(torch, plan.result_dtype)
     result = torch.empty(shape, dtype=dtype, device=value.device, memory_format=layout)
     has_taps = plan.trains and fused.pool.op == "max_pool"
-    return result, torch.empty_like(result, dtype=torch.uint8, memory_format=inside) if has_taps else None, turns
+    return result, torch.empty_like(result, dtype=torch.uint8, memory_format=inside) if has_taps else None
 
 
 def windows_constants(fused: FusedPool, space: tuple[int, ...]) -> dict[str, Any]:

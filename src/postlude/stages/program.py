@@ -21,7 +21,8 @@ from postlude.stages.forward import forward
 from postlude.stages.library import cast_for_convolution
 from postlude.stages.trace import Tracer, empty_strided
 
-Given = tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]  # shape, strides and dtype of each slot
+Strided = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides and dtype of a tensor
+Given = tuple[Strided, ...]  # of each slot
 
 Back = Callable[[Tensor], "list[Tensor | None]"]  # from the result's gradient to that of each slot
 
@@ -60,7 +61,7 @@ def training_program(plan: Plan, given: Given, needs: tuple[bool, ...]) -> Progr
 
 
 def _on_gpu(plan: Plan, tensors: Sequence[Tensor], needs: tuple[bool, ...]) -> tuple[Tensor, Back]:
-    parts = forward(plan, tensors, keeps_value=not plan.gradients.is_lean and not plan.gradients.from_result)
+    parts = forward(plan, tensors)
     moments = combined(plan, parts)
     return parts.result, lambda dy: backward(plan, tensors, parts, moments, dy, needs)
 
@@ -115,11 +116,7 @@ def traced(function: Callable[[Sequence[Tensor]], Tensor], tensors: Sequence[Ten
 
 def _planned_for(plan: Plan, given: Given) -> list[Tensor]:
     """Meta tensors as `given` describes. The input gets the plan's layout: kernels would read any other one wrongly."""
-    tensors = _without_memory(given)
+    tensors = [torch.empty_strided(shape, strides, dtype=dtype, device="meta") for shape, strides, dtype in given]
     if layout_of(tensors[0]) != plan.input.layout:
         raise ValueError(f"planned for an input that is {plan.input.layout}, not {layout_of(tensors[0])}")
     return tensors
-
-
-def _without_memory(given: Given) -> list[Tensor]:
-    return [torch.empty_strided(shape, strides, dtype=dtype, device="meta") for shape, strides, dtype in given]

@@ -16,9 +16,9 @@ from torch import Tensor
 from postlude import reverse
 from postlude.chain import Reduce
 from postlude.plan import Plan
-from postlude.plan.barriers import fused_norm, last_fused_step, row_parts
+from postlude.plan.barriers import last_fused_step, row_parts
 from postlude.plan.problem import Spec, memory_format, power_in, power_of_two
-from postlude.stages.cuts import accumulator, accumulator_of, forward_steps, operands, steps_of
+from postlude.stages.cuts import accumulator, accumulator_of, forward_steps, operands, result_like, steps_of
 from postlude.stages.gradient import Gradients, add_channels, gradient_of_vector, without_unread
 from postlude.stages.trace import Unread, launch
 
@@ -28,15 +28,14 @@ _MOST_TILES = 16  # per program of the gradients: more tiles mean fewer partial 
 _PROGRAMS = 256  # least programs for a linear layer's gradients, if there are enough rows
 
 
-def rows_pass(plan: Plan, value: Tensor, tensors: Sequence[Tensor], keeps_value: bool = False) -> Tensor:
+def rows_pass(plan: Plan, value: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     chain, spec, last = plan.chain, plan.value, plan.passes[-1].last
-    overwrites = chain.producer is not None and not keeps_value and spec.dtype == plan.result_dtype
-    dtype, end = getattr(torch, plan.result_dtype), reduced_in_rows(plan)
-    length, in_channel, rows, cut = rows_of(plan)
+    end, (length, in_channel, rows, cut) = reduced_in_rows(plan), rows_of(plan)
     if end is not None:
-        result = torch.empty((rows, 1) if end.keepdim else (rows,), dtype=dtype, device=value.device)
+        shape = (rows, 1) if end.keepdim else (rows,)
+        result = torch.empty(shape, dtype=getattr(torch, plan.result_dtype), device=value.device)
     else:
-        result = value if overwrites else torch.empty_like(value, dtype=dtype)
+        result = result_like(plan, value, chain.producer is not None, turns=False)
     one_channel = not cut["IS_WHOLE_SAMPLE"] and in_channel % cut["BLOCK_ROWS"] == 0
     is_even = length == cut["BLOCK_L"] and rows % cut["BLOCK_ROWS"] == 0
     launch(
@@ -140,7 +139,7 @@ def _gradient_cut(plan: Plan) -> GradientCut:
 
 def _norm_sums(plan: Plan, needs: frozenset[int]) -> dict[int, int]:
     """The slots of β and γ whose gradients are needed, with their index among the norm's sums."""
-    norm = fused_norm(plan.chain)
+    norm = plan.norm
     slots = [] if norm is None else [None if slot is None else slot.index for slot in (norm.bias, norm.weight)]
     return {slot: place for place, slot in enumerate(slots) if slot is not None and slot in needs}
 
@@ -171,8 +170,7 @@ def _vectors(
 
 def rows_of(plan: Plan) -> tuple[int, int, int, dict[str, Any]]:
     """Elements per row, rows per channel of a sample, rows in all, and the constants of the tiles."""
-    shape = plan.value.shape
-    norm = fused_norm(plan.chain)
+    shape, norm = plan.value.shape, plan.norm
     if plan.chain.is_linear:
         return _cut(shape[1] // row_parts(plan.chain), shape[1], 1, shape)
     assert norm is not None

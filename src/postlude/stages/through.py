@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from postlude.chain import Chain, Convolution, Pointwise, Pool, Reduce, Scalar, Slot
-from postlude.plan.folding import Folding, folding_of
+from postlude.chain import Chain, Convolution, Pointwise, Reduce, Scalar, Slot
+from postlude.plan.folding import Folding
+from postlude.plan.through import Through
 from postlude.reference import per_channel
 from postlude.stages.column_sums import means_of_windows, product_with_sums, sum_of_multiples
 from postlude.stages.folding import average_through
@@ -36,20 +37,14 @@ class Produced(NamedTuple):
     source: Tensor
 
 
-def sum_through(chain: Chain, number: int, tensors: Sequence[Tensor], by_kernels: bool = False) -> Tensor:
-    """The result of step `number` of the chain, which sums all positions or all features, or averages windows."""
-    return finished(chain, number, produced(chain, number, tensors, by_kernels).result, tensors)
-
-
-def produced(chain: Chain, number: int, tensors: Sequence[Tensor], by_kernels: bool) -> Produced:
+def produced(chain: Chain, own: Through, tensors: Sequence[Tensor], by_kernels: bool) -> Produced:
     """The producer's part: by our kernels, or by PyTorch's operators on a CPU and for layouts that no kernel reads."""
-    conv, step, (x, weight) = chain.convolution, chain.steps[number - 1], tensors[:2]
+    conv, (x, weight) = chain.convolution, tensors[:2]
     by_kernels = by_kernels and x.is_contiguous() and weight.is_contiguous()
-    if isinstance(step, Pool):
-        folding = _folding_of(conv, step, x)
+    if own.folding is not None:
         if not conv.is_linear:
-            return Produced(average_through(conv, folding, x, weight), x)
-        means = _means_of(weight, folding, by_kernels)
+            return Produced(average_through(conv, own.folding, x, weight), x)
+        means = _means_of(weight, own.folding, by_kernels)
         return Produced(F.linear(x, means), means)
     if conv.is_linear:
         return Produced(*product_with_sums(x, weight)) if by_kernels else _product_by_pytorch(x, weight)
@@ -57,14 +52,14 @@ def produced(chain: Chain, number: int, tensors: Sequence[Tensor], by_kernels: b
     return Produced(_weighted(sums, conv, weight, x), sums)
 
 
-def finished(chain: Chain, number: int, value: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """The step's result from the producer's part."""
-    conv, step, dtype = chain.convolution, chain.steps[number - 1], tensors[0].dtype
-    slope, shift = _affine(chain, number, tensors)
-    if isinstance(step, Pool) and conv.is_linear:
-        return value + _means_of(tensors[2], _folding_of(conv, step, tensors[0])) if conv.has_bias else value
+def finished(chain: Chain, own: Through, value: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """The result of the step that sums or averages, from the producer's part."""
+    conv, step, dtype = chain.convolution, chain.steps[own.reduction - 1], tensors[0].dtype
+    slope, shift = _affine(chain, own.reduction, tensors)
+    if own.folding is not None and conv.is_linear:
+        return value + _means_of(tensors[2], own.folding) if conv.has_bias else value
     constant = _applied(tensors[2].double(), slope, shift) if conv.has_bias else shift
-    if isinstance(step, Pool):  # windows are as large as a value
+    if own.folding is not None:  # windows are as large as a value
         parts = (per_channel(part.to(dtype), conv.dims) if isinstance(part, Tensor) else part
                  for part in (slope, constant))  # fmt: skip
         return _applied(value, *parts).contiguous()
@@ -86,14 +81,14 @@ def finished(chain: Chain, number: int, value: Tensor, tensors: Sequence[Tensor]
 
 
 def gradients_through(
-    chain: Chain, number: int, tensors: Sequence[Tensor], part: Produced, dy: Tensor, needs: Sequence[bool]
+    chain: Chain, own: Through, tensors: Sequence[Tensor], part: Produced, dy: Tensor, needs: Sequence[bool]
 ) -> list[Tensor | None]:
     """The gradient of every slot that needs one, on a GPU."""
     slots = [slot for slot, is_needed in enumerate(needs) if is_needed and slot > 1]
 
     def rest(value: Tensor, *wanted: Tensor) -> Tensor:
         given = dict(zip(slots, wanted))
-        return finished(chain, number, value, [given.get(slot, tensor) for slot, tensor in enumerate(tensors)])
+        return finished(chain, own, value, [given.get(slot, tensor) for slot, tensor in enumerate(tensors)])
 
     grads: list[Tensor | None] = [None] * len(tensors)
     if not any(needs):
@@ -102,18 +97,16 @@ def gradients_through(
     for slot, gradient in zip(slots, found):
         grads[slot] = gradient.contiguous()
     if needs[0] or needs[1]:
-        both = _producers_gradients(chain, number, tensors[0], tensors[1], part, dvalue)
+        both = _producers_gradients(chain.convolution, own, tensors[0], tensors[1], part, dvalue)
         grads[:2] = [gradient.contiguous() if is_needed else None for gradient, is_needed in zip(both, needs)]
     return grads
 
 
 def _producers_gradients(
-    chain: Chain, number: int, x: Tensor, weight: Tensor, part: Produced, dvalue: Tensor
+    conv: Convolution, own: Through, x: Tensor, weight: Tensor, part: Produced, dvalue: Tensor
 ) -> list[Tensor]:
     """Of the input and of the weight, from the gradient of the producer's part."""
-    conv, step = chain.convolution, chain.steps[number - 1]
-    if isinstance(step, Pool):
-        folding = _folding_of(conv, step, x)
+    if (folding := own.folding) is not None:
         if not conv.is_linear:
             return derived(lambda x, weight: average_through(conv, folding, x, weight), [x, weight], dvalue)
         dx, dmeans = derived(F.linear, [x, part.source], dvalue)
@@ -156,12 +149,6 @@ def _applied(value: Tensor, slope: Coefficient, shift: Coefficient) -> Tensor:
     if isinstance(slope, Tensor) or slope != 1.0:
         value = value * slope
     return value + shift if isinstance(shift, Tensor) or shift != 0.0 else value
-
-
-def _folding_of(conv: Convolution, step: Pool, x: Tensor) -> Folding:
-    folding = folding_of(conv, step, tuple(x.shape[2:]))
-    assert folding is not None
-    return folding
 
 
 def _means_of(rows: Tensor, folding: Folding, by_kernels: bool = False) -> Tensor:

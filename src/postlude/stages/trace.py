@@ -196,20 +196,6 @@ class Tracer(TorchFunctionMode):
         return value
 
 
-def _convolved(x: Tensor, weight: Tensor, padding: Any, stride: Any, dilation: Any, groups: int, *_: bool) -> Tensor:
-    return torch.ops.aten.convolution(x, weight, None, stride, padding, dilation, False, [0], groups)  # type: ignore[no-any-return]
-
-
-def _transposed(
-    x: Tensor, weight: Tensor, padding: Any, out: Any, stride: Any, dilation: Any, groups: int, *_: bool
-) -> Tensor:
-    return torch.ops.aten.convolution(x, weight, None, stride, padding, dilation, True, out, groups)  # type: ignore[no-any-return]
-
-
-def _by_onednn(x: Tensor, weight: Tensor, bias: Any, padding: Any, stride: Any, dilation: Any, groups: int) -> Tensor:
-    return torch.ops.aten.convolution(x, weight, bias, stride, padding, dilation, False, [0], groups)  # type: ignore[no-any-return]
-
-
 def _convolution_gradients(dy: Tensor, x: Tensor, weight: Tensor, *settings: Any) -> tuple[Tensor | None, ...]:
     """Gradients with cuDNN's layout: channels-last if one of the convolution's operands is."""
     found = torch.ops.aten.convolution_backward(dy, x, weight, *settings)
@@ -221,10 +207,17 @@ def _convolution_gradients(dy: Tensor, x: Tensor, weight: Tensor, *settings: Any
 
 
 # Operators that PyTorch cannot run on the meta device, or whose layout it gets wrong there.
+_convolution = torch.ops.aten.convolution
 _WITHOUT_MEMORY: dict[str, Callable[..., Any]] = {
-    "aten.mkldnn_convolution": _by_onednn,
-    "aten.cudnn_convolution": _convolved,
-    "aten.cudnn_convolution_transpose": _transposed,
+    "aten.mkldnn_convolution": lambda x, weight, bias, padding, stride, dilation, groups: _convolution(
+        x, weight, bias, stride, padding, dilation, False, [0], groups
+    ),
+    "aten.cudnn_convolution": lambda x, weight, padding, stride, dilation, groups, *_: _convolution(
+        x, weight, None, stride, padding, dilation, False, [0], groups
+    ),
+    "aten.cudnn_convolution_transpose": lambda x, weight, padding, out, stride, dilation, groups, *_: _convolution(
+        x, weight, None, stride, padding, dilation, True, out, groups
+    ),
     "aten.convolution_backward": _convolution_gradients,
 }
 _SPACES = ((torch, "torch"), (F, "F"), (Tensor, "Tensor"), (torch.autograd, "torch.autograd"))
@@ -242,6 +235,11 @@ def _name_of(function: Any) -> str:
     return f"{getattr(function, '__module__', '')}.{name}"
 
 
+def without_saving_hooks() -> saved_tensors_hooks:
+    """Hides what autograd saves inside from hooks that are set outside, such as those of a checkpoint, which counts."""
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
 def empty_strided(tensor: Tensor) -> Tensor:
     """A tensor like this one without memory."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
@@ -256,8 +254,7 @@ def derived(function: Callable[..., Tensor], inputs: Sequence[Tensor], dy: Tenso
             result = function(*leaves)
         return torch.autograd.grad(result, leaves, given[-1], allow_unused=True, materialize_grads=True)
 
-    untouched = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)  # by hooks that the user has set
-    with torch._C.DisableTorchFunction(), untouched:
+    with torch._C.DisableTorchFunction(), without_saving_hooks():
         graph: Any = make_fx(gradients)(*inputs, dy)
         graph.graph.eliminate_dead_code()
     found: list[Tensor] = fx.Interpreter(graph).run(*inputs, dy)  # operator by operator, so that each is recorded

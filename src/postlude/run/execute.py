@@ -34,7 +34,12 @@ def prepare(chain: Chain, outcome: Plan | Refusal) -> Runner:
 def _with_numbers_brought(runner: Runner, tensors: Sequence[Tensor]) -> Tensor:
     """Runs after moving 0-d tensors to the GPU: PyTorch allows them on the CPU, but kernels cannot read them there."""
     device = tensors[0].device
-    return runner([t if t.device == device else t.to(device, non_blocking=True) for t in tensors])
+    return runner([t if t.device == device else _brought(t, device) for t in tensors])
+
+
+def _brought(number: Tensor, device: torch.device) -> Tensor:
+    # From pinned memory a copy that nobody waits for could read what the caller writes there after this call.
+    return number.to(device, non_blocking=not number.is_pinned())
 
 
 def bare(runner: Runner) -> Runner:

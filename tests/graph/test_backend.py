@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.backends.registry import lookup_backend
 
 from graph.models import CAPTURES, Capture, Written
 from postlude.graph.backend import Backend
@@ -138,6 +141,38 @@ def test_a_capture_that_fails_runs_the_model_as_it_was(
     torch.testing.assert_close(fused(x), eager(x), rtol=0, atol=0)
     assert backend.failure == "RuntimeError: an interface moved"
     assert "could not be captured" in caplog.text
+
+
+class _WithNumbers(nn.Module):
+    """Its numbers are symbols to Dynamo under dynamic=True, until AOTAutograd wants them as constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.share = nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), 0.3
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu(self.norm(self.conv(x)))
+        self.mean.mul_(1 - self.share).add_(h.detach().mean((0, 2, 3)), alpha=self.share)
+        return h
+
+
+def test_a_graph_that_is_traced_again_is_no_failure_of_inductors(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def compile_fx(graph: torch.fx.GraphModule, inputs: list[Any], **_: Any) -> Any:
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
+    monkeypatch.setattr(Backend, "_rest_for", lambda *_: "inductor")
+    eager = _WithNumbers()
+    fused, backend = copy.deepcopy(eager), Backend()
+    fused.compile(backend=backend, dynamic=True)
+    x = torch.randn(2, 3, 5, 5)
+    torch.testing.assert_close(fused(x), eager(x))
+    torch.testing.assert_close(fused.mean, eager.mean)
+    assert [record.message for record in caplog.records if record.name == "postlude"] == []
+    assert len(backend.captured) == 1
 
 
 def test_rest_inductor_runs_chains_as_operators() -> None:

@@ -67,10 +67,13 @@ def test_dropout_has_the_same_mask_when_it_is_recomputed(way: str) -> None:
     assert masks_agree(way)
 
 
-def test_another_mask_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", ["non-reentrant", "selective"])
+def test_another_mask_is_seen(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutant: Dynamo's operator as it is."""
+    if way == "non-reentrant" and torch.__version__.startswith("2.11."):
+        pytest.skip("in PyTorch 2.11 the operator as it is recomputes nothing")
     monkeypatch.setattr(backend, "keep_random_state", lambda _: None)
-    assert not masks_agree("non-reentrant")
+    assert not masks_agree(way)
 
 
 def around_new_shapes(channels: int) -> None:

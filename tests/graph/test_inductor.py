@@ -3,6 +3,9 @@ watches."""
 
 from __future__ import annotations
 
+import copy
+import pickle
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,6 +91,48 @@ def test_options_of_a_launch_are_not_lost() -> None:
     tuner.run(0, stream=7)
     tuner.run(1, stream=7, benchmark_run=True)
     assert tuner.whole_launches == 2
+
+
+def test_a_shortened_kernel_can_be_copied_and_pickled() -> None:
+    """Inductor does so for its cache when another graph has the same kernel; else it warned and cached nothing."""
+    kernel = Pickled()
+    for was_run in (False, True):
+        shorten(kernel)
+        if was_run:
+            kernel.run(0, stream=7)
+        assert "run" in vars(kernel)
+        kept, kernel.launchers = kernel.launchers, []  # as Inductor does before
+        for found in (copy.deepcopy(kernel), pickle.loads(pickle.dumps(kernel))):
+            assert set(vars(found)) == {"launchers", "inductor_meta", "lock"}
+            assert found.run.__func__ is Pickled.run
+        kernel.launchers = kept
+
+
+class Pickled:
+    """What of Inductor's CachingAutotuner concerns its state."""
+
+    triton_interpret = False
+
+    def __init__(self) -> None:
+        self.launchers, self.inductor_meta, self.lock = [launcher_of(StaticKernel())], {}, threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        assert not self.launchers
+        return {**self.__dict__, "lock": None}
+
+    def run(self, *args: Any, stream: int) -> None:
+        self.launchers[0](*args, stream=stream)
+
+
+@pytest.mark.parametrize("change", ["a product's template is not tuned", "an attribute of Inductor's is gone"])
+def test_a_first_launch_never_raises(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuner = Tuner(coordinate_descent_tuning=True)
+    if change == "an attribute of Inductor's is gone":
+        monkeypatch.delattr(Tuner, "triton_interpret")
+    shorten(tuner)
+    for x in range(2):
+        tuner.run(x, stream=7)
+    assert tuner.whole_launches == 2  # as always: Inductor tries to tune before every launch
 
 
 @pytest.mark.parametrize("why", ["is tuned later", "saves its binary", "allocates", "has two configurations"])

@@ -6,12 +6,13 @@ import copy
 import dataclasses
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.fx as fx
+from torch import Tensor
 from torch._dynamo.backends.registry import lookup_backend
 
 import machines
@@ -57,6 +58,37 @@ def test_results_gradients_and_their_strides_are_eagers(graphs: list[fx.GraphMod
     assert kinds.count(torch.ops.postlude.chain.default) == 3
     assert kinds.count(torch.ops.aten.contiguous.default) == 4  # before each convolution, and of the result
     _assert_a_value_is_converted_once_and_inside_it_stays(graphs[0], result)
+
+
+VIEWS = {
+    "transposed": lambda h: h.transpose(1, 2),
+    "channels last": lambda h: h.movedim(1, -1),
+    "a row of tokens": lambda h: h.flatten(2).transpose(1, 2) * 2,
+    "every other row": lambda h: h[:, :, ::2],
+    "repeated": lambda h: h.expand(3, *h.shape),
+}
+
+
+class ReturningViews(Net):
+    def __init__(self, view: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.view = view
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.view(super().forward(x))
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_results_that_are_views_have_eagers_strides(view: str, graphs: list[fx.GraphModule]) -> None:
+    """What the caller does with them may need the strides: `view` does."""
+    plain, x = ReturningViews(VIEWS[view]).double(), torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    model = copy.deepcopy(plain)
+    result = postlude.optimize(model, x.clone().requires_grad_(), rest="inductor", verify=False)
+    has_gaps = view in ("every other row", "repeated")
+    assert bool(result.conversions) != has_gaps
+    for ours, theirs in zip(step(model, x), step(plain, x), strict=True):
+        torch.testing.assert_close(ours, theirs)
+        assert ours.stride() == theirs.stride()
 
 
 def _assert_a_value_is_converted_once_and_inside_it_stays(graph: fx.GraphModule, result: Optimized) -> None:

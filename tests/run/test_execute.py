@@ -42,6 +42,21 @@ def test_a_number_on_another_device_is_brought_to_the_input(
     assert [tensor.device.type for tensor in seen] == ["meta", "meta"]
 
 
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_a_number_in_pinned_memory_is_waited_for(is_pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the caller could change it before it is read."""
+    seen: list[bool] = []
+
+    def to(self: Tensor, device: torch.device, non_blocking: bool = False) -> Tensor:
+        seen.append(non_blocking)
+        return torch.empty_like(self, device=device)
+
+    monkeypatch.setattr(Tensor, "is_pinned", lambda self: is_pinned)
+    monkeypatch.setattr(Tensor, "to", to)
+    chain_run._on_one_device([torch.empty(2, device="meta"), torch.tensor(2.0)])
+    assert seen == [not is_pinned]
+
+
 @pytest.mark.gpu
 def test_a_number_on_the_cpu_scales_a_value_on_a_card() -> None:
     tensors = [*tensors_for(SCALED, (2, 4, 64, 128, 128), torch.float32, "cuda")]

@@ -153,3 +153,32 @@ def test_maps_of_descriptors_are_kept_by_address(monkeypatch: pytest.MonkeyPatch
     other = type("Other", (), {"base": torch.zeros(4)})
     assert maps(other) is not maps(Descriptor)
     assert made == [5, 5]
+
+
+def test_a_descriptor_without_a_map_does_not_keep_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before Hopper Triton passes the tensor instead of a map: every step's operands stayed alive."""
+
+    def made(descriptor: Any, meta: Any) -> list[Any]:
+        assert meta is None
+        return [descriptor.base, 4, 16, 16, 1, False]
+
+    monkeypatch.setattr(bound, "_made", lambda: made)
+    maps, descriptor = bound._Maps(None), type("Descriptor", (), {"base": torch.zeros(4, 16)})
+    alive, address = weakref.ref(descriptor.base), descriptor.base.data_ptr()
+    for _ in range(2):
+        assert maps(descriptor) == [address, 4, 16, 16, 1, False]
+    descriptor.base = None
+    assert alive() is None
+
+
+def test_tritons_arguments_for_a_descriptor_without_a_map() -> None:
+    """What the test above takes for granted."""
+    triton = pytest.importorskip("triton")
+    if not triton.__version__.startswith(bound._KNOWN):
+        pytest.skip("descriptors are bound in the known version only")
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    base = torch.zeros(4, 16)
+    found = bound._made()(TensorDescriptor(base, [4, 16], [16, 1], [4, 16]), None)
+    assert found[0] is base
+    assert found[1:5] == [4, 16, 16, 1]

@@ -15,7 +15,7 @@ from postlude import hardware
 from postlude.errors import PostludeError
 from postlude.graph import spellings
 from postlude.graph.biases import add_apart
-from postlude.graph.capture import MODE_CHANGES, capture
+from postlude.graph.capture import MODE_CHANGES, TracedAgain, capture
 from postlude.graph.casts import cast_inputs, cast_weights
 from postlude.graph.checkpoints import keep_random_state
 from postlude.graph.decide import decide
@@ -269,6 +269,9 @@ class Backend:
     def _by_inductor(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
             return compile_rest(graph, inputs, self.inductor)
+        except TracedAgain:
+            self.captured.pop()
+            raise
         except Exception as error:
             if self.rest == "inductor":
                 raise

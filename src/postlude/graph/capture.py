@@ -13,7 +13,7 @@ import torch
 import torch._dynamo.config as dynamo
 import torch.fx as fx
 from torch import nn
-from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._dynamo.exc import BackendCompilerFailed, TensorifyScalarRestartAnalysis, TorchDynamoException
 from torch._guards import TracingContext
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -25,6 +25,9 @@ from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # attributes of a module
+
+# Not an error: AOTAutograd has Dynamo trace the model again, with some numbers as constants instead of symbols.
+TracedAgain = TensorifyScalarRestartAnalysis
 
 # Nodes that change how everything after them computes; no chain crosses one.
 MODE_CHANGES = (_enter_autocast, _exit_autocast, torch._C._set_grad_enabled)

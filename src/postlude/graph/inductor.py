@@ -91,16 +91,26 @@ def shorten(kernel: Any) -> None:
     if "run" in vars(kernel):  # shortened already: the forward pass is compiled inside of the whole
         return
     whole = kernel.run  # bound to the kernel
+    state_of = getattr(kernel, "__getstate__", lambda: dict(vars(kernel)))
 
     def first(*args: Any, **kwargs: Any) -> Any:
         result = whole(*args, **kwargs)
         vars(kernel).pop("run", None)  # another thread's first launch may have ended before
-        launcher = _settled(kernel)
+        try:
+            launcher = _settled(kernel)
+        except Exception as error:  # Inductor's interfaces are private
+            log.debug("%s is launched as always (%s: %s)", kernel, type(error).__name__, error)
+            return result
         if launcher is not None:
             kernel.run = _short(launcher, whole)
         return result
 
+    def state() -> dict[str, Any]:
+        return {name: value for name, value in state_of().items() if name not in ("run", "__getstate__")}
+
     kernel.run = first
+    # Inductor copies and pickles a kernel for its cache if a later graph has the same one; a function here would not.
+    kernel.__getstate__ = state
 
 
 def _short(launcher: Callable[..., Any], whole: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,7 +130,9 @@ def _settled(kernel: Any) -> Callable[..., Any] | None:
     if len(kernel.launchers) != 1 or kernel.triton_interpret:
         return None
     (launcher,) = kernel.launchers
-    is_tuned = launcher.config.found_by_coordesc if kernel.inductor_meta.get("coordinate_descent_tuning") else True
+    # Inductor tunes some kernels never, such as matrix products made from templates: they are not marked.
+    is_tuned = getattr(launcher.config, "found_by_coordesc", False)
+    is_tuned = is_tuned or not kernel.inductor_meta.get("coordinate_descent_tuning")
     # Other launchers may allocate scratch memory through the allocator that a whole launch sets.
     is_static = type(getattr(launcher.__globals__.get("runner"), "__self__", None)).__name__.startswith("Static")
     writes = launcher.store_cubin or getattr(kernel, "dump_launch_params", False)

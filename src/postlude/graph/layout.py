@@ -185,10 +185,43 @@ def results_of(graph: fx.GraphModule) -> list[Any]:
 
 
 def restore_results(graph: fx.GraphModule, before: Sequence[Any]) -> None:
-    """Gives the graph's results the strides that they had before."""
+    """Gives the graph's results the strides that they had before: `view` after them would raise otherwise."""
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
     for node, was in zip(output.all_input_nodes, before, strict=True):
         value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and was.is_contiguous() and not value.is_contiguous():
-            with graph.graph.inserting_before(output):
-                output.replace_input_with(node, _converted(graph, node, torch.contiguous_format))
+        if not isinstance(value, torch.Tensor) or _has_strides_of(value, was):
+            continue
+        axes = _axes_in_memory(was)
+        if axes is None:
+            raise UnsuitedError("a result is a view with gaps")
+        with graph.graph.inserting_before(output):
+            if axes == list(range(was.dim())):
+                made = _converted(graph, node, torch.contiguous_format)
+            else:
+                stored = _converted(graph, _permuted(graph, node, axes), torch.contiguous_format)
+                made = _permuted(graph, stored, [axes.index(axis) for axis in range(was.dim())])
+            output.replace_input_with(node, made)
+
+
+def _has_strides_of(value: torch.Tensor, was: torch.Tensor) -> bool:
+    """Whether the strides are equal, where a size is more than 1."""
+    if value.is_contiguous() and was.is_contiguous():
+        return True
+    return all(one == other for one, other, size in zip(value.stride(), was.stride(), was.shape) if size != 1)
+
+
+def _axes_in_memory(value: torch.Tensor) -> list[int] | None:
+    """The axes from the outermost to the innermost in memory; None if elements are left out or repeated."""
+    if value.is_contiguous():
+        return list(range(value.dim()))
+    strides = value.stride()
+    axes = sorted(range(value.dim()), key=lambda axis: (value.shape[axis] != 1, -strides[axis]))
+    dense = value.permute(axes)
+    return axes if dense.is_contiguous() else None
+
+
+def _permuted(graph: fx.GraphModule, node: fx.Node, axes: list[int]) -> fx.Node:
+    made = graph.graph.call_function(aten.permute.default, (node, axes))
+    made.meta = meta_for_another(node)
+    made.meta["val"] = node.meta["val"].permute(axes)
+    return made

@@ -49,7 +49,7 @@ def bound(compiled: Any, grid: tuple[int, ...], after: tuple[Any, ...]) -> Bound
 
 
 class _Maps:
-    """A descriptor's tensor maps as the launcher takes them, by address."""
+    """A descriptor as the launcher takes it, by address: a tensor map or a pointer, then sizes and strides."""
 
     def __init__(self, meta: Any) -> None:
         self.meta = meta
@@ -61,7 +61,9 @@ class _Maps:
         if found is None:
             if len(self.known) >= _REMEMBERED:
                 self.known.clear()
-            found = self.known[address] = _made()(descriptor, self.meta)
+            # Before Hopper there are no maps: Triton passes the tensor itself, which would stay alive here.
+            made = _made()(descriptor, self.meta)
+            found = self.known[address] = [address if item is descriptor.base else item for item in made]
         return found
 
 

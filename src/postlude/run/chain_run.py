@@ -150,7 +150,8 @@ class _ChainFunction(torch.autograd.Function):
 def _on_one_device(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Moves 0-d tensors to the GPU: PyTorch allows them on the CPU, but kernels cannot read them there."""
     device = tensors[0].device
-    return [t if t.device == device else t.to(device, non_blocking=True) for t in tensors]
+    # From pinned memory a copy that nobody waits for could read what the caller writes there after this call.
+    return [t if t.device == device else t.to(device, non_blocking=not t.is_pinned()) for t in tensors]
 
 
 def like(buffer: Buffer | None, tensor: Tensor) -> Tensor:

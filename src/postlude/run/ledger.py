@@ -104,6 +104,10 @@ class Ledger:
         with self._lock:
             if asked not in self._foreseen:
                 entry = self._entry(asked, None)
+                others = [one for one in self._foreseen if (one.name, one.chain) == (asked.name, asked.chain)]
+                if len(others) >= _REMEMBERED:  # sizes that were symbols come here at every new size
+                    for one in others:
+                        del self._foreseen[one]
                 self._foreseen[asked] = entry  # after the check, which switches a wrong one off
             entry = self.latest[asked.name, asked.chain] = self._foreseen[asked]
             return entry

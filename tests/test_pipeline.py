@@ -320,7 +320,6 @@ def test_pytorchs_own_convolution_is_kept_digit_for_digit() -> None:
         postlude.optimize(plain, x, convolution="cudnn")
 
 
-@pytest.mark.usefixtures("small_values_fuse")
 @pytest.mark.parametrize(("batch", "convolution"), [(1, "auto"), (2, "auto"), (1, "pytorch")])
 def test_one_small_volume_is_convolved_by_onednn(batch: int, convolution: str) -> None:
     """PyTorch's own loops for it are 2 to 100 times slower, so the convolution alone is a chain."""
@@ -344,6 +343,7 @@ def test_one_small_volume_is_convolved_by_onednn(batch: int, convolution: str) -
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("small_values_fuse")
 def test_progress_is_told_what_is_done(net: Net) -> None:
     lines: list[str] = []
     with torch.no_grad():

@@ -28,6 +28,30 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
     assert os.listdir(tmp_path) == ["out.json"]  # noqa: PTH208 (a list is compared)
 
 
+def test_a_link_stays_one_and_a_pipe_is_written_to(tmp_path: Path) -> None:
+    target, link, pipe = tmp_path / "target.json", tmp_path / "link.json", tmp_path / "pipe"
+    target.write_text("old", encoding="utf-8")
+    link.symlink_to(target)
+    output.write_json(link, {"a": 1})
+    assert link.is_symlink()
+    assert json.loads(target.read_text(encoding="utf-8")) == {"a": 1}
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        output.check_writable(pipe)
+        output.write_json(pipe, {"a": 1})
+        assert json.loads(os.read(reader, 100)) == {"a": 1}
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+
+
+def test_a_file_name_that_is_no_text_can_be_written_about(tmp_path: Path) -> None:
+    name = os.fsdecode(b"na\xffme.py")
+    output.write_json(tmp_path / "out.json", {"file": name})
+    assert json.loads((tmp_path / "out.json").read_text(encoding="utf-8")) == {"file": name}
+
+
 def test_unserialisable_data_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         output.write_json(tmp_path / "out.json", {"a": object()})

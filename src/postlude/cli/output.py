@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from postlude.errors import PostludeError
-from postlude.files import write_whole
+from postlude.files import is_special, write_whole
 from postlude.report.words import milliseconds, times
 
 __all__ = [
@@ -126,6 +126,8 @@ def check_writable(path: Path | None) -> None:
         return
     if path.is_dir():
         raise PostludeError(f"{path}: this is a directory; name a file to write to.")
+    if is_special(path):
+        return
     if not path.parent.is_dir():
         raise PostludeError(f"{path}: the folder {path.parent} does not exist.")
     if not os.access(path.parent, os.W_OK):

@@ -80,8 +80,3 @@ def test_progress_is_one_plain_line_where_there_is_no_terminal(capsys: pytest.Ca
     with output.working("Counting") as update:
         update("one")
     assert capsys.readouterr() == ("", "postlude: Counting …\n")
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0.0001234, "0.123"), (0.0123, "12.3"), (0.987, "987"), (2.5, "2500")])
-def test_milliseconds(seconds: float, text: str) -> None:
-    assert output.milliseconds(seconds) == text

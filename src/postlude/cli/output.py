@@ -19,17 +19,13 @@ from rich.text import Text
 
 from postlude.errors import PostludeError
 from postlude.files import is_special, write_whole
-from postlude.report.words import milliseconds, times
 
 __all__ = [
     "between",
     "check_writable",
     "complain",
-    "milliseconds",
     "say",
     "show_table",
-    "shown_size",
-    "times",
     "working",
     "write_json",
     "write_whole",
@@ -111,13 +107,6 @@ def working(text: str, *, timed: bool = False) -> Iterator[Callable[[str], None]
 
 def between(low: float, high: float) -> str:
     return f"{low:.2f}–{high:.2f}"
-
-
-def shown_size(count: float) -> str:
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= unit:
-            return f"{count / unit:.3g} {name}"
-    return f"{count:.3g} bytes"
 
 
 def check_writable(path: Path | None) -> None:

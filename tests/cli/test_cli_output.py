@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from postlude.cli import output
 from postlude.errors import PostludeError
@@ -80,3 +83,16 @@ def test_progress_is_one_plain_line_where_there_is_no_terminal(capsys: pytest.Ca
     with output.working("Counting") as update:
         update("one")
     assert capsys.readouterr() == ("", "postlude: Counting …\n")
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 140])
+def test_no_number_is_broken_on_a_narrow_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, width=width, force_terminal=True, no_color=True, highlight=False)
+    monkeypatch.setattr(output, "_console", lambda _: console)
+    columns = ["quantity", "points", "RMS error", "PyTorch's own", "allowed", "worst error", "allowed worst", ""]
+    numbers = ["22", "1.5e-07", "1.6e-07", "1.1e-06", "3.7e-06", "3.9e-05"]
+    output.show_table(columns, [["output (large offset)", *numbers, "right"]], numbers=columns[1:-1])
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue()).splitlines()
+    assert max(map(len, lines)) <= width
+    assert all(any(re.search(rf"(^|\s){re.escape(one)}\b", line) for line in lines) for one in [*numbers, "right"])

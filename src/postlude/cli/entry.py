@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line. It always ends with an exit code; a mistake in the options is one sentence."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # its descriptor was closed before the start
-            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 (it stays open)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # → and × under an ASCII locale

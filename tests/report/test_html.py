@@ -181,7 +181,7 @@ def _with_rounds(count: int) -> model.Report:
     """The report with so many rounds, and no interval from one."""
 
     def single(one: model.Interval | None) -> model.Interval | None:
-        return one if one is None or count > 1 else model.Interval(one.median, one.median, one.median)
+        return one if one is None or count > 1 else model.Interval(*[one.median] * 3, samples=(one.median,))
 
     races = []
     for race in FULL.races:
@@ -200,8 +200,11 @@ def test_one_round_has_no_interval() -> None:
     assert "Times of one round, which have no interval." in text
     assert "9.42×" in text
     assert "9.42–9.42" not in text
-    assert words.headline(once).endswith("Postlude runs at 9.42× eager and 9.18× torch.compile: forward, warm.")
+    assert words.headline(once).endswith(
+        "Postlude runs at 9.42× eager (one round) and 9.18× torch.compile (one round): forward, warm."
+    )
     assert "Medians of 20 rounds; the intervals hold them with 95 % confidence." in _read(render([often])).text
+    assert words.ratio_range(model.Interval(2.0, 2.0, 2.0)) == ""  # a recorded one without its samples
     assert words.comparison(model.Interval(2.0, 2.0, 2.0), "It", "eager") == "It ran at 2.00× eager in the only round."
 
 

@@ -29,7 +29,9 @@ def times(ratio: float) -> str:
 
 
 def ratio_range(interval: model.Interval) -> str:
-    return "" if is_single(interval) else f"{interval.low:.2f}–{interval.high:.2f}"
+    if is_single(interval):
+        return "one round" if interval.samples else ""
+    return f"{interval.low:.2f}–{interval.high:.2f}"
 
 
 def times_in_range(interval: model.Interval) -> str:

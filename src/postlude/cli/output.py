@@ -91,10 +91,10 @@ def _least_width(texts: Sequence[str], is_number: bool) -> int:
 
 
 def _shared(texts: Sequence[Sequence[str]], least: Sequence[int], room: int) -> list[int]:
-    """The width of each column: what it needs where there is room, else the columns come equally close to that."""
+    """The width of each column: what it wants where there is room, else the widest columns give way."""
     wanted, widths = [max(1, *(cell_len(text) for text in parts)) for parts in texts], list(least)
     for _ in range(max(0, min(room, sum(wanted)) - sum(widths))):
-        place = min(range(len(widths)), key=lambda one: widths[one] / wanted[one])
+        place = min((one for one in range(len(widths)) if widths[one] < wanted[one]), key=widths.__getitem__)
         widths[place] += 1
     return widths
 

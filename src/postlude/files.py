@@ -13,13 +13,22 @@ from postlude.errors import PostludeError
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a temporary file and moves it into place, so that no reader sees an incomplete one."""
+    """Writes a temporary file and moves it into place, so that no reader sees an incomplete one.
+
+    A link stays one. A pipe or a device is written to directly: it must not be replaced by a file.
+    """
+    # A file name may hold bytes that are no text.
+    content = text.encode("utf-8", errors="backslashreplace")
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        if is_special(path):
+            path.write_bytes(content)
+            return
+        path = Path(os.path.realpath(path))
+        handle, name = tempfile.mkstemp(prefix=f".{path.name[:100]}.", dir=path.parent)
         partial = Path(name)
         try:
-            with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
-                file.write(text)
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
             partial.chmod(0o666 & ~_umask())  # mkstemp's files are readable by their owner only
             partial.replace(path)
         except BaseException:
@@ -27,6 +36,11 @@ def write_whole(path: Path, text: str) -> None:
             raise
     except OSError as error:
         raise PostludeError(f"{path}: it cannot be written ({error.strerror}).") from error
+
+
+def is_special(path: Path) -> bool:
+    """Whether this is a pipe or a device, or /dev/stdout, which a shell may have made a file."""
+    return path.parts[:2] == ("/", "dev") or (path.exists() and not path.is_file() and not path.is_dir())
 
 
 def _umask() -> int:

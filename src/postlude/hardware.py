@@ -9,6 +9,7 @@ import importlib.util
 import math
 import os
 import platform
+import re
 import shutil
 import warnings
 from contextlib import suppress
@@ -109,6 +110,16 @@ def free_bytes(device: str) -> float:
         return math.inf
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def available_bytes() -> float:
+    """Memory of the host that is still there for programs; without a limit where the system does not say it."""
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="utf-8")
+    except OSError:
+        return math.inf
+    found = re.search(r"^MemAvailable: +(\d+) kB", text, re.MULTILINE)
+    return 1024.0 * int(found[1]) if found else math.inf
 
 
 def default_device() -> str:

@@ -173,3 +173,18 @@ def test_missing_files(run: Run, good: Path) -> None:
         ran = run("verify", *pair, "--device", "cpu")
         assert ran.code == 2
         assert ran.sentences == [f"postlude: {nowhere}: there is no such file."]
+
+
+def test_a_kernel_that_finds_no_gpu_is_told_what_it_needs(run: Run, good: Path, candidate: Candidate) -> None:
+    says = "(_ for _ in ()).throw(RuntimeError('0 active drivers ([]). There should only be one.'))"
+    ran = run("verify", good, candidate(f"next({says})"), "--device", "cpu")
+    assert ran.code == 1
+    assert "Triton finds no GPU for it" in ran.out
+
+
+def test_an_argument_that_cannot_be_sent_is_one_sentence(run: Run, write: Write, candidate: Candidate) -> None:
+    text = GOOD.replace("channels, groups):", "channels, groups, kind=None):", 1)
+    text = text.replace("return [8, 4]", "return [8, 4, nn.ReLU]")
+    ran = run("verify", write(text), candidate("x"), "--device", "cpu")
+    sentence = "an argument of the constructor is or holds a value of type type, which cannot be sent to a candidate."
+    assert (ran.code, ran.err.splitlines()[-1]) == (2, f"postlude: {sentence}")

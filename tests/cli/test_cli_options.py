@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import subprocess
 import sys
@@ -124,3 +125,12 @@ def test_a_mistake_of_ours_is_one_sentence_too(run: Run, good: Path, monkeypatch
     ran = run("optimize", good, "--device", "cpu")
     assert (ran.code, ran.err) == (2, "postlude: unexpected AssertionError: first (--debug shows where).\n")
     assert "Traceback" in run("optimize", good, "--device", "cpu", "--debug").err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no full device")
+@pytest.mark.parametrize(("where", "code", "said"), [("> /dev/full", 2, "No space left on device."), (">&-", 0, "")])
+def test_help_that_cannot_be_written_is_no_traceback(where: str, code: int, said: str) -> None:
+    line = f"{shlex.quote(sys.executable)} -m postlude --help {where}"
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert done.stderr.strip().removeprefix("postlude: ") == said

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from postlude.cli import output
 from postlude.errors import PostludeError
@@ -26,6 +29,30 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
         output.write_json(path, {"a": "new"})
     assert json.loads(path.read_text(encoding="utf-8")) == {"a": "→"}
     assert os.listdir(tmp_path) == ["out.json"]  # noqa: PTH208 (a list is compared)
+
+
+def test_a_link_stays_one_and_a_pipe_is_written_to(tmp_path: Path) -> None:
+    target, link, pipe = tmp_path / "target.json", tmp_path / "link.json", tmp_path / "pipe"
+    target.write_text("old", encoding="utf-8")
+    link.symlink_to(target)
+    output.write_json(link, {"a": 1})
+    assert link.is_symlink()
+    assert json.loads(target.read_text(encoding="utf-8")) == {"a": 1}
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        output.check_writable(pipe)
+        output.write_json(pipe, {"a": 1})
+        assert json.loads(os.read(reader, 100)) == {"a": 1}
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+
+
+def test_a_file_name_that_is_no_text_can_be_written_about(tmp_path: Path) -> None:
+    name = os.fsdecode(b"na\xffme.py")
+    output.write_json(tmp_path / "out.json", {"file": name})
+    assert json.loads((tmp_path / "out.json").read_text(encoding="utf-8")) == {"file": name}
 
 
 def test_unserialisable_data_leaves_no_file(tmp_path: Path) -> None:
@@ -58,6 +85,14 @@ def test_progress_is_one_plain_line_where_there_is_no_terminal(capsys: pytest.Ca
     assert capsys.readouterr() == ("", "postlude: Counting …\n")
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0.0001234, "0.123"), (0.0123, "12.3"), (0.987, "987"), (2.5, "2500")])
-def test_milliseconds(seconds: float, text: str) -> None:
-    assert output.milliseconds(seconds) == text
+@pytest.mark.parametrize("width", [60, 80, 100, 140])
+def test_no_number_is_broken_on_a_narrow_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, width=width, force_terminal=True, no_color=True, highlight=False)
+    monkeypatch.setattr(output, "_console", lambda _: console)
+    columns = ["quantity", "points", "RMS error", "PyTorch's own", "allowed", "worst error", "allowed worst", ""]
+    numbers = ["22", "1.5e-07", "1.6e-07", "1.1e-06", "3.7e-06", "3.9e-05"]
+    output.show_table(columns, [["output (large offset)", *numbers, "right"]], numbers=columns[1:-1])
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue()).splitlines()
+    assert max(map(len, lines)) <= width
+    assert all(any(re.search(rf"(^|\s){re.escape(one)}\b", line) for line in lines) for one in [*numbers, "right"])

@@ -219,3 +219,30 @@ def test_a_failure_is_a_page_of_its_own() -> None:
     report = gather.failure("p.py", "it fell over", "cpu", "auto")
     assert report.judgement == model.Judgement("failed", ("it fell over",))
     assert os.linesep not in report.judgement.reasons[0]
+
+
+def test_no_name_and_no_unreadable_file_stops_the_rest(
+    run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [os.fsdecode(b"1_na\xffme"), "2_" + "\N{HIRAGANA LETTER A}" * 80, "3_locked", "4_\N{SUPERSCRIPT TWO}4"]
+    _put(folder, **dict.fromkeys(names, GOOD))
+    read = Path.read_bytes
+
+    def locked(path: Path) -> bytes:
+        if "locked" in path.name:
+            raise PermissionError(13, "Permission denied")
+        return read(path)
+
+    def failing(requests: Sequence[Mapping[str, object]], _: float, told: Told) -> None:
+        for place in range(len(requests)):
+            told.keep(place, Ended(None, "it failed"))
+
+    monkeypatch.setattr(Path, "read_bytes", locked)
+    monkeypatch.setattr(work, "run_batch", failing)
+    ran = run("suite", folder, *QUICK, "--results", tmp_path / "kept", "--json", tmp_path / "out.json")
+    assert ran.code == 1, ran.err
+    assert len(read(tmp_path / "out.json")) > 0
+    assert len(list((tmp_path / "kept").iterdir())) == len(names)
+    assert ran.out.count("it failed") == len(names)
+    ran = run("report", tmp_path / "kept", tmp_path / "out.html")
+    assert ran.code == 0, ran.err

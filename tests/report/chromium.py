@@ -35,9 +35,10 @@ def find() -> str | None:
     return next((found for name in (named, *NAMES) if name and (found := shutil.which(name))), None)
 
 
-def show(page: Path, folder: Path) -> Shown:
+def show(page: Path, folder: Path, *more: str) -> Shown:
     chromium = find()
     assert chromium is not None
-    command = [chromium, *FLAGS, f"--user-data-dir={folder / 'profile'}", "--dump-dom", page.resolve().as_uri()]
+    flags = [*FLAGS, *more, f"--user-data-dir={folder / 'profile'}", "--dump-dom"]
+    command = [chromium, *flags, page.resolve().as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, encoding="utf-8", check=True)
     return Shown(done.stdout, [line for line in done.stderr.splitlines() if ":CONSOLE" in line])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -150,3 +151,63 @@ def test_chromium_runs_nothing_of_a_strangers_name(tmp_path: Path) -> None:
     loud = tmp_path / "loud.html"
     loud.write_text(f"<p>{NASTY}</p>")
     assert len(chromium.show(loud, tmp_path).console) == 1
+
+
+# Where the first and the third column of the table of problems begin and end, in pixels.
+LOOK = """<script>
+const [, , times] = document.querySelectorAll("table.problems thead th");
+const name = document.querySelector("table.problems tbody th").getBoundingClientRect();
+const inner = document.documentElement.clientWidth;
+document.title = JSON.stringify([inner, name.width, times.getBoundingClientRect().left]);
+</script></body>"""
+
+
+@pytest.mark.skipif(chromium.find() is None, reason="there is no Chromium here; CHROMIUM can name one")
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_long_name_leaves_room_for_the_verdict_beside_it(width: int, tmp_path: Path) -> None:
+    long = dataclasses.replace(FULL, title="12_" + "Name_without_an_end_" * 6)
+    text = render([long, FULL], "two").replace("default-src 'none'", "default-src 'unsafe-inline'")
+    page = tmp_path / "page.html"
+    page.write_text(text.replace("</body>", LOOK), encoding="utf-8")
+    dom = chromium.show(page, tmp_path, f"--window-size={width},900").dom
+    found = re.search(r"<title>(\[.*?\])</title>", dom)
+    assert found is not None
+    inner, name, times = json.loads(found[1])
+    assert name < 0.4 * inner
+    assert times < inner
+
+
+def _with_rounds(count: int) -> model.Report:
+    """The report with so many rounds, and no interval from one."""
+
+    def single(one: model.Interval | None) -> model.Interval | None:
+        return one if one is None or count > 1 else model.Interval(*[one.median] * 3, samples=(one.median,))
+
+    races = []
+    for race in FULL.races:
+        parts = [(single(e.seconds), single(e.times_eager), single(e.times_compile)) for e in race.entries]
+        entries = [
+            dataclasses.replace(entry, seconds=seconds or entry.seconds, times_eager=eager, times_compile=compiled)
+            for entry, (seconds, eager, compiled) in zip(race.entries, parts, strict=True)
+        ]
+        races.append(dataclasses.replace(race, entries=tuple(entries), rounds=count))
+    return dataclasses.replace(FULL, races=tuple(races))
+
+
+def test_one_round_has_no_interval() -> None:
+    once, often = _with_rounds(1), _with_rounds(20)
+    text = _read(render([once])).text
+    assert "Times of one round, which have no interval." in text
+    assert "9.42×" in text
+    assert "9.42–9.42" not in text
+    assert words.headline(once).endswith(
+        "Postlude runs at 9.42× eager (one round) and 9.18× torch.compile (one round): forward, warm."
+    )
+    assert "Medians of 20 rounds; the intervals hold them with 95 % confidence." in _read(render([often])).text
+    assert words.ratio_range(model.Interval(2.0, 2.0, 2.0)) == ""  # a recorded one without its samples
+    assert words.comparison(model.Interval(2.0, 2.0, 2.0), "It", "eager") == "It ran at 2.00× eager in the only round."
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.0001234, "0.123"), (0.0123, "12.3"), (0.987, "987"), (2.5, "2500")])
+def test_milliseconds(seconds: float, text: str) -> None:
+    assert words.milliseconds(seconds) == text

@@ -64,14 +64,24 @@ def compare(answers: Answers, findings: list[str]) -> dict[str, Point]:
         problem = contract_problem(name, answers.result.get(name), answers.own[name])
         if problem:
             findings.append(problem)
-        elif not answers.own[name].is_floating_point():  # indices and masks have no error, only equality
+        elif not has_error(answers.own[name]):
             if not same_bits(answers.result[name], answers.own[name]):
                 findings.append(f"{name}: differs from PyTorch's")
         else:
-            points[name] = _point(name, answers, truth)
+            points[name] = _point(name, answers, in_real(truth))
     unexpected = answers.result.keys() - answers.truth.keys()
     findings += [f"{name}: PyTorch has none" for name in sorted(unexpected) if answers.result[name].any()]
     return points
+
+
+def has_error(tensor: Tensor) -> bool:
+    """Whether its values may differ from the truth by rounding; integers, such as indices and masks, may not."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def in_real(tensor: Tensor) -> Tensor:
+    """The tensor, or the real and imaginary parts of a complex one along one more axis: both are judged."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def contract_problem(name: str, result: Tensor | None, own: Tensor) -> str | None:
@@ -185,7 +195,7 @@ def same_bits(a: Any, b: Any) -> bool:
 
 
 def _point(name: str, answers: Answers, truth: Tensor) -> Point:
-    compared = _compared(name, answers, truth)
+    compared = {key: in_real(one) for key, one in _compared(name, answers, truth).items()}
     found = dict(zip(compared, deviations(list(compared.values()), truth), strict=True))
     result = found[_RESULT]
     if answers.repeated is not None and name in answers.repeated:
@@ -195,7 +205,7 @@ def _point(name: str, answers: Answers, truth: Tensor) -> Point:
         return replace(answers.before[name], result=result)
     sides = [one.errors for (what, _), one in found.items() if what == _SIDE]
     return Point(
-        scale=scale_of(truth, answers.own[name].dtype),
+        scale=scale_of(truth, answers.own[name].dtype.to_real()),
         result=result,
         own=found[_OWN] if answers.single is None else _own_in_float64(name, *answers.single),
         mode=found.get(_MODE, EXACT),
@@ -214,7 +224,7 @@ def _compared(name: str, answers: Answers, truth: Tensor) -> dict[Key, Tensor]:
     """Everything that is compared with one truth."""
     found = {_RESULT: answers.result[name]}
     again = (answers.repeated or {}).get(name)
-    if again is not None and again.shape == truth.shape:
+    if again is not None and again.shape == answers.own[name].shape:
         found[_REPEATED] = again
     if answers.before is not None and name in answers.before:
         return found
@@ -237,7 +247,7 @@ def _compared(name: str, answers: Answers, truth: Tensor) -> dict[Key, Tensor]:
 
 def _own_in_float64(name: str, own: Quantities, exact: Quantities) -> Deviation:
     """In float64 PyTorch is the truth, so its error in float32 is used, scaled down."""
-    errors = deviation(own[name], exact[name]).errors
+    errors = deviation(in_real(own[name]), in_real(exact[name])).errors
     factor = NOTHING_WIDER * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
     return Deviation(errors.times(factor), 0.0)
 

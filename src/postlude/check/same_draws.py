@@ -1,7 +1,8 @@
-"""Random numbers of a model's own, the same in float64 as in the model's dtype.
+"""Random numbers and new tensors of a model's own, the same in float64 as in the model's dtype.
 
 PyTorch's generators give other numbers for another dtype, so a reference that draws some would differ from its float64
-copy by all of them, and that difference would pass for PyTorch's error.
+copy by all of them, and that difference would pass for PyTorch's error. A tensor that the reference makes without a
+dtype, such as the first state of an LSTM, would be float32, which no product with float64 accepts.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from postlude.check.interception import Interception
 
@@ -22,7 +24,7 @@ _FILLED = frozenset(
 
 
 class SameDraws(Interception):
-    """Draws float64 tensors in `dtype`."""
+    """Draws float64 tensors in `dtype`; new tensors without a dtype become float64."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -35,7 +37,9 @@ class SameDraws(Interception):
         if packet in _FILLED and args[0].dtype == torch.float64:
             drawn = func(torch.empty_like(args[0], dtype=self.dtype), *args[1:], **kwargs)
             return args[0].copy_(drawn)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        is_new = kwargs.get("dtype") is None and not any(isinstance(one, Tensor) for one in tree_leaves(args))
+        return result.double() if is_new and isinstance(result, Tensor) and result.is_floating_point() else result
 
 
 def _wanted(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.dtype:

@@ -28,6 +28,12 @@ class UnanswerableError(Exception):
     """The reference cannot answer, so nothing can be told."""
 
 
+def lacks_memory(error: Exception) -> bool:
+    """Whether it is for lack of memory that nothing can be told. A candidate that lacks some has failed."""
+    says = any(text in str(error) for text in ("can't allocate memory", "out of memory"))
+    return (says and not isinstance(error, CandidateError)) or isinstance(error, MemoryError)
+
+
 @dataclass(frozen=True)
 class Question:
     """What every side is asked at one point."""

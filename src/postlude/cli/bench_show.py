@@ -26,9 +26,7 @@ def show(report: model.Report) -> None:
     for race in report.races:
         say(race.name.capitalize(), "bold")
         show_table(COLUMNS, [_cells(report, race, entry) for entry in race.entries], numbers=COLUMNS[1:-1])
-    first = report.races[0].entries[0].seconds
-    rounds = report.races[0].rounds
-    say(f"Medians of {rounds} rounds; intervals hold them with {first.coverage:.0%} confidence.")
+    say(f"{words.rounds(report.races[0])}.")
     _show_comparisons(report)
     for title, sentences in (
         ("Finding", report.findings),
@@ -49,7 +47,7 @@ def _show_comparisons(report: model.Report) -> None:
             say(words.comparison(found, name.capitalize(), other))
     roof = report.roofline
     if roof is not None:
-        shares = ", ".join(f"{point.variant} {words.percent(point.share)}" for point in roof.points)
+        shares = "; ".join(f"{point.variant} {words.percent(point.share)}" for point in roof.points)
         say(f"Share of the roofline: {shares}; at it a forward would take {words.milliseconds(roof.floor_seconds)} ms.")
 
 
@@ -71,8 +69,7 @@ def _show_candidate(report: model.Report) -> None:
 
 def _cells(report: model.Report, race: model.Race, entry: model.Entry) -> list[str]:
     ratios = [
-        "–" if found is None else f"{words.times(found.median)} ({words.ratio_range(found)})"
-        for found in (entry.times_eager, entry.times_compile)
+        "–" if found is None else words.times_in_range(found) for found in (entry.times_eager, entry.times_compile)
     ]
     note = report.variant(entry.variant).note if race is report.main_race else ""
     return [

@@ -69,6 +69,8 @@ class Bench:
             self.findings.append(reason)
             return
         known = self.verdicts.get(name)
+        if known is None or known.right:
+            self.notes[name] = f"{outcome} while it was timed"
         reasons = () if known is None or known.right else known.reasons
         quantities = () if known is None else known.quantities
         outcome = outcome if known is None or known.right else known.outcome

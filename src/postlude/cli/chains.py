@@ -8,7 +8,7 @@ from pathlib import Path
 from postlude import hardware
 from postlude.check.verdict import Verdict
 from postlude.cli.frame import COULD_NOT_RUN, DONE, NO, Answer, Settings
-from postlude.cli.output import say, show_table, shown_size
+from postlude.cli.output import say, show_table
 from postlude.cli.report import check_report
 from postlude.cli.repro import write_repro
 from postlude.cli.session import fuse, machine_data, open_problem, result_data
@@ -18,6 +18,7 @@ from postlude.plan import Plan
 from postlude.plan.problem import body_dtype, fp32_mode
 from postlude.plan.program import launches, most_memory
 from postlude.plan.rules import rule_lines
+from postlude.report import words
 
 NOTHING = "There is no convolution and no norm in this model."
 
@@ -79,7 +80,7 @@ def explain_site(site: SiteReport) -> None:
             say(f"  in order: {', '.join(call.kernel for call in launches(plan.program.forward))}")
         for line in plan.describe_training():
             say(f"  {line}")
-        moved, before = shown_size(plan.moved_bytes), shown_size(plan.eager_bytes)
+        moved, before = words.size(plan.moved_bytes), words.size(plan.eager_bytes)
         say(f"  predicted memory traffic: {moved} (eager PyTorch: {before})")
         if plan.has_program:
             say(f"  {_memory(plan)}")
@@ -112,24 +113,24 @@ def _launches(plan: Plan) -> str:
         count += " after PyTorch's convolution"
     if plan.slab_bytes == 0:
         return f"{count}; nothing of the convolution's size is stored"
-    return f"{count}; a value of {shown_size(plan.slab_bytes)} in memory"
+    return f"{count}; a value of {words.size(plan.slab_bytes)} in memory"
 
 
 def _memory(plan: Plan) -> str:
     program = plan.program
     forward = most_memory(program.forward, (program.result, *program.kept))
-    text = f"predicted memory: at most {shown_size(forward)} beside the inputs"
+    text = f"predicted memory: at most {words.size(forward)} beside the inputs"
     if not plan.trains:
         return text
     backward = most_memory(program.backward, program.gradients)
-    return f"{text}; {shown_size(backward)} in the backward pass beside what is kept"
+    return f"{text}; {words.size(backward)} in the backward pass beside what is kept"
 
 
 def _slabs(plan: Plan) -> str:
     samples = f"{plan.slab} sample{'s' * (plan.slab != 1)}"
     if plan.slabs == 1:
-        return f"all {samples} at once, {shown_size(plan.slab_bytes)}"
-    return f"{plan.slabs} slabs of {samples}, {shown_size(plan.slab_bytes)} each, which stays in cache"
+        return f"all {samples} at once, {words.size(plan.slab_bytes)}"
+    return f"{plan.slabs} slabs of {samples}, {words.size(plan.slab_bytes)} each, which stays in cache"
 
 
 def _raise_if_not_captured(result: Optimized, path: Path) -> None:
@@ -141,7 +142,7 @@ def _show_layout(result: Optimized) -> None:
     """Shows where values change their layout, if the model is channels-last in between."""
     if result.conversions:
         say("Convolutions read channels-last values here; these are all the conversions:", "bold")
-        rows = [[c.name, c.layout, "×".join(map(str, c.shape)), shown_size(c.bytes)] for c in result.conversions]
+        rows = [[c.name, c.layout, "×".join(map(str, c.shape)), words.size(c.bytes)] for c in result.conversions]
         show_table(["where", "becomes", "shape", "size"], rows)
     if result.gathered:
         say(f"Upsampling whose gradient our kernel gathers: {', '.join(result.gathered)}.")

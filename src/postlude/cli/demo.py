@@ -13,14 +13,14 @@ from postlude.cli.chains import explain_site
 from postlude.cli.demo_case import CASES, Case, compile_case, time_case
 from postlude.cli.demo_child import time_elsewhere
 from postlude.cli.frame import DONE, NO, Answer, Settings
-from postlude.cli.output import say, times, working
+from postlude.cli.output import say, working
 from postlude.cli.race import COMPILE, EAGER, POSTLUDE
 from postlude.cli.report import check_report
 from postlude.cli.session import fuse, machine_data, malloc_word, result_data
 from postlude.cli.watch import crowded
 from postlude.errors import PostludeError
 from postlude.pipeline import Optimized
-from postlude.report import Report, gather, write
+from postlude.report import Report, gather, words, write
 
 
 @dataclass
@@ -143,7 +143,7 @@ def _disappointments(shown: list[Shown]) -> list[str]:
         for one, malloc, timings in _pairs(shown):
             if base in timings and (found := ratio(timings[base], timings[POSTLUDE])).low <= 1:
                 where = f" with {malloc}" if len(one.timings) > 1 else ""
-                (slower if found.high < 1 else level).append(f"{one.name}{where} ({times(found.median)})")
+                (slower if found.high < 1 else level).append(f"{one.name}{where} ({words.times(found.median)})")
         sentences += [f"Slower than {name}: {'; '.join(slower)}."] if slower else []
         sentences += [f"Not clearly faster than {name}: {'; '.join(level)}."] if level else []
     missing = next((one.no_compile for one in shown if one.no_compile), "")

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from postlude.check.records import Record
 from postlude.check.verdict import Errors
-from postlude.cli.output import milliseconds, say, times
+from postlude.cli.output import say
 from postlude.cli.race import COMPILE, EAGER, POSTLUDE, ratio_cell, time_cell
 from postlude.cli.recorded import rows_of
+from postlude.report import words
 
 if TYPE_CHECKING:
     from postlude.cli.demo import Shown
@@ -51,9 +52,9 @@ def _recorded_cells(rows: dict[str, Record]) -> list[str]:
     compiled = min((row.ms_p50 for name, row in rows.items() if name.startswith(COMPILE) and row.ms_p50), default=None)
     eager, ours = (rows[name].ms_p50 or 0.0 for name in (EAGER, POSTLUDE))
     fused = rows[POSTLUDE]
-    gain = f"{times(fused.speedup or 0)} ({fused.speedup_low:.2f}–{fused.speedup_high:.2f})"
-    cells = ["–" if ms is None else milliseconds(ms / 1e3) for ms in (eager, compiled, ours)]
-    return [*cells, gain, "–" if compiled is None else times(compiled / ours)]
+    gain = f"{words.times(fused.speedup or 0)} ({fused.speedup_low:.2f}–{fused.speedup_high:.2f})"
+    cells = ["–" if ms is None else words.milliseconds(ms / 1e3) for ms in (eager, compiled, ours)]
+    return [*cells, gain, "–" if compiled is None else words.times(compiled / ours)]
 
 
 def _remarks(one: Shown, recorded: dict[str, Record]) -> list[str]:

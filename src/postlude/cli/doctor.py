@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from postlude import hardware
 from postlude.cli.frame import DONE, NO, Answer, Settings
-from postlude.cli.output import say, show_table, shown_size, working
+from postlude.cli.output import say, show_table, working
 from postlude.cli.session import machine_data
 from postlude.errors import PostludeError
 from postlude.pipeline import optimize
+from postlude.report import words
 from postlude.run import nvrtc
 
 OLDEST_TORCH = (2, 11)
@@ -51,7 +52,7 @@ def _clear() -> Answer:
     except OSError as error:
         raise PostludeError(f"the cache in {folder} could not be cleared: {error.strerror}.") from error
     say(
-        f"Deleted {files} compiled kernels and tables of tiles ({shown_size(size)}) from {folder}."
+        f"Deleted {files} compiled kernels and tables of tiles ({words.size(size)}) from {folder}."
         if files
         else "There was nothing to clear."
     )
@@ -70,7 +71,7 @@ def _software() -> Iterator[Finding]:
 
 def _machine(settings: Settings) -> Iterator[Finding]:
     yield Finding("cpu", hardware.cpu_name(), "good")
-    yield Finding("last-level cache", shown_size(hardware.last_level_cache_bytes()), "good")
+    yield Finding("last-level cache", words.size(hardware.last_level_cache_bytes()), "good")
     yield _threads()
     if settings.device == "cuda":
         yield from _gpu()
@@ -107,10 +108,10 @@ def _gpu() -> Iterator[Finding]:
 def _tiles() -> Finding:
     found = hardware.found_tiles()
     rows = len(found.table.rows)
-    words = f"{rows} tuned on this card" if rows else "as shipped"
+    tuned = f"{rows} tuned on this card" if rows else "as shipped"
     if found.problem is None:
-        return Finding("tiles", words, "good")
-    return Finding("tiles", f"{words}; of tuned ones, {found.problem}", "note", hardware.TILES_ADVICE)
+        return Finding("tiles", tuned, "good")
+    return Finding("tiles", f"{tuned}; of tuned ones, {found.problem}", "note", hardware.TILES_ADVICE)
 
 
 def _torch_compile(settings: Settings) -> Iterator[Finding]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import typer
@@ -15,6 +17,9 @@ from postlude.cli.commands import app
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line. It always ends with an exit code; a mistake in the options is one sentence."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # its descriptor was closed before the start
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 (it stays open)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # → and × under an ASCII locale
@@ -26,8 +31,14 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except (KeyboardInterrupt, typer.Abort):
         output.complain("interrupted")
         code = frame.INTERRUPTED
+    except BrokenPipeError:
+        output.end_output()
+        code = output.CLOSED
     except Exception as error:
         explain_it = getattr(error, "format_message", None)  # typer has its own copy of click, or imports click
+        if isinstance(error, OSError):  # the help cannot be written
+            output.complain(f"{error.strerror}.")
+            raise SystemExit(frame.COULD_NOT_RUN) from None
         if explain_it is None:
             raise
         output.complain(f"{explain_it().rstrip('.')}. See postlude --help.")

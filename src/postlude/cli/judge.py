@@ -21,6 +21,8 @@ from postlude.errors import PostludeError, ProblemFileError
 CODES = {"right": DONE, "wrong": NO, "cannot tell": COULD_NOT_RUN}
 # Prefixes of the message for a file that never became a model, so it could not be judged.
 UNUSABLE = ("an import fails", "running the file fails", "it has no class", "syntax error", "it cannot be compiled")
+NO_DRIVER = "0 active drivers"  # what Triton says without a GPU
+NEEDS_GPU = "Triton finds no GPU for it: judge its kernels where there is one, or set TRITON_INTERPRET=1, which is slow"
 SPARE_BYTES = 64 << 20
 SEED_BITS = 30
 
@@ -83,6 +85,8 @@ def judge_file(
             if error.reason.startswith(UNUSABLE):
                 raise ProblemFileError(f"{path}: {error.reason.rstrip('.')}.") from error
             verdict, said = Verdict("wrong", (str(error),), exam.truths.mode), ""
+    if any(NO_DRIVER in reason for reason in verdict.reasons):
+        verdict = replace(verdict, notes=(*verdict.notes, NEEDS_GPU))
     checked = check_exam(exam) if with_self_check else None
     if checked is not None and checked.accepted and verdict.right:
         reason = f"these points would also accept mutants of the reference: {', '.join(checked.accepted)}"

@@ -162,7 +162,7 @@ def histograms_of(
 
 
 def _two_samples(inputs: Sequence[Any]) -> list[Any]:
-    batch = next(x.shape[0] for x in inputs if isinstance(x, Tensor) and x.dim())
+    batch = next((x.shape[0] for x in inputs if isinstance(x, Tensor) and x.dim()), 0)
     return [x[:2] if isinstance(x, Tensor) and x.dim() and x.shape[0] == batch else x for x in inputs]
 
 

@@ -10,31 +10,30 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from postlude.errors import PostludeError
-from postlude.files import write_whole
-from postlude.report.words import milliseconds, times
+from postlude.files import is_special, write_whole
 
 __all__ = [
     "between",
     "check_writable",
     "complain",
-    "milliseconds",
     "say",
     "show_table",
-    "shown_size",
-    "times",
     "working",
     "write_json",
     "write_whole",
 ]
 CLOSED = 141  # the exit code of a program whose reader has left, as shells give it
+_LEAST_TEXT = 13  # characters that a column of text needs, or its longest word
+_GAP = 3  # between two columns
 _PIPE_WIDTH = 240  # for a pipe or file, where cutting or folding a table would only do harm
 
 
@@ -59,19 +58,51 @@ def complain(text: str) -> None:
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()) -> None:
-    """Shows a table; columns named in `numbers` are right-aligned."""
+    """Shows a table; columns named in `numbers` are right-aligned.
+
+    On a terminal that is too narrow for it, text is wrapped, but no number; if that is not enough, every row becomes a
+    sentence.
+    """
+    console = _console(sys.stdout)
+    texts = [[column, *(row[place] for row in rows)] for place, column in enumerate(columns)]
+    least = [_least_width(parts, columns[place] in numbers) for place, parts in enumerate(texts)]
+    if console.is_terminal and sum(least) + _GAP * (len(columns) - 1) > console.width:
+        for row in rows:
+            say(_sentence(columns, row))
+        return
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for column in columns:
-        table.add_column(Text(column), justify="right" if column in numbers else "left", overflow="fold")
+    for parts, width in zip(texts, _shared(texts, least, console.width - _GAP * (len(columns) - 1))):
+        justify: Literal["left", "right"] = "right" if parts[0] in numbers else "left"
+        table.add_column(Text(parts[0]), justify=justify, overflow="fold", width=width)
     for row in rows:
         table.add_row(*map(Text, row))
-    console = _console(sys.stdout)
     if console.is_terminal:
         console.print(table)
         return
     with console.capture() as captured:  # rich pads lines to the table's width; the padding is removed
         console.print(table)
     sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
+
+
+def _least_width(texts: Sequence[str], is_number: bool) -> int:
+    """The width at which a column of numbers breaks none, and a column of text no short word."""
+    widest = max((cell_len(word) for text in texts for word in text.split()), default=1)
+    return widest if is_number else min(widest, _LEAST_TEXT)
+
+
+def _shared(texts: Sequence[Sequence[str]], least: Sequence[int], room: int) -> list[int]:
+    """The width of each column: what it wants where there is room, else the widest columns give way."""
+    wanted, widths = [max(1, *(cell_len(text) for text in parts)) for parts in texts], list(least)
+    for _ in range(max(0, min(room, sum(wanted)) - sum(widths))):
+        place = min((one for one in range(len(widths)) if widths[one] < wanted[one]), key=widths.__getitem__)
+        widths[place] += 1
+    return widths
+
+
+def _sentence(columns: Sequence[str], row: Sequence[str]) -> str:
+    """A row of a table in words: what it is about, then what is known, each number behind its column's name."""
+    known = [f"{column} {cell}".strip() for column, cell in zip(columns[1:], row[1:]) if cell not in ("", "–")]
+    return f"{row[0]}: {', '.join(known)}"
 
 
 @contextlib.contextmanager
@@ -113,19 +144,14 @@ def between(low: float, high: float) -> str:
     return f"{low:.2f}–{high:.2f}"
 
 
-def shown_size(count: float) -> str:
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= unit:
-            return f"{count / unit:.3g} {name}"
-    return f"{count:.3g} bytes"
-
-
 def check_writable(path: Path | None) -> None:
     """Raises, with one sentence, if a result could not be written: before the work, not after it."""
     if path is None:
         return
     if path.is_dir():
         raise PostludeError(f"{path}: this is a directory; name a file to write to.")
+    if is_special(path):
+        return
     if not path.parent.is_dir():
         raise PostludeError(f"{path}: the folder {path.parent} does not exist.")
     if not os.access(path.parent, os.W_OK):

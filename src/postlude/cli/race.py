@@ -12,7 +12,7 @@ from torch import nn
 from postlude import hardware
 from postlude.check.clock import Estimate, ratio, rotating, time_interleaved
 from postlude.check.compare import first_line
-from postlude.cli.output import between, milliseconds, times
+from postlude.report import gather, words
 from postlude.report.model import COMPILE, EAGER, POSTLUDE
 
 __all__ = ["COMPILE", "EAGER", "POSTLUDE", "Course", "compile_model", "race"]
@@ -61,11 +61,10 @@ def race(
 
 
 def time_cell(timing: Estimate | None) -> str:
-    return "–" if timing is None else milliseconds(timing.median)
+    return "–" if timing is None else words.milliseconds(timing.median)
 
 
 def ratio_cell(base: Estimate | None, timing: Estimate | None) -> str:
     if base is None or timing is None:
         return "–"
-    found = ratio(base, timing)
-    return f"{times(found.median)} ({between(found.low, found.high)})"
+    return words.times_in_range(gather.interval_of(ratio(base, timing)))

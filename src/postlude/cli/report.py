@@ -63,4 +63,4 @@ def _read_folder(folder: Path) -> list[Report]:
 def natural(path: Path) -> list[tuple[int, int | str]]:
     """A key that sorts numbers in names by their value."""
     parts = re.split(r"(\d+)", str(path))
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in parts if part]
+    return [(0, int(part)) if part.isdecimal() else (1, part) for part in parts if part]

@@ -33,6 +33,7 @@ from postlude.report.suite import Row, Summary, geometric_mean, row_of, summary
 from postlude.report.write import to_json
 
 AGAIN = ("none", "failed", "all")
+LONGEST_NAME = 160
 COLUMNS = ["problem", "verdict", "eager ms", "compile ms", "postlude ms", "× eager", "× compile"]
 STEPS = ["step ms", "× eager's", "× compile's"]
 ERRORS = ["of the roofline", "error", "PyTorch's"]
@@ -97,10 +98,17 @@ def problem_files(folder: Path, only: str = "*") -> list[Path]:
     if not folder.is_dir():
         raise PostludeError(f"{folder}: there is no such folder.")
     fitting = [path for path in folder.rglob("*.py") if fnmatch.fnmatchcase(path.name, only) and path.is_file()]
-    found = [path for path in fitting if re.search(rb"^class Model\b", path.read_bytes(), re.MULTILINE)]
+    found = [path for path in fitting if _may_have_a_model(path)]
     if not found:
         raise PostludeError(f"{folder}: no file fits {only} and has a class Model.")
     return sorted(found, key=lambda path: natural(path.relative_to(folder)))
+
+
+def _may_have_a_model(path: Path) -> bool:
+    try:
+        return re.search(rb"^class Model\b", path.read_bytes(), re.MULTILINE) is not None
+    except OSError:
+        return True  # its row says why it cannot be read
 
 
 def _tasks(settings: Settings, options: Options) -> list[Task]:
@@ -112,10 +120,17 @@ def _tasks(settings: Settings, options: Options) -> list[Task]:
             name,
             f"{number} of {len(files)}",
             _key(settings, options, path),
-            options.results / f"{quote(name.replace(os.sep, '__'), safe='')}{_suffix(options)}.json",
+            options.results / f"{_file_name(name)}{_suffix(options)}.json",
         )
         for number, (path, name) in enumerate(zip(files, names, strict=True), 1)
     ]
+
+
+def _file_name(name: str) -> str:
+    """A name of ASCII letters, which every file system takes; a long one is cut and told apart by its hash."""
+    raw = os.fsencode(name.replace(os.sep, "__"))
+    quoted = quote(raw, safe="")
+    return quoted if len(quoted) <= LONGEST_NAME else f"{quoted[:LONGEST_NAME]}-{hashlib.sha256(raw).hexdigest()[:16]}"
 
 
 def _suffix(options: Options) -> str:
@@ -196,7 +211,11 @@ def _key(settings: Settings, options: Options, path: Path) -> str:
     asked = (settings.device, settings.precision, options.rounds, options.seconds, options.baselines, options.train)
     shapes = () if options.shapes == OWN else (options.shapes,)
     known = json.dumps([__version__, records.commit(), *asked, *shapes])
-    return hashlib.sha256(known.encode() + path.read_bytes()).hexdigest()[:16]
+    try:
+        content = path.read_bytes()
+    except OSError:
+        content = b""
+    return hashlib.sha256(known.encode() + content).hexdigest()[:16]
 
 
 def _kept(target: Path, key: str, again: str) -> Report | None:

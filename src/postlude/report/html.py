@@ -44,6 +44,7 @@ def _environment() -> jinja2.Environment:
         "rate": words.rate,
         "percent": words.percent,
         "counted": words.counted,
+        "rounds": words.rounds,
     }
     environment.filters.update(helpers)
     environment.globals.update(

@@ -81,7 +81,7 @@ def speed_bars(race: model.Race) -> Bars | None:
 
 def _bar(name: str, ratio: model.Interval, unit: float) -> Bar:
     end, low, high = (round(unit * number, 2) for number in (ratio.median, ratio.low, ratio.high))
-    return Bar(name, f"{words.times(ratio.median)} ({words.ratio_range(ratio)})", end, low, high, kind_of(name))
+    return Bar(name, words.times_in_range(ratio), end, low, high, kind_of(name))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def time_range(interval: model.Interval) -> str:
-    return f"{milliseconds(interval.low)}–{milliseconds(interval.high)}"
+    return "–" if is_single(interval) else f"{milliseconds(interval.low)}–{milliseconds(interval.high)}"
 
 
 def times(ratio: float) -> str:
@@ -29,7 +29,29 @@ def times(ratio: float) -> str:
 
 
 def ratio_range(interval: model.Interval) -> str:
+    if is_single(interval):
+        return "one round" if interval.samples else ""
     return f"{interval.low:.2f}–{interval.high:.2f}"
+
+
+def times_in_range(interval: model.Interval) -> str:
+    """The ratio with its interval, if it has one."""
+    median, around = times(interval.median), ratio_range(interval)
+    return f"{median} ({around})" if around else median
+
+
+def is_single(interval: model.Interval) -> bool:
+    """Whether this is one sample, which says nothing about how far off it is."""
+    return interval.low == interval.high
+
+
+def rounds(race: model.Race) -> str:
+    """The rounds behind a race's numbers, as the start of a sentence."""
+    if race.rounds == 1:
+        return "Times of one round, which have no interval"
+    coverage = race.entries[0].seconds.coverage if race.entries else 0.0
+    held = f"; the intervals hold them with {percent(coverage)} confidence" if coverage else ""
+    return f"Medians{f' of {race.rounds} rounds' if race.rounds else ''}{held}"
 
 
 def error(value: float) -> str:
@@ -73,7 +95,7 @@ def headline(report: model.Report) -> str:
     if not report.variant(report.subject).may_be_compared:
         return start + ". No speed-up is shown for what is not right."
     parts = [
-        f"{times(found.median)} {name} ({ratio_range(found)})"
+        f"{times(found.median)} {name}{f' ({around})' if (around := ratio_range(found)) else ''}"
         for found, name in ((entry.times_eager, "eager"), (entry.times_compile, "torch.compile"))
         if found is not None
     ]
@@ -83,6 +105,8 @@ def headline(report: model.Report) -> str:
 
 def comparison(found: model.Interval, name: str, other: str) -> str:
     """How `name` compares with `other`, in words that do not flatter it."""
+    if is_single(found):
+        return f"{name} ran at {times(found.median)} {other} in the only round."
     if found.low > 1:
         return f"{name} is {times(found.median)} as fast as {other}."
     if found.high < 1:

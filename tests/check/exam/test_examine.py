@@ -279,3 +279,81 @@ def test_what_may_become_of_nan() -> None:
     assert "spreads to 1 values" in note
     # Where PyTorch and the truth differ, nothing is asked.
     assert lost_or_spread(everywhere, torch.zeros(2, 2), everywhere, "NaN", 2) == (None, None)
+
+
+class Spectrum(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.fft(x)
+
+
+class Conjugate(Spectrum):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).conj()
+
+
+def test_both_parts_of_complex_results_are_judged() -> None:
+    inputs = (torch.rand(8, 48),)
+    verdict = verify_modules(Spectrum(), Spectrum(), inputs)
+    assert verdict.right, verdict
+    assert verdict.quantities[0].errors is not None
+    assert verify_modules(Spectrum(), Conjugate(), inputs).outcome == "wrong"
+
+
+class Magnitude(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.rfft2(x).abs()
+
+
+def test_magnitudes_of_complex_values_have_no_bounds_to_try() -> None:
+    assert verify_modules(Magnitude(), Magnitude(), (torch.rand(4, 3, 12, 12),)).right
+
+
+class Waves(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(x * torch.arange(1.0, 9.0))
+
+
+def test_inputs_without_samples_are_judged() -> None:
+    assert verify_modules(Waves(), Waves(), (torch.tensor(0.7),)).right
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_a_point_for_which_memory_is_lacking_is_left_out_and_said(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exam = exam_of(Model())
+    made = exam.sheet
+
+    def sheet(case: Any) -> Any:
+        if case.shape == ODD:
+            raise error
+        return made(case)
+
+    monkeypatch.setattr(exam, "sheet", sheet)
+    verdict = examine(exam, InProcess(Honest()))
+    assert verdict.right, verdict
+    assert f"left out for lack of memory: {ODD}" in verdict.notes
+
+
+def test_a_point_larger_than_memory_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    exam = exam_of(Model())
+    monkeypatch.setattr("postlude.hardware.available_bytes", lambda: exam.needed_bytes(ONE))
+    verdict = examine(exam, InProcess(Honest()))
+    assert verdict.right, verdict
+    (note,) = [note for note in verdict.notes if "lack of memory" in note]
+    assert ODD in note
+    assert ONE not in note
+    assert verdict.quantities[0].points > REQUIRED
+
+
+class Greedy(Honest):
+    """Claims at one shape that there is no memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] == 1:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return super().forward(x)
+
+
+def test_a_candidate_that_lacks_memory_has_failed() -> None:
+    assert verify_modules(Model(), Greedy(), INPUTS).outcome == "wrong"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -41,6 +42,26 @@ def test_noise_is_part_of_the_answer(draw: str) -> None:
         assert verdict.outcome == "wrong"
     assert verdict.budget is not None
     assert verdict.budget.rms < 1e-5
+
+
+class Started(nn.Module):
+    """An LSTM with a first state of its own, which has PyTorch's default dtype."""
+
+    def __init__(self, make: Callable[..., Tensor] = torch.randn) -> None:
+        super().__init__()
+        self.lstm, self.make = nn.LSTM(6, 5, batch_first=True), make
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = self.make(1, x.shape[0], 5, device=x.device)
+        result: Tensor = self.lstm(x, (start, torch.zeros(1, x.shape[0], 5)))[0]
+        return result
+
+
+def test_tensors_that_a_reference_makes_have_its_dtype() -> None:
+    inputs = (torch.randn(4, 7, 6),)
+    verdict = verify_modules(Started(), Started(), inputs)
+    assert verdict.right, verdict
+    assert verify_modules(Started(), Started(torch.ones), inputs).outcome == "wrong"
 
 
 def test_noise_that_passes_for_pytorchs_error_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

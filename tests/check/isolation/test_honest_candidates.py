@@ -13,6 +13,7 @@ from torch import nn
 from postlude.check.isolation import Candidate, CandidateFailed, Limits, candidate
 from postlude.check.sides import named_tensors
 from postlude.check.supply import Supply
+from postlude.errors import PostludeError
 
 SMALL = """
 import torch
@@ -114,6 +115,7 @@ def test_a_model_with_state_answers_as_it_does_here(tmp_path: Path) -> None:
         after = candidate.read_state()
         assert all(torch.equal(after[key], value) for key, value in model.state_dict().items())
         assert not torch.equal(after["norm.running_mean"], torch.zeros(4))
+        candidate.load_state({**own, "_extra_state": {"anything": object()}})
         with pytest.raises(CandidateFailed, match="other keys"):
             candidate.load_state({"conv.weight": own["conv.weight"]})
 
@@ -178,6 +180,11 @@ def test_nested_inputs_and_results(versatile: Candidate) -> None:
     assert found[3][0] is None
     assert torch.equal(found[3][1][0], b)
     assert list(named_tensors("output", found)) == ["output['sum']", "output[3][1][0]"]
+
+
+def test_numbers_of_numpy_are_numbers(versatile: Candidate) -> None:
+    numpy = pytest.importorskip("numpy")
+    assert ask(versatile, "same", numpy.int64(7), numpy.float64(0.5)) == (7, 0.5)
 
 
 def test_named_tuples_are_tuples(versatile: Candidate) -> None:
@@ -255,7 +262,7 @@ def test_timed_calls_are_made_and_the_result_before_the_signal_comes_back(
 
 def test_our_own_mistakes_are_not_the_candidates(versatile: Candidate) -> None:
     for value in (object(), torch.eye(2).to_sparse(), torch.rand(9).as_strided((4, 4), (1, 1)), 2**70):
-        with pytest.raises(ValueError, match="cannot be sent to a candidate"):
+        with pytest.raises(PostludeError, match="cannot be sent to a candidate"):
             versatile.forward(["same", value])
     with pytest.raises(ValueError, match="nothing to time"):
         versatile.time_calls(Supply([("same",)]).draw(0))

@@ -80,7 +80,7 @@ class KinkWatch(Interception):
 
     def instead(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = func.overloadpacket.__name__.removesuffix("_")
-        if args and isinstance(args[0], Tensor) and args[0].numel():
+        if args and isinstance(args[0], Tensor) and args[0].numel() and not args[0].is_complex():
             values = args[0].detach()
             for bound in bounds_of(name, tuple(args)):
                 below, above = (float(part.double().mean()) for part in (values < bound, values > bound))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from postlude import hardware
 from postlude.check.budget import (
     FEW_ELEMENTS,
     RMS_FACTOR,
@@ -28,6 +29,7 @@ from postlude.check.compare import (
     Round,
     compare,
     contract_problem,
+    has_error,
     poison,
     same_bits,
     verdict_of,
@@ -45,6 +47,7 @@ from postlude.check.sides import (
     UnanswerableError,
     key_findings,
     keys_of,
+    lacks_memory,
     leaves_of,
     some,
     unread_counters,
@@ -52,6 +55,7 @@ from postlude.check.sides import (
 from postlude.check.verdict import Verdict
 
 FAR = 1000.0  # budgets
+TIME, MEMORY = "time (--time-budget)", "memory"
 CROSSING = "the answer for "  # the prefix of null candidates that ignore an input or a parameter
 
 
@@ -84,7 +88,7 @@ class _Sitting:
         self.candidate = candidate
         self.findings: list[str] = []
         self.remarks: list[str] = []
-        self.skipped: list[str] = []
+        self.skipped: dict[str, list[str]] = {}  # the names of the points that are left out, by what is lacking
         self.begun = time.monotonic()
         self.telling: Case | None = None  # the first point in its final form
         self.costs: dict[str, float] = {}
@@ -96,14 +100,16 @@ class _Sitting:
     def run(self, cases: Sequence[Case], progress: Progress) -> Verdict:
         rounds: list[Round] = []
         for number, case in enumerate(cases):
-            if not case.required and not self._affordable(case):
-                self.skipped.append(case.name)
+            if not case.required and (lack := self._lack(case)):
+                self.skipped.setdefault(lack, []).append(case.name)
                 continue
             begin = time.monotonic()
-            if case.is_nonfinite:
-                self._look_at_nonfinite(case)
-            else:
-                rounds.append(self._round(case))
+            try:
+                self._answer(case, rounds)
+            except Exception as error:
+                if case.required or not lacks_memory(error):
+                    raise
+                self.skipped.setdefault(MEMORY, []).append(case.name)
             self.costs[case.shape] = time.monotonic() - begin
             if progress:
                 progress(f"point {number + 1} of {len(cases)} ({case.name})")
@@ -117,6 +123,12 @@ class _Sitting:
         if verdict.outcome == "wrong" and not self.findings and (where := _worst_place(rounds)) is not None:
             self.remarks.append(f"the largest error of the output is at the point “{where}”")
         return replace(verdict, notes=tuple(self._notes(verdict)))
+
+    def _answer(self, case: Case, rounds: list[Round]) -> None:
+        if case.is_nonfinite:
+            self._look_at_nonfinite(case)
+        else:
+            rounds.append(self._round(case))
 
     def _hopeless(self, rounds: list[Round]) -> bool:
         """Whether the result is so wrong that no further point can change the verdict."""
@@ -207,7 +219,7 @@ class _Sitting:
         sheet = self.exam.sheet(case)
         result = self._ask(sheet.question, case)
         known = self.exam.known(sheet)
-        samples = next(tensor.shape[0] for tensor in leaves_of(sheet.question.inputs) if tensor.dim())
+        samples = next((tensor.shape[0] for tensor in leaves_of(sheet.question.inputs) if tensor.dim()), 0)
         samples = 0 if case.spoiled else samples  # a second operand need not have samples
         may_spread = case.family != MASKED or self.exam.has_products
         for name, truth in known.truth.items():
@@ -236,19 +248,22 @@ class _Sitting:
                 else:
                     self.remarks.append(f"{text}, for {case.shape} inputs")
 
-    def _affordable(self, case: Case) -> bool:
+    def _lack(self, case: Case) -> str | None:
+        """What a point would take too much of, if anything."""
+        if self.exam.truths.device.type == "cpu" and self.exam.needed_bytes(case.shape) > hardware.available_bytes():
+            return MEMORY
         spent = time.monotonic() - self.begun
         expected = self.costs.get(case.shape)
         if expected is None:
             expected = self.exam.expected_seconds(case.shape)
-        return spent + expected <= self.exam.rules.seconds
+        return None if spent + expected <= self.exam.rules.seconds else TIME
 
     def _notes(self, verdict: Verdict) -> Iterable[str]:
         yield from dict.fromkeys(self.remarks)
         yield from (f"left out: {what}" for what in self.exam.left_out)
-        if self.skipped:
-            yield f"left out for lack of time (--time-budget): {', '.join(dict.fromkeys(self.skipped))}"
-        if verdict.right and self.telling is not None and self._affordable(self.telling):
+        for lack, names in self.skipped.items():
+            yield f"left out for lack of {lack}: {', '.join(dict.fromkeys(names))}"
+        if verdict.right and self.telling is not None and self._lack(self.telling) is None:
             with suppress(UnanswerableError):
                 ignored = self.exam.ignored_parameters(self.telling)
                 if ignored:
@@ -266,7 +281,7 @@ def _worst_place(rounds: Sequence[Round]) -> str | None:
 def _differ_as_integers(known: Known) -> bool:
     """Whether some output of integers is another one for another input."""
     return any(
-        name in null and not truth.is_floating_point() and not torch.equal(truth, null[name])
+        name in null and not has_error(truth) and not torch.equal(truth, null[name])
         for null in known.nulls.values()
         for name, truth in known.truth.items()
     )

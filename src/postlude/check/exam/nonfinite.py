@@ -11,12 +11,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from postlude.check.compare import has_error
+
 
 def lost_or_spread(
     result: Tensor, own: Tensor, truth: Tensor, what: str, samples: int, may_spread: bool = True
 ) -> tuple[str | None, str | None]:
     """The fault if there is one, and otherwise a note. Of `samples` samples the last has it; 0: the input has none."""
-    if not truth.is_floating_point():
+    if not has_error(truth):
         differs = f"{what} in the input gives other integers than PyTorch's"
         return (None, None) if torch.equal(result, own) else (differs, None)
     ours, theirs, exact = (tensor.to(truth.device).isfinite() for tensor in (result, own, truth))

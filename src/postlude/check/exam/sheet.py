@@ -27,6 +27,8 @@ STRETCHES = ((4.0, 1.0), (16.0, 1.0), (64.0, 1.0), (1.0, 3.0), (1.0, 10.0), (16.
 SHIFTS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0)  # of producers' biases
 BOUND_SEEDS = 500
 REMEMBERED = 1 << 22  # elements of inputs: the answers at larger shapes are computed again
+# Bytes for one element of inputs and results on a CPU, of both processes: a softmax of 2²⁶ elements takes 27.
+HELD = 28
 # The cost of one point in calls of the reference: its call, the candidate's, drawing, sending and comparing.
 COMPARING = 6.0
 
@@ -95,6 +97,14 @@ class Exam:
         own, exact = self.truths.seconds
         share = exact / own if own else 1.0
         return self.own_seconds[sizes] * (share + COMPARING) * (3.0 if self.rules.backward else 1.0)
+
+    def needed_bytes(self, shape: str) -> float:
+        """Memory of the host for a point at this shape: about as much as for a softmax."""
+        inputs = self.shapes[shape].inputs
+        if _sizes(inputs) not in self._outputs:
+            self._cost(inputs)
+        outputs = sum(tensor.numel() for tensor in self._outputs[_sizes(inputs)].values())
+        return HELD * (self.shapes[shape].elements + outputs)
 
     def ignored_parameters(self, case: Case) -> list[str]:
         """Parameters that do not affect the result at a point; each is replaced by new random numbers in turn."""

@@ -123,7 +123,7 @@ class Truths:
         """PyTorch in float32 and its truth, for float64 data: there PyTorch is the truth, and this tells its error."""
         if self.dtype != torch.float64:
             return None
-        rounded = {key: as_dtype(torch.float32)(value) for key, value in question.state.items()}
+        rounded = map_tensors(as_dtype(torch.float32), question.state)
         singles = replace(question, state=rounded, inputs=map_tensors(as_dtype(torch.float32), question.inputs))
         own = self._ask(Side(copy.deepcopy(self.reference).float()), singles)
         return own, self.exact(in_double(singles), own)

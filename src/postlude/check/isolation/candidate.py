@@ -18,6 +18,7 @@ from postlude.check.isolation.wire import DTYPES, UnsendableError, flatten, over
 from postlude.check.points import map_tensors
 from postlude.check.sides import Wants, named_tensors
 from postlude.check.supply import Turns
+from postlude.errors import PostludeError
 
 POISON = 1  # memory is filled with its complement: -1.7e38 in fp32, NaN in fp16
 
@@ -110,8 +111,8 @@ class Candidate:
         return {key: (tuple(shape), dtype) for key, (shape, dtype) in found.items()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Writes the state into the model's own tensors."""
-        given = dict(state)
+        """Writes the state into the model's own tensors. What is not a tensor, such as an extra state, stays."""
+        given = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         _check_sendable(given, "the state")
         self._ask("load state", {"state": given}, "loading its state")
 
@@ -262,10 +263,10 @@ def _check_sendable(value: Any, what: str) -> None:
     try:
         tensors = flatten(value)[1]
     except UnsendableError as error:
-        raise ValueError(f"{what} is or holds {error}, which cannot be sent to a candidate") from None
+        raise PostludeError(f"{what} is or holds {error}, which cannot be sent to a candidate.") from None
     for tensor in tensors:
         name = str(tensor.dtype).removeprefix("torch.")
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or name not in DTYPES:
-            raise ValueError(f"{what} is a {tensor.layout} tensor of {name}, which cannot be sent to a candidate")
+            raise PostludeError(f"{what} is a {tensor.layout} tensor of {name}, which cannot be sent to a candidate.")
         if overlaps_itself(tensor.shape, tensor.stride()):
-            raise ValueError(f"{what} is a tensor that overlaps itself, which cannot be sent to a candidate")
+            raise PostludeError(f"{what} is a tensor that overlaps itself, which cannot be sent to a candidate.")

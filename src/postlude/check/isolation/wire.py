@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -163,8 +164,8 @@ def _flatten(value: Any, tensors: list[Any], depth: int) -> Any:
         return {"tensor": len(tensors) - 1}
     if value is None or isinstance(value, (bool, float, str)):
         return value
-    if isinstance(value, int):
-        if len(str(abs(value))) > MAX_DIGITS:
+    if isinstance(value, Integral):  # NumPy's as well
+        if len(str(abs(int(value)))) > MAX_DIGITS:
             raise UnsendableError("a whole number of more than 64 bits")
         return int(value)
     if isinstance(value, torch.dtype):

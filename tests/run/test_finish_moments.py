@@ -91,7 +91,7 @@ def finished(chain: Chain, tensors: tuple[Tensor, ...], acc: torch.dtype = torch
 def stage_of(chain: Chain, value: Tensor, dtype: torch.dtype) -> Callable[..., Tensor]:
     need = moments_only(chain)
     assert need is not None
-    spec = Spec(tuple(value.shape), "float64", "contiguous")
+    spec = Spec((*value.shape, *[1] * (chain.dims - 1)), "float64", "contiguous")  # all positions along one axis
     steps = (chain, need.before + 1, need.squares, spec, dtype)
     return lambda *given: finish_moments(*steps, Partials(*given[:3]), given[3:])
 

@@ -92,6 +92,12 @@ BENCHES = [
         more=(STEP,),
     ),
     Bench("conv relu batch of one", Builder(3, conv(3, (8, 16))).op("relu").chain(), (1, 8, 48, 48, 48)),
+    Bench(
+        "conv instance_norm batch of one",
+        Builder(3, conv(3, (32, 32), padding=1)).norm(None).op("leaky_relu", slope=0.01).chain(),
+        (1, 32, 24, 24, 24),
+        True,
+    ),
     Bench("conv relu", Builder(3, conv(3, (8, 16))).op("relu").chain(), (4, 8, 24, 32, 32)),
     Bench(
         "conv relu mean over space",

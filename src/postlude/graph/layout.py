@@ -21,7 +21,7 @@ from postlude.graph.capture import fakes_of, modes_left_as_found
 from postlude.graph.dropouts import masks_of
 from postlude.graph.match import Match, site_name
 from postlude.graph.norms import keeps_layout
-from postlude.graph.tidy import meta_for_another, storage_of, written_storages
+from postlude.graph.tidy import memory_of, meta_for_another, storage_of, written_storages
 from postlude.plan.problem import CHANNELS_LAST, layout_of
 from postlude.run import layouts as layouts  # defines the operator
 
@@ -185,15 +185,19 @@ def results_of(graph: fx.GraphModule) -> list[Any]:
 
 
 def restore_results(graph: fx.GraphModule, before: Sequence[Any]) -> None:
-    """Gives the graph's results the strides that they had before: `view` after them would raise otherwise."""
+    """Gives the graph's results the strides that they had before: `view` after them would raise otherwise. A view with
+    gaps becomes dense in the same order of axes, of which every `view` works that worked before."""
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
+    memories = [memory_of(was) for was in before]
     for node, was in zip(output.all_input_nodes, before, strict=True):
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor) or _has_strides_of(value, was):
             continue
+        if any(size > 1 and stride == 0 for size, stride in zip(was.shape, was.stride())):
+            raise UnsuitedError("a result repeats its elements")
+        if memories.count(memory_of(was)) > 1:
+            raise UnsuitedError("results share memory")
         axes = _axes_in_memory(was)
-        if axes is None:
-            raise UnsuitedError("a result is a view with gaps")
         with graph.graph.inserting_before(output):
             if axes == list(range(was.dim())):
                 made = _converted(graph, node, torch.contiguous_format)
@@ -210,14 +214,11 @@ def _has_strides_of(value: torch.Tensor, was: torch.Tensor) -> bool:
     return all(one == other for one, other, size in zip(value.stride(), was.stride(), was.shape) if size != 1)
 
 
-def _axes_in_memory(value: torch.Tensor) -> list[int] | None:
-    """The axes from the outermost to the innermost in memory; None if elements are left out or repeated."""
+def _axes_in_memory(value: torch.Tensor) -> list[int]:
+    """The axes from the outermost to the innermost in memory."""
     if value.is_contiguous():
         return list(range(value.dim()))
-    strides = value.stride()
-    axes = sorted(range(value.dim()), key=lambda axis: (value.shape[axis] != 1, -strides[axis]))
-    dense = value.permute(axes)
-    return axes if dense.is_contiguous() else None
+    return sorted(range(value.dim()), key=lambda axis: (value.shape[axis] != 1, -value.stride(axis)))
 
 
 def _permuted(graph: fx.GraphModule, node: fx.Node, axes: list[int]) -> fx.Node:

@@ -74,7 +74,10 @@ def _keep_dtype(graph: fx.GraphModule, node: fx.Node) -> None:
 
 def storage_of(node: Any) -> Any:
     """A key that two nodes share when their tensors share memory; None for what is not a tensor."""
-    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return memory_of(node.meta.get("val")) if isinstance(node, fx.Node) else None
+
+
+def memory_of(value: Any) -> Any:
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 

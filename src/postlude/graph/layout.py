@@ -218,7 +218,8 @@ def _axes_in_memory(value: torch.Tensor) -> list[int]:
     """The axes from the outermost to the innermost in memory."""
     if value.is_contiguous():
         return list(range(value.dim()))
-    return sorted(range(value.dim()), key=lambda axis: (value.shape[axis] != 1, -value.stride(axis)))
+    strides = value.stride()
+    return sorted(range(value.dim()), key=lambda axis: (value.shape[axis] != 1, -strides[axis]))
 
 
 def _permuted(graph: fx.GraphModule, node: fx.Node, axes: list[int]) -> fx.Node:

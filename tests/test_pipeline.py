@@ -322,7 +322,7 @@ def test_pytorchs_own_convolution_is_kept_digit_for_digit() -> None:
 
 @pytest.mark.parametrize(("batch", "convolution"), [(1, "auto"), (2, "auto"), (1, "pytorch")])
 def test_one_small_volume_is_convolved_by_onednn(batch: int, convolution: str) -> None:
-    """PyTorch's own loops for it are 2 to 100 times slower, so the convolution alone is a chain."""
+    """PyTorch's own loops for it are far slower, so the convolution alone is a chain."""
 
     class Skip(nn.Module):
         def __init__(self) -> None:

@@ -16,7 +16,7 @@ from postlude.stages.library import as_plain
 class DirectConvolution:
     """oneDNN's convolution, called slab after slab.
 
-    For a batch of one PyTorch's own functions may choose another library, with which conv3d is 2 to 13 times slower.
+    For a batch of one PyTorch's own functions may choose slower loops (`plan.problem.is_convolved_by_loops`).
     """
 
     def __init__(self, conv: Convolution, weight: Tensor, layout: Layout) -> None:

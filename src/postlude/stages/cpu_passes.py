@@ -101,8 +101,8 @@ def _value(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor, bool]:
 
 
 def _by_onednn(conv: Convolution, x: Tensor, weight: Tensor, layout: torch.memory_format) -> Tensor:
-    """Calls oneDNN directly. For a batch of one PyTorch may choose another library, measured 2 to 13 times slower.
-    The pass that follows adds the bias."""
+    """Calls oneDNN directly, also where PyTorch would convolve by loops of its own. The pass that follows adds the
+    bias."""
     plain, weight = as_plain(conv, weight)
     x, weight = x.contiguous(memory_format=layout), weight.contiguous(memory_format=layout)
     sizes = (list(plain.padding), list(plain.stride), list(plain.dilation), plain.groups)

@@ -135,6 +135,21 @@ def test_imports_follow_the_table() -> None:
     assert _violations(files) == []
 
 
+def _beyond(package: str, text: str) -> list[str]:
+    """Lines of a file in `package` that import another part of Postlude."""
+    lines = (line for line in text.splitlines() if re.match(r"(from|import) postlude", line))
+    return [line for line in lines if not line.startswith(f"from {package}")]
+
+
+def test_work_on_syntax_trees_knows_no_kernels() -> None:
+    package = "postlude.export.syntax"
+    files = [*(ROOT / "export" / "syntax").glob("*.py")]
+    found = [line for path in files for line in _beyond(package, path.read_text())]
+    assert found == ["from postlude.plan.program import Word"]  # a constant that is put in as it stands
+    assert _beyond(package, "from postlude.export.device import library") != []
+    assert len(files) > 10
+
+
 def _missing_from(page: str) -> list[str]:
     """Layers that a page does not name, and files that it names and nobody has."""
     layers = [layer for layer in MAY_IMPORT if not layer.startswith("__")]

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from postlude import problem_file
-from postlude.export.device_text import Kernel
+from postlude.export.device.library import Kernel
 from postlude.export.export_model import HOPPER, Export, export
 from postlude.export.measured import from_records
-from postlude.export.source import text_of
+from postlude.export.syntax.source import text_of
 from postlude.hardware import Machine
 
 ROOT = Path(__file__).parents[2]

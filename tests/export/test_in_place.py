@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from postlude.export import in_place
-from postlude.export.in_place import whole_texts
+from postlude.export.syntax import in_place
+from postlude.export.syntax.in_place import whole_texts
 
 
 @pytest.fixture(autouse=True)

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from export.exporting import SMALL_PROBLEMS, Problem, export_text
-from postlude.export import repeats
-from postlude.export.device_text import Kernel
-from postlude.export.inlining import put_in_place
-from postlude.export.kernels import without_unread, written_places
-from postlude.export.repeats import remove_repeats
-from postlude.export.single import in_single, without_casts
-from postlude.export.source import parse, text_of
+from postlude.export.device import repeats
+from postlude.export.device.inlining import put_in_place
+from postlude.export.device.kernels import without_unread, written_places
+from postlude.export.device.library import Kernel
+from postlude.export.device.repeats import remove_repeats
+from postlude.export.device.single import in_single, without_casts
+from postlude.export.syntax.source import parse, text_of
 
 
 def texts(*sources: str) -> list[str]:

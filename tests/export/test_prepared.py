@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from postlude.export import prepared as module
-from postlude.export.prepared import prepared
-from postlude.export.steps_text import steps_text
+from postlude.export.device import prepared as module
+from postlude.export.device.prepared import prepared
+from postlude.export.device.steps_text import steps_text
 from postlude.plan.program import Buffer, KernelCall, Steps
 
 SOURCE = """\

@@ -7,9 +7,9 @@ import textwrap
 import pytest
 
 from export.exporting import as_text
-from postlude.export.device_text import Kernel
-from postlude.export.source import text_of
-from postlude.export.specialise import Inline, specialise
+from postlude.export.device.library import Kernel
+from postlude.export.syntax.source import text_of
+from postlude.export.syntax.specialise import Inline, specialise
 from postlude.plan.program import Word
 
 

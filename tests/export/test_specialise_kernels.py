@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from export.exporting import as_text
-from postlude.export.device_text import library
-from postlude.export.specialise import Inline, specialise
+from postlude.export.device.library import library
+from postlude.export.syntax.specialise import Inline, specialise
 from postlude.plan.program import Word
 
 # Chain 61 at KernelBench's sizes, as the plans have it.

@@ -16,9 +16,9 @@ from cases import BY_NAME
 from export.exporting import as_text
 from machines import SMALL_H200
 from postlude.check import tensors_for
-from postlude.export import rules
-from postlude.export.device_text import library
-from postlude.export.specialise import Inline, specialise
+from postlude.export.device.library import library
+from postlude.export.syntax import rules
+from postlude.export.syntax.specialise import Inline, specialise
 from postlude.plan import Plan, problem_of
 from postlude.plan.gpu import lower_for_gpu
 from postlude.plan.program import Word

@@ -6,9 +6,9 @@ import pytest
 
 from export.exporting import as_text
 from export.test_specialise import assert_becomes, cut
-from postlude.export.joined import join
-from postlude.export.source import parse, text_of
-from postlude.export.specialise import specialise
+from postlude.export.syntax.joined import join
+from postlude.export.syntax.source import parse, text_of
+from postlude.export.syntax.specialise import specialise
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from postlude import problem_file
-from postlude.export import plain_source
 from postlude.export.export_model import export
-from postlude.export.layout import WIDTH, fold
+from postlude.export.syntax import plain_source
+from postlude.export.syntax.layout import WIDTH, fold
 
 FILE = """\
 import torch

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from postlude.chain import Chain
-from postlude.export.layout import WIDTH, docstring, fold, laid_out
 from postlude.export.program_text import ProgramText
+from postlude.export.syntax.layout import WIDTH, docstring, fold, laid_out
 from postlude.plan.program import Program, TorchCall, buffers_in, made_by
 from postlude.stages.program import plain_program, rest_program
 

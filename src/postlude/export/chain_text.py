@@ -19,9 +19,9 @@ from postlude.export.autograd import (
     returning,
 )
 from postlude.export.cuda import COMPILE
-from postlude.export.device_text import Kernel
-from postlude.export.layout import fold
+from postlude.export.device.library import Kernel
 from postlude.export.program_text import ProgramText
+from postlude.export.syntax.layout import fold
 from postlude.plan import Plan
 from postlude.plan.program import Buffer, Descriptor, KernelCall, Program, launches
 from postlude.plan.types import Moments

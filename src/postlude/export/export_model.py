@@ -15,7 +15,7 @@ from postlude import cards
 from postlude.chain import Chain, Normalize
 from postlude.errors import PostludeError
 from postlude.export.chain_text import ChainText, chain_text
-from postlude.export.device_text import library
+from postlude.export.device.library import library
 from postlude.export.file import assemble
 from postlude.export.forward import ForwardText
 from postlude.export.heading import heading

@@ -8,11 +8,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from postlude.cards import capability_of
-from postlude.export.analysis import owners, reads
 from postlude.export.chain_text import ChainText
-from postlude.export.inlining import put_in_place
-from postlude.export.layout import laid_out, without_statements
+from postlude.export.device.inlining import put_in_place
 from postlude.export.original import Original, model_text
+from postlude.export.syntax.analysis import owners, reads
+from postlude.export.syntax.layout import laid_out, without_statements
 from postlude.plan.program import Buffer
 from postlude.plan.through import Through
 

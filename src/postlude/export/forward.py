@@ -17,12 +17,12 @@ from torch.fx.graph import inplace_methods, magic_methods
 
 from postlude.errors import PostludeError
 from postlude.export.chain_text import ChainText
-from postlude.export.layout import WIDTH, comment, laid_out
 from postlude.export.masks import Drawn
-from postlude.export.rules import Replaced
-from postlude.export.source import written
+from postlude.export.syntax.layout import WIDTH, comment, laid_out
+from postlude.export.syntax.rules import Replaced
+from postlude.export.syntax.source import written
+from postlude.export.syntax.trees import parsed
 from postlude.export.trace import FoundChain, Traced
-from postlude.export.trees import parsed
 from postlude.graph.rows import FLATTENED, has_row_axes
 
 ORIGINAL = "\0"  # stands for the statements of the original forward

@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Sequence
 
 from postlude.export.chain_text import ChainText
-from postlude.export.layout import WIDTH
 from postlude.export.measured import Measured
+from postlude.export.syntax.layout import WIDTH
 from postlude.plan import Plan
 from postlude.plan.cpu_few_channels import CpuFewChannels
 from postlude.plan.few_channels import FewChannels

@@ -17,8 +17,8 @@ from torch import nn
 
 from postlude.errors import PostludeError
 from postlude.export.forward import ORIGINAL, literal
-from postlude.export.layout import WIDTH, fold, laid_out, one_paragraph, parts_of
-from postlude.export.plain_source import MODEL, NEW, first_row, is_docstring, plain_source
+from postlude.export.syntax.layout import WIDTH, fold, laid_out, one_paragraph, parts_of
+from postlude.export.syntax.plain_source import MODEL, NEW, first_row, is_docstring, plain_source
 
 _TORCH = ("torch", "triton")
 _FUNCTIONS = ("get_inputs", "get_init_inputs")

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 
 from postlude.export.buffer_names import BACKWARD, KERNELS, remark, words_for
 from postlude.export.cuda import cuda_text, launch_lines
-from postlude.export.device_text import Kernel
-from postlude.export.kernels import CutKernel, cut_kernel, written_places
-from postlude.export.layout import WIDTH, comment, laid_out
+from postlude.export.device.kernels import CutKernel, cut_kernel, written_places
+from postlude.export.device.library import Kernel
+from postlude.export.syntax.layout import WIDTH, comment, laid_out
 from postlude.export.torch_text import VIEWS, TorchText
 from postlude.plan.program import (
     Buffer,

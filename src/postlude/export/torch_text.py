@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from postlude.export.trees import parsed
+from postlude.export.syntax.trees import parsed
 from postlude.plan.program import Buffer, TorchCall
 
 _INFIX = {

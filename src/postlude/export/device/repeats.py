@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import functools
 
-from postlude.export.analysis import calls_in, is_pure, name_of, reads, stored_names
-from postlude.export.device_text import library
-from postlude.export.source import Comment
+from postlude.export.device.library import library
+from postlude.export.syntax.analysis import calls_in, is_pure, name_of, reads, stored_names
+from postlude.export.syntax.source import Comment
 
 _POINTERS = ("p_", "d_")
 

@@ -9,8 +9,8 @@ import textwrap
 import tokenize
 from collections.abc import Sequence
 
-from postlude.export.plain_source import same_but_docstrings
-from postlude.export.trees import parsed
+from postlude.export.syntax.plain_source import same_but_docstrings
+from postlude.export.syntax.trees import parsed
 
 WIDTH = 120  # as the library's own; with 88 the median file is 30 lines longer, of brackets
 _COMMENT = re.compile(r"(?m)^( *)#.*(?:\n\1#.*)*$")

@@ -10,14 +10,14 @@ import ast
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from postlude.export.analysis import calls_in, owners, stored_names, times_read
-from postlude.export.comments import with_words
-from postlude.export.device_text import Kernel, kernel_of, library, shorter
-from postlude.export.in_place import InPlace
-from postlude.export.layout import WIDTH, refilled
-from postlude.export.rules import rewritten
-from postlude.export.source import Comment, parameters, parse, written
-from postlude.export.trees import copied, walk
+from postlude.export.device.library import Kernel, kernel_of, library, shorter
+from postlude.export.syntax.analysis import calls_in, owners, stored_names, times_read
+from postlude.export.syntax.comments import with_words
+from postlude.export.syntax.in_place import InPlace
+from postlude.export.syntax.layout import WIDTH, refilled
+from postlude.export.syntax.rules import rewritten
+from postlude.export.syntax.source import Comment, parameters, parse, written
+from postlude.export.syntax.trees import copied, walk
 from postlude.words import POINTWISE
 
 _SHORT = 44  # characters of an expression that stands at every call

@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from postlude.export import rules
-from postlude.export.analysis import UNKNOWN, Liveness, stores, value_of
-from postlude.export.comments import decided, with_one_of_two, with_words
-from postlude.export.source import Comment, parameters, parse, remark_of, written
-from postlude.export.trees import parsed, walk
+from postlude.export.syntax import rules
+from postlude.export.syntax.analysis import UNKNOWN, Liveness, stores, value_of
+from postlude.export.syntax.comments import decided, with_one_of_two, with_words
+from postlude.export.syntax.source import Comment, parameters, parse, remark_of, written
+from postlude.export.syntax.trees import parsed, walk
 from postlude.plan.program import Word
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping
 
-from postlude.export.analysis import Liveness, name_of, reads, stored_names
-from postlude.export.rules import rewritten
-from postlude.export.source import Comment, parse, text_of
-from postlude.export.trees import copied, walk
+from postlude.export.syntax.analysis import Liveness, name_of, reads, stored_names
+from postlude.export.syntax.rules import rewritten
+from postlude.export.syntax.source import Comment, parse, text_of
+from postlude.export.syntax.trees import copied, walk
 
 # The functions of kernels/triton that are inlined; all others stay functions.
 SHARED = frozenset(

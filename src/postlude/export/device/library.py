@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 
-from postlude.export.in_place import whole_texts
-from postlude.export.layout import fold
-from postlude.export.source import text_of
-from postlude.export.specialise import specialise
+from postlude.export.syntax.in_place import whole_texts
+from postlude.export.syntax.layout import fold
+from postlude.export.syntax.source import text_of
+from postlude.export.syntax.specialise import specialise
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping
 
-from postlude.export.analysis import name_of
-from postlude.export.device_text import library
-from postlude.export.rules import Replaced, rewritten
-from postlude.export.simplify import simplified
-from postlude.export.source import parse, text_of
-from postlude.export.trees import parsed
+from postlude.export.device.library import library
+from postlude.export.device.simplify import simplified
+from postlude.export.syntax.analysis import name_of
+from postlude.export.syntax.rules import Replaced, rewritten
+from postlude.export.syntax.source import parse, text_of
+from postlude.export.syntax.trees import parsed
 from postlude.plan.program import Argument, Buffer, Descriptor, KernelCall
 
 _UNITS = "range(tl.program_id(0), UNITS, tl.num_programs(0))"

@@ -9,19 +9,19 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from postlude.export.analysis import calls_in, leftmost, name_of, times_read
-from postlude.export.device_text import Kernel, cut, kernel_of, shorter
-from postlude.export.helpers import with_helpers
-from postlude.export.joined import join
-from postlude.export.prepared import prepared
-from postlude.export.repeats import pure_helpers, remove_repeats, stores
-from postlude.export.rules import leave_out, rewritten
-from postlude.export.simplify import has_all_channels
-from postlude.export.single import is_single, without_casts
-from postlude.export.source import parse
-from postlude.export.specialise import rename
-from postlude.export.steps_text import steps_text
-from postlude.export.trees import parsed, walk
+from postlude.export.device.helpers import with_helpers
+from postlude.export.device.library import Kernel, cut, kernel_of, shorter
+from postlude.export.device.prepared import prepared
+from postlude.export.device.repeats import pure_helpers, remove_repeats, stores
+from postlude.export.device.simplify import has_all_channels
+from postlude.export.device.single import is_single, without_casts
+from postlude.export.device.steps_text import steps_text
+from postlude.export.syntax.analysis import calls_in, leftmost, name_of, times_read
+from postlude.export.syntax.joined import join
+from postlude.export.syntax.rules import leave_out, rewritten
+from postlude.export.syntax.source import parse
+from postlude.export.syntax.specialise import rename
+from postlude.export.syntax.trees import parsed, walk
 from postlude.plan.program import Argument, Buffer, KernelCall, Steps
 
 # Spatial sizes and tile sizes that a kernel reads several times keep their names; other names become numbers.

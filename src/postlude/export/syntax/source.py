@@ -17,8 +17,8 @@ import re
 import tokenize
 from collections.abc import Sequence
 
-from postlude.export.layout import laid_out
-from postlude.export.trees import copied, walk
+from postlude.export.syntax.layout import laid_out
+from postlude.export.syntax.trees import copied, walk
 
 
 class Comment(ast.stmt):

@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from postlude.export.source import Comment
-from postlude.export.trees import walk
+from postlude.export.syntax.source import Comment
+from postlude.export.syntax.trees import walk
 
 UNKNOWN = object()
 SCALAR, WHOLE, ANYTHING = 2, 1, 0  # one whole number; whole numbers or a block of them; anything

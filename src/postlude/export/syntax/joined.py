@@ -5,10 +5,19 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection
 
-from postlude.export.analysis import Liveness, calls_in, is_pure, name_of, owners, reads, stored_names, times_read
-from postlude.export.rules import Replaced, single_values
-from postlude.export.source import remark_of, written
-from postlude.export.trees import walk
+from postlude.export.syntax.analysis import (
+    Liveness,
+    calls_in,
+    is_pure,
+    name_of,
+    owners,
+    reads,
+    stored_names,
+    times_read,
+)
+from postlude.export.syntax.rules import Replaced, single_values
+from postlude.export.syntax.source import remark_of, written
+from postlude.export.syntax.trees import walk
 
 SHORT = 46  # characters of an expression that may be part of another
 _LONG = 108  # of the statement that it becomes a part of

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping
 
-from postlude.export.analysis import name_of
-from postlude.export.device_text import Kernel, cut
-from postlude.export.source import parse, text_of, written
-from postlude.export.specialise import Inline, rename
-from postlude.export.trees import walk
+from postlude.export.device.library import Kernel, cut
+from postlude.export.syntax.analysis import name_of
+from postlude.export.syntax.source import parse, text_of, written
+from postlude.export.syntax.specialise import Inline, rename
+from postlude.export.syntax.trees import walk
 from postlude.plan.program import Steps
 
 _INFIX = {"add": "{0} + {1}", "mul": "{0} * {1}", "sub": "{0} - {1}", "rsub": "{1} - {0}"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from postlude.export.analysis import UNKNOWN, value_of
-from postlude.export.trees import parsed
+from postlude.export.syntax.analysis import UNKNOWN, value_of
+from postlude.export.syntax.trees import parsed
 
 _ONE = r'(?: (?:is not|is|==|!=|<=|>=|<|>) (?:[\w.]+|"\w*"))?'
 _CONDITION = (

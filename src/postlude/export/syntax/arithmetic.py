@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from postlude.export.analysis import SCALAR, UNKNOWN, WHOLE, Kinds, value_of
+from postlude.export.syntax.analysis import SCALAR, UNKNOWN, WHOLE, Kinds, value_of
 
 _PLAIN = (ast.BinOp, ast.UnaryOp, ast.Name, ast.Constant)
 

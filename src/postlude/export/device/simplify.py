@@ -8,8 +8,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping
 
-from postlude.export.device_text import changed
-from postlude.export.source import parse, text_of
+from postlude.export.device.library import changed
+from postlude.export.syntax.source import parse, text_of
 from postlude.plan.program import KernelCall
 
 _RANGES = (

@@ -10,8 +10,8 @@ import ast
 import functools
 from collections.abc import Collection
 
-from postlude.export.analysis import leftmost, name_of
-from postlude.export.source import parse, text_of
+from postlude.export.syntax.analysis import leftmost, name_of
+from postlude.export.syntax.source import parse, text_of
 from postlude.plan.program import KernelCall, Word, buffers_in
 
 _DOUBLE = "tl.float64"

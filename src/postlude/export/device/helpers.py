@@ -6,12 +6,12 @@ import ast
 import functools
 from collections.abc import Mapping, Sequence
 
-from postlude.export.analysis import calls_in, name_of
-from postlude.export.device_text import Kernel, cut, kernel_of, library
-from postlude.export.inlining import put_expression
-from postlude.export.simplify import simplified_helper
-from postlude.export.single import in_single
-from postlude.export.source import parse
+from postlude.export.device.inlining import put_expression
+from postlude.export.device.library import Kernel, cut, kernel_of, library
+from postlude.export.device.simplify import simplified_helper
+from postlude.export.device.single import in_single
+from postlude.export.syntax.analysis import calls_in, name_of
+from postlude.export.syntax.source import parse
 from postlude.plan.program import Word
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Collection, Mapping
 
-from postlude.export.analysis import (
+from postlude.export.syntax.analysis import (
     SCALAR,
     UNKNOWN,
     WHOLE,
@@ -23,9 +23,9 @@ from postlude.export.analysis import (
     times_read,
     value_of,
 )
-from postlude.export.arithmetic import simpler, simpler_comparison
-from postlude.export.source import Comment, is_empty
-from postlude.export.trees import copied, walk
+from postlude.export.syntax.arithmetic import simpler, simpler_comparison
+from postlude.export.syntax.source import Comment, is_empty
+from postlude.export.syntax.trees import copied, walk
 
 _INTEGERS = ("tl.int32", "tl.int64")
 _EXTREMES: dict[str, Callable[[int, int], int]] = {"tl.minimum": min, "tl.maximum": max}

@@ -1,0 +1,1 @@
+"""Python's syntax trees: parsed and written with their comments, analysed, specialised, inlined."""

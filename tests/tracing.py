@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from postlude.plan import Plan
+from postlude.plan.passes import Moments
 from postlude.plan.program import Call, KernelCall, Program
-from postlude.plan.types import Moments
 from postlude.run.chain_run import Inference
 from postlude.run.launch import Launch, arguments_without_memory, launch_of
 from postlude.run.runner import runner_of

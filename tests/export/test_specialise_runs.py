@@ -21,8 +21,8 @@ from postlude.export.syntax import rules
 from postlude.export.syntax.specialise import Inline, specialise
 from postlude.plan import Plan, problem_of
 from postlude.plan.gpu import lower_for_gpu
+from postlude.plan.passes import Tile
 from postlude.plan.program import Word
-from postlude.plan.types import Tile
 from postlude.run.compose import HEADER, compose
 from postlude.run.launch import Launch
 from tracing import run_plan, storing_raw
@@ -69,7 +69,7 @@ def compared_launches(
         plan = lower_for_gpu(case.chain, problem_of(tensors), CARD, even_if_slower=True)
         assert isinstance(plan, Plan), plan
         tile = SMALL["channels_last" if plan.tile is not None and plan.tile.block_c else "contiguous"]
-        plan = dataclasses.replace(storing_raw(plan), tile=tile)
+        plan = dataclasses.replace(storing_raw(plan), by=tile)
         if plan.own is not None:
             own = dataclasses.replace(plan.own, rows=32)
             if width is not None:

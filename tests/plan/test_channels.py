@@ -11,8 +11,8 @@ from plan.test_lower import problem
 from postlude.chain import Chain
 from postlude.plan import Moments, Plan, Refusal, lower
 from postlude.plan.channels import MOST_CHANNELS, channels_tile
+from postlude.plan.passes import Store
 from postlude.plan.problem import result_shape
-from postlude.plan.types import Store
 
 
 def planned(chain: Chain, shape: tuple[int, ...], **changes: object) -> Plan | Refusal:

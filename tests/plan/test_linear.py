@@ -15,8 +15,8 @@ from postlude.hardware import Machine, machine_on
 from postlude.plan import Plan, Refusal, lower
 from postlude.plan.barriers import last_fused_step, row_parts, rows_from
 from postlude.plan.linear import LinearGemm
+from postlude.plan.passes import Moments, Store
 from postlude.plan.trained import MOST_TRAINED, trained_part
-from postlude.plan.types import Moments, Store
 
 L40S = machine_on(cards.L40S)
 CPU = Machine("cpu", 2, 32 << 20, has_triton=True, has_onednn=True, compiles_cpp=True)

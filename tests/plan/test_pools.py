@@ -12,10 +12,10 @@ from postlude.chain import Chain, Value
 from postlude.hardware import Machine
 from postlude.plan import Plan, Refusal, lower
 from postlude.plan.barriers import fused_pool, last_fused_step
+from postlude.plan.passes import Store
 from postlude.plan.pools import pool_tile
 from postlude.plan.problem import result_shape
 from postlude.plan.program import KernelCall
-from postlude.plan.types import Store
 from postlude.windows import Windows
 
 SHAPE = (32, 16, 64, 64)

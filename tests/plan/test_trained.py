@@ -10,8 +10,8 @@ from plan.test_lower import problem
 from postlude.chain import Chain, Value
 from postlude.plan import Plan, Refusal, lower
 from postlude.plan.gemm import Gemm
+from postlude.plan.passes import Moments, Store
 from postlude.plan.trained import trained_part
-from postlude.plan.types import Moments, Store
 
 SHAPE = (64, 64, 128, 128)
 WIDE = conv(2, (64, 128))

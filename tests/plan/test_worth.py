@@ -13,7 +13,7 @@ from postlude.plan import Plan, worth
 from postlude.plan.convolve import gemm_for
 from postlude.plan.gemm import Gemm
 from postlude.plan.gpu import lower_for_gpu
-from postlude.plan.types import Moments, Store
+from postlude.plan.passes import Moments, Store
 from tracing import storing_raw
 
 FEW = Builder(2, conv(2, (3, 16))).op("relu").norm(4).chain()

@@ -21,7 +21,7 @@ from postlude.plan.boxes import Boxes
 from postlude.plan.convolve import packs_gradient, weight_gemm_for
 from postlude.plan.gemm import Arithmetic, input_gradient_of
 from postlude.plan.gpu import lower_for_gpu
-from postlude.plan.types import Gradients
+from postlude.plan.plan import Gradients
 from postlude.plan.volume import volume_for
 from postlude.run.chain_run import Training
 from postlude.stages import convolve_boxes

@@ -22,6 +22,7 @@ from postlude.chain import Chain
 from postlude.check import chain_points, tensors_for, verify_chain
 from postlude.emit_cpp import emit_cpp
 from postlude.plan import Plan, lower, problem_of
+from postlude.plan.passes import CppPasses
 from postlude.run import cpp
 from postlude.run.execute import Runner, call, prepare, prepared
 from postlude.run.site import Site
@@ -110,7 +111,7 @@ def test_results_that_go_past_the_caches_are_right(name: str, layout: str, monke
     chain, shape = CASES[name]
     tensors = tensors_for(chain, shape, torch.float32, "cpu", 0, "normal", layout)
     with torch.no_grad():
-        assert compiled_plan(chain, tensors).streams
+        assert compiled_plan(chain, tensors).by == CppPasses(streams=True)
     verdict = verify_chain(fused, chain, chain_points(chain, shape, torch.float32, "cpu", layout=layout))
     assert verdict.right, verdict
 

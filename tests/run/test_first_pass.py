@@ -14,7 +14,7 @@ from postlude import reference
 from postlude.chain import Cast, Chain, Slot, Value
 from postlude.check import tensors_for
 from postlude.plan import Plan
-from postlude.plan.types import Moments
+from postlude.plan.passes import Moments
 from postlude.stages import forward
 from run.test_phases import planned
 from tracing import run_plan, storing_raw

@@ -18,7 +18,7 @@ from postlude.check import chain_points, tensors_for, verify_chain
 from postlude.plan import Plan, Spec, problem_of
 from postlude.plan.gemm import Gemm
 from postlude.plan.gpu import lower_for_gpu
-from postlude.plan.types import Tile
+from postlude.plan.passes import Tile
 from postlude.run import launch
 from postlude.stages import forward
 from postlude.stages.cuts import Partials
@@ -42,7 +42,7 @@ def fused(chain: Chain, tensors: list[Tensor], small_tiles: bool = True) -> Tens
         if small_tiles:
             assert plan.tile is not None
             tile = SMALL["channels_last" if plan.tile.block_c else "contiguous"]
-            plan = dataclasses.replace(plan, tile=tile)
+            plan = dataclasses.replace(plan, by=tile)
         return run_plan(plan, tensors)
 
 

@@ -90,7 +90,7 @@ def plan_for(chain: Chain, tensors: tuple[Tensor, ...], small_tiles: bool = True
     assert isinstance(plan, Plan), plan
     assert plan.tile is not None
     tile = SMALL["channels_last" if plan.tile.block_c else "contiguous"] if small_tiles else plan.tile
-    return dataclasses.replace(plan, tile=tile)
+    return dataclasses.replace(plan, by=tile)
 
 
 def first_value(plan: Plan, tensors: tuple[Tensor, ...]) -> Tensor:

@@ -74,7 +74,7 @@ def training(
                 of_weight=dataclasses.replace(plan.gradients.of_weight, splits=2),
             ),
         )
-    return Training(dataclasses.replace(plan, tile=tile), plan.chain)
+    return Training(dataclasses.replace(plan, by=tile), plan.chain)
 
 
 def gradients(run: Callable[[Sequence[Tensor]], Tensor], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -23,8 +23,8 @@ from postlude.export.device.library import Kernel
 from postlude.export.program_text import ProgramText
 from postlude.export.syntax.layout import fold
 from postlude.plan import Plan
+from postlude.plan.passes import Moments
 from postlude.plan.program import Buffer, Descriptor, KernelCall, Program, launches
-from postlude.plan.types import Moments
 from postlude.stages.program import given_by, inference_program, training_program
 
 _WORDS = ("ctx", "tensors", "needs", "torch", "triton", "tl", "F", "nn")

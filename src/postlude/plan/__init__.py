@@ -1,8 +1,9 @@
 """From a chain to a plan: what will run for one problem, and why."""
 
 from postlude.plan.lower import lower
+from postlude.plan.passes import Keep, Moments, Pass, Store
+from postlude.plan.plan import Plan, Refusal
 from postlude.plan.problem import CONVOLUTIONS, PRECISIONS, Problem, Spec, problem_of
-from postlude.plan.types import Keep, Moments, Pass, Plan, Refusal, Store
 
 __all__ = [
     "CONVOLUTIONS",

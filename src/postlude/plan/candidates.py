@@ -10,9 +10,9 @@ from postlude.hardware import Machine
 from postlude.plan.boxes import Boxes
 from postlude.plan.gemm import Gemm
 from postlude.plan.lower import lower
+from postlude.plan.plan import Plan
 from postlude.plan.problem import Problem
 from postlude.plan.tiles import rows_for
-from postlude.plan.types import Plan
 from postlude.tile_table import SETTINGS, Row, TileTable, TileUse
 
 MOST = 24  # tiles that are tried for one use

@@ -17,6 +17,8 @@ from postlude.hardware import Machine
 from postlude.plan.barriers import MomentsOnly, first_barrier, moments_only, takes_the_batch
 from postlude.plan.cpu_few_channels import CpuFewChannels, few_channels_for
 from postlude.plan.cpu_passes import compiled_passes, turns, why_not_compiled
+from postlude.plan.passes import CppPasses, Keep, Moments, Pass, Store, TorchPasses, first_source
+from postlude.plan.plan import Convolve, Plan, Refusal
 from postlude.plan.problem import (
     Layout,
     Problem,
@@ -28,7 +30,6 @@ from postlude.plan.problem import (
     result_dtype,
     result_layout,
 )
-from postlude.plan.types import Convolve, Keep, Moments, Pass, Plan, Refusal, Store, first_source
 
 MIB = 1 << 20
 SLAB = 8 * MIB  # of the convolution's result. 4 to 8 are equally fast; smaller costs calls, larger leaves the cache
@@ -105,7 +106,7 @@ def _compiled_plan(chain: Chain, problem: Problem, machine: Machine, moments: Mo
     reasons.append("what follows it is one kernel in C++" if chain.producer is not None else "one kernel in C++")
     plan = _build(chain, problem, machine, passes, problem.x.shape[0], how, reasons, layout)
     streams = moments is None and plan.value.bytes >= STREAMED * machine.cache_bytes
-    return dataclasses.replace(plan, is_compiled=True, own=own, norms_in_place=False, streams=streams)
+    return dataclasses.replace(plan, by=CppPasses(streams), own=own)
 
 
 def _own(chain: Chain, problem: Problem, machine: Machine, moments: MomentsOnly | None) -> CpuFewChannels | None:
@@ -175,9 +176,9 @@ def _build(
         chain=chain,
         problem=problem,
         passes=passes,
+        by=TorchPasses(machine.maps_large_buffers and size * slab // batch >= SURELY_MAPPED),
         slab=slab,
         convolve=how,
-        norms_in_place=machine.maps_large_buffers and size * slab // batch >= SURELY_MAPPED,
         input=problem.x,
         value=body_spec(chain, problem, layout_inside),
         result_layout=result_layout(chain, problem, machine),

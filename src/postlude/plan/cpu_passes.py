@@ -5,8 +5,8 @@ from __future__ import annotations
 from postlude.chain import Chain, Normalize, values_of
 from postlude.hardware import Machine
 from postlude.plan.barriers import MomentsOnly, channels_end, first_barrier, fused_norm, last_fused_step, moments_only
+from postlude.plan.passes import Keep, Moments, Pass, Store, first_source
 from postlude.plan.problem import Problem, body_dtype, body_layout, cpu_library, result_dtype
-from postlude.plan.types import Keep, Moments, Pass, Store, first_source
 from postlude.steps import pass_slots
 
 _STORED = frozenset({"float32", "bfloat16", "float16"})

@@ -9,8 +9,8 @@ from postlude.hardware import Machine
 from postlude.plan.barriers import fused_norm, last_fused_step, moments_only
 from postlude.plan.cpu import MIB, lower_for_cpu
 from postlude.plan.cpu_passes import why_not_compiled
+from postlude.plan.plan import Plan, Refusal
 from postlude.plan.problem import Problem, body_bytes
-from postlude.plan.types import Plan, Refusal
 from postlude.reverse import unsupported_gradient
 
 SMALLEST_TRAINED = MIB  # below this, PyTorch's own operators take well under a millisecond

@@ -27,6 +27,8 @@ from postlude.plan.channels import takes_channels, why_apart
 from postlude.plan.convolve import Own, own_convolution
 from postlude.plan.gemm import Gemm
 from postlude.plan.linear import LinearGemm, own_linear
+from postlude.plan.passes import Moments, Pass, Store, Tile, first_source
+from postlude.plan.plan import Plan, Refusal
 from postlude.plan.pools import why_pool_is_apart
 from postlude.plan.problem import (
     Layout,
@@ -50,7 +52,6 @@ from postlude.plan.trained import (
     is_trained_from_its_result,
     reasons_against_training,
 )
-from postlude.plan.types import Moments, Pass, Plan, Refusal, Store, Tile, first_source
 from postlude.plan.worth import has_moments_apart, pytorch_seconds
 from postlude.steps import too_many_tensors
 
@@ -93,12 +94,12 @@ def lower_for_gpu(
         input=problem.x,
         value=body_spec(chain, problem, inside),
         passes=passes,
+        by=tile_for(chain, problem, machine, inside),
         slab=slab,
         convolve="own" if is_own else "eager",
         result_layout=result_layout(chain, problem, machine),
         result_dtype=result_dtype(chain, problem),
         reasons=(*_reasons_for(chain, problem, passes, own), *(_FROM_RESULT if from_result else ())),
-        tile=tile_for(chain, problem, machine, inside),
         own=None if isinstance(own, str) else own,
         library_tf32=tf32,
         gradients=gradients,

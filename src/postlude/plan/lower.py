@@ -11,10 +11,11 @@ from postlude.plan.barriers import takes_the_batch
 from postlude.plan.cpu import lower_for_cpu
 from postlude.plan.cpu_trained import lower_for_cpu_training
 from postlude.plan.gpu import lower_for_gpu, tile_for
+from postlude.plan.passes import Pass, Store, TorchPasses
+from postlude.plan.plan import Plan, Refusal
 from postlude.plan.problem import Problem, body_shape, body_spec, result_dtype, result_layout, result_shape
 from postlude.plan.through import through_for
 from postlude.plan.trained import trained_part, why_not_ours
-from postlude.plan.types import Pass, Plan, Refusal, Store
 
 _ASKED = "it was asked for"
 _THROUGH = "no product of this size is needed"
@@ -83,12 +84,12 @@ def _through(chain: Chain, problem: Problem, machine: Machine, even_if_slower: b
         input=problem.x,
         value=value,
         passes=(Pass("own convolution", 1, own.reduction, Store()),),
+        by=tile_for(chain, problem, machine, "contiguous") if problem.device == "cuda" else TorchPasses(),
         slab=problem.x.shape[0],
         convolve="own",
         result_layout=result_layout(planned, problem, machine),
         result_dtype=result_dtype(planned, problem),
         reasons=(_THROUGH if own.folding is None else _FOLDED,),
-        tile=tile_for(chain, problem, machine, "contiguous") if problem.device == "cuda" else None,
         own=own,
     )
 

@@ -3,8 +3,9 @@ has an identity in float64 for each."""
 
 from __future__ import annotations
 
+from postlude.plan.passes import Moments
+from postlude.plan.plan import Plan
 from postlude.plan.through import Through
-from postlude.plan.types import Moments, Plan
 
 MEAN = "mean through the norm"
 TURNED = "transposed as plain"

@@ -10,8 +10,9 @@ from postlude.hardware import Machine
 from postlude.plan.boxes import Boxes
 from postlude.plan.few_channels import FewChannels
 from postlude.plan.gemm import Gemm, WeightGemm, input_gradient_of
+from postlude.plan.passes import Store, reads_moments
+from postlude.plan.plan import Plan
 from postlude.plan.tiles import few_channels_use, pass_use, product_uses, rows_for
-from postlude.plan.types import Plan, Store, reads_moments
 from postlude.tile_table import Row, TileUse
 
 Product = Gemm | Boxes | WeightGemm

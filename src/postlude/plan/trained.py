@@ -20,8 +20,8 @@ from postlude.plan.channels import takes_channels
 from postlude.plan.convolve import Own, gradient_products, packs_gradient, spreads_nan
 from postlude.plan.few_channels import FewChannels
 from postlude.plan.few_channels_gradient import few_channels_gradient_for
+from postlude.plan.plan import Gradients
 from postlude.plan.problem import Layout, Problem, body_dtype, body_shape, fp32_mode, result_layout, value_dtypes
-from postlude.plan.types import Gradients
 from postlude.reverse import keeps_inside, needs_first_value, needs_no_more_than_its_result, unsupported_gradient
 from postlude.steps import pass_slots
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from postlude.chain import Chain, Normalize, Pointwise, Step, values_of
 from postlude.moments import Moments, channel_moments, finish
 from postlude.plan import Plan
+from postlude.plan.passes import Moments as MomentsSink
+from postlude.plan.passes import TorchPasses
 from postlude.plan.problem import LAID_OUT_LIKE_THE_OTHER, memory_format
-from postlude.plan.types import Moments as MomentsSink
 from postlude.reference import apply, as_tensor, convolve, fetch
 from postlude.run.normalize import normalized
 from postlude.run.onednn import BufferConvolution, DirectConvolution
@@ -101,7 +102,7 @@ def _step(plan: Plan, step: Step, values: list[Tensor | None], tensors: Sequence
     if isinstance(step, Normalize):
         x = values[step.operand.index]
         assert x is not None
-        return normalized(x, step, tensors, overwrite=is_free and plan.norms_in_place)
+        return normalized(x, step, tensors, overwrite=is_free and plan.by == TorchPasses(norms_in_place=True))
     if isinstance(step, Pointwise) and is_free and step.op in IN_PLACE:
         operands = [fetch(plan.chain, operand, values, tensors) for operand in step.operands]
         found = [operand for operand in operands if isinstance(operand, Tensor)]

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from postlude.moments import Moments, finish
 from postlude.plan import Plan
+from postlude.plan.passes import Moments as MomentsSink
 from postlude.plan.problem import memory_format
 from postlude.plan.through import Through
-from postlude.plan.types import Moments as MomentsSink
 from postlude.plan.volume import volume_for
 from postlude.reverse import needs_first_value, reads_no_value
 from postlude.stages.convolution_gradients import convolution_gradients, packing_of_gradient

@@ -18,9 +18,9 @@ from postlude.derivatives import TAP, G
 from postlude.expressions import Assign, Name, Term, call
 from postlude.plan import Plan
 from postlude.plan.channels import CHANNELS_WARPS, channels_kind, channels_tile, gradient_tile
+from postlude.plan.passes import Tile
 from postlude.plan.problem import Spec, power_in, reduced_shape
 from postlude.plan.tiles import pass_warps
-from postlude.plan.types import Tile
 from postlude.reverse import kept_of_reduction
 from postlude.stages.cuts import (
     Cut,

@@ -14,8 +14,9 @@ from postlude.moments import laid_out
 from postlude.plan import Plan
 from postlude.plan.barriers import first_barrier
 from postlude.plan.cpu_few_channels import CpuFewChannels
+from postlude.plan.passes import CppPasses
+from postlude.plan.passes import Moments as MomentsSink
 from postlude.plan.problem import Layout, memory_format, reduced_shape
-from postlude.plan.types import Moments as MomentsSink
 from postlude.reference import continue_from, convolve
 from postlude.stages.cpu_few_channels import convolve_moments
 from postlude.stages.cpu_kernel import TYPES, End, before, end_of, first_step, operand_types, operands
@@ -124,7 +125,9 @@ def _finish_pass(
     groups, eps = (1, 0.0) if norm is None else (norm.groups or channels, norm.eps)
     kept = {} if saved is None else {"saved": saved}
     given = {"value": value, "result": result, **kept, **operands(plan, slots, tensors)}
-    launch_cpp(name, text, given, (*sizes_of(value), groups, eps, plan.streams and result is not value))
+    launch_cpp(
+        name, text, given, (*sizes_of(value), groups, eps, plan.by == CppPasses(streams=True) and result is not value)
+    )
 
 
 def _moments_pass(

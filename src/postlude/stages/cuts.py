@@ -14,10 +14,10 @@ from postlude.chain import Chain
 from postlude.emit import emit
 from postlude.expressions import Function
 from postlude.plan import Plan
+from postlude.plan.passes import Tile
 from postlude.plan.problem import Spec, memory_format, power_in, power_of_two
 from postlude.plan.program import Steps, Word
 from postlude.plan.tiles import pass_warps
-from postlude.plan.types import Tile
 from postlude.stages.trace import Pointer, Unread
 from postlude.steps import OPERANDS, forward, pass_slots, reads_rows
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from postlude.plan import Plan
 from postlude.plan.gemm import Gemm
+from postlude.plan.passes import Moments, Store
 from postlude.plan.problem import Spec, memory_format
 from postlude.plan.program import Steps
-from postlude.plan.types import Moments, Store
 from postlude.stages.cuts import Partials, accumulator, accumulator_of, forward_steps, operands
 from postlude.stages.trace import Pointer, Unread, launch, or_unread
 

@@ -17,9 +17,9 @@ from postlude.plan.boxes import Boxes
 from postlude.plan.few_channels import FewChannels
 from postlude.plan.gemm import Gemm
 from postlude.plan.linear import LinearGemm
+from postlude.plan.passes import Moments, reads_moments
 from postlude.plan.problem import memory_format
 from postlude.plan.through import Through
-from postlude.plan.types import Moments, reads_moments
 from postlude.plan.volume import volume_for
 from postlude.reference import continue_from
 from postlude.stages.batch import combine_batch

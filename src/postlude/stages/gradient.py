@@ -15,10 +15,10 @@ from postlude import reverse
 from postlude.chain import Chain, Normalize
 from postlude.expressions import Function
 from postlude.plan import Plan
+from postlude.plan.passes import Tile
 from postlude.plan.problem import Spec, memory_format, power_of_two
 from postlude.plan.tiles import pass_warps
 from postlude.plan.trained import last_with_gradient
-from postlude.plan.types import Tile
 from postlude.stages.batch import combine_batch_sums
 from postlude.stages.channels import Kept, gradient_cuts, gradient_lines
 from postlude.stages.cuts import (

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from postlude.chain import Normalize
 from postlude.plan import Plan
+from postlude.plan.passes import Moments
 from postlude.plan.problem import Spec
-from postlude.plan.types import Moments
 from postlude.stages.cuts import (
     Partials,
     accumulator,

@@ -1,4 +1,4 @@
-"""How a chain runs: passes, each *source → program → sinks*, or a refusal with its reasons."""
+"""How a chain runs, or a refusal with its reasons."""
 
 from __future__ import annotations
 
@@ -22,80 +22,14 @@ from postlude.plan.few_channels import FewChannels
 from postlude.plan.few_channels_gradient import GradientPlan
 from postlude.plan.gemm import Arithmetic, Gemm, WeightGemm
 from postlude.plan.linear import LinearGemm
+from postlude.plan.passes import CppPasses, Keep, Moments, Pass, Store, Tile, TorchPasses
 from postlude.plan.problem import Layout, Problem, Spec, compulsory_bytes
 from postlude.plan.program import Program, launches, traffic
 from postlude.plan.through import Through
 
-Source = Literal["own convolution", "library convolution", "load"]
 # eager: PyTorch's own call. direct: oneDNN, without PyTorch's choice of library and layout. buffer: oneDNN, into a
 # channels-last buffer that is kept from call to call. own: our kernel.
 Convolve = Literal["eager", "direct", "buffer", "own"]
-
-
-@dataclass(frozen=True)
-class Keep:
-    """The value stays in the slab, in cache, for the next pass."""
-
-    def __str__(self) -> str:
-        return "keep in cache"
-
-
-@dataclass(frozen=True)
-class Store:
-    """The value is written to the result, in the layout that PyTorch would have given it."""
-
-    raw: bool = False  # the convolution's result is written, before any step, for the next pass
-
-    def __str__(self) -> str:
-        return "store"
-
-
-@dataclass(frozen=True)
-class Moments:
-    """Only the mean and the sum of squared deviations per sample and channel are kept."""
-
-    squares: bool  # False: the mean is all that is needed
-    stores: bool = False  # the convolution's result is written as well, for the next pass
-    finished: bool = False  # what is written is the value after the steps of this pass
-
-    def __str__(self) -> str:
-        return ("store, " if self.stores else "") + ("moments per channel" if self.squares else "mean per channel")
-
-
-Sink = Keep | Store | Moments
-
-
-@dataclass(frozen=True)
-class Pass:
-    """Steps `first` to `last` (counted from 1, last included) of the chain, between one source and one sink."""
-
-    source: Source
-    first: int
-    last: int
-    sink: Sink
-
-
-def first_source(chain: Chain) -> Source:
-    return "load" if chain.producer is None else "library convolution"
-
-
-def reads_moments(passes: tuple[Pass, ...]) -> bool:
-    """Whether a separate pass over the value computes the moments, because no epilogue has."""
-    return any(isinstance(item.sink, Moments) and item.source != "own convolution" for item in passes)
-
-
-@dataclass(frozen=True)
-class Tile:
-    """The tile of the GPU passes over a value: elements of a row, or rows of channels."""
-
-    block: int  # of the last pass
-    block_c: int  # channels per tile; 0 if the value is contiguous and a tile has one channel
-    moments_block: int
-    tiles: int  # per program of the moments pass
-    # Whole rows per tile if the rows of a contiguous value are short, in the last pass and for moments; 0 if a tile
-    # lies within one row.
-    rows: int = 0
-    moments_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -133,15 +67,12 @@ class Plan:
     input: Spec
     value: Spec  # the chain's first value: the convolution's result, or the input
     passes: tuple[Pass, ...]
+    by: Tile | CppPasses | TorchPasses  # what carries out the passes over the value; a tile means the GPU
     slab: int  # samples per slab
     convolve: Convolve
     result_layout: Layout
     result_dtype: str
     reasons: tuple[str, ...]  # why it runs this way
-    norms_in_place: bool = False  # a norm overwrites its value, which saves a second buffer and costs a pass
-    tile: Tile | None = None  # None on the CPU
-    is_compiled: bool = False  # on the CPU: the passes are our C++ kernels, not PyTorch's operators
-    streams: bool = False  # and the result is stored past the caches, which cannot hold it beside the value
     own: Gemm | Boxes | FewChannels | LinearGemm | Through | CpuFewChannels | None = None  # if `convolve` is "own"
     library_tf32: bool | None = (
         None  # where PyTorch convolves in fp32 and its switch says otherwise; None: as it is set
@@ -165,12 +96,21 @@ class Plan:
         return self.problem.needs_grad
 
     @property
+    def tile(self) -> Tile | None:
+        return self.by if isinstance(self.by, Tile) else None
+
+    @property
     def on_gpu(self) -> bool:
         return self.tile is not None
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether our C++ kernels run it, on a CPU."""
+        return isinstance(self.by, CppPasses)
+
+    @property
     def has_program(self) -> bool:
-        return self.on_gpu or self.is_compiled or isinstance(self.own, Through)
+        return not isinstance(self.by, TorchPasses) or isinstance(self.own, Through)
 
     @property
     def launches(self) -> int:

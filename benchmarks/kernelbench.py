@@ -42,9 +42,9 @@ from rows import are_recorded
 
 from postlude.check import records
 from postlude.cli.other_shapes import SHAPES
-from postlude.cli.race import first_line
 from postlude.cli.suite import problem_files
 from postlude.cli.variants import COMPILE, EAGER, POSTLUDE
+from postlude.errors import first_line
 
 CONTEXT_BYTES = 1 << 30  # of a process on the card, beside its tensors
 USED = 0.6  # of the card's memory: the rest is for the one check that runs at a time

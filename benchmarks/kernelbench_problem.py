@@ -27,8 +27,8 @@ from postlude.check.ceilings import held_bytes
 from postlude.check.floor import Ceilings, Work
 from postlude.check.modes import pytorch_switches
 from postlude.cli.other_shapes import OTHER, at_other_shapes
-from postlude.cli.race import first_line
 from postlude.cli.variants import AUTOTUNED, COMPILE, EAGER, POSTLUDE, Runnable, training_step
+from postlude.errors import first_line
 from postlude.hardware import machine_for
 from postlude.pipeline import Optimized
 from postlude.plan import Plan

@@ -43,7 +43,7 @@ from standins import stand_ins
 
 import postlude
 from postlude.check import clock, records
-from postlude.check.compare import first_line
+from postlude.errors import first_line
 
 _GRAPHS = "reduce-overhead"  # torch.compile's mode with CUDA graphs
 _LEAN = "postlude memory=lean"

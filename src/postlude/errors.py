@@ -11,3 +11,14 @@ class ProblemFileError(PostludeError):
 
 class PrecisionError(PostludeError):
     """The precision that was asked for does not exist on this device."""
+
+
+def first_line(error: BaseException) -> str:
+    """An error of somebody else's code in one line, to be quoted in a sentence: its kind, and what it says first."""
+    text = what_it_says(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def what_it_says(error: BaseException) -> str:
+    """The first line of an error's message, without the full stop."""
+    return (str(error).strip().splitlines() or [""])[0].rstrip(" .")

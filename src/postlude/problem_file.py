@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from postlude.errors import ProblemFileError
+from postlude.errors import ProblemFileError, first_line
 
 T = TypeVar("T")
 _numbers = itertools.count()
@@ -106,7 +106,7 @@ class ProblemFile:
         try:
             return function()
         except (Exception, SystemExit) as error:  # the file's own code may raise anything
-            raise self._error(f"{what} raises {_first_line(error)}.") from error
+            raise self._error(f"{what} raises {first_line(error)}.") from error
 
     def _error(self, sentence: str) -> ProblemFileError:
         return ProblemFileError(f"{self.path}: {sentence}")
@@ -187,7 +187,7 @@ def _compile(path: Path, source: str) -> types.CodeType:
     except SyntaxError as error:
         raise ProblemFileError(f"{path}: syntax error in line {error.lineno}: {error.msg}.") from error
     except (ValueError, RecursionError, MemoryError) as error:
-        raise ProblemFileError(f"{path}: it cannot be compiled ({_first_line(error)}).") from error
+        raise ProblemFileError(f"{path}: it cannot be compiled ({first_line(error)}).") from error
 
 
 def _execute(path: Path, code: types.CodeType) -> types.ModuleType:
@@ -203,7 +203,7 @@ def _execute(path: Path, code: types.CodeType) -> types.ModuleType:
         del sys.modules[module.__name__]
         what = "an import fails" if isinstance(error, ImportError) else "running the file fails"
         where = _line_in(code.co_filename, error)
-        raise ProblemFileError(f"{path}: {what}{where}: {_first_line(error)}.") from error
+        raise ProblemFileError(f"{path}: {what}{where}: {first_line(error)}.") from error
     finally:
         if folder in sys.path:
             del sys.path[len(sys.path) - 1 - sys.path[::-1].index(folder)]
@@ -225,11 +225,6 @@ def _classes_of(module: types.ModuleType) -> str:
         name for name, item in vars(module).items() if isinstance(item, type) and item.__module__ == module.__name__
     ]
     return f"it has {', '.join(found)}" if found else "it has no classes at all"
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0].rstrip('.')}" if text else type(error).__name__
 
 
 def _a(kind: type) -> str:

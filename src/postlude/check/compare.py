@@ -184,11 +184,6 @@ def poison(like: Tensor) -> None:
     del scratch
 
 
-def first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
-
-
 def same_bits(a: Any, b: Any) -> bool:
     """Whether two results are equal, where NaN equals NaN."""
     return a.shape == b.shape and bool(torch.equal(a, b) or ((a == b) | ((a != a) & (b != b))).all())

@@ -9,9 +9,10 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from postlude.check.compare import GRADIENT, Quantities, cotangent, first_line, same_bits
+from postlude.check.compare import GRADIENT, Quantities, cotangent, same_bits
 from postlude.check.kinks import Shift
 from postlude.check.points import laid_out_like, map_tensors
+from postlude.errors import first_line
 
 SHOWN = 5  # names listed in one finding
 # What needs a gradient: nothing, in a mode without gradients; or the parameters, whose gradients are not taken if the

@@ -23,7 +23,6 @@ from postlude.check.compare import (
     contract_problem,
     cotangent,
     differs_in_kind,
-    first_line,
     larger,
     nonfinite_problem,
     poison,
@@ -36,6 +35,7 @@ from postlude.check.nulls import chain_nulls
 from postlude.check.points import ChainPoint
 from postlude.check.sides import CandidateError
 from postlude.check.verdict import Verdict
+from postlude.errors import first_line
 from postlude.reference import evaluate, first_value
 
 Run = Callable[[Chain, Sequence[Tensor]], Tensor]
@@ -121,7 +121,7 @@ def _rounds(asked: _Asked, points: Sequence[ChainPoint], findings: list[str]) ->
 
 
 @dataclass(frozen=True)
-class Call:
+class Evaluation:
     """One forward call: its leaves and its result, from which gradients are taken later."""
 
     chain: Chain
@@ -144,14 +144,14 @@ class Call:
         return found
 
 
-def _call(run: Callable[..., Tensor], chain: Chain, tensors: Sequence[Tensor], backward: Backward) -> Call:
+def _call(run: Callable[..., Tensor], chain: Chain, tensors: Sequence[Tensor], backward: Backward) -> Evaluation:
     with nullcontext() if backward else torch.no_grad():
         wants = [backward] * len(tensors) if isinstance(backward, bool) else backward
         leaves = [
             tensor.detach().clone() if slot in chain.moved else tensor.detach().requires_grad_(want)
             for slot, (tensor, want) in enumerate(zip(tensors, wants, strict=True))
         ]
-        return Call(chain, leaves, run(chain, leaves))
+        return Evaluation(chain, leaves, run(chain, leaves))
 
 
 def _answers(asked: _Asked, tensors: tuple[Tensor, ...], seed: int, findings: list[str], with_nulls: bool) -> Answers:

@@ -12,7 +12,7 @@ from postlude import hardware
 from postlude.cli.frame import DONE, NO, Answer, Settings
 from postlude.cli.output import say, show_table, working
 from postlude.cli.session import machine_data
-from postlude.errors import PostludeError
+from postlude.errors import PostludeError, first_line
 from postlude.pipeline import optimize
 from postlude.report import words
 from postlude.run import nvrtc
@@ -156,8 +156,7 @@ def _self_test(settings: Settings) -> Finding:
         try:
             result = optimize(model, inputs, rest="eager")
         except Exception as error:  # any error is a finding
-            text = f"{type(error).__name__}: {error}".splitlines()[0]
-            return Finding(name, text, "bad", "run postlude doctor --debug and report what it prints")
+            return Finding(name, first_line(error), "bad", "run postlude doctor --debug and report what it prints")
     if result.failure is not None:
         return Finding(name, f"not captured: {result.failure}", "bad", "report this with the versions above")
     if not result.sites:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import typer
 
 from postlude.cli.output import CLOSED, check_writable, complain, end_output, write_json
-from postlude.errors import PostludeError
+from postlude.errors import PostludeError, first_line
 
 DONE, NO, COULD_NOT_RUN, INTERRUPTED = 0, 1, 2, 130
 DEVICES = ("cpu", "cuda")
@@ -100,8 +100,7 @@ def check_word(option: str, word: str | None, choices: Sequence[str]) -> None:
 def _sentence(error: Exception) -> str:
     if isinstance(error, PostludeError):
         return str(error)
-    first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-    return f"unexpected {type(error).__name__}: {first} (--debug shows where)."
+    return f"unexpected {first_line(error)} (--debug shows where)."
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from postlude.check.clock import Calls, Contestant, Estimate, Window, difference, time_interleaved
-from postlude.check.compare import first_line
 from postlude.check.distribution import distribution
 from postlude.check.floor import Ceilings, Work
 from postlude.check.footprint import launches, peak_bytes, saved_bytes
@@ -21,6 +20,7 @@ from postlude.check.sides import leaves_of
 from postlude.check.supply import Supply
 from postlude.cli.variants import FORWARD, STEP, WITH_GRAPH, Runner, flusher
 from postlude.cli.watch import Watch
+from postlude.errors import first_line
 from postlude.report import model
 
 WINDOW_S = 0.05  # the shortest window that counts

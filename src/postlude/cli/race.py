@@ -11,7 +11,7 @@ from torch import nn
 
 from postlude import hardware
 from postlude.check.clock import Estimate, ratio, rotating, time_interleaved
-from postlude.check.compare import first_line
+from postlude.errors import first_line
 from postlude.report import gather, words
 from postlude.report.model import COMPILE, EAGER, POSTLUDE
 

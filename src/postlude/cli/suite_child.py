@@ -14,7 +14,7 @@ from typing import Any
 
 from postlude.cli.frame import Request, quiet, settled
 from postlude.cli.suite_process import GO, READY
-from postlude.errors import PostludeError
+from postlude.errors import PostludeError, first_line
 from postlude.files import write_whole
 
 
@@ -46,8 +46,7 @@ def main(asked: str, target: str, line: str) -> None:
     except PostludeError as error:
         found = {"error": str(error)}
     except Exception as error:  # the file's own code runs here and may raise anything
-        first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-        found = {"error": f"{type(error).__name__}: {first}"}
+        found = {"error": first_line(error)}
     write_whole(Path(target), json.dumps({**found, "times": turn.times()}))
 
 

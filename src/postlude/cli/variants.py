@@ -16,13 +16,12 @@ from torch import Tensor, nn
 
 from postlude import hardware
 from postlude.check.clock import Calls, Contestant, CudaEvents, Stopwatch, Window
-from postlude.check.compare import first_line
 from postlude.check.isolation import Candidate
 from postlude.check.points import inputs_like, map_tensors
 from postlude.check.supply import Supply
 from postlude.cli.race import Runnable, no_compiler
 from postlude.cli.session import Opened
-from postlude.errors import PostludeError
+from postlude.errors import PostludeError, first_line
 from postlude.report.model import CANDIDATE, COMPILE, EAGER, POSTLUDE
 
 __all__ = ["CANDIDATE", "COMPILE", "EAGER", "POSTLUDE", "Isolated", "Runner"]

@@ -17,7 +17,7 @@ import torch.fx as fx
 from torch import Tensor, nn
 
 from postlude.chain import Convolution, Normalize, Operand, Scalar, Slot, Step, with_operands
-from postlude.errors import PostludeError
+from postlude.errors import PostludeError, what_it_says
 from postlude.export.masks import Drawn, are_drawn_in_order, drawn_by
 from postlude.graph.capture import capture_function
 from postlude.graph.dropouts import open_dropouts
@@ -88,8 +88,7 @@ def trace(
 
 
 def _refusal(words: str, error: Exception) -> PostludeError:
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-    return PostludeError(f"the forward cannot be {words} ({first}).")
+    return PostludeError(f"the forward cannot be {words} ({what_it_says(error) or type(error).__name__}).")
 
 
 def _calls(model: nn.Module) -> fx.Graph:

@@ -12,7 +12,7 @@ import torch
 import torch.fx as fx
 
 from postlude import hardware
-from postlude.errors import PostludeError
+from postlude.errors import PostludeError, first_line
 from postlude.graph import spellings
 from postlude.graph.biases import add_apart
 from postlude.graph.capture import MODE_CHANGES, TracedAgain, capture
@@ -118,7 +118,7 @@ class Backend:
         self._warn_of(error)
 
     def _warn_of(self, error: Exception) -> None:
-        self.failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        self.failure = first_line(error)
         log.warning("this model could not be captured and runs as it was (%s)", self.failure)
 
     def _compile(self, traced: fx.GraphModule, inputs: Sequence[Any], layout: str) -> Callable[..., Any]:
@@ -275,10 +275,7 @@ class Backend:
         except Exception as error:
             if self.rest == "inductor":
                 raise
-            text = str(error).strip().splitlines()
-            log.warning(
-                "Inductor failed (%s): what is not fused runs as it was", text[0] if text else type(error).__name__
-            )
+            log.warning("Inductor failed (%s): what is not fused runs as it was", first_line(error))
             return _as_it_is(graph)
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.fx as fx
 
 from postlude.chain import Reduce
+from postlude.errors import first_line
 from postlude.graph import spellings
 from postlude.graph.capture import fakes_of, modes_left_as_found
 from postlude.graph.dropouts import masks_of
@@ -89,7 +90,7 @@ def propagate(graph: fx.GraphModule, chains: Sequence[Match]) -> set[Match]:
         with modes_left_as_found(), fakes_of(given):
             walk.run(*given)
     except Exception as error:
-        raise UnsuitedError(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+        raise UnsuitedError(first_line(error)) from error
     return walk.handing_on
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from postlude.chain import Chain
+from postlude.errors import first_line
 from postlude.plan import Plan, Problem, Refusal
 from postlude.plan.gpu import library_tf32
 from postlude.run import ahead
@@ -202,8 +203,7 @@ class Ledger:
             return None
 
     def _failed(self, asked: SiteProblem, error: Exception) -> Entry:
-        text = str(error).strip().splitlines()
-        why = f"its kernels could not be built ({type(error).__name__}{': ' + text[0] if text else ''})"
+        why = f"its kernels could not be built ({first_line(error)})"
         log.warning("the chain at %s runs through PyTorch: %s; %s", asked.name, why, REPORT)
         self.switch_off(asked.name, why)
         return self._refused(asked, why)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from postlude.check.compare import Progress, Quantities, first_line
+from postlude.check.compare import Progress, Quantities
 from postlude.check.exam.examine import examine
 from postlude.check.exam.mutations import Args, Change, changes_of
 from postlude.check.exam.shapes import DECLARED
@@ -20,6 +20,7 @@ from postlude.check.exam.truths import in_double
 from postlude.check.interception import Interception
 from postlude.check.modes import pytorch_switches
 from postlude.check.sides import Answer, CandidateError, Question, Side, StateKeys, keys_of
+from postlude.errors import first_line
 
 # Operators that only move, copy or allocate; mistakes in them show as mistakes of their neighbours.
 _NOT_COMPUTING = frozenset(

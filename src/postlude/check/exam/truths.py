@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from postlude.check.compare import Quantities, first_line
+from postlude.check.compare import Quantities
 from postlude.check.kinks import Kinks, all_ambiguous, either_side, few, spared
 from postlude.check.modes import FORMATS, RoundedOperands, has_no_convolution, pytorch_switches, resolve
 from postlude.check.points import inputs_like, map_tensors, random_state
 from postlude.check.same_draws import SameDraws
 from postlude.check.sides import Question, Side, UnanswerableError, leaves_of
+from postlude.errors import first_line
 
 OTHER = 10_000  # added to a seed for another input or other parameters
 

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from postlude.check.isolation.results import RefusedError, first_line, settled
+from postlude.check.isolation.results import RefusedError, settled
 from postlude.check.isolation.turns import settle_heap, view_at
 from postlude.check.isolation.wire import UnsendableError, distinct_part, flatten, laid_out, rebuild
+from postlude.errors import first_line
 
 CLASS_NAME, SEED = "ModelNew", 0  # the reference is built under the same seed
 CACHE_BYTES = 64 << 20

@@ -57,8 +57,3 @@ def settled(value: Any) -> Any:
     tree, found = flatten(value)
     plain = [one if kind_of(one) == "plain" else materialise(one) for one in found]
     return rebuild(tree, plain)
-
-
-def first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__

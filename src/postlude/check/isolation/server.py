@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from postlude.check.isolation.host import Host
-from postlude.check.isolation.results import RefusedError, first_line, materialise, sent_kind
+from postlude.check.isolation.results import RefusedError, materialise, sent_kind
 from postlude.check.isolation.wire import DTYPES, LENGTH_BYTES, Spec, UnsendableError, flatten, lay_out, rebuild
+from postlude.errors import first_line
 
 DETAIL_CHARACTERS = 16_000
 REASON_CHARACTERS = 2_000

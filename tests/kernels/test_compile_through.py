@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from cases import Builder, conv
@@ -42,9 +44,12 @@ def test_compiles_within_the_cards_limits(name: str, monkeypatch: pytest.MonkeyP
         assert used.spilled == 0, (one.name, used)
 
 
-def test_a_row_of_a_weight_is_read_in_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["14", "44", "98"])
+def test_rows_are_copied_in_vectors_while_others_are_added_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads into registers, which ptxas delays to save them, reached half of the bandwidth."""
     offline.use_card(monkeypatch, 90)
-    chain, shape, _ = CHAINS["14"]
-    sums, product = offline.compiled_calls(planned(chain, shape).program.forward, 90)
-    assert "ld.global.v4.b32" in sums.ptx
-    assert "ld.global.v4.b32" in product.ptx
+    chain, shape, _ = CHAINS[name]
+    for one in offline.compiled_calls(planned(chain, shape).program.forward, 90):
+        copies = re.findall(r"cp\.async\.cg\.shared\.global .*?, (0x[0-9a-f]+|\d+)", one.ptx)
+        assert copies, one.name
+        assert {int(size, 0) for size in copies} == {16}, one.name

@@ -94,9 +94,10 @@ def test_means_of_windows(window: int, count: int) -> None:
 
 MUTANTS = {
     "a row of the next chunk": ("(first + ROWS_PER_PROGRAM, ROWS)", "(first + ROWS_PER_PROGRAM + 1, ROWS)"),
-    "only the first chunk": ("for i_chunk in range(CHUNKS)", "for i_chunk in range(1)"),
-    "a mean over a whole tile": ("total /= end - first", "total /= BLOCK_ROWS"),
-    "sums in place of extremes": ('tl.where(tl.abs(total) < float("inf"), total, extremes)', "total"),
+    "only the last tile": ("b_sum += tl.sum(b_x", "b_sum = tl.sum(b_x"),
+    "extremes of the first chunk": ("for i_chunk in range(CHUNKS)", "for i_chunk in range(1)"),
+    "a mean over a whole tile": ("b_sum /= end - first", "b_sum /= BLOCK_ROWS"),
+    "sums in place of extremes": ('total = tl.where(tl.abs(total) < float("inf"), total, extremes)', "total += 0.0"),
     "a column with NaN forgotten": ("tl.where(b_sum == b_sum, b_min, b_sum)", "b_min"),
     "factors forgotten": ("b_x *= tl.load(p_factor + o_r, mask=o_r < end, other=0.0)[:, None]", "b_x *= 1.0"),
 }  # fmt: skip
@@ -105,9 +106,11 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_kernel_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     replace_text(monkeypatch, "column_sums", *MUTANTS[name])
+    monkeypatch.setattr(column_sums, "_PROGRAMS", 1 if name == "only the last tile" else 512)
     with pytest.raises(AssertionError):  # noqa: PT012 (one of these sees it)
         test_a_product_with_sums_is_the_sum_of_products(SHAPES[1], torch.float32)
         test_means_of_windows(4, 10)
         test_rows_times_factors_are_added_up()
         test_infinities_and_nan_are_pytorchs("both signs")
         test_infinities_and_nan_of_a_weight_are_pytorchs(torch.nan)
+        test_infinities_and_nan_of_a_weight_are_pytorchs(torch.inf)

@@ -42,11 +42,17 @@ def sums_by_convolving(conv: Convolution, x: Tensor) -> Tensor:
     return found.flatten(2).sum(2).reshape(*x.shape[:2], -1)
 
 
-@pytest.fixture(params=[(4096, 1024), (8, 1024), (8, 1)], ids=["one tile", "chunks", "many tiles"])
+def cut_into(monkeypatch: pytest.MonkeyPatch, widest: int, depth: int, programs: int) -> None:
+    monkeypatch.setattr(tap_sums, "_WIDEST", widest)
+    monkeypatch.setattr(tap_sums, "_BY_WARP", 4)
+    monkeypatch.setattr(tap_sums, "_DEPTH", depth)
+    monkeypatch.setattr(tap_sums, "_PROGRAMS", programs)
+    monkeypatch.setattr(tap_sums, "_LEAST_TILES", 1)
+
+
+@pytest.fixture(params=[(512, 8, 1), (4, 2, 4096), (4, 2, 1)], ids=["one tile", "chunks", "many tiles"])
 def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tap_sums, "_TILE", request.param[0])
-    monkeypatch.setattr(tap_sums, "_WIDEST", min(4, request.param[0]))
-    monkeypatch.setattr(tap_sums, "_PROGRAMS", request.param[1])
+    cut_into(monkeypatch, *request.param)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -84,15 +90,18 @@ def test_an_infinity_stays_in_its_taps() -> None:
 MUTANTS = {
     "one output less": ("(o >= 0) & (o < OUT)", "(o >= 0) & (o < OUT - 1)"),
     "a convolution for its transpose": ("if IS_CONV_TRANSPOSED else", "if not IS_CONV_TRANSPOSED else"),
-    "taps along y and z exchanged": ("(o_t // KH)[None, :], OD", "(o_t % KH)[None, :], OD"),
-    "only the first tile": ("total += tl.where((o_k == k)", "total = tl.where((o_k == k)"),
-    "a tap twice": ("* KW + k, mask=m_tap", "* KW + 0 * k, mask=m_tap"),
+    "taps along y and x exchanged": ("tap // KW, OH", "tap % KW, OH"),
+    "slices of the next chunk": ("(first + SLICES_PER_PROGRAM, D)", "(first + SLICES_PER_PROGRAM + 1, D)"),
+    "only the last tile": ("b_sum += tl.sum(", "b_sum = tl.sum("),
+    "every slice for every tap": ("tl.where(m_z[:, :, None], b_x, 0.0)", "b_x + tl.where(m_z[:, :, None], 0.0, 0.0)"),
+    "a tap twice": ("* (KH * KW) + k, mask=o_k < KD, other", "* (KH * KW) + 0 * k, mask=o_k < KD, other"),
 }
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_kernel_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     replace_text(monkeypatch, "tap_sums", *MUTANTS[name])
+    cut_into(monkeypatch, 4, 2, 4096 if "chunk" in name else 1)
     with pytest.raises(AssertionError):  # noqa: PT012 (one of these sees it)
         for case in ("upwards", "upwards, 3-D"):
             test_are_what_the_taps_read(case)

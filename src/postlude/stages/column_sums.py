@@ -9,20 +9,21 @@ from postlude.plan.problem import power_of_two
 from postlude.stages.cuts import accumulator
 from postlude.stages.trace import Pointer, Unread, launch
 
-_ROWS, _COLUMNS = 16, 128  # of a tile of the sums: a warp reads 512 bytes of a row at a time
+_ROWS, _WIDEST = 8, 512  # of a tile of the sums: a thread has 32 elements in flight
+_BY_WARP = (
+    128  # columns: a warp reads 512 bytes of a row, and no two threads share a column, so rows add up in registers
+)
 _PROGRAMS = 512  # at least, where there are rows enough
-_MOST_TILES = 128  # that a program adds up in fp32
-_PRODUCT_ROWS, _PRODUCT_COLUMNS = 8, 512  # of a tile of the products
+_PRODUCT_ROWS, _PRODUCT_COLUMNS = 4, 512  # of a tile of the products
 
 
 def product_with_sums(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """x · (the sum of the weight's rows), [N] in float64, and the partial sums [chunks, K] themselves."""
+    """x · (the sum of the weight's rows), [N] in float64, and the sums [K] themselves."""
     features, inputs = weight.shape
     each = _rows_per_program(features, inputs)
     chunks = -(-features // each)
-    sums = torch.empty((chunks, inputs), dtype=torch.float64, device=x.device)
     least, most = (torch.empty((chunks, inputs), dtype=weight.dtype, device=x.device) for _ in range(2))
-    _sum_columns(weight, None, sums, (least, most), each)
+    sums = _sum_columns(weight, None, (least, most), each)
     product = torch.empty(x.shape[:1], dtype=torch.float64, device=x.device)
     launch(
         "column_sums",
@@ -37,48 +38,48 @@ def product_with_sums(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def sum_of_multiples(x: Tensor, factors: Tensor) -> Tensor:
     """The sum [K] of the rows of x [N, K], each times its factor, in float64."""
-    rows, columns = x.shape
-    each = _rows_per_program(rows, columns)
-    sums = torch.empty((-(-rows // each), columns), dtype=torch.float64, device=x.device)
-    _sum_columns(x, factors, sums, None, each)
-    return sums.sum(0)
+    return _sum_columns(x, factors, None, _rows_per_program(*x.shape))
 
 
 def means_of_windows(x: Tensor, window: int, count: int) -> Tensor:
     """The mean of every `window` rows of x, `count` of them."""
     means = torch.empty((count, x.shape[1]), dtype=x.dtype, device=x.device)
-    _sum_columns(x[: count * window], None, means, None, window, is_sum=False)
+    _launch(x[: count * window], None, means, None, window, is_sum=False)
     return means
 
 
 def _rows_per_program(rows: int, columns: int) -> int:
-    chunks = -(-_PROGRAMS // -(-columns // _COLUMNS))
-    each = -(-rows // chunks)
-    return min(-(-each // _ROWS), _MOST_TILES) * _ROWS
+    chunks = -(-_PROGRAMS // -(-columns // _WIDEST))
+    return -(-rows // (chunks * _ROWS)) * _ROWS
 
 
-def _sum_columns(
-    x: Tensor,
-    factors: Tensor | None,
-    sums: Tensor,
-    extremes: tuple[Tensor, Tensor] | None,
-    each: int,
-    is_sum: bool = True,
+def _sum_columns(x: Tensor, factors: Tensor | None, extremes: tuple[Tensor, Tensor] | None, each: int) -> Tensor:
+    """The sums [K] in float64, from those of chunks of `each` rows."""
+    rows, columns = x.shape
+    sums = torch.empty((-(-rows // each), columns), dtype=torch.float64, device=x.device)
+    _launch(x, factors, sums, extremes, each, is_sum=True)
+    return sums.sum(0)
+
+
+def _launch(
+    x: Tensor, factors: Tensor | None, out: Tensor, extremes: tuple[Tensor, Tensor] | None, each: int, is_sum: bool
 ) -> None:
     (rows, columns), unread = x.shape, Unread(x)
     found: tuple[Pointer, Pointer] = (unread, unread) if extremes is None else extremes
+    block = min(_WIDEST, power_of_two(columns))
     launch(
         "column_sums",
         "column_sums_kernel",
-        (sums.shape[0], -(-columns // _COLUMNS)),
-        [x, unread if factors is None else factors, sums, *found],
+        (out.shape[0] * -(-columns // block),),
+        [x, unread if factors is None else factors, out, *found],
         (rows, columns, each),
         {
             "IS_SUM": is_sum,
             "HAS_FACTORS": factors is not None,
             "HAS_EXTREMES": extremes is not None,
             "BLOCK_ROWS": _ROWS,
-            "BLOCK_L": _COLUMNS,
+            "BLOCK_L": block,
             "ACC": accumulator(x.dtype if factors is None else torch.float64),
         },
+        warps=max(1, block // _BY_WARP),
     )

@@ -19,10 +19,11 @@ from postlude.chain import Chain, Convolution, Pointwise, Reduce, Scalar, Slot
 from postlude.plan.folding import Folding
 from postlude.plan.through import Through
 from postlude.reference import per_channel
+from postlude.stages import tap_sums
 from postlude.stages.column_sums import means_of_windows, product_with_sums, sum_of_multiples
 from postlude.stages.folding import average_through
 from postlude.stages.runs import along, runs_along
-from postlude.stages.tap_sums import MOST_TAPS, sums_by_tap, sums_gradient
+from postlude.stages.tap_sums import sums_by_tap, sums_gradient
 from postlude.stages.trace import derived
 
 _ADDED = 128  # rows of a weight that PyTorch sums in their own dtype
@@ -48,7 +49,7 @@ def produced(chain: Chain, own: Through, tensors: Sequence[Tensor], by_kernels: 
         return Produced(F.linear(x, means), means)
     if conv.is_linear:
         return Produced(*product_with_sums(x, weight)) if by_kernels else _product_by_pytorch(x, weight)
-    sums = sums_by_tap(conv, x) if by_kernels and conv.kernel[-1] <= MOST_TAPS else _sums_by_pytorch(conv, x)
+    sums = sums_by_tap(conv, x) if by_kernels and tap_sums.serves(conv, x) else _sums_by_pytorch(conv, x)
     return Produced(_weighted(sums, conv, weight, x), sums)
 
 
@@ -113,10 +114,10 @@ def _producers_gradients(
         return [dx, *derived(lambda weight: _means_of(weight, folding), [weight], dmeans)]
     if conv.is_linear:
         dsums = sum_of_multiples(x, dvalue) if x.is_contiguous() else torch.mv(x.double().t(), dvalue)
-        dx = torch.outer(dvalue.to(x.dtype), part.source.sum(0).to(x.dtype))
+        dx = torch.outer(dvalue.to(x.dtype), part.source.to(x.dtype))
         return [dx, dsums.to(weight.dtype).expand(weight.shape)]
     dsums, dweight = derived(lambda sums, weight: _weighted(sums, conv, weight, x), [part.source, weight], dvalue)
-    if x.is_contiguous() and conv.kernel[-1] <= MOST_TAPS:
+    if tap_sums.serves(conv, x):
         return [sums_gradient(conv, dsums, x), dweight]
     return [*derived(lambda x: _sums_by_pytorch(conv, x), [x], dsums), dweight]
 
@@ -167,8 +168,8 @@ def _product_by_pytorch(x: Tensor, weight: Tensor) -> Produced:
     result would otherwise consist of their rounding error.
     """
     each = math.gcd(weight.shape[0], _ADDED)
-    sums = weight.reshape(weight.shape[0] // each, each, -1).sum(1).double()
-    return Produced(_as_infinite(torch.mv(x.double(), sums.sum(0)), x, weight), sums)
+    sums = weight.reshape(weight.shape[0] // each, each, -1).sum(1).double().sum(0)
+    return Produced(_as_infinite(torch.mv(x.double(), sums), x, weight), sums)
 
 
 def _as_infinite(total: Tensor, x: Tensor, weight: Tensor) -> Tensor:

@@ -119,8 +119,8 @@ def _holding(call: KernelCall, known: Mapping[str, int]) -> set[str]:
         found |= {"m_l"} if known["L"] % known["BLOCK_L"] == 0 else set()
         found |= {"m_r"} if known["ROWS"] % known["BLOCK_ROWS"] == 0 else set()
     if call.kernel in ("tap_sums_kernel", "tap_sums_gradient_kernel"):
-        found |= {"o_w < W"} if known["W"] % known["BLOCK_W"] == 0 else set()
-        found |= {"o_r < end"} if _is_even(known["ROWS_PER_PROGRAM"], known["BLOCK_H"], known["ROWS"]) else set()
+        found |= {"o_p < H * W"} if known["H"] * known["W"] % known["BLOCK_P"] == 0 else set()
+        found |= {"o_z < end"} if _is_even(known["SLICES_PER_PROGRAM"], known["BLOCK_D"], known["D"]) else set()
     return found
 
 

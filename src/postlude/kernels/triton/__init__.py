@@ -35,13 +35,14 @@ matrix product (GEMM) of a kernel.
     CHUNKS, PARTS                          parts of a sample with partial moments or sums; partial results to combine
     NUM_SUMS, NUM_COLUMN_SUMS, NUM_FULL    results of GRADIENT_FN that are summed, summed by column, stored in full
     START, SUM_STRIDE                      the first of such results; elements from one sum to the next
-    TILES, TILES_PER_PROGRAM, ROWS_PER_PROGRAM  tiles per sample; tiles and rows over which one program loops
+    TILES, TILES_PER_PROGRAM               tiles per sample; tiles over which one program loops
+    ROWS_PER_PROGRAM, SLICES_PER_PROGRAM   rows, and slices, over which one program loops
     BLOCK_M, BLOCK_N, BLOCK_K              a product's tile: rows, columns, depth of one step
     BLOCK_C, BLOCK_S, BLOCK_W, BLOCK_H     a tile's channels, its positions, and those along x and y
     BLOCK_J, BLOCKS_C                      positions along x divided by NEIGHBOURS; tiles along the channels
     BLOCK_L, BLOCK_ROWS, BLOCK_PAD         a tile's elements per row, and its rows; PW rounded up
     BLOCK_PARTS, BLOCK_SAMPLES             partial results, and samples, that are loaded at a time
-    BLOCK_TAPS, BLOCK_KW                   TAP_ROWS and KW rounded up
+    BLOCK_D, BLOCK_P, BLOCK_KD             a tile's slices, and its positions in each; KD rounded up
     ALIGN, ACC, POSITION_AXIS              a power of two dividing the row length; accumulator dtype; axis of positions
     STORE, MOMENTS, OP                     words: what an epilogue stores, which moments it keeps; a reduction or pool
     STEPS_FN, NORM_STEPS_FN, ROW_STEPS_FN  a chain's steps as one function: without a norm, with one, by rows

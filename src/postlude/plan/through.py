@@ -40,8 +40,9 @@ from postlude.plan.worth import pytorch_seconds
 AFFINE = ("add", "sub", "rsub", "mul", "div")  # in their first operand
 _ADDS = ("sum", "mean", "adaptive_avg_pool")
 # Least cost of the producer for which this pays, because a dozen small operators replace it: seconds on a GPU; on a CPU
-# operations, which take about 2 ms.
-_SECONDS, _OPERATIONS = 100e-6, 100e6
+# operations, which take about 2 ms. There PyTorch's operators read a linear layer's weight three times, for its sums
+# and its extremes: 8192 → 8192 takes 190 ms so, and the layer 140 ms for 8 samples, 300 for 32, 500 for 64.
+_SECONDS, _OPERATIONS, _SAMPLES = 100e-6, 100e6, 64
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,8 @@ def _is_large(chain: Chain, problem: Problem, card: Card) -> bool:
     if problem.device == "cuda":
         return pytorch_seconds(chain, problem, card) > _SECONDS
     batch, _, *space = problem.x.shape
+    if chain.is_linear and batch < _SAMPLES:
+        return False
     return chain.convolution.flops(batch, tuple(space)) > _OPERATIONS
 
 

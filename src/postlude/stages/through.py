@@ -177,7 +177,7 @@ def _as_infinite(total: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
     The largest and the smallest weight of an input feature tell which signs there are.
     """
-    least, most = torch.aminmax(weight, dim=0)
+    least, most = weight.amin(0), weight.amax(0)  # aminmax takes seven times as long on a CPU
     return torch.where(total.abs() < torch.inf, total, (torch.mv(x, least) + torch.mv(x, most)).double())
 
 

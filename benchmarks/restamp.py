@@ -26,13 +26,14 @@ from typing import Any
 import torch
 from gpu import BENCHES, TRAINED, Bench
 from kernelbench_problem import MODES
-from rows import GPU_RESULTS, GPU_SOURCES, KERNELBENCH_RESULTS, ROOT, SOURCE, TRAINING_SOURCES
+from rows import GPU_RESULTS, GPU_SOURCES, KERNELBENCH_RESULTS, ROOT, TRAINING_SOURCES
 
 from postlude import problem_file
 from postlude.check import records, tensors_for
 from postlude.check.records import Record
 from postlude.code_hash import kernel_hash
 from postlude.errors import PostludeError
+from postlude.export.cuda import cuda_text
 from postlude.export.export_model import HOPPER, export
 from postlude.plan import Plan, Problem, lower
 from postlude.plan.problem import spec_of
@@ -152,7 +153,7 @@ def _digest(programs: Iterable[Sequence[Call] | str]) -> str:
 def _code_of(call: Call) -> Iterator[str]:
     """What the kernel of a call does, and every device function that it calls."""
     if isinstance(call, CudaCall):
-        yield kernel_hash(SOURCE / "kernels" / "cuda")
+        yield cuda_text(call)
     if isinstance(call, KernelCall):
         launch, seen = launch_of(call), set[str]()
         for function in (launch.kernel, *launch.constants.values()):

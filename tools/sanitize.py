@@ -257,6 +257,7 @@ def runs() -> list[Run]:
         Run("few-fp32", few, small),
         Run("few-tf32", few, small, layout=last, precision="tf32", frozen=(0,)),
         Run("few-bf16", few, small, "bfloat16", frozen=(1,)),
+        Run("few-stored", chain_of(convolution(3, (3, 24)), 3, ("relu",)), (2, 3, 11, 12, 37), trains=False),
         Run("few-fp16", fewer, (2, 2, 19, 35), "float16", last, trains=False),
     ]
 

@@ -190,6 +190,34 @@ def test_a_mask_of_bytes_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.skipif(not has_nvrtc(), reason="needs NVRTC: install nvidia-cuda-nvrtc")
+@pytest.mark.parametrize("end", ["torch.tanh(x)", "F.relu(F.group_norm(x, 4))"], ids=["infinities are kept", "a norm"])
+def test_a_stored_convolution_compiles(end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offline.use_card(monkeypatch, 90)
+    forward = f"x = self.conv(x)\n        return {end}"
+    text = Problem("", "self.conv = nn.Conv3d(cin, 16, 3)", forward, (64, 3, 16, 64, 64), 4, ()).text
+    made = export_text(text, tmp_path)[0]
+    (tmp_path / "stored.py").write_text(made.text, encoding="utf-8")
+    module, found = imported(tmp_path / "stored.py")
+    launched: dict[str, Any] = {}
+    monkeypatch.setattr(
+        module, "compiled", lambda source, name, *_: lambda *given: launched.update({name: (source, given)})
+    )
+    result = getattr(module, made.chains[0].name)(*[torch.empty(shape, device="meta") for shape in module.SHAPES])
+    assert result.shape == (64, 16, 14, 62, 62)
+    source, given = launched["few_channels_store"]
+    _, log = nvrtc.compile_source(
+        nvrtc.Source("exported.cu", source), ("--gpu-architecture=sm_90", "--ptxas-options=-v")
+    )
+    spilled, registers = re.search(r"(\d+) bytes spill stores", log), re.search(r"Used (\d+) registers", log)
+    assert spilled is not None, log
+    assert registers is not None, log
+    assert int(spilled[1]) <= 8, log
+    assert int(registers[1]) * given[1][0] <= 65_536
+    assert len(found) == made.chains[0].launches - 1
+    check(found, 90)
+
+
+@pytest.mark.skipif(not has_nvrtc(), reason="needs NVRTC: install nvidia-cuda-nvrtc")
 @pytest.mark.parametrize(("precision", "training"), [("fp32", False), ("tf32", False), ("fp32", True)])
 def test_23_compiles_for_hopper(
     precision: str, training: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

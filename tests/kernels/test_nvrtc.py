@@ -31,6 +31,7 @@ from postlude.run import nvrtc
 from postlude.run.launch import cuda_source
 from postlude.stages.few_channels import convolve_moments
 from postlude.stages.few_channels_gradient import few_channels_gradient
+from postlude.stages.few_channels_store import convolve_stored
 from tracing import traced_calls
 
 # What the kernel is for: operand, planes, input.
@@ -73,6 +74,23 @@ def test_compiles_within_each_cards_limits(card: int, use: str) -> None:
     assert static is not None, log
     assert call.shared_bytes == shared_bytes(settings, shape) <= CARDS[card] - int(static[1]), registers[0]
     assert int(static[1]) <= STATIC
+
+
+@pytest.mark.compile
+@pytest.mark.skipif(not has_nvrtc(), reason="needs NVRTC: install nvidia-cuda-nvrtc")
+@pytest.mark.parametrize("keeps", [False, True], ids=["a norm follows", "infinities are kept"])
+@pytest.mark.parametrize("outputs", [16, 24, 32])
+def test_a_stored_convolution_compiles_within_hoppers_limits(outputs: int, keeps: bool) -> None:
+    settings = settings_for(90, "float16", 2)
+    given = [torch.empty(size) for size in ((2, 3, 24, 32, 32), (outputs, 3, 3, 3, 3), (outputs,))]
+    (call,) = cuda_calls(lambda *tensors: (convolve_stored(*tensors, (0, 0, 0), settings, keeps),), *given)
+    options = ("--gpu-architecture=sm_90", "--ptxas-options=-v", *options_of(call.macros))
+    _, log = nvrtc.compile_source(cuda_source(call.source), options)
+    registers, spilled = re.search(r"Used (\d+) registers", log), re.search(r"(\d+) bytes spill stores", log)
+    assert registers is not None, log
+    assert spilled is not None, log
+    assert int(registers[1]) * settings.warps * 32 * settings.blocks <= 65_536, log
+    assert int(spilled[1]) <= 8, log  # beside what mends outputs that read an infinity
 
 
 def cuda_calls(stage: Callable[..., object], *tensors: torch.Tensor) -> list[CudaCall]:

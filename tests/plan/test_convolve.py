@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +26,10 @@ from postlude.plan.convolve import (
     unfolded_product_for,
     weight_gemm_for,
 )
-from postlude.plan.few_channels import FewChannels, Geometry, few_channels_for, shared_bytes
+from postlude.plan.few_channels import FewChannels, Geometry, StoredFewChannels, few_channels_for, shared_bytes
 from postlude.plan.gemm import Arithmetic, Gemm, WeightGemm, input_gradient_of, unsupported
 from postlude.plan.gpu import lower_for_gpu
+from postlude.plan.program import CudaCall, TorchCall
 from postlude.plan.volume import Volume, unfolded_volume, volume_for
 
 BLOCK = Builder(3, conv(3, (32, 32), padding=1)).norm(None).op("leaky_relu", slope=0.01).chain()
@@ -223,7 +225,7 @@ FEW: dict[str, tuple[Chain, tuple[int, ...], tuple[int, int], int, tuple[int, in
         *((1, 3), 32, (1, 128, 126)),
     ),
     "3 channels": (
-        *(Builder(3, conv(3, (3, 16))).op("relu").op("mul", 2.0).chain(), (128, 3, 16, 64, 64)),
+        *(Builder(3, conv(3, (3, 64))).op("relu").op("mul", 2.0).chain(), (128, 3, 16, 64, 64)),
         *((3, 3), 32, (16, 62, 62)),
     ),
     "8 channels, then a norm": (
@@ -251,6 +253,63 @@ def test_few_channels_are_ours(name: str, precision: str) -> None:
     assert own.depth % own.block_k == 0
     assert ("taps side by side" in plan.describe()[0]) == own.unfolds
     assert plan.launches == 4 + 2 * (len(plan.passes) == 2)  # largest, two packings, the product; combine, finish
+
+
+STORED: dict[str, tuple[Chain, tuple[int, ...], bool, int]] = {  # and whether infinities are kept, and passes
+    "alone": (Builder(3, conv(3, (3, 24))).chain(), (128, 3, 24, 32, 32), True, 1),
+    "steps": (Builder(3, conv(3, (3, 16))).op("tanh").chain(), (128, 3, 16, 64, 64), True, 2),
+    "softmax": (Builder(3, conv(3, (3, 16))).softmax().chain(), (128, 3, 16, 32, 32), True, 2),
+    "norm": (Builder(3, conv(3, (3, 16))).norm(8).op("relu").chain(), (128, 3, 16, 64, 64), False, 3),
+    "one channel": (Builder(3, conv(3, (1, 32), padding=1)).norm(None).chain(), (2, 1, 128, 128, 128), False, 3),
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_few_channels_in_two_planes_are_stored_by_a_kernel_of_their_own(name: str) -> None:
+    chain, shape, keeps, passes = STORED[name]
+    plan = lower_for_gpu(chain, problem(chain, shape, device="cuda", precision="fp32"), card(90))
+    assert isinstance(plan, Plan), plan
+    assert isinstance(plan.own, StoredFewChannels), plan.reasons
+    assert (plan.own.keeps_infinities, len(plan.passes)) == (keeps, passes)
+    first = next(call for call in plan.program.forward if not isinstance(call, TorchCall))
+    assert isinstance(first, CudaCall)
+    assert first.kernel == "few_channels_store"
+    assert dict(first.macros)["HAS_BIAS"] == (passes == 1)  # otherwise a later pass adds it
+    assert plan.moved_bytes < 5 * plan.value.bytes
+    assert "direct" in plan.describe()[0]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"precision": "tf32"},
+        {"needs_grad": True},
+        {"hands_on": True},
+        {"chain": Builder(3, conv(3, (3, 40))).op("tanh").chain()},  # more than one block of channels
+        {"chain": Builder(3, conv(3, (2, 16))).op("tanh").chain()},  # infinities beside taps that are not there
+        {"shape": (4096, 3, 4, 64, 64)},  # two slices of output, so half of the warps would wait
+        {"chain": Builder(2, conv(2, (3, 16))).op("tanh").chain(), "shape": (128, 3, 256, 256)},
+        {"chain": Builder(3, conv(3, (3, 16))).op("relu").norm(8).reduce("mean", "sample").chain()},  # only moments
+    ],
+    ids=str,
+)
+def test_other_convolutions_of_few_channels_are_not_stored_that_way(other: dict[str, Any]) -> None:
+    chain, shape, _, _ = STORED["steps"]
+    chain, shape = other.pop("chain", chain), other.pop("shape", shape)
+    shape = (shape[0], chain.convolution.in_channels, *shape[2:])
+    asked = dataclasses.replace(problem(chain, shape, device="cuda", precision="fp32"), **other)
+    plan = lower_for_gpu(chain, asked, card(90), even_if_slower=True)
+    assert isinstance(plan, Plan), plan
+    assert not isinstance(plan.own, StoredFewChannels)
+
+
+def test_without_nvrtc_few_channels_are_unfolded() -> None:
+    chain, shape, _, _ = STORED["steps"]
+    machine = dataclasses.replace(card(90), has_nvrtc=False)
+    plan = lower_for_gpu(chain, problem(chain, shape, device="cuda", precision="fp32"), machine)
+    assert isinstance(plan, Plan), plan
+    assert isinstance(plan.own, Gemm)
+    assert plan.own.unfolds
 
 
 @pytest.mark.parametrize("architecture", sorted(CARDS))

@@ -84,6 +84,7 @@ _REMARKS = {
     "combined_moments_kernel": "The moments of tiles to those of channels.",
     "moments_gradient_kernel": "Gradients of the norm's tensors, and the table of the convolution's.",
     "few_channels_moments": "The convolution, of which only the moments of tiles are kept.",
+    "few_channels_store": "The convolution, by tensor cores on tiles that are staged in shared memory.",
     "few_channels_finish": "The norm and the mean of everything, from the moments.",
     "few_channels_gradient": "The convolution again, and the gradients of weight and input.",
 }

@@ -12,7 +12,7 @@ from postlude.chain import POINTWISE, Chain, Convolution, Pointwise
 from postlude.hardware import Machine
 from postlude.plan.barriers import first_barrier, has_norm, norm_hides_infinities, row_norm
 from postlude.plan.boxes import Boxes, boxes_for, gradient_boxes_for
-from postlude.plan.few_channels import FewChannels, few_channels_for
+from postlude.plan.few_channels import FewChannels, StoredFewChannels, few_channels_for, stored_few_channels_for
 from postlude.plan.gemm import Arithmetic, Gemm, WeightGemm, input_gradient_of, padded_channels, unsupported
 from postlude.plan.phases import has_phases
 from postlude.plan.problem import Problem, body_dtype, fp32_mode, power_in, power_of_two
@@ -24,13 +24,17 @@ _COLUMNS = 128  # columns of a tile; with few channels, neighbouring outputs fil
 _WIDEST_TRAINED = 5  # taps along an axis: each tap, or two or three together, reads the gradient again
 _SIDE_BY_SIDE = 32  # most channels of several taps in one packed position, which is one short step of the GEMM
 
-Own = Gemm | Boxes | FewChannels
+Own = Gemm | Boxes | FewChannels | StoredFewChannels
 
 
 def own_convolution(chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool = False) -> Own | str:
     """Our convolution for this chain, or the reason why PyTorch convolves."""
     few = few_channels_for(chain, problem, machine)
-    return gemm_for(chain, problem, machine, even_if_slower) if isinstance(few, str) else few
+    if not isinstance(few, str):
+        return few
+    gemm = gemm_for(chain, problem, machine, even_if_slower)
+    unfolds = isinstance(gemm, Gemm) and gemm.unfolds
+    return (stored_few_channels_for(chain, problem, machine) if unfolds else None) or gemm
 
 
 def gemm_for(chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool = False) -> Gemm | Boxes | str:
@@ -202,7 +206,7 @@ def _brings_gradients(conv: Convolution, own: Own, machine: Machine) -> bool:
         return False
     if isinstance(own, Boxes):
         return conv.in_channels <= machine.card.crossovers.trained_channels
-    if isinstance(own, FewChannels) or own.phases is None:
+    if not isinstance(own, Gemm) or own.phases is None:
         return True
     return own.arithmetic.planes == 2 or own.arithmetic.is_exact
 

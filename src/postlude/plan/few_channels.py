@@ -8,14 +8,15 @@ from dataclasses import dataclass
 
 from postlude.chain import Chain, Convolution
 from postlude.hardware import Machine
-from postlude.plan.barriers import moments_only
-from postlude.plan.gemm import unsupported
+from postlude.plan.barriers import moments_only, norm_hides_infinities, rows_from
+from postlude.plan.gemm import Arithmetic, unsupported
 from postlude.plan.problem import Problem, body_dtype, fp32_mode
 from postlude.plan.tiles import few_channels_use, row_for
 from postlude.plan.volume import volume_for
 
 WIDTH = 32  # outputs of a tile along the last axis
 _MOST_FRAGMENTS = 4  # their accumulators must fit in registers
+_LEAST_ROUNDS = 4  # of all warps over a tile
 RESERVED = 1 << 10  # bytes of each block's shared memory that CUDA reserves
 STATIC = 3 << 9  # upper bound of the kernel's static shared memory: offsets of taps, exponents
 
@@ -40,6 +41,22 @@ class FewChannels:
     def __str__(self) -> str:
         planes = " in two planes" if self.planes == 2 else ""
         return f"direct, products of {self.operand}{planes}; tiles of {self.depth} × {self.height} × {WIDTH}"
+
+
+@dataclass(frozen=True)
+class StoredFewChannels:
+    """The same convolution, whose result is stored: a first pass of its own, before any step."""
+
+    how: FewChannels
+    keeps_infinities: bool
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        is_scaled = self.how.operand == "float16"
+        return Arithmetic(self.how.operand, self.how.planes, is_scaled, self.keeps_infinities)
+
+    def __str__(self) -> str:
+        return str(self.how)
 
 
 @dataclass(frozen=True)
@@ -103,11 +120,35 @@ def shared_bytes(settings: FewChannels, shape: Geometry) -> int:
 
 def few_channels_for(chain: Chain, problem: Problem, machine: Machine) -> FewChannels | str:
     """Settings for this card, or the reason why the kernel cannot run the chain."""
-    conv, moments = chain.producer, moments_only(chain)
-    if conv is None or conv.in_channels > 4 or max(conv.kernel) > 4:
-        return "more than 4 input channels or taps"
+    moments = moments_only(chain)
     if moments is None or moments.before or not moments.squares:
         return "more than the convolution's own moments is needed"
+    return _settings_for(chain, problem, machine)
+
+
+def stored_few_channels_for(chain: Chain, problem: Problem, machine: Machine) -> StoredFewChannels | None:
+    """The kernel that stores the convolution, where an implicit GEMM would write a partial im2col in two planes.
+
+    That takes up to 43 bytes for each byte of the input, and this reads the input alone. More output channels than a
+    block has would stage it again, and a small tile would leave warps idle. The result is stored before any step,
+    contiguous, and only in inference. Infinities need slots of one tap.
+    """
+    conv, keeps = chain.convolution, not norm_hides_infinities(chain)
+    if problem.needs_grad or moments_only(chain) is not None or rows_from(chain) is not None:
+        return None
+    if problem.x.layout != "contiguous" or problem.hands_on or (keeps and conv.in_channels < 3):
+        return None
+    how = _settings_for(chain, problem, machine)
+    if isinstance(how, str) or how.planes != 2 or conv.out_channels > 8 * _MOST_FRAGMENTS:
+        return None
+    rounds = how.depth * how.height // (how.rows * how.warps)
+    return StoredFewChannels(how, keeps) if rounds >= _LEAST_ROUNDS else None
+
+
+def _settings_for(chain: Chain, problem: Problem, machine: Machine) -> FewChannels | str:
+    conv = chain.producer
+    if conv is None or conv.in_channels > 4 or max(conv.kernel) > 4:
+        return "more than 4 input channels or taps"
     dtype = body_dtype(chain, problem)
     reason = unsupported(conv)
     if reason is not None or dtype == "float64" or not machine.has_nvrtc:

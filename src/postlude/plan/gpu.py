@@ -25,6 +25,7 @@ from postlude.plan.barriers import (
 from postlude.plan.boxes import Boxes
 from postlude.plan.channels import takes_channels, why_apart
 from postlude.plan.convolve import Own, own_convolution
+from postlude.plan.few_channels import StoredFewChannels
 from postlude.plan.gemm import Gemm
 from postlude.plan.linear import LinearGemm, own_linear
 from postlude.plan.passes import Moments, Pass, Store, Tile, first_source
@@ -116,6 +117,8 @@ def _passes(chain: Chain, problem: Problem, own: Own | LinearGemm | str, from_re
         # The gradient kernel for few channels recomputes the convolution itself.
         kept = problem.needs_grad and isinstance(own, Gemm | Boxes) and not is_lean(chain, problem)
         return (Pass(source, 1, moments.before, Moments(moments.squares, stores=kept)),)
+    if isinstance(own, StoredFewChannels):
+        return _after_storing(chain, barrier, last, end)
     if is_own and (rows := rows_from(chain)) is not None:
         if chain.dims or rows > last or not _is_finished_before(chain, problem, rows):
             return (Pass(source, 1, 0, Store(raw=True)), Pass("load", 1, last, Store()))
@@ -135,6 +138,16 @@ def _passes(chain: Chain, problem: Problem, own: Own | LinearGemm | str, from_re
     if is_own and (end > last or is_pooled or (problem.needs_grad and not from_result)):
         return (Pass(source, 1, 0, Store(raw=True)), Pass("load", 1, end, Store()))
     return (Pass(source, 1, end, Store()),)
+
+
+def _after_storing(chain: Chain, barrier: int | None, last: int, end: int) -> tuple[Pass, ...]:
+    """The passes after a convolution that is stored before any step."""
+    if end == 0:
+        return (Pass("own convolution", 1, 0, Store()),)
+    first, rest = Pass("own convolution", 1, 0, Store(raw=True)), Pass("load", 1, end, Store())
+    if barrier is not None and barrier <= last and isinstance(chain.steps[barrier - 1], Normalize):
+        return first, Pass("load", 1, barrier - 1, Moments(True)), rest
+    return first, rest
 
 
 def _end(chain: Chain, problem: Problem) -> int:

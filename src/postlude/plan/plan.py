@@ -18,7 +18,7 @@ from postlude.plan.barriers import (
 )
 from postlude.plan.boxes import Boxes
 from postlude.plan.cpu_few_channels import CpuFewChannels
-from postlude.plan.few_channels import FewChannels
+from postlude.plan.few_channels import FewChannels, StoredFewChannels
 from postlude.plan.few_channels_gradient import GradientPlan
 from postlude.plan.gemm import Arithmetic, Gemm, WeightGemm
 from postlude.plan.linear import LinearGemm
@@ -73,7 +73,8 @@ class Plan:
     result_layout: Layout
     result_dtype: str
     reasons: tuple[str, ...]  # why it runs this way
-    own: Gemm | Boxes | FewChannels | LinearGemm | Through | CpuFewChannels | None = None  # if `convolve` is "own"
+    # If `convolve` is "own".
+    own: Gemm | Boxes | FewChannels | StoredFewChannels | LinearGemm | Through | CpuFewChannels | None = None
     library_tf32: bool | None = (
         None  # where PyTorch convolves in fp32 and its switch says otherwise; None: as it is set
     )

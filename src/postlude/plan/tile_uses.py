@@ -8,7 +8,7 @@ from postlude.card_tiles import IN_CODE
 from postlude.chain import Convolution
 from postlude.hardware import Machine
 from postlude.plan.boxes import Boxes
-from postlude.plan.few_channels import FewChannels
+from postlude.plan.few_channels import FewChannels, StoredFewChannels
 from postlude.plan.gemm import Gemm, WeightGemm, input_gradient_of
 from postlude.plan.passes import Store, reads_moments
 from postlude.plan.plan import Plan
@@ -21,9 +21,10 @@ Product = Gemm | Boxes | WeightGemm
 def uses_of(plan: Plan, machine: Machine) -> list[TileUse]:
     """The uses under which this plan's tiles were looked up, the most expensive passes first."""
     asked = [uses[0] for uses, _ in _products(plan, machine)]
-    if isinstance(plan.own, FewChannels) and plan.chain.producer is not None:
+    few = plan.own.how if isinstance(plan.own, StoredFewChannels) else plan.own
+    if isinstance(few, FewChannels) and plan.chain.producer is not None:
         kinds = ("few channels", *(["few channels' gradients"] if plan.gradients.of_both is not None else []))
-        asked += [few_channels_use(kind, plan.chain.producer, plan.own.planes, machine) for kind in kinds]
+        asked += [few_channels_use(kind, plan.chain.producer, few.planes, machine) for kind in kinds]
     is_stored, ends = isinstance(plan.passes[-1].sink, Store), plan.over_channels is not None or plan.pool is not None
     for kind, is_run in (
         ("moments pass", reads_moments(plan.passes) or (plan.trains and is_stored)),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from postlude.plan import Plan
 from postlude.plan.boxes import Boxes
-from postlude.plan.few_channels import FewChannels
+from postlude.plan.few_channels import FewChannels, StoredFewChannels
 from postlude.plan.gemm import Gemm
 from postlude.plan.linear import LinearGemm
 from postlude.plan.passes import Moments, reads_moments
@@ -28,6 +28,7 @@ from postlude.stages.convolve import convolve
 from postlude.stages.convolve_boxes import convolve_boxes
 from postlude.stages.cuts import Partials
 from postlude.stages.few_channels import convolve_moments
+from postlude.stages.few_channels_store import convolve_stored
 from postlude.stages.library import cast_for_convolution, convolve_by_pytorch
 from postlude.stages.linear import columns, multiply
 from postlude.stages.moments import finish_moments
@@ -109,9 +110,14 @@ def _convolved(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor | None, Pa
         return settle_layout(result, layout), None
     if isinstance(own, LinearGemm):
         return multiply(plan, own, cast_for_convolution(chain, tensors))
-    if isinstance(own, FewChannels):
+    if isinstance(own, FewChannels | StoredFewChannels):
         x, weight, *more = cast_for_convolution(chain, tensors)
         padding = volume_for(conv, plan.input.shape[2:], 1).padding
-        return None, convolve_moments(x, weight, more[0] if conv.has_bias else None, padding, own, conv.transposed)
+        bias = more[0] if conv.has_bias else None
+        if isinstance(own, FewChannels):
+            return None, convolve_moments(x, weight, bias, padding, own, conv.transposed)
+        x, is_last = x.contiguous(), len(plan.passes) == 1  # otherwise a later pass adds the bias
+        settings = (padding, own.how, own.keeps_infinities, conv.transposed)
+        return convolve_stored(x, weight, bias if is_last else None, *settings), None
     assert isinstance(own, Gemm | Boxes)
     return convolve_boxes(plan, own, tensors) if isinstance(own, Boxes) else convolve(plan, own, tensors)

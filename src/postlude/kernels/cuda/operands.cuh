@@ -2,11 +2,14 @@
 //
 // INPUT_BITS is 32, or 16 for input of the operand's own type; IS_BFLOAT chooses bf16 operands; PLANES is 1 or 2.
 // HAS_WIDE_SLOTS makes slots of one plane as wide as those of two, so that a row of an 8×8 matrix can begin at any
-// slot. Device intrinsics are between guards: tests replace them and run the rest on the host.
+// slot. KEEPS_INF makes slots of infinities as kernels/triton/planes.py does. Device intrinsics are between guards: tests replace them and run the rest on the host.
 
 #define IS_SCALED (INPUT_BITS == 32 && !IS_BFLOAT)
 #ifndef HAS_WIDE_SLOTS
 #define HAS_WIDE_SLOTS (PLANES == 2)
+#endif
+#ifndef KEEPS_INF
+#define KEEPS_INF 0
 #endif
 
 typedef unsigned int u32;
@@ -73,13 +76,41 @@ __device__ __forceinline__ int warp_exponent(float magnitude)
 
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float((u32)(127 + exponent) << 23); }
 
+#if KEEPS_INF
+__device__ __forceinline__ bool is_finite(float v) { return v - v == 0.0f; }
+
+// The magnitude that a scale must allow for
+__device__ __forceinline__ float magnitude(float v) { return is_finite(v) ? fabsf(v) : 0.0f; }
+
+// v·scale, but where fp16 would round it to zero, the smallest number of v's sign: an infinity times 0 would be NaN
+__device__ __forceinline__ float not_zero(float v, float scale)
+{
+    float scaled = v * scale;
+    return v != 0.0f && fabsf(scaled) < 0x1p-24f ? copysignf(0x1p-24f, v) : scaled;
+}
+
+// v minus its high plane; 0 for an infinity, which would give NaN
+__device__ __forceinline__ float rest_of(float v, u16 high)
+{
+    float rest = v - unpack(high);
+    return is_finite(rest) ? rest : 0.0f;
+}
+#endif
+
 // x, y: four numbers times `scale` in 16 bits (high plane); z, w: the remainders (low plane), or 0
 __device__ __forceinline__ slot_t make_slot(const float (&v)[4], float scale)
 {
+#if KEEPS_INF
+    float a = not_zero(v[0], scale), b = not_zero(v[1], scale), c = not_zero(v[2], scale), d = not_zero(v[3], scale);
+#else
     float a = v[0] * scale, b = v[1] * scale, c = v[2] * scale, d = v[3] * scale;
+#endif
     slot_t slot;
     slot.x = pack_pair(a, b), slot.y = pack_pair(c, d);
-#if PLANES == 2
+#if KEEPS_INF
+    slot.z = pack_pair(rest_of(a, slot.x), rest_of(b, slot.x >> 16));
+    slot.w = pack_pair(rest_of(c, slot.y), rest_of(d, slot.y >> 16));
+#elif PLANES == 2
     slot.z = pack_pair(a - unpack(slot.x), b - unpack(slot.x >> 16));
     slot.w = pack_pair(c - unpack(slot.y), d - unpack(slot.y >> 16));
 #elif HAS_WIDE_SLOTS

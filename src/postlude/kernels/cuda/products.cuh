@@ -18,7 +18,11 @@ __device__ __forceinline__ void prepare(const input_t* p_w, int c0, slot_t* frag
     for (int c = threadIdx.x / 32; c < BLOCK_C; c += WARPS) {
         float largest = 0.0f;
         for (int i = threadIdx.x % 32; i < C_IN * TAPS && c0 + c < C_OUT; i += 32)
+#if KEEPS_INF
+            largest = fmaxf(largest, magnitude(p_w[weight_offset(c0 + c, i / TAPS, i % TAPS)]));
+#else
             largest = fmaxf(largest, fabsf(p_w[weight_offset(c0 + c, i / TAPS, i % TAPS)]));
+#endif
         exponents[c] = warp_exponent(largest);
     }
 #else

@@ -21,6 +21,16 @@ IN_CODE = {
 Settings = tuple[tuple[str, int], ...]
 
 
+class TileOrigin(NamedTuple):
+    """Where a tile comes from."""
+
+    use: TileUse
+    row: Row | None  # None: it is in the code
+
+    def __str__(self) -> str:
+        return f"{self.use}: {self.row or IN_CODE[self.use.kind]}"
+
+
 class WeightTile(NamedTuple):
     """The tile of the weight gradient's GEMM, besides its rows and columns."""
 

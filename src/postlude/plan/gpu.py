@@ -104,7 +104,7 @@ def lower_for_gpu(
         library_tf32=tf32,
         gradients=gradients,
     )
-    return dataclasses.replace(plan, tiles=tuple(origins(plan, machine)))
+    return dataclasses.replace(plan, tiles=tuple(map(str, origins(plan, machine))))
 
 
 def _passes(chain: Chain, problem: Problem, own: Own | LinearGemm | str, from_result: bool) -> tuple[Pass, ...]:

@@ -66,7 +66,7 @@ def test_moments_are_taken_of_a_value_that_is_kept_unless_memory_is_to_be_saved(
     assert kept.passes[0].sink == Moments(True, stores=True)
     assert lean.passes[0].sink == Moments(True)
     assert (kept.slab, kept.slabs) == (16, 1)
-    assert lean.slab < 16
+    assert 0 < lean.gradients.samples_again < 16
     assert kept.slab_bytes > 0 == lean.slab_bytes
     inference = plan_of(chain, (16, 64, 16, 32, 32), needs_grad=False)
     assert inference.passes[0].sink == Moments(True)

@@ -56,7 +56,7 @@ from postlude.plan.worth import has_moments_apart, pytorch_seconds
 from postlude.steps import too_many_tensors
 
 _MOST_TILES = 16  # per program: each adds at most one unit of rounding to the moments
-TRAINING_SLAB = 32 << 20  # bytes of a convolution's result that a backward pass recomputes at a time
+CONVOLVED_AGAIN = 32 << 20  # bytes of a convolution's result that a backward pass recomputes at a time
 # About 25 small operators take 0.4 ms. Eager moves five times the bytes of one pass over the value.
 _BATCH_MOMENTS = 512 << 20
 LONGEST_ROW = 8192  # elements that a layer_norm may go over
@@ -84,10 +84,11 @@ def lower_for_gpu(
     if reasons:
         return Refusal(tuple(dict.fromkeys(reasons)), tf32)
     passes = _passes(chain, problem, own, from_result)
-    size, batch = body_bytes(chain, problem), problem.x.shape[0]
     sink = passes[-1].sink
-    is_again = problem.needs_grad and isinstance(sink, Moments) and not sink.stores  # its gradients recompute it
-    slab = max(1, min(batch, TRAINING_SLAB * batch // size)) if is_again else batch
+    if problem.needs_grad and isinstance(sink, Moments) and not sink.stores:
+        batch = problem.x.shape[0]
+        again = max(1, min(batch, CONVOLVED_AGAIN * batch // body_bytes(chain, problem)))
+        gradients = dataclasses.replace(gradients, samples_again=again)
     plan = Plan(
         chain=chain,
         problem=problem,
@@ -95,7 +96,6 @@ def lower_for_gpu(
         value=body_spec(chain, problem, inside),
         passes=passes,
         by=tile_for(chain, problem, machine, inside),
-        slab=slab,
         convolve="own" if is_own else "eager",
         result_layout=result_layout(chain, problem, machine),
         result_dtype=result_dtype(chain, problem),

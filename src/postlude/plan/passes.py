@@ -87,4 +87,5 @@ class CppPasses:
 class TorchPasses:
     """PyTorch's operators, on a CPU without a compiler."""
 
+    slab: int  # samples that go through all passes before the next ones do
     norms_in_place: bool = False  # a norm overwrites its value, which saves a second buffer and costs a pass

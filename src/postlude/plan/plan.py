@@ -42,6 +42,7 @@ class Gradients:
     are_packed: bool = False  # the last gradient pass writes its result packed for both GEMMs
     is_lean: bool = False  # nothing of the convolution's size is kept: the backward pass convolves again
     from_result: bool = False  # only the chain's result is kept: the steps' gradients follow from it
+    samples_again: int = 0  # that the backward pass convolves again at a time, if nothing but moments is kept
 
     @property
     def are_all_ours(self) -> bool:
@@ -68,7 +69,6 @@ class Plan:
     value: Spec  # the chain's first value: the convolution's result, or the input
     passes: tuple[Pass, ...]
     by: Tile | CppPasses | TorchPasses  # what carries out the passes over the value; a tile means the GPU
-    slab: int  # samples per slab
     convolve: Convolve
     result_layout: Layout
     result_dtype: str
@@ -131,6 +131,11 @@ class Plan:
         return compulsory_bytes(self.chain, self.problem) + 2 * self.value.bytes * len(self.chain.steps)
 
     @property
+    def slab(self) -> int:
+        """Samples per slab."""
+        return self.by.slab if isinstance(self.by, TorchPasses) else self.input.shape[0]
+
+    @property
     def slabs(self) -> int:
         return -(-self.input.shape[0] // self.slab)
 
@@ -139,8 +144,6 @@ class Plan:
         """Bytes of the chain's first value that are in memory at a time."""
         if isinstance(self.own, Through) or (self.own is not None and self.is_discarded):
             return 0
-        if self.on_gpu:
-            return self.value.bytes
         return self.value.bytes * self.slab // self.input.shape[0]
 
     @property

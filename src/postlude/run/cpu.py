@@ -100,9 +100,10 @@ def run_steps(plan: Plan, start: Tensor, tensors: Sequence[Tensor], last: int, o
 
 def _step(plan: Plan, step: Step, values: list[Tensor | None], tensors: Sequence[Tensor], is_free: bool) -> Tensor:
     if isinstance(step, Normalize):
+        assert isinstance(plan.by, TorchPasses)
         x = values[step.operand.index]
         assert x is not None
-        return normalized(x, step, tensors, overwrite=is_free and plan.by == TorchPasses(norms_in_place=True))
+        return normalized(x, step, tensors, overwrite=is_free and plan.by.norms_in_place)
     if isinstance(step, Pointwise) and is_free and step.op in IN_PLACE:
         operands = [fetch(plan.chain, operand, values, tensors) for operand in step.operands]
         found = [operand for operand in operands if isinstance(operand, Tensor)]

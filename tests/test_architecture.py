@@ -75,7 +75,7 @@ MAY_IMPORT = {
     "check": {"chain", "code_hash", "errors", "files", "hardware", "reference", "windows"},
     "shown": set(),
     "functional": {"chain", "errors", "run"},
-    "nn": {"errors", "graph", "run"},
+    "nn": {"errors", "graph", "plan", "run"},
     "report": {"chain", "check", "errors", "files", "hardware", "plan"},
     "site_check": {"chain", "check", "code_hash", "encoded", "files", "hardware", "plan", "run"},
     "pipeline": {"chain", "check", "errors", "graph", "hardware", "plan", "report", "run", "shown", "site_check"},

@@ -39,7 +39,7 @@ from postlude.graph.pools import left_to_pytorch
 from postlude.graph.splice import splice, use_operator
 from postlude.graph.tidy import functionalise, restore
 from postlude.graph.upsample import expect_gathers, gather_gradients
-from postlude.plan import Plan, Refusal
+from postlude.plan import Plan, Refusal, Settings
 from postlude.plan.problem import is_convolved_by_loops
 from postlude.run.apart import without_saving_hooks
 from postlude.run.execute import check_convolution, check_precision
@@ -242,7 +242,8 @@ class Backend:
         return [(item, None if asked is None else self.ledger.planned(asked)) for item, asked in pairs]
 
     def _site(self, item: Match, hands_on: str) -> Site:
-        return Site(item.name, item.chain, self.precision, self.memory, self.convolution, self.ledger, hands_on)
+        settings = Settings(self.precision, self.memory, self.convolution, hands_on)
+        return Site(item.name, item.chain, settings, self.ledger)
 
     def _allows_tf32(self) -> bool:
         asked = self.precision == "auto" and hardware.default_fp32_precision() == "tf32"

@@ -3,7 +3,7 @@
 from postlude.plan.lower import lower
 from postlude.plan.passes import Keep, Moments, Pass, Store
 from postlude.plan.plan import Plan, Refusal
-from postlude.plan.problem import CONVOLUTIONS, PRECISIONS, Problem, Spec, problem_of
+from postlude.plan.problem import CONVOLUTIONS, PRECISIONS, Problem, Settings, Spec, problem_of
 
 __all__ = [
     "CONVOLUTIONS",
@@ -14,6 +14,7 @@ __all__ = [
     "Plan",
     "Problem",
     "Refusal",
+    "Settings",
     "Spec",
     "Store",
     "lower",

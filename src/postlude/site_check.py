@@ -105,7 +105,7 @@ def _is_large(call: PlannedRun) -> bool:
 
 
 def _budget(problem: Problem) -> Budget:
-    room = hardware.free_bytes(problem.place) / 2 / (8 * BUFFERS)
+    room = hardware.available_bytes(problem.place) / 2 / (8 * BUFFERS)
     return Budget(FLOPS.get(problem.device, FLOPS["cpu"]), min(room, ELEMENTS.get(problem.device, ELEMENTS["cpu"])))
 
 

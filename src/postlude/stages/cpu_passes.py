@@ -54,7 +54,7 @@ def forward_on_cpu(plan: Plan, tensors: Sequence[Tensor]) -> Tensor:
     if isinstance(last.sink, MomentsSink):
         return _reduced(plan, tensors, getattr(torch, plan.result_dtype), last.last, last.sink.squares)
     value, is_ours = _value(plan, tensors)
-    result = result_like(plan, value, is_ours, is_turned(plan))
+    result = result_like(plan, value, is_ours, plan.turns)
     _finish_pass(plan, value, result, tensors)
     return continue_from(chain, last.last, result, tensors, moves=True)
 
@@ -66,14 +66,9 @@ def trained_on_cpu(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor, Tenso
     norm, (batch, channels, _) = plan.norm, sizes_of(value)
     assert norm is not None
     saved = torch.empty((2, batch * (norm.groups or channels)), device=value.device)
-    result = result_like(plan, value, is_ours, is_turned(plan))
+    result = result_like(plan, value, is_ours, plan.turns)
     _finish_pass(plan, value, result, tensors, saved)
     return result, value, saved
-
-
-def is_turned(plan: Plan) -> bool:
-    """Whether the pass writes another layout than it reads."""
-    return (plan.value.layout, plan.result_layout) == ("channels_last", "contiguous")
 
 
 def _reduced(plan: Plan, tensors: Sequence[Tensor], dtype: torch.dtype, last: int, squares: bool) -> Tensor:
@@ -121,7 +116,7 @@ def _finish_pass(
     if norm is not None:
         steps = emit_cpp(before(chain, (first_barrier(chain) or 1) - 1, first), "Before", slots) + steps
     name = "map" if norm is None else "normalize"
-    text = kernel_text(name, f"{name}{'_turned' * is_turned(plan)}()", plan, steps, slots, value, result, tensors)
+    text = kernel_text(name, f"{name}{'_turned' * plan.turns}()", plan, steps, slots, value, result, tensors)
     groups, eps = (1, 0.0) if norm is None else (norm.groups or channels, norm.eps)
     kept = {} if saved is None else {"saved": saved}
     given = {"value": value, "result": result, **kept, **operands(plan, slots, tensors)}

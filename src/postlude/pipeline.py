@@ -19,9 +19,10 @@ from postlude import hardware
 from postlude.chain import Chain
 from postlude.check.budget import Verdict, combine
 from postlude.errors import PostludeError
-from postlude.graph.backend import LEFT_OUT, Backend, check_memory
+from postlude.graph.backend import Backend, check_memory
 from postlude.graph.capture import hooks_of_all_modules
 from postlude.graph.compiled import compiled
+from postlude.graph.fusion import LEFT_OUT
 from postlude.graph.layout import Conversion
 from postlude.graph.match import Declined, Match
 from postlude.plan import Plan, Problem, Refusal

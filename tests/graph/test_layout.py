@@ -23,7 +23,7 @@ from plan.test_lower import problem
 from postlude.graph import backend, biases, casts, decide, fusion, layout, regions, spellings
 from postlude.pipeline import Optimized
 from postlude.plan import Plan, lower
-from postlude.run import passes
+from postlude.run import operator_passes
 from postlude.run.ledger import Entry, Ledger, SiteProblem
 from run.test_operator_pair import Net, step
 
@@ -474,13 +474,13 @@ def test_the_graph_says_which_layout_chains_read(graphs: list[fx.GraphModule]) -
 def test_gradients_are_converted_where_a_compiler_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not inside of `chain_backward`: nothing that either pass of a chain is given is copied there."""
     copied: list[tuple[int, ...]] = []
-    honest = passes.laid_out
+    honest = operator_passes.laid_out
 
     def laid_out(tensor: torch.Tensor, *spec: Any) -> torch.Tensor:
         copied.append(tensor.stride())
         return honest(tensor, *spec)
 
-    monkeypatch.setattr(passes, "laid_out", laid_out)
+    monkeypatch.setattr(operator_passes, "laid_out", laid_out)
     for plain, x in ((Net(), torch.randn(2, 3, 4, 4)), (_NormFirst(), torch.randn(1, 2, 4, 4, 4))):
         model = copy.deepcopy(plain.double())
         postlude.optimize(model, x.double(), rest="inductor", verify=False)

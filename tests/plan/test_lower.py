@@ -13,7 +13,7 @@ from postlude import cards, reference
 from postlude.chain import Chain, Value
 from postlude.check import tensors_for
 from postlude.hardware import Machine, machine_on
-from postlude.plan import Keep, Moments, Plan, Problem, Refusal, Spec, Store, lower, problem_of
+from postlude.plan import Keep, KeepMoments, Plan, Problem, Refusal, Spec, Store, lower, problem_of
 from postlude.plan.barriers import MomentsOnly, moments_only
 from postlude.plan.gemm import Gemm
 from postlude.plan.gpu import tile_for
@@ -40,7 +40,7 @@ def plan(chain: Chain, given: Problem, machine: Machine = CPU) -> Plan:
 
 def test_chain_23_keeps_only_moments_of_one_slab() -> None:
     found = plan(CHAIN_23, problem(CHAIN_23, (128, 3, 24, 32, 32)))
-    assert [item.sink for item in found.passes] == [Moments(squares=True)]
+    assert [item.sink for item in found.passes] == [KeepMoments(squares=True)]
     assert (found.convolve, found.value.layout) == ("buffer", "channels_last")
     tuned = plan(CHAIN_23, problem(CHAIN_23, (128, 3, 24, 32, 32)), dataclasses.replace(CPU, maps_large_buffers=False))
     assert tuned.convolve == "direct"
@@ -173,7 +173,7 @@ STRIDED = Builder(3, conv(3, (64, 64), stride=2)).op("relu").norm(8).chain()
 
 def test_on_a_gpu_a_norm_is_two_passes_over_our_convolution() -> None:
     found = plan(CHAIN_61, problem(CHAIN_61, (16, 64, 32, 32, 32), device="cuda"), CARD)
-    assert [item.sink for item in found.passes] == [Moments(squares=True, stores=True, finished=True), Store()]
+    assert [item.sink for item in found.passes] == [KeepMoments(squares=True, stores=True, finished=True), Store()]
     assert found.describe() == [
         "pass 1: conv_transpose3d(64→128, k3) [matrix product of float16 in two planes, scaled; "
         "tiles of 128 × 128 × 64] → relu → store, moments per channel",
@@ -185,7 +185,7 @@ def test_on_a_gpu_a_norm_is_two_passes_over_our_convolution() -> None:
 
 def test_on_a_gpu_a_norm_is_two_passes_over_the_librarys_convolution() -> None:
     found = plan(STRIDED, problem(STRIDED, (4, 64, 64, 64, 64), device="cuda"), CARD)
-    assert [item.sink for item in found.passes] == [Moments(squares=True), Store()]
+    assert [item.sink for item in found.passes] == [KeepMoments(squares=True), Store()]
     assert found.describe() == [
         "pass 1: conv3d(64→64, k3, s2) → relu → moments per channel",
         "pass 2: value in memory → relu → group_norm(8) → store",

@@ -23,7 +23,7 @@ from postlude.export.device.library import Kernel
 from postlude.export.program_text import ProgramText
 from postlude.export.syntax.layout import fold
 from postlude.plan import Plan
-from postlude.plan.passes import Moments
+from postlude.plan.passes import KeepMoments
 from postlude.plan.program import Buffer, Descriptor, KernelCall, Program, launches
 from postlude.stages.program import given_by, inference_program, training_program
 
@@ -63,7 +63,7 @@ def chain_text(
     number = str(len(before) + 1) if before else ""
     name = _name(chain, before)
     # A chain that keeps only moments is differentiated by autograd, which is not a list of calls.
-    training = training and (plan.gradients.of_both is not None or not isinstance(plan.passes[-1].sink, Moments))
+    training = training and (plan.gradients.of_both is not None or not isinstance(plan.passes[-1].sink, KeepMoments))
     kernels = {kernel.name: kernel for other in before for kernel in other.kernels}
     called = f"{class_name(name)}.apply"
     if training:

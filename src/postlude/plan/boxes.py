@@ -128,15 +128,12 @@ def _block_c(conv: Convolution) -> int:
 
 
 def _width(conv: Convolution) -> int:
-    return width_for(conv, _block_c(conv))
-
-
-def width_for(conv: Convolution, block_c: int) -> int:
     """Neighbouring outputs per row of the GEMM.
 
     64 channels alone fill a tensor-core instruction. With a deep sum two outputs still pay, because each weight is read
     half as often: 64→64 at 64³ takes 0.238 ms with two and 0.261 with one, but 32→64 takes 0.217 and 0.148.
     """
+    block_c = _block_c(conv)
     if conv.kernel[-1] == 1:
         return 1
     return 2 if block_c == 64 and conv.in_channels > 32 else max(1, WGMMA_ROWS // block_c)

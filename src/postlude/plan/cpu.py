@@ -17,7 +17,7 @@ from postlude.hardware import Machine
 from postlude.plan.barriers import MomentsOnly, first_barrier, moments_only, takes_the_batch
 from postlude.plan.cpu_few_channels import CpuFewChannels, few_channels_for
 from postlude.plan.cpu_passes import compiled_passes, turns, why_not_compiled
-from postlude.plan.passes import CppPasses, Keep, Moments, Pass, Store, TorchPasses, first_source
+from postlude.plan.passes import CppPasses, Keep, KeepMoments, Pass, Store, TorchPasses, first_source
 from postlude.plan.plan import Convolve, Plan, Refusal
 from postlude.plan.problem import (
     Layout,
@@ -116,7 +116,7 @@ def _own(chain: Chain, problem: Problem, machine: Machine, moments: MomentsOnly 
 
 def _moments_plan(chain: Chain, problem: Problem, machine: Machine, moments: MomentsOnly) -> Plan:
     conv = chain.producer
-    passes = (Pass(first_source(chain), 1, moments.before, Moments(moments.squares)),)
+    passes = (Pass(first_source(chain), 1, moments.before, KeepMoments(moments.squares)),)
     if conv is not None and problem.convolution == "pytorch":
         whole = _by_pytorch(chain, problem, machine, problem.x.shape[0])
         return _build(chain, problem, machine, passes, whole, "eager", [_ASKED], problem.x.layout)

@@ -27,7 +27,7 @@ from postlude.plan.channels import takes_channels, why_apart
 from postlude.plan.convolve import Own, own_convolution
 from postlude.plan.gemm import Gemm
 from postlude.plan.linear import LinearGemm, own_linear
-from postlude.plan.passes import Moments, Pass, Store, Tile, first_source
+from postlude.plan.passes import KeepMoments, Pass, Store, Tile, first_source
 from postlude.plan.plan import Plan, Refusal
 from postlude.plan.pools import why_pool_is_apart
 from postlude.plan.problem import (
@@ -85,7 +85,7 @@ def lower_for_gpu(
         return Refusal(tuple(dict.fromkeys(reasons)), tf32)
     passes = _passes(chain, problem, own, from_result)
     sink = passes[-1].sink
-    if problem.needs_grad and isinstance(sink, Moments) and not sink.stores:
+    if problem.needs_grad and isinstance(sink, KeepMoments) and not sink.stores:
         batch = problem.x.shape[0]
         again = max(1, min(batch, CONVOLVED_AGAIN * batch // body_bytes(chain, problem)))
         gradients = dataclasses.replace(gradients, samples_again=again)
@@ -115,7 +115,7 @@ def _passes(chain: Chain, problem: Problem, own: Own | LinearGemm | str, from_re
     if moments is not None:
         # The gradient kernel for few channels recomputes the convolution itself.
         kept = problem.needs_grad and isinstance(own, Gemm | Boxes) and not is_lean(chain, problem)
-        return (Pass(source, 1, moments.before, Moments(moments.squares, stores=kept)),)
+        return (Pass(source, 1, moments.before, KeepMoments(moments.squares, stores=kept)),)
     if is_own and (rows := rows_from(chain)) is not None:
         if chain.dims or rows > last or not _is_finished_before(chain, problem, rows):
             return (Pass(source, 1, 0, Store(raw=True)), Pass("load", 1, last, Store()))
@@ -126,10 +126,10 @@ def _passes(chain: Chain, problem: Problem, own: Own | LinearGemm | str, from_re
         if finished and isinstance(own, Gemm) and has_moments_apart(own):
             return (
                 Pass(source, 1, barrier - 1, Store()),
-                Pass("load", barrier, barrier - 1, Moments(True)),
+                Pass("load", barrier, barrier - 1, KeepMoments(True)),
                 Pass("load", barrier, end, Store()),
             )
-        sink = Moments(True, stores=is_own, finished=finished)
+        sink = KeepMoments(True, stores=is_own, finished=finished)
         return (Pass(source, 1, barrier - 1, sink), Pass("load", barrier if finished else 1, end, Store()))
     is_pooled = fused_pool(chain) is not None
     if is_own and (end > last or is_pooled or (problem.needs_grad and not from_result)):
@@ -166,7 +166,7 @@ def _reasons_for(
     chain: Chain, problem: Problem, passes: tuple[Pass, ...], own: Own | LinearGemm | str
 ) -> tuple[str, ...]:
     sink = passes[0].sink
-    is_twice = len(passes) == 2 and isinstance(sink, Moments) and not sink.finished
+    is_twice = len(passes) == 2 and isinstance(sink, KeepMoments) and not sink.finished
     twice = ("the steps before the norm are computed twice rather than stored",) if is_twice else ()
     apart = tuple(why for why in (why_apart(chain, problem), why_pool_is_apart(chain)) if why is not None)
     if chain.producer is None:

@@ -22,7 +22,7 @@ from postlude.plan.few_channels import FewChannels
 from postlude.plan.few_channels_gradient import GradientPlan
 from postlude.plan.gemm import Arithmetic, Gemm, WeightGemm
 from postlude.plan.linear import LinearGemm
-from postlude.plan.passes import CppPasses, Keep, Moments, Pass, Store, Tile, TorchPasses
+from postlude.plan.passes import CppPasses, Keep, KeepMoments, Pass, Store, Tile, TorchPasses
 from postlude.plan.problem import Layout, Problem, Spec, compulsory_bytes
 from postlude.plan.program import Program, launches, traffic
 from postlude.plan.through import Through
@@ -172,7 +172,7 @@ class Plan:
     def is_discarded(self) -> bool:
         """Whether only moments of the first value are kept."""
         sink = self.passes[-1].sink
-        return isinstance(sink, Moments) and not sink.stores
+        return isinstance(sink, KeepMoments) and not sink.stores
 
     @property
     def keeps_value(self) -> bool:
@@ -201,7 +201,7 @@ class Plan:
         """The first step of the last pass if a stored value is its start; 0 if it starts from the convolution's
         result."""
         sink = self.passes[0].sink
-        is_finished = sink.finished if isinstance(sink, Moments) else sink == Store()
+        is_finished = sink.finished if isinstance(sink, KeepMoments) else sink == Store()
         return self.passes[-1].first if is_finished and len(self.passes) > 1 else 0
 
     def __str__(self) -> str:

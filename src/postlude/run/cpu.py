@@ -11,15 +11,14 @@ from torch import Tensor
 from postlude.chain import Chain, Normalize, Pointwise, Step, values_of
 from postlude.moments import Moments, channel_moments, finish
 from postlude.plan import Plan
-from postlude.plan.passes import Moments as MomentsSink
-from postlude.plan.passes import TorchPasses
+from postlude.plan.passes import KeepMoments, TorchPasses
 from postlude.plan.problem import LAID_OUT_LIKE_THE_OTHER, memory_format
 from postlude.reference import apply, as_tensor, convolve, fetch
-from postlude.run.normalize import normalized
+from postlude.run.cpu_norms import normalized
 from postlude.run.onednn import BufferConvolution, DirectConvolution
 from postlude.stages.library import cast_for_convolution
 
-Convolve = Callable[[Tensor, "Tensor | None"], Tensor]
+_Library = Callable[[Tensor, "Tensor | None"], Tensor]
 
 aten = torch.ops.aten
 
@@ -67,7 +66,7 @@ IN_PLACE: dict[str, Callable[..., Tensor]] = {
 
 def execute(plan: Plan, tensors: Sequence[Tensor]) -> Tensor:
     last = plan.passes[-1]
-    if isinstance(last.sink, MomentsSink):
+    if isinstance(last.sink, KeepMoments):
         moments = _moments(plan, tensors, last.last, last.sink.squares)
         dtype, is_last = getattr(torch, plan.result_dtype), plan.result_layout == "channels_last"
         return finish(plan.chain, moments, last.last + 1, dtype, tensors, is_last, moves=True)
@@ -148,7 +147,7 @@ def _moments(plan: Plan, tensors: Sequence[Tensor], last: int, squares: bool) ->
     return Moments.cat(parts)
 
 
-def _library(plan: Plan, tensors: Sequence[Tensor]) -> Convolve | None:
+def _library(plan: Plan, tensors: Sequence[Tensor]) -> _Library | None:
     conv = plan.chain.producer
     if conv is None:
         return None

@@ -28,8 +28,8 @@ from postlude.run.apart import apart
 from postlude.run.chain_run import Training, like, on_device_of
 from postlude.run.differentiable import differentiable
 from postlude.run.execute import prepared
-from postlude.run.operator_call import OperatorCall, is_made, program_of, read, runner_for, traced
-from postlude.run.passes import passes
+from postlude.run.operator_call import OperatorCall, is_made, program_for, program_of, read, runner_for
+from postlude.run.operator_passes import passes
 from postlude.stages.library import cast_for_convolution, without_autocast
 from postlude.stages.program import given_by
 
@@ -56,7 +56,7 @@ def call_operator(chain: Chain, problem: Problem, tensors: Sequence[Tensor]) -> 
     known = given_by(given) if problem.tensors else ()
     specs = tuple((shape, strides, str(dtype).removeprefix("torch.")) for shape, strides, dtype in known)
     call = OperatorCall(part, problem, specs, needs)
-    if (program := apart(traced, call)) is not None:
+    if (program := apart(program_for, call)) is not None:
         made = (program.result, *(buffer for buffer in program.kept if is_made(buffer, program)))
         call = dataclasses.replace(call, made=made, found=program.gradient_memory)
     result, *more = torch.ops.postlude.chain_forward(given, encoded.dumps(call))

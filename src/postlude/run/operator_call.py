@@ -55,10 +55,10 @@ def read(text: str) -> OperatorCall:
 def program_of(text: str) -> Program | None:
     """The program of a call, from its text."""
     call = read(text)
-    return apart(traced, call) if call.made else None
+    return apart(program_for, call) if call.made else None
 
 
-def traced(call: OperatorCall) -> Program | None:
+def program_for(call: OperatorCall) -> Program | None:
     """The program of a call; None if sizes are not known or no kernel of ours runs."""
     if not call.problem.tensors:
         return None

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from postlude.moments import Moments, finish
 from postlude.plan import Plan
-from postlude.plan.passes import Moments as MomentsSink
+from postlude.plan.passes import KeepMoments
 from postlude.plan.problem import memory_format
 from postlude.plan.through import Through
 from postlude.plan.volume import volume_for
@@ -85,7 +85,7 @@ def backward(
 def combined(plan: Plan, parts: Parts) -> Moments | None:
     """The moments [N, C] of the convolution's result, which the forward pass keeps if the chain needs nothing else."""
     sink = plan.passes[-1].sink
-    if not isinstance(sink, MomentsSink):
+    if not isinstance(sink, KeepMoments):
         return None
     assert parts.partials is not None
     if plan.gradients.of_both is not None:

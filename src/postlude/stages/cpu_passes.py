@@ -14,8 +14,7 @@ from postlude.moments import laid_out
 from postlude.plan import Plan
 from postlude.plan.barriers import first_barrier
 from postlude.plan.cpu_few_channels import CpuFewChannels
-from postlude.plan.passes import CppPasses
-from postlude.plan.passes import Moments as MomentsSink
+from postlude.plan.passes import CppPasses, KeepMoments
 from postlude.plan.problem import Layout, memory_format, reduced_shape
 from postlude.reference import continue_from, convolve
 from postlude.stages.cpu_few_channels import convolve_moments
@@ -51,7 +50,7 @@ extern "C" void {name}(void* const* p, const double* n, int threads) {{
 def forward_on_cpu(plan: Plan, tensors: Sequence[Tensor]) -> Tensor:
     """The convolution over the whole batch, then one pass over its result, in place if the dtypes agree."""
     chain, last = plan.chain, plan.passes[-1]
-    if isinstance(last.sink, MomentsSink):
+    if isinstance(last.sink, KeepMoments):
         return _reduced(plan, tensors, getattr(torch, plan.result_dtype), last.last, last.sink.squares)
     value, is_ours = _value(plan, tensors)
     result = result_like(plan, value, is_ours, plan.turns)

@@ -109,7 +109,7 @@ def _precision(site: SiteReport) -> str:
 
 def _launches(plan: Plan) -> str:
     count = f"{plan.launches} launch{'es' * (plan.launches != 1)} of Postlude's kernels"
-    if plan.convolve != "own" and plan.chain.producer is not None:
+    if plan.own is None and plan.chain.producer is not None:
         count += " after PyTorch's convolution"
     if plan.slab_bytes == 0:
         return f"{count}; nothing of the convolution's size is stored"

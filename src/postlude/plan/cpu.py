@@ -18,7 +18,7 @@ from postlude.plan.barriers import MomentsOnly, first_barrier, moments_only, tak
 from postlude.plan.cpu_few_channels import CpuFewChannels, few_channels_for
 from postlude.plan.cpu_passes import compiled_passes, turns, why_not_compiled
 from postlude.plan.passes import CppPasses, Keep, KeepMoments, Pass, Store, TorchPasses, first_source
-from postlude.plan.plan import Convolve, Plan, Refusal
+from postlude.plan.plan import Library, Plan, Refusal
 from postlude.plan.problem import (
     Layout,
     Problem,
@@ -93,9 +93,9 @@ def _compiled_plan(chain: Chain, problem: Problem, machine: Machine, moments: Mo
     twice eager's time.
     """
     own = _own(chain, problem, machine, moments)
-    how: Convolve = "eager"
+    how: Library = "eager"
     if own is not None:
-        how, reasons = "own", ["only moments are needed: our own convolution stores nothing"]
+        reasons = ["only moments are needed: our own convolution stores nothing"]
     elif _leaves_onednn(chain, problem, machine):
         how, reasons = "direct", [_LEAVES]
     else:
@@ -126,7 +126,7 @@ def _moments_plan(chain: Chain, problem: Problem, machine: Machine, moments: Mom
     if conv is not None and conv.in_channels <= FEW_CHANNELS:
         inside = "channels_last"
         reasons.append("few input channels convolve faster channels-last, and the input is cheap to convert")
-    how: Convolve = "direct" if _is_direct(chain, problem, machine) else "eager"
+    how: Library = "direct" if _is_direct(chain, problem, machine) else "eager"
     if how == "direct" and inside == "channels_last" and machine.maps_large_buffers:
         how = "buffer"
         reasons.append("the convolution writes into a reused buffer, so there are no page faults")
@@ -147,7 +147,7 @@ def _stored_plan(chain: Chain, problem: Problem, machine: Machine) -> Plan:
     return _build(chain, problem, machine, passes, by, how, reasons, inside)
 
 
-def _stored_way(chain: Chain, problem: Problem, machine: Machine) -> tuple[int, Convolve, list[str]]:
+def _stored_way(chain: Chain, problem: Problem, machine: Machine) -> tuple[int, Library, list[str]]:
     batch, size = problem.x.shape[0], body_bytes(chain, problem)
     if problem.convolution == "pytorch" and chain.producer is not None:
         return batch, "eager", [_ASKED]
@@ -168,7 +168,7 @@ def _build(
     machine: Machine,
     passes: tuple[Pass, ...],
     by: CppPasses | TorchPasses,
-    how: Convolve,
+    how: Library,
     reasons: list[str],
     layout_inside: Layout,
 ) -> Plan:
@@ -177,7 +177,7 @@ def _build(
         problem=problem,
         passes=passes,
         by=by,
-        convolve=how,
+        library=how,
         input=problem.x,
         value=body_spec(chain, problem, layout_inside),
         result_layout=result_layout(chain, problem, machine),

@@ -96,7 +96,6 @@ def lower_for_gpu(
         value=body_spec(chain, problem, inside),
         passes=passes,
         by=tile_for(chain, problem, machine, inside),
-        convolve="own" if is_own else "eager",
         result_layout=result_layout(chain, problem, machine),
         result_dtype=result_dtype(chain, problem),
         reasons=(*_reasons_for(chain, problem, passes, own), *(_FROM_RESULT if from_result else ())),

@@ -86,7 +86,6 @@ def _through(chain: Chain, problem: Problem, machine: Machine, even_if_slower: b
         value=value,
         passes=(Pass("own convolution", 1, own.reduction, Store()),),
         by=by,
-        convolve="own",
         result_layout=result_layout(planned, problem, machine),
         result_dtype=result_dtype(planned, problem),
         reasons=(_THROUGH if own.folding is None else _FOLDED,),

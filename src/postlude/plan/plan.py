@@ -27,9 +27,9 @@ from postlude.plan.problem import Layout, Problem, Spec, compulsory_bytes
 from postlude.plan.program import Program, launches, traffic
 from postlude.plan.through import Through
 
-# eager: PyTorch's own call. direct: oneDNN, without PyTorch's choice of library and layout. buffer: oneDNN, into a
-# channels-last buffer that is kept from call to call. own: our kernel.
-Convolve = Literal["eager", "direct", "buffer", "own"]
+# How a library convolves. eager: PyTorch's own call. direct: oneDNN, without PyTorch's choice of library and layout.
+# buffer: oneDNN, into a channels-last buffer that is kept from call to call.
+Library = Literal["eager", "direct", "buffer"]
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,11 @@ class Plan:
     value: Spec  # the chain's first value: the convolution's result, or the input
     passes: tuple[Pass, ...]
     by: Tile | CppPasses | TorchPasses  # what carries out the passes over the value; a tile means the GPU
-    convolve: Convolve
     result_layout: Layout
     result_dtype: str
     reasons: tuple[str, ...]  # why it runs this way
-    own: Gemm | Boxes | FewChannels | LinearGemm | Through | CpuFewChannels | None = None  # if `convolve` is "own"
+    own: Gemm | Boxes | FewChannels | LinearGemm | Through | CpuFewChannels | None = None  # what computes the producer
+    library: Library = "eager"  # and what does where nothing of ours does
     library_tf32: bool | None = (
         None  # where PyTorch convolves in fp32 and its switch says otherwise; None: as it is set
     )

@@ -31,7 +31,7 @@ def rules_of(plan: Plan) -> tuple[str, ...]:
     conv = plan.chain.producer
     if isinstance(plan.own, Through):
         return (THROUGH,) if plan.own.folding is None else (FOLDED,)
-    if conv is not None and conv.transposed and plan.convolve == "own":
+    if conv is not None and conv.transposed and plan.own is not None:
         found.append(PHASES if any(size > 1 for size in conv.stride) else TURNED)
     if isinstance(plan.passes[-1].sink, KeepMoments):
         found.append(MEAN)

@@ -152,9 +152,9 @@ def _library(plan: Plan, tensors: Sequence[Tensor]) -> _Library | None:
     if conv is None:
         return None
     weight = tensors[1] if conv.dtype is None else tensors[1].to(getattr(torch, conv.dtype))
-    if plan.convolve == "buffer":
+    if plan.library == "buffer":
         return BufferConvolution(conv, weight, (plan.slab, *tensors[0].shape[1:]))
-    if plan.convolve == "direct":
+    if plan.library == "direct":
         return DirectConvolution(conv, weight, plan.value.layout)
     return lambda x, bias: convolve(conv, x, weight, bias)
 

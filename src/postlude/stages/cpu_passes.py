@@ -90,7 +90,7 @@ def _value(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor, bool]:
         return tensors[0].contiguous(memory_format=layout), plan.input.layout != plan.value.layout
     x, weight, *more = cast_for_convolution(chain, tensors)
     bias = more[0] if conv.has_bias and not plan.trains else None
-    if plan.convolve == "direct":
+    if plan.library == "direct":
         return _by_onednn(conv, x, weight, layout), True
     return settle_layout(convolve(conv, x, weight, bias), layout), True
 

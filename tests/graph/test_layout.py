@@ -21,7 +21,7 @@ from cases import Builder, conv
 from gpu_plans import planned_for_a_gpu
 from plan.test_lower import problem
 from postlude.graph import backend, biases, casts, decide, fusion, layout, regions, spellings
-from postlude.pipeline import Optimized
+from postlude.optimized import Optimized
 from postlude.plan import Plan, lower
 from postlude.run import operator_passes
 from postlude.run.ledger import Entry, Ledger, SiteProblem

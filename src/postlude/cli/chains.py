@@ -13,7 +13,7 @@ from postlude.cli.report import check_report
 from postlude.cli.repro import write_repro
 from postlude.cli.session import fuse, machine_data, open_problem, result_data
 from postlude.errors import PostludeError
-from postlude.pipeline import Optimized, SiteReport
+from postlude.optimized import Optimized, SiteReport
 from postlude.plan import Plan
 from postlude.plan.problem import body_dtype, fp32_mode
 from postlude.plan.program import launches, most_memory

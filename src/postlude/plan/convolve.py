@@ -27,7 +27,7 @@ _SIDE_BY_SIDE = 32  # most channels of several taps in one packed position, whic
 Own = Gemm | Boxes | FewChannels
 
 
-def own_convolution(chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool = False) -> Own | str:
+def own_convolution(chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool) -> Own | str:
     """Our convolution for this chain, or the reason why PyTorch convolves."""
     few = few_channels_for(chain, problem, machine)
     return gemm_for(chain, problem, machine, even_if_slower) if isinstance(few, str) else few

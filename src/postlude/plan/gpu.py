@@ -67,6 +67,7 @@ _FROM_RESULT = ("training saves only the result, which determines all gradients"
 def lower_for_gpu(
     chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool = False, not_ours: str | None = None
 ) -> Plan | Refusal:
+    """The plan, or a refusal; `not_ours` is why PyTorch must convolve, if it must."""
     convolution = own_linear if chain.is_linear else own_convolution
     own = not_ours or convolution(chain, problem, machine, even_if_slower)
     is_own = not isinstance(own, str)
@@ -84,11 +85,6 @@ def lower_for_gpu(
     if reasons:
         return Refusal(tuple(dict.fromkeys(reasons)), tf32)
     passes = _passes(chain, problem, own, from_result)
-    sink = passes[-1].sink
-    if problem.needs_grad and isinstance(sink, KeepMoments) and not sink.stores:
-        batch = problem.x.shape[0]
-        again = max(1, min(batch, CONVOLVED_AGAIN * batch // body_bytes(chain, problem)))
-        gradients = dataclasses.replace(gradients, samples_again=again)
     plan = Plan(
         chain=chain,
         problem=problem,
@@ -101,12 +97,14 @@ def lower_for_gpu(
         reasons=(*_reasons_for(chain, problem, passes, own), *(_FROM_RESULT if from_result else ())),
         own=None if isinstance(own, str) else own,
         library_tf32=tf32,
-        gradients=gradients,
+        gradients=dataclasses.replace(gradients, samples_again=_samples_again(chain, problem, passes)),
     )
     return dataclasses.replace(plan, tiles=tuple(map(str, origins(plan, machine))))
 
 
 def _passes(chain: Chain, problem: Problem, own: Own | LinearGemm | str, from_result: bool) -> tuple[Pass, ...]:
+    """One pass if nothing has to be known of the whole value before its end; else one that finds that out or stores the
+    value, a pass for moments where they cost less apart, and the last one."""
     is_own = not isinstance(own, str)
     source = "own convolution" if is_own else first_source(chain)
     moments, last, barrier = moments_only(chain), last_fused_step(chain), first_barrier(chain)
@@ -134,6 +132,14 @@ def _passes(chain: Chain, problem: Problem, own: Own | LinearGemm | str, from_re
     if is_own and (end > last or is_pooled or (problem.needs_grad and not from_result)):
         return (Pass(source, 1, 0, Store(raw=True)), Pass("load", 1, end, Store()))
     return (Pass(source, 1, end, Store()),)
+
+
+def _samples_again(chain: Chain, problem: Problem, passes: tuple[Pass, ...]) -> int:
+    """As in `Gradients`; 0 if the forward pass stores the convolution's result."""
+    sink, batch = passes[-1].sink, problem.x.shape[0]
+    if not problem.needs_grad or not isinstance(sink, KeepMoments) or sink.stores:
+        return 0
+    return max(1, min(batch, CONVOLVED_AGAIN * batch // body_bytes(chain, problem)))
 
 
 def _end(chain: Chain, problem: Problem) -> int:

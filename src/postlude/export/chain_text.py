@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -68,20 +67,20 @@ def chain_text(
     called = f"{class_name(name)}.apply"
     if training:
         program = training_program(plan, given_by(tensors), _differentiable(plan.chain, tensors))
-        text = ProgramText(program, names, _WORDS, functions=kernels)
+        text = ProgramText(program, names, _WORDS, functions=kernels, source=f"SOURCE{number}")
         functions = kept_class(plan.chain, name, names, text)
         if len(plan.chain.steps) < len(chain.steps):
             called = name
             functions[name] = _continued(chain, plan, name, names, tensors, program.result)
     else:
         program = inference_program(plan, chain, given_by(tensors))
-        text = ProgramText(program, names, _WORDS, functions=kernels)
+        text = ProgramText(program, names, _WORDS, functions=kernels, source=f"SOURCE{number}")
         body = returning(text.forward_lines(), text.words[program.result.number])
         what = "kernels" if launches(program.forward) else "fewer operations"
         functions = {name: function_text(chain, name, names, body, what)}
         functions |= recomputing_class(chain, name, names, tensors, what)
     given = program.given[: len(program.given) - drawn]
-    functions = {word: fold(re.sub(r"\bSOURCE", f"SOURCE{number}", body)) for word, body in functions.items()}
+    functions = {word: fold(body) for word, body in functions.items()}
     return ChainText(
         name,
         chain,
@@ -90,7 +89,7 @@ def chain_text(
         next((other.shapes_name for other in before if _same(other.given, given)), f"SHAPES{number}"),
         tuple(kernels.values()),
         {**({"compiled": COMPILE} if text.sources else {}), **functions},
-        {word.replace("SOURCE", f"SOURCE{number}"): source for word, source in text.sources.items()},
+        text.sources,
         len(launches((*program.forward, *program.backward))),
         called,
         training,

@@ -36,10 +36,6 @@ class LinearGemm:
     cuts_weight: bool = False
 
     @property
-    def columns(self) -> int:
-        return self.block_c
-
-    @property
     def shared_bytes(self) -> int:
         """Upper bound of a block's shared memory."""
         item = 8 if self.arithmetic.is_exact else 2

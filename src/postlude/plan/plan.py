@@ -74,9 +74,7 @@ class Plan:
     reasons: tuple[str, ...]  # why it runs this way
     own: Gemm | Boxes | FewChannels | LinearGemm | Through | CpuFewChannels | None = None  # what computes the producer
     library: Library = "eager"  # and what does where nothing of ours does
-    library_tf32: bool | None = (
-        None  # where PyTorch convolves in fp32 and its switch says otherwise; None: as it is set
-    )
+    library_tf32: bool | None = None  # if PyTorch convolves in fp32 against its switch; None: as that is set
     gradients: Gradients = Gradients()
     tiles: tuple[str, ...] = field(default=(), compare=False)  # where each tile comes from, in words
 

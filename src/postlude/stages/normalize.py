@@ -73,7 +73,8 @@ def combine_moments(step: Normalize, value: Spec, partials: Partials) -> tuple[T
     """From partial moments to one mean and one rstd per sample and group."""
     batch, channels, positions = sizes_of(value)
     groups, each = step.groups or channels, per_group(step, value)
-    mean, rstd = (torch.empty(batch * groups, dtype=partials.means.dtype, device=partials.means.device) for _ in "mr")
+    means = partials.means
+    mean, rstd = (torch.empty(batch * groups, dtype=means.dtype, device=means.device) for _ in range(2))
     block, warps = adding(each * partials.chunks)
     launch(
         "normalize",

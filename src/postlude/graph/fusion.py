@@ -29,7 +29,7 @@ from postlude.graph.layout import (
     results_of,
 )
 from postlude.graph.match import Declined, Match, match
-from postlude.graph.norms import keep_layouts
+from postlude.graph.norm_layouts import keep_layouts
 from postlude.graph.pool_gradients import gather_pool_gradients
 from postlude.graph.pools import left_to_pytorch
 from postlude.graph.splice import splice, use_operator

@@ -33,7 +33,7 @@ from postlude.chain import Chain
 from postlude.check import clock, records
 from postlude.check.modes import pytorch_switches
 from postlude.check.points import tensors_for
-from postlude.plan import Plan
+from postlude.plan import Plan, Settings
 from postlude.run.site import Site
 
 
@@ -102,7 +102,7 @@ def calls_of(bench: Bench) -> dict[str, Callable[..., Tensor]]:
         calls["torch.compile max-autotune"] = torch.compile(
             lambda *tensors: evaluate(*tensors), mode="max-autotune-no-cudagraphs"
         )
-    calls["postlude"] = Site("bench", bench.chain, bench.precision)
+    calls["postlude"] = Site("bench", bench.chain, Settings(bench.precision))
     if bench.chain.producer is None:
         calls["copy twice"] = lambda x, *_: x.clone().clone()
     return calls

@@ -30,7 +30,7 @@ from postlude.cli.other_shapes import OTHER, at_other_shapes
 from postlude.cli.variants import AUTOTUNED, COMPILE, EAGER, POSTLUDE, Runnable, training_step
 from postlude.errors import first_line
 from postlude.hardware import machine_for
-from postlude.pipeline import Optimized
+from postlude.optimized import Optimized
 from postlude.plan import Plan
 from postlude.plan.through import Through
 from postlude.problem_file import ProblemFile

@@ -31,7 +31,7 @@ CPU_SOURCES = [
     *_files(".", "moments expressions steps emit_cpp"),
     *_files("plan", "cpu cpu_passes cpu_few_channels cpu_trained"),
     *_files("stages", "cpu_passes cpu_few_channels cpu_kernel cpu_gradient"),
-    *_files("run", "cpp cpu onednn normalize"),
+    *_files("run", "cpp cpu onednn cpu_norms"),
     *sorted((SOURCE / "kernels" / "cpp").glob("*.h")),
 ]
 BUSY = "forward, busy"  # beside as many busy processes as cores
@@ -60,7 +60,7 @@ TRAINING_SOURCES = [
 NETWORK_SOURCES = [  # and what finds and lays out the chains of a network
     *TRAINING_SOURCES,
     *sorted((SOURCE / "graph").glob("*.py")),
-    *_files("run", "direct layouts operator passes pool_gradient upsample"),
+    *_files("run", "direct layouts operator operator_passes pool_gradient upsample"),
 ]
 CHAIN_61 = "conv_transpose3d(64→128, k3) → relu → group_norm(8)"
 CHAIN_23 = "conv3d(3→24, k3) → group_norm(8) → mean over all but batch"

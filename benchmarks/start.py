@@ -23,13 +23,14 @@ def child(name: str, precision: str) -> None:
 
     from cases import CHAIN_23, CHAIN_61, Builder, conv
     from postlude.check.points import tensors_for
+    from postlude.plan import Settings
     from postlude.run.site import Site
 
     block = Builder(3, conv(3, (64, 64), stride=2)).norm(None).op("leaky_relu", slope=0.01).chain()
     chains = {"61": (CHAIN_61, 64), "23": (CHAIN_23, 3), "block": (block, 64)}
     chain, channels = chains[name]
     tensors = tensors_for(chain, (16, channels, 24, 32, 32), torch.float32, "cuda")
-    site = Site("start", chain, precision)
+    site = Site("start", chain, Settings(precision))
     torch.cuda.synchronize()
     start = time.perf_counter()
     with torch.no_grad():

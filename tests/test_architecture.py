@@ -75,10 +75,11 @@ MAY_IMPORT = {
     "check": {"chain", "code_hash", "errors", "files", "hardware", "reference", "windows"},
     "shown": set(),
     "functional": {"chain", "errors", "run"},
-    "nn": {"errors", "graph", "run"},
+    "nn": {"errors", "graph", "plan", "run"},
     "report": {"chain", "check", "errors", "files", "hardware", "plan"},
     "site_check": {"chain", "check", "code_hash", "encoded", "files", "hardware", "plan", "run"},
-    "pipeline": {"chain", "check", "errors", "graph", "hardware", "plan", "report", "run", "shown", "site_check"},
+    "optimized": {"chain", "check", "graph", "hardware", "plan", "report"},
+    "pipeline": {"chain", "check", "errors", "graph", "hardware", "optimized", "run", "shown", "site_check"},
     "problem_file": {"errors", "hardware"},
     "problems": set(),
     "cli": {
@@ -90,6 +91,7 @@ MAY_IMPORT = {
         "export",
         "hardware",
         "nn",
+        "optimized",
         "pipeline",
         "plan",
         "problem_file",
@@ -99,7 +101,7 @@ MAY_IMPORT = {
         "tile_table",
     },
     "__main__": {"cli"},
-    "__init__": {"chain", "errors", "functional", "nn", "pipeline"},
+    "__init__": {"chain", "errors", "functional", "nn", "optimized", "pipeline"},
 }
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from postlude.plan import Plan
-from postlude.plan.passes import Moments
+from postlude.plan.passes import KeepMoments
 from postlude.plan.program import Call, KernelCall, Program
 from postlude.run.chain_run import Inference
 from postlude.run.launch import Launch, arguments_without_memory, launch_of
@@ -29,7 +29,7 @@ def storing_raw(plan: Plan) -> Plan:
     if not plan.resumes_at:
         return plan
     first, last = plan.passes[0], plan.passes[-1]
-    passes = (replace(first, sink=Moments(True, stores=True)), replace(last, first=1))
+    passes = (replace(first, sink=KeepMoments(True, stores=True)), replace(last, first=1))
     return replace(plan, passes=passes)
 
 

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from postlude import functional, nn
     from postlude.chain import Chain
     from postlude.errors import PostludeError
-    from postlude.pipeline import Optimized, is_optimized, optimize
+    from postlude.optimized import Optimized, is_optimized
+    from postlude.pipeline import optimize
 
 __version__ = "0.1.0"
 __all__ = ["Chain", "Optimized", "PostludeError", "functional", "is_optimized", "nn", "optimize"]
@@ -21,8 +22,8 @@ __all__ = ["Chain", "Optimized", "PostludeError", "functional", "is_optimized", 
 _HOMES = {
     "Chain": "postlude.chain",
     "PostludeError": "postlude.errors",
-    "Optimized": "postlude.pipeline",
-    "is_optimized": "postlude.pipeline",
+    "Optimized": "postlude.optimized",
+    "is_optimized": "postlude.optimized",
     "optimize": "postlude.pipeline",
     "functional": "postlude.functional",
     "nn": "postlude.nn",

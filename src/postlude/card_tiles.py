@@ -18,7 +18,17 @@ IN_CODE = {
     "input's gradient in place": MEASURED,  # `Tiles.in_place_back`
     "weight's gradient": "by rule, after measurements on an H200",  # `weight_gemm_for`
 }
-Settings = tuple[tuple[str, int], ...]
+TileSettings = tuple[tuple[str, int], ...]
+
+
+class TileOrigin(NamedTuple):
+    """Where a tile comes from."""
+
+    use: TileUse
+    row: Row | None  # None: it is in the code
+
+    def __str__(self) -> str:
+        return f"{self.use}: {self.row or IN_CODE[self.use.kind]}"
 
 
 class WeightTile(NamedTuple):
@@ -36,8 +46,8 @@ class Tiles:
     """All tiles that ship for one kind of card."""
 
     table: TileTable
-    in_place: tuple[tuple[int, Settings], ...] = ()  # by the rows of a tile
-    in_place_back: Settings = ()
+    in_place: tuple[tuple[int, TileSettings], ...] = ()  # by the rows of a tile
+    in_place_back: TileSettings = ()
     weight: tuple[tuple[tuple[int, int, int], WeightTile], ...] = ()  # by planes, rows and columns
 
     def in_place_of(self, rows: int) -> dict[str, int]:
@@ -51,7 +61,7 @@ def _row(origin: str, use: TileUse, **settings: int) -> Row:
     return Row(use, tuple(settings.items()), origin)
 
 
-def _settings(**settings: int) -> Settings:
+def _settings(**settings: int) -> TileSettings:
     return tuple(settings.items())
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from postlude.windows import shown
+from postlude.windows import brief
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,12 @@ class Convolution:
 
     def __str__(self) -> str:
         words = [f"{self.in_channels}→{self.out_channels}"]
-        words += [] if self.is_linear else [f"k{shown(self.kernel)}"]
+        words += [] if self.is_linear else [f"k{brief(self.kernel)}"]
         sizes_by_letter = {"s": self.stride, "p": self.padding, "op": self.output_padding, "d": self.dilation}
         for letter, sizes in sizes_by_letter.items():
             usual = 1 if letter in "sd" else 0
             if any(size != usual for size in sizes):
-                words.append(f"{letter}{shown(sizes)}")
+                words.append(f"{letter}{brief(sizes)}")
         if self.groups != 1:
             words.append(f"g{self.groups}")
         if self.dtype is not None:

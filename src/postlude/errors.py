@@ -1,5 +1,7 @@
 """Errors that a user can cause: one sentence that says what is wrong and what to do."""
 
+import os
+
 
 class PostludeError(Exception):
     """Base class of all errors that Postlude raises on purpose. The message is one sentence for the user."""
@@ -11,6 +13,11 @@ class ProblemFileError(PostludeError):
 
 class PrecisionError(PostludeError):
     """The precision that was asked for does not exist on this device."""
+
+
+def raises_errors() -> bool:
+    """Whether errors of ours raise instead of leaving a chain to PyTorch (`POSTLUDE_STRICT=1`)."""
+    return os.environ.get("POSTLUDE_STRICT", "") not in ("", "0")
 
 
 def first_line(error: BaseException) -> str:

@@ -104,16 +104,12 @@ def keeping_layout(device: str) -> frozenset[str]:
     return frozenset(name for name, result in results.items() if not result.is_contiguous())
 
 
-def free_bytes(device: str) -> float:
-    """Memory that can still be allocated, including what PyTorch's allocator has cached; no limit on a CPU."""
-    if not device.startswith("cuda"):
-        return math.inf
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
-def available_bytes() -> float:
-    """Memory of the host that is still there for programs; without a limit where the system does not say it."""
+def available_bytes(device: torch.device | str) -> float:
+    """Memory that can still be allocated, including what PyTorch's allocator has cached on a GPU; infinite where the
+    system does not say it."""
+    if torch.device(device).type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     try:
         text = Path("/proc/meminfo").read_text(encoding="utf-8")
     except OSError:

@@ -13,6 +13,7 @@ from postlude.graph.capture import HOOKS, capture_function, hooks_of_all_modules
 from postlude.graph.match import Match, match
 from postlude.graph.rows import has_row_axes
 from postlude.graph.tidy import functionalise
+from postlude.plan import Settings
 from postlude.run.execute import check_precision, is_transformed
 from postlude.run.site import Site
 
@@ -172,7 +173,7 @@ class FusedChain(nn.Sequential):
         counted = [
             by_node.get(node.args[0]) for node in graph.graph.nodes if node.target is _COUNT and node.args[1] == 1
         ]
-        site = Site(type(self).__name__, found[0].chain, self.precision)
+        site = Site(type(self).__name__, found[0].chain, Settings(self.precision))
         return site, tuple(by_node[n] for n in found[0].tensors), tuple(name for name in counted if name is not None)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def _is_large(call: PlannedRun) -> bool:
 
 
 def _budget(problem: Problem) -> Budget:
-    room = hardware.free_bytes(problem.place) / 2 / (8 * BUFFERS)
+    room = hardware.available_bytes(problem.place) / 2 / (8 * BUFFERS)
     return Budget(FLOPS.get(problem.device, FLOPS["cpu"]), min(room, ELEMENTS.get(problem.device, ELEMENTS["cpu"])))
 
 
@@ -130,7 +130,7 @@ def _piece(
     note = f"checked on a crop of {'×'.join(map(str, shape))}: float64 for a whole sample is more than the budget"
 
     def run(chain: Chain, given: Sequence[Tensor]) -> Tensor:
-        planned = problem_of(given, problem.precision, problem.memory, problem.convolution)
+        planned = problem_of(given, *problem.settings)
         machine = hardware.machine_for(problem.place)
         return execute(chain, lower(chain, planned, machine, even_if_slower=True), given)
 

@@ -59,11 +59,11 @@ class Windows:
         return Windows(kernel, stride, self.padding)
 
     def __str__(self) -> str:
-        words = [shown(self.kernel)]
+        words = [brief(self.kernel)]
         if self.stride != self.kernel:
-            words.append(f"s{shown(self.stride)}")
+            words.append(f"s{brief(self.stride)}")
         if any(self.padding):
-            words.append(f"p{shown(self.padding)}")
+            words.append(f"p{brief(self.padding)}")
         return ", ".join([*words, *(["ceil"] if self.is_ceil else [])])
 
 
@@ -73,6 +73,6 @@ def per_axis(sizes: Any, dims: int) -> tuple[int, ...]:
     return given * dims if len(given) == 1 else given
 
 
-def shown(sizes: tuple[int, ...]) -> str:
+def brief(sizes: tuple[int, ...]) -> str:
     """Sizes along each axis: one number if all are equal."""
     return str(sizes[0]) if len(set(sizes)) == 1 else "×".join(map(str, sizes))

@@ -19,7 +19,7 @@ from torch import Tensor
 from check.honest import CANDIDATES, CHAINS, DTYPES, Kinked, planted, points
 from postlude import reference
 from postlude.chain import Chain
-from postlude.check import kinks, verify
+from postlude.check import chain_sides, kinks
 from postlude.check.points import ChainPoint, chain_points, tensors_for
 from postlude.check.verdict import Verdict
 from postlude.check.verify import verify_chain
@@ -134,7 +134,7 @@ def one_flip_more(kinked: Kinked) -> Verdict:
 
 def test_without_sparing_a_single_rounding_would_be_called_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     assert one_flip_more(CHAINS["61"]).right
-    monkeypatch.setattr(verify, "all_ambiguous", lambda *_: None)
+    monkeypatch.setattr(chain_sides, "all_ambiguous", lambda *_: None)
     verdict = one_flip_more(CHAINS["61"])
     assert verdict.outcome == "wrong"
     assert "gradient of slot 0 (input)" in verdict.reasons[0]

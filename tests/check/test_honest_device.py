@@ -17,7 +17,7 @@ from cases import CHAIN_61, Builder, conv
 from check.honest import DTYPES
 from postlude import hardware
 from postlude.chain import Chain
-from postlude.check import verify
+from postlude.check import chain_sides
 from postlude.check.points import ChainPoint, Family, tensors_for
 from postlude.check.verdict import Verdict
 from postlude.check.verify import verify_chain
@@ -87,7 +87,7 @@ def test_no_plan_is_called_wrong(noted: Callable[[str], None]) -> None:
 
 def test_how_many_would_be_without_sparing(noted: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """No assertion on the number, which is luck; that it is printed says whether the runs above tried anything."""
-    monkeypatch.setattr(verify, "all_ambiguous", lambda *_: None)
+    monkeypatch.setattr(chain_sides, "all_ambiguous", lambda *_: None)
     run = plan_for("61", "fp32")
     verdicts = [verdict_on(run, "61", "fp32", seed) for seed in range(16)]
     noted(

@@ -13,7 +13,7 @@ from cli.problem_texts import GOOD, Run, Write
 from postlude.check import ceilings, records
 from postlude.check.floor import Ceilings
 from postlude.check.isolation import CandidateFailed
-from postlude.cli import bench, measure
+from postlude.cli import bench, bench_entry, measure
 from postlude.cli.frame import Settings
 from postlude.hardware import cpp_compiler
 from postlude.report import Report, read
@@ -42,7 +42,7 @@ def _entries(report: Report) -> dict[str, set[str]]:
 
 def test_nothing_is_measured_before_all_is_prepared(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    for place, name in ((bench, "first_calls"), (bench, "ceilings_of"), (measure, "time_interleaved")):
+    for place, name in ((bench_entry, "first_calls"), (bench, "ceilings_of"), (measure, "time_interleaved")):
         monkeypatch.setattr(place, name, _noted(done, name, getattr(place, name)))
     options = bench.Options(small, rounds=3, seconds=0.1, flushed=False, baselines="few")
     bench.run(Settings("cpu", "auto"), options, lambda: done.append("prepared"))

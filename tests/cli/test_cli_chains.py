@@ -15,7 +15,7 @@ from plan.test_lower import CARD, problem
 from postlude import hardware
 from postlude.cli import session
 from postlude.cli.chains import _show_cards, explain_site
-from postlude.pipeline import SiteReport
+from postlude.optimized import SiteReport
 from postlude.plan import lower
 
 CHAIN = "conv3d(3→8, k3) → group_norm(4) → relu"

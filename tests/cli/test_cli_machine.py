@@ -91,7 +91,7 @@ def test_a_cache_that_cannot_be_cleared_is_one_sentence(run: Run, monkeypatch: p
     def denied() -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("postlude.run.nvrtc.clear_cache", denied)
+    monkeypatch.setattr("postlude.run.cache.clear_cache", denied)
     ran = run("doctor", "--clear-cache", "--device", "cpu")
     assert ran.code == 2
     assert "could not be cleared: Permission denied." in ran.err

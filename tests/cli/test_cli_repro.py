@@ -13,7 +13,7 @@ from cases import CHAIN_23, CHAIN_61
 from cli.problem_texts import GOOD, Run, Write
 from plan.test_lower import CARD, problem
 from postlude.cli.repro import script_for
-from postlude.pipeline import SiteReport
+from postlude.optimized import SiteReport
 from postlude.plan import lower
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

@@ -13,6 +13,7 @@ from torch._dynamo.backends.registry import lookup_backend
 
 from graph.models import CAPTURES, Capture, Written
 from postlude.graph.backend import Backend
+from postlude.graph.fusion import Fusion
 
 # Dynamo warns about its own use of torch, which the suite would turn into errors inside it.
 pytestmark = [pytest.mark.usefixtures("fresh_dynamo", "refused_chains_too"), pytest.mark.filterwarnings("ignore")]
@@ -164,7 +165,7 @@ def test_a_graph_that_is_traced_again_is_no_failure_of_inductors(
         return lookup_backend("aot_eager")(graph, inputs)
 
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
-    monkeypatch.setattr(Backend, "_rest_for", lambda *_: "inductor")
+    monkeypatch.setattr(Fusion, "_rest", lambda *_: "inductor")
     eager = _WithNumbers()
     fused, backend = copy.deepcopy(eager), Backend()
     fused.compile(backend=backend, dynamic=True)

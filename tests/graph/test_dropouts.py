@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gpu_plans import planned_for_a_gpu
 from postlude.chain import Chain, Pointwise, Slot, Value
 from postlude.check.points import tensors_like
-from postlude.graph import backend, dropouts, spellings
+from postlude.graph import dropouts, fusion, spellings
 from postlude.graph.backend import Backend
 from postlude.graph.capture import capture_function
 from postlude.graph.dropouts import close_dropouts, open_dropouts
@@ -57,7 +57,7 @@ BODIES: dict[str, tuple[Body, tuple[int, ...], str]] = {
 
 @pytest.fixture
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "open_dropouts", functools.partial(open_dropouts, devices=("cpu", "cuda")))
+    monkeypatch.setattr(fusion, "open_dropouts", functools.partial(open_dropouts, devices=("cpu", "cuda")))
 
 
 def _step(model: nn.Module, x: Tensor, seed: int = 3) -> list[Tensor]:
@@ -123,7 +123,7 @@ def test_masks_drawn_where_the_chain_runs_are_noticed(monkeypatch: pytest.Monkey
             for node in one.drawing:
                 next(node for node in graph.graph.nodes if node.op == "call_module").prepend(node)
 
-    monkeypatch.setattr(backend, "close_dropouts", close_late)
+    monkeypatch.setattr(fusion, "close_dropouts", close_late)
     with pytest.raises(AssertionError):
         _chain_that_steps_like_eager("two around another")
 
@@ -157,7 +157,7 @@ def test_what_is_not_fused_is_the_operator_that_it_was() -> None:
 def test_dropout_in_place_stays_so_after_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its functional twin draws other numbers on a GPU."""
     seen: list[fx.GraphModule] = []
-    monkeypatch.setattr(backend, "restore", lambda graph: (restore(graph), seen.append(graph)))
+    monkeypatch.setattr(fusion, "restore", lambda graph: (restore(graph), seen.append(graph)))
     net = Net(lambda m, x: F.dropout(m.norm(m.conv(x)), 0.5, inplace=True))
     net.compile(backend=Backend(rest="eager"))
     net(torch.randn(IMAGE))
@@ -205,7 +205,7 @@ def test_evaluation_and_sizes_that_are_symbols_draw_no_mask(monkeypatch: pytest.
         seen.append(graph)
         return open_dropouts(graph, ("cpu",))
 
-    monkeypatch.setattr(backend, "open_dropouts", open_some)
+    monkeypatch.setattr(fusion, "open_dropouts", open_some)
     torch.compile(lambda x: F.dropout(x * 2, 0.5), backend=Backend(rest="eager"), dynamic=True)(torch.randn(4, 5))
     assert aten.dropout.default in {node.target for node in seen[0].graph.nodes}
 

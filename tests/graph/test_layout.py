@@ -20,10 +20,10 @@ import postlude
 from cases import Builder, conv
 from gpu_plans import planned_for_a_gpu
 from plan.test_lower import problem
-from postlude.graph import backend, biases, casts, decide, layout, regions, spellings
-from postlude.pipeline import Optimized
+from postlude.graph import backend, biases, casts, decide, fusion, layout, regions, spellings
+from postlude.optimized import Optimized
 from postlude.plan import Plan, lower
-from postlude.run import passes
+from postlude.run import operator_passes
 from postlude.run.ledger import Entry, Ledger, SiteProblem
 from run.test_operator_pair import Net, step
 
@@ -119,7 +119,7 @@ def test_masks_are_channels_last_where_the_chain_is_and_drawn_in_eagers_order(
     graphs: list[fx.GraphModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The conversion is one that Inductor makes part of the pass that draws."""
-    monkeypatch.setattr(backend, "open_dropouts", functools.partial(backend.open_dropouts, devices=("cpu",)))
+    monkeypatch.setattr(fusion, "open_dropouts", functools.partial(fusion.open_dropouts, devices=("cpu",)))
     layers = [torch.nn.Conv2d(3, 4, 3), torch.nn.Dropout(0.5), torch.nn.GroupNorm(2, 4), torch.nn.Conv2d(4, 4, 1)]
     plain, x = torch.nn.Sequential(*layers).double(), torch.randn(2, 3, 5, 5, dtype=torch.float64)
     model = copy.deepcopy(plain)
@@ -391,7 +391,7 @@ def test_keep_leaves_layouts_alone(graphs: list[fx.GraphModule]) -> None:
 
 def test_a_result_in_another_layout_is_seen(monkeypatch: pytest.MonkeyPatch, graphs: list[fx.GraphModule]) -> None:
     """Mutant: what the graph returns stays channels-last."""
-    monkeypatch.setattr(backend, "restore_results", lambda *_: None)
+    monkeypatch.setattr(fusion, "restore_results", lambda *_: None)
     with pytest.raises(AssertionError):
         test_results_gradients_and_their_strides_are_eagers(graphs)
 
@@ -474,13 +474,13 @@ def test_the_graph_says_which_layout_chains_read(graphs: list[fx.GraphModule]) -
 def test_gradients_are_converted_where_a_compiler_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not inside of `chain_backward`: nothing that either pass of a chain is given is copied there."""
     copied: list[tuple[int, ...]] = []
-    honest = passes.laid_out
+    honest = operator_passes.laid_out
 
     def laid_out(tensor: torch.Tensor, *spec: Any) -> torch.Tensor:
         copied.append(tensor.stride())
         return honest(tensor, *spec)
 
-    monkeypatch.setattr(passes, "laid_out", laid_out)
+    monkeypatch.setattr(operator_passes, "laid_out", laid_out)
     for plain, x in ((Net(), torch.randn(2, 3, 4, 4)), (_NormFirst(), torch.randn(1, 2, 4, 4, 4))):
         model = copy.deepcopy(plain.double())
         postlude.optimize(model, x.double(), rest="inductor", verify=False)

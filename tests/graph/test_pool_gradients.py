@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 
 import postlude
-from postlude.graph import backend
+from postlude.graph import backend, fusion
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("fresh_dynamo")]
 POOLS = {
@@ -36,8 +36,8 @@ def targets(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return lookup_backend("aot_eager")(graph, inputs)
 
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
-    gather = functools.partial(backend.gather_pool_gradients, device="cpu")
-    monkeypatch.setattr(backend, "gather_pool_gradients", gather)
+    gather = functools.partial(fusion.gather_pool_gradients, device="cpu")
+    monkeypatch.setattr(fusion, "gather_pool_gradients", gather)
     return seen
 
 

@@ -15,7 +15,7 @@ from torch._dynamo.backends.registry import lookup_backend
 
 from gpu_plans import planned_for_a_gpu
 from postlude.errors import PostludeError
-from postlude.graph import backend, rows, spellings
+from postlude.graph import fusion, rows, spellings
 from postlude.graph.backend import Backend
 from postlude.graph.capture import capture_function
 from postlude.graph.draft import Draft
@@ -231,7 +231,7 @@ def test_a_refused_chain_leaves_the_graph_as_it_was(by_aot_eager: list[fx.GraphM
 @pytest.mark.usefixtures("refused_chains_too")
 def test_what_changes_a_chains_result_is_not_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[fx.GraphModule] = []
-    monkeypatch.setattr(backend, "restore", lambda graph: (restore(graph), seen.append(graph)))
+    monkeypatch.setattr(fusion, "restore", lambda graph: (restore(graph), seen.append(graph)))
     _assert_steps_like_eager("in place", [(2, 3, 6)])
     (node,) = (node for node in seen[0].graph.nodes if node.target is aten.exp.default)
     assert rows.is_chains_result(node.args[0])

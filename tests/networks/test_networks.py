@@ -22,7 +22,7 @@ import postlude
 from networks.standins import stand_ins
 from networks.zoo import NETWORKS, Network
 from postlude import reference
-from postlude.pipeline import Optimized
+from postlude.optimized import Optimized
 from postlude.plan import Plan, cpu
 
 pytestmark = [

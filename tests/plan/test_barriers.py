@@ -10,7 +10,7 @@ from cases import CASES, Builder, Case, conv
 from plan.test_convolve import card
 from plan.test_lower import problem
 from postlude.chain import Cast, Chain, Value
-from postlude.plan import Moments, Plan
+from postlude.plan import KeepMoments, Plan
 from postlude.plan.barriers import first_barrier, is_all_that_is_read
 from postlude.plan.gpu import lower_for_gpu
 from tracing import storing_raw
@@ -53,7 +53,7 @@ def test_the_last_pass_goes_on_with_the_norm(name: str) -> None:
     assert norm is not None
     assert is_all_that_is_read(chain, norm) == resumes
     assert plan.resumes_at == (norm if resumes else 0)
-    assert plan.passes[0].sink == Moments(squares=True, stores=True, finished=resumes)
+    assert plan.passes[0].sink == KeepMoments(squares=True, stores=True, finished=resumes)
     assert (plan.passes[0].last, plan.passes[1].first) == (norm - 1, norm if resumes else 1)
     assert ("twice" in str(plan.reasons)) != resumes
 
@@ -63,7 +63,7 @@ def test_storing_raw_begins_with_the_convolutions_result(name: str) -> None:
     plan = planned(CHAINS[name][0])
     raw = storing_raw(plan)
     assert raw.resumes_at == 0
-    assert raw.passes[0].sink == Moments(squares=True, stores=True)
+    assert raw.passes[0].sink == KeepMoments(squares=True, stores=True)
     assert raw.passes[1] == dataclasses.replace(plan.passes[1], first=1)
     assert storing_raw(raw) == raw
 

@@ -9,7 +9,7 @@ from level2 import OVER_CHANNELS, SOFTMAXED
 from plan.test_convolve import card
 from plan.test_lower import problem
 from postlude.chain import Chain
-from postlude.plan import Moments, Plan, Refusal, lower
+from postlude.plan import KeepMoments, Plan, Refusal, lower
 from postlude.plan.channels import MOST_CHANNELS, channels_tile
 from postlude.plan.passes import Store
 from postlude.plan.problem import result_shape
@@ -162,7 +162,7 @@ def test_moments_are_not_all_that_is_needed() -> None:
     plan = planned(Builder(3, conv(3, (3, 24))).norm(8).reduce("logsumexp", "channels").chain(), (16, 3, 24, 32, 32))
     assert isinstance(plan, Plan)
     assert isinstance(plan.passes[-1].sink, Store)
-    assert isinstance(plan.passes[-2].sink, Moments)
+    assert isinstance(plan.passes[-2].sink, KeepMoments)
 
 
 @pytest.mark.parametrize("channels", [1, 3, 16, 64, 100, 512])

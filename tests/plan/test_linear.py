@@ -15,7 +15,7 @@ from postlude.hardware import Machine, machine_on
 from postlude.plan import Plan, Refusal, lower
 from postlude.plan.barriers import last_fused_step, row_parts, rows_from
 from postlude.plan.linear import LinearGemm
-from postlude.plan.passes import Moments, Store
+from postlude.plan.passes import KeepMoments, Store
 from postlude.plan.trained import MOST_TRAINED, trained_part
 
 L40S = machine_on(cards.L40S)
@@ -88,7 +88,7 @@ def test_passes() -> None:
     groups = planned("groups").passes
     assert [(item.first, item.last) for item in groups] == [(1, 2), (3, 3)]
     batch = planned("batch").passes
-    assert [type(item.sink) for item in batch] == [Moments, Store]
+    assert [type(item.sink) for item in batch] == [KeepMoments, Store]
     assert planned("groups").launches == 4  # two to pack, the product, the rows
     assert planned("cut").launches == 2
 

@@ -13,7 +13,7 @@ from postlude import cards, reference
 from postlude.chain import Chain, Value
 from postlude.check import tensors_for
 from postlude.hardware import Machine, machine_on
-from postlude.plan import Keep, Moments, Plan, Problem, Refusal, Spec, Store, lower, problem_of
+from postlude.plan import Keep, KeepMoments, Plan, Problem, Refusal, Spec, Store, lower, problem_of
 from postlude.plan.barriers import MomentsOnly, moments_only
 from postlude.plan.gemm import Gemm
 from postlude.plan.gpu import tile_for
@@ -40,10 +40,10 @@ def plan(chain: Chain, given: Problem, machine: Machine = CPU) -> Plan:
 
 def test_chain_23_keeps_only_moments_of_one_slab() -> None:
     found = plan(CHAIN_23, problem(CHAIN_23, (128, 3, 24, 32, 32)))
-    assert [item.sink for item in found.passes] == [Moments(squares=True)]
-    assert (found.convolve, found.value.layout) == ("buffer", "channels_last")
+    assert [item.sink for item in found.passes] == [KeepMoments(squares=True)]
+    assert (found.library, found.value.layout) == ("buffer", "channels_last")
     tuned = plan(CHAIN_23, problem(CHAIN_23, (128, 3, 24, 32, 32)), dataclasses.replace(CPU, maps_large_buffers=False))
-    assert tuned.convolve == "direct"
+    assert tuned.library == "direct"
     assert found.slab_bytes <= 8 << 20
     assert found.slab * (found.slabs - 1) < 128 <= found.slab * found.slabs
     assert found.moved_bytes < found.eager_bytes / 10
@@ -57,7 +57,7 @@ def test_chain_61_is_two_passes_and_names_them() -> None:
         "pass 1: conv_transpose3d(64→128, k3) → relu → store",
         "pass 2: value in memory → group_norm(8) → store",
     ]
-    assert found.convolve == "eager"
+    assert (found.library, found.own) == ("eager", None)
 
 
 def test_a_chain_without_a_norm_is_one_pass() -> None:
@@ -69,11 +69,11 @@ def test_a_chain_without_a_norm_is_one_pass() -> None:
 def test_large_values_go_in_slabs_and_large_samples_whole() -> None:
     chain = Builder(2, conv(2, (16, 32), padding=1)).norm(8).op("silu").chain()
     many = plan(chain, problem(chain, (32, 16, 128, 128)))
-    assert (many.convolve, many.slab) == ("direct", 4)
+    assert (many.library, many.slab) == ("direct", 4)
     tuned = dataclasses.replace(CPU, maps_large_buffers=False)
     assert plan(chain, problem(chain, (32, 16, 128, 128)), tuned).slabs == 1
     huge = plan(CHAIN_61, problem(CHAIN_61, (2, 64, 32, 32, 32)))
-    assert (huge.convolve, huge.slabs) == ("eager", 1)
+    assert (huge.library, huge.own, huge.slabs) == ("eager", None, 1)
 
 
 def test_slabs_follow_the_cache() -> None:
@@ -84,11 +84,13 @@ def test_slabs_follow_the_cache() -> None:
 
 def test_a_batch_of_one_that_pytorch_takes_out_of_onednn_is_called_directly() -> None:
     chain = Builder(3, conv(3, (8, 16))).op("relu").chain()
-    assert plan(chain, problem(chain, (1, 8, 48, 48, 48))).convolve == "direct"
+    assert plan(chain, problem(chain, (1, 8, 48, 48, 48))).library == "direct"
     chain = Builder(3, conv(3, (8, 16))).op("relu").op("add", "full").chain()
-    assert plan(chain, problem(chain, (2, 8, 48, 48, 48))).convolve == "eager"
+    two = plan(chain, problem(chain, (2, 8, 48, 48, 48)))
+    assert (two.library, two.own) == ("eager", None)
     without = dataclasses.replace(CPU, has_onednn=False)
-    assert plan(chain, problem(chain, (1, 8, 48, 48, 48)), without).convolve == "eager"
+    other = plan(chain, problem(chain, (1, 8, 48, 48, 48)), without)
+    assert (other.library, other.own) == ("eager", None)
 
 
 def test_one_short_step_after_a_convolution_is_left_to_pytorch() -> None:
@@ -173,7 +175,7 @@ STRIDED = Builder(3, conv(3, (64, 64), stride=2)).op("relu").norm(8).chain()
 
 def test_on_a_gpu_a_norm_is_two_passes_over_our_convolution() -> None:
     found = plan(CHAIN_61, problem(CHAIN_61, (16, 64, 32, 32, 32), device="cuda"), CARD)
-    assert [item.sink for item in found.passes] == [Moments(squares=True, stores=True, finished=True), Store()]
+    assert [item.sink for item in found.passes] == [KeepMoments(squares=True, stores=True, finished=True), Store()]
     assert found.describe() == [
         "pass 1: conv_transpose3d(64→128, k3) [matrix product of float16 in two planes, scaled; "
         "tiles of 128 × 128 × 64] → relu → store, moments per channel",
@@ -185,7 +187,7 @@ def test_on_a_gpu_a_norm_is_two_passes_over_our_convolution() -> None:
 
 def test_on_a_gpu_a_norm_is_two_passes_over_the_librarys_convolution() -> None:
     found = plan(STRIDED, problem(STRIDED, (4, 64, 64, 64, 64), device="cuda"), CARD)
-    assert [item.sink for item in found.passes] == [Moments(squares=True), Store()]
+    assert [item.sink for item in found.passes] == [KeepMoments(squares=True), Store()]
     assert found.describe() == [
         "pass 1: conv3d(64→64, k3, s2) → relu → moments per channel",
         "pass 2: value in memory → relu → group_norm(8) → store",

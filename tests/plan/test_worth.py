@@ -13,7 +13,7 @@ from postlude.plan import Plan, worth
 from postlude.plan.convolve import gemm_for
 from postlude.plan.gemm import Gemm
 from postlude.plan.gpu import lower_for_gpu
-from postlude.plan.passes import Moments, Store
+from postlude.plan.passes import KeepMoments, Store
 from tracing import storing_raw
 
 FEW = Builder(2, conv(2, (3, 16))).op("relu").norm(4).chain()
@@ -88,7 +88,7 @@ def test_short_wide_products_leave_the_moments_to_a_pass(chain: Chain) -> None:
     plan = planned(chain, (128, 64, 128, 128), "tf32")
     first, middle, last = plan.passes
     assert first.sink == last.sink == Store()
-    assert middle.sink == Moments(True)
+    assert middle.sink == KeepMoments(True)
     assert middle.first == last.first == plan.resumes_at
     assert plan.launches == 7  # largest, pack, pack, convolve, moments, combine, normalise
     raw = storing_raw(plan)
@@ -106,5 +106,5 @@ def test_short_wide_products_leave_the_moments_to_a_pass(chain: Chain) -> None:
 )
 def test_others_make_them_in_the_product(chain: Chain, shape: tuple[int, ...], precision: str, trains: bool) -> None:
     first, last = planned(chain, shape, precision, trains).passes
-    assert isinstance(first.sink, Moments)
+    assert isinstance(first.sink, KeepMoments)
     assert last.sink == Store()

@@ -17,7 +17,7 @@ from gpu_plans import planned_for_a_gpu
 from postlude import hardware
 from postlude.run import direct
 from postlude.run import layouts as layouts  # defines the operator
-from postlude.run.passes import KNOWN, passes
+from postlude.run.operator_passes import KNOWN, passes
 
 pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("fresh_dynamo")]
 

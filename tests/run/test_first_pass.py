@@ -14,7 +14,7 @@ from postlude import reference
 from postlude.chain import Cast, Chain, Slot, Value
 from postlude.check import tensors_for
 from postlude.plan import Plan
-from postlude.plan.passes import Moments
+from postlude.plan.passes import KeepMoments
 from postlude.stages import forward
 from run.test_phases import planned
 from tracing import run_plan, storing_raw
@@ -69,7 +69,7 @@ def test_a_pass_that_resumes_elsewhere_is_seen(monkeypatch: pytest.MonkeyPatch) 
     tensors = tensors_for(chain, (2, 3, 4, 5), torch.float32, "cpu", 0, "normal")
     plan = planned(chain, tensors)
     first, last = plan.passes
-    assert isinstance(first.sink, Moments)
+    assert isinstance(first.sink, KeepMoments)
     twice = dataclasses.replace(plan, passes=(first, dataclasses.replace(last, first=1)))
     assert errors(chain, tensors, twice)[0] > 1e-2
     finish = forward.finish_pass
@@ -85,7 +85,7 @@ def test_squares_that_16_bits_cannot_hold_are_not_stored_in_them() -> None:
     tensors = [x.half(), weight.half(), bias.half(), *rest]
     plan = planned(chain, tensors)
     first, last = plan.passes
-    stored = dataclasses.replace(first, sink=Moments(squares=True, stores=True, finished=True))
+    stored = dataclasses.replace(first, sink=KeepMoments(squares=True, stores=True, finished=True))
     narrow = dataclasses.replace(plan, passes=(stored, dataclasses.replace(last, first=4)))
     right, wrong = errors(chain, tensors, plan, narrow)
     assert right < 1e-2

@@ -10,7 +10,7 @@ import pytest
 
 from kernels import offline
 from postlude.run import found_again
-from postlude.run.nvrtc import clear_cache
+from postlude.run.cache import clear_cache
 
 triton = pytest.importorskip("triton")
 pytestmark = [

@@ -52,8 +52,8 @@ def training(name: str, tensors: Sequence[Tensor], memory: str = "lean") -> Trai
             plan.gradients,
             of_input=dataclasses.replace(plan.gradients.of_input, rows=32),
             of_weight=dataclasses.replace(plan.gradients.of_weight, splits=2),
+            samples_again=2 if memory == "lean" else plan.gradients.samples_again,
         ),
-        slab=2 if memory == "lean" else plan.slab,
     )
     return Training(changed, plan.chain)
 
@@ -127,7 +127,8 @@ def test_a_slab_is_bounded() -> None:
     plan = lower_for_gpu(chain, problem, CARD, even_if_slower=True)
     assert isinstance(plan, Plan)
     one = 6 * 24 * 32 * 32 * 4
-    assert plan.slab * one <= 32 << 20 < (plan.slab + 1) * one
+    samples = plan.gradients.samples_again
+    assert samples * one <= 32 << 20 < (samples + 1) * one
 
 
 def test_without_the_variance_it_is_seen_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from postlude.cli.measure import Timings
 from postlude.cli.other_shapes import OWN
 from postlude.cli.session import Opened
 from postlude.cli.variants import CANDIDATE, POSTLUDE, Runner
-from postlude.pipeline import Optimized
+from postlude.optimized import Optimized
 
 
 @dataclass(frozen=True)

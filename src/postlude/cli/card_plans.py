@@ -14,7 +14,7 @@ from postlude.cli.output import say, show_table, working
 from postlude.cli.session import site_data
 from postlude.errors import PostludeError
 from postlude.export.export_model import HOPPER, plans
-from postlude.pipeline import SiteReport
+from postlude.optimized import SiteReport
 from postlude.plan import Problem
 
 

@@ -13,7 +13,7 @@ from postlude.cli.report import check_report
 from postlude.cli.repro import write_repro
 from postlude.cli.session import fuse, machine_data, open_problem, result_data
 from postlude.errors import PostludeError
-from postlude.pipeline import Optimized, SiteReport
+from postlude.optimized import Optimized, SiteReport
 from postlude.plan import Plan
 from postlude.plan.problem import body_dtype, fp32_mode
 from postlude.plan.program import launches, most_memory
@@ -109,7 +109,7 @@ def _precision(site: SiteReport) -> str:
 
 def _launches(plan: Plan) -> str:
     count = f"{plan.launches} launch{'es' * (plan.launches != 1)} of Postlude's kernels"
-    if plan.convolve != "own" and plan.chain.producer is not None:
+    if plan.own is None and plan.chain.producer is not None:
         count += " after PyTorch's convolution"
     if plan.slab_bytes == 0:
         return f"{count}; nothing of the convolution's size is stored"

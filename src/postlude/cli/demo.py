@@ -19,7 +19,7 @@ from postlude.cli.report import check_report
 from postlude.cli.session import fuse, machine_data, malloc_word, result_data
 from postlude.cli.watch import crowded
 from postlude.errors import PostludeError
-from postlude.pipeline import Optimized
+from postlude.optimized import Optimized
 from postlude.report import Report, gather, words, write
 
 

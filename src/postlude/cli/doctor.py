@@ -15,7 +15,7 @@ from postlude.cli.session import machine_data
 from postlude.errors import PostludeError, first_line
 from postlude.pipeline import optimize
 from postlude.report import words
-from postlude.run import nvrtc
+from postlude.run import cache
 
 OLDEST_TORCH = (2, 11)
 TUNED_MALLOC = {
@@ -48,7 +48,7 @@ def doctor(settings: Settings, clear: bool = False) -> Answer:
 def _clear() -> Answer:
     folder = hardware.cache_folder()
     try:
-        files, size = nvrtc.clear_cache()
+        files, size = cache.clear_cache()
     except OSError as error:
         raise PostludeError(f"the cache in {folder} could not be cleared: {error.strerror}.") from error
     say(

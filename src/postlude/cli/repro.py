@@ -9,7 +9,7 @@ from pathlib import Path
 from postlude import chain as chain_words
 from postlude.cli.output import check_writable, write_whole
 from postlude.errors import PostludeError
-from postlude.pipeline import SiteReport
+from postlude.optimized import SiteReport
 
 _SCRIPT = '''\
 """{chain}

@@ -15,7 +15,7 @@ from postlude.cards import Card
 from postlude.cli.frame import Settings
 from postlude.cli.other_shapes import OTHER, OWN, at_other_shapes
 from postlude.cli.output import working
-from postlude.pipeline import Optimized, SiteReport
+from postlude.optimized import Optimized, SiteReport
 from postlude.pipeline import optimize as optimize_model
 from postlude.plan import Plan
 from postlude.problem_file import ProblemFile

@@ -9,7 +9,7 @@ import torch
 
 from postlude.check.clock import time_interleaved
 from postlude.check.points import tensors_like
-from postlude.pipeline import SiteReport
+from postlude.optimized import SiteReport
 from postlude.plan.problem import empty
 from postlude.run.execute import call, call_plain, prepare
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +22,7 @@ from postlude.export.device.library import Kernel
 from postlude.export.program_text import ProgramText
 from postlude.export.syntax.layout import fold
 from postlude.plan import Plan
-from postlude.plan.passes import Moments
+from postlude.plan.passes import KeepMoments
 from postlude.plan.program import Buffer, Descriptor, KernelCall, Program, launches
 from postlude.stages.program import given_by, inference_program, training_program
 
@@ -63,25 +62,25 @@ def chain_text(
     number = str(len(before) + 1) if before else ""
     name = _name(chain, before)
     # A chain that keeps only moments is differentiated by autograd, which is not a list of calls.
-    training = training and (plan.gradients.of_both is not None or not isinstance(plan.passes[-1].sink, Moments))
+    training = training and (plan.gradients.of_both is not None or not isinstance(plan.passes[-1].sink, KeepMoments))
     kernels = {kernel.name: kernel for other in before for kernel in other.kernels}
     called = f"{class_name(name)}.apply"
     if training:
         program = training_program(plan, given_by(tensors), _differentiable(plan.chain, tensors))
-        text = ProgramText(program, names, _WORDS, functions=kernels)
+        text = ProgramText(program, names, _WORDS, functions=kernels, source=f"SOURCE{number}")
         functions = kept_class(plan.chain, name, names, text)
         if len(plan.chain.steps) < len(chain.steps):
             called = name
             functions[name] = _continued(chain, plan, name, names, tensors, program.result)
     else:
         program = inference_program(plan, chain, given_by(tensors))
-        text = ProgramText(program, names, _WORDS, functions=kernels)
+        text = ProgramText(program, names, _WORDS, functions=kernels, source=f"SOURCE{number}")
         body = returning(text.forward_lines(), text.words[program.result.number])
         what = "kernels" if launches(program.forward) else "fewer operations"
         functions = {name: function_text(chain, name, names, body, what)}
         functions |= recomputing_class(chain, name, names, tensors, what)
     given = program.given[: len(program.given) - drawn]
-    functions = {word: fold(re.sub(r"\bSOURCE", f"SOURCE{number}", body)) for word, body in functions.items()}
+    functions = {word: fold(body) for word, body in functions.items()}
     return ChainText(
         name,
         chain,
@@ -90,7 +89,7 @@ def chain_text(
         next((other.shapes_name for other in before if _same(other.given, given)), f"SHAPES{number}"),
         tuple(kernels.values()),
         {**({"compiled": COMPILE} if text.sources else {}), **functions},
-        {word.replace("SOURCE", f"SOURCE{number}"): source for word, source in text.sources.items()},
+        text.sources,
         len(launches((*program.forward, *program.backward))),
         called,
         training,

@@ -39,6 +39,7 @@ class ProgramText:
     joins: bool = True  # an expression of PyTorch that is read once, directly afterwards, becomes part of its reader
     functions: dict[str, Kernel] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)  # CUDA C++, by the name of its constant
+    source: str = "SOURCE"  # with which those names begin
 
     def __post_init__(self) -> None:
         self.words = words_for(self.program, self.slots, self.reserved)
@@ -94,7 +95,7 @@ class ProgramText:
                 call = replace(call, arguments=cut.arguments, parameters=cut.kernel.parameters)
                 self.cuts[id(call)] = (cut, cut.kernel.name)
             if isinstance(call, CudaCall):
-                name = f"SOURCE{'_GRADIENT' * is_backward}"
+                name = f"{self.source}{'_GRADIENT' * is_backward}"
                 before = self.sources.get(name, "")
                 self.sources[name] = "\n".join(filter(None, [before, cuda_text(call, before)]))
                 self.source_names[id(call)] = name

@@ -10,7 +10,7 @@ import math
 import torch
 import torch.fx as fx
 
-from postlude.graph.row_norms import ComposedNorm
+from postlude.graph.row_norms import ComposedNorm, only_user
 from postlude.graph.spellings import arguments_of
 
 aten = torch.ops.aten
@@ -28,19 +28,24 @@ def read_channel_norm(length: fx.Node) -> ComposedNorm | str | None:
     x, axes = call["self"], call["dim"]
     if call["ord"] != 2 or not axes or [axis % len(x.meta["val"].shape) for axis in axes] != [1] or not call["keepdim"]:
         return "a length over other axes than channels"
-    bounded = _only_user(length, aten.clamp_min.default)
-    spread = _only_user(bounded, aten.expand_as.default)
-    divided = _only_user(spread, aten.div.Tensor)
-    if bounded is None or spread is None or divided is None or divided.args != (x, spread):
+    nodes = _followed_by(length, aten.clamp_min.default, aten.expand_as.default, aten.div.Tensor)
+    if nodes is None or nodes[-1].args != (x, nodes[-2]):
         return "a length that is not what its vector is divided by"
+    bounded, _, divided = nodes
     eps = arguments_of(bounded)["min"]
     if not isinstance(eps, (int, float)) or not math.isfinite(eps):
         return "normalize with an eps that is not a number"
     if divided.meta["val"].dtype.itemsize < 4:
         return "normalize in 16 bits, in which PyTorch rounds its eps to zero"
-    return ComposedNorm("normalize", float(eps), x, (length, bounded, spread, divided))
+    return ComposedNorm("normalize", float(eps), x, (length, *nodes))
 
 
-def _only_user(node: fx.Node | None, target: object) -> fx.Node | None:
-    users = [] if node is None else list(node.users)
-    return users[0] if len(users) == 1 and users[0].target is target else None
+def _followed_by(node: fx.Node, *targets: object) -> list[fx.Node] | None:
+    """The nodes after this one that call these operators, if each is the only reader of the one before it."""
+    found: list[fx.Node] = []
+    for target in targets:
+        user = only_user(found[-1] if found else node)
+        if user is None or user.target is not target:
+            return None
+        found.append(user)
+    return found

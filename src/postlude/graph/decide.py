@@ -12,7 +12,7 @@ import torch.fx as fx
 from postlude.amounts import shown_bytes
 from postlude.chain import Chain, Normalize
 from postlude.graph.expected import site_problems
-from postlude.graph.layout import propagate
+from postlude.graph.layout import propagate, raise_if_unsuited
 from postlude.graph.match import Match
 from postlude.graph.regions import unpaid, withdraw
 from postlude.hardware import machine_for
@@ -66,6 +66,7 @@ def decide(
             continue
         wasted = unpaid(graph, conversions, _plans(entries, refused), before) if conversions else []
         if not wasted:
+            raise_if_unsuited(graph, before)  # before anything is compiled or checked
             return Decided(sites, problems, refused | now, conversions)
         withdraw(wasted)
         conversions = [node for node in conversions if node not in wasted]

@@ -21,7 +21,7 @@ from postlude.graph import spellings
 from postlude.graph.capture import fakes_of, modes_left_as_found
 from postlude.graph.dropouts import masks_of
 from postlude.graph.match import Match, site_name
-from postlude.graph.norms import keeps_layout
+from postlude.graph.norm_layouts import keeps_layout
 from postlude.graph.tidy import memory_of, meta_for_another, storage_of, written_storages
 from postlude.plan.problem import CHANNELS_LAST, layout_of
 from postlude.run import layouts as layouts  # defines the operator
@@ -181,23 +181,24 @@ def hold_convolutions(graph: fx.GraphModule) -> None:
 
 
 def results_of(graph: fx.GraphModule) -> list[Any]:
-    (output,) = (node for node in graph.graph.nodes if node.op == "output")
-    return [node.meta.get("val") for node in output.all_input_nodes]
+    return [node.meta.get("val") for node in graph.graph.output_node().all_input_nodes]
+
+
+def raise_if_unsuited(graph: fx.GraphModule, before: Sequence[Any]) -> None:
+    """Raises if a result that `restore_results` copies repeats its elements, or shares memory with another."""
+    memories = [memory_of(was) for was in before]
+    for _, was in _laid_out_anew(graph, before):
+        if any(size > 1 and stride == 0 for size, stride in zip(was.shape, was.stride())):
+            raise UnsuitedError("a result repeats its elements")
+        if memories.count(memory_of(was)) > 1:
+            raise UnsuitedError("results share memory")
 
 
 def restore_results(graph: fx.GraphModule, before: Sequence[Any]) -> None:
     """Gives the graph's results the strides that they had before: `view` after them would raise otherwise. A view with
     gaps becomes dense in the same order of axes, of which every `view` works that worked before."""
-    (output,) = (node for node in graph.graph.nodes if node.op == "output")
-    memories = [memory_of(was) for was in before]
-    for node, was in zip(output.all_input_nodes, before, strict=True):
-        value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor) or _has_strides_of(value, was):
-            continue
-        if any(size > 1 and stride == 0 for size, stride in zip(was.shape, was.stride())):
-            raise UnsuitedError("a result repeats its elements")
-        if memories.count(memory_of(was)) > 1:
-            raise UnsuitedError("results share memory")
+    output = graph.graph.output_node()
+    for node, was in _laid_out_anew(graph, before):
         axes = _axes_in_memory(was)
         with graph.graph.inserting_before(output):
             if axes == list(range(was.dim())):
@@ -206,6 +207,13 @@ def restore_results(graph: fx.GraphModule, before: Sequence[Any]) -> None:
                 stored = _converted(graph, _permuted(graph, node, axes), torch.contiguous_format)
                 made = _permuted(graph, stored, [axes.index(axis) for axis in range(was.dim())])
             output.replace_input_with(node, made)
+
+
+def _laid_out_anew(graph: fx.GraphModule, before: Sequence[Any]) -> list[tuple[fx.Node, torch.Tensor]]:
+    """The results whose strides are others than before, and what they were."""
+    pairs = zip(graph.graph.output_node().all_input_nodes, before, strict=True)
+    values = [(node, node.meta.get("val"), was) for node, was in pairs]
+    return [(n, was) for n, value, was in values if isinstance(value, torch.Tensor) and not _has_strides_of(value, was)]
 
 
 def _has_strides_of(value: torch.Tensor, was: torch.Tensor) -> bool:

@@ -84,8 +84,7 @@ def _changes(conversion: fx.Node) -> bool:
 
 def _leaving(graph: fx.GraphModule, before: Sequence[Any]) -> Iterator[fx.Node]:
     """Nodes whose value the graph returns and which must be contiguous, as before."""
-    (output,) = (node for node in graph.graph.nodes if node.op == "output")
-    for node, was in zip(output.all_input_nodes, before, strict=True):
+    for node, was in zip(graph.graph.output_node().all_input_nodes, before, strict=True):
         if _is_last(node) and was.is_contiguous():
             yield node
 

@@ -32,7 +32,7 @@ def read_row_norm(first: fx.Node) -> ComposedNorm | None:
     node: fx.Node | None = first
     while node is not None and _adds_an_axis(node):
         nodes.append(node)
-        node = _only_user(node)
+        node = only_user(node)
     added = len(nodes)
     if node is None or not added or spellings.norm(node) != "instance_norm":
         return None
@@ -41,7 +41,7 @@ def read_row_norm(first: fx.Node) -> ComposedNorm | None:
         return None
     for _ in range(added):
         nodes.append(node)
-        node = _only_user(node)
+        node = only_user(node)
         if node is None or node.target is not aten.squeeze.dim or arguments_of(node)["dim"] != 1:
             return None
     return ComposedNorm("layer_norm", float(call["eps"]), arguments_of(first)["self"], (*nodes, node))
@@ -52,5 +52,5 @@ def _adds_an_axis(node: fx.Node) -> bool:
     return node.target is aten.unsqueeze.default and arguments_of(node)["dim"] == 1
 
 
-def _only_user(node: fx.Node) -> fx.Node | None:
+def only_user(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None

@@ -10,10 +10,11 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from postlude.errors import raises_errors
 from postlude.graph.match import site_name
 from postlude.plan.problem import memory_format
 from postlude.plan.upsample import Upsampling
-from postlude.run.ahead import load_all, raises_errors, start_all
+from postlude.run.ahead import load_all, start_all
 from postlude.run.apart import apart
 from postlude.run.upsample import by_pytorch, jobs_for, layout_for, text_of
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from postlude.card_tiles import TileOrigin
 from postlude.cards import WGMMA_ROWS
 from postlude.chain import Chain, Convolution
 from postlude.hardware import Machine
@@ -33,6 +34,7 @@ class Boxes:
     block_k: int
     stages: int
     warps: int
+    origin: TileOrigin | None = field(default=None, compare=False)  # of its tile
 
     @property
     def width(self) -> int:
@@ -108,11 +110,12 @@ def _in_the_best_tile(
 ) -> Boxes | None:
     """The first tile that fits. A tuned one may have been measured with fewer channels or other sizes."""
     volume, channels = volume_for(conv, space, _width(conv)), padded_channels(conv.in_channels)
-    tuned = (row.values for row in rows_for(machine, *product_uses(kind, conv, arithmetic, machine)))
-    for tile in (*tuned, usual):
+    uses = product_uses(kind, conv, arithmetic, machine)
+    for row in (*rows_for(machine, *uses), None):
+        tile = usual if row is None else row.values
         box = _shape_of(tile["columns"], volume)
         sizes = (_block_c(conv), math.gcd(tile["steps"], channels), tile["stages"], tile.get("warps", usual["warps"]))
-        boxes = Boxes(arithmetic, volume, channels, packs, *box, *sizes)
+        boxes = Boxes(arithmetic, volume, channels, packs, *box, *sizes, TileOrigin(uses[0], row))
         computed = math.prod(boxes.tiles) * boxes.block_h * boxes.block_j * boxes.width
         if machine.card.holds(boxes.shared_bytes) and computed <= _WASTE * math.prod(volume.out):
             return boxes
@@ -125,15 +128,12 @@ def _block_c(conv: Convolution) -> int:
 
 
 def _width(conv: Convolution) -> int:
-    return width_for(conv, _block_c(conv))
-
-
-def width_for(conv: Convolution, block_c: int) -> int:
     """Neighbouring outputs per row of the GEMM.
 
     64 channels alone fill a tensor-core instruction. With a deep sum two outputs still pay, because each weight is read
     half as often: 64→64 at 64³ takes 0.238 ms with two and 0.261 with one, but 32→64 takes 0.217 and 0.148.
     """
+    block_c = _block_c(conv)
     if conv.kernel[-1] == 1:
         return 1
     return 2 if block_c == 64 and conv.in_channels > 32 else max(1, WGMMA_ROWS // block_c)

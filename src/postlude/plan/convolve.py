@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 
-from postlude.card_tiles import WeightTile
+from postlude.card_tiles import TileOrigin, WeightTile
 from postlude.cards import WGMMA_ROWS
 from postlude.chain import POINTWISE, Chain, Convolution, Pointwise
 from postlude.hardware import Machine
@@ -27,7 +27,7 @@ _SIDE_BY_SIDE = 32  # most channels of several taps in one packed position, whic
 Own = Gemm | Boxes | FewChannels | StoredFewChannels
 
 
-def own_convolution(chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool = False) -> Own | str:
+def own_convolution(chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool) -> Own | str:
     """Our convolution for this chain, or the reason why PyTorch convolves."""
     few = few_channels_for(chain, problem, machine)
     if not isinstance(few, str):
@@ -145,8 +145,11 @@ def _in_the_best_tile(
     made: Callable[[Mapping[str, int]], Gemm],
 ) -> Gemm:
     """The first tile that fits the card. A tuned one may have been measured with fewer taps or channels."""
-    for tile in _tiles(kind, conv, arithmetic, machine):
-        gemm = made(tile)
+    if arithmetic.is_exact:
+        return made({"rows": 32, "stages": 2, "warps": 4})  # correctness only: no card is fast at it
+    uses = product_uses(kind, conv, arithmetic, machine)
+    for row in rows_for(machine, *uses):
+        gemm = dataclasses.replace(made(row.values), origin=TileOrigin(uses[0], row))
         if machine.card.holds(gemm.shared_bytes):
             break
     return gemm
@@ -236,13 +239,6 @@ def width_for(conv: Convolution, block_c: int) -> int:
     return 1 if conv.kernel[-1] == 1 else min(4, _COLUMNS // block_c)
 
 
-def _tiles(kind: str, conv: Convolution, arithmetic: Arithmetic, machine: Machine) -> list[dict[str, int]]:
-    """Rows, stages, warps and, if known, width of the tiles to try, the best first."""
-    if arithmetic.is_exact:
-        return [{"rows": 32, "stages": 2, "warps": 4}]  # correctness only: no card is fast at it
-    return [row.values for row in rows_for(machine, *product_uses(kind, conv, arithmetic, machine))]
-
-
 def weight_gemm_for(
     conv: Convolution, space: tuple[int, ...], arithmetic: Arithmetic, machine: Machine, width: int = 1
 ) -> WeightGemm:
@@ -266,14 +262,16 @@ def weight_gemm_for(
     if volume.has_residues and not is_exact:
         ruled = WeightTile(rows < WGMMA_ROWS <= columns, 32, 2, 4, 3)
     turned, block_k, stages, warps, programs = measured or ruled
+    (use,) = product_uses("weight's gradient", conv, arithmetic, machine)
     gemm = WeightGemm(
         *(arithmetic, volume, channels, out_channels, neighbours, shared, rows, columns),
-        *(block_k, 1, stages, warps, turned),
+        *(block_k, 1, stages, warps, turned, None if is_exact else TileOrigin(use, None)),
     )
-    for row in rows_for(machine, *product_uses("weight's gradient", conv, arithmetic, machine)):
-        tuned = dataclasses.replace(gemm, stages=row.values["stages"], warps=row.values["warps"])
+    for row in rows_for(machine, use):
+        settings, origin = row.values, TileOrigin(use, row)
+        tuned = dataclasses.replace(gemm, stages=settings["stages"], warps=settings["warps"], origin=origin)
         if not is_exact and machine.card.holds(tuned.shared_bytes):
-            gemm, programs = tuned, row.values["programs"]
+            gemm, programs = tuned, settings["programs"]
     tiles = gemm.groups * -(-gemm.result[0] // rows) * -(-gemm.result[1] // columns)
     return dataclasses.replace(gemm, splits=max(1, programs * machine.card.multiprocessors // tiles))
 

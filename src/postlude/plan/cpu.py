@@ -17,8 +17,8 @@ from postlude.hardware import Machine
 from postlude.plan.barriers import MomentsOnly, first_barrier, moments_only, takes_the_batch
 from postlude.plan.cpu_few_channels import CpuFewChannels, few_channels_for
 from postlude.plan.cpu_passes import compiled_passes, turns, why_not_compiled
-from postlude.plan.passes import CppPasses, Keep, Moments, Pass, Store, TorchPasses, first_source
-from postlude.plan.plan import Convolve, Plan, Refusal
+from postlude.plan.passes import CppPasses, Keep, KeepMoments, Pass, Store, TorchPasses, first_source
+from postlude.plan.plan import Library, Plan, Refusal
 from postlude.plan.problem import (
     Layout,
     Problem,
@@ -93,9 +93,9 @@ def _compiled_plan(chain: Chain, problem: Problem, machine: Machine, moments: Mo
     twice eager's time.
     """
     own = _own(chain, problem, machine, moments)
-    how: Convolve = "eager"
+    how: Library = "eager"
     if own is not None:
-        how, reasons = "own", ["only moments are needed: our own convolution stores nothing"]
+        reasons = ["only moments are needed: our own convolution stores nothing"]
     elif _leaves_onednn(chain, problem, machine):
         how, reasons = "direct", [_LEAVES]
     else:
@@ -104,9 +104,8 @@ def _compiled_plan(chain: Chain, problem: Problem, machine: Machine, moments: Mo
     layout = handed_on_layout(chain, problem, machine) if is_handed_on else body_layout(chain, problem)
     passes = compiled_passes(chain, moments, is_own=own is not None)
     reasons.append("what follows it is one kernel in C++" if chain.producer is not None else "one kernel in C++")
-    plan = _build(chain, problem, machine, passes, problem.x.shape[0], how, reasons, layout)
-    streams = moments is None and plan.value.bytes >= STREAMED * machine.cache_bytes
-    return dataclasses.replace(plan, by=CppPasses(streams), own=own)
+    by = CppPasses(streams=moments is None and body_bytes(chain, problem) >= STREAMED * machine.cache_bytes)
+    return dataclasses.replace(_build(chain, problem, machine, passes, by, how, reasons, layout), own=own)
 
 
 def _own(chain: Chain, problem: Problem, machine: Machine, moments: MomentsOnly | None) -> CpuFewChannels | None:
@@ -117,21 +116,22 @@ def _own(chain: Chain, problem: Problem, machine: Machine, moments: MomentsOnly 
 
 def _moments_plan(chain: Chain, problem: Problem, machine: Machine, moments: MomentsOnly) -> Plan:
     conv = chain.producer
-    passes = (Pass(first_source(chain), 1, moments.before, Moments(moments.squares)),)
+    passes = (Pass(first_source(chain), 1, moments.before, KeepMoments(moments.squares)),)
     if conv is not None and problem.convolution == "pytorch":
-        batch, layout = problem.x.shape[0], problem.x.layout
-        return _build(chain, problem, machine, passes, batch, "eager", [_ASKED], layout)
+        whole = _by_pytorch(chain, problem, machine, problem.x.shape[0])
+        return _build(chain, problem, machine, passes, whole, "eager", [_ASKED], problem.x.layout)
     slab = _slab(chain, problem, machine) if conv is not None else problem.x.shape[0]
     reasons = ["only moments are needed: nothing of the convolution's size is kept"]
     inside = problem.x.layout
     if conv is not None and conv.in_channels <= FEW_CHANNELS:
         inside = "channels_last"
         reasons.append("few input channels convolve faster channels-last, and the input is cheap to convert")
-    how: Convolve = "direct" if _is_direct(chain, problem, machine) else "eager"
+    how: Library = "direct" if _is_direct(chain, problem, machine) else "eager"
     if how == "direct" and inside == "channels_last" and machine.maps_large_buffers:
         how = "buffer"
         reasons.append("the convolution writes into a reused buffer, so there are no page faults")
-    return _build(chain, problem, machine, passes, slab, how, reasons, inside)
+    by = _by_pytorch(chain, problem, machine, slab)
+    return _build(chain, problem, machine, passes, by, how, reasons, inside)
 
 
 def _stored_plan(chain: Chain, problem: Problem, machine: Machine) -> Plan:
@@ -143,10 +143,11 @@ def _stored_plan(chain: Chain, problem: Problem, machine: Machine) -> Plan:
     slab, how, reasons = _stored_way(chain, problem, machine)
     if any(isinstance(step, Normalize) and step.op == "instance_norm" for step in chain.steps):
         reasons.append("instance_norm runs as group_norm with one group per channel")
-    return _build(chain, problem, machine, passes, slab, how, reasons, handed_on_layout(chain, problem, machine))
+    by, inside = _by_pytorch(chain, problem, machine, slab), handed_on_layout(chain, problem, machine)
+    return _build(chain, problem, machine, passes, by, how, reasons, inside)
 
 
-def _stored_way(chain: Chain, problem: Problem, machine: Machine) -> tuple[int, Convolve, list[str]]:
+def _stored_way(chain: Chain, problem: Problem, machine: Machine) -> tuple[int, Library, list[str]]:
     batch, size = problem.x.shape[0], body_bytes(chain, problem)
     if problem.convolution == "pytorch" and chain.producer is not None:
         return batch, "eager", [_ASKED]
@@ -166,25 +167,28 @@ def _build(
     problem: Problem,
     machine: Machine,
     passes: tuple[Pass, ...],
-    slab: int,
-    how: Convolve,
+    by: CppPasses | TorchPasses,
+    how: Library,
     reasons: list[str],
     layout_inside: Layout,
 ) -> Plan:
-    batch, size = problem.x.shape[0], body_bytes(chain, problem)
     return Plan(
         chain=chain,
         problem=problem,
         passes=passes,
-        by=TorchPasses(machine.maps_large_buffers and size * slab // batch >= SURELY_MAPPED),
-        slab=slab,
-        convolve=how,
+        by=by,
+        library=how,
         input=problem.x,
         value=body_spec(chain, problem, layout_inside),
         result_layout=result_layout(chain, problem, machine),
         result_dtype=result_dtype(chain, problem),
         reasons=tuple(reasons),
     )
+
+
+def _by_pytorch(chain: Chain, problem: Problem, machine: Machine, slab: int) -> TorchPasses:
+    size = body_bytes(chain, problem) * slab // problem.x.shape[0]
+    return TorchPasses(slab, norms_in_place=machine.maps_large_buffers and size >= SURELY_MAPPED)
 
 
 def _slab(chain: Chain, problem: Problem, machine: Machine) -> int:

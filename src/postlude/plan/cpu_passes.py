@@ -5,7 +5,7 @@ from __future__ import annotations
 from postlude.chain import Chain, Normalize, values_of
 from postlude.hardware import Machine
 from postlude.plan.barriers import MomentsOnly, channels_end, first_barrier, fused_norm, last_fused_step, moments_only
-from postlude.plan.passes import Keep, Moments, Pass, Store, first_source
+from postlude.plan.passes import Keep, KeepMoments, Pass, Store, first_source
 from postlude.plan.problem import Problem, body_dtype, body_layout, cpu_library, result_dtype
 from postlude.steps import pass_slots
 
@@ -56,7 +56,7 @@ def turns(chain: Chain, problem: Problem, machine: Machine) -> bool:
 def compiled_passes(chain: Chain, moments: MomentsOnly | None, is_own: bool) -> tuple[Pass, ...]:
     if moments is not None:
         source = "own convolution" if is_own else first_source(chain)
-        return (Pass(source, 1, moments.before, Moments(moments.squares)),)
+        return (Pass(source, 1, moments.before, KeepMoments(moments.squares)),)
     last = last_fused_step(chain)
     if fused_norm(chain) is None:
         return (Pass(first_source(chain), 1, last, Store()),)

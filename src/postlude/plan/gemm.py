@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from postlude.card_tiles import TileOrigin
 from postlude.chain import Convolution
 from postlude.plan.phases import Phases
 from postlude.plan.volume import Volume
@@ -55,6 +56,7 @@ class Gemm:
     warps: int
     phases: Phases | None = None  # for a strided transposed convolution
     unfolded: tuple[int, int] = (1, 1)  # taps along y and x in one packed position (partial im2col)
+    origin: TileOrigin | None = field(default=None, compare=False)  # of its tile; None in float64, which is not tuned
 
     @property
     def depth(self) -> int:
@@ -123,6 +125,7 @@ class WeightGemm:
     stages: int
     warps: int
     turned: bool = False  # A and B are swapped, so that the tensor cores compute the transpose
+    origin: TileOrigin | None = field(default=None, compare=False)  # as in `Gemm`
 
     @property
     def groups(self) -> int:

@@ -28,7 +28,7 @@ from postlude.plan.convolve import Own, own_convolution
 from postlude.plan.few_channels import StoredFewChannels
 from postlude.plan.gemm import Gemm
 from postlude.plan.linear import LinearGemm, own_linear
-from postlude.plan.passes import Moments, Pass, Store, Tile, first_source
+from postlude.plan.passes import KeepMoments, Pass, Store, Tile, first_source
 from postlude.plan.plan import Plan, Refusal
 from postlude.plan.pools import why_pool_is_apart
 from postlude.plan.problem import (
@@ -57,7 +57,7 @@ from postlude.plan.worth import has_moments_apart, pytorch_seconds
 from postlude.steps import too_many_tensors
 
 _MOST_TILES = 16  # per program: each adds at most one unit of rounding to the moments
-TRAINING_SLAB = 32 << 20  # bytes of a convolution's result that a backward pass recomputes at a time
+CONVOLVED_AGAIN = 32 << 20  # bytes of a convolution's result that a backward pass recomputes at a time
 # About 25 small operators take 0.4 ms. Eager moves five times the bytes of one pass over the value.
 _BATCH_MOMENTS = 512 << 20
 LONGEST_ROW = 8192  # elements that a layer_norm may go over
@@ -68,6 +68,7 @@ _FROM_RESULT = ("training saves only the result, which determines all gradients"
 def lower_for_gpu(
     chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool = False, not_ours: str | None = None
 ) -> Plan | Refusal:
+    """The plan, or a refusal; `not_ours` is why PyTorch must convolve, if it must."""
     convolution = own_linear if chain.is_linear else own_convolution
     own = not_ours or convolution(chain, problem, machine, even_if_slower)
     is_own = not isinstance(own, str)
@@ -85,10 +86,6 @@ def lower_for_gpu(
     if reasons:
         return Refusal(tuple(dict.fromkeys(reasons)), tf32)
     passes = _passes(chain, problem, own, from_result)
-    size, batch = body_bytes(chain, problem), problem.x.shape[0]
-    sink = passes[-1].sink
-    is_again = problem.needs_grad and isinstance(sink, Moments) and not sink.stores  # its gradients recompute it
-    slab = max(1, min(batch, TRAINING_SLAB * batch // size)) if is_again else batch
     plan = Plan(
         chain=chain,
         problem=problem,
@@ -96,19 +93,19 @@ def lower_for_gpu(
         value=body_spec(chain, problem, inside),
         passes=passes,
         by=tile_for(chain, problem, machine, inside),
-        slab=slab,
-        convolve="own" if is_own else "eager",
         result_layout=result_layout(chain, problem, machine),
         result_dtype=result_dtype(chain, problem),
         reasons=(*_reasons_for(chain, problem, passes, own), *(_FROM_RESULT if from_result else ())),
         own=None if isinstance(own, str) else own,
         library_tf32=tf32,
-        gradients=gradients,
+        gradients=dataclasses.replace(gradients, samples_again=_samples_again(chain, problem, passes)),
     )
-    return dataclasses.replace(plan, tiles=tuple(origins(plan, machine)))
+    return dataclasses.replace(plan, tiles=tuple(map(str, origins(plan, machine))))
 
 
 def _passes(chain: Chain, problem: Problem, own: Own | LinearGemm | str, from_result: bool) -> tuple[Pass, ...]:
+    """One pass if nothing has to be known of the whole value before its end; else one that finds that out or stores the
+    value, a pass for moments where they cost less apart, and the last one."""
     is_own = not isinstance(own, str)
     source = "own convolution" if is_own else first_source(chain)
     moments, last, barrier = moments_only(chain), last_fused_step(chain), first_barrier(chain)
@@ -116,7 +113,7 @@ def _passes(chain: Chain, problem: Problem, own: Own | LinearGemm | str, from_re
     if moments is not None:
         # The gradient kernel for few channels recomputes the convolution itself.
         kept = problem.needs_grad and isinstance(own, Gemm | Boxes) and not is_lean(chain, problem)
-        return (Pass(source, 1, moments.before, Moments(moments.squares, stores=kept)),)
+        return (Pass(source, 1, moments.before, KeepMoments(moments.squares, stores=kept)),)
     if isinstance(own, StoredFewChannels):
         return _after_storing(chain, barrier, last, end)
     if is_own and (rows := rows_from(chain)) is not None:
@@ -129,10 +126,10 @@ def _passes(chain: Chain, problem: Problem, own: Own | LinearGemm | str, from_re
         if finished and isinstance(own, Gemm) and has_moments_apart(own):
             return (
                 Pass(source, 1, barrier - 1, Store()),
-                Pass("load", barrier, barrier - 1, Moments(True)),
+                Pass("load", barrier, barrier - 1, KeepMoments(True)),
                 Pass("load", barrier, end, Store()),
             )
-        sink = Moments(True, stores=is_own, finished=finished)
+        sink = KeepMoments(True, stores=is_own, finished=finished)
         return (Pass(source, 1, barrier - 1, sink), Pass("load", barrier if finished else 1, end, Store()))
     is_pooled = fused_pool(chain) is not None
     if is_own and (end > last or is_pooled or (problem.needs_grad and not from_result)):
@@ -146,8 +143,16 @@ def _after_storing(chain: Chain, barrier: int | None, last: int, end: int) -> tu
         return (Pass("own convolution", 1, 0, Store()),)
     first, rest = Pass("own convolution", 1, 0, Store(raw=True)), Pass("load", 1, end, Store())
     if barrier is not None and barrier <= last and isinstance(chain.steps[barrier - 1], Normalize):
-        return first, Pass("load", 1, barrier - 1, Moments(True)), rest
+        return first, Pass("load", 1, barrier - 1, KeepMoments(True)), rest
     return first, rest
+
+
+def _samples_again(chain: Chain, problem: Problem, passes: tuple[Pass, ...]) -> int:
+    """As in `Gradients`; 0 if the forward pass stores the convolution's result."""
+    sink, batch = passes[-1].sink, problem.x.shape[0]
+    if not problem.needs_grad or not isinstance(sink, KeepMoments) or sink.stores:
+        return 0
+    return max(1, min(batch, CONVOLVED_AGAIN * batch // body_bytes(chain, problem)))
 
 
 def _end(chain: Chain, problem: Problem) -> int:
@@ -179,7 +184,7 @@ def _reasons_for(
     chain: Chain, problem: Problem, passes: tuple[Pass, ...], own: Own | LinearGemm | str
 ) -> tuple[str, ...]:
     sink = passes[0].sink
-    is_twice = len(passes) == 2 and isinstance(sink, Moments) and not sink.finished
+    is_twice = len(passes) == 2 and isinstance(sink, KeepMoments) and not sink.finished
     twice = ("the steps before the norm are computed twice rather than stored",) if is_twice else ()
     apart = tuple(why for why in (why_apart(chain, problem), why_pool_is_apart(chain)) if why is not None)
     if chain.producer is None:

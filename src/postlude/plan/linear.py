@@ -36,10 +36,6 @@ class LinearGemm:
     cuts_weight: bool = False
 
     @property
-    def columns(self) -> int:
-        return self.block_c
-
-    @property
     def shared_bytes(self) -> int:
         """Upper bound of a block's shared memory."""
         item = 8 if self.arithmetic.is_exact else 2
@@ -55,7 +51,7 @@ class LinearGemm:
         return f"matrix product of {self.arithmetic}{cut}; tiles of {self.rows} × {self.block_c} × {self.block_k}"
 
 
-def own_linear(chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool = False) -> LinearGemm | str:
+def own_linear(chain: Chain, problem: Problem, machine: Machine, even_if_slower: bool) -> LinearGemm | str:
     """Our GEMM for this linear layer, or the reason why PyTorch multiplies."""
     layer, rows = chain.convolution, problem.x.shape[0]
     if problem.tensors[1].layout == "strided":

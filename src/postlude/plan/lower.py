@@ -77,16 +77,15 @@ def _through(chain: Chain, problem: Problem, machine: Machine, even_if_slower: b
     if own is None:
         return None
     planned = dataclasses.replace(chain, steps=chain.steps[: own.reduction]) if problem.needs_grad else chain
-    value = body_spec(chain, problem, "contiguous")
+    value, is_gpu = body_spec(chain, problem, "contiguous"), problem.device == "cuda"
+    by = tile_for(chain, problem, machine, "contiguous") if is_gpu else TorchPasses(problem.x.shape[0])
     return Plan(
         chain=planned,
         problem=problem,
         input=problem.x,
         value=value,
         passes=(Pass("own convolution", 1, own.reduction, Store()),),
-        by=tile_for(chain, problem, machine, "contiguous") if problem.device == "cuda" else TorchPasses(),
-        slab=problem.x.shape[0],
-        convolve="own",
+        by=by,
         result_layout=result_layout(planned, problem, machine),
         result_dtype=result_dtype(planned, problem),
         reasons=(_THROUGH if own.folding is None else _FOLDED,),

@@ -29,7 +29,7 @@ class Store:
 
 
 @dataclass(frozen=True)
-class Moments:
+class KeepMoments:
     """Only the mean and the sum of squared deviations per sample and channel are kept."""
 
     squares: bool  # False: the mean is all that is needed
@@ -40,7 +40,7 @@ class Moments:
         return ("store, " if self.stores else "") + ("moments per channel" if self.squares else "mean per channel")
 
 
-Sink = Keep | Store | Moments
+Sink = Keep | Store | KeepMoments
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def first_source(chain: Chain) -> Source:
 
 def reads_moments(passes: tuple[Pass, ...]) -> bool:
     """Whether a separate pass over the value computes the moments, because no epilogue has."""
-    return any(isinstance(item.sink, Moments) and item.source != "own convolution" for item in passes)
+    return any(isinstance(item.sink, KeepMoments) and item.source != "own convolution" for item in passes)
 
 
 @dataclass(frozen=True)
@@ -87,4 +87,5 @@ class CppPasses:
 class TorchPasses:
     """PyTorch's operators, on a CPU without a compiler."""
 
+    slab: int  # samples that go through all passes before the next ones do
     norms_in_place: bool = False  # a norm overwrites its value, which saves a second buffer and costs a pass

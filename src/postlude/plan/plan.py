@@ -22,14 +22,14 @@ from postlude.plan.few_channels import FewChannels, StoredFewChannels
 from postlude.plan.few_channels_gradient import GradientPlan
 from postlude.plan.gemm import Arithmetic, Gemm, WeightGemm
 from postlude.plan.linear import LinearGemm
-from postlude.plan.passes import CppPasses, Keep, Moments, Pass, Store, Tile, TorchPasses
+from postlude.plan.passes import CppPasses, Keep, KeepMoments, Pass, Store, Tile, TorchPasses
 from postlude.plan.problem import Layout, Problem, Spec, compulsory_bytes
 from postlude.plan.program import Program, launches, traffic
 from postlude.plan.through import Through
 
-# eager: PyTorch's own call. direct: oneDNN, without PyTorch's choice of library and layout. buffer: oneDNN, into a
-# channels-last buffer that is kept from call to call. own: our kernel.
-Convolve = Literal["eager", "direct", "buffer", "own"]
+# How a library convolves. eager: PyTorch's own call. direct: oneDNN, without PyTorch's choice of library and layout.
+# buffer: oneDNN, into a channels-last buffer that is kept from call to call.
+Library = Literal["eager", "direct", "buffer"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Gradients:
     are_packed: bool = False  # the last gradient pass writes its result packed for both GEMMs
     is_lean: bool = False  # nothing of the convolution's size is kept: the backward pass convolves again
     from_result: bool = False  # only the chain's result is kept: the steps' gradients follow from it
+    samples_again: int = 0  # that the backward pass convolves again at a time, if nothing but moments is kept
 
     @property
     def are_all_ours(self) -> bool:
@@ -68,16 +69,13 @@ class Plan:
     value: Spec  # the chain's first value: the convolution's result, or the input
     passes: tuple[Pass, ...]
     by: Tile | CppPasses | TorchPasses  # what carries out the passes over the value; a tile means the GPU
-    slab: int  # samples per slab
-    convolve: Convolve
     result_layout: Layout
     result_dtype: str
     reasons: tuple[str, ...]  # why it runs this way
-    # If `convolve` is "own".
+    # What computes the producer.
     own: Gemm | Boxes | FewChannels | StoredFewChannels | LinearGemm | Through | CpuFewChannels | None = None
-    library_tf32: bool | None = (
-        None  # where PyTorch convolves in fp32 and its switch says otherwise; None: as it is set
-    )
+    library: Library = "eager"  # what does where nothing of ours does
+    library_tf32: bool | None = None  # if PyTorch convolves in fp32 against its switch; None: as that is set
     gradients: Gradients = Gradients()
     tiles: tuple[str, ...] = field(default=(), compare=False)  # where each tile comes from, in words
 
@@ -132,6 +130,11 @@ class Plan:
         return compulsory_bytes(self.chain, self.problem) + 2 * self.value.bytes * len(self.chain.steps)
 
     @property
+    def slab(self) -> int:
+        """Samples per slab."""
+        return self.by.slab if isinstance(self.by, TorchPasses) else self.input.shape[0]
+
+    @property
     def slabs(self) -> int:
         return -(-self.input.shape[0] // self.slab)
 
@@ -140,8 +143,6 @@ class Plan:
         """Bytes of the chain's first value that are in memory at a time."""
         if isinstance(self.own, Through) or (self.own is not None and self.is_discarded):
             return 0
-        if self.on_gpu:
-            return self.value.bytes
         return self.value.bytes * self.slab // self.input.shape[0]
 
     @property
@@ -155,17 +156,22 @@ class Plan:
         return rows_from(self.chain) is not None
 
     @property
+    def loses_channels_last(self) -> bool:
+        """Whether the result is contiguous although the value is channels-last, as with PyTorch's norm or pool."""
+        return (self.value.layout, self.result_layout) == ("channels_last", "contiguous")
+
+    @property
     def turns(self) -> bool:
-        """Whether the last pass writes a contiguous result from a channels-last value, as PyTorch's norm or pool
-        would."""
+        """Whether the last pass writes a contiguous result from a channels-last value: in C++ also if PyTorch's
+        operators follow."""
         is_end = self.passes[-1].last == len(self.chain.steps)
-        return is_end and (self.value.layout, self.result_layout) == ("channels_last", "contiguous")
+        return self.loses_channels_last and (is_end or self.is_compiled)
 
     @property
     def is_discarded(self) -> bool:
         """Whether only moments of the first value are kept."""
         sink = self.passes[-1].sink
-        return isinstance(sink, Moments) and not sink.stores
+        return isinstance(sink, KeepMoments) and not sink.stores
 
     @property
     def keeps_value(self) -> bool:
@@ -194,7 +200,7 @@ class Plan:
         """The first step of the last pass if a stored value is its start; 0 if it starts from the convolution's
         result."""
         sink = self.passes[0].sink
-        is_finished = sink.finished if isinstance(sink, Moments) else sink == Store()
+        is_finished = sink.finished if isinstance(sink, KeepMoments) else sink == Store()
         return self.passes[-1].first if is_finished and len(self.passes) > 1 else 0
 
     def __str__(self) -> str:

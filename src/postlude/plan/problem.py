@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,6 +50,15 @@ class Spec:
         return self.elements * item_size(self.dtype)
 
 
+class Settings(NamedTuple):
+    """What is asked of a chain, the same for every problem; see `Problem`."""
+
+    precision: str = "auto"
+    memory: str = "default"
+    convolution: str = "auto"
+    hands_on: str = ""
+
+
 @dataclass(frozen=True)
 class Problem:
     tensors: tuple[Spec, ...]  # one per slot of the chain
@@ -71,6 +80,10 @@ class Problem:
     def x(self) -> Spec:
         return self.tensors[0]
 
+    @property
+    def settings(self) -> Settings:
+        return Settings(self.precision, self.memory, self.convolution, self.hands_on)
+
 
 def item_size(dtype: str) -> int:
     return int(getattr(torch, dtype).itemsize)
@@ -89,11 +102,18 @@ def problem_of(
     out."""
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     device = tensors[0].device
-    tf32 = device.type == "cuda" and default_fp32_precision() == "tf32"
-    specs = tuple(map(spec_of, tensors)) if has_sizes else ()
-    settings = (precision, needs_grad, tf32, memory, convolution, hands_on, device.index or 0)
+    is_gpu = device.type == "cuda"
     return Problem(
-        specs, device.type, *settings, device.type == "cuda" and default_fp32_precision(is_linear=True) == "tf32"
+        tuple(map(spec_of, tensors)) if has_sizes else (),
+        device.type,
+        precision,
+        needs_grad,
+        allows_tf32=is_gpu and default_fp32_precision() == "tf32",
+        memory=memory,
+        convolution=convolution,
+        hands_on=hands_on,
+        index=device.index or 0,
+        multiplies_tf32=is_gpu and default_fp32_precision(is_linear=True) == "tf32",
     )
 
 

@@ -3,7 +3,7 @@ has an identity in float64 for each."""
 
 from __future__ import annotations
 
-from postlude.plan.passes import Moments
+from postlude.plan.passes import KeepMoments
 from postlude.plan.plan import Plan
 from postlude.plan.through import Through
 
@@ -31,9 +31,9 @@ def rules_of(plan: Plan) -> tuple[str, ...]:
     conv = plan.chain.producer
     if isinstance(plan.own, Through):
         return (THROUGH,) if plan.own.folding is None else (FOLDED,)
-    if conv is not None and conv.transposed and plan.convolve == "own":
+    if conv is not None and conv.transposed and plan.own is not None:
         found.append(PHASES if any(size > 1 for size in conv.stride) else TURNED)
-    if isinstance(plan.passes[-1].sink, Moments):
+    if isinstance(plan.passes[-1].sink, KeepMoments):
         found.append(MEAN)
         if plan.trains and conv is not None:
             found.append(AFFINE)

@@ -118,11 +118,11 @@ def unfolded_volume(conv: Convolution, space: tuple[int, ...], taps: tuple[int, 
     Along an unfolded axis a position is an output, so there is nothing to shift or pad.
     """
     whole = volume_for(conv, space, 1)
-    sizes = list(zip(whole.space, whole.kernel, whole.padding, whole.out))
+    sizes = list(zip(whole.space, whole.kernel, whole.padding))
     for axis, count in zip((1, 2), taps):
         if count > 1:
-            sizes[axis] = (whole.out[axis], 1, 0, whole.out[axis])
-    room, kernel, padding, _ = zip(*sizes)
+            sizes[axis] = (whole.out[axis], 1, 0)
+    room, kernel, padding = zip(*sizes)
     return Volume(room, kernel, padding, 1)
 
 

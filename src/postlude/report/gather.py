@@ -114,7 +114,7 @@ def site_of(
         reasons = (*outcome.reasons, *(() if verdict is None else verdict.reasons))
         return model.Site(name, str(chain), inputs, False, before, before, reasons=reasons, judgement=judged)
     on_gpu = outcome.on_gpu
-    library = on_gpu and outcome.convolve != "own" and chain.producer is not None
+    library = on_gpu and outcome.own is None and chain.producer is not None
     return model.Site(
         name,
         str(chain),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -96,8 +95,3 @@ def load_all(jobs: Iterable[Job], place: str) -> None:
 def _built(launch: Launch, tensors: tuple[Any, ...]) -> None:
     """Compiles and loads a kernel. Triton also compiles a C launcher per signature, which takes half a second."""
     launch.compile(tensors)._init_handles()
-
-
-def raises_errors() -> bool:
-    """Whether errors of ours raise instead of leaving a chain to PyTorch (`POSTLUDE_STRICT=1`)."""
-    return os.environ.get("POSTLUDE_STRICT", "") not in ("", "0")

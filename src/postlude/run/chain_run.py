@@ -71,10 +71,7 @@ class Training:
             self.programs[given, needs] = training_program(self.plan, given, needs)
         return self.programs[given, needs]
 
-    def passes_for(self, tensors: Sequence[Tensor], needs: tuple[bool, ...]) -> _Passes:
-        return self.passes_of(given_by(tensors), needs, tensors[0].device)
-
-    def passes_of(self, given: Given, needs: tuple[bool, ...], device: torch.device) -> _Passes:
+    def passes_for(self, given: Given, needs: tuple[bool, ...], device: torch.device) -> _Passes:
         found = self.passes.get((device, given, needs))
         if found is None:
             found = self.passes[device, given, needs] = _Passes(self, given, needs, str(device))
@@ -83,7 +80,7 @@ class Training:
     def gradients_again(self, tensors: Sequence[Tensor], dy: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
         """The gradients if nothing could be kept: the forward pass runs again."""
         tensors = cast_for_convolution(self.plan.chain, tensors)
-        passes = self.passes_for(tensors, tuple(needs))
+        passes = self.passes_for(given_by(tensors), tuple(needs), dy.device)
         with on_device_of(dy):
             _, *kept = passes.forward(*_unmoved(self.plan.chain, tensors))
             return list(passes.backward(*kept, like(passes.program.gradient, dy)))
@@ -129,7 +126,7 @@ class _ChainFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, training: Training, *tensors: Tensor) -> Tensor:
         needs = tuple(ctx.needs_input_grad[1:])
-        passes = training.passes_for(tensors, needs)
+        passes = training.passes_for(given_by(tensors), needs, tensors[0].device)
         with on_device_of(tensors[0]):
             result, *kept = passes.forward(*tensors)
         ctx.passes = passes

@@ -11,15 +11,14 @@ from torch import Tensor
 from postlude.chain import Chain, Normalize, Pointwise, Step, values_of
 from postlude.moments import Moments, channel_moments, finish
 from postlude.plan import Plan
-from postlude.plan.passes import Moments as MomentsSink
-from postlude.plan.passes import TorchPasses
+from postlude.plan.passes import KeepMoments, TorchPasses
 from postlude.plan.problem import LAID_OUT_LIKE_THE_OTHER, memory_format
 from postlude.reference import apply, as_tensor, convolve, fetch
-from postlude.run.normalize import normalized
+from postlude.run.cpu_norms import normalized
 from postlude.run.onednn import BufferConvolution, DirectConvolution
 from postlude.stages.library import cast_for_convolution
 
-Convolve = Callable[[Tensor, "Tensor | None"], Tensor]
+_Library = Callable[[Tensor, "Tensor | None"], Tensor]
 
 aten = torch.ops.aten
 
@@ -67,7 +66,7 @@ IN_PLACE: dict[str, Callable[..., Tensor]] = {
 
 def execute(plan: Plan, tensors: Sequence[Tensor]) -> Tensor:
     last = plan.passes[-1]
-    if isinstance(last.sink, MomentsSink):
+    if isinstance(last.sink, KeepMoments):
         moments = _moments(plan, tensors, last.last, last.sink.squares)
         dtype, is_last = getattr(torch, plan.result_dtype), plan.result_layout == "channels_last"
         return finish(plan.chain, moments, last.last + 1, dtype, tensors, is_last, moves=True)
@@ -100,9 +99,10 @@ def run_steps(plan: Plan, start: Tensor, tensors: Sequence[Tensor], last: int, o
 
 def _step(plan: Plan, step: Step, values: list[Tensor | None], tensors: Sequence[Tensor], is_free: bool) -> Tensor:
     if isinstance(step, Normalize):
+        assert isinstance(plan.by, TorchPasses)
         x = values[step.operand.index]
         assert x is not None
-        return normalized(x, step, tensors, overwrite=is_free and plan.by == TorchPasses(norms_in_place=True))
+        return normalized(x, step, tensors, overwrite=is_free and plan.by.norms_in_place)
     if isinstance(step, Pointwise) and is_free and step.op in IN_PLACE:
         operands = [fetch(plan.chain, operand, values, tensors) for operand in step.operands]
         found = [operand for operand in operands if isinstance(operand, Tensor)]
@@ -147,14 +147,14 @@ def _moments(plan: Plan, tensors: Sequence[Tensor], last: int, squares: bool) ->
     return Moments.cat(parts)
 
 
-def _library(plan: Plan, tensors: Sequence[Tensor]) -> Convolve | None:
+def _library(plan: Plan, tensors: Sequence[Tensor]) -> _Library | None:
     conv = plan.chain.producer
     if conv is None:
         return None
     weight = tensors[1] if conv.dtype is None else tensors[1].to(getattr(torch, conv.dtype))
-    if plan.convolve == "buffer":
+    if plan.library == "buffer":
         return BufferConvolution(conv, weight, (plan.slab, *tensors[0].shape[1:]))
-    if plan.convolve == "direct":
+    if plan.library == "direct":
         return DirectConvolution(conv, weight, plan.value.layout)
     return lambda x, bias: convolve(conv, x, weight, bias)
 

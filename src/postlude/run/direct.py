@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from postlude.run.operator_call import read
-from postlude.run.passes import KNOWN, Passes, passes
+from postlude.run.operator_passes import KNOWN, Passes, passes
 
 log = logging.getLogger("postlude")
 _known = KNOWN.get  # bound once: as a method of an imported name it takes 50 ns longer

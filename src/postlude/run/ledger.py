@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from postlude.chain import Chain
-from postlude.errors import first_line
+from postlude.errors import first_line, raises_errors
 from postlude.plan import Plan, Problem, Refusal
 from postlude.plan.gpu import library_tf32
 from postlude.run import ahead
@@ -179,7 +179,7 @@ class Ledger:
             with without_saving_hooks():  # a checkpoint around the model counts what is saved
                 verdict = self._checked(PlannedRun(chain, problem, asked.needs, outcome, runner), asked.name, tensors)
         except Exception as error:
-            if ahead.raises_errors():
+            if raises_errors():
                 raise
             return self._failed(asked, error)
         if verdict is not None and verdict.outcome == "wrong":

@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import re
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -19,13 +18,10 @@ import torch
 from postlude.errors import PostludeError
 from postlude.files import kept_or_made
 from postlude.hardware import cache_folder, nvrtc_libraries
-from postlude.tile_table import NAME as TILES
 
 _WITHOUT_ASKING = 48 << 10  # bytes of shared memory, static included, that a block may have without opting in
 _OWN_SHARED, _MAX_DYNAMIC_SHARED, _CARVEOUT = 1, 8, 9  # CUfunction_attribute
 _ALWAYS = ("--std=c++17",)
-# Names of cached files: .so by cpp.py, .note by found_again.py, .verdict by site_check.py.
-_KEPT = re.compile(r"\w+-[0-9a-f]{64}(\.cubin|\.so|\.note|\.verdict|\w*\.tmp)")
 
 
 class CudaError(PostludeError):
@@ -101,18 +97,6 @@ def cubin_for(source: Source, options: Sequence[str]) -> bytes:
     key = hashlib.sha256(repr((source, tuple(options), _ALWAYS, nvrtc_version())).encode()).hexdigest()
     name = f"{Path(source.name).stem}-{key}.cubin"
     return kept_or_made(cache_folder(), name, lambda: compile_source(source, options)[0])
-
-
-def clear_cache() -> tuple[int, int]:
-    """Deletes the kernels and tiles that earlier processes cached, and no other files; returns files and bytes."""
-    folder = cache_folder()
-    files = size = 0
-    for path in folder.glob("*") if folder else ():
-        if (_KEPT.fullmatch(path.name) or TILES.fullmatch(path.name)) and path.is_file():
-            size += path.stat().st_size
-            path.unlink(missing_ok=True)
-            files += 1
-    return files, size
 
 
 @functools.cache

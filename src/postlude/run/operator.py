@@ -28,8 +28,8 @@ from postlude.run.apart import apart
 from postlude.run.chain_run import Training, like, on_device_of
 from postlude.run.differentiable import differentiable
 from postlude.run.execute import prepared
-from postlude.run.operator_call import OperatorCall, is_made, program_of, read, runner_for, traced
-from postlude.run.passes import passes
+from postlude.run.operator_call import OperatorCall, is_made, program_for, program_of, read, runner_for
+from postlude.run.operator_passes import passes
 from postlude.stages.library import cast_for_convolution, without_autocast
 from postlude.stages.program import given_by
 
@@ -56,7 +56,7 @@ def call_operator(chain: Chain, problem: Problem, tensors: Sequence[Tensor]) -> 
     known = given_by(given) if problem.tensors else ()
     specs = tuple((shape, strides, str(dtype).removeprefix("torch.")) for shape, strides, dtype in known)
     call = OperatorCall(part, problem, specs, needs)
-    if (program := apart(traced, call)) is not None:
+    if (program := apart(program_for, call)) is not None:
         made = (program.result, *(buffer for buffer in program.kept if is_made(buffer, program)))
         call = dataclasses.replace(call, made=made, found=program.gradient_memory)
     result, *more = torch.ops.postlude.chain_forward(given, encoded.dumps(call))
@@ -96,21 +96,21 @@ def _backward(dy: Tensor, saved: list[Tensor], text: str) -> list[Tensor]:
     """The memory of the gradients of all slots that need one. Gradients that share memory are returned once."""
     call = read(text)
     with torch.no_grad(), on_device_of(dy), without_autocast(dy):
-        return passes(text, dy.device).backward(dy, saved) if call.made else _again(call, saved, dy)
+        return passes(text, dy.device).backward(dy, saved) if call.made else _gradients_from_inputs(call, saved, dy)
 
 
-def _again(call: OperatorCall, tensors: Sequence[Tensor], dy: Tensor) -> list[Tensor]:
+def _gradients_from_inputs(call: OperatorCall, tensors: Sequence[Tensor], dy: Tensor) -> list[Tensor]:
     """Gradients from the inputs: sizes were unknown when the graph was compiled, so nothing was kept."""
     runner = runner_for(call, tensors)
     if isinstance(runner, Training) and len(runner.plan.chain.steps) == len(call.chain.steps):
         found = [g for g in runner.gradients_again(tensors, dy, call.needs) if g is not None]
     else:
-        found = _plain(call.chain, tensors, dy, call.needs)
+        found = _gradients_by_pytorch(call.chain, tensors, dy, call.needs)
     wanted = [tensor for tensor, is_needed in zip(tensors, call.needs) if is_needed]
     return [torch.empty_like(tensor).copy_(gradient) for tensor, gradient in zip(wanted, found, strict=True)]
 
 
-def _plain(chain: Chain, tensors: Sequence[Tensor], dy: Tensor, needs: Sequence[bool]) -> list[Tensor]:
+def _gradients_by_pytorch(chain: Chain, tensors: Sequence[Tensor], dy: Tensor, needs: Sequence[bool]) -> list[Tensor]:
     """Gradients by PyTorch's autograd. Uses torch.func, because autograd is off inside an operator."""
     places = [place for place, is_needed in enumerate(needs) if is_needed]
 
@@ -130,7 +130,7 @@ def _backward_shapes(dy: Tensor, saved: list[Tensor], text: str) -> list[Tensor]
     return [torch.empty_like(tensor) for tensor, is_needed in zip(saved, call.needs) if is_needed]
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     tensors, ctx.text = inputs
     call = read(ctx.text)
     if any(tensor.requires_grad and not needed for tensor, needed in zip(tensors, call.needs)):
@@ -151,7 +151,7 @@ def _kept(call: OperatorCall, program: Program, tensors: Sequence[Tensor], outpu
     return [by_number[buffer.number] for buffer in program.kept]
 
 
-def _pull(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None], None]:
+def _derivative(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None], None]:
     call, dy = read(ctx.text), grads[0]
     if dy is None:
         return [None] * len(call.needs), None
@@ -191,12 +191,12 @@ def _view(base: Tensor, buffer: Buffer) -> Tensor:
     return base.as_strided(buffer.shape, buffer.strides, buffer.offset)
 
 
-def _keep_for_another(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:  # noqa: ARG001
+def _save_for_second_derivative(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:  # noqa: ARG001
     dy, saved, ctx.text = inputs
     ctx.save_for_backward(dy, *saved)
 
 
-def _pull_again(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, list[Tensor | None], None]:
+def _second_derivative(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, list[Tensor | None], None]:
     """The second derivative, by PyTorch's own operators."""
     call, program = read(ctx.text), program_of(ctx.text)
     with torch.enable_grad():
@@ -207,7 +207,7 @@ def _pull_again(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, li
         else:
             runner = prepared(call.chain, call.problem)[1]
             assert isinstance(runner, Training)
-            found = runner.passes_of(call.tensors, call.needs, dy.device).differentiable(saved, dy, call.needs)
+            found = runner.passes_for(call.tensors, call.needs, dy.device).differentiable(saved, dy, call.needs)
         pairs = [(f, g) for f, g in zip(found, _gradients(call, program, grads)) if f is not None and g is not None]
         outputs, cotangents = zip(*pairs)
         wanted = [value for value in values if value.requires_grad]
@@ -219,5 +219,7 @@ LIBRARY.impl("chain_forward", _forward, "CompositeExplicitAutograd")
 LIBRARY.impl("chain_backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_fake("postlude::chain_forward", _forward_shapes, lib=LIBRARY)
 torch.library.register_fake("postlude::chain_backward", _backward_shapes, lib=LIBRARY)
-torch.library.register_autograd("postlude::chain_forward", _pull, setup_context=_keep, lib=LIBRARY)
-torch.library.register_autograd("postlude::chain_backward", _pull_again, setup_context=_keep_for_another, lib=LIBRARY)
+torch.library.register_autograd("postlude::chain_forward", _derivative, setup_context=_save, lib=LIBRARY)
+torch.library.register_autograd(
+    "postlude::chain_backward", _second_derivative, setup_context=_save_for_second_derivative, lib=LIBRARY
+)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from postlude import encoded
 from postlude.chain import CLASSES, Chain
-from postlude.plan import Plan, Problem
+from postlude.plan import Plan, Problem, Settings
 from postlude.plan.problem import Spec, spec_of
 from postlude.plan.program import Buffer, Program
 from postlude.run.apart import apart
@@ -40,7 +40,7 @@ class OperatorCall:
 
 
 # For chains whose sizes are symbols: the site's name and the model's ledger.
-_JUDGES: dict[tuple[Chain, tuple[str, ...]], tuple[str, Callable[[], Ledger | None]]] = {}
+_JUDGES: dict[tuple[Chain, Settings], tuple[str, Callable[[], Ledger | None]]] = {}
 _CLASSES = {**CLASSES, **{cls.__name__: cls for cls in (OperatorCall, Problem, Spec, Buffer)}}
 
 
@@ -55,10 +55,10 @@ def read(text: str) -> OperatorCall:
 def program_of(text: str) -> Program | None:
     """The program of a call, from its text."""
     call = read(text)
-    return apart(traced, call) if call.made else None
+    return apart(program_for, call) if call.made else None
 
 
-def traced(call: OperatorCall) -> Program | None:
+def program_for(call: OperatorCall) -> Program | None:
     """The program of a call; None if sizes are not known or no kernel of ours runs."""
     if not call.problem.tensors:
         return None
@@ -70,7 +70,7 @@ def traced(call: OperatorCall) -> Program | None:
     return inference_program(outcome, call.chain, call.tensors)
 
 
-def judged_by(chain: Chain, settings: tuple[str, ...], name: str, ledger: Ledger) -> None:
+def judged_by(chain: Chain, settings: Settings, name: str, ledger: Ledger) -> None:
     """Registers the ledger that checks plans of a chain whose sizes are symbols, before their first use.
 
     Other plans are checked before compilation. If two models have the same chain, the later model's ledger is used.
@@ -83,8 +83,7 @@ def runner_for(call: OperatorCall, tensors: Sequence[Tensor]) -> Runner:
     problem = call.problem
     if not problem.tensors:
         problem = dataclasses.replace(problem, tensors=tuple(map(spec_of, tensors)))
-        settings = (problem.precision, problem.memory, problem.convolution, problem.hands_on)
-        name, ledger = _JUDGES.get((call.chain, settings), ("", lambda: None))
+        name, ledger = _JUDGES.get((call.chain, problem.settings), ("", lambda: None))
         if (known := ledger()) is not None:
             asked = SiteProblem(name, call.chain, problem, call.needs)
             return (known.foreseen(asked) or apart(known.foresee, asked)).runner

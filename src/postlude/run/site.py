@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from postlude.chain import Chain
 from postlude.hardware import default_fp32_precision
-from postlude.plan import problem_of
+from postlude.plan import Settings, problem_of
 from postlude.run.execute import call, call_plain, is_transformed
 from postlude.run.ledger import Ledger, SiteProblem
 from postlude.run.operator import LIBRARY, call_operator
@@ -27,15 +27,12 @@ class Site(nn.Module):
         self,
         name: str,
         chain: Chain,
-        precision: str = "auto",
-        memory: str = "default",
-        convolution: str = "auto",
+        settings: Settings | None = None,
         ledger: Ledger | None = None,
-        hands_on: str = "",
     ) -> None:
         super().__init__()
         self.name, self.chain = name, chain
-        self.settings = (precision, memory, convolution, hands_on)  # the same for every problem
+        self.settings = Settings() if settings is None else settings
         self.ledger = Ledger() if ledger is None else ledger
         self._table = self.ledger.table(name, chain)
         self._detached = chain.detached
@@ -77,33 +74,25 @@ def _are_apart(tensors: Sequence[Tensor]) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _site(chain: Chain, precision: str, memory: str = "default", convolution: str = "auto", hands_on: str = "") -> Site:
-    return Site(str(chain), chain, precision, memory, convolution, hands_on=hands_on)
+def _site(chain: Chain, settings: Settings) -> Site:
+    return Site(str(chain), chain, settings)
 
 
 def run_chain(chain: Chain, tensors: Sequence[Tensor], precision: str = "auto") -> Tensor:
     """Runs a chain on the caller's tensors, outside any model."""
-    result: Tensor = _site(chain, precision)(*tensors)
+    result: Tensor = _site(chain, Settings(precision))(*tensors)
     return result
 
 
 _parse = functools.lru_cache(maxsize=1024)(Chain.loads)
 
 
-def _run(
-    tensors: list[Tensor],
-    moved: list[Tensor],
-    text: str,
-    precision: str = "auto",
-    memory: str = "default",
-    convolution: str = "auto",
-    hands_on: str = "",
-    code: str = "",  # noqa: ARG001  what PyTorch's caches of compiled graphs have to tell apart
-) -> Tensor:
+def _run(tensors: list[Tensor], moved: list[Tensor], text: str, *settings: str) -> Tensor:
+    """The operator. After its settings it takes a code, which only PyTorch's caches of compiled graphs read."""
     chain = _parse(text)
     given, running = iter(tensors), iter(moved)
     slots = [next(running if slot in chain.moved else given) for slot in range(len(chain.roles))]
-    result: Tensor = _site(chain, precision, memory, convolution, hands_on)(*slots)
+    result: Tensor = _site(chain, Settings(*settings[: len(Settings._fields)]))(*slots)
     return result
 
 

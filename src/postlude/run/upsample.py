@@ -108,11 +108,11 @@ def _gradient_shape(dy: Tensor, text: str, layout: Layout) -> Tensor:
     return torch.empty(shape, dtype=dy.dtype, device=dy.device, memory_format=memory_format(layout, len(how.small)))
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
     _, ctx.text, _ = inputs
 
 
-def _pull(ctx: Any, ddx: Tensor) -> tuple[Tensor, None, None]:
+def _derivative(ctx: Any, ddx: Tensor) -> tuple[Tensor, None, None]:
     """The derivative of the gradient, which is linear in `dy`: upsampling itself."""
     return torch.ops.postlude.upsample(ddx, ctx.text), None, None
 
@@ -120,4 +120,4 @@ def _pull(ctx: Any, ddx: Tensor) -> tuple[Tensor, None, None]:
 LIBRARY.impl("upsample", _upsample, "CompositeImplicitAutograd")
 LIBRARY.impl("upsample_gradient", _gradient, "CompositeExplicitAutograd")
 torch.library.register_fake("postlude::upsample_gradient", _gradient_shape, lib=LIBRARY)
-torch.library.register_autograd("postlude::upsample_gradient", _pull, setup_context=_keep, lib=LIBRARY)
+torch.library.register_autograd("postlude::upsample_gradient", _derivative, setup_context=_save, lib=LIBRARY)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from postlude.moments import Moments, finish
 from postlude.plan import Plan
-from postlude.plan.passes import Moments as MomentsSink
+from postlude.plan.passes import KeepMoments
 from postlude.plan.problem import memory_format
 from postlude.plan.through import Through
 from postlude.plan.volume import volume_for
@@ -85,7 +85,7 @@ def backward(
 def combined(plan: Plan, parts: Parts) -> Moments | None:
     """The moments [N, C] of the convolution's result, which the forward pass keeps if the chain needs nothing else."""
     sink = plan.passes[-1].sink
-    if not isinstance(sink, MomentsSink):
+    if not isinstance(sink, KeepMoments):
         return None
     assert parts.partials is not None
     if plan.gradients.of_both is not None:
@@ -125,7 +125,7 @@ def _from_moments(
         if plan.gradients.of_both is not None:
             grads[:2] = _by_few_channels(plan, tensors, table_of(shift, slope, dmean, moments), needs)
         else:
-            grads[:2] = _by_slabs(plan, tensors[0], tensors[1], value, shift, slope, needs)
+            grads[:2] = _part_by_part(plan, tensors[0], tensors[1], value, shift, slope, needs)
     return grads
 
 
@@ -161,7 +161,7 @@ def _of_moments(
     return grads, dmean, dvariance
 
 
-def _by_slabs(
+def _part_by_part(
     plan: Plan,
     x: Tensor,
     weight: Tensor,
@@ -174,15 +174,16 @@ def _by_slabs(
     conv = plan.chain.convolution
     dx, dw = torch.empty_like(x) if needs[0] else None, None
     shape, layout = (-1, conv.out_channels, *[1] * plan.chain.dims), memory_format(plan.value.layout, plan.chain.dims)
-    for start in range(0, x.shape[0], plan.slab):
-        part = slice(start, min(start + plan.slab, x.shape[0]))
+    each = plan.gradients.samples_again or x.shape[0]
+    for start in range(0, x.shape[0], each):
+        part = slice(start, min(start + each, x.shape[0]))
         v = convolve_by_pytorch(conv, x[part], weight, None, plan.library_tf32) if value is None else value[part]
         a, b = (t[part].to(v.dtype).view(shape) for t in (shift, slope))
         dv = settle_layout(torch.addcmul(a, b, v, out=v if value is None else None), layout)
         samples = part.stop - part.start
         specs = [dataclasses.replace(s, shape=(samples, *s.shape[1:])) for s in (plan.input, plan.value)]
-        slab = dataclasses.replace(plan, input=specs[0], value=specs[1])
-        found = convolution_gradients(slab, dv, None, None, x[part], weight, needs)
+        of_part = dataclasses.replace(plan, input=specs[0], value=specs[1])
+        found = convolution_gradients(of_part, dv, None, None, x[part], weight, needs)
         if dx is not None and found[0] is not None:
             dx[part] = found[0]
         if found[1] is not None:

@@ -27,7 +27,7 @@ def combine_batch(
     """
     batch, channels, positions = sizes_of(value)
     means = partials.means
-    mean, rstd = (torch.empty(batch * channels, dtype=means.dtype, device=means.device) for _ in "mr")
+    mean, rstd = (torch.empty(batch * channels, dtype=means.dtype, device=means.device) for _ in range(2))
     running = [tensors[slot.index] for slot in step.running or ()] if tensors is not None else []
     moved = [tensor.contiguous() for tensor in running]
     block, warps = adding(batch * partials.chunks, _MOST)
@@ -55,7 +55,7 @@ def combine_batch_sums(value: Spec, sums: Tensor, weight: Tensor | None) -> tupl
     """The means over the batch of γ · dn and of γ · dn · x̂, per channel."""
     batch, channels, positions = sizes_of(value)
     chunks = sums.shape[-1]
-    a, b = (torch.empty(batch * channels, dtype=sums.dtype, device=sums.device) for _ in "ab")
+    a, b = (torch.empty(batch * channels, dtype=sums.dtype, device=sums.device) for _ in range(2))
     block, warps = adding(batch * chunks, _MOST)
     launch(
         "batch",

@@ -58,7 +58,7 @@ def channels_pass(
     end = plan.channels_end
     block, block_c = channels_tile(channels, positions)
     chunks, is_last = -(-positions // block), spec.layout == "channels_last"
-    turns = over.reduce is None and is_last and plan.result_layout == "contiguous"
+    turns = end is None and plan.loses_channels_last
     result, first = _result(plan, value, turns), plan.resumes_at
     mean, rstd = moments or (Unread(value), Unread(value))
     around = (last, last + 1) if over.reduce is None else (over.reduce - 1, over.reduce + 1)
@@ -103,8 +103,8 @@ def _kept(plan: Plan, value: Tensor) -> Kept:
     return Kept(result, taps)
 
 
-def gradient_lines(plan: Plan, place: int) -> tuple[Assign, ...]:
-    """The first lines of the gradient passes' functions after a reduction over channels. The steps have `place`
+def gradient_lines(plan: Plan, count: int) -> tuple[Assign, ...]:
+    """The first lines of the gradient passes' functions after a reduction over channels. The steps have `count`
     tensors; the reduction's gradient and what was saved follow them."""
     over, spec = plan.over_channels, plan.value
     if over is None or over.reduce is None:
@@ -116,8 +116,8 @@ def gradient_lines(plan: Plan, place: int) -> tuple[Assign, ...]:
         return call("of_positions", Name(f"a{pointer}"), Value(0), Name("base"), Name("o_x"), *numbers)
 
     targets: list[Term] = [G, *kept_of_reduction(plan.chain, over.last)]
-    count = [Assign((C,), Scalar(float(channels)))]
-    return (*count, *(Assign((target,), loaded(place + number)) for number, target in enumerate(targets)))
+    channel_count = Assign((C,), Scalar(float(channels)))
+    return (channel_count, *(Assign((target,), loaded(count + number)) for number, target in enumerate(targets)))
 
 
 def gradient_cuts(spec: Spec, tile: Tile) -> tuple[Cut, Cut]:

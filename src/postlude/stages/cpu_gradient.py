@@ -14,7 +14,7 @@ from postlude.plan import Plan
 from postlude.plan.problem import memory_format
 from postlude.stages.convolution_gradients import convolution_gradients
 from postlude.stages.cpu_kernel import TYPES, operand_types, operands
-from postlude.stages.cpu_passes import is_turned, sizes_of
+from postlude.stages.cpu_passes import sizes_of
 from postlude.stages.gradient import gradient_of_vector, places_of, without_unread
 from postlude.stages.trace import launch_cpp
 from postlude.steps import pass_slots
@@ -84,7 +84,7 @@ def _gradient_pass(
     wanted, slots = reverse.wanted(chain, last, needs), pass_slots(chain, last)
     sums, gradient = reverse.sums(chain, last, needs), reverse.gradient(chain, last, needs)
     layout = memory_format(plan.value.layout, chain.dims)
-    if is_turned(plan):
+    if plan.turns:
         dy = _channels_last(dy, value)
     else:
         dy = dy.to(getattr(torch, plan.result_dtype)).contiguous(memory_format=layout)

@@ -49,7 +49,7 @@ def operands(plan: Plan, slots: Sequence[int], tensors: Sequence[Tensor]) -> dic
 def first_step(plan: Plan) -> int:
     """0 if the passes begin with the convolution's bias. oneDNN starts its sums with the bias, and each addition then
     rounds at the bias's size: 2 to 4 times the error of PyTorch's other library, which adds the bias last."""
-    return 0 if plan.trains or plan.convolve == "direct" else 1
+    return 0 if plan.trains or plan.library == "direct" else 1
 
 
 def before(chain: Chain, last: int, first: int) -> Function:

@@ -14,8 +14,7 @@ from postlude.moments import laid_out
 from postlude.plan import Plan
 from postlude.plan.barriers import first_barrier
 from postlude.plan.cpu_few_channels import CpuFewChannels
-from postlude.plan.passes import CppPasses
-from postlude.plan.passes import Moments as MomentsSink
+from postlude.plan.passes import CppPasses, KeepMoments
 from postlude.plan.problem import Layout, memory_format, reduced_shape
 from postlude.reference import continue_from, convolve
 from postlude.stages.cpu_few_channels import convolve_moments
@@ -51,10 +50,10 @@ extern "C" void {name}(void* const* p, const double* n, int threads) {{
 def forward_on_cpu(plan: Plan, tensors: Sequence[Tensor]) -> Tensor:
     """The convolution over the whole batch, then one pass over its result, in place if the dtypes agree."""
     chain, last = plan.chain, plan.passes[-1]
-    if isinstance(last.sink, MomentsSink):
+    if isinstance(last.sink, KeepMoments):
         return _reduced(plan, tensors, getattr(torch, plan.result_dtype), last.last, last.sink.squares)
     value, is_ours = _value(plan, tensors)
-    result = result_like(plan, value, is_ours, is_turned(plan))
+    result = result_like(plan, value, is_ours, plan.turns)
     _finish_pass(plan, value, result, tensors)
     return continue_from(chain, last.last, result, tensors, moves=True)
 
@@ -66,14 +65,9 @@ def trained_on_cpu(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor, Tenso
     norm, (batch, channels, _) = plan.norm, sizes_of(value)
     assert norm is not None
     saved = torch.empty((2, batch * (norm.groups or channels)), device=value.device)
-    result = result_like(plan, value, is_ours, is_turned(plan))
+    result = result_like(plan, value, is_ours, plan.turns)
     _finish_pass(plan, value, result, tensors, saved)
     return result, value, saved
-
-
-def is_turned(plan: Plan) -> bool:
-    """Whether the pass writes another layout than it reads."""
-    return (plan.value.layout, plan.result_layout) == ("channels_last", "contiguous")
 
 
 def _reduced(plan: Plan, tensors: Sequence[Tensor], dtype: torch.dtype, last: int, squares: bool) -> Tensor:
@@ -96,7 +90,7 @@ def _value(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor, bool]:
         return tensors[0].contiguous(memory_format=layout), plan.input.layout != plan.value.layout
     x, weight, *more = cast_for_convolution(chain, tensors)
     bias = more[0] if conv.has_bias and not plan.trains else None
-    if plan.convolve == "direct":
+    if plan.library == "direct":
         return _by_onednn(conv, x, weight, layout), True
     return settle_layout(convolve(conv, x, weight, bias), layout), True
 
@@ -121,7 +115,7 @@ def _finish_pass(
     if norm is not None:
         steps = emit_cpp(before(chain, (first_barrier(chain) or 1) - 1, first), "Before", slots) + steps
     name = "map" if norm is None else "normalize"
-    text = kernel_text(name, f"{name}{'_turned' * is_turned(plan)}()", plan, steps, slots, value, result, tensors)
+    text = kernel_text(name, f"{name}{'_turned' * plan.turns}()", plan, steps, slots, value, result, tensors)
     groups, eps = (1, 0.0) if norm is None else (norm.groups or channels, norm.eps)
     kept = {} if saved is None else {"saved": saved}
     given = {"value": value, "result": result, **kept, **operands(plan, slots, tensors)}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from postlude.plan import Plan
 from postlude.plan.gemm import Gemm
-from postlude.plan.passes import Moments, Store
+from postlude.plan.passes import KeepMoments, Store
 from postlude.plan.problem import Spec, memory_format
 from postlude.plan.program import Steps
 from postlude.stages.cuts import Partials, accumulator, accumulator_of, forward_steps, operands
@@ -39,7 +39,7 @@ class Epilogue:
         self.channels = {"IS_EVEN_C": channels % block_c == 0, "BLOCKS_C": blocks_c}
         self.plan, self.last, self.chunks = plan, item.last, chunks
         self.moments, self.store = "no", "raw" if item.sink == Store(raw=True) else "done"
-        if isinstance(item.sink, Moments):
+        if isinstance(item.sink, KeepMoments):
             self.moments = "both" if item.sink.squares else "sums"
             self.store = "no" if not item.sink.stores else "done" if item.sink.finished else "raw"
         is_last = plan.value.layout == "channels_last"

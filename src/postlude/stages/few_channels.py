@@ -32,7 +32,7 @@ def convolve_moments(
     along = settings.tiles(out)
     batch, tiles = x.shape[0], math.prod(along)
     units = units_of(x, batch * tiles)
-    mean, m2 = (torch.empty((batch, shape.cout, tiles), dtype=torch.float32, device=x.device) for _ in "mm")
+    mean, m2 = (torch.empty((batch, shape.cout, tiles), dtype=torch.float32, device=x.device) for _ in range(2))
     count = torch.empty((batch, tiles), dtype=torch.float32, device=x.device)
     given = {} if bias is None else {"bias": bias.contiguous()}
     launch_cuda(

@@ -17,7 +17,7 @@ from postlude.plan.boxes import Boxes
 from postlude.plan.few_channels import FewChannels, StoredFewChannels
 from postlude.plan.gemm import Gemm
 from postlude.plan.linear import LinearGemm
-from postlude.plan.passes import Moments, reads_moments
+from postlude.plan.passes import KeepMoments, reads_moments
 from postlude.plan.problem import memory_format
 from postlude.plan.through import Through
 from postlude.plan.volume import volume_for
@@ -56,7 +56,7 @@ def forward(plan: Plan, tensors: Sequence[Tensor]) -> Parts:
         result = continue_from(chain, last.last, finished(chain, plan.own, part.result, tensors), tensors)
         return Parts(result, None, None, None, produced=part)
     value, partials = first_pass(plan, tensors)
-    if isinstance(last.sink, Moments):
+    if isinstance(last.sink, KeepMoments):
         assert partials is not None
         spec, dtype = dataclasses.replace(plan.value, layout=plan.result_layout), getattr(torch, plan.result_dtype)
         few = isinstance(plan.own, FewChannels)

@@ -73,8 +73,8 @@ def gradient_passes(
     wanted, layout = reverse.wanted(chain, last, needs), memory_format(spec.layout, chain.dims)
     norm = plan.norm
     value = value.contiguous(memory_format=layout)
-    place = len(pass_slots(chain, last))
-    given = (*unpooling_lines(plan, place), *gradient_lines(plan, place))
+    count = len(pass_slots(chain, last))
+    given = (*unpooling_lines(plan, count), *gradient_lines(plan, count))
     form = torch.contiguous_format if plan.channels_end is not None else layout
     dy = dy.to(getattr(torch, plan.result_dtype)).contiguous(memory_format=form)
     function = reverse.gradient(chain, last, needs, plan.gradients.from_result, given)
@@ -88,8 +88,9 @@ def gradient_passes(
         sums = _sums_pass(plan, before, 2 + len(wanted.sums), norm, value, g, means, read)
         group_means = _combined(norm, spec, sums, tensors)
     steps, dtypes = steps_of(function, spec.shape[1]), [tensors[slot].dtype for slot in wanted.full]
-    made_of = (steps, per_group(norm, spec), value, g, (*means, *group_means), read, dtypes)
-    last_pass = LastPass(spec, norm, wanted, *made_of)
+    last_pass = LastPass(
+        spec, norm, wanted, steps, per_group(norm, spec), value, g, (*means, *group_means), read, dtypes
+    )
     made = _gradient_pass(plan, last_pass, largest) if packing is None else packed_gradient(last_pass, packing)
     dv, totals, full = made
     vectors = _vectors(chain, spec, places_of(norm, wanted, needs), sums, totals, tensors)
@@ -105,8 +106,8 @@ def _read(
     read = operands(chain, last, plan.value, tensors, value)
     if plan.pool is None and plan.channels_end is None:
         return behind[0], read
-    place = len(pass_slots(chain, last))
-    return Unread(value), [*read[:place], *behind, *read[place + len(behind) :]]
+    count = len(pass_slots(chain, last))
+    return Unread(value), [*read[:count], *behind, *read[count + len(behind) :]]
 
 
 def _cuts(plan: Plan) -> tuple[Cut, Cut]:
@@ -206,7 +207,7 @@ def _combine_sums(norm: Normalize, value: Spec, sums: Tensor, weight: Tensor | N
     batch, channels, positions = sizes_of(value)
     each, chunks = per_group(norm, value), sums.shape[-1]
     groups = channels // each
-    a, b = (torch.empty(batch * groups, dtype=sums.dtype, device=sums.device) for _ in "ab")
+    a, b = (torch.empty(batch * groups, dtype=sums.dtype, device=sums.device) for _ in range(2))
     block, warps = adding(each * chunks, most=1024)
     launch(
         "gradient",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from postlude.chain import Normalize
 from postlude.plan import Plan
-from postlude.plan.passes import Moments
+from postlude.plan.passes import KeepMoments
 from postlude.plan.problem import Spec
 from postlude.stages.cuts import (
     Partials,
@@ -40,8 +40,8 @@ def moments_pass(plan: Plan, value: Tensor, tensors: Sequence[Tensor]) -> Partia
         plan.resumes_at,
         accumulator_of(plan.value),
     )
-    item = next(one for one in plan.passes if isinstance(one.sink, Moments))
-    assert isinstance(item.sink, Moments)
+    item = next(one for one in plan.passes if isinstance(one.sink, KeepMoments))
+    assert isinstance(item.sink, KeepMoments)
     batch, channels, positions = sizes_of(spec)
     chunks = cut.chunks(positions)
     means = torch.empty((batch, channels, chunks), dtype=acc, device=value.device)
@@ -73,7 +73,8 @@ def combine_moments(step: Normalize, value: Spec, partials: Partials) -> tuple[T
     """From partial moments to one mean and one rstd per sample and group."""
     batch, channels, positions = sizes_of(value)
     groups, each = step.groups or channels, per_group(step, value)
-    mean, rstd = (torch.empty(batch * groups, dtype=partials.means.dtype, device=partials.means.device) for _ in "mr")
+    means = partials.means
+    mean, rstd = (torch.empty(batch * groups, dtype=means.dtype, device=means.device) for _ in range(2))
     block, warps = adding(each * partials.chunks)
     launch(
         "normalize",

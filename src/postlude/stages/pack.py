@@ -86,9 +86,8 @@ class Packing:
         self.shape = (x.shape[0] * volume.sample_rows + volume.tail_rows, volume.pitch, channels)
         # By rows of the volume; by whole samples if there is no border between rows, which leaves fewer partial tiles.
         is_long = volume.is_flat and math.prod(volume.space) <= _MOST_BLOCKS * _PACK_BLOCK
-        self.tail = (
-            x.shape[0] * volume.sample_rows if is_long else self.shape[0]
-        )  # the first row that no program writes
+        # The first row that no program writes.
+        self.tail = x.shape[0] * volume.sample_rows if is_long else self.shape[0]
         read = volume.as_one_row() if is_long else volume
         self.rows = read.space[0] * read.space[1]  # rows per sample that hold input
         width = self.row = read.space[2]  # positions of a row that hold input

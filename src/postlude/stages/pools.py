@@ -93,13 +93,13 @@ def windows_constants(fused: FusedPool, space: tuple[int, ...]) -> dict[str, Any
     return {**found, "DIVISOR": fused.pool.divisor or 0}
 
 
-def unpooling_lines(plan: Plan, place: int) -> tuple[Assign, ...]:
-    """The gradient at the value before the pool, as an expression of a block whose steps have `place` tensors: those of
+def unpooling_lines(plan: Plan, count: int) -> tuple[Assign, ...]:
+    """The gradient at the value before the pool, as an expression of a block whose steps have `count` tensors: those of
     the pooled value's gradient and, of a max_pool, of its taps follow them. None without a pool."""
     fused, spec = plan.pool, plan.value
     if fused is None:
         return ()
-    pointers = [Name(f"a{place}"), Name(f"a{place + 1}" if fused.pool.op == "max_pool" else f"a{place}")]
+    pointers = [Name(f"a{count}"), Name(f"a{count + 1}" if fused.pool.op == "max_pool" else f"a{count}")]
     constants = {
         "IS_CHANNELS_LAST": spec.layout == "channels_last",
         "OP": fused.pool.op,

@@ -337,7 +337,7 @@ def test_a_point_for_which_memory_is_lacking_is_left_out_and_said(
 
 def test_a_point_larger_than_memory_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     exam = exam_of(Model())
-    monkeypatch.setattr("postlude.hardware.available_bytes", lambda: exam.needed_bytes(ONE))
+    monkeypatch.setattr("postlude.hardware.available_bytes", lambda _: exam.needed_bytes(ONE))
     verdict = examine(exam, InProcess(Honest()))
     assert verdict.right, verdict
     (note,) = [note for note in verdict.notes if "lack of memory" in note]

@@ -250,7 +250,8 @@ class _Sitting:
 
     def _lack(self, case: Case) -> str | None:
         """What a point would take too much of, if anything."""
-        if self.exam.truths.device.type == "cpu" and self.exam.needed_bytes(case.shape) > hardware.available_bytes():
+        device = self.exam.truths.device
+        if device.type == "cpu" and self.exam.needed_bytes(case.shape) > hardware.available_bytes(device):
             return MEMORY
         spent = time.monotonic() - self.begun
         expected = self.costs.get(case.shape)

@@ -10,9 +10,7 @@ from postlude.stages.cuts import accumulator
 from postlude.stages.trace import Pointer, Unread, launch
 
 _ROWS, _WIDEST = 8, 512  # of a tile of the sums: a thread has 32 elements in flight
-_BY_WARP = (
-    128  # columns: a warp reads 512 bytes of a row, and no two threads share a column, so rows add up in registers
-)
+_BY_WARP = 128  # columns: a warp reads 512 bytes of a row, and threads share no column, so rows add up in registers
 _PROGRAMS = 512  # at least, where there are rows enough
 _PRODUCT_ROWS, _PRODUCT_COLUMNS = 4, 512  # of a tile of the products
 

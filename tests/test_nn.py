@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import postlude.nn as fused_nn
 from postlude import PostludeError
@@ -138,3 +139,18 @@ def test_transformations_of_pytorch_go_through(name: str) -> None:
     fused, plain = _chain()
     fused(X)
     torch.testing.assert_close(TRANSFORMS[name](fused), TRANSFORMS[name](plain))
+
+
+def test_a_compiler_reads_a_chain_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def read(_: FusedChain, example: Tensor) -> None:
+        seen.append(example.device)
+        raise LookupError
+
+    monkeypatch.setattr(FusedChain, "_read_chain", read)
+    with FakeTensorMode():
+        chain = FusedChain(nn.GroupNorm(2, 8, device="cuda:1"), nn.ReLU())
+    with FakeTensorMode(), pytest.raises(LookupError):
+        chain._text(torch.float32, 5, "cuda", None, ())
+    assert seen == [torch.device("cuda:1")]

@@ -115,7 +115,8 @@ class FusedChain(nn.Sequential):
         key = self._key(dtype, dims, device, autocast, modes)
         if key not in self._read:
             check_precision(self.precision, device)
-            example = torch.zeros((2, self._channels(), *[_EXAMPLE] * (dims - 2)), dtype=dtype, device=device)
+            held = next((tensor.device for tensor in (*self.parameters(), *self.buffers())), device)
+            example = torch.zeros((2, self._channels(), *[_EXAMPLE] * (dims - 2)), dtype=dtype, device=held)
             with torch.autocast(device, dtype=autocast, enabled=autocast is not None):
                 self._remember(key, example)
         site, names, counters = self._read[key]

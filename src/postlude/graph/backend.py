@@ -176,7 +176,7 @@ class Backend:
             known = decide(
                 *(traced, inputs, found, conversions, before, self._site, self.ledger, refused),
                 by_inductor=rest == "inductor",
-                has_graphs=bool(self.inductor.get("triton.cudagraphs")),
+                has_graphs=self._has_graphs(),
             )
             fused = {item: asked for item, asked in known.problems.items() if item not in known.refused}
             self.ledger.expect(list(fused.values()))
@@ -250,12 +250,17 @@ class Backend:
 
     def _rest_for(self, traced: fx.GraphModule, inputs: Sequence[Any]) -> str:
         """Who runs what is not fused: Inductor on a GPU, unless nothing is left for it, because calling a chain
-        directly takes less host time. On a CPU Inductor compiles C++ for tens of seconds, so it runs only on
-        request."""
+        directly takes less host time. Inductor also makes the CUDA graphs that a mode asks for. On a CPU Inductor
+        compiles C++ for tens of seconds, so it runs only on request."""
         if self.rest != "auto":
             return self.rest
         has_inductor = _device_of(inputs) == "cuda" and hardware.can_compile()
-        return "inductor" if has_inductor and not self._is_all_fused(traced, inputs) else "eager"
+        is_wanted = has_inductor and (self._has_graphs() or not self._is_all_fused(traced, inputs))
+        return "inductor" if is_wanted else "eager"
+
+    def _has_graphs(self) -> bool:
+        """Whether Inductor is to make CUDA graphs."""
+        return bool(self.inductor.get("triton.cudagraphs"))
 
     def _is_all_fused(self, traced: fx.GraphModule, inputs: Sequence[Any]) -> bool:
         found, _ = self._match(traced, inputs)

@@ -132,7 +132,7 @@ class Backend:
         # Some operators return contiguous results for channels-last inputs. Inductor fuses the conversion, eager does
         # not.
         lays_out = rest == "inductor" and layout == "auto"
-        conversions = read_channels_last(traced, self._allows_tf32()) if lays_out else []
+        conversions = read_channels_last(traced, self._is_fp32_fast(inputs)) if lays_out else []
         found, declined = self._match(traced, inputs)
         left_out = [item for item in found if self.wanted is not None and not self.wanted(item.name, item)]
         found = [item for item in found if item not in left_out]
@@ -247,6 +247,11 @@ class Backend:
     def _allows_tf32(self) -> bool:
         asked = self.precision == "auto" and hardware.default_fp32_precision() == "tf32"
         return asked or self.precision == "tf32"
+
+    def _is_fp32_fast(self, inputs: Sequence[Any]) -> bool:
+        """Whether PyTorch convolves fp32 on tensor cores, as it may in TF32. Cards before Ampere cannot."""
+        places = [x.device for x in inputs if isinstance(x, torch.Tensor) and x.is_cuda]
+        return self._allows_tf32() and all(hardware.machine_for(place).card.is_served for place in places[:1])
 
     def _rest_for(self, traced: fx.GraphModule, inputs: Sequence[Any]) -> str:
         """Who runs what is not fused: Inductor on a GPU, unless nothing is left for it, because calling a chain

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import postlude.nn as fused_nn
 from postlude import PostludeError
@@ -138,3 +143,44 @@ def test_transformations_of_pytorch_go_through(name: str) -> None:
     fused, plain = _chain()
     fused(X)
     torch.testing.assert_close(TRANSFORMS[name](fused), TRANSFORMS[name](plain))
+
+
+def test_a_compiler_reads_a_chain_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def read(_: FusedChain, example: Tensor) -> None:
+        seen.append(example.device)
+        raise LookupError
+
+    monkeypatch.setattr(FusedChain, "_read_chain", read)
+    with FakeTensorMode():
+        chain = FusedChain(nn.GroupNorm(2, 8, device="cuda:1"), nn.ReLU())
+    with FakeTensorMode(), pytest.raises(LookupError):
+        chain._text(torch.float32, 5, "cuda", None, ())
+    assert seen == [torch.device("cuda:1")]
+
+
+@pytest.mark.parametrize("where", ["postlude.graph.capture.make_fx", "postlude.run.ledger.prepared"])
+def test_threads_read_and_plan_one_after_the_other(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's tracer replaces nn.Module.__call__ meanwhile, and two that overlap would leave it replaced."""
+    place, _, name = where.rpartition(".")
+    work, inside, most = getattr(importlib.import_module(place), name), [0], [0]
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        time.sleep(0.05)
+        try:
+            return work(*args, **kwargs)
+        finally:
+            inside[0] -= 1
+
+    monkeypatch.setattr(where, slow)
+    chains = [_chain()[0] for _ in range(4)]
+    before = nn.Module.__call__
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda chain: chain(X), chains))
+    assert most == [1]
+    assert nn.Module.__call__ is before
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0])

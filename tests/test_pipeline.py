@@ -533,12 +533,13 @@ def test_an_optimized_model_is_the_plain_one_for_other_tools(net: Net) -> None:
         traced = torch.jit.trace(net, x, check_trace=False)
         exported = torch.export.export(net, (x,))
         symbolic = torch.fx.symbolic_trace(net)
+        inside = torch.fx.symbolic_trace(nn.Sequential(net))
         graphs: list[torch.fx.GraphModule] = []
         torch.compile(net, backend=lambda graph, _: (graphs.append(graph), graph.forward)[1])(x)
-        for found in (traced(x), exported.module()(x), symbolic(x)):
+        for found in (traced(x), exported.module()(x), symbolic(x), inside(x)):
             torch.testing.assert_close(found, net(x))
     assert "aten::group_norm" in str(traced.inlined_graph)
-    for graph in (exported.graph_module, symbolic, *graphs):
+    for graph in (exported.graph_module, symbolic, inside, *graphs):
         assert not any("postlude" in str(node.target) for node in graph.graph.nodes)
 
 

@@ -22,6 +22,7 @@ _COUNT = torch.ops.aten.add_.Tensor
 _PLAIN = frozenset((bool, int, float, str))
 _OWN = frozenset(vars(nn.Module()))  # nn.Module's own attributes: dictionaries of hooks, tensors and modules
 _REMEMBERED = 64  # chains per module before the cache is cleared
+_Read = tuple[Site, tuple[str | None, ...], tuple[str, ...]]  # names of the slots' tensors, and of call counters
 _EXAMPLE = 32  # the size of an example along each spatial axis: larger than any kernel
 
 
@@ -62,7 +63,7 @@ class FusedChain(nn.Sequential):
     def __init__(self, *modules: nn.Module, precision: str = "auto") -> None:
         super().__init__(*modules)
         self.precision = precision
-        self._read: dict[Any, tuple[Site, tuple[str | None, ...], tuple[str, ...]]] = {}
+        self._read: dict[Any, _Read] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         if self._is_watched() or (not torch.compiler.is_compiling() and is_transformed()):
@@ -72,10 +73,11 @@ class FusedChain(nn.Sequential):
         if torch.compiler.is_compiling():
             return self._as_operator(x, device, autocast)
         key = self._key(x.dtype, x.dim(), device, autocast)
-        if key not in self._read:
+        read = self._read.get(key)
+        if read is None:
             check_precision(self.precision, device)
-            self._remember(key, x)
-        site, names, counters = self._read[key]
+            read = self._remember(key, x)
+        site, names, counters = read
         for name in counters:
             self._tensor(name).add_(1)
         return site(*(x if name is None else self._tensor(name) for name in names))  # type: ignore[no-any-return]
@@ -89,10 +91,11 @@ class FusedChain(nn.Sequential):
         """Everything that the chain depends on: the call's properties and the modules' current settings."""
         return (*call, *_settings(self))
 
-    def _remember(self, key: Any, example: Tensor) -> None:
+    def _remember(self, key: Any, example: Tensor) -> _Read:
         if len(self._read) >= _REMEMBERED:
             self._read.clear()
-        self._read[key] = self._read_chain(example)
+        read = self._read[key] = self._read_chain(example)
+        return read
 
     def _as_operator(self, x: Tensor, device: str, autocast: torch.dtype | None) -> Tensor:
         """The forward pass for compilers: one registered operator, without a graph break."""
@@ -114,12 +117,14 @@ class FusedChain(nn.Sequential):
         The chain is read with an example that is made here, because a compiler's tensors have no values.
         """
         key = self._key(dtype, dims, device, autocast, modes)
-        if key not in self._read:
+        read = self._read.get(key)
+        if read is None:
             check_precision(self.precision, device)
-            example = torch.zeros((2, self._channels(), *[_EXAMPLE] * (dims - 2)), dtype=dtype, device=device)
+            held = next((tensor.device for tensor in (*self.parameters(), *self.buffers())), device)
+            example = torch.zeros((2, self._channels(), *[_EXAMPLE] * (dims - 2)), dtype=dtype, device=held)
             with torch.autocast(device, dtype=autocast, enabled=autocast is not None):
-                self._remember(key, example)
-        site, names, counters = self._read[key]
+                read = self._remember(key, example)
+        site, names, counters = read
         moved = [names[slot] for slot in site.chain.moved]
         still = tuple(name for slot, name in enumerate(names) if slot not in site.chain.moved)
         return site.chain.dumps(), still, tuple(name for name in moved if name is not None), tuple(counters)
@@ -137,7 +142,7 @@ class FusedChain(nn.Sequential):
                     return found
         raise PostludeError("this FusedChain has neither a convolution nor a norm: there is nothing to fuse.")
 
-    def _read_chain(self, x: Tensor) -> tuple[Site, tuple[str | None, ...], tuple[str, ...]]:
+    def _read_chain(self, x: Tensor) -> _Read:
         """The chain, the names of its tensors (None: the input), and of the counters that each call increments."""
         names = [name for name, _ in (*self.named_parameters(), *self.named_buffers())]
         plain = nn.Sequential(*self)

@@ -71,6 +71,18 @@ def test_doctor_names_the_card_and_where_its_figures_come_from(
     assert ("postlude tune" in found.advice) == (state == "note")
 
 
+def test_doctor_finds_a_gpu_without_a_c_compiler_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles kernels itself, but needs one for what launches them."""
+    monkeypatch.setattr(hardware, "can_compile", lambda: False)
+    monkeypatch.setattr(hardware, "has_triton", lambda: True)
+    found = doctor._triton(Settings("cuda", "auto"))
+    assert (found.state, found.found.endswith("without a C compiler")) == ("bad", True)
+    assert "install gcc or clang" in found.advice
+    assert doctor._triton(Settings("cpu", "auto")).state == "good"
+    monkeypatch.setattr(hardware, "has_triton", lambda: False)
+    assert "pip install" in doctor._triton(Settings("cuda", "auto")).advice
+
+
 def test_doctor_finds_an_old_card_bad(monkeypatch: pytest.MonkeyPatch) -> None:
     old = replace(UNKNOWN, architecture="sm_75")
     monkeypatch.setattr(hardware, "machine_for", lambda _: hardware.machine_on(old))

@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._dynamo.backends.registry import lookup_backend
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graph.models import CAPTURES, Capture, Written
+from postlude import cards
 from postlude.graph.backend import Backend
 from postlude.graph.fusion import Fusion
+from postlude.hardware import machine_on
 
 # Dynamo warns about its own use of torch, which the suite would turn into errors inside it.
 pytestmark = [pytest.mark.usefixtures("fresh_dynamo", "refused_chains_too"), pytest.mark.filterwarnings("ignore")]
@@ -190,3 +193,16 @@ def test_rest_inductor_runs_chains_as_operators() -> None:
         assert [str(site.chain) for site in captured.sites] == list(CAPTURES[0].chains)
     for ours, theirs in zip(fused.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize(("architecture", "is_fast"), [("sm_75", False), ("sm_80", True)])
+def test_fp32_is_fast_on_cards_with_tf32(architecture: str, is_fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere convolutions in fp32 gain nothing from channels-last."""
+    card = cards.card_for("a card", architecture, (40, 65536, 4 << 20), 1.6e9, 3e11)
+    monkeypatch.setattr("postlude.hardware.machine_for", lambda _: machine_on(card))
+    with FakeTensorMode():
+        x = torch.empty(1, device="cuda:1")
+    graph = fx.GraphModule(nn.Module(), fx.Graph())
+    assert Fusion(Backend(precision="tf32"), graph, [2, x], "cuda", "auto")._is_fp32_fast() == is_fast
+    assert Fusion(Backend(precision="tf32"), graph, [torch.ones(1)], "cpu", "auto")._is_fp32_fast()
+    assert not Fusion(Backend(precision="fp32"), graph, [x], "cuda", "auto")._is_fp32_fast()

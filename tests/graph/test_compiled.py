@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import postlude
 from postlude.errors import PostludeError
@@ -94,3 +96,24 @@ def test_a_backend_that_fails_is_not_taken_for_code_that_cannot_be_traced(monkey
     monkeypatch.setattr("postlude.graph.backend.check_precision", fail)
     with pytest.raises(Exception, match="as asked"):
         postlude.optimize(model(), torch.randn(2, 4, 6, 6))
+
+
+def test_a_model_runs_as_it_is_while_another_thread_traces() -> None:
+    plain, x = model(), torch.randn(2, 4, 6, 6)
+    ours = copy.deepcopy(plain)
+    postlude.optimize(ours, x, verify=False)
+    traces, goes_on = threading.Event(), threading.Event()
+
+    def slow(value: Tensor) -> Tensor:
+        traces.set()
+        assert goes_on.wait(60)
+        return value + 1
+
+    thread = threading.Thread(target=make_fx(slow), args=(torch.ones(1),))
+    thread.start()
+    try:
+        assert traces.wait(60)
+        torch.testing.assert_close(ours(x), plain(x))
+    finally:
+        goes_on.set()
+        thread.join()

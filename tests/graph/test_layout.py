@@ -407,18 +407,22 @@ class _Chain(torch.nn.Module):
         return y.cumsum(1) if self.ends_elsewhere else y
 
 
-@pytest.mark.parametrize("leaves_something", [True, False])
+@pytest.mark.parametrize(
+    ("leaves_something", "mode"),
+    [(True, None), (False, None), (False, "max-autotune-no-cudagraphs"), (False, "reduce-overhead")],
+)
 def test_inductor_is_not_called_where_nothing_is_left_for_it(
-    leaves_something: bool, graphs: list[fx.GraphModule], monkeypatch: pytest.MonkeyPatch
+    leaves_something: bool, mode: str | None, graphs: list[fx.GraphModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """But for CUDA graphs it is, if a mode asks for them."""
     monkeypatch.setattr(backend, "_device_of", lambda inputs: "cuda")
     monkeypatch.setattr("postlude.hardware.can_compile", lambda: True)
     monkeypatch.setattr(backend, "check_precision", lambda *_: None)
     model, x = _Chain(leaves_something), torch.randn(2, 3, 6, 6)
     plain = copy.deepcopy(model)
-    postlude.optimize(model, x, verify=False)
+    postlude.optimize(model, x, verify=False, mode=mode)
     torch.testing.assert_close(model(x), plain(x), rtol=1e-4, atol=1e-4)
-    assert bool(graphs) == leaves_something
+    assert bool(graphs) == (leaves_something or mode == "reduce-overhead")
 
 
 class Headed(torch.nn.Module):

@@ -122,18 +122,21 @@ def _torch_compile(settings: Settings) -> Iterator[Finding]:
     )
     state = "note" if compiler is None and needs else "good"
     yield Finding("C++ compiler", compiler or "none", state, advice if state == "note" else "")
-    triton, on_gpu = hardware.has_triton(), settings.device == "cuda"
-    bad = on_gpu and not triton
-    yield Finding(
-        "Triton",
-        hardware.versions()["triton"],
-        "bad" if bad else "good",
-        "pip install 'postlude[gpu]'" if bad else "",
-    )
+    yield _triton(settings)
     listed = "postlude" in torch.compiler.list_backends(exclude_tags=())
     advice = "" if listed else "install the package (pip install .) so that torch finds the backend by its name"
     state = "good" if listed else "bad"
     yield Finding('torch.compile(backend="postlude")', "registered" if listed else "unknown to torch", state, advice)
+
+
+def _triton(settings: Settings) -> Finding:
+    version = hardware.versions()["triton"]
+    if settings.device != "cuda" or hardware.can_compile():
+        return Finding("Triton", version, "good")
+    if not hardware.has_triton():
+        return Finding("Triton", version, "bad", "pip install 'postlude[gpu]'")
+    advice = "install gcc or clang, or name a C compiler in CC: Triton builds what launches its kernels with it"
+    return Finding("Triton", f"{version}, without a C compiler", "bad", advice)
 
 
 class _Tiny(nn.Module):

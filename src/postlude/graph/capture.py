@@ -24,6 +24,8 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
+from postlude.run.apart import tracing_alone
+
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # attributes of a module
 
 # Not an error: AOTAutograd has Dynamo trace the model again, with some numbers as constants instead of symbols.
@@ -44,7 +46,7 @@ def capture_function(function: Callable[..., Any], inputs: Sequence[Any]) -> fx.
     """The same for a plain function of tensors, without Dynamo. `postlude.nn` traces its modules with it."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = [mode.from_tensor(x, static_shapes=True) if isinstance(x, torch.Tensor) else x for x in inputs]
-    with mode:
+    with tracing_alone(), mode:
         trace = make_fx(function, pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True)
         return trace(*fakes)
 
@@ -125,8 +127,11 @@ def fakes_of(values: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
 
 
 def is_traced() -> bool:
-    """Whether this runs inside torch.compile, torch.export or torch.jit.trace."""
-    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    """Whether this runs inside torch.compile, torch.export, torch.jit.trace or FX, or beside a thread that traces:
+    PyTorch knows FX for the whole process, and raises where a compiled function is called meanwhile."""
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return True
+    return fx._symbolic_trace.is_fx_symbolic_tracing()
 
 
 def is_untraceable(error: Exception) -> bool:

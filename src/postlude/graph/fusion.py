@@ -81,7 +81,7 @@ class Fusion:
         # Some operators return contiguous results for channels-last inputs. Inductor fuses the conversion, eager does
         # not.
         lays_out = rest == "inductor" and self.layout == "auto"
-        conversions = read_channels_last(traced, self._allows_tf32()) if lays_out else []
+        conversions = read_channels_last(traced, self._is_fp32_fast()) if lays_out else []
         found, declined = self._match()
         left_out = [item for item in found if wanted is not None and not wanted(item.name, item)]
         found = [item for item in found if item not in left_out]
@@ -127,7 +127,7 @@ class Fusion:
             known = decide(
                 *(self.traced, self.inputs, found, conversions, before, self._site, self.ledger, refused),
                 by_inductor=rest == "inductor",
-                has_graphs=bool(self.backend.inductor.get("triton.cudagraphs")),
+                has_graphs=self._has_graphs(),
             )
             fused = {item: asked for item, asked in known.problems.items() if item not in known.refused}
             self.ledger.expect(list(fused.values()))
@@ -197,14 +197,24 @@ class Fusion:
         asked = self.backend.precision == "auto" and hardware.default_fp32_precision() == "tf32"
         return asked or self.backend.precision == "tf32"
 
+    def _is_fp32_fast(self) -> bool:
+        """Whether PyTorch convolves fp32 on tensor cores, as it may in TF32. Cards before Ampere cannot."""
+        places = [x.device for x in self.inputs if isinstance(x, torch.Tensor) and x.is_cuda]
+        return self._allows_tf32() and all(hardware.machine_for(place).card.is_served for place in places[:1])
+
     def _rest(self) -> str:
         """Who runs what is not fused: Inductor on a GPU, unless nothing is left for it, because calling a chain
-        directly takes less host time. On a CPU Inductor compiles C++ for tens of seconds, so it runs only on
-        request."""
+        directly takes less host time. Inductor also makes the CUDA graphs that a mode asks for. On a CPU Inductor
+        compiles C++ for tens of seconds, so it runs only on request."""
         if self.backend.rest != "auto":
             return self.backend.rest
         has_inductor = self.device == "cuda" and hardware.can_compile()
-        return "inductor" if has_inductor and not self._is_all_fused() else "eager"
+        is_wanted = has_inductor and (self._has_graphs() or not self._is_all_fused())
+        return "inductor" if is_wanted else "eager"
+
+    def _has_graphs(self) -> bool:
+        """Whether Inductor is to make CUDA graphs."""
+        return bool(self.backend.inductor.get("triton.cudagraphs"))
 
     def _is_all_fused(self) -> bool:
         found, _ = self._match()

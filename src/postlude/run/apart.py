@@ -1,7 +1,9 @@
-"""Hides work from what surrounds it, a trace or hooks: planning, which traces programs of its own, and checking."""
+"""Hides work from what surrounds it, a trace, hooks or other threads: planning, which traces programs of its own, and
+checking."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -9,6 +11,17 @@ from typing import Any, TypeVar
 from postlude.stages.trace import without_saving_hooks as without_saving_hooks
 
 T = TypeVar("T")
+
+
+def tracing_alone() -> contextlib.AbstractContextManager[Any]:
+    """Waits until no other thread traces or compiles. PyTorch's tracer replaces `nn.Module.__call__` meanwhile, and two
+    that overlap would leave it replaced. Taken before the lock of a ledger, as Dynamo takes it."""
+    from torch._dynamo import convert_frame
+
+    return getattr(convert_frame, "compile_lock", _TRACING)
+
+
+_TRACING = threading.RLock()
 
 
 def apart(function: Callable[..., T], *arguments: Any) -> T:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from postlude.chain import Chain
 from postlude.hardware import default_fp32_precision
 from postlude.plan import Settings, problem_of
+from postlude.run.apart import tracing_alone
 from postlude.run.execute import call, call_plain, is_transformed
 from postlude.run.ledger import Ledger, SiteProblem
 from postlude.run.operator import LIBRARY, call_operator
@@ -54,7 +55,8 @@ class Site(nn.Module):
         if entry is None:
             if _are_apart(tensors):  # a kernel would take an address of one device for another's
                 return call_plain(self.chain, tensors)
-            entry = self.ledger.enter(self.asked(tensors), key, tensors)
+            with tracing_alone():
+                entry = self.ledger.enter(self.asked(tensors), key, tensors)
         return call(entry.runner, tensors)
 
     def _as_operator(self, tensors: tuple[Tensor, ...]) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 from postlude.export.device.helpers import with_helpers
 from postlude.export.device.library import Kernel, cut, kernel_of, shorter
 from postlude.export.device.prepared import prepared
+from postlude.export.device.proved import Launch, given_facts
 from postlude.export.device.repeats import pure_helpers, remove_repeats, stores
 from postlude.export.device.simplify import has_all_channels
 from postlude.export.device.single import is_single, without_casts
@@ -77,11 +78,13 @@ def cut_kernel(call: KernelCall, words: Mapping[int, str], slots: Mapping[int, s
             text = without_casts(text, plain)
             function, constants[word] = steps_text(replace(steps, text=text), pointers, slots, constants.get("C", 0))
             functions += [] if function is None else [function]
-    keep, kernel = _named_sizes(source, constants, names)
+    facts = {names.get(word, word): fact for word, fact in given_facts(given, constants).items()}
+    launch = Launch(call, facts, functions)
+    keep, kernel = _named_sizes(source, constants, names, launch)
     if len(functions) == 1 and (joined := inlined(kernel, functions[0])) is not None:
         functions, kernel = [], joined
     values = {word: constants[word] for word in keep}
-    *functions, kernel = with_helpers([*functions, kernel], values, single)
+    *functions, kernel = with_helpers([*functions, kernel], values, single, launch)
     kernel, named = _settled(kernel, values)
     places = {names.get(word, word): value for word, value in given.items()}
     arguments = tuple(places[word] for word in kernel.parameters if word not in named)
@@ -127,15 +130,16 @@ def _uses(kernel: Kernel) -> Counter[str]:
 
 
 def _named_sizes(
-    source: str, constants: Mapping[str, object], names: Mapping[str, str]
+    source: str, constants: Mapping[str, object], names: Mapping[str, str], launch: Launch
 ) -> tuple[tuple[str, ...], Kernel]:
     """The kernel, and the numbers that keep their names: tiles, and sizes that the text reads several times."""
     numbers = {word: value for word, value in constants.items() if type(value) is int}
     named = tuple(word for word in numbers if word in _SIZES | _TILES and numbers[word] > 1)
-    kernel = cut(source, constants, names, named)
+    kernel = launch.shorter(_joined(launch.shorter(cut(source, constants, names, named))))
     uses = _uses(kernel)
     keep = tuple(word for word in named if uses[word] > (1 if word in _TILES else 3))
-    return keep, cut(kernel.text, {word: numbers[word] for word in named}, {}, keep)
+    left = {word: numbers[word] for word in named if word in kernel.parameters}
+    return keep, cut(kernel.text, left, {}, keep)
 
 
 def _with_defaults(kernel: Kernel, values: Mapping[str, Any]) -> Kernel:

@@ -10,7 +10,7 @@ from postlude.export.syntax.facts import Fact
 from postlude.export.syntax.flat import flatten
 from postlude.export.syntax.known import Known
 from postlude.export.syntax.narrowed import narrow
-from postlude.export.syntax.proven import leave_out_proven
+from postlude.export.syntax.proven import leave_out_proven, say_what_holds
 from postlude.export.syntax.reused import reuse_names
 from postlude.export.syntax.source import parse, text_of
 
@@ -56,6 +56,8 @@ def fact_of(body: str, name: str, first: bool = False) -> Fact:
         ("v = tl.zeros([W, 4], tl.float32)[None, :]", Fact()),
         ("v = tl.zeros([W], tl.float32)[None, :] + tl.zeros([4], tl.float16)[:, None]", Fact((4, 32), dtype="float32")),
         ("v = 1\nv = GLOBAL", Fact()),
+        ("x = tl.load(p_x + tl.arange(0, 8))\nv = tl.full(x.shape, 1.0, x.dtype)", Fact((8,), dtype="float32")),
+        ("v = -tl.abs(tl.load(p_x))", Fact((), dtype="float32")),
         ("v = tl.where(tl.arange(0, 4) < 2, W, 7)", Fact((4,), 7, 32, "whole")),
     ],
 )
@@ -95,6 +97,13 @@ CHANGED = [
     ("o = tl.arange(0, 8)\nx = (o - 8) // 8 * 0 + tl.arange(0, 1) * 64 + o", "x = (o - 8) // 8 * 0 + o"),
     ("a, b = W, 2 * W", "a = W\nb = 2 * W"),
     ("if tl.program_id(0) < 12:\n    f()", "if True:\n    f()"),
+    ("x = (3 - tl.program_id(0) + 2 - 1) * 1", "x = 4 - tl.program_id(0)"),
+    ("n = tl.program_id(0) // 12 + 1\nx = n * tl.program_id(0) + n", "x = tl.program_id(0) + 1"),
+    ("x = tl.program_id(0) - 1 + 3", "x = tl.program_id(0) + 2"),
+    ("for i in range(tl.cdiv(96, W)):\n    f(i)", "for i in range(96 // W):\n    f(i)"),
+    # Lanes that are not touched may point anywhere.
+    ("o = tl.arange(0, 64)\nm = o < 40\nx = tl.load(p_x + (o // 40 * 99 + o % 40), mask=m)",
+     "x = tl.load(p_x + o, mask=m)"),
     # Numbers.
     ("x = (1.0 - 0.1) * tl.load(p_x)", "x = 0.9 * tl.load(p_x)"),
     ("m = tl.abs(tl.load(p_x + tl.arange(0, 8)))\ny = tl.where(m < float('inf'), m, 0.0)\n"
@@ -133,6 +142,16 @@ UNCHANGED = [
     "a, b = tl.program_id(0), 1\na, b = b, a",
     "sums = ()\nsums += (tl.load(p_x),)",
     "x = (1.0 - 0.9) * tl.load(p_x)",
+    "n = tl.zeros([4], tl.int32)\nx = tl.arange(0, 4)[:, None] + n[None, :]",
+    "x = W * tl.program_id(0)",  # a name for the reader
+    "x = tl.load(p_x) + 0 * tl.program_id(0)",  # of -0.0 makes 0.0
+    "x = 0 * tl.program_id(0) + tl.load(p_x)",
+    "x = tl.load(p_i) - 1 + 3",  # which may overflow
+    "x = tl.load(p_x) - 1 + 3",  # which rounds
+    "for i in range(tl.cdiv(97, W)):\n    f(i)",
+    "o = tl.arange(0, 64)\nx = tl.load(p_x + tl.load(p_i + o % 40), mask=o < 40)",  # all lanes of the inner one count
+    "o = tl.arange(0, 64)\nm = o < 41\nx = tl.load(p_x + o % 40, mask=m)",
+    "o = tl.arange(0, 64)\nm = o < 40\ntl.store(p_x + o, o % 40, mask=m)",
     # NaN, and what is below 0.
     "m = tl.abs(tl.load(p_x + tl.arange(0, 8)))\nx = tl.maximum(tl.zeros([8], tl.float32), m)",
     "m = tl.load(p_x + tl.arange(0, 8))\ny = tl.where(m < 9.0, m, 0.0)\nx = tl.maximum(tl.zeros([8], tl.float32), y)",
@@ -151,19 +170,29 @@ def test_what_may_matter_stays(body: str) -> None:
     assert proved(body) == body
 
 
-def test_masks_of_large_tiles_stay_and_say_why() -> None:
-    body = """
+TILE = """
     o = tl.arange(0, 32)
     m = (o < 32)[:, None]
     x = tl.load(p_x + o[:, None] + o[None, :] * 32, mask=m)
     tl.store(p_y + o[:, None] * 32 + o[None, :], x, mask=m)
-    """
-    held = proved(body, threads=32)
+"""
+
+
+def said(body: str, threads: int) -> str:
+    function = parse(HEAD + textwrap.indent(body, "    ") + "\n")
+    say_what_holds(function, known(function), threads)
+    return text_of(function)
+
+
+def test_masks_of_large_tiles_stay_and_say_why() -> None:
+    held = proved(TILE, threads=32)
     assert held.count("mask=m") == 2
-    assert held.count("# The masks of this tile always hold.") == 1
-    assert proved(held, threads=32) == held
-    assert "mask" not in proved(body, threads=64)
-    assert "mask" not in proved(body.replace("tl.store(p_y + o[:, None] * 32 + o[None, :], x, mask=m)", ""), threads=32)
+    text = said(held, threads=32)
+    assert text.index("# The masks of this tile always hold.") < text.index("tl.load")
+    assert text.count("always hold") == 1
+    assert "mask" not in proved(TILE, threads=64)
+    assert "mask" not in proved(TILE.partition("    tl.store")[0], threads=32)
+    assert "always hold" not in said(held.replace("o < 32", "o < 31"), threads=32)
 
 
 COLUMN = """\

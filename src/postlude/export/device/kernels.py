@@ -85,19 +85,19 @@ def cut_kernel(call: KernelCall, words: Mapping[int, str], slots: Mapping[int, s
         functions, kernel = [], joined
     values = {word: constants[word] for word in keep}
     *functions, kernel = with_helpers([*functions, kernel], values, single, launch)
-    kernel, named = _settled(kernel, values)
+    kernel, named = _settled(kernel, values, launch)
     places = {names.get(word, word): value for word, value in given.items()}
     arguments = tuple(places[word] for word in kernel.parameters if word not in named)
-    functions = [*map(_joined, functions), kernel]
-    return CutKernel(tuple(map(without_unread, functions)), arguments)
+    functions = [*map(without_unread, map(_joined, functions)), launch.said(without_unread(kernel))]
+    return CutKernel(tuple(functions), arguments)
 
 
-def _settled(kernel: Kernel, values: Mapping[str, int]) -> tuple[Kernel, Collection[str]]:
+def _settled(kernel: Kernel, values: Mapping[str, int], launch: Launch) -> tuple[Kernel, Collection[str]]:
     """The kernel in its last form, and those of its numbers that still have names: they are defaults."""
     uses = _uses(kernel)
     unread = {word: value for word, value in values.items() if not uses[word]}  # helpers have the number by now
     named = {word: value for word, value in values.items() if uses[word]}
-    kernel = _joined(_with_defaults(cut(kernel.text, unread, {}), named))
+    kernel = _joined(launch.shorter(_joined(_with_defaults(cut(kernel.text, unread, {}), named))))
     uses = _uses(kernel)
     tiles = {word: value for word, value in named.items() if word in _TILES}
     if tiles and all(uses[word] <= _FEW_READS for word in tiles):

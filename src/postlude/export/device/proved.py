@@ -12,7 +12,7 @@ from postlude.export.syntax.facts import Fact, joined, literal
 from postlude.export.syntax.flat import flatten
 from postlude.export.syntax.known import Known
 from postlude.export.syntax.narrowed import narrow
-from postlude.export.syntax.proven import leave_out_proven
+from postlude.export.syntax.proven import leave_out_proven, say_what_holds
 from postlude.export.syntax.reused import reuse_names
 from postlude.export.syntax.source import parse
 from postlude.export.syntax.trees import walk
@@ -37,14 +37,17 @@ class Launch:
         text = self.functions.get(name) or library().get(name)
         return None if text is None else parse(text)
 
-    def _called(self, name: str, arguments: tuple[Fact, ...]) -> Fact:
+    def _called(self, name: str, arguments: tuple[Fact, ...]) -> tuple[Fact, ...]:
         """What a device function returns for these arguments."""
         if (function := self._function(name)) is None:
-            return Fact()
+            return ()
         words = [arg.arg for arg in function.args.args]
         known = self.known(function, dict(zip(words, arguments)))
         ends = [node.value for node in walk(function) if isinstance(node, ast.Return) and node.value is not None]
-        return functools.reduce(joined, map(known, ends)) if ends else Fact()
+        values = [end.elts if isinstance(end, ast.Tuple) else [end] for end in ends]
+        if not values or len(set(map(len, values))) > 1:
+            return ()
+        return tuple(functools.reduce(joined, map(known, parts)) for parts in zip(*values))
 
     def shorter(self, kernel: Kernel, given: Given | None = None) -> Kernel:
         """The kernel without what is proven to change nothing; it keeps its parameters."""
@@ -58,6 +61,12 @@ class Launch:
             reuse_names(function)
             kernel = cut(kernel_of(function).text, {}, {})
         return kernel
+
+    def said(self, kernel: Kernel) -> Kernel:
+        """The kernel with a reason for masks that stay although they always hold."""
+        function = parse(kernel.text)
+        say_what_holds(function, self.known(function), self.threads)
+        return kernel_of(function)
 
     def arguments_of(
         self, name: str, words: Sequence[str], trees: Mapping[str, tuple[ast.FunctionDef, Given]]

@@ -63,7 +63,7 @@ class _Known(Protocol):
 
     grid: Sequence[int]
     first: bool
-    called: Callable[[str, tuple[Fact, ...]], Fact]
+    called: Callable[[str, tuple[Fact, ...]], tuple[Fact, ...]]
 
     def __call__(self, node: ast.expr) -> Fact: ...
 
@@ -112,7 +112,7 @@ class Rules:
     def _unaryop(self, node: ast.UnaryOp) -> Fact:
         inner = self.known(node.operand)
         if isinstance(node.op, ast.USub):
-            return replace(inner, low=-inner.high, high=-inner.low)
+            return Fact(inner.shape, -inner.high, -inner.low, inner.dtype)
         if isinstance(node.op, ast.Invert | ast.Not) and inner.dtype == "int1" and inner.is_bounded:
             return replace(inner, low=1 - inner.high, high=1 - inner.low)
         return Fact(inner.shape)
@@ -151,8 +151,7 @@ class Rules:
         owner, _, last = name.rpartition(".")
         rule = getattr(self, f"_tl_{last}", None) if owner == "tl" else None
         if rule is not None:
-            found: Fact = rule(node)
-            return found
+            return rule(node)  # type: ignore[no-any-return]
         if name in _SAME:
             return self._same(node, last)
         if owner == "tl" and last in _EACH:
@@ -163,9 +162,14 @@ class Rules:
             return self._method(node, node.func)
         if name == "float":
             return Fact((), dtype=REAL)
-        if isinstance(node.func, ast.Name) and not node.keywords:
-            return self.known.called(name, tuple(self.known(argument) for argument in node.args))
-        return Fact()
+        found = self.returned(node)
+        return found[0] if len(found) == 1 else Fact()
+
+    def returned(self, node: ast.Call) -> tuple[Fact, ...]:
+        """What a device function returns, if it is known."""
+        if not isinstance(node.func, ast.Name) or node.keywords:
+            return ()
+        return self.known.called(node.func.id, tuple(self.known(argument) for argument in node.args))
 
     def _method(self, node: ast.Call, function: ast.Attribute) -> Fact:
         inner = self.known(function.value)
@@ -200,6 +204,8 @@ class Rules:
         return replace(inner, shape=shape)
 
     def _sizes(self, node: ast.expr) -> tuple[int, ...] | None:
+        if isinstance(node, ast.Attribute) and node.attr == "shape":
+            return self.known(node.value).shape
         parts = node.elts if isinstance(node, ast.List | ast.Tuple) else []
         numbers = [self.known(part).number for part in parts]
         return None if None in numbers or not parts else tuple(number for number in numbers if number is not None)

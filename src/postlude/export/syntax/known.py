@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -21,14 +22,14 @@ class _UnreachedError(Exception):
 
 class Known:
     """The facts of a function's expressions. `given` are those of its parameters, `grid` is the launch's, and `called`
-    tells what a device function gives for arguments. With `first` only the first element of each block counts."""
+    tells what a device function returns for arguments. With `first` only the first element of each block counts."""
 
     def __init__(
         self,
         function: ast.FunctionDef,
         given: Mapping[str, Fact],
         grid: Sequence[int] = (),
-        called: Callable[[str, tuple[Fact, ...]], Fact] = lambda *_: Fact(),
+        called: Callable[[str, tuple[Fact, ...]], tuple[Fact, ...]] = lambda *_: (),
         first: bool = False,
     ) -> None:
         self.grid, self.called, self.first = grid, called, first
@@ -56,9 +57,17 @@ class Known:
             return Fact()
         raise _UnreachedError
 
+    def below(self, word: str, limit: int) -> Known:
+        """The facts where a name is less than a limit."""
+        made = copy.copy(self)
+        fact = self.names[word]
+        made.rules, made.seen = Rules(made), {}
+        made.names = {**self.names, word: replace(fact, high=min(fact.high, limit - 1))}
+        return made
+
     def _settle(self, function: ast.FunctionDef) -> None:
         """Joins what is assigned to each name until nothing changes."""
-        statements = list(_in_order(function.body))
+        statements = list(in_order(function.body))
         self.assigned = set[str]().union(*map(stored_names, function.body))
         before, rounds = dict[str, Fact](), 0
         while self.names != before:
@@ -90,20 +99,32 @@ class Known:
         found = []
         for target, value in pairs:
             try:
+                if isinstance(target, ast.Tuple):
+                    found += self._returned(target, value)
+                    continue
                 fact = Fact() if value is None else self._value(node, value)
             except _UnreachedError:
                 continue
             found += [(part.id, fact) for part in walk(target) if isinstance(part, ast.Name)]
         return found
 
+    def _returned(self, target: ast.Tuple, value: ast.expr | None) -> list[tuple[str, Fact]]:
+        """The names of the values that a device function returns."""
+        names = [part.id if isinstance(part, ast.Name) else "" for part in target.elts]
+        facts = self.rules.returned(value) if isinstance(value, ast.Call) else ()
+        if len(facts) != len(names):
+            return [(part.id, Fact()) for part in walk(target) if isinstance(part, ast.Name)]
+        return [(name, bounded(fact)) for name, fact in zip(names, facts) if name]
+
     def _value(self, node: ast.stmt, value: ast.expr) -> Fact:
         return self.rules.counted(value) if isinstance(node, ast.For) else bounded(self.rules.of(value))
 
 
-def _in_order(block: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+def in_order(block: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements as they are written, inner ones after the one that they are part of."""
     for node in block:
         yield node
-        yield from _in_order([*getattr(node, "body", []), *getattr(node, "orelse", [])])
+        yield from in_order([*getattr(node, "body", []), *getattr(node, "orelse", [])])
 
 
 def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr | None]]:
@@ -111,4 +132,4 @@ def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr |
         return [(target, value)]
     if isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts):
         return list(zip(target.elts, value.elts))
-    return [(target, None)]
+    return [(target, value)]

@@ -29,7 +29,7 @@ def finite_magnitude(x):
 
 @triton.jit
 def largest_kernel(
-    p_x,  # [N, 64, 32768]
+    p_x,  # [16, 64, 32768]
     p_largest,  # [64], bits of floats ≥ 0 as int32, which sort alike; zero at first
     BLOCK_S: tl.constexpr = 4096,
 ):
@@ -61,7 +61,7 @@ def rest_of(x, high):
 @triton.jit
 def pack_input_kernel(
     p_x,  # [16, 64, 32, 32, 32]
-    p_high,  # [PACKED_ROWS, 34, 64], out
+    p_high,  # [18497, 34, 64], out
     p_low,  # the same, out
     p_largest,  # [64]
 ):
@@ -130,10 +130,10 @@ def convolve_kernel(
     d_x_low,  # the low plane
     d_w,  # descriptor [columns, 3456]
     p_unscale,  # [128]
-    p_y,  # [N, 128, 39304], out
-    p_mean,  # [N, 128, TILES], out
-    p_m2,  # [N, 128, TILES], out
-    p_count,  # [N, TILES], out: how many of a tile's outputs are not padding
+    p_y,  # [16, 128, 39304], out
+    p_mean,  # [16, 128, TILES], out
+    p_m2,  # [16, 128, TILES], out
+    p_count,  # [16, TILES], out: how many of a tile's outputs are not padding
     TILES: tl.constexpr = 308,  # per sample
     SLICE_PITCH: tl.constexpr = 1156,
     BLOCK_M: tl.constexpr = 128,
@@ -185,11 +185,11 @@ def convolve_kernel(
 
 @triton.jit
 def combine_kernel(
-    p_mean,  # [N·G, PARTS]: the partial moments of a group's channels, chunk by chunk
-    p_m2,  # [N·G, PARTS]
-    p_count,  # [N, 308]
-    p_group_mean,  # [N·G], out
-    p_group_rstd,  # [N·G], out
+    p_mean,  # [16·8, PARTS]: the partial moments of a group's channels, chunk by chunk
+    p_m2,  # [16·8, PARTS]
+    p_count,  # [16, 308]
+    p_group_mean,  # [16·8], out
+    p_group_rstd,  # [16·8], out
     PARTS: tl.constexpr = 4928,
     BLOCK_PARTS: tl.constexpr = 4096,
 ):
@@ -219,10 +219,10 @@ def combine_kernel(
 
 @triton.jit
 def finish_kernel(
-    p_x,  # [N, 128, 39304] in the value's layout
+    p_x,  # [16, 128, 39304] in the value's layout
     p_y,  # as p_x, which it may be, out
-    p_mean,  # [N·G]
-    p_rstd,  # [N·G]
+    p_mean,  # [16·8]
+    p_rstd,  # [16·8]
     p_gamma,
     p_beta,
 ):

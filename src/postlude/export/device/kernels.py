@@ -16,6 +16,7 @@ from postlude.export.device.proved import Launch, given_facts
 from postlude.export.device.repeats import pure_helpers, remove_repeats, stores
 from postlude.export.device.simplify import has_all_channels
 from postlude.export.device.single import is_single, without_casts
+from postlude.export.device.sizes import with_sizes
 from postlude.export.device.steps_text import steps_text
 from postlude.export.syntax.analysis import calls_in, leftmost, name_of, times_read
 from postlude.export.syntax.joined import join
@@ -54,7 +55,8 @@ class CutKernel:
         functions = [parse(function.text) for function in self.functions]
         for function in functions:
             rename(function, {name: new})
-        return CutKernel(tuple(map(kernel_of, functions)), self.arguments)
+        made = [replace(kernel_of(tree), remarks=old.remarks) for tree, old in zip(functions, self.functions)]
+        return CutKernel(tuple(made), self.arguments)
 
 
 def cut_kernel(call: KernelCall, words: Mapping[int, str], slots: Mapping[int, str], name: str) -> CutKernel:
@@ -89,6 +91,7 @@ def cut_kernel(call: KernelCall, words: Mapping[int, str], slots: Mapping[int, s
     places = {names.get(word, word): value for word, value in given.items()}
     arguments = tuple(places[word] for word in kernel.parameters if word not in named)
     functions = [*map(without_unread, map(_joined, functions)), launch.said(without_unread(kernel))]
+    functions[-1] = with_sizes(functions[-1], places, {word: values[word] for word in named})
     return CutKernel(tuple(functions), arguments)
 
 

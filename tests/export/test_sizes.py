@@ -30,8 +30,12 @@ def buffer(*shape: int) -> Buffer:
 def kernel(batch: int) -> Kernel:
     words = ("p_x", "p_mean", "p_w", "p_odd", "p_both", "d_x", "p_plain", "C", "TILES")
     given = {
-        **{"p_x": buffer(batch, 32, 4, 16), "p_mean": buffer(batch, 8, 5), "p_w": buffer(128, 3, 3)},
-        **{"p_odd": buffer(3, 5), "p_both": buffer(4, 4), "p_plain": buffer(2)},
+        "p_x": buffer(batch, 32, 4, 16),
+        "p_mean": buffer(batch, 8, 5),
+        "p_w": buffer(128, 3, 3),
+        "p_odd": buffer(3, 5),
+        "p_both": buffer(4, 4),
+        "p_plain": buffer(2),
         "d_x": Descriptor(buffer(8, 64), (8, 64), (64, 1), (4, 64)),
     }
     return with_sizes(Kernel("kernel", TEXT, words), given, {"C": 32, "TILES": 5})

@@ -29,7 +29,7 @@ def finite_magnitude(x):
 
 @triton.jit
 def largest_kernel(
-    p_x,  # [16, 64, 32768]
+    p_x,  # [16, 64, 32·32·32]
     p_largest,  # [64], bits of floats ≥ 0 as int32, which sort alike; zero at first
     BLOCK_S: tl.constexpr = 4096,
 ):
@@ -130,7 +130,7 @@ def convolve_kernel(
     d_x_low,  # the low plane
     d_w,  # descriptor [columns, 3456]
     p_unscale,  # [128]
-    p_y,  # [16, 128, 39304], out
+    p_y,  # [16, 128, 34·34·34], out
     p_mean,  # [16, 128, TILES], out
     p_m2,  # [16, 128, TILES], out
     p_count,  # [16, TILES], out: how many of a tile's outputs are not padding
@@ -219,7 +219,7 @@ def combine_kernel(
 
 @triton.jit
 def finish_kernel(
-    p_x,  # [16, 128, 39304] in the value's layout
+    p_x,  # [16, 128, 34·34·34] in the value's layout
     p_y,  # as p_x, which it may be, out
     p_mean,  # [16·8]
     p_rstd,  # [16·8]

@@ -51,6 +51,11 @@ def test_a_remark_goes_on_in_the_next_line() -> None:
     assert "    a,  # the first, at length\n    b,  # the second\n" in text
 
 
+def test_values_of_a_tuple_that_nobody_reads_have_no_name() -> None:
+    source = "def f(x):\n    a, b = g(x)\n    h(b)\n    for i in range(x):\n        a, b = g(i)\n        h(b)\n"
+    assert text_of(specialise(source, {})).count("_, b = g(") == 2
+
+
 def test_parameters_go_with_their_comments() -> None:
     before = """
     def f(

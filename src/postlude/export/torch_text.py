@@ -74,7 +74,7 @@ class TorchText:
             raise ValueError(f"{call.function} has no text")
         if name.startswith("conv") and call.function.startswith("torch.conv"):
             return self._convolution(name, arguments)
-        if name[:8] in _POOLS and name[8:] in ("2d", "3d") and call.function.startswith("F.") and not keywords:
+        if name[:8] in _POOLS and name[8:] in ("2d", "3d") and not keywords:
             return self._pool(name, arguments)
         if call.function == "torch.ops.aten.convolution_backward" and arguments[-1] == [True, True, False]:
             words = [*map(self.value, arguments[:-1]), "[needs[0], needs[1], False]"]

@@ -141,8 +141,7 @@ def _named_sizes(
     kernel = launch.shorter(_joined(launch.shorter(cut(source, constants, names, named))))
     uses = _uses(kernel)
     keep = tuple(word for word in named if uses[word] > (1 if word in _TILES else 3))
-    left = {word: numbers[word] for word in named if word in kernel.parameters}
-    return keep, cut(kernel.text, left, {}, keep)
+    return keep, cut(kernel.text, {word: numbers[word] for word in named}, {}, keep)
 
 
 def _with_defaults(kernel: Kernel, values: Mapping[str, Any]) -> Kernel:

@@ -44,23 +44,44 @@ def with_remarks(kernel: Kernel) -> Kernel:
 def _said(sizes: list[str], value: Buffer | Descriptor, known: dict[str, int], own: Mapping[str, int]) -> str:
     """A shape in numbers, as far as the tensor's own shape tells them; what it tells is added to `known`."""
     factors = [size.split("·") for size in sizes]
-    open_places = [place for place, parts in enumerate(factors) if any(_number(part, known) is None for part in parts)]
-    if isinstance(value, Descriptor) and len(value.shape) == len(sizes):
-        found = {place: value.shape[place] for place in open_places}
-    elif len(open_places) == 1:
-        count = math.prod(value.shape)
-        rest = math.prod(_number(part, known) or 1 for parts in factors for part in parts)
-        found = {open_places[0]: count // rest} if rest and count % rest == 0 else {}
-        sure = math.prod(_number(part, known) or 1 for part in factors[open_places[0]])
-        found = {place: number * sure for place, number in found.items()}
-    else:
-        found = {}
-    for place, number in found.items():
+    for place, number in _open_sizes(factors, value, known).items():
         unknown = [part for part in factors[place] if _number(part, known) is None]
         rest = math.prod(_number(part, known) or 1 for part in factors[place])
         if len(unknown) == 1 and _NAME.fullmatch(unknown[0]) and number % rest == 0:
             known[unknown[0]] = number // rest
-    return ", ".join("·".join(_shown(parts, known, own)) for parts in factors)
+    numbers = [math.prod(_number(part, known) or 0 for part in parts) for parts in factors]
+    axes = _axes(numbers, value.shape) if isinstance(value, Buffer) else [()] * len(factors)
+    shown = []
+    for parts, sizes_of in zip(factors, axes):
+        is_several = len(parts) == 1 and parts[0] not in own and len(sizes_of) > 1
+        shown.append("·".join(map(str, sizes_of) if is_several else _shown(parts, known, own)))
+    return ", ".join(shown)
+
+
+def _open_sizes(factors: list[list[str]], value: Buffer | Descriptor, known: Mapping[str, int]) -> dict[int, int]:
+    """The numbers for those places of a shape where a name is unknown, if the tensor tells them."""
+    places = [place for place, parts in enumerate(factors) if any(_number(part, known) is None for part in parts)]
+    if isinstance(value, Descriptor) and len(value.shape) == len(factors):
+        return {place: value.shape[place] for place in places}
+    if len(places) != 1:
+        return {}
+    count = math.prod(value.shape)
+    rest = math.prod(_number(part, known) or 1 for place, parts in enumerate(factors) if place not in places
+                     for part in parts)  # fmt: skip
+    return {places[0]: count // rest} if count % rest == 0 else {}
+
+
+def _axes(numbers: list[int], shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The axes of a tensor that each number is the product of, without those of 1; nothing if they are not in order."""
+    left, found = list(shape), list[tuple[int, ...]]()
+    for number in numbers:
+        taken: list[int] = []
+        while left and math.prod(taken) < number:
+            taken.append(left.pop(0))
+        if math.prod(taken) != number:
+            return [()] * len(numbers)
+        found.append(tuple(size for size in taken if size != 1))
+    return found
 
 
 def _shown(parts: list[str], known: Mapping[str, int], own: Mapping[str, int]) -> list[str]:

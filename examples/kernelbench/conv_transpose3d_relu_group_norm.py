@@ -23,25 +23,23 @@ SHAPES = ((16, 64, 32, 32, 32), (64, 128, 3, 3, 3), (128,), (128,))
 @triton.jit
 def finite_magnitude(x):
     """|x|, or 0 where x is not finite: an infinity must not set the scale of a whole channel."""
-    magnitude = tl.abs(x.to(tl.float32))
+    magnitude = tl.abs(x)
     return tl.where(magnitude < float("inf"), magnitude, 0.0)  # also 0 for NaN
 
 
 @triton.jit
 def largest_kernel(
-    p_x,  # [N, 64, 32768]
+    p_x,  # [16, 64, 32·32·32]
     p_largest,  # [64], bits of floats ≥ 0 as int32, which sort alike; zero at first
     BLOCK_S: tl.constexpr = 4096,
 ):
     i_chunk = tl.program_id(0) % 2
-    o_c = tl.program_id(0) // 2 % 64 + tl.arange(0, 1)
-    p_x += (tl.program_id(0) // 128).to(tl.int64) * 32768 * 64
-    largest = tl.zeros([BLOCK_S, 1], tl.float32)
+    o_c = tl.program_id(0) // 2 % 64
+    p_x += tl.program_id(0) // 128 * 32768 * 64
+    largest = tl.zeros([BLOCK_S], tl.float32)
     for i in range(4):
         o_s = (i_chunk * 4 + i) * BLOCK_S + tl.arange(0, BLOCK_S)
-        o_x = o_s[:, None].to(tl.int64) + o_c[None, :].to(tl.int64) * 32768
-        b_x = tl.load(p_x + o_x, mask=(o_s < 32768)[:, None], other=0.0)
-        largest = tl.maximum(largest, finite_magnitude(b_x))
+        largest = tl.maximum(largest, finite_magnitude(tl.load(p_x + (o_s + o_c * 32768))))
     tl.atomic_max(p_largest + o_c, tl.max(largest, axis=0).to(tl.int32, bitcast=True), sem="relaxed")
 
 
@@ -62,32 +60,28 @@ def rest_of(x, high):
 
 @triton.jit
 def pack_input_kernel(
-    p_x,  # [16, 64, 32, H, W]
-    p_high,  # [PACKED_ROWS, 34, 64], out
+    p_x,  # [16, 64, 32, 32, 32]
+    p_high,  # [18497, 34, 64], out
     p_low,  # the same, out
     p_largest,  # [64]
-    H: tl.constexpr = 32,
-    W: tl.constexpr = 32,
 ):
     # One row per program, indexed by the input's positions: the compiler then sees that the loads are contiguous.
     i_row = tl.program_id(0)
     i_n = i_row // 1156
     z = (i_row % 1156) // 34 - 2
     y = i_row % 34 - 2
-    is_row = (z >= 0) & (z < 32) & (y >= 0) & (y < H) & (i_n < 16)
+    is_row = (z >= 0) & (y >= 0) & (i_n < 16)
     o_w = tl.arange(0, 32)
     o_c = tl.arange(0, 64)
-    m_w = (o_w < W) & is_row
-    o_x = o_c[:, None].to(tl.int64) * (32 * H * W) + ((z * H + y) * W + o_w)[None, :]  # [64, 32]
-    b_x = tl.trans(tl.load(p_x + i_n.to(tl.int64) * 64 * 32 * H * W + o_x, mask=m_w[None, :], other=0.0))
+    o_x = o_c[:, None] * 32768 + ((z * 32 + y) * 32 + o_w)[None, :]  # [64, 32]
+    b_x = tl.trans(tl.load(p_x + i_n * 64 * 32 * 32 * 32 + o_x, mask=is_row, other=0.0))
     scale = scale_for(tl.load(p_largest + o_c).to(tl.float32, bitcast=True))
-    b_s = b_x.to(tl.float32) * scale[None, :]
+    b_s = b_x * scale[None, :]
     high = b_s.to(tl.float16)
-    out = i_row.to(tl.int64) * 34 * 64
+    out = i_row * 34 * 64
     o_out = (2 + o_w)[:, None] * 64 + o_c[None, :]
-    m_out = (o_w < W)[:, None]
-    tl.store(p_high + out + o_out, high, mask=m_out)
-    tl.store(p_low + out + o_out, rest_of(b_s, high).to(high.dtype), mask=m_out)
+    tl.store(p_high + out + o_out, high)
+    tl.store(p_low + out + o_out, rest_of(b_s, high))
     o_zero = tl.arange(0, 2)[:, None] * 64 + o_c[None, :]
     zeros = tl.zeros([2, 64], tl.float16)
     tl.store(p_high + out + o_zero, zeros)
@@ -109,7 +103,7 @@ def pack_weight_kernel(
         o_c = o % 64
         b_w = tl.load(p_w + i_o * 27 + o_c * 3456 + o // 64, mask=o < 1728, other=0.0)
         powers = scale_for(tl.load(p_largest + o_c).to(tl.float32, bitcast=True))
-        largest = tl.maximum(largest, finite_magnitude(b_w.to(tl.float32) / powers))
+        largest = tl.maximum(largest, finite_magnitude(b_w / powers))
     scale = scale_for(tl.max(largest))
     tl.store(p_unscale + i_o, 1.0 / scale)
     for start in range(0, 1728, BLOCK_K):
@@ -117,11 +111,11 @@ def pack_weight_kernel(
         o_c = o % 64
         b_w = tl.load(p_w + i_o * 27 + o_c * 3456 + (26 - o // 64), mask=o < 1728, other=0.0)
         powers = scale_for(tl.load(p_largest + o_c).to(tl.float32, bitcast=True))
-        b_s = b_w.to(tl.float32) / powers * scale
+        b_s = b_w / powers * scale
         high = b_s.to(tl.float16)
         out = i_o * 3456
         tl.store(p_out + out + o, high, mask=o < 1728)
-        tl.store(p_out + out + 1728 + o, rest_of(b_s, high).to(high.dtype), mask=o < 1728)
+        tl.store(p_out + out + 1728 + o, rest_of(b_s, high), mask=o < 1728)
 
 
 @triton.jit
@@ -136,10 +130,10 @@ def convolve_kernel(
     d_x_low,  # the low plane
     d_w,  # descriptor [columns, 3456]
     p_unscale,  # [128]
-    p_y,  # [N, 128, 39304], out
-    p_mean,  # [N, 128, TILES], out
-    p_m2,  # [N, 128, TILES], out
-    p_count,  # [N, TILES], out: how many of a tile's outputs are not padding
+    p_y,  # [16, 128, 34·34·34], out
+    p_mean,  # [16, 128, TILES], out
+    p_m2,  # [16, 128, TILES], out
+    p_count,  # [16, TILES], out: how many of a tile's outputs are not padding
     TILES: tl.constexpr = 308,  # per sample
     SLICE_PITCH: tl.constexpr = 1156,
     BLOCK_M: tl.constexpr = 128,
@@ -149,7 +143,7 @@ def convolve_kernel(
     i_tile = tl.program_id(0) % TILES
     i_n = tl.program_id(0) // TILES
     s0 = i_tile * BLOCK_M
-    row0 = i_n * 39304 + i_tile * BLOCK_M
+    row0 = i_n * 39304 + s0
     # Skip taps along z that read only padding.
     z_last = tl.minimum(s0 + BLOCK_M - 1, 34 * SLICE_PITCH - 1) // SLICE_PITCH
     kd_first = tl.maximum(0, 2 - z_last)
@@ -178,29 +172,29 @@ def convolve_kernel(
     count = tl.sum(m_s.to(tl.float32))
     b_sum = tl.sum(tl.where(m_x, b_v, 0.0), axis=0)  # [BLOCK_C]
     o_out = (i_n * 128 + o_c) * TILES + i_tile
-    y = tl.maximum(count, 1.0)
-    # b_sum / y to nearest; a plain division errs to one side for one y, by 0.1 ulp, which sums over a batch collect.
-    q = b_sum / y
-    b_mean = q + tl.fma(-q, y, b_sum) / y
+    # b_sum / count to nearest; a plain division errs to one side for one count, by 0.1 ulp, which sums over a batch
+    # collect.
+    q = b_sum / count
+    b_mean = q + tl.fma(-q, count, b_sum) / count
     b_diff = tl.where(m_x, b_v - b_mean[None, :], 0.0)
     tl.store(p_mean + o_out, b_mean)
     tl.store(p_m2 + o_out, tl.sum(b_diff * b_diff, axis=0))
     tl.store(p_count + i_n * TILES + i_tile, count)
-    tl.store(p_y + i_n.to(tl.int64) * 128 * 39304 + (o_c[None, :] * 39304 + o_p[:, None]), b_v, mask=m_x)
+    tl.store(p_y + i_n * 128 * 39304 + (o_c[None, :] * 39304 + o_p[:, None]), b_v, mask=m_x)
 
 
 @triton.jit
 def combine_kernel(
-    p_mean,  # [N·G, PARTS]: the partial moments of a group's channels, chunk by chunk
-    p_m2,  # [N·G, PARTS]
-    p_count,  # [N, 308]
-    p_group_mean,  # [N·G], out
-    p_group_rstd,  # [N·G], out
+    p_mean,  # [16·8, PARTS]: the partial moments of a group's channels, chunk by chunk
+    p_m2,  # [16·8, PARTS]
+    p_count,  # [16, 308]
+    p_group_mean,  # [16·8], out
+    p_group_rstd,  # [16·8], out
     PARTS: tl.constexpr = 4928,
     BLOCK_PARTS: tl.constexpr = 4096,
 ):
     i_group = tl.program_id(0)
-    base = i_group.to(tl.int64) * PARTS
+    base = i_group * PARTS
     p_count += i_group // 8 * 308
     total = tl.zeros([BLOCK_PARTS], tl.float32)
     first = tl.load(p_mean + base)
@@ -225,25 +219,25 @@ def combine_kernel(
 
 @triton.jit
 def finish_kernel(
-    p_x,  # [N, 128, 39304] in the value's layout
+    p_x,  # [16, 128, 34·34·34] in the value's layout
     p_y,  # as p_x, which it may be, out
-    p_mean,  # [N·G]
-    p_rstd,  # [N·G]
+    p_mean,  # [16·8]
+    p_rstd,  # [16·8]
     p_gamma,
     p_beta,
 ):
     i_row = tl.program_id(0) // 39
-    base = i_row.to(tl.int64) * 39304
-    o_c = i_row % 128
+    base = i_row * 39304
     o_s = tl.program_id(0) % 39 * 1024 + tl.arange(0, 1024)
     m_x = o_s < 39304
-    b_x = tl.load(p_x + base + o_s, mask=m_x, other=0.0).to(tl.float32)
+    b_x = tl.load(p_x + base + o_s, mask=m_x, other=0.0)
     o_g = i_row // 16
     mean = tl.load(p_mean + o_g)
-    rstd = tl.load(p_rstd + o_g)
+    o_c = i_row % 128
     gamma = tl.load(p_gamma + o_c)
     beta = tl.load(p_beta + o_c)
-    tl.store(p_y + base + o_s, (b_x - mean) * (rstd * gamma) + beta, mask=m_x)
+    b_y = (b_x - mean) * (tl.load(p_rstd + o_g) * gamma) + beta
+    tl.store(p_y + base + o_s, b_y, mask=m_x)
 
 
 def conv_relu_norm(x: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:

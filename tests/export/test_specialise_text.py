@@ -28,6 +28,14 @@ from postlude.export.syntax.specialise import specialise
         ("[C], unread without YES", "[C]"),
         ("[PLANES·BM, ONE·BK], BM·ONE", "[2·BM, BK], BM"),
         ("where x is somewhere", "where x is somewhere"),
+        ('[N, S], or where MODE is "raw" as p_x, or [N, C] where NO, out', "as p_x, out"),
+        ('[N, S], or where MODE is "no" as p_x, or [N, C] where NO, out', "[N, S], out"),
+        ("of it: its [N], or where YES in fp32 [M], or [K] where NO", "of it: in fp32 [M]"),
+        ("of it: its [N], or where NO in fp32 [M], or [K] where NO", "of it: its [N]"),
+        ("[N, C], out; may be p_x. [N] where YES", "[N], out"),
+        ("[N, C], out; may be p_x. [N] where NO", "[N, C], out; may be p_x"),
+        ("[ONE], or [ONE, 0]", "[1]"),
+        ("[ONE], or [ONE, 10]", "[1], or [1, 10]"),
     ],
 )
 def test_comments_lose_what_is_decided(comment: str, expected: str) -> None:
@@ -36,6 +44,16 @@ def test_comments_lose_what_is_decided(comment: str, expected: str) -> None:
     )
     text = cut(source, YES=True, NO=False, PLANES=2, MODE="raw", ONE=1)
     assert text.splitlines()[1] == f"    p_x,  # {expected}"
+
+
+def test_a_remark_goes_on_in_the_next_line() -> None:
+    text = text_of(parse("def f(\n    a,  # the first,\n    # at length\n    b,  # the second\n):\n    g(a, b)\n"))
+    assert "    a,  # the first, at length\n    b,  # the second\n" in text
+
+
+def test_values_of_a_tuple_that_nobody_reads_have_no_name() -> None:
+    source = "def f(x):\n    a, b = g(x)\n    h(b)\n    for i in range(x):\n        a, b = g(i)\n        h(b)\n"
+    assert text_of(specialise(source, {})).count("_, b = g(") == 2
 
 
 def test_parameters_go_with_their_comments() -> None:

@@ -21,8 +21,8 @@ _ROWS = {
 COMPILE = '''\
 @functools.cache
 def compiled(source: str, name: str, shared_bytes: int, device: int) -> Any:
-    """CUDA C++, compiled once for each card by the NVRTC that torch brings along. What
-    comes back launches it; torch's own way of launching takes some 40 µs."""
+    """What launches CUDA C++, which the NVRTC that torch brings along compiles once for each card. torch's own way of
+    launching takes some 40 µs."""
     with torch.cuda.device(device):
         kernel = torch.cuda._compile_kernel(source, name)
         kernel.set_shared_memory_config(max(shared_bytes, 48 << 10))  # beside its own

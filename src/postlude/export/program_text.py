@@ -10,6 +10,7 @@ from postlude.export.buffer_names import BACKWARD, KERNELS, remark, words_for
 from postlude.export.cuda import cuda_text, launch_lines
 from postlude.export.device.kernels import CutKernel, cut_kernel, written_places
 from postlude.export.device.library import Kernel
+from postlude.export.device.sizes import common
 from postlude.export.syntax.layout import WIDTH, comment, laid_out
 from postlude.export.torch_text import VIEWS, TorchText
 from postlude.plan.program import (
@@ -108,8 +109,9 @@ class ProgramText:
             word = other if name == cut.kernel.name else name
             for new in (name, word, *(f"{word}_{n}" for n in range(2, 99))):
                 made = cut if new == name else cut.renamed(name, new)
-                if self.functions.setdefault(new, made.functions[place]) == made.functions[place]:
-                    cut = made
+                one = self.functions.setdefault(new, made.functions[place])
+                if one == made.functions[place]:
+                    cut, self.functions[new] = made, common(one, made.functions[place])
                     break
         return cut
 

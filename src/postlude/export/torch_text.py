@@ -27,6 +27,8 @@ _INFIX = {
 _REFLECTED = {"__radd__": "+", "__rmul__": "*", "__rsub__": "-", "__rtruediv__": "/"}
 _CONVOLUTION = ("stride", "padding", "dilation", "groups")
 _TRANSPOSED = ("stride", "padding", "output_padding", "groups", "dilation")
+# Defaults of the arguments after a pool's kernel size; the stride's is the kernel size.
+_POOLS = {"max_pool": (None, 0, 1, False), "avg_pool": (None, 0, False, True, None)}
 # Calls whose result is a view of their argument: written where it is read, if it is read once.
 VIEWS = frozenset({"__getitem__", "view", "reshape", "expand", "unsqueeze", "squeeze"})
 
@@ -72,6 +74,8 @@ class TorchText:
             raise ValueError(f"{call.function} has no text")
         if name.startswith("conv") and call.function.startswith("torch.conv"):
             return self._convolution(name, arguments)
+        if name[:8] in _POOLS and name[8:] in ("2d", "3d") and not keywords:
+            return self._pool(name, arguments)
         if call.function == "torch.ops.aten.convolution_backward" and arguments[-1] == [True, True, False]:
             words = [*map(self.value, arguments[:-1]), "[needs[0], needs[1], False]"]
             return f"{call.function}({', '.join(words)})"
@@ -111,6 +115,17 @@ class TorchText:
                 given.append(f"{word}={values.pop() if len(values) == 1 else tuple(item)}")
         return f"F.{name}({', '.join(given)})"
 
+    def _pool(self, name: str, arguments: list[Any]) -> str:
+        """A pool, with one number for sizes that are equal and without arguments that equal their defaults."""
+        value, *sizes = arguments
+        sizes = [size[0] if isinstance(size, list | tuple) and len(set(size)) == 1 else size for size in sizes]
+        defaults = [object(), *_POOLS[name[:8]]]
+        defaults[1] = sizes[0]
+        sizes[1:2] = [sizes[0] if size in ((), [], None) else size for size in sizes[1:2]]
+        while len(sizes) > 1 and _equal(defaults[len(sizes) - 1], sizes[-1]):
+            sizes.pop()
+        return f"F.{name}({', '.join(map(self.value, [value, *sizes]))})"
+
     def _trimmed(
         self, function: Any, arguments: list[Any], keywords: dict[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
@@ -118,7 +133,8 @@ class TorchText:
         try:
             parameters = inspect.signature(function).parameters
         except (TypeError, ValueError):
-            return arguments, {key: item for key, item in keywords.items() if item is not None}
+            plain = {"approximate": "none"}  # gelu, of which Python does not know the signature
+            return arguments, {key: item for key, item in keywords.items() if item not in (None, plain.get(key))}
         keywords = {k: v for k, v in keywords.items() if k not in parameters or parameters[k].default is not v}
         names = list(parameters)
         while len(names) >= len(arguments) > 1 and _equal(parameters[names[len(arguments) - 1]].default, arguments[-1]):

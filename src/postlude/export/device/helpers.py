@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from postlude.export.device.inlining import put_expression
 from postlude.export.device.library import Kernel, cut, kernel_of, library
+from postlude.export.device.proved import Launch
 from postlude.export.device.simplify import simplified_helper
 from postlude.export.device.single import in_single
 from postlude.export.syntax.analysis import calls_in, name_of
@@ -15,10 +16,26 @@ from postlude.export.syntax.source import parse
 from postlude.plan.program import Word
 
 
-def with_helpers(functions: Sequence[Kernel], values: Mapping[str, object], single: bool) -> list[Kernel]:
-    """The functions with their helpers before them. `values` are the kernel's numbers that keep their names; with
-    `single` nothing is float64."""
-    trees = {function.name: parse(function.text) for function in functions}
+def with_helpers(
+    functions: Sequence[Kernel], values: Mapping[str, object], single: bool, launch: Launch
+) -> list[Kernel]:
+    """The functions, of which the kernel is the last, with their helpers before them. `values` are the kernel's numbers
+    that keep their names; with `single` nothing is float64."""
+    *steps, kernel = functions
+    trees, given = {kernel.name: parse(kernel.text)}, {kernel.name: launch.given}
+
+    def include(made: Kernel) -> None:
+        """Adds a function that none but those in `trees` calls."""
+        words = made.parameters
+        calls = [call for tree in trees.values() for call in calls_in(tree, made.name)]
+        given[made.name] = launch.arguments_of(made.name, words, {name: (trees[name], given[name]) for name in trees})
+        made = launch.shorter(made, given[made.name])
+        for call in calls:
+            call.args = [call.args[words.index(word)] for word in made.parameters]
+        trees[made.name] = parse(made.text)
+
+    for function in steps:
+        include(function)
     helpers: list[str] = []
     while (helper := _next_helper(trees)) is not None:
         parameters = [arg.arg for arg in parse(library()[helper]).args.args]
@@ -29,7 +46,7 @@ def with_helpers(functions: Sequence[Kernel], values: Mapping[str, object], sing
         made = cut(in_single(source) if single else source, shared, {})
         for call in calls:
             call.args = [call.args[parameters.index(word)] for word in made.parameters]
-        trees[helper] = parse(made.text)
+        include(made)
         helpers.insert(0, helper)
     names = [function.name for function in functions]
     for helper in list(helpers):

@@ -12,9 +12,11 @@ from typing import Any
 from postlude.export.device.helpers import with_helpers
 from postlude.export.device.library import Kernel, cut, kernel_of, shorter
 from postlude.export.device.prepared import prepared
+from postlude.export.device.proved import Launch, given_facts
 from postlude.export.device.repeats import pure_helpers, remove_repeats, stores
 from postlude.export.device.simplify import has_all_channels
 from postlude.export.device.single import is_single, without_casts
+from postlude.export.device.sizes import with_sizes
 from postlude.export.device.steps_text import steps_text
 from postlude.export.syntax.analysis import calls_in, leftmost, name_of, times_read
 from postlude.export.syntax.joined import join
@@ -53,7 +55,8 @@ class CutKernel:
         functions = [parse(function.text) for function in self.functions]
         for function in functions:
             rename(function, {name: new})
-        return CutKernel(tuple(map(kernel_of, functions)), self.arguments)
+        made = [replace(kernel_of(tree), remarks=old.remarks) for tree, old in zip(functions, self.functions)]
+        return CutKernel(tuple(made), self.arguments)
 
 
 def cut_kernel(call: KernelCall, words: Mapping[int, str], slots: Mapping[int, str], name: str) -> CutKernel:
@@ -77,24 +80,27 @@ def cut_kernel(call: KernelCall, words: Mapping[int, str], slots: Mapping[int, s
             text = without_casts(text, plain)
             function, constants[word] = steps_text(replace(steps, text=text), pointers, slots, constants.get("C", 0))
             functions += [] if function is None else [function]
-    keep, kernel = _named_sizes(source, constants, names)
+    facts = {names.get(word, word): fact for word, fact in given_facts(given, constants).items()}
+    launch = Launch(call, facts, functions)
+    keep, kernel = _named_sizes(source, constants, names, launch)
     if len(functions) == 1 and (joined := inlined(kernel, functions[0])) is not None:
         functions, kernel = [], joined
     values = {word: constants[word] for word in keep}
-    *functions, kernel = with_helpers([*functions, kernel], values, single)
-    kernel, named = _settled(kernel, values)
+    *functions, kernel = with_helpers([*functions, kernel], values, single, launch)
+    kernel, named = _settled(kernel, values, launch)
     places = {names.get(word, word): value for word, value in given.items()}
     arguments = tuple(places[word] for word in kernel.parameters if word not in named)
-    functions = [*map(_joined, functions), kernel]
-    return CutKernel(tuple(map(without_unread, functions)), arguments)
+    functions = [*map(without_unread, map(_joined, functions)), launch.said(without_unread(kernel))]
+    functions[-1] = with_sizes(functions[-1], places, {word: values[word] for word in named})
+    return CutKernel(tuple(functions), arguments)
 
 
-def _settled(kernel: Kernel, values: Mapping[str, int]) -> tuple[Kernel, Collection[str]]:
+def _settled(kernel: Kernel, values: Mapping[str, int], launch: Launch) -> tuple[Kernel, Collection[str]]:
     """The kernel in its last form, and those of its numbers that still have names: they are defaults."""
     uses = _uses(kernel)
     unread = {word: value for word, value in values.items() if not uses[word]}  # helpers have the number by now
     named = {word: value for word, value in values.items() if uses[word]}
-    kernel = _joined(_with_defaults(cut(kernel.text, unread, {}), named))
+    kernel = _joined(launch.shorter(_joined(_with_defaults(cut(kernel.text, unread, {}), named))))
     uses = _uses(kernel)
     tiles = {word: value for word, value in named.items() if word in _TILES}
     if tiles and all(uses[word] <= _FEW_READS for word in tiles):
@@ -127,12 +133,12 @@ def _uses(kernel: Kernel) -> Counter[str]:
 
 
 def _named_sizes(
-    source: str, constants: Mapping[str, object], names: Mapping[str, str]
+    source: str, constants: Mapping[str, object], names: Mapping[str, str], launch: Launch
 ) -> tuple[tuple[str, ...], Kernel]:
     """The kernel, and the numbers that keep their names: tiles, and sizes that the text reads several times."""
     numbers = {word: value for word, value in constants.items() if type(value) is int}
     named = tuple(word for word in numbers if word in _SIZES | _TILES and numbers[word] > 1)
-    kernel = cut(source, constants, names, named)
+    kernel = launch.shorter(_joined(launch.shorter(cut(source, constants, names, named))))
     uses = _uses(kernel)
     keep = tuple(word for word in named if uses[word] > (1 if word in _TILES else 3))
     return keep, cut(kernel.text, {word: numbers[word] for word in named}, {}, keep)

@@ -6,7 +6,7 @@ import ast
 import functools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 
 from postlude.export.syntax.in_place import whole_texts
@@ -22,6 +22,7 @@ class Kernel:
     name: str
     text: str
     parameters: tuple[str, ...]
+    remarks: tuple[tuple[str, str], ...] = field(default=(), compare=False)  # of parameters, with one launch's sizes
 
 
 @functools.cache

@@ -17,6 +17,10 @@ _PART = r"(?:\[[^\]]*\]|[^,;:\[\]])"  # of a clause; commas inside brackets do n
 # [N]".
 _OR = re.compile(rf"(?P<no>{_PART}*?(?:, {_PART}+?)??), or (?P<yes>{_PART}+?) {_CONDITION}")
 _ELSE = re.compile(rf"(?P<yes>{_PART}+?) {_CONDITION}, else (?P<no>{_PART}+)")
+# "a [N], or where FLAG b [M]" becomes "a [N]" or "b [M]", and "[N, C], out; as p_x. [N] where FLAG" is one shape.
+_FIRST = re.compile(rf"(?P<no>(?:(?<=: )|^)[^:]*?), or {_CONDITION} (?P<yes>.+?)(?=, or \[|, out|$)")
+_ALONE = re.compile(rf"(?P<no>\[[^\]]*\](?P<tail>[^;.]*)(?:;[^.]*)?)\. (?P<yes>\[[^\]]*\]) {_CONDITION}$")
+_NO_AXIS = re.compile(r", or \[(?:[^\]]*, )?0\]")
 _CLAUSE = re.compile(rf"(?P<separator>^|[,;] ?| )(?P<clause>{_PART}*?) ?\b{_CONDITION}")
 _FALSE_WORDS = ("no", "none", "")  # string values that mean "off"
 
@@ -30,7 +34,7 @@ def decided(comment: str, known: Mapping[str, object]) -> str:
 def with_one_of_two(comment: str, known: Mapping[str, object]) -> str:
     """A comment's text with the alternatives that `known` decides."""
     comment = comment.replace(" is more than ", " > ")
-    for pattern in (_OR, _ELSE):
+    for pattern in (_FIRST, _OR, _ELSE, _ALONE):
         comment = pattern.sub(lambda m: _chosen(m, known), comment)
     return comment
 
@@ -40,7 +44,7 @@ def _chosen(match: re.Match[str], known: Mapping[str, object]) -> str:
     if truth is None:
         return match[0]
     first = " " if match[0].startswith(" ") else ""  # after a colon
-    return first + match["yes" if truth else "no"].lstrip()
+    return first + match["yes" if truth else "no"].lstrip() + (match.groupdict().get("tail") or "") * truth
 
 
 def _clause(match: re.Match[str], known: Mapping[str, object]) -> str:
@@ -76,5 +80,5 @@ def with_words(text: str, words: Mapping[str, str]) -> str:
     product = re.compile(r"(?<![\w.·])(\d+)·(\d+)(?![\w.])")
     while product.search(changed):
         changed = product.sub(lambda m: str(int(m[1]) * int(m[2])), changed)
-    changed = re.sub(r"(?<![\w.])1·(?=\w)", "", changed)
+    changed = re.sub(r"(?<![\w.])1·(?=\w)", "", _NO_AXIS.sub("", changed))
     return re.sub(r"(?<=\w)·1(?![\w.])", "", changed)

@@ -202,8 +202,8 @@ def _does_nothing(node: ast.stmt, read: set[str]) -> bool:
     if isinstance(node, ast.For):
         is_unread = stored_names(node.target).isdisjoint(read)
         return never_runs(node) or (is_empty(node.body) and is_pure(node.iter) and is_unread)
-    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name):
-        return [ast.unparse(target) for target in node.targets] == [node.value.id]
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name | ast.Tuple):
+        return [ast.unparse(target) for target in node.targets] == [ast.unparse(node.value)]
     return isinstance(node, ast.If) and is_empty([*node.body, *node.orelse]) and is_pure(node.test)
 
 

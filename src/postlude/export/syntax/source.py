@@ -36,13 +36,16 @@ def parse(text: str) -> ast.FunctionDef:
     module = ast.parse(plain)
     if len(module.body) != 1 or not isinstance(function := module.body[0], ast.FunctionDef):
         raise ValueError("the text is not that of one function")
-    last = function.lineno - 1
+    last, before = function.lineno - 1, None
     for arg, default in parameters(function):
         end = (default or arg).end_lineno or last
-        found = [remarks[row] for row in range(min(last + 1, end), end + 1) if row in remarks]
+        if before is not None:  # lines of comment below a parameter go on with its remark
+            more = [remarks[row] for row in range(last + 1, arg.lineno) if row in remarks]
+            vars(before)["remark"] = " ".join([remark_of(before), *more]).strip()
+        found = [remarks[row] for row in range(min(arg.lineno, end), end + 1) if row in remarks]
         # A shape applies to all parameters of its line; any other remark belongs to the first.
         vars(arg)["remark"] = " ".join(words for words in found if end > last or words.startswith("["))
-        last = end
+        last, before = end, arg
     starts = [0, *itertools.accumulate(len(line) + 1 for line in plain.split("\n"))]
     for node in walk(function):
         if isinstance(node, ast.BinOp):

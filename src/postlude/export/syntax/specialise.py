@@ -9,13 +9,12 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from postlude.export.syntax import rules
-from postlude.export.syntax.analysis import UNKNOWN, Liveness, stores, value_of
+from postlude.export.syntax.analysis import UNKNOWN, Liveness, stores, times_read, value_of
 from postlude.export.syntax.comments import decided, with_one_of_two, with_words
 from postlude.export.syntax.source import Comment, parameters, parse, remark_of, written
 from postlude.export.syntax.trees import parsed, walk
@@ -116,10 +115,10 @@ def _drop_unread(function: ast.FunctionDef) -> None:
 
 def _leave_unread_unnamed(function: ast.FunctionDef) -> None:
     """Names the parts of a tuple that nobody reads _."""
-    uses = Counter(node.id for node in walk(function) if isinstance(node, ast.Name))
+    read = times_read(function)
     tuples = [node.targets[0] for node in walk(function) if isinstance(node, ast.Assign)]
     for part in (part for target in tuples if isinstance(target, ast.Tuple) for part in target.elts):
-        if isinstance(part, ast.Name) and uses[part.id] == 1:
+        if isinstance(part, ast.Name) and not read[part.id]:
             part.id = "_"
 
 

@@ -1,0 +1,168 @@
+"""Arithmetic without what the facts prove to change nothing: terms of 0, factors of 1, remainders of what is smaller,
+extremes that are known, conversions to the dtype that a value has."""
+
+from __future__ import annotations
+
+import ast
+
+from postlude.export.syntax.analysis import name_of
+from postlude.export.syntax.facts import REAL, WHOLE, Fact
+from postlude.export.syntax.known import Known
+from postlude.export.syntax.rules import single_values
+
+_DIGITS = 10  # 1.0 - 0.1 is 0.9, but 1.0 - 0.9 is not written as one number
+_EXACT = 1 << 24  # up to which fp32 holds every whole number
+
+
+class ProvenNumbers(ast.NodeTransformer):
+    """Asks for the facts of a node before its parts change. `first` are the facts of each block's first element."""
+
+    def __init__(self, function: ast.FunctionDef, facts: Known, first: Known) -> None:
+        self.facts, self.first = facts, first
+        self.singles = single_values(function)
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        """The number that a local name always has. Parameters that are numbers keep their names, for the reader."""
+        fact = self.facts(node) if isinstance(node.ctx, ast.Load) and node.id not in self.facts.given else Fact()
+        is_one = fact.number is not None and fact.shape == () and fact.dtype in ("int32", WHOLE)
+        return ast.Constant(fact.number) if is_one else node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        return node if isinstance(node.value, ast.Name) else self.generic_visit(node)  # 0.to is not valid Python
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        name, fact, found = name_of(node.func), self.facts(node), None
+        if name in ("tl.minimum", "tl.maximum") and len(node.args) == 2:
+            found = self._extreme(node, fact, is_least=name == "tl.minimum")
+        elif name == "tl.cdiv" and fact.number is not None:
+            found = self._quotient(*node.args)
+        elif name == "tl.sum" and (number := self._count(node)) is not None:
+            found = ast.Constant(number)
+        elif name == ".to":
+            found = self._converted(node, fact)
+        is_same = found is None or found is node
+        return self.generic_visit(node) if is_same else self.visit(found)  # type: ignore
+
+    def _quotient(self, one: ast.expr, other: ast.expr) -> ast.expr | None:
+        """A quotient without a remainder, which needs no rounding up."""
+        number, by = self.facts(one).number, self.facts(other).number
+        return ast.BinOp(one, ast.FloorDiv(), other) if number is not None and by and number % by == 0 else None
+
+    def _stands_for(self, node: ast.expr, fact: Fact) -> bool:
+        """Whether an expression has the shape and the dtype of the one that it is a part of."""
+        own = self.facts(node)
+        is_alike = own.dtype == fact.dtype or (own.dtype == WHOLE and fact.dtype == "int32" and own.shape == ())
+        return own.shape is not None and own.shape == fact.shape and own.dtype != "" and is_alike
+
+    def _extreme(self, node: ast.Call, fact: Fact, is_least: bool) -> ast.expr:
+        one, other = node.args
+        if not is_least and isinstance(other, ast.Constant) and other.value == 1.0 and self._is_counted(one):
+            return one
+        if not is_least and self._is_zeros(one) and self.facts(other).is_magnitude and self._stands_for(other, fact):
+            return other
+        least, most = (one, other) if self.facts(one).high <= self.facts(other).low else (other, one)
+        below, above = self.facts(least), self.facts(most)
+        chosen = least if is_least else most
+        is_known = below.is_bounded and above.is_bounded and below.high <= above.low
+        return chosen if is_known and self._stands_for(chosen, fact) else node
+
+    def _is_counted(self, node: ast.expr) -> bool:
+        """Whether a value is how many lanes a mask has that holds at least in the first."""
+        node = self.singles.get(node.id, node) if isinstance(node, ast.Name) else node
+        if isinstance(node, ast.Constant):
+            return isinstance(node.value, float) and node.value >= 1.0
+        mask = _counted_mask(node)
+        return mask is not None and self.first(mask).is_true
+
+    def _is_zeros(self, node: ast.expr) -> bool:
+        return isinstance(node, ast.Call) and name_of(node.func) == "tl.zeros"
+
+    def _count(self, node: ast.Call) -> float | None:
+        """How many lanes a mask that always holds has."""
+        mask = _counted_mask(node)
+        fact = Fact() if mask is None else self.facts(mask)
+        is_known = fact.is_true and fact.shape is not None and len(fact.shape) == 1 and fact.shape[0] <= _EXACT
+        return float(fact.shape[0]) if is_known else None  # type: ignore[index]
+
+    def _converted(self, node: ast.Call, fact: Fact) -> ast.expr | None:
+        """The value without a conversion to its own dtype; a number that is converted."""
+        value = node.func.value  # type: ignore[attr-defined]
+        own = self.facts(value)
+        if node.keywords:
+            return None
+        if own.number is not None and own.shape == () and fact.dtype == "float32" and abs(own.low) <= _EXACT:
+            return ast.Constant(float(own.number))
+        return value if own.dtype == fact.dtype and own.dtype not in ("", WHOLE, REAL) else None
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        if (number := _sum_of_numbers(node)) is not None:
+            return ast.Constant(number)
+        found = self._with_one_number(self._operation(node, self.facts(node)))
+        return self.generic_visit(node) if found is node else self.visit(found)
+
+    def _operation(self, node: ast.BinOp, fact: Fact) -> ast.expr:
+        left, right = self.facts(node.left), self.facts(node.right)
+        is_quotient = isinstance(node.op, ast.FloorDiv)
+        is_exact = not fact.dtype.startswith(("float", "bfloat"))  # -0.0 + 0 is 0.0
+        is_sum = isinstance(node.op, ast.Add) and is_exact
+        is_smaller = isinstance(node.op, ast.FloorDiv | ast.Mod) and left.low >= 0 and left.high < right.low
+        if is_smaller and is_quotient and fact.shape == () and not isinstance(node.left, ast.Constant):
+            return ast.Constant(0)
+        drops_right = is_smaller and not is_quotient
+        drops_right |= (is_sum or isinstance(node.op, ast.Sub)) and right.number == 0
+        drops_right |= isinstance(node.op, ast.Mult) and right.number == 1
+        drops_right |= isinstance(node.op, ast.BitAnd) and right.is_true
+        drops_left = (is_sum and left.number == 0) or (isinstance(node.op, ast.Mult) and left.number == 1)
+        drops_left |= isinstance(node.op, ast.BitAnd) and left.is_true
+        if drops_right and self._stands_for(node.left, fact):
+            return node.left
+        return node.right if drops_left and self._stands_for(node.right, fact) else node
+
+    def _with_one_number(self, node: ast.expr) -> ast.expr:
+        """A sum of whole numbers with two literals, such as 3 - x + 1, with one."""
+        if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Add | ast.Sub):
+            return node
+        inner, number = node.left, _literal(node.right)
+        if number is None or not isinstance(inner, ast.BinOp) or not isinstance(inner.op, ast.Add | ast.Sub):
+            return node
+        if not self.facts(node).is_bounded or not self.facts(inner).is_bounded:
+            return node
+        number = number if isinstance(node.op, ast.Add) else -number
+        if (first := _literal(inner.left)) is not None and first + number > 0:
+            return ast.BinOp(ast.Constant(first + number), inner.op, inner.right)
+        if (last := _literal(inner.right)) is None:
+            return node
+        number += last if isinstance(inner.op, ast.Add) else -last
+        return ast.BinOp(inner.left, ast.Add() if number >= 0 else ast.Sub(), ast.Constant(abs(number)))
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        fact = self.facts(node)
+        if fact.shape == () and fact.number is not None:
+            return ast.Constant(bool(fact.number))
+        return self.generic_visit(node)
+
+
+def _literal(node: ast.expr) -> int | None:
+    return node.value if isinstance(node, ast.Constant) and type(node.value) is int else None
+
+
+def _sum_of_numbers(node: ast.BinOp) -> float | None:
+    """A sum or difference of two numbers, which Triton works out in Python too, where it has few digits."""
+    parts = (node.left, node.right)
+    if not all(isinstance(part, ast.Constant) and isinstance(part.value, float) for part in parts):
+        return None
+    if not isinstance(node.op, ast.Add | ast.Sub):
+        return None
+    one, other = (float(part.value) for part in parts)  # type: ignore[attr-defined]
+    number = one + other if isinstance(node.op, ast.Add) else one - other
+    return number if len(repr(number)) <= _DIGITS else None
+
+
+def _counted_mask(node: ast.expr) -> ast.expr | None:
+    """The mask whose lanes a sum in fp32 counts."""
+    if not isinstance(node, ast.Call) or name_of(node.func) != "tl.sum" or len(node.args) != 1 or node.keywords:
+        return None
+    to = node.args[0]
+    if not isinstance(to, ast.Call) or name_of(to.func) != ".to" or [name_of(arg) for arg in to.args] != ["tl.float32"]:
+        return None
+    return to.func.value  # type: ignore[attr-defined, no-any-return]

@@ -35,6 +35,9 @@ def compiled(source: str, name: str, shared_bytes: int, device: int) -> Any:
         places = (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         code = start(kernel.func, *grid, *block, shared, stream, places, None)
+        if code == 201:  # no context yet in this thread; an event binds torch's
+            torch.cuda.Event().record()
+            code = start(kernel.func, *grid, *block, shared, stream, places, None)
         if code != 0:
             raise RuntimeError(f"CUDA refused to launch {name}: error {code}")
 

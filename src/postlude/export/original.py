@@ -201,7 +201,8 @@ def _forward_text(lines: list[str], old: ast.FunctionDef, body: Sequence[str], r
     whole = [line for part in body for line in (own if part == ORIGINAL else [part])]
     if ORIGINAL not in body and reads_settings:
         # The calls below contain the constructor's numbers. A model built with others runs its original forward.
-        whole = ["        if not self.has_kernels:", *(f"    {line}" if line else "" for line in own), *whole]
+        rest = [line.replace("if self.has_kernels and ", "if ", 1) for line in whole]
+        whole = ["        if not self.has_kernels:", *(f"    {line}" if line else "" for line in own), *rest]
     return [*head, *whole]
 
 

@@ -40,6 +40,15 @@ _IN_ONE_ROW = {
 }
 
 
+# Of kernels that loop over a chunk, tile by tile: a condition, and the sizes of chunk and tile and of the whole.
+_OF_SLICES = ("o_z < end", "SLICES_PER_PROGRAM", "BLOCK_D", "D")
+_IN_CHUNKS = {
+    "column_sums_kernel": ("o_r < end", "ROWS_PER_PROGRAM", "BLOCK_ROWS", "ROWS"),
+    "tap_sums_kernel": _OF_SLICES,
+    "tap_sums_gradient_kernel": _OF_SLICES,
+}
+
+
 def simplified(call: KernelCall, source: str) -> str:
     known = dict(call.numbers) | dict(call.constants)
     function = parse(changed(source, _changes(call, known)))
@@ -92,7 +101,8 @@ def has_all_channels(call: KernelCall) -> bool:
 
 
 def _holding(call: KernelCall, known: Mapping[str, int]) -> set[str]:
-    """Conditions that are true in every lane of every program."""
+    """Conditions that are true in every lane of every program, and that proved.py cannot prove or would keep: of large
+    tiles, because some of their kernels then spill. Those of packing do not."""
     found = set[str]()
     if call.kernel == "pack_input_kernel":
         found |= {"o_c < C_PACKED"}  # blocks divide the packed channels; the input may have fewer
@@ -102,25 +112,9 @@ def _holding(call: KernelCall, known: Mapping[str, int]) -> set[str]:
             found |= {"is_row"}
         if known["PW"] == known["BLOCK_PAD"]:
             found |= {"m_zero"}
-    if call.kernel == "pack_residues_kernel":
-        found |= {"o_c < C_PACKED"}
-        found |= {"m_c"} if known["C"] == known["C_PACKED"] else set()
-    if call.kernel in ("pack_weight_kernel", "pack_phases_kernel"):
-        found |= {"o_c < C_IN"} if _fills(known) else set()
-        found |= {"i_o < C_OUT"} if call.grid[0] == known["C_OUT"] else set()
-    if call.kernel == "pack_weight_kernel" and known["NEIGHBOURS"] == 1:
-        found |= {"kw >= 0", "kw < KW"}
-    if call.kernel == "largest_kernel" and known["BLOCK_C"] == 1:
-        found |= {"o_c < C"}
-    if call.kernel == "column_sums_kernel":
-        found |= {"o_l < L"} if known["L"] % known["BLOCK_L"] == 0 else set()
-        found |= {"o_r < end"} if _is_even(known["ROWS_PER_PROGRAM"], known["BLOCK_ROWS"], known["ROWS"]) else set()
-    if call.kernel == "sums_product_kernel":
-        found |= {"m_l"} if known["L"] % known["BLOCK_L"] == 0 else set()
-        found |= {"m_r"} if known["ROWS"] % known["BLOCK_ROWS"] == 0 else set()
-    if call.kernel in ("tap_sums_kernel", "tap_sums_gradient_kernel"):
-        found |= {"o_p < H * W"} if known["H"] * known["W"] % known["BLOCK_P"] == 0 else set()
-        found |= {"o_z < end"} if _is_even(known["SLICES_PER_PROGRAM"], known["BLOCK_D"], known["D"]) else set()
+    if call.kernel in _IN_CHUNKS:
+        condition, *sizes = _IN_CHUNKS[call.kernel]
+        found |= {condition} if _is_even(*(known[size] for size in sizes)) else set()
     return found
 
 

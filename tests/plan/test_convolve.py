@@ -286,6 +286,7 @@ def test_few_channels_in_two_planes_are_stored_by_a_kernel_of_their_own(name: st
         {"needs_grad": True},
         {"hands_on": True},
         {"chain": Builder(3, conv(3, (3, 40))).op("tanh").chain()},  # more than one block of channels
+        {"chain": Builder(3, conv(3, (3, 16), 4)).op("tanh").chain()},  # only a row's taps lie side by side
         {"chain": Builder(3, conv(3, (2, 16))).op("tanh").chain()},  # infinities beside taps that are not there
         {"shape": (4096, 3, 4, 64, 64)},  # two slices of output, so half of the warps would wait
         {"chain": Builder(2, conv(2, (3, 16))).op("tanh").chain(), "shape": (128, 3, 256, 256)},

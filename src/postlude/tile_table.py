@@ -23,6 +23,7 @@ FORMAT = 1  # changes when the meaning of a setting changes
 # The kinds of pass, their settings, and the values that a user's table may have.
 SETTINGS: dict[str, dict[str, tuple[int, ...]]] = {
     "product": {"rows": (64, 128, 256), "stages": (2, 3, 4), "warps": (4, 8)},
+    "product by residue": {"rows": (64, 128, 256), "stages": (2, 3, 4), "warps": (4, 8)},
     "product by phase": {"rows": (64, 128, 256), "stages": (2, 3, 4), "warps": (4, 8)},
     "product in place": {"columns": (64, 128, 256), "steps": (16, 32, 64), "stages": (2, 3, 4)},
     "input's gradient": {"rows": (64, 128, 256), "width": (1, 2, 4), "stages": (2, 3, 4), "warps": (4, 8)},

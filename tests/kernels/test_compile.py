@@ -37,7 +37,9 @@ card = offline.card
 
 BLOCK = Builder(3, conv(3, (32, 32), padding=1)).norm(None).op("leaky_relu", slope=0.01).chain()
 RESIDUAL = Builder(3, conv(3, (64, 64), padding=1, bias=False)).norm(8).op("add", "full").op("silu").chain()
-STRIDED = Builder(3, conv(3, (32, 64), stride=2)).op("gelu", approximate="none").norm(8).chain()
+DILATED = Builder(3, conv(3, (32, 64), dilation=2)).op("gelu", approximate="none").norm(8).chain()
+STRIDED = Builder(3, conv(3, (32, 64), stride=2, padding=1)).norm(None).op("leaky_relu", slope=0.01).chain()
+STRIDED_ROWS = Builder(2, conv(2, (64, 128), stride=2, padding=1)).op("silu").op("mul", "channel").chain()
 PLAIN = Builder(3, conv(3, (32, 32), padding=1)).op("gelu", approximate="tanh").op("add", "full").chain()
 GATED = Builder(3, conv(3, (32, 32), padding=1)).op("mul", "row").norm(8).op("mul", "row").op("relu").chain()
 MEAN = Builder(3, conv(3, (32, 32), padding=1)).op("relu").norm(8).reduce("mean", "space").chain()
@@ -60,8 +62,10 @@ PLANS: dict[str, tuple[Chain, tuple[int, ...], torch.dtype, str, str]] = {
     "block fp16": (BLOCK, (2, 32, 128, 128, 128), torch.float16, "contiguous", "auto"),
     "block channels-last": (BLOCK, (2, 32, 128, 128, 128), torch.float16, "channels_last", "auto"),
     "residual fp32": (RESIDUAL, (2, 64, 33, 34, 35), torch.float32, "contiguous", "fp32"),
-    "library": (STRIDED, (2, 32, 128, 128, 128), torch.float16, "contiguous", "auto"),
-    "library channels-last": (STRIDED, (2, 32, 128, 128, 128), torch.bfloat16, "channels_last", "auto"),
+    "library": (DILATED, (2, 32, 67, 67, 67), torch.float16, "contiguous", "auto"),
+    "library channels-last": (DILATED, (2, 32, 67, 67, 67), torch.bfloat16, "channels_last", "auto"),
+    "strided fp32": (STRIDED, (2, 32, 128, 128, 128), torch.float32, "contiguous", "fp32"),
+    "strided, no norm fp32": (STRIDED_ROWS, (32, 64, 128, 128), torch.float32, "channels_last", "fp32"),
     "gated": (GATED, (2, 32, 64, 64, 64), torch.float16, "contiguous", "auto"),
     "one pass": (PLAIN, (2, 32, 64, 64, 64), torch.float16, "contiguous", "auto"),
     "moments only": (MEAN, (2, 32, 64, 64, 64), torch.float32, "contiguous", "tf32"),
@@ -97,6 +101,7 @@ ON_AMPERE = ("no norm fp32", "phases fp32", "phases tf32")
 TRAINED = (
     *("61 fp32", "61 tf32", "61 bf16", "block channels-last", "residual fp32", "library", "gated"),
     *("no norm tf32", "16 channels tf32", "16 channels fp32", "phases into odd rows fp32"),
+    *("strided fp32", "strided, no norm fp32"),
 )
 
 
@@ -122,7 +127,7 @@ def launches_of(
     return found
 
 
-def of_shape(tensor: Tensor, shape: tuple[int, ...], chain: Chain, role: str, layout: str) -> Tensor:
+def of_shape(tensor: Tensor, shape: tuple[int, ...], chain: Chain, role: str, layout: Layout) -> Tensor:
     if role == "full":
         space = shape[2:] if chain.producer is None else chain.producer.output_space(shape[2:])
         shape = (shape[0], tensor.shape[1], *space)
@@ -130,8 +135,7 @@ def of_shape(tensor: Tensor, shape: tuple[int, ...], chain: Chain, role: str, la
         return tensor.new_empty((shape[0], *tensor.shape[1:]))
     if role not in ("input", "full"):
         return tensor
-    last = torch.channels_last_3d if layout == "channels_last" else torch.contiguous_format
-    return torch.empty(shape, dtype=tensor.dtype, device="meta", memory_format=last)
+    return torch.empty(shape, dtype=tensor.dtype, device="meta", memory_format=memory_format(layout, chain.dims))
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -12,7 +12,7 @@ from torch import Tensor
 from autocasting import autocasted, with_parameters
 from cases import CHAIN_61, Builder, conv
 from kernels import offline
-from kernels.test_compile import BLOCK, RESIDUAL, STRIDED, UP_NORM, launches_of, of_shape
+from kernels.test_compile import BLOCK, DILATED, RESIDUAL, UP_NORM, launches_of, of_shape
 from postlude.chain import Chain
 from postlude.check import tensors_for
 from postlude.plan import convolve
@@ -39,7 +39,7 @@ PLANS: dict[str, tuple[Chain, tuple[int, ...], torch.dtype | None, str]] = {
     "transposed": (CHAIN_61, (2, 64, 32, 32, 32), None, "convolve_kernel"),
     "phases": (UP_NORM, (2, 64, 32, 32, 32), None, "convolve_phases_kernel"),
     "unfolded": (FEW, (16, 3, 128, 128), torch.float32, "unfold_input_kernel"),
-    "library": (STRIDED, SHAPE, None, "moments_kernel"),
+    "library": (DILATED, SHAPE, None, "moments_kernel"),
     "rows": (ROWS, SHAPE, None, "rows_kernel"),
     "over channels": (CHANNELS, SHAPE, None, "channels_kernel"),
 }

@@ -76,7 +76,7 @@ def test_training_never_resumes(case: Case) -> None:
 
 
 def test_neither_does_pytorchs_convolution() -> None:
-    chain = Builder(2, conv(2, (16, 32), stride=2)).op("silu").norm(4).chain()
+    chain = Builder(2, conv(2, (16, 32), dilation=2)).op("silu").norm(4).chain()
     plan = planned(chain)
     assert (plan.own, plan.resumes_at, storing_raw(plan)) == (None, 0, plan)
 

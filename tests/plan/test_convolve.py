@@ -24,13 +24,13 @@ from postlude.plan.convolve import (
     gradient_products,
     packs_gradient,
     unfolded_product_for,
-    weight_gemm_for,
 )
 from postlude.plan.few_channels import FewChannels, Geometry, StoredFewChannels, few_channels_for, shared_bytes
 from postlude.plan.gemm import Arithmetic, Gemm, WeightGemm, input_gradient_of, unsupported
 from postlude.plan.gpu import lower_for_gpu
 from postlude.plan.program import CudaCall, TorchCall
 from postlude.plan.volume import Volume, unfolded_volume, volume_for
+from postlude.plan.weight_gradient import weight_gemm_for
 
 BLOCK = Builder(3, conv(3, (32, 32), padding=1)).norm(None).op("leaky_relu", slope=0.01).chain()
 
@@ -101,7 +101,13 @@ def test_few_channels_get_a_tile_that_fits(architecture: int, out: tuple[int, in
 @pytest.mark.parametrize(
     ("chain", "shape", "layout", "reason"),
     [
-        (Builder(3, conv(3, (64, 64), stride=2)).norm(8).chain(), (2, 64, 64, 64, 64), "contiguous", "strides"),
+        (Builder(3, conv(3, (8, 64), stride=2)).norm(8).chain(), (2, 8, 64, 64, 64), "contiguous", "than 16 channels"),
+        (
+            Builder(3, conv(3, (64, 64), stride=2, padding=3)).norm(8).chain(),
+            (2, 64, 64, 64, 64),
+            "contiguous",
+            "wider",
+        ),
         (Builder(3, conv(3, (64, 64), groups=2)).norm(8).chain(), (2, 64, 64, 64, 64), "contiguous", "grouped"),
         (Builder(3, conv(3, (64, 64), dilation=2)).norm(8).chain(), (2, 64, 64, 64, 64), "contiguous", "dilated"),
         (Builder(3, conv(3, (64, 64), 1, padding=1)).norm(8).chain(), (2, 64, 64, 64, 64), "contiguous", "wider"),
@@ -136,7 +142,7 @@ def test_the_weights_gradient_fills_the_rows_of_a_product(
 
 def test_a_volume_without_borders_is_one_long_row() -> None:
     turned = conv(3, (64, 128), transposed=True)
-    back = volume_for(input_gradient_of(turned), turned.output_space((32, 32, 32)), 2)
+    back = volume_for(input_gradient_of(turned, (32, 32, 32)), turned.output_space((32, 32, 32)), 2)
     assert back.is_flat
     assert back.as_one_row().pitch == back.sample_rows * back.pitch == 34**3
     assert not volume_for(turned, (32, 32, 32), 1).is_flat  # the forward pass has a border on every side

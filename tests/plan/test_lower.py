@@ -170,7 +170,7 @@ def test_moments_suffice_only_where_every_step_is_affine() -> None:
 
 
 CARD = H200
-STRIDED = Builder(3, conv(3, (64, 64), stride=2)).op("relu").norm(8).chain()
+DILATED = Builder(3, conv(3, (64, 64), dilation=2)).op("relu").norm(8).chain()
 
 
 def test_on_a_gpu_a_norm_is_two_passes_over_our_convolution() -> None:
@@ -186,18 +186,18 @@ def test_on_a_gpu_a_norm_is_two_passes_over_our_convolution() -> None:
 
 
 def test_on_a_gpu_a_norm_is_two_passes_over_the_librarys_convolution() -> None:
-    found = plan(STRIDED, problem(STRIDED, (4, 64, 64, 64, 64), device="cuda"), CARD)
+    found = plan(DILATED, problem(DILATED, (4, 64, 64, 64, 64), device="cuda"), CARD)
     assert [item.sink for item in found.passes] == [KeepMoments(squares=True), Store()]
     assert found.describe() == [
-        "pass 1: conv3d(64→64, k3, s2) → relu → moments per channel",
+        "pass 1: conv3d(64→64, k3, d2) → relu → moments per channel",
         "pass 2: value in memory → relu → group_norm(8) → store",
     ]
-    assert "Postlude has no kernel for strides other than 1" in str(found.reasons)
+    assert "Postlude has no kernel for dilated convolutions" in str(found.reasons)
     assert found.launches == 3
     assert found.tile is not None
     assert found.tile.block_c == 0
     keeping = dataclasses.replace(CARD, keeping_layout=frozenset({"group_norm"}))
-    last = plan(STRIDED, problem(STRIDED, (4, 64, 64, 64, 64), "channels_last", device="cuda"), keeping)
+    last = plan(DILATED, problem(DILATED, (4, 64, 64, 64, 64), "channels_last", device="cuda"), keeping)
     assert last.tile is not None
     assert last.tile.block * last.tile.block_c == 8192
 
@@ -237,8 +237,8 @@ def test_pytorchs_convolution_is_told_a_precision_that_its_switch_does_not_say(
     precision: str, allowed: bool, told: bool | None
 ) -> None:
     for shape in ((4, 64, 64, 64, 64), (1, 64, 8, 8, 8)):  # planned, and refused for its size
-        given = problem(STRIDED, shape, device="cuda", precision=precision, allows_tf32=allowed)
-        assert lower(STRIDED, given, CARD).library_tf32 is told
+        given = problem(DILATED, shape, device="cuda", precision=precision, allows_tf32=allowed)
+        assert lower(DILATED, given, CARD).library_tf32 is told
 
 
 def test_on_a_gpu_small_values_and_moments_of_the_librarys_convolution_stay_with_pytorch() -> None:

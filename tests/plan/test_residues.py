@@ -16,7 +16,9 @@ from plan.test_convolve import card
 from plan.test_lower import problem
 from postlude.chain import Chain, Convolution
 from postlude.plan import Plan
+from postlude.plan.gemm import Gemm, input_gradient_of
 from postlude.plan.gpu import lower_for_gpu
+from postlude.plan.program import KernelCall
 from postlude.plan.residues import Axis
 from postlude.plan.volume import volume_for
 
@@ -155,4 +157,71 @@ def test_cards_without_wgmma_leave_them_to_pytorch() -> None:
     given = problem(chain, (16, 32, 16, 32, 32), device="cuda", precision="fp32", needs_grad=True)
     plan = lower_for_gpu(chain, given, card(80), even_if_slower=True)
     assert isinstance(plan, Plan), plan
+    assert (plan.gradients.of_input, plan.gradients.of_weight) == (None, None)
+
+
+@settings(max_examples=200, deadline=None)
+@given(axes())
+def test_the_input_s_gradient_has_the_input_s_size(one: Axis) -> None:
+    """The transpose's output padding covers inputs that no output reads; a mutant without it covers fewer."""
+    how = conv(2, (4, 8), kernel=one.kernel, stride=one.stride, padding=one.padding)
+    space = (one.size, one.size)
+    back = input_gradient_of(how, space)
+    assert back.output_space(how.output_space(space)) == space
+    assert all(more < one.stride for more in back.output_padding)
+    bare = dataclasses.replace(back, output_padding=(0, 0))
+    assert (bare.output_space(how.output_space(space)) == space) == (back.output_padding == (0, 0))
+
+
+def down(channels: tuple[int, int] = (32, 64), kernel: int = 3, **sizes: int) -> Convolution:
+    return conv(3, channels, kernel, **{"stride": 2, "padding": 1, **sizes})
+
+
+def lowered(how: Convolution, precision: str = "fp32", needs_grad: bool = False, machine: int = 90) -> Plan:
+    chain = Builder(3, how).op("relu").norm(8).chain()
+    given = problem(chain, (8, how.in_channels, 32, 64, 64), device="cuda", precision=precision, needs_grad=needs_grad)
+    plan = lower_for_gpu(chain, dataclasses.replace(given, allows_tf32=precision == "tf32"), card(machine))
+    assert isinstance(plan, Plan), plan
+    return plan
+
+
+def test_a_strided_convolution_is_ours_in_two_planes() -> None:
+    plan = lowered(down(), needs_grad=True)
+    assert isinstance(plan.own, Gemm)
+    assert (plan.own.volume.residues, plan.own.volume.width) == (8, 1)
+    dx, dw = plan.gradients.of_input, plan.gradients.of_weight
+    assert isinstance(dx, Gemm)
+    assert dw is not None
+    assert dx.phases is not None  # the input's gradient is a strided transposed convolution
+    assert dw.volume == plan.own.volume  # the weight's reads the input as the convolution does
+    assert dw.gradient_volume.padded == dx.volume.padded  # one packed gradient for both
+    packings = [name for name in kernels_of(plan) if "pack" in name]
+    forward, backward = ["pack_residues_kernel", "pack_weight_kernel"], ["pack_input_kernel", "pack_residues_kernel"]
+    assert packings == [*forward, *backward, "pack_phases_kernel"]
+
+
+def kernels_of(plan: Plan) -> list[str]:
+    return [call.kernel for call in (*plan.program.forward, *plan.program.backward) if isinstance(call, KernelCall)]
+
+
+@pytest.mark.parametrize(
+    ("how", "precision", "reason"),
+    [
+        (down(), "tf32", "Postlude's strided convolution has not been measured in tf32"),
+        (down((8, 64)), "fp32", "Postlude's strided convolution has not been measured with fewer than 16 channels"),
+        (dataclasses.replace(down(), dtype="float16"), "auto", "has not been measured in 16 bits"),
+        (down(dilation=2), "fp32", "Postlude has no kernel for dilated convolutions"),
+        (down((32, 64), groups=2), "fp32", "Postlude has no kernel for grouped convolutions"),
+        (down(padding=3), "fp32", "the padding is wider than the kernel reaches"),
+    ],
+)
+def test_other_strided_convolutions_are_pytorchs_with_a_reason(how: Convolution, precision: str, reason: str) -> None:
+    plan = lowered(how, precision)
+    assert plan.own is None
+    assert reason in str(plan.reasons)
+
+
+def test_a_strided_convolution_of_a_wide_kernel_has_pytorchs_gradients() -> None:
+    plan = lowered(down(kernel=6), needs_grad=True)
+    assert plan.own is not None
     assert (plan.gradients.of_input, plan.gradients.of_weight) == (None, None)

@@ -17,16 +17,17 @@ from postlude.hardware import Machine
 from postlude.plan import Plan, Problem, lower
 from postlude.plan.boxes import Boxes
 from postlude.plan.candidates import MOST, candidates, with_row
-from postlude.plan.convolve import gradient_products, product_for, weight_gemm_for
+from postlude.plan.convolve import gradient_products, product_for
 from postlude.plan.few_channels import FewChannels
 from postlude.plan.gemm import Arithmetic, Gemm
 from postlude.plan.tile_uses import uses_of
 from postlude.plan.tiles import product_uses, row_for
+from postlude.plan.weight_gradient import weight_gemm_for
 from postlude.tile_table import SETTINGS, Row, TileUse
 
 ONE, TWO = Arithmetic("float16", 1, scaled=True), Arithmetic("float16", 2, scaled=True)
-STRIDED = Builder(3, conv(3, (32, 32), stride=2)).op("relu").norm(8).chain()
-SHAPES = {CHAIN_61: (16, 64, 32, 32, 32), CHAIN_23: (128, 3, 24, 32, 32), STRIDED: (8, 32, 96, 96, 96)}
+DILATED = Builder(3, conv(3, (32, 32), dilation=2)).op("relu").norm(8).chain()
+SHAPES = {CHAIN_61: (16, 64, 32, 32, 32), CHAIN_23: (128, 3, 24, 32, 32), DILATED: (8, 32, 96, 96, 96)}
 CONV = conv(3, (64, 128))
 
 

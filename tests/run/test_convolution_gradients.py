@@ -18,11 +18,12 @@ from postlude.check import tensors_for
 from postlude.graph import backend
 from postlude.plan import Plan, problem_of
 from postlude.plan.boxes import Boxes
-from postlude.plan.convolve import packs_gradient, weight_gemm_for
+from postlude.plan.convolve import packs_gradient
 from postlude.plan.gemm import Arithmetic, input_gradient_of
 from postlude.plan.gpu import lower_for_gpu
 from postlude.plan.plan import Gradients
 from postlude.plan.volume import volume_for
+from postlude.plan.weight_gradient import weight_gemm_for
 from postlude.run.chain_run import Training
 from postlude.stages import convolve_boxes
 from run.test_gpu import CARD
@@ -42,7 +43,7 @@ def in_place(chain: Chain, tensors: Sequence[Tensor], packs: bool) -> Training:
     producer, space = chain.producer, tensors[0].shape[2:]
     assert producer is not None
     arithmetic = Arithmetic(problem.x.dtype)
-    volume = volume_for(input_gradient_of(producer), producer.output_space(space), 2)
+    volume = volume_for(input_gradient_of(producer, space), producer.output_space(space), 2)
     boxes = Boxes(arithmetic, volume, 32, True, 2, 4, 16, 16, 2, 4)
     weight = dataclasses.replace(weight_gemm_for(producer, space, arithmetic, CARD), splits=2)
     assert packs_gradient(boxes, weight)

@@ -245,8 +245,8 @@ def test_memory_is_the_result_and_the_packed_operands() -> None:
 
 
 def test_a_precision_other_than_pytorchs_reaches_its_convolution_too() -> None:
-    """Strided: no convolution of ours. The switch is left as it was."""
-    chain = Builder(3, conv(3, (32, 32), stride=2)).norm(8).chain()
+    """Dilated: no convolution of ours. The switch is left as it was."""
+    chain = Builder(3, conv(3, (32, 32), dilation=2)).norm(8).chain()
     tensors = tensors_for(chain, (2, 32, 17, 18, 19), torch.float32, "cuda", 0, "normal")
     truth = reference.evaluate(chain, tensors, dtype=torch.float64)
     errors = {}

@@ -14,10 +14,11 @@ from postlude import reference
 from postlude.chain import Chain, Convolution
 from postlude.check import tensors_for
 from postlude.plan import Plan, problem_of
-from postlude.plan.convolve import product_for, weight_gemm_for
+from postlude.plan.convolve import product_for
 from postlude.plan.gemm import Arithmetic, input_gradient_of
 from postlude.plan.gpu import lower_for_gpu
 from postlude.plan.problem import CHANNELS_LAST
+from postlude.plan.weight_gradient import weight_gemm_for
 from postlude.run.chain_run import Training
 from postlude.stages.convolution_gradients import convolution_gradients
 from run.test_gpu import CARD
@@ -47,7 +48,8 @@ def plan_of(how: Convolution, tensors: Sequence[Tensor], arithmetic: Arithmetic)
     problem = dataclasses.replace(problem_of(tensors), needs_grad=True)
     plan = lower_for_gpu(chain, problem, CARD, even_if_slower=True)
     assert isinstance(plan, Plan), plan
-    given = (input_gradient_of(how), how.output_space(tensors[0].shape[2:]), arithmetic, CARD)
+    space = tensors[0].shape[2:]
+    given = (input_gradient_of(how, space), how.output_space(space), arithmetic, CARD)
     product = dataclasses.replace(product_for(*given, widens=False), rows=32, block_k=16)
     summed = dataclasses.replace(weight_gemm_for(*given), splits=3, block_k=16)
     assert product.volume == summed.volume

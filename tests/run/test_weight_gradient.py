@@ -15,9 +15,9 @@ from fuzz.drawing import plain_convolutions
 from machines import SMALL_H200
 from postlude import reference
 from postlude.chain import Convolution
-from postlude.plan.convolve import weight_gemm_for
 from postlude.plan.gemm import Arithmetic
 from postlude.plan.problem import spec_of
+from postlude.plan.weight_gradient import weight_gemm_for
 from postlude.stages.pack import Packing
 from postlude.stages.weight_gradient import gradient_packing, weight_gradient
 from tracing import run_stage

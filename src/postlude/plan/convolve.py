@@ -6,8 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 
-from postlude.card_tiles import TileOrigin, WeightTile
-from postlude.cards import WGMMA_ROWS
+from postlude.card_tiles import TileOrigin
 from postlude.chain import POINTWISE, Chain, Convolution, Pointwise
 from postlude.hardware import Machine
 from postlude.plan.barriers import first_barrier, has_norm, norm_hides_infinities, row_norm
@@ -16,8 +15,10 @@ from postlude.plan.few_channels import FewChannels, StoredFewChannels, few_chann
 from postlude.plan.gemm import Arithmetic, Gemm, WeightGemm, input_gradient_of, padded_channels, unsupported
 from postlude.plan.phases import has_phases
 from postlude.plan.problem import Problem, body_dtype, fp32_mode, power_in, power_of_two
+from postlude.plan.residues import has_residues
 from postlude.plan.tiles import product_uses, rows_for
 from postlude.plan.volume import phased_volume, unfolded_volume, volume_for
+from postlude.plan.weight_gradient import neighbours_for, weight_gemm_for
 from postlude.plan.worth import has_moments_apart, slower
 
 _COLUMNS = 128  # columns of a tile; with few channels, neighbouring outputs fill them (see `width_for`)
@@ -44,12 +45,14 @@ def gemm_for(chain: Chain, problem: Problem, machine: Machine, even_if_slower: b
     conv = chain.producer
     if conv is None:
         return "there is no convolution"
-    reason = None if has_phases(conv) else unsupported(conv)
+    reason = None if is_strided(conv) else unsupported(conv)
     if reason:
         return reason
     arithmetic, space, boxes = arithmetic_for(chain, problem), problem.x.shape[2:], None
     if has_phases(conv):
         gemm = phased_product_for(conv, space, arithmetic, machine)
+    elif has_residues(conv):
+        gemm = product_for(conv, space, arithmetic, machine, widens=False, kind="product by residue")
     else:
         # Several neighbours in a row of the GEMM multiply by zeros, which turns an infinity into NaN.
         gemm = unfolded_product_for(conv, space, arithmetic, machine) or product_for(
@@ -61,6 +64,11 @@ def gemm_for(chain: Chain, problem: Problem, machine: Machine, even_if_slower: b
     brings_gradients = problem.needs_grad and not spreads_nan(chain) and _brings_gradients(conv, gemm, machine)
     reason = None if even_if_slower else slower(chain, problem, machine.card, gemm, boxes is not None, brings_gradients)
     return reason or boxes or gemm
+
+
+def is_strided(conv: Convolution) -> bool:
+    """Whether our GEMMs run this convolution, which has strides: by phase if it is transposed, else by residue."""
+    return has_phases(conv) or has_residues(conv)
 
 
 def _with_room(chain: Chain, gemm: Gemm, machine: Machine) -> Gemm:
@@ -180,9 +188,11 @@ def gradient_products(
     space = problem.x.shape[2:]
     if is_few:
         return None, weight_gemm_for(conv, space, arithmetic, machine)
-    given = (input_gradient_of(conv), conv.output_space(space), arithmetic, machine)
+    given = (input_gradient_of(conv, space), conv.output_space(space), arithmetic, machine)
     if has_phases(conv):  # both gradients read the gradient at the result, packed by residue
         return product_for(*given, widens=False, kind="input's gradient by residue"), weight_gemm_for(*given)
+    if has_residues(conv):  # the weight's gradient reads the input, packed by residue
+        return phased_product_for(*given), weight_gemm_for(conv, space, arithmetic, machine)
     boxes, weight = gradient_boxes_for(*given), weight_gemm_for(conv, space, arithmetic, machine)
     if boxes is not None and weight.gradient_volume.is_flat:  # boxes cannot skip rows between samples
         return boxes, weight
@@ -194,23 +204,23 @@ def gradient_products(
 def spreads_nan(chain: Chain) -> bool:
     """Whether our gradients would spread NaN.
 
-    Before a layer_norm an infinity turns only its own row into NaN, but our GEMMs multiply neighbours by zeros. By
-    residue they have none.
+    Before a layer_norm an infinity turns only its own row into NaN, but our GEMMs multiply neighbours by zeros. With
+    strides they have none.
     """
-    return row_norm(chain) is not None and not has_phases(chain.convolution)
+    return row_norm(chain) is not None and not is_strided(chain.convolution)
 
 
 def _brings_gradients(conv: Convolution, own: Own, machine: Machine) -> bool:
     """Whether our kernels compute the gradients too.
 
-    Those of a convolution by phase only in two planes: there PyTorch's gradients do without tensor cores, and those of
+    Those of a strided convolution only in two planes: there PyTorch's gradients do without tensor cores, and those of
     conv_transpose2d(64→64, k3, s2) at 128×64×128² take six times as long as our forward pass.
     """
     if not machine.card.abilities.has_weight_gradients or max(conv.kernel[-2:]) > _WIDEST_TRAINED:
         return False
     if isinstance(own, Boxes):
         return conv.in_channels <= machine.card.crossovers.trained_channels
-    if not isinstance(own, Gemm) or own.phases is None:
+    if not isinstance(own, Gemm) or not is_strided(conv):
         return True
     return own.arithmetic.planes == 2 or own.arithmetic.is_exact
 
@@ -218,11 +228,11 @@ def _brings_gradients(conv: Convolution, own: Own, machine: Machine) -> bool:
 def packs_gradient(dx: Gemm | Boxes | None, dw: WeightGemm | None) -> bool:
     """Whether the last gradient pass writes the gradient packed, as both GEMMs read it.
 
-    Not by residue. Not with scaled planes, because the scale is known only after the gradient. Not with short rows:
+    Not with strides. Not with scaled planes, because the scale is known only after the gradient. Not with short rows:
     rows of 34 with a border between them give uncoalesced accesses (chain 61: 0.27 ms, against 0.20 for two passes).
     Rows of 128 take 0.23 instead of 0.31 ms (2×32×128³).
     """
-    if dx is None or dw is None or dx.arithmetic.scaled or dx.volume.has_residues:
+    if dx is None or dw is None or dx.arithmetic.scaled or dw.volume.has_residues:
         return False
     return isinstance(dx, Boxes) or dx.volume.is_flat or dx.volume.space[2] % 32 == 0
 
@@ -238,59 +248,3 @@ def arithmetic_for(chain: Chain, problem: Problem) -> Arithmetic:
 def width_for(conv: Convolution, block_c: int) -> int:
     """Neighbouring outputs per row of the GEMM: as many as fill the tile's columns, at most 4; 1 if KW is 1."""
     return 1 if conv.kernel[-1] == 1 else min(4, _COLUMNS // block_c)
-
-
-def weight_gemm_for(
-    conv: Convolution, space: tuple[int, ...], arithmetic: Arithmetic, machine: Machine, width: int = 1
-) -> WeightGemm:
-    """The GEMM for the weight's gradient, of a convolution for which `unsupported` is None, or of a strided one.
-
-    `width` is that of the GEMM for the input's gradient, so that both read the same packed gradient.
-    """
-    neighbours = neighbours_for(conv, arithmetic)
-    channels, out_channels = padded_channels(conv.in_channels), padded_channels(conv.out_channels)
-    is_exact = arithmetic.is_exact
-    volume = volume_for(conv, space, width, neighbours)
-    shared = _shared_taps(volume.kernel[2])
-    rows, columns = min(128, max(16, power_of_two(conv.out_channels))), min(64, max(16, power_of_two(conv.in_channels)))
-    if neighbours > 1:
-        rows, columns = 64, min(256, power_of_two((neighbours - 1 + volume.kernel[2]) * channels))
-        shared = _shared_taps(volume.kernel[1]) if arithmetic.planes == 1 and columns <= 128 else 1
-    if is_exact:
-        rows, columns = min(rows, 32), min(columns, 32)
-    measured = machine.card.tiles.weight_of(arithmetic.planes, rows, columns)
-    ruled = WeightTile(False, 16 if is_exact else 64, *_weight_pipeline(arithmetic, neighbours, rows, columns))
-    if volume.has_residues and not is_exact:
-        ruled = WeightTile(rows < WGMMA_ROWS <= columns, 32, 2, 4, 3)
-    turned, block_k, stages, warps, programs = measured or ruled
-    (use,) = product_uses("weight's gradient", conv, arithmetic, machine)
-    gemm = WeightGemm(
-        *(arithmetic, volume, channels, out_channels, neighbours, shared, rows, columns),
-        *(block_k, 1, stages, warps, turned, None if is_exact else TileOrigin(use, None)),
-    )
-    for row in rows_for(machine, use):
-        settings, origin = row.values, TileOrigin(use, row)
-        tuned = dataclasses.replace(gemm, stages=settings["stages"], warps=settings["warps"], origin=origin)
-        if not is_exact and machine.card.holds(tuned.shared_bytes):
-            gemm, programs = tuned, settings["programs"]
-    tiles = gemm.groups * -(-gemm.result[0] // rows) * -(-gemm.result[1] // columns)
-    return dataclasses.replace(gemm, splits=max(1, programs * machine.card.multiprocessors // tiles))
-
-
-def _shared_taps(count: int) -> int:
-    """How many taps of a row or column share one tile of the gradient."""
-    return next(taps for taps in (3, 2, 1) if count % taps == 0)
-
-
-def neighbours_for(conv: Convolution, arithmetic: Arithmetic) -> int:
-    """Positions per row of the weight gradient's GEMM: with 16 or 32 output channels, enough to fill wgmma's rows."""
-    out_channels = padded_channels(conv.out_channels)
-    is_short = out_channels in (16, 32) and conv.kernel[-1] > 1 and not arithmetic.is_exact
-    is_short &= all(size == 1 for size in conv.stride)
-    return WGMMA_ROWS // out_channels if is_short else 1
-
-
-def _weight_pipeline(arithmetic: Arithmetic, neighbours: int, rows: int, columns: int) -> tuple[int, int, int]:
-    """Stages, warps and programs per multiprocessor, for cases without a measurement."""
-    stages = 2 if arithmetic.planes == 2 or arithmetic.is_exact or neighbours > 1 else 3
-    return stages, 4 if rows == 64 and columns < 256 else 8, 2

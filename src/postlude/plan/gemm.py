@@ -179,27 +179,33 @@ def padded_channels(channels: int) -> int:
     return -(-channels // 16) * 16
 
 
-def input_gradient_of(conv: Convolution) -> Convolution:
-    """The convolution that computes the input's gradient from the result's: the transpose, with the same weight."""
-    return dataclasses.replace(
+def input_gradient_of(conv: Convolution, space: tuple[int, ...]) -> Convolution:
+    """The convolution that computes the input's gradient, of spatial size `space`, from the result's: the transpose,
+    with the same weight."""
+    turned = dataclasses.replace(
         conv,
         transposed=not conv.transposed,
         in_channels=conv.out_channels,
         out_channels=conv.in_channels,
+        output_padding=(0,) * conv.dims,
         has_bias=False,
         dtype=None,
     )
+    if conv.transposed:
+        return turned
+    # Inputs behind the last tap of the last output have no gradient.
+    least = turned.output_space(conv.output_space(space))
+    return dataclasses.replace(turned, output_padding=tuple(size - had for size, had in zip(space, least)))
 
 
 def unsupported(conv: Convolution) -> str | None:
     """Why our stride-1 GEMM cannot run this convolution, whatever follows it; None if it can."""
-    plain = conv.as_plain()
+    is_strided = any(size != 1 for size in conv.stride)
+    padded = conv if is_strided else conv.as_plain()
     if conv.groups != 1:
         return "Postlude has no kernel for grouped convolutions"
     if any(size != 1 for size in conv.dilation):
         return "Postlude has no kernel for dilated convolutions"
-    if any(size != 1 for size in conv.stride):
-        return "Postlude has no kernel for strides other than 1"
-    if plain is None or any(not 0 <= p < max(k, 1) for p, k in zip(plain.padding, plain.kernel)):
+    if padded is None or any(not 0 <= p < max(k, 1) for p, k in zip(padded.padding, padded.kernel)):
         return "the padding is wider than the kernel reaches"
-    return None
+    return "Postlude has no kernel for strides other than 1" if is_strided else None

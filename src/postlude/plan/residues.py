@@ -4,13 +4,15 @@ Along an axis, output p reads input p · stride + tap − padding. With tap = q 
 the inputs whose place, padding included, has this residue modulo the stride. The inputs of one residue are packed
 together, so every tap is a shifted read of one residue's inputs, as at stride 1, and nothing is multiplied by zeros.
 
-The input's gradient of a strided transposed convolution is such a convolution of the result's gradient, and the
-weight's gradient reads the same cells.
+The weight's gradient of such a convolution reads the same cells. The input's gradient of a strided transposed
+convolution is such a convolution of the result's gradient.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from postlude.chain import Convolution
 
 
 @dataclass(frozen=True)
@@ -51,3 +53,14 @@ class Axis:
             inputs = self.inputs(residue)
             least = max(least, inputs.stop, self.last_read(residue) + 1 - inputs.start)
         return least
+
+
+def has_residues(conv: Convolution) -> bool:
+    """Whether our GEMM over an input packed by residue can run this convolution."""
+    return (
+        not conv.transposed
+        and any(size != 1 for size in conv.stride)
+        and conv.groups == 1
+        and all(size == 1 for size in conv.dilation)
+        and all(0 <= p < k for p, k in zip(conv.padding, conv.kernel))
+    )

@@ -27,9 +27,10 @@ def row_for(machine: Machine, use: TileUse) -> Row:
 
 
 def product_uses(kind: str, conv: Convolution, arithmetic: Arithmetic, machine: Machine) -> tuple[TileUse, ...]:
-    """The uses under which a GEMM's tiles are looked up: the input's gradient falls back to a forward GEMM's."""
+    """The uses under which a GEMM's tiles are looked up. By residue, and for the input's gradient, those of a forward
+    GEMM of stride 1 are the last resort."""
     asked = _convolution(kind, conv, f"{arithmetic.planes} plane{'s' * (arithmetic.planes != 1)}", machine)
-    if kind not in ("input's gradient", "input's gradient by residue"):
+    if kind not in ("product by residue", "input's gradient", "input's gradient by residue"):
         return (asked,)
     return asked, TileUse("product", *_fields(asked))
 

@@ -50,6 +50,9 @@ def slower(
         return "PyTorch is faster in float64"
     mode = _mode(chain, problem)
     is_few = conv.in_channels < _FEW
+    if gemm.volume.has_residues and (gemm.arithmetic.planes == 1 or is_few):
+        where = f"with fewer than {_FEW} channels" if is_few else f"in {mode}"
+        return f"Postlude's strided convolution has not been measured {where}"
     is_small = conv.flops(problem.x.shape[0], problem.x.shape[2:]) < crossovers.packing[mode]
     if is_small and not (is_few and body_bytes(chain, problem) >= crossovers.reading):
         return "the convolution is too small for packing its operands to pay"
@@ -64,7 +67,8 @@ def slower(
     # Two planes cost three 16-bit products. They gain nothing on a card whose tensor cores are not three times as fast.
     if card.rates.product / gemm.arithmetic.products <= card.rates.library[mode]:
         return f"it reaches more operations per second in {mode} on this card"
-    if not brings_gradients and (gemm.arithmetic.keeps_infinities or row_norm(chain) is not None):
+    is_estimated = gemm.arithmetic.keeps_infinities or row_norm(chain) is not None
+    if gemm.volume.has_residues or (is_estimated and not brings_gradients):
         ours, theirs = _seconds(chain, problem, card, gemm)
         after = "" if _is_followed(chain, problem) else " and a pass after it"
         if ours >= theirs:

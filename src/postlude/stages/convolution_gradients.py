@@ -49,7 +49,8 @@ def convolution_gradients(
     """
     conv, product, summed = plan.chain.convolution, plan.gradients.of_input, plan.gradients.of_weight
     if summed is not None and summed.volume.has_residues:
-        return _by_residue(plan, dv, largest, x, weight, needs)
+        strided = _of_transposed if conv.transposed else _of_strided
+        return strided(plan, dv, largest, x, weight, needs)
     if packed is None and product is not None and summed is not None:
         packed = packing_of_gradient(plan)(dv, largest)
     operand = dv if packed is None else packed.high
@@ -74,7 +75,7 @@ def convolution_gradients(
     return [dx, dw]
 
 
-def _by_residue(
+def _of_transposed(
     plan: Plan, dv: Tensor, largest: Tensor | None, x: Tensor, weight: Tensor, needs: Sequence[bool]
 ) -> list[Tensor | None]:
     """The gradients of a strided transposed convolution: `dv` is packed by residue once for both.
@@ -94,12 +95,37 @@ def _by_residue(
     return [dx, dw]
 
 
+def _of_strided(
+    plan: Plan, dv: Tensor, largest: Tensor | None, x: Tensor, weight: Tensor, needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradients of a strided convolution.
+
+    The input's gradient is a transposed convolution of `dv`, phase by phase. The weight's reads `x` by residue, and
+    `dv` with the pitch of a residue's volume: the same packed `dv`, unless the phases need zeros in front of a row for
+    inputs that no tap reads (k2s2 over 17 positions).
+    """
+    conv, product, summed, back = plan.chain.convolution, plan.gradients.of_input, plan.gradients.of_weight, _back(plan)
+    assert isinstance(product, Gemm)
+    assert summed is not None
+    is_shared = product.volume.padded == summed.gradient_volume.padded
+    packed = input_packing(back, product)(dv, largest) if needs[0] or is_shared else None
+    dx = dw = None
+    if needs[1]:
+        slopes = packed if packed is not None and is_shared else gradient_packing(summed, plan.value)(dv, largest)
+        inputs = pack_residues(x, back.value, summed.volume, summed.arithmetic, summed.channels)
+        dw = product_over_positions(conv, summed, plan.input.shape[0], inputs, slopes, weight)
+        del inputs, slopes
+    if needs[0]:
+        dx, _ = convolve(back, product, (dv, weight), packed)
+    return [dx, dw]
+
+
 def _back(plan: Plan) -> Plan:
     """The convolution that computes the input's gradient from the result's, as a plan of its own."""
     conv = plan.chain.convolution
     return dataclasses.replace(
         plan,
-        chain=Chain(plan.chain.dims, input_gradient_of(conv), (), ("input", "weight")),
+        chain=Chain(plan.chain.dims, input_gradient_of(conv, plan.input.shape[2:]), (), ("input", "weight")),
         input=plan.value,
         value=dataclasses.replace(plan.input, dtype=plan.value.dtype),
         passes=(Pass("own convolution", 1, 0, Store()),),

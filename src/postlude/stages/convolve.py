@@ -14,7 +14,7 @@ from postlude.stages.cuts import Partials, is_wide
 from postlude.stages.epilogue import Epilogue, product_tile
 from postlude.stages.pack import Packed, Packing, matrices, pack_weight, planes
 from postlude.stages.phases import launch_phases, pack_phases
-from postlude.stages.residues import residue_pitch, strides
+from postlude.stages.residues import pack_residues, residue_pitch, strides
 from postlude.stages.trace import Matrix, Pointer, or_unread
 from postlude.stages.unfold import unfold_input
 
@@ -30,7 +30,7 @@ def convolve(
     conv, volume, arithmetic = plan.chain.convolution, gemm.volume, gemm.arithmetic
     if packed is None:
         x = tensors[0].contiguous(memory_format=memory_format(plan.input.layout, plan.chain.dims))
-        packed = unfold_input(x, plan.input, conv, gemm) if gemm.unfolds else input_packing(plan, gemm)(x)
+        packed = _packed(plan, gemm, x)
     sizes = (conv.out_channels, conv.in_channels)
     if gemm.phases is not None:
         weight = pack_phases(gemm, gemm.phases, tensors[1], sizes, packed.largest)
@@ -49,6 +49,14 @@ def convolve(
     if gemm.phases is not None:
         return launch_phases(plan, gemm, gemm.phases, product, weight.matrix, tensors)
     return _launch(plan, gemm, product, weight.matrix, tensors)
+
+
+def _packed(plan: Plan, gemm: Gemm, x: Tensor) -> Packed:
+    if gemm.unfolds:
+        return unfold_input(x, plan.input, plan.chain.convolution, gemm)
+    if gemm.volume.has_residues:
+        return pack_residues(x, plan.input, gemm.volume, gemm.arithmetic, gemm.channels)
+    return input_packing(plan, gemm)(x)
 
 
 def _launch(

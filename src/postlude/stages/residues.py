@@ -15,7 +15,7 @@ _BLOCK = 64  # positions of a tile
 
 
 def pack_residues(
-    x: Tensor, spec: Spec, volume: Volume, arithmetic: Arithmetic, channels: int, largest: Tensor | None
+    x: Tensor, spec: Spec, volume: Volume, arithmetic: Arithmetic, channels: int, largest: Tensor | None = None
 ) -> Packed:
     """Packs `x`, [residues · rows, pitch, channels]. `largest` is the largest magnitude of each channel, if known."""
     if largest is None and arithmetic.scaled:

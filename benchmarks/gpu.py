@@ -48,8 +48,8 @@ class Bench:
     frozen_input: bool = False  # in training: the first layer of a network
 
 
-def block(cin: int, cout: int) -> Chain:
-    return Builder(3, conv(3, (cin, cout), padding=1)).norm(None).op("leaky_relu", slope=0.01).chain()
+def block(cin: int, cout: int, stride: int = 1) -> Chain:
+    return Builder(3, conv(3, (cin, cout), stride=stride, padding=1)).norm(None).op("leaky_relu", slope=0.01).chain()
 
 
 NORM = Builder(3).norm(None).op("leaky_relu", slope=0.01).chain()
@@ -67,6 +67,10 @@ BENCHES = [
         Bench(block(cin, cout), (n, cin, s, s, s), torch.float16, layout)
         for n, cin, cout, s in BLOCKS
         for layout in LAYOUTS
+    ),
+    *(
+        Bench(block(cin, cout, stride=2), (2, cin, s, s, s), torch.float32, precision="fp32")
+        for cin, cout, s in ((32, 64, 128), (64, 128, 64))
     ),
     *(
         Bench(chain, shape, torch.float16, layout)

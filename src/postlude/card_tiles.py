@@ -94,11 +94,13 @@ def _back(planes: str, outputs: int, **settings: int) -> Row:
     return _row(MEASURED, TileUse("input's gradient", arithmetic=planes, channels=(0, outputs)), **settings)
 
 
-def _back_by_residue() -> Iterator[Row]:
-    """As at stride 1: four warps a block, so that several blocks fit. More output channels fall back to a product's."""
-    for outputs in (1, 2, 4, 8, 16, 32, 64):
-        use = TileUse("input's gradient by residue", arithmetic="2 planes", channels=(0, outputs))
-        yield _row(BY_RULE_90, use, rows=128, stages=2, warps=4)
+def _by_residue() -> Iterator[Row]:
+    """As for the input's gradient at stride 1: four warps a block, so that several blocks fit. More output channels
+    take a product's tiles."""
+    for kind in ("product by residue", "input's gradient by residue"):
+        for outputs in (1, 2, 4, 8, 16, 32, 64):
+            use = TileUse(kind, arithmetic="2 planes", channels=(0, outputs))
+            yield _row(BY_RULE_90, use, rows=128, stages=2, warps=4)
 
 
 def _passes(origin: str, layout: str, summed: int, programs: int, last: int) -> tuple[Row, ...]:
@@ -141,7 +143,7 @@ _HOPPER_ROWS = (
     _back("1 plane", 32, rows=256, width=4, stages=4, warps=8),
     _back("1 plane", 64, rows=256, width=2, stages=4, warps=8),
     _back("2 planes", 64, rows=128, width=1, stages=2, warps=4),
-    *_back_by_residue(),
+    *_by_residue(),
     _row(MEASURED, TileUse("last pass", arithmetic="float32", layout="contiguous"), elements=1024),
     *_passes(MEASURED, "contiguous", 1024, 8, 2048),
     *_passes(MEASURED, "channels_last", 8192, 2, 8192),

@@ -123,7 +123,7 @@ def planned(chain: Chain, precision: str) -> Plan:
     return plan
 
 
-def test_gradients_are_ours_in_two_planes_and_pytorchs_in_one() -> None:
+def test_gradients_are_ours_in_fp32_and_tf32() -> None:
     chain = Builder(3, up()).op("relu").norm(8).chain()
     plan = planned(chain, "fp32")
     dx, dw = plan.gradients.of_input, plan.gradients.of_weight
@@ -137,9 +137,17 @@ def test_gradients_are_ours_in_two_planes_and_pytorchs_in_one() -> None:
     assert "gradient of the input: ours" in words[1]
     assert "by 8 residues modulo the stride" in words[1]
     assert "gradient of the weight: ours" in words[2]
-    one = planned(chain, "tf32")
-    assert (one.gradients.of_input, one.gradients.of_weight) == (None, None)
-    assert "gradient of the input: PyTorch's" in one.describe_training()
+    one = planned(chain, "tf32").gradients.of_input
+    assert isinstance(one, Gemm)
+    assert (one.arithmetic.planes, one.volume) == (1, dx.volume)
+
+
+def test_gradients_in_16_bits_are_pytorchs() -> None:
+    half = Builder(3, dataclasses.replace(up(), dtype="float16")).op("relu").norm(8).chain()
+    plan = planned(half, "auto")
+    assert isinstance(plan.own, Gemm)
+    assert (plan.gradients.of_input, plan.gradients.of_weight) == (None, None)
+    assert "gradient of the input: PyTorch's" in plan.describe_training()
 
 
 def test_no_pass_packs_a_gradient_by_residue() -> None:
@@ -185,9 +193,11 @@ def lowered(how: Convolution, precision: str = "fp32", needs_grad: bool = False,
     return plan
 
 
-def test_a_strided_convolution_is_ours_in_two_planes() -> None:
-    plan = lowered(down(), needs_grad=True)
+@pytest.mark.parametrize(("precision", "planes"), [("fp32", 2), ("tf32", 1)])
+def test_a_strided_convolution_is_ours_in_fp32_and_tf32(precision: str, planes: int) -> None:
+    plan = lowered(down(), precision, needs_grad=True)
     assert isinstance(plan.own, Gemm)
+    assert plan.own.arithmetic.planes == planes
     assert (plan.own.volume.residues, plan.own.volume.width) == (8, 1)
     dx, dw = plan.gradients.of_input, plan.gradients.of_weight
     assert isinstance(dx, Gemm)
@@ -207,7 +217,6 @@ def kernels_of(plan: Plan) -> list[str]:
 @pytest.mark.parametrize(
     ("how", "precision", "reason"),
     [
-        (down(), "tf32", "Postlude's strided convolution has not been measured in tf32"),
         (down((8, 64)), "fp32", "Postlude's strided convolution has not been measured with fewer than 16 channels"),
         (dataclasses.replace(down(), dtype="float16"), "auto", "has not been measured in 16 bits"),
         (down(dilation=2), "fp32", "Postlude has no kernel for dilated convolutions"),

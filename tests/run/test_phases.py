@@ -117,11 +117,11 @@ def test_only_moments_are_kept_where_no_more_is_needed() -> None:
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-def test_in_tf32_trains_with_pytorchs_gradients_of_the_convolution() -> None:
+def test_trains_in_tf32() -> None:
     chain = Builder(2, transposed(FLAT["k3s2p1op1"])).op("silu").norm(5).op("relu").chain()
     tensors = [t.requires_grad_() for t in tensors_for(chain, (2, 3, 4, 5), torch.float32, "cpu", 0, "normal")]
     plan = planned(chain, tensors, "tf32", needs_grad=True)
-    assert (plan.gradients.of_input, plan.gradients.of_weight) == (None, None)
+    assert plan.gradients.of_input is not None
     training = Training(plan, chain)
     theirs = [t.detach().double().requires_grad_() for t in tensors]
     truth = reference.evaluate(chain, theirs)

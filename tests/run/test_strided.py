@@ -112,10 +112,12 @@ def test_infinities_come_out_as_of_pytorch(precision: str) -> None:
     assert float((ours.double() - truth)[is_finite].abs().max()) < (1e-4 if precision == "fp32" else 5e-2)
 
 
-def gradient_errors(chain: Chain, slots: Sequence[int] = (0, 1), **given: object) -> list[float]:
+def gradient_errors(
+    chain: Chain, slots: Sequence[int] = (0, 1), precision: str = "fp32", **given: object
+) -> list[float]:
     """Of the gradients of these slots in a training step, relative to the largest number in each."""
     tensors = given_for(chain, **given)  # type: ignore[arg-type]
-    plan = planned(chain, tensors, needs_grad=True)
+    plan = planned(chain, tensors, precision, needs_grad=True)
     assert plan.gradients.of_input is not None
     assert plan.gradients.of_weight is not None
     summed = dataclasses.replace(plan.gradients.of_weight, splits=3, block_k=16)
@@ -135,6 +137,11 @@ def test_gradients_are_autograds(name: str) -> None:
     with_norm, without = chains(name)
     assert max(gradient_errors(without, (0, 1, 2))) < 1e-5
     assert max(gradient_errors(with_norm, layout="channels_last")) < 1e-4
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+def test_gradients_in_tf32() -> None:
+    assert max(gradient_errors(chains("k3s2p1")[0], (0, 1, 2), "tf32")) < 5e-3
 
 
 @pytest.mark.parametrize("slots", [(0,), (1,)], ids=["the input's alone", "the weight's alone"])

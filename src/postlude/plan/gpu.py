@@ -184,7 +184,7 @@ def _reasons_for(
     chain: Chain, problem: Problem, passes: tuple[Pass, ...], own: Own | LinearGemm | str
 ) -> tuple[str, ...]:
     sink = passes[0].sink
-    is_twice = len(passes) == 2 and isinstance(sink, KeepMoments) and not sink.finished
+    is_twice = len(passes) == 2 and isinstance(sink, KeepMoments) and not sink.finished and passes[0].last > 0
     twice = ("the steps before the norm are computed twice rather than stored",) if is_twice else ()
     apart = tuple(why for why in (why_apart(chain, problem), why_pool_is_apart(chain)) if why is not None)
     if chain.producer is None:

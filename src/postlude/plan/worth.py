@@ -50,7 +50,7 @@ def slower(
         return "PyTorch is faster in float64"
     mode = _mode(chain, problem)
     is_few = conv.in_channels < _FEW
-    if gemm.volume.has_residues and (gemm.arithmetic.planes == 1 or is_few):
+    if gemm.volume.has_residues and (is_few or mode == "16 bits"):
         where = f"with fewer than {_FEW} channels" if is_few else f"in {mode}"
         return f"Postlude's strided convolution has not been measured {where}"
     is_small = conv.flops(problem.x.shape[0], problem.x.shape[2:]) < crossovers.packing[mode]

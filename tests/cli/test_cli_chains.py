@@ -230,13 +230,13 @@ def test_cards_are_named_once_each(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 def test_a_plan_of_training_says_what_it_keeps_and_whose_gradients_it_has(capsys: pytest.CaptureFixture[str]) -> None:
     flat = Builder(2, conv(2, (64, 64), padding=1)).op("relu").chain()
-    strided = Builder(3, conv(3, (32, 64), stride=2)).norm(8).op("silu").chain()
+    dilated = Builder(3, conv(3, (32, 64), dilation=2)).norm(8).op("silu").chain()
     norm = Builder(3).norm(8).op("silu").chain()
     shapes = {
         CHAIN_61: (16, 64, 32, 32, 32),
         CHAIN_23: (128, 3, 24, 32, 32),
         flat: (64, 64, 128, 128),
-        strided: (4, 32, 64, 64, 64),
+        dilated: (4, 32, 64, 64, 64),
         norm: (4, 32, 64, 64, 64),
     }
     said = []

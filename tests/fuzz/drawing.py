@@ -164,16 +164,17 @@ def convolutions(draw: Any, dims: int) -> Convolution:
 
 @st.composite
 def plain_convolutions(
-    draw: Any, inputs: tuple[int, ...], outputs: tuple[int, ...], most_taps: int
+    draw: Any, inputs: tuple[int, ...], outputs: tuple[int, ...], most_taps: int, most_stride: int = 1
 ) -> tuple[Convolution, tuple[int, ...]]:
-    """Of stride 1, which run on products of ours, and the space of an input; of one plane: what lies between planes is
-    a larger pitch."""
-    kernel = draw(st.integers(1, most_taps))
+    """Which run on products of ours, and the space of an input; of one plane: what lies between planes is a larger
+    pitch."""
+    kernel, stride, turned = draw(st.integers(1, most_taps)), draw(st.integers(1, most_stride)), draw(st.booleans())
     channels, padding = (
         (draw(st.sampled_from(inputs)), draw(st.sampled_from(outputs))),
         draw(st.integers(0, kernel - 1)),
     )
-    how = conv(2, channels, kernel, padding=padding, transposed=draw(st.booleans()), bias=draw(st.booleans()))
+    sizes = {"stride": stride, "padding": padding, "output_padding": draw(st.integers(0, stride - 1)) if turned else 0}
+    how = conv(2, channels, kernel, transposed=turned, bias=draw(st.booleans()), **sizes)
     return how, tuple(_large_enough(how, axis, 1) + draw(st.integers(0, 4)) for axis in range(2))
 
 

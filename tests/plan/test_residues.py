@@ -214,6 +214,21 @@ def kernels_of(plan: Plan) -> list[str]:
     return [call.kernel for call in (*plan.program.forward, *plan.program.backward) if isinstance(call, KernelCall)]
 
 
+MEAN = Builder(3, conv(3, (32, 64))).norm(8).reduce("mean", "space").chain()
+
+
+@pytest.mark.parametrize("how", [up(), down(), conv(3, (32, 64), padding=1), None], ids=str)
+def test_the_scales_of_the_input_are_found_once(how: Convolution | None) -> None:
+    """The forward pass keeps them for the weight's gradient; those of the result's gradient are found where it is
+    computed, or, where only moments are needed, by a launch of their own."""
+    chain = MEAN if how is None else Builder(3, how).op("relu").norm(8).chain()
+    given = problem(chain, (16, 32, 32, 64, 64), device="cuda", precision="fp32", needs_grad=True)
+    plan = lower_for_gpu(chain, given, card(90))
+    assert isinstance(plan, Plan), plan
+    assert plan.gradients.of_weight is not None
+    assert kernels_of(plan).count("largest_kernel") == (2 if how is None else 1)
+
+
 @pytest.mark.parametrize(
     ("how", "precision", "reason"),
     [

@@ -21,6 +21,7 @@ from postlude.plan.problem import CHANNELS_LAST
 from postlude.plan.weight_gradient import weight_gemm_for
 from postlude.run.chain_run import Training
 from postlude.stages.convolution_gradients import convolution_gradients
+from postlude.stages.pack import Unpacked
 from run.test_gpu import CARD
 from run.test_phases import DEEP, FLAT, same_where_not_finite
 from tracing import run_stage
@@ -73,7 +74,7 @@ def found(
     plan = plan_of(how, tensors, arithmetic)
 
     def stage(dy: Tensor, x: Tensor, weight: Tensor) -> list[Tensor | None]:
-        return convolution_gradients(plan, dy, None, None, x, weight, (True, True))
+        return convolution_gradients(plan, Unpacked(dy), None, Unpacked(x), weight, (True, True))
 
     ours = run_stage(stage, dy, *tensors)
     return [tensor for tensor in ours if tensor is not None], list(truth)

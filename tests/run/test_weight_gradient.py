@@ -18,7 +18,7 @@ from postlude.chain import Convolution
 from postlude.plan.gemm import Arithmetic
 from postlude.plan.problem import spec_of
 from postlude.plan.weight_gradient import weight_gemm_for
-from postlude.stages.pack import Packing
+from postlude.stages.pack import Packing, Unpacked
 from postlude.stages.weight_gradient import gradient_packing, weight_gradient
 from tracing import run_stage
 
@@ -69,7 +69,7 @@ def both_of(
     gemm = dataclasses.replace(weight_gemm_for(how, shape[2:], arithmetic, CARD), splits=3, turned=turned)
 
     def stage(x: Tensor, dy: Tensor, weight: Tensor) -> Tensor:
-        return weight_gradient(how, gemm, x, spec_of(x), gradient_packing(gemm, spec_of(dy))(dy), weight)
+        return weight_gradient(how, gemm, Unpacked(x), spec_of(x), gradient_packing(gemm, spec_of(dy))(dy), weight)
 
     (ours,) = run_stage(stage, x, dy, weight)
     assert ours is not None

@@ -40,7 +40,7 @@ from postlude.stages.library import CONVOLVED, convolve_by_pytorch
 from postlude.stages.linear import columns, linear_gradients
 from postlude.stages.moments import closed_form, combined_by_pytorch
 from postlude.stages.moments_gradient import combined_moments, moments_gradient, table_of
-from postlude.stages.pack import Packed, none_found
+from postlude.stages.pack import Packed, Unpacked, none_found
 from postlude.stages.rows import rows_gradient
 from postlude.stages.through import gradients_through
 from postlude.stages.trace import derived, settle_layout
@@ -56,7 +56,7 @@ def backward(
         assert parts.produced is not None
         return gradients_through(plan.chain, plan.own, tensors, parts.produced, dy, needs)
     if moments is not None:
-        return _from_moments(plan, tensors, parts.value, moments, dy, needs)
+        return _from_moments(plan, tensors, parts, moments, dy, needs)
     value, chain = _value(plan, tensors, parts, dy), plan.chain
     wanted = frozenset(slot for slot, is_needed in enumerate(needs) if is_needed)
     largest = None
@@ -78,7 +78,8 @@ def backward(
         grads[:2] = linear_gradients(plan, dv, tensors[0], tensors[1], needs)
     elif needs[0] or needs[1]:
         packed = Packed(dv) if plan.gradients.are_packed else None
-        grads[:2] = convolution_gradients(plan, dv, packed, largest, tensors[0], tensors[1], needs)
+        given = (Unpacked(dv, largest), packed, Unpacked(tensors[0], parts.largest))
+        grads[:2] = convolution_gradients(plan, *given, tensors[1], needs)
     return grads
 
 
@@ -101,13 +102,13 @@ def _value(plan: Plan, tensors: Sequence[Tensor], parts: Parts, dy: Tensor) -> T
     if plan.channels_end is not None and not needs_first_value(chain, last):
         dtype, layout = getattr(torch, plan.value.dtype), memory_format(plan.value.layout, chain.dims)
         return torch.empty(plan.value.shape, dtype=dtype, device=dy.device, memory_format=layout)
-    value = first_pass(plan, tensors)[0] if plan.gradients.is_lean else parts.value
+    value = first_pass(plan, tensors).value if plan.gradients.is_lean else parts.value
     assert value is not None
     return value
 
 
 def _from_moments(
-    plan: Plan, tensors: Sequence[Tensor], value: Tensor | None, moments: Moments, dy: Tensor, needs: Sequence[bool]
+    plan: Plan, tensors: Sequence[Tensor], parts: Parts, moments: Moments, dy: Tensor, needs: Sequence[bool]
 ) -> Found:
     conv, is_wanted = plan.chain.convolution, needs[0] or needs[1]
     if plan.gradients.of_both is not None and closed_form(plan.chain.steps) is not None:
@@ -125,7 +126,8 @@ def _from_moments(
         if plan.gradients.of_both is not None:
             grads[:2] = _by_few_channels(plan, tensors, table_of(shift, slope, dmean, moments), needs)
         else:
-            grads[:2] = _part_by_part(plan, tensors[0], tensors[1], value, shift, slope, needs)
+            x = Unpacked(tensors[0], parts.largest)
+            grads[:2] = _part_by_part(plan, x, tensors[1], parts.value, shift, slope, needs)
     return grads
 
 
@@ -163,7 +165,7 @@ def _of_moments(
 
 def _part_by_part(
     plan: Plan,
-    x: Tensor,
+    given: Unpacked,
     weight: Tensor,
     value: Tensor | None,
     shift: Tensor,
@@ -171,7 +173,7 @@ def _part_by_part(
     needs: Sequence[bool],
 ) -> Found:
     """The convolution's gradients: a few samples at a time if its result is recomputed, all at once if it was kept."""
-    conv = plan.chain.convolution
+    conv, (x, largest) = plan.chain.convolution, given
     dx, dw = torch.empty_like(x) if needs[0] else None, None
     shape, layout = (-1, conv.out_channels, *[1] * plan.chain.dims), memory_format(plan.value.layout, plan.chain.dims)
     each = plan.gradients.samples_again or x.shape[0]
@@ -183,7 +185,7 @@ def _part_by_part(
         samples = part.stop - part.start
         specs = [dataclasses.replace(s, shape=(samples, *s.shape[1:])) for s in (plan.input, plan.value)]
         of_part = dataclasses.replace(plan, input=specs[0], value=specs[1])
-        found = convolution_gradients(of_part, dv, None, None, x[part], weight, needs)
+        found = convolution_gradients(of_part, Unpacked(dv), None, Unpacked(x[part], largest), weight, needs)
         if dx is not None and found[0] is not None:
             dx[part] = found[0]
         if found[1] is not None:

@@ -12,7 +12,7 @@ from postlude.plan.gemm import Gemm
 from postlude.plan.problem import memory_format, power_in
 from postlude.stages.cuts import Partials, is_wide
 from postlude.stages.epilogue import Epilogue, product_tile
-from postlude.stages.pack import Packed, Packing, matrices, pack_weight, planes
+from postlude.stages.pack import Packed, Packing, Unpacked, matrices, pack_weight, planes
 from postlude.stages.phases import launch_phases, pack_phases
 from postlude.stages.residues import pack_residues, residue_pitch, strides
 from postlude.stages.trace import Matrix, Pointer, or_unread
@@ -23,14 +23,20 @@ def input_packing(plan: Plan, gemm: Gemm) -> Packing:
     return Packing(plan.input, gemm.volume, gemm.arithmetic, gemm.channels)
 
 
+def packed_input(plan: Plan, gemm: Gemm, x: Tensor) -> Packed:
+    x = x.contiguous(memory_format=memory_format(plan.input.layout, plan.chain.dims))
+    if gemm.unfolds:
+        return unfold_input(x, plan.input, plan.chain.convolution, gemm)
+    if gemm.volume.has_residues:
+        return pack_residues(Unpacked(x), plan.input, gemm.volume, gemm.arithmetic, gemm.channels)
+    return input_packing(plan, gemm)(x)
+
+
 def convolve(
-    plan: Plan, gemm: Gemm, tensors: Sequence[Tensor], packed: Packed | None = None
+    plan: Plan, gemm: Gemm, packed: Packed, tensors: Sequence[Tensor]
 ) -> tuple[Tensor | None, Partials | None]:
-    """Launches packing and GEMM. If `packed` is given, it is the input packed already."""
+    """Packs the weight and launches the GEMM over the packed input."""
     conv, volume, arithmetic = plan.chain.convolution, gemm.volume, gemm.arithmetic
-    if packed is None:
-        x = tensors[0].contiguous(memory_format=memory_format(plan.input.layout, plan.chain.dims))
-        packed = _packed(plan, gemm, x)
     sizes = (conv.out_channels, conv.in_channels)
     if gemm.phases is not None:
         weight = pack_phases(gemm, gemm.phases, tensors[1], sizes, packed.largest)
@@ -49,14 +55,6 @@ def convolve(
     if gemm.phases is not None:
         return launch_phases(plan, gemm, gemm.phases, product, weight.matrix, tensors)
     return _launch(plan, gemm, product, weight.matrix, tensors)
-
-
-def _packed(plan: Plan, gemm: Gemm, x: Tensor) -> Packed:
-    if gemm.unfolds:
-        return unfold_input(x, plan.input, plan.chain.convolution, gemm)
-    if gemm.volume.has_residues:
-        return pack_residues(x, plan.input, gemm.volume, gemm.arithmetic, gemm.channels)
-    return input_packing(plan, gemm)(x)
 
 
 def _launch(

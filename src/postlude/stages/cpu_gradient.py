@@ -16,6 +16,7 @@ from postlude.stages.convolution_gradients import convolution_gradients
 from postlude.stages.cpu_kernel import TYPES, operand_types, operands
 from postlude.stages.cpu_passes import sizes_of
 from postlude.stages.gradient import gradient_of_vector, places_of, without_unread
+from postlude.stages.pack import Unpacked
 from postlude.stages.trace import launch_cpp
 from postlude.steps import pass_slots
 
@@ -64,7 +65,7 @@ def backward_on_cpu(
     if plan.chain.producer is None:
         grads[0] = dv.to(tensors[0].dtype) if needs[0] else None
     elif needs[0] or needs[1]:
-        grads[:2] = convolution_gradients(plan, dv, None, None, tensors[0], tensors[1], needs)
+        grads[:2] = convolution_gradients(plan, Unpacked(dv), None, Unpacked(tensors[0]), tensors[1], needs)
     return grads
 
 

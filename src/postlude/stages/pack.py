@@ -23,6 +23,13 @@ _MOST_BLOCKS = 65_535  # per row: CUDA's limit along the second axis of a grid
 _LARGEST, _LARGEST_TILES, _LARGEST_SAMPLES, _LARGEST_WARPS = 4096, 4, 8, 4
 
 
+class Unpacked(NamedTuple):
+    """What is packed for a GEMM."""
+
+    tensor: Tensor
+    largest: Tensor | None = None  # as in `Packed`, if known
+
+
 class Packed(NamedTuple):
     high: Tensor  # [rows, pitch, channels]
     low: Tensor | None = None  # the second plane, where there are two

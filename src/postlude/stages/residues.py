@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from postlude.plan.gemm import Arithmetic
 from postlude.plan.problem import Spec, power_of_two
 from postlude.plan.volume import Volume
-from postlude.stages.pack import Packed, find_largest, planes
+from postlude.stages.pack import Packed, Unpacked, find_largest, planes
 from postlude.stages.trace import launch, or_unread
 
 _BLOCK = 64  # positions of a tile
 
 
-def pack_residues(
-    x: Tensor, spec: Spec, volume: Volume, arithmetic: Arithmetic, channels: int, largest: Tensor | None = None
-) -> Packed:
-    """Packs `x`, [residues · rows, pitch, channels]. `largest` is the largest magnitude of each channel, if known."""
+def pack_residues(given: Unpacked, spec: Spec, volume: Volume, arithmetic: Arithmetic, channels: int) -> Packed:
+    """Packs a tensor as [residues · rows, pitch, channels]."""
+    x, largest = given
     if largest is None and arithmetic.scaled:
         largest = find_largest(x, spec, arithmetic)
     shape = (volume.packed_rows(spec.shape[0]), volume.pitch, channels)

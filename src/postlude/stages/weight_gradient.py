@@ -11,7 +11,7 @@ from postlude.plan.gemm import WeightGemm
 from postlude.plan.problem import Spec, power_of_two
 from postlude.plan.program import Word
 from postlude.stages.cuts import accumulator
-from postlude.stages.pack import Packed, Packing, matrices, weight_strides
+from postlude.stages.pack import Packed, Packing, Unpacked, matrices, weight_strides
 from postlude.stages.residues import residue_pitch, strides
 from postlude.stages.trace import launch, or_unread
 
@@ -24,11 +24,11 @@ def gradient_packing(gemm: WeightGemm, gradient: Spec) -> Packing:
 
 
 def weight_gradient(
-    conv: Convolution, gemm: WeightGemm, x: Tensor, spec: Spec, gradient: Packed, weight: Tensor
+    conv: Convolution, gemm: WeightGemm, x: Unpacked, spec: Spec, gradient: Packed, weight: Tensor
 ) -> Tensor:
     """The gradient of `weight`, with its dtype and strides; `spec` is the input's."""
     packing = Packing(spec, gemm.volume, gemm.arithmetic, gemm.channels, gemm.front * gemm.neighbours * gemm.channels)
-    return product_over_positions(conv, gemm, spec.shape[0], packing(x), gradient, weight)
+    return product_over_positions(conv, gemm, spec.shape[0], packing(*x), gradient, weight)
 
 
 def product_over_positions(

@@ -120,7 +120,8 @@ def convolution(
     groups: int = 1,
     bias: bool = True,
 ) -> Convolution:
-    kernel, strides, paddings, ones, extra = ((size,) * dims for size in (3, stride, padding, 1, stride - 1))
+    sizes = (3, stride, padding, 1, stride - 1 if transposed else 0)
+    kernel, strides, paddings, ones, extra = ((size,) * dims for size in sizes)
     return Convolution(transposed, *channels, kernel, strides, paddings, ones, extra, groups, bias)
 
 
@@ -175,6 +176,8 @@ def runs() -> list[Run]:
     once = chain_of(convolution(2, (9, 10), 1), 2, ("gelu",), ("add", "full"))
     phases = chain_of(convolution(2, (9, 20), 1, transposed=True, stride=2), 2, ("mul", "row"), ("norm", 5))
     deep = chain_of(convolution(3, (9, 10), 1, transposed=True, stride=2), 3, ("gelu",), ("add", "full"))
+    down = chain_of(convolution(3, (17, 24), 1, stride=2), 3, ("norm", 3), ("silu",))
+    halves = chain_of(convolution(2, (18, 20), 1, stride=2), 2, ("gelu",), ("add", "full"))
     batch = chain_of(convolution(2, (9, 10), 1), 2, ("mul", "row"), ("batch_norm",), ("silu",))
     layer = chain_of(convolution(2, (9, 10), 1), 2, ("mul", "row"), ("layer_norm", 1), ("add", "full"), ("silu",))
     pooled = chain_of(convolution(3, (17, 24)), 3, ("norm", 8), ("mul", "row"), ("mean", "space"))
@@ -221,6 +224,9 @@ def runs() -> list[Run]:
         Run("phases-fp32", phases, flat),
         Run("phases-tf32", deep, (2, 9, 3, 4, 5), layout=last, precision="tf32", trains=False),
         Run("phases-fp16", phases, flat, "float16", last),
+        Run("strided-fp32", down, cube),
+        Run("strided-tf32", halves, (3, 18, 13, 11), layout=last, precision="tf32"),
+        Run("strided-fp16", halves, (3, 18, 13, 11), "float16", trains=False),
         Run("batch-fp32", batch, flat),
         Run("batch-bf16", batch, flat, "bfloat16", last),
         Run("layer-fp32", layer, flat),

@@ -64,9 +64,10 @@ SMALL: dict[str, tuple[Chain, tuple[int, ...]]] = {
     ),
     "phases, layer_norm": (Builder(3, up(3, (32, 40))).layer_norm().op("silu").chain(), (2, 32, 5, 6, 7)),
 }
-STRIDED_UP: dict[str, tuple[Chain, tuple[int, ...]]] = {
+WITH_STRIDES: dict[str, tuple[Chain, tuple[int, ...]]] = {
     "64→64": (Builder(2, up(2, (64, 64))).op("tanh").chain(), (8, 64, 128, 128)),
     "64→128": (Builder(3, up(3, (64, 128), 3, 1, 0)).op("tanh").chain(), (2, 64, 24, 48, 48)),
+    "32→64, down": (Builder(3, conv(3, (32, 64), stride=2, padding=1)).op("tanh").chain(), (4, 32, 64, 64, 64)),
 }
 
 
@@ -135,10 +136,10 @@ def test_same_bits_every_time(name: str) -> None:
         torch.use_deterministic_algorithms(before)
 
 
-@pytest.mark.parametrize("name", STRIDED_UP)
-def test_gradients_by_residue_are_as_exact_as_pytorchs(name: str) -> None:
-    """At KernelBench's sizes, with fewer samples: against float64, beside strict PyTorch."""
-    chain, shape = STRIDED_UP[name]
+@pytest.mark.parametrize("name", WITH_STRIDES)
+def test_gradients_with_strides_are_as_exact_as_pytorchs(name: str) -> None:
+    """At KernelBench's sizes with fewer samples, and of a U-Net: against float64, beside strict PyTorch."""
+    chain, shape = WITH_STRIDES[name]
     tensors = tensors_for(chain, shape, torch.float32, "cuda", 3, "normal")
     exact = [t.double().requires_grad_() for t in tensors]
     truth = gradients(lambda ts: reference.evaluate(chain, ts), exact)

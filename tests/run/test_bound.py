@@ -17,6 +17,7 @@ import torch
 
 from postlude.run import bound, triton_versions
 from postlude.run.bound import Bound
+from postlude.run.launch import Launch
 from postlude.run.triton_versions import VERSIONS, Version, version
 
 triton = pytest.importorskip("triton")
@@ -180,3 +181,16 @@ def test_tritons_arguments_for_a_descriptor_without_a_map() -> None:
     found = known.expanded(TensorDescriptor(base, [4, 16], [16, 1], [4, 16]), None)
     assert found[0] is base
     assert found[1:5] == [4, 16, 16, 1]
+
+
+def test_triton_is_told_whether_to_fuse_multiplications(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or 3.9 warns whoever uses Postlude. The answer is Triton's own, which the user may set."""
+    asked: list[Any] = []
+    kernel = SimpleNamespace(warmup=lambda **options: asked.append(options), device_caches={0: None})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr("postlude.run.launch.find_again", lambda kernel, device: None)
+    one = Launch(kernel, (1,), (), {}, warps=8)
+    one.compile(())
+    monkeypatch.setattr(triton.knobs.language, "default_fp_fusion", False)
+    one.compile(())
+    assert asked == [{"grid": (1,), "num_warps": 8, "enable_fp_fusion": fuses} for fuses in (True, False)]

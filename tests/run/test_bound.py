@@ -33,9 +33,10 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Any:
     include = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
     library = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(folder / "libcuda.so.1")]
     subprocess.run([compiler, f"-I{include}", str(HERE / "libcuda.c"), *library], check=True)
-    folders = {name: str(folder) for name in ("LD_LIBRARY_PATH", "TRITON_LIBCUDA_PATH", "POSTLUDE_CACHE_DIR")}
+    folders = {name: str(folder) for name in ("TRITON_LIBCUDA_PATH", "POSTLUDE_CACHE_DIR")}
     # What is compiled against the stand-in must not stay in Triton's cache.
     env = {**os.environ, **folders, "TRITON_CACHE_DIR": str(folder / "triton"), "TRITON_INTERPRET": "0"}
+    env["LD_LIBRARY_PATH"] = os.pathsep.join([str(folder), os.environ.get("LD_LIBRARY_PATH", "")])
     env["PYTHONPATH"] = os.pathsep.join(sys.path)
     command = [sys.executable, "-W", "ignore", str(HERE / "record.py")]
     run = subprocess.run(command, env=env, capture_output=True, text=True, check=False)

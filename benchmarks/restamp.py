@@ -6,6 +6,9 @@ result gets today's hash. It needs no GPU: plans for an H200 are made anywhere. 
 compared, so a change there must be measured.
 
 python benchmarks/restamp.py KERNELBENCH/level2 --since COMMIT
+
+A kernel that says the same in other words is named after --compiled: its PTX is compared, not its source. The installed
+Triton compiles it, so that must be the one that the results are from.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -23,11 +27,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from gpu import BENCHES, TRAINED, Bench
 from kernelbench_problem import MODES
 from rows import GPU_RESULTS, GPU_SOURCES, KERNELBENCH_RESULTS, ROOT, TRAINING_SOURCES
 
+from kernels import offline
 from postlude import problem_file
 from postlude.check import records, tensors_for
 from postlude.check.records import Record
@@ -40,15 +46,16 @@ from postlude.plan.problem import spec_of
 from postlude.plan.program import Call, CudaCall, KernelCall
 from postlude.run.launch import launch_of
 from postlude.stages.program import Given, training_program
+from tracing import compiled as compiled_call
 
 
-def main(folder: Path, precisions: Sequence[str], since: str) -> None:
-    now = fingerprints(folder, precisions)
+def main(folder: Path, precisions: Sequence[str], compiled: Sequence[str], since: str) -> None:
+    now = fingerprints(folder, precisions, compiled)
     with tempfile.TemporaryDirectory() as place:
         command = ["git", "-C", str(ROOT), "worktree", "add", "--detach", "--force", place, since]
         subprocess.run(command, check=True, capture_output=True)
         try:
-            then = _of_another_tree(folder, precisions, Path(place))
+            then = _of_another_tree(folder, precisions, compiled, Path(place))
             hashes = _hashes_of_another_tree(Path(place))
         finally:
             subprocess.run(["git", "-C", str(ROOT), "worktree", "remove", "--force", place], check=True)
@@ -79,11 +86,12 @@ def _hashes_of_another_tree(root: Path) -> dict[bool, str]:
     return dict(zip((False, True), made.stdout.split(), strict=True))
 
 
-def _of_another_tree(folder: Path, precisions: Sequence[str], root: Path) -> dict[str, str]:
+def _of_another_tree(folder: Path, precisions: Sequence[str], compiled: Sequence[str], root: Path) -> dict[str, str]:
     """The fingerprints by that tree's own script, because names in the package may have changed since."""
     paths = os.pathsep.join([str(root / "src"), os.environ.get("PYTHONPATH", "")])
     script = root / Path(__file__).resolve().relative_to(ROOT)
     command = [sys.executable, str(script), str(folder.resolve()), "--precisions", *precisions]
+    command += ["--compiled", *compiled] if compiled else []  # which older trees do not know
     made = subprocess.run(command, check=True, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": paths})
     return dict(json.loads(made.stdout))
 
@@ -92,14 +100,14 @@ def _key(row: Record) -> str:
     return " | ".join((row.chain, row.shape, row.dtype, row.layout, row.precision, row.mode))
 
 
-def fingerprints(folder: Path, precisions: Sequence[str]) -> dict[str, str]:
+def fingerprints(folder: Path, precisions: Sequence[str], compiled: Sequence[str] = ()) -> dict[str, str]:
     """Of the programs of every result that can be planned here."""
     found = {}
     for bench, trains in [*((bench, False) for bench in BENCHES), *((bench, True) for bench in TRAINED)]:
         mode = "forward" if not trains else f"training step{', input frozen' * bench.frozen_input}"
         shape, dtype = "×".join(map(str, bench.shape)), str(bench.dtype).removeprefix("torch.")
         key = " | ".join((str(bench.chain), shape, dtype, bench.layout, bench.precision, mode))
-        found[key] = _digest([_calls_of_bench(bench, trains)])
+        found[key] = _digest([_calls_of_bench(bench, trains)], compiled)
     files = sorted(folder.glob("*.py"))
     for number, file in enumerate(files, 1):
         print(f"{number} of {len(files)}: {file.stem}", file=sys.stderr)
@@ -107,7 +115,7 @@ def fingerprints(folder: Path, precisions: Sequence[str]) -> dict[str, str]:
             for precision in precisions:
                 shape, calls = _calls_of_file(file, trains, precision)
                 key = (file.stem, shape, "float32", "contiguous", precision, MODES["train" if trains else "forward"])
-                found[" | ".join(key)] = _digest(calls)
+                found[" | ".join(key)] = _digest(calls, compiled)
     return found
 
 
@@ -141,23 +149,40 @@ def _calls_of_file(file: Path, trains: bool, precision: str) -> tuple[str, list[
     return shape, [(*program.forward, *program.backward) for program in programs]
 
 
-def _digest(programs: Iterable[Sequence[Call] | str]) -> str:
+def _digest(programs: Iterable[Sequence[Call] | str], compiled: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for calls in programs:
         digest.update(repr(calls).encode())
         for call in calls if not isinstance(calls, str) else ():
-            digest.update("\n".join(_code_of(call)).encode())
+            digest.update("\n".join(_code_of(call, compiled)).encode())
     return digest.hexdigest()
 
 
-def _code_of(call: Call) -> Iterator[str]:
+def _code_of(call: Call, compiled: Sequence[str]) -> Iterator[str]:
     """What the kernel of a call does, and every device function that it calls."""
     if isinstance(call, CudaCall):
         yield cuda_text(call)
-    if isinstance(call, KernelCall):
+    if isinstance(call, KernelCall) and call.kernel in compiled:
+        yield _instructions(call)
+    elif isinstance(call, KernelCall):
         launch, seen = launch_of(call), set[str]()
         for function in (launch.kernel, *launch.constants.values()):
             yield from _reached(function, seen)
+
+
+_INSTRUCTIONS: dict[str, str] = {}  # by call
+
+
+def _instructions(call: KernelCall) -> str:
+    """The PTX for an H200, without what says where in the source it is from."""
+    if repr(call) not in _INSTRUCTIONS:
+        with pytest.MonkeyPatch.context() as patch:
+            offline.use_card(patch, 90)
+            ptx: str = compiled_call(call)[1].asm["ptx"]
+        code, *_ = re.split(r"^\s*\.section\s+\.debug", ptx, flags=re.MULTILINE)
+        code = re.sub(r"//.*|^\s*\.(loc|file)\b.*|^\$L__(tmp|func|info)\w*:", "", code, flags=re.MULTILINE)
+        _INSTRUCTIONS[repr(call)] = "\n".join(line.strip() for line in code.splitlines() if line.strip())
+    return _INSTRUCTIONS[repr(call)]
 
 
 def _reached(function: Any, seen: set[str]) -> Iterator[str]:
@@ -180,8 +205,9 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path, help="the folder of KernelBench's level 2")
     parser.add_argument("--since", metavar="COMMIT", help="whose programs are compared; without it, print fingerprints")
     parser.add_argument("--precisions", nargs="+", default=["fp32", "tf32"], choices=["fp32", "tf32"])
+    parser.add_argument("--compiled", nargs="+", default=[], metavar="KERNEL", help="kernels whose PTX is compared")
     asked = parser.parse_args()
     if asked.since:
-        main(asked.folder, asked.precisions, asked.since)
+        main(asked.folder, asked.precisions, asked.compiled, asked.since)
     else:
-        print(json.dumps(fingerprints(asked.folder, asked.precisions)))
+        print(json.dumps(fingerprints(asked.folder, asked.precisions, asked.compiled)))

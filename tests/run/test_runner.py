@@ -1,4 +1,4 @@
-"""The runner: calls in order, memory no longer than it is needed, launches bound where Triton allows it."""
+"""The runner: calls in order, memory no longer than it is needed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from postlude.plan.program import Buffer, Call, KernelCall, TorchCall, launches, live, traffic
-from postlude.run import bound, runner
+from postlude.run import runner
 from postlude.stages.trace import Tracer, empty_strided
 from tracing import flat, run_stage
 
@@ -117,68 +117,3 @@ def test_traffic_counts_reading_and_writing_and_no_views() -> None:
     half = 2 * 256 * 4
     assert traffic(calls) == half + 2 * half  # copied into memory that is there, then read and written
     assert launches(calls) == []
-
-
-class Compiled:
-    """A stand-in for a compiled Triton kernel with what a launch reads."""
-
-    function, packed_metadata = 7, (4,)
-
-    def __init__(self, launcher: Any, scratch: int = 0) -> None:
-        self.run = self
-        self.launch, self.global_scratch_size, self.profile_scratch_size = launcher, scratch, 0
-        self.launch_cooperative_grid, self.launch_pdl = False, False
-
-
-def test_a_launch_that_is_bound_takes_a_stream_and_pointers(monkeypatch: pytest.MonkeyPatch) -> None:
-    triton = pytest.importorskip("triton")
-    monkeypatch.setattr(bound, "_KNOWN", triton.__version__)
-    seen: list[Any] = []
-    launch = bound.bound(Compiled(seen.append), (2, 1, 1), ())
-    assert launch is not None
-    with pytest.raises(TypeError, match="15 given"):  # grid, stream, function, eight of the launch, two pointers
-        launch(99, 16, 32)
-    assert bound.bound(Compiled(seen.append, scratch=1), (2, 1, 1), ()) is None
-
-
-def test_maps_of_descriptors_are_kept_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
-    monkeypatch.setattr(bound, "_made", lambda: lambda descriptor, meta: made.append(meta) or [descriptor.base])
-    maps = bound._Maps(5)
-
-    class Descriptor:
-        base = torch.zeros(4)
-
-    assert maps(Descriptor) is maps(Descriptor)
-    other = type("Other", (), {"base": torch.zeros(4)})
-    assert maps(other) is not maps(Descriptor)
-    assert made == [5, 5]
-
-
-def test_a_descriptor_without_a_map_does_not_keep_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before Hopper Triton passes the tensor instead of a map: every step's operands stayed alive."""
-
-    def made(descriptor: Any, meta: Any) -> list[Any]:
-        assert meta is None
-        return [descriptor.base, 4, 16, 16, 1, False]
-
-    monkeypatch.setattr(bound, "_made", lambda: made)
-    maps, descriptor = bound._Maps(None), type("Descriptor", (), {"base": torch.zeros(4, 16)})
-    alive, address = weakref.ref(descriptor.base), descriptor.base.data_ptr()
-    for _ in range(2):
-        assert maps(descriptor) == [address, 4, 16, 16, 1, False]
-    descriptor.base = None
-    assert alive() is None
-
-
-def test_tritons_arguments_for_a_descriptor_without_a_map() -> None:
-    """What the test above takes for granted."""
-    triton = pytest.importorskip("triton")
-    if not triton.__version__.startswith(bound._KNOWN):
-        pytest.skip("descriptors are bound in the known version only")
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    base = torch.zeros(4, 16)
-    found = bound._made()(TensorDescriptor(base, [4, 16], [16, 1], [4, 16]), None)
-    assert found[0] is base
-    assert found[1:5] == [4, 16, 16, 1]

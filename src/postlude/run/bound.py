@@ -1,18 +1,19 @@
 """A compiled Triton kernel with everything bound but its pointers: a launch is one call of Triton's C launcher.
 
 Triton 3.6 spends 10 to 20 µs of Python on a launch, and 4 µs on each descriptor: it makes the tensor map anew although
-that depends only on the address. We cache maps by address. Other versions of Triton use their own launch path.
+that depends only on the address. We cache maps by address. A version of Triton that `triton_versions` does not know
+uses its own launch path.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
+from postlude.run.triton_versions import Version, version
+
 Bound = Callable[..., None]  # takes the stream, then pointers as integers, descriptors and numbers
-_KNOWN = "3.6."  # the versions of Triton whose launcher this was written for
 _REMEMBERED = 256  # addresses of a descriptor before the cache is cleared
 
 
@@ -21,29 +22,25 @@ def bound(compiled: Any, grid: tuple[int, ...], after: tuple[Any, ...]) -> Bound
 
     `after` are the numbers and constants after the pointers.
     """
-    import triton
-
-    run = compiled.run
+    known, run = version(), compiled.run
     scratch = getattr(run, "global_scratch_size", 1) + getattr(run, "profile_scratch_size", 1)
-    if not triton.__version__.startswith(_KNOWN) or scratch:
+    if known is None or scratch or getattr(run, "gsan_enabled", False):  # a sanitizer adds arguments
         return None
-    launcher = run.launch
-    no_hooks = (None, None, None)  # with hooks set, Triton's own launch path is used (is_watched)
-    how = (run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata, *no_hooks)
-    fixed = (compiled.function, *how)
-    if inspect.isbuiltin(launcher):
-        return lambda stream, *pointers: launcher(*grid, stream, *fixed, *pointers, *after)
-    inside = inspect.getclosurevars(launcher).nonlocals  # it makes the descriptors' maps
-    launcher, maps = inside["launcher"], [_Maps(meta) for meta in inside["tensordesc_meta"]]
-    count = len(maps)
-    if inside["tensordesc_indices"] != set(range(count)):
+    is_descriptor = [str(kind).startswith("tensordesc") for kind in compiled.src.signature.values()]
+    count = sum(is_descriptor)
+    call = known.call(compiled, grid, after)
+    if not count:
+        return call
+    if not all(is_descriptor[:count]):
         return None  # our kernels take their descriptors first
+    metadata = getattr(compiled.metadata, "tensordesc_meta", None) or [None] * count
+    maps = [_Maps(known, one) for one in metadata]
 
     def launch(stream: int, *pointers: Any) -> None:
         described: list[Any] = []
         for one, descriptor in zip(maps, pointers):
             described += one(descriptor)
-        launcher(*grid, stream, *fixed, *described, *pointers[count:], *after)
+        call(stream, *described, *pointers[count:])
 
     return launch
 
@@ -51,8 +48,8 @@ def bound(compiled: Any, grid: tuple[int, ...], after: tuple[Any, ...]) -> Bound
 class _Maps:
     """A descriptor as the launcher takes it, by address: a tensor map or a pointer, then sizes and strides."""
 
-    def __init__(self, meta: Any) -> None:
-        self.meta = meta
+    def __init__(self, known: Version, metadata: Any) -> None:
+        self.version, self.metadata = known, metadata
         self.known: dict[int, list[Any]] = {}
 
     def __call__(self, descriptor: Any) -> list[Any]:
@@ -62,16 +59,9 @@ class _Maps:
             if len(self.known) >= _REMEMBERED:
                 self.known.clear()
             # Before Hopper there are no maps: Triton passes the tensor itself, which would stay alive here.
-            made = _made()(descriptor, self.meta)
+            made = self.version.expanded(descriptor, self.metadata)
             found = self.known[address] = [address if item is descriptor.base else item for item in made]
         return found
-
-
-@functools.cache
-def _made() -> Callable[[Any, Any], list[Any]]:
-    from triton.backends.nvidia.driver import make_tensordesc_arg
-
-    return make_tensordesc_arg  # type: ignore[no-any-return]
 
 
 @functools.cache

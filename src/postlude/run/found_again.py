@@ -18,15 +18,13 @@ from typing import Any
 
 from postlude.files import read_kept, write_kept
 from postlude.hardware import cache_folder
-
-_KNOWN = "3.6."  # the versions of Triton whose cache this was written for; others do their own look-up
+from postlude.run.triton_versions import version
 
 
 def find_again(kernel: Any, device: int) -> None:
-    """Makes a kernel use `compiled` when it is compiled for this device."""
-    import triton
-
-    if triton.__version__.startswith(_KNOWN) and _is_plain() and cache_folder() is not None:
+    """Makes a kernel use `compiled` when it is compiled for this device. Versions that `triton_versions` does not know
+    do their own look-up."""
+    if version() is not None and _is_plain() and cache_folder() is not None:
         kernel.device_caches[device]  # sets the kernel's own `compile`
         kernel.compile = compiled
 
@@ -51,21 +49,24 @@ def compiled(src: Any, target: Any = None, options: Any = None, _env_vars: Any =
 
 
 def _is_plain() -> bool:
-    """Whether Triton is not asked to always compile, or to dump or override what it compiles."""
+    """Whether Triton is not asked to always compile, or to dump, override or change what it compiles."""
     from triton import knobs
 
-    asked = knobs.compilation
-    return not (asked.always_compile or asked.override or asked.dump_ir or asked.listener)
+    asked, changed = knobs.compilation, getattr(knobs.runtime, "add_stages_inspection_hook", None)
+    return not (asked.always_compile or asked.override or asked.dump_ir or asked.listener or changed)
 
 
 @functools.cache
 def _triton() -> str:
     """Triton's files by size and time, and the environment variables that it reads."""
     import triton
+    from triton._C.libtriton import get_cache_invalidating_env_vars
 
     folder = Path(str(triton.__file__)).parent
     stamps = [triton.__version__, *(_stamp(path) for path in _files(folder))]
-    asked = sorted((name, value) for name, value in os.environ.items() if name.startswith(("TRITON_", "LLVM_")))
+    # Triton lists those that change a kernel, but not those that name a tool such as ptxas.
+    named = {name: value for name, value in os.environ.items() if name.startswith(("TRITON_", "LLVM_"))}
+    asked = sorted((named | get_cache_invalidating_env_vars()).items())
     return hashlib.sha256(json.dumps([stamps, asked]).encode()).hexdigest()
 
 

@@ -70,6 +70,7 @@ class Compiled:
     shared: int
     warps: int
     ptx: str
+    ttgir: str
 
 
 def compiled_calls(calls: Iterable[Call], architecture: int) -> list[Compiled]:
@@ -78,7 +79,7 @@ def compiled_calls(calls: Iterable[Call], architecture: int) -> list[Compiled]:
     for call in kernel_calls(calls):
         launch, made = compiled(call)
         assert made.metadata.target.arch == architecture
-        found.append(Compiled(call.kernel, made.metadata.shared, launch.warps, made.asm["ptx"]))
+        found.append(Compiled(call.kernel, made.metadata.shared, launch.warps, made.asm["ptx"], made.asm["ttgir"]))
         assert not packed_constants(found[-1].ptx), f"ptxas would compute something else for {call.kernel}"
     return found
 

@@ -6,6 +6,7 @@ What is compiled are the calls of the very programs that a GPU would run.
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -226,6 +227,18 @@ def test_neighbours_of_two_phases_are_stored_side_by_side(monkeypatch: pytest.Mo
     ptx = {found.name: found.ptx for found in compiled_launches("phases tf32", 90)}
     assert "wgmma.mma_async" in ptx["convolve_phases_kernel"]
     assert "st.global.v2.b32" in ptx["convolve_phases_kernel"]
+
+
+@pytest.mark.parametrize("name", ["one pass", "residual fp32", "16 channels fp32"])
+def test_lanes_store_neighbouring_positions_where_packed_rows_have_an_odd_pitch(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offline.use_card(monkeypatch, 90)
+    (ttgir,) = [found.ttgir for found in compiled_launches(name, 90) if found.name == "convolve_kernel"]
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\.blocked<.*>)$", ttgir, re.MULTILINE))
+    stores = re.findall(r"tt\.store .* : tensor<\d+x\d+x!tt\.ptr<\w+>, (#\w+)>", ttgir)
+    assert len(stores) == 1
+    assert "threadsPerWarp = [32, 1]" in layouts[stores[0]]  # [positions, channels]
 
 
 def test_few_channels_are_unfolded_and_multiplied_on_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,6 +121,10 @@ def convolve_kernel(
             y = run % (SLICE_PITCH // ALIGN) // (ROW_PITCH // ALIGN)
             m_s = (run < OD * (SLICE_PITCH // ALIGN)) & (x < OW // ALIGN) & (y < OH)
             o_s = ((run // (SLICE_PITCH // ALIGN) * OH + y) * (OW // ALIGN) + x) * ALIGN + o_p % ALIGN
+            if ALIGN == 1:
+                # The compiler sees no run. Triton 3.6 puts neighbouring lanes on neighbouring positions all the same,
+                # but 3.7 to 3.9 on neighbouring channels, S apart. Positions are side by side wherever m_s is true.
+                o_s = tl.max_contiguous((run // SLICE_PITCH * OH + y) * OW + x, 2)
         epilogue(
             b_v, o_c, m_c, o_s, m_s, i_n, i_b, i_tile, p_y, p_mean, p_m2, p_count,
             a0, a1, a2, a3, a4, a5, C_OUT, S, TILES, STEPS_FN, STORE, MOMENTS,

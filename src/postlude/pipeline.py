@@ -19,7 +19,7 @@ from postlude.check.budget import combine
 from postlude.errors import PostludeError
 from postlude.graph.backend import Backend, check_memory
 from postlude.graph.capture import hooks_of_all_modules
-from postlude.graph.compiled import compiled
+from postlude.graph.compiled import has_frame, install, uninstall
 from postlude.graph.fusion import LEFT_OUT
 from postlude.graph.match import Match
 from postlude.optimized import Optimized, SiteReport, remember, result_of
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("postlude")
 OPTIONS = frozenset({"precision", "rest", "memory", "convolution", "layout", "verify"})  # of the torch.compile backend
-NOTHING_CAPTURED = "PyTorch's compiler captured nothing of this call: it is disabled, or it gave up on this code"
+NOTHING_CAPTURED = "PyTorch's compiler captured none of the model's layers: it is disabled, or it gave up on this code"
 Only = Callable[[str, Chain], bool] | Iterable[str] | str | None
 
 
@@ -77,12 +77,12 @@ def optimize(
     ledger = Ledger(check_site if verify else None)
     inductor = _inductor_settings(mode, {})
     backend = Backend(precision, rest, _filter(only), memory, convolution, ledger, inductor, layout)
-    run = model._compiled_call_impl = compiled(model, backend)
+    run = install(model, backend)
     try:
         with _left_as_found(model), shown(progress) as ledger.progress:
             model(*args, **kwargs)
     except BaseException:
-        model._compiled_call_impl = None
+        uninstall(model)
         raise
     ledger.progress = None
     return remember(_optimized(model, backend), run)
@@ -95,8 +95,15 @@ def _optimized(model: nn.Module, backend: Backend) -> Optimized:
     left = [item.name for item in declined if item.reason == LEFT_OUT]
     if left and not reports:
         log.warning("only= names none of the chains, which are at %s", ", ".join(left))
-    failure = backend.failure or (None if backend.captured else NOTHING_CAPTURED)
+    failure = backend.failure or (None if _is_captured(model, backend) else NOTHING_CAPTURED)
     return Optimized(model, reports, declined, combine(verdicts), failure, backend)
+
+
+def _is_captured(model: nn.Module, backend: Backend) -> bool:
+    """Whether any of the model's layers are in a graph. Those without parameters may leave no operators."""
+    if not any(True for layer in model.children() for _ in layer.parameters()):
+        return bool(backend.captured)
+    return any(one.sites or one.declined or one.calls_modules for one in backend.captured)
 
 
 def postlude_backend(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
@@ -152,7 +159,7 @@ def _check_request(
     check_precision(precision, device)
     if (earlier := result_of(model)) is not None:
         earlier.undo()
-    if model._compiled_call_impl is not None:
+    if model._compiled_call_impl is not None and not has_frame(model):
         raise PostludeError("the model is already compiled; call postlude.optimize before model.compile().")
     if hooks_of_all_modules():
         raise PostludeError("a global module hook is registered, and models run unfused while it is; remove it.")

@@ -279,6 +279,12 @@ def default_fp32_precision(is_linear: bool = False) -> str:
     return "tf32" if (matmul if is_linear else cudnn).allow_tf32 else "fp32"
 
 
+def has_tf32(device: torch.device | str) -> bool:
+    """Whether a GPU has TF32. PyTorch's switches allow it on cards that have none as well; one that is not here counts
+    as having it."""
+    return not torch.cuda.is_available() or machine_for(device).card.is_served
+
+
 def versions() -> dict[str, str]:
     """The versions on which a result depends, for reports and records."""
     found = {

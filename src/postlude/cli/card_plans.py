@@ -31,7 +31,7 @@ def explain_for_card(path: Path, name: str, precision: str, convolution: str, tr
     say(f"{path.name} as it is planned for {card}; nothing was run.\n")
     sites = [SiteReport(*one, None) for one in found]
     for site in sites:
-        explain_site(site)
+        explain_site(site, card)
         say()
     if left:
         say("Left to PyTorch:")

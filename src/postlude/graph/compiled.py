@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 import weakref
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from torch import nn
 from postlude.graph.backend import Backend
 from postlude.graph.capture import HookWatch, hooks_are_watched, hooks_of_all_modules, is_traced, is_untraceable
 
+_numbers = itertools.count()  # of functions with code of their own
 _FRAME = "postlude_frame"  # an attribute of the functions through which containers are called
 
 
@@ -110,6 +112,8 @@ def _frame_of(module: nn.Module) -> Callable[..., Any]:
 
 
 def _with_code_of_its_own(function: Any) -> types.FunctionType:
-    """A copy of `function`: Dynamo limits recompilations per code object."""
-    code = function.__code__.replace()
-    return types.FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
+    """A copy of `function`. Dynamo limits recompilations per code object, and remembers by a code's place and name
+    which sizes have changed between calls: those of another model would become symbols here."""
+    name = f"{function.__name__}_{next(_numbers)}"
+    code = function.__code__.replace(co_name=name)
+    return types.FunctionType(code, function.__globals__, name, None, function.__closure__)

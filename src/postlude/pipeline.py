@@ -6,7 +6,7 @@ import contextlib
 import fnmatch
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -27,9 +27,6 @@ from postlude.run.execute import check_precision
 from postlude.run.ledger import Ledger
 from postlude.shown import shown
 from postlude.site_check import check_site
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger("postlude")
 OPTIONS = frozenset({"precision", "rest", "memory", "convolution", "layout", "verify"})  # of the torch.compile backend
@@ -151,6 +148,8 @@ def _check_request(
 ) -> None:
     if not isinstance(model, nn.Module):
         raise PostludeError(f"optimize needs an nn.Module, not {type(model).__name__}.")
+    if _is_scripted(model):
+        raise PostludeError("optimize needs the nn.Module from which TorchScript made this one.")
     check_memory(memory)
     tensors = [item for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
     device = tensors[0].device.type if tensors else hardware.default_device()
@@ -171,8 +170,16 @@ def _filter(only: Only) -> Callable[[str, Match], bool] | None:
     if callable(only):
         keep = only
         return lambda name, found: keep(name, found.chain)
-    patterns = [only] if isinstance(only, str) else list(only)
+    patterns = [only] if isinstance(only, str) else list(only) if isinstance(only, Iterable) else [only]
+    wrong = [type(item).__name__ for item in patterns if not isinstance(item, str)]
+    if wrong:
+        raise PostludeError(f"only= takes names with wildcards, or a function of name and chain, not {wrong[0]}.")
     return lambda name, _: any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _is_scripted(module: nn.Module) -> bool:
+    """Whether TorchScript holds the module's buffers, in which it only writes."""
+    return isinstance(module, torch.jit.ScriptModule)
 
 
 @contextlib.contextmanager
@@ -185,7 +192,7 @@ def _left_as_found(model: nn.Module) -> Iterator[None]:
     tensors = [t for t in (*model.parameters(), *model.buffers()) if not is_lazy(t)]
     kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
     # A forward may assign a new tensor to a buffer instead, as some moving averages do.
-    assigned = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    assigned = [(module._buffers, dict(module._buffers)) for module in model.modules() if not _is_scripted(module)]
     with torch.random.fork_rng(devices=devices):
         try:
             yield
@@ -194,5 +201,7 @@ def _left_as_found(model: nn.Module) -> Iterator[None]:
                 buffers.update(before)
             with torch.no_grad():
                 for tensor, value in kept:
-                    if not torch.equal(tensor, value):  # a write would spoil graphs that wait for their backward pass
+                    if not tensor.is_meta and not torch.equal(
+                        tensor, value
+                    ):  # a write would spoil graphs that wait for their backward pass
                         tensor.copy_(value)

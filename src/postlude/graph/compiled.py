@@ -98,7 +98,8 @@ def has_frame(module: nn.Module) -> bool:
 
 
 def _is_container_of_pytorch(module: nn.Module) -> bool:
-    where = getattr(type(module).forward, "__module__", None) or ""
+    # A TorchScript module's class raises where its forward is asked for.
+    where = getattr(getattr(type(module), "forward", None), "__module__", None) or ""
     return where.startswith("torch.nn.") and next(module.children(), None) is not None
 
 

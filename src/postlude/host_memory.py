@@ -17,7 +17,8 @@ _VERSIONS = (
 def available_host_bytes(proc: Path, groups: Path) -> float:
     """The least of what the machine has left and what each limit leaves; infinite where the system says nothing.
 
-    `proc` and `groups` are a Linux system's folders for processes and for control groups. A container sees the whole machine's memory. Beyond its own limit the system ends the process.
+    `proc` and `groups` are a Linux system's folders for processes and for control groups. A container sees
+    the whole machine's memory. Beyond its own limit the system ends the process.
     """
     found = re.search(r"^MemAvailable: +(\d+) kB", _text(proc / "meminfo"), re.MULTILINE)
     machine = 1024.0 * int(found[1]) if found else math.inf

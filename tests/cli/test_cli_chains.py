@@ -15,6 +15,7 @@ from plan.test_convolve import card
 from plan.test_lower import CARD, problem
 from postlude import cards, hardware
 from postlude.cli import session
+from postlude.cli.card_plans import _card
 from postlude.cli.chains import _show_cards, explain_site
 from postlude.hardware import machine_on
 from postlude.optimized import SiteReport
@@ -73,6 +74,11 @@ def test_explains_a_plan_for_a_card_that_is_not_here(run: Run, write: Write) -> 
     assert run("explain", large, "--card", "A100", "--train", "--json", path).code == 0
     data = json.loads(path.read_text(encoding="utf-8"))
     assert (data["card"], data["sites"][0]["plan"]["fused"]) == ("A100", True)
+
+
+@pytest.mark.parametrize("name", ["RTX 4090", "rtx4090", "RTX-4090"])
+def test_a_cards_name_may_be_written_without_spaces(name: str) -> None:
+    assert _card(name) is cards.RTX_4090
 
 
 def test_chains_for_a_card_are_told_apart_and_refusals_are_listed(run: Run, write: Write) -> None:

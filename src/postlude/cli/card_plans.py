@@ -48,7 +48,12 @@ def _allows_tf32(precision: str, is_linear: bool) -> bool:
 
 
 def _card(name: str) -> Card:
-    found = next((card for card in cards.KNOWN if card.name.lower() == name.lower()), None)
+    found = next((card for card in cards.KNOWN if _bare(card.name) == _bare(name)), None)
     if found is None:
         raise PostludeError(f"--card {name} is unknown; use {', '.join(card.name for card in cards.KNOWN)}.")
     return found
+
+
+def _bare(name: str) -> str:
+    """A name as people write it: with or without spaces and hyphens, in any case."""
+    return name.lower().replace(" ", "").replace("-", "")

@@ -15,6 +15,7 @@ import torch
 from cases import CHAIN_61
 from postlude import hardware
 from postlude.check import tensors_for
+from postlude.check.modes import resolve
 from postlude.graph import backend
 from postlude.plan import Plan, Problem, Refusal, lower, problem_of
 from postlude.run import execute, site
@@ -231,3 +232,22 @@ def test_matrix_products_have_a_switch_of_their_own() -> None:
             assert found == ["fp32" if one == "ieee" else one for one in switches]
     finally:
         conv.fp32_precision, matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize(
+    ("card", "precision"),
+    [
+        ({"major": 7, "minor": 5}, "fp32"),
+        ({"major": 9, "minor": 4, "hip": "gfx942"}, "fp32"),
+        ({"major": 8, "minor": 0}, "tf32"),
+    ],
+    ids=["Turing", "ROCm", "Ampere"],
+)
+def test_the_switch_for_tf32_counts_on_cards_that_have_it(
+    card: dict[str, Any], precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's switch allows TF32 on any card. A budget for TF32 would let rounded operands pass."""
+    a_card(monkeypatch, **card)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert hardware.default_fp32_precision() == "tf32"
+    assert resolve("auto", torch.float32, torch.device("cuda")) == precision

@@ -23,10 +23,15 @@ def run(chain: Chain, *tensors: Tensor, precision: str = "auto") -> Tensor:
     Returns:
         The chain's result, which is differentiable.
     """
+    if not isinstance(chain, Chain):
+        raise PostludeError(f"run needs a Chain, for example result.sites[0].chain, not {type(chain).__name__}.")
     if len(tensors) != len(chain.roles):
         raise PostludeError(
             f"this chain takes {len(chain.roles)} tensors ({', '.join(chain.roles)}), but {len(tensors)} were given."
         )
+    for role, tensor in zip(chain.roles, tensors):
+        if not isinstance(tensor, Tensor):
+            raise PostludeError(f"this chain's {role} must be a tensor, not {type(tensor).__name__}.")
     devices = {str(tensor.device) for tensor in tensors}
     if len(devices) > 1:
         raise PostludeError(

@@ -6,10 +6,8 @@ import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
-import math
 import os
 import platform
-import re
 import shutil
 import warnings
 from contextlib import suppress
@@ -22,6 +20,7 @@ import torch.nn.functional as F
 
 from postlude.cards import NO_CARD, Card, card_for
 from postlude.code_hash import kernel_hash
+from postlude.host_memory import available_host_bytes
 from postlude.tile_table import NO_TILES, Key, TileTable, read_tables
 from postlude.tile_table import Found as FoundTiles
 
@@ -105,17 +104,12 @@ def keeping_layout(device: str) -> frozenset[str]:
 
 
 def available_bytes(device: torch.device | str) -> float:
-    """Memory that can still be allocated, including what PyTorch's allocator has cached on a GPU; infinite where the
-    system does not say it."""
-    if torch.device(device).type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    try:
-        text = Path("/proc/meminfo").read_text(encoding="utf-8")
-    except OSError:
-        return math.inf
-    found = re.search(r"^MemAvailable: +(\d+) kB", text, re.MULTILINE)
-    return 1024.0 * int(found[1]) if found else math.inf
+    """Memory that can still be allocated: on a GPU with what PyTorch's allocator has cached, on a CPU within the limits
+    of containers; infinite where the system does not say it."""
+    if torch.device(device).type != "cuda":
+        return available_host_bytes(Path("/proc"), Path("/sys/fs/cgroup"))
+    free, _ = torch.cuda.mem_get_info(device)
+    return float(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
 def default_device() -> str:
@@ -277,6 +271,12 @@ def default_fp32_precision(is_linear: bool = False) -> str:
     if hasattr(cudnn, "conv"):  # once the new switch was set, reading the old one raises
         return "tf32" if (matmul if is_linear else cudnn.conv).fp32_precision == "tf32" else "fp32"
     return "tf32" if (matmul if is_linear else cudnn).allow_tf32 else "fp32"
+
+
+def has_tf32(device: torch.device | str) -> bool:
+    """Whether a GPU has TF32. PyTorch's switches allow it on cards that have none as well; one that is not here counts
+    as having it."""
+    return not torch.cuda.is_available() or machine_for(device).card.is_served
 
 
 def versions() -> dict[str, str]:

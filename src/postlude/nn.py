@@ -69,7 +69,8 @@ class FusedChain(nn.Sequential):
         if self._is_watched() or (not torch.compiler.is_compiling() and is_transformed()):
             return super().forward(x)  # type: ignore[no-any-return, no-untyped-call]
         device = x.device.type
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        is_autocast = device != "meta" and torch.is_autocast_enabled(device)  # PyTorch raises for "meta"
+        autocast = torch.get_autocast_dtype(device) if is_autocast else None
         if torch.compiler.is_compiling():
             return self._as_operator(x, device, autocast)
         key = self._key(x.dtype, x.dim(), device, autocast)

@@ -13,6 +13,7 @@ from postlude import hardware
 from postlude.chain import Chain
 from postlude.check.verdict import Verdict
 from postlude.graph.backend import Backend
+from postlude.graph.compiled import uninstall
 from postlude.graph.layout import Conversion
 from postlude.graph.match import Declined
 from postlude.plan import Plan, Problem, Refusal
@@ -92,7 +93,7 @@ class Optimized:
     def undo(self) -> nn.Module:
         """Makes the model run as before. Does nothing if the model has been optimized again since."""
         if result_of(self.model) is self:
-            self.model._compiled_call_impl = None
+            uninstall(self.model)
         return self.model
 
     def report(self, path: str | Path | None = None, *, title: str = "") -> Report:

@@ -6,7 +6,7 @@ import contextlib
 import fnmatch
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -19,7 +19,7 @@ from postlude.check.budget import combine
 from postlude.errors import PostludeError
 from postlude.graph.backend import Backend, check_memory
 from postlude.graph.capture import hooks_of_all_modules
-from postlude.graph.compiled import compiled
+from postlude.graph.compiled import has_frame, install, uninstall
 from postlude.graph.fusion import LEFT_OUT
 from postlude.graph.match import Match
 from postlude.optimized import Optimized, SiteReport, remember, result_of
@@ -28,12 +28,9 @@ from postlude.run.ledger import Ledger
 from postlude.shown import shown
 from postlude.site_check import check_site
 
-if TYPE_CHECKING:
-    pass
-
 log = logging.getLogger("postlude")
 OPTIONS = frozenset({"precision", "rest", "memory", "convolution", "layout", "verify"})  # of the torch.compile backend
-NOTHING_CAPTURED = "PyTorch's compiler captured nothing of this call: it is disabled, or it gave up on this code"
+NOTHING_CAPTURED = "PyTorch's compiler captured none of the model's layers: it is disabled, or it gave up on this code"
 Only = Callable[[str, Chain], bool] | Iterable[str] | str | None
 
 
@@ -77,12 +74,12 @@ def optimize(
     ledger = Ledger(check_site if verify else None)
     inductor = _inductor_settings(mode, {})
     backend = Backend(precision, rest, _filter(only), memory, convolution, ledger, inductor, layout)
-    run = model._compiled_call_impl = compiled(model, backend)
+    run = install(model, backend)
     try:
         with _left_as_found(model), shown(progress) as ledger.progress:
             model(*args, **kwargs)
     except BaseException:
-        model._compiled_call_impl = None
+        uninstall(model)
         raise
     ledger.progress = None
     return remember(_optimized(model, backend), run)
@@ -95,8 +92,15 @@ def _optimized(model: nn.Module, backend: Backend) -> Optimized:
     left = [item.name for item in declined if item.reason == LEFT_OUT]
     if left and not reports:
         log.warning("only= names none of the chains, which are at %s", ", ".join(left))
-    failure = backend.failure or (None if backend.captured else NOTHING_CAPTURED)
+    failure = backend.failure or (None if _is_captured(model, backend) else NOTHING_CAPTURED)
     return Optimized(model, reports, declined, combine(verdicts), failure, backend)
+
+
+def _is_captured(model: nn.Module, backend: Backend) -> bool:
+    """Whether any of the model's layers are in a graph. Those without parameters may leave no operators."""
+    if not any(True for layer in model.children() for _ in layer.parameters()):
+        return bool(backend.captured)
+    return any(one.sites or one.declined or one.calls_modules for one in backend.captured)
 
 
 def postlude_backend(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
@@ -144,6 +148,8 @@ def _check_request(
 ) -> None:
     if not isinstance(model, nn.Module):
         raise PostludeError(f"optimize needs an nn.Module, not {type(model).__name__}.")
+    if _is_scripted(model):
+        raise PostludeError("optimize needs the nn.Module from which TorchScript made this one.")
     check_memory(memory)
     tensors = [item for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
     device = tensors[0].device.type if tensors else hardware.default_device()
@@ -152,7 +158,7 @@ def _check_request(
     check_precision(precision, device)
     if (earlier := result_of(model)) is not None:
         earlier.undo()
-    if model._compiled_call_impl is not None:
+    if model._compiled_call_impl is not None and not has_frame(model):
         raise PostludeError("the model is already compiled; call postlude.optimize before model.compile().")
     if hooks_of_all_modules():
         raise PostludeError("a global module hook is registered, and models run unfused while it is; remove it.")
@@ -164,8 +170,16 @@ def _filter(only: Only) -> Callable[[str, Match], bool] | None:
     if callable(only):
         keep = only
         return lambda name, found: keep(name, found.chain)
-    patterns = [only] if isinstance(only, str) else list(only)
+    patterns = [only] if isinstance(only, str) else list(only) if isinstance(only, Iterable) else [only]
+    wrong = [type(item).__name__ for item in patterns if not isinstance(item, str)]
+    if wrong:
+        raise PostludeError(f"only= takes names with wildcards, or a function of name and chain, not {wrong[0]}.")
     return lambda name, _: any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _is_scripted(module: nn.Module) -> bool:
+    """Whether TorchScript holds the module's buffers, in which it only writes."""
+    return isinstance(module, torch.jit.ScriptModule)
 
 
 @contextlib.contextmanager
@@ -178,7 +192,7 @@ def _left_as_found(model: nn.Module) -> Iterator[None]:
     tensors = [t for t in (*model.parameters(), *model.buffers()) if not is_lazy(t)]
     kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
     # A forward may assign a new tensor to a buffer instead, as some moving averages do.
-    assigned = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    assigned = [(module._buffers, dict(module._buffers)) for module in model.modules() if not _is_scripted(module)]
     with torch.random.fork_rng(devices=devices):
         try:
             yield
@@ -187,5 +201,7 @@ def _left_as_found(model: nn.Module) -> Iterator[None]:
                 buffers.update(before)
             with torch.no_grad():
                 for tensor, value in kept:
-                    if not torch.equal(tensor, value):  # a write would spoil graphs that wait for their backward pass
+                    if not tensor.is_meta and not torch.equal(
+                        tensor, value
+                    ):  # a write would spoil graphs that wait for their backward pass
                         tensor.copy_(value)

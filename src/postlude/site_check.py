@@ -21,7 +21,7 @@ from postlude import encoded, hardware
 from postlude.chain import Chain
 from postlude.check.budget import MIN_POINTS
 from postlude.check.effort import Budget, affordable_shape, is_affordable
-from postlude.check.points import ChainPoint, tensors_like
+from postlude.check.points import ChainPoint, Family, tensors_like
 from postlude.check.verdict import Errors, Judged, Verdict
 from postlude.check.verify import verify_chain
 from postlude.code_hash import source_digest
@@ -38,6 +38,7 @@ from postlude.run.ledger import PlannedRun
 
 RANDOM_POINTS = 5
 MOST_SAMPLES = 3  # for which the truth is computed at one point
+HEAVY = 1 << 22  # elements of a weight that is drawn once, for all random points
 LARGE = 1 << 20  # elements of a result that tell as much as five points of a small one
 # Limits of the truth's cost. An H200 computes float64 convolutions with gradients at 1 to 5 TFLOP/s, so this takes a
 # second or two; two CPU cores reach 10 GFLOP/s.
@@ -86,13 +87,26 @@ def _judge(call: PlannedRun, tensors: Sequence[Tensor] | None) -> Verdict:
 
 
 def _points(chain: Chain, samples: Sequence[Tensor], is_large: bool) -> list[ChainPoint | Sequence[Tensor]]:
-    """The points: what the site received, and random ones, with and without a large offset."""
+    """The points: what the site received, and random ones, with and without a large offset.
+
+    A heavy weight is the same at all random points. To draw, copy and convert 67 million numbers again for each point
+    takes three quarters of a check on a CPU, and they tell nothing new: each output has weights of its own already.
+    """
     plain, offset = (1, 1) if is_large else (RANDOM_POINTS, RANDOM_POINTS)
     points: list[ChainPoint | Sequence[Tensor]] = [samples]
-    points += [tensors_like(chain, samples, seed) for seed in range(plain)]
-    for seed in range(offset):
-        points.append(ChainPoint(tuple(tensors_like(chain, samples, seed, "large offset")), "large offset"))
+    weight: Tensor | None = None
+    series: list[tuple[Family | None, int]] = [(None, plain), ("large offset", offset)]
+    for family, count in series:
+        for seed in range(count):
+            drawn = tensors_like(chain, samples, seed, family, weight)
+            points.append(drawn if family is None else ChainPoint(drawn, family))
+            weight = _heavy_weight(chain, drawn)
     return points
+
+
+def _heavy_weight(chain: Chain, tensors: Sequence[Tensor]) -> Tensor | None:
+    weights = [one for one, role in zip(tensors, chain.roles) if role == "weight" and one.numel() >= HEAVY]
+    return weights[0] if weights else None
 
 
 def _count(is_large: bool) -> int:

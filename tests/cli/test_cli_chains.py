@@ -7,16 +7,19 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from cases import CHAIN_23, CHAIN_61, Builder, conv
 from cli.problem_texts import GOOD, NOTHING, RESULT, Run, Write
 from plan.test_convolve import card
 from plan.test_lower import CARD, problem
-from postlude import hardware
+from postlude import cards, hardware
 from postlude.cli import session
+from postlude.cli.card_plans import _card
 from postlude.cli.chains import _show_cards, explain_site
+from postlude.hardware import machine_on
 from postlude.optimized import SiteReport
-from postlude.plan import lower
+from postlude.plan import Refusal, lower
 
 CHAIN = "conv3d(3→8, k3) → group_norm(4) → relu"
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -71,6 +74,11 @@ def test_explains_a_plan_for_a_card_that_is_not_here(run: Run, write: Write) -> 
     assert run("explain", large, "--card", "A100", "--train", "--json", path).code == 0
     data = json.loads(path.read_text(encoding="utf-8"))
     assert (data["card"], data["sites"][0]["plan"]["fused"]) == ("A100", True)
+
+
+@pytest.mark.parametrize("name", ["RTX 4090", "rtx4090", "RTX-4090"])
+def test_a_cards_name_may_be_written_without_spaces(name: str) -> None:
+    assert _card(name) is cards.RTX_4090
 
 
 def test_chains_for_a_card_are_told_apart_and_refusals_are_listed(run: Run, write: Write) -> None:
@@ -252,6 +260,21 @@ def test_a_plan_of_training_says_what_it_keeps_and_whose_gradients_it_has(capsys
     assert "keeps nothing but the result for its gradients" in said[2]
     assert "gradient of the input: PyTorch's gradient of the weight: PyTorch's" in said[3]
     assert "keeps the input for its gradients" in said[4]
+
+
+@pytest.mark.parametrize("number", [75, 80])
+def test_tf32_is_named_only_for_cards_that_have_it(
+    number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = (
+        machine_on(cards.estimated("T4", "sm_75", (40, 64 << 10, 4 << 20), 1.6e9, 320e9)) if number == 75 else card(80)
+    )
+    monkeypatch.setattr(hardware, "machine_for", lambda _: machine)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    given = problem(CHAIN_61, (2, 64, 8, 8, 8), device="cuda", allows_tf32=True)
+    explain_site(SiteReport("layer", CHAIN_61, given, Refusal(("as asked",)), None))
+    has_tf32 = "precision: tf32 where PyTorch chooses it (auto)" in capsys.readouterr().out
+    assert has_tf32 == (number == 80)
 
 
 def test_explain_of_training_on_a_cpu_says_that_pytorch_trains(run: Run, good: Path) -> None:

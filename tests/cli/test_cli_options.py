@@ -37,7 +37,7 @@ def test_help_does_not_load_torch() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["optimise"], "No such command 'optimise'."),
+        (["optimise"], "No such command 'optimise'. Did you mean 'optimize'? See postlude --help."),
         (["optimize"], "Missing argument"),
         (["optimize", "FILE", "--fast"], "No such option: --fast"),
         (["optimize", "FILE", "--device", "potato"], "--device potato is unknown; use cpu or cuda."),

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import threading
+from collections.abc import Sequence
 
 import pytest
 import torch
+import torch.fx as fx
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import postlude
 from postlude.errors import PostludeError
+from postlude.graph.capture import capture
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -117,3 +121,22 @@ def test_a_model_runs_as_it_is_while_another_thread_traces() -> None:
     finally:
         goes_on.set()
         thread.join()
+
+
+@pytest.mark.parametrize("has_own", [True, False])
+def test_sizes_of_one_model_are_not_symbols_because_another_model_has_others(
+    has_own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mutant: the functions of all models have one name."""
+    if not has_own:
+        monkeypatch.setattr("postlude.graph.compiled._numbers", itertools.repeat(0))
+    seen: list[bool] = []
+
+    def spied(graph: fx.GraphModule, inputs: Sequence[object]) -> fx.GraphModule:
+        seen.append(any(isinstance(given, torch.SymInt) for given in inputs))
+        return capture(graph, inputs)
+
+    monkeypatch.setattr("postlude.graph.backend.capture", spied)
+    for size in (6, 7, 8):
+        postlude.optimize(model(), torch.randn(2, 4, size, size), verify=False)
+    assert seen == [False, *[not has_own] * 2]

@@ -67,14 +67,38 @@ def evaluated(run: Callable[..., Tensor], chain: Chain, tensors: Sequence[Tensor
         return Evaluation(chain, leaves, run(chain, leaves))
 
 
+class Copies:
+    """Copies of a point's tensors: as they were given, and in float64.
+
+    Those of the weight are kept for the next points, which may have the same one. Others are new at each point.
+    """
+
+    def __init__(self, chain: Chain) -> None:
+        self.roles = chain.roles
+        self.kept: tuple[Tensor, Tensor, Tensor] | None = None  # the weight, and its copies
+
+    def __call__(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        pairs = [self._of(tensor, role) for tensor, role in zip(tensors, self.roles, strict=True)]
+        return [before for before, _ in pairs], [double for _, double in pairs]
+
+    def _of(self, tensor: Tensor, role: str) -> tuple[Tensor, Tensor]:
+        if self.kept is not None and self.kept[0] is tensor:
+            return self.kept[1:]
+        before = tensor.clone()
+        double = before.double()
+        if role == "weight":
+            self.kept = (tensor, before, double)
+        return before, double
+
+
 class Sides:
     """What the candidate is compared with at one point: PyTorch, float64, and float64 with rounded operands."""
 
-    def __init__(self, asked: Asked, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, asked: Asked, tensors: Sequence[Tensor], doubles: list[Tensor]) -> None:
         self.chain, self.mode, self.backward = asked.chain, asked.mode, asked.backward
         chain, mode, backward, among = self.chain, self.mode, self.backward, asked.among
         self.device = tensors[0].device
-        self.doubles = [tensor.double() for tensor in tensors]
+        self.doubles = doubles
         self._met = [Kinks(), Kinks(), Kinks()]
         with pytorch_switches(mode, self.device), library_unsearched(), self._watch(0):
             self.own = evaluated(by_pytorch, chain, tensors, backward)
@@ -115,9 +139,9 @@ class Sides:
         with in_double(self.device):
             return tuple(call.quantities(weights) for call in found)
 
-    def nulls(self, tensors: Sequence[Tensor], seed: int) -> dict[str, Quantities]:
+    def nulls(self, seed: int) -> dict[str, Quantities]:
         with torch.no_grad(), in_double(self.device):
-            return chain_nulls(self.chain, tensors, self._start, seed)
+            return chain_nulls(self.chain, self.doubles, self._start, seed)
 
     def _true(self, chain: Chain, tensors: Sequence[Tensor]) -> Tensor:
         """The truth; its first value is kept for null candidates, which need no second convolution then."""

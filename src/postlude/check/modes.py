@@ -13,7 +13,7 @@ from torch.nn.modules.conv import _ConvNd
 from postlude.check.doubles import FastDoubles
 from postlude.check.interception import Interception
 from postlude.errors import PrecisionError
-from postlude.hardware import default_fp32_precision
+from postlude.hardware import default_fp32_precision, has_tf32
 from postlude.reference import round_to_format
 
 Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16"]
@@ -36,13 +36,13 @@ _PRODUCTS: dict[Any, tuple[int, ...]] = {
 
 def resolve(precision: str, dtype: torch.dtype, device: torch.device, is_linear: bool = False) -> str:
     """The precision mode by name. 16-bit data has its own; "auto" follows PyTorch's switch for convolutions, or with
-    `is_linear` the one for matrix products."""
+    `is_linear` the one for matrix products, where the device has TF32."""
     if precision != "auto" and precision not in FORMATS:
         raise PrecisionError(f"unknown precision {precision!r}: choose one of auto, {', '.join(FORMATS)}")
     if dtype in _WORDS:
         return _WORDS[dtype]
     if precision == "auto":
-        return default_fp32_precision(is_linear) if device.type == "cuda" else "fp32"
+        return default_fp32_precision(is_linear) if device.type == "cuda" and has_tf32(device) else "fp32"
     return precision
 
 

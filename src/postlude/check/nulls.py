@@ -28,8 +28,7 @@ def null_candidates(truth: Tensor) -> dict[str, Tensor]:
 
 def chain_nulls(chain: Chain, tensors: Sequence[Tensor], start: Tensor, seed: int = 0) -> dict[str, dict[str, Tensor]]:
     """Answers that ignore the input, or the norm: mean(β) where a mean follows the norm. `start` is the first value in
-    float64."""
-    tensors = [tensor.double() for tensor in tensors]
+    float64, and so are the tensors."""
     generator = generator_for(seed + 10_000, tensors[0].device)
     other = draw(tensors[0].shape, "hierarchical", generator, torch.float64)
     nulls = {

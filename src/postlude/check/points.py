@@ -171,12 +171,13 @@ def tensors_for(
 
 
 def tensors_like(
-    chain: Chain, tensors: Sequence[Tensor], seed: int = 0, family: Family | None = None
+    chain: Chain, tensors: Sequence[Tensor], seed: int = 0, family: Family | None = None, weight: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """New values for a chain's tensors, with their shapes, dtypes, devices and strides; varied by seed."""
+    """New values for a chain's tensors, with their shapes, dtypes, devices and strides; varied by seed. A `weight` that
+    is given is taken as it is."""
     slots = [(tensor.shape, tensor.dtype) for tensor in tensors]
-    values = _slot_values(chain, slots, seed, family or PLAIN[seed % len(PLAIN)], tensors[0].device)
-    return tuple(laid_out_like(new, old) for new, old in zip(values, tensors, strict=True))
+    values = _slot_values(chain, slots, seed, family or PLAIN[seed % len(PLAIN)], tensors[0].device, weight)
+    return tuple(new if new is weight else laid_out_like(new, old) for new, old in zip(values, tensors, strict=True))
 
 
 def chain_points(
@@ -220,6 +221,7 @@ def _slot_values(
     seed: int,
     family: Family,
     device: torch.device | str,
+    weight: Tensor | None = None,
 ) -> list[Tensor]:
     generator = generator_for(seed, device)
     has_bias = chain.producer is not None and chain.producer.has_bias
@@ -227,7 +229,9 @@ def _slot_values(
     gammas, variances = {slot.index for slot in slots_of_gamma(chain)}, _slots_of_variance(chain)
     found = []
     for index, (role, (shape, dtype)) in enumerate(zip(chain.roles, slots, strict=True)):
-        if role == "input":
+        if role == "weight" and weight is not None:
+            values = weight
+        elif role == "input":
             values = draw(shape, input_family(family, seed, has_bias), generator, dtype)
         elif role == "weight":
             values = _fan_in_scaled(shape, transposed, generator)
@@ -282,7 +286,7 @@ def _gamma(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 
 def _fan_in_scaled(shape: Sequence[int], transposed: bool, generator: torch.Generator) -> Tensor:
     fan_in = math.prod(shape[2:]) * shape[0 if transposed else 1]
-    return normal(shape, generator) / math.sqrt(fan_in)
+    return normal(shape, generator).div_(math.sqrt(fan_in))  # in place: fresh memory is the slow part
 
 
 def _weight_shape(conv: Convolution) -> tuple[int, ...]:

@@ -12,7 +12,17 @@ from torch import Tensor
 
 from postlude.chain import Chain
 from postlude.check.budget import MIN_POINTS, is_constant
-from postlude.check.chain_sides import Asked, Backward, Run, Sides, by_pytorch, evaluated, in_single, product_dtype
+from postlude.check.chain_sides import (
+    Asked,
+    Backward,
+    Copies,
+    Run,
+    Sides,
+    by_pytorch,
+    evaluated,
+    in_single,
+    product_dtype,
+)
 from postlude.check.compare import (
     GRADIENT,
     LARGE_OFFSET,
@@ -91,9 +101,10 @@ def _worse(first: Round, second: Round) -> Round:
 def _rounds(asked: Asked, points: Sequence[ChainPoint], findings: list[str]) -> list[Round]:
     """One round per point, up to the first finding."""
     rounds: list[Round] = []
+    copies = Copies(asked.chain)
     for seed, point in enumerate(points):
         with_nulls = point.family != LARGE_OFFSET and sum(map(_can_tell, rounds)) < NULL_POINTS
-        answers = _answers(asked, point.tensors, seed, findings, with_nulls)
+        answers = _answers(asked, point.tensors, copies, seed, findings, with_nulls)
         rounds.append(Round(point.family, compare(answers, findings)))
         if seed == 0 and asked.tells_infinities is not None:
             findings += _nonfinite_findings(asked, point.tensors, asked.tells_infinities)
@@ -102,12 +113,14 @@ def _rounds(asked: Asked, points: Sequence[ChainPoint], findings: list[str]) -> 
     return rounds
 
 
-def _answers(asked: Asked, tensors: tuple[Tensor, ...], seed: int, findings: list[str], with_nulls: bool) -> Answers:
+def _answers(
+    asked: Asked, tensors: tuple[Tensor, ...], copies: Copies, seed: int, findings: list[str], with_nulls: bool
+) -> Answers:
     """The candidate runs first: memory that it is given must not hold the right result."""
     run, chain, backward = asked.run, asked.chain, asked.backward
-    before = [tensor.clone() for tensor in tensors]
+    before, doubles = copies(tensors)
     called = _candidate(lambda: evaluated(run, chain, tensors, backward))
-    sides = Sides(asked, before)
+    sides = Sides(asked, before, doubles)
     weights, left = sides.cotangents(seed) if backward else (None, None)
     result = _candidate(lambda: called.quantities(weights))
     if not all(same_bits(old, new) for old, new in zip(before, tensors, strict=True)):
@@ -119,7 +132,7 @@ def _answers(asked: Asked, tensors: tuple[Tensor, ...], seed: int, findings: lis
         repeated = _candidate(lambda: evaluated(run, chain, tensors, backward).quantities(weights))
     own, truth, bare = sides.quantities(weights)
     flipped = sides.flipped(left, weights) if left is not None else ()
-    nulls = sides.nulls(tensors, seed) if with_nulls else None
+    nulls = sides.nulls(seed) if with_nulls else None
     single = in_single(chain, tensors, weights) if own["output"].dtype == torch.float64 else None
     return Answers(result, own, truth, bare, repeated, nulls, single, guesses=with_nulls, flipped=flipped)
 

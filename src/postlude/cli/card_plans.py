@@ -31,7 +31,7 @@ def explain_for_card(path: Path, name: str, precision: str, convolution: str, tr
     say(f"{path.name} as it is planned for {card}; nothing was run.\n")
     sites = [SiteReport(*one, None) for one in found]
     for site in sites:
-        explain_site(site)
+        explain_site(site, card)
         say()
     if left:
         say("Left to PyTorch:")
@@ -48,7 +48,12 @@ def _allows_tf32(precision: str, is_linear: bool) -> bool:
 
 
 def _card(name: str) -> Card:
-    found = next((card for card in cards.KNOWN if card.name.lower() == name.lower()), None)
+    found = next((card for card in cards.KNOWN if _bare(card.name) == _bare(name)), None)
     if found is None:
         raise PostludeError(f"--card {name} is unknown; use {', '.join(card.name for card in cards.KNOWN)}.")
     return found
+
+
+def _bare(name: str) -> str:
+    """A name as people write it: with or without spaces and hyphens, in any case."""
+    return name.lower().replace(" ", "").replace("-", "")

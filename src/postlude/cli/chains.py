@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from postlude import hardware
+from postlude.cards import Card
 from postlude.check.verdict import Verdict
 from postlude.cli.frame import COULD_NOT_RUN, DONE, NO, Answer, Settings
 from postlude.cli.output import say, show_table
@@ -61,13 +62,15 @@ def _show_cards(sites: Sequence[SiteReport]) -> None:
         say(f"{place} is planned for as {hardware.machine_for(place).card}.\n")
 
 
-def explain_site(site: SiteReport) -> None:
-    """Shows the passes of one chain, their memory traffic, and the reasons for the plan."""
+def explain_site(site: SiteReport, card: Card | None = None) -> None:
+    """Shows the passes of one chain, their memory traffic, and the reasons for the plan; for a card that need not be
+    here, or for the device on which the chain ran."""
     say(f"{site.name}: {site.chain}", "bold")
     x = site.problem.x
     shape, layout = "×".join(map(str, x.shape)), x.layout.replace("_", " ")
     say(f"  input {shape}, {x.dtype}, {layout}, on {site.problem.device}")
-    if precision := _precision(site):
+    has_tf32 = hardware.has_tf32(site.problem.place) if card is None else card.is_served
+    if precision := _precision(site, has_tf32):
         say(f"  precision: {precision}")
     plan = site.outcome
     if not isinstance(plan, Plan):
@@ -94,13 +97,15 @@ def explain_site(site: SiteReport) -> None:
         say(f"  checked: {site.verdict}")
 
 
-def _precision(site: SiteReport) -> str:
+def _precision(site: SiteReport, has_tf32: bool) -> str:
     """The precision of the products of an fp32 chain, and whether "auto" chose it. Other dtypes have no choice."""
     chain, problem = site.chain, site.problem
     if chain.producer is None or body_dtype(chain, problem) != "float32":
         return ""
     if problem.precision != "auto":
         return problem.precision
+    if not has_tf32:
+        return "fp32 (auto)"
     allows_tf32 = problem.multiplies_tf32 if chain.is_linear else problem.allows_tf32
     if getattr(site.outcome, "own", None) is None and allows_tf32:  # cuDNN may still choose fp32
         return "tf32 where PyTorch chooses it (auto)"

@@ -41,6 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             raise SystemExit(frame.COULD_NOT_RUN) from None
         if explain_it is None:
             raise
-        output.complain(f"{explain_it().rstrip('.')}. See postlude --help.")
+        output.complain(f"{_as_a_sentence(explain_it())} See postlude --help.")
         code = frame.COULD_NOT_RUN
     raise SystemExit(code if isinstance(code, int) else frame.DONE)
+
+
+def _as_a_sentence(text: str) -> str:
+    """Click ends a message with a full stop, with a question mark and maybe a full stop after it, or with neither."""
+    bare = text.rstrip(".")
+    return bare if bare.endswith("?") else f"{bare}."

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.fx as fx
+from torch import nn
 
 from postlude import hardware
 from postlude.errors import PostludeError, first_line
@@ -18,6 +20,7 @@ from postlude.graph.fusion import Captured, Fusion
 from postlude.graph.inductor import compile_rest
 from postlude.graph.layout import UnsuitedError
 from postlude.graph.match import Match
+from postlude.graph.names import name_from
 from postlude.run.apart import without_saving_hooks
 from postlude.run.execute import check_convolution, check_precision
 from postlude.run.ledger import Ledger
@@ -53,6 +56,7 @@ class Backend:
         self.memory, self.convolution = memory, convolution
         self.inductor, self.layout = inductor or {}, layout  # Inductor's options; "auto" or "keep"
         self.ledger = Ledger() if ledger is None else ledger
+        self.model: weakref.ref[nn.Module] | None = None  # whose names are given to chains
         self.captured: list[Captured] = []
         self.failure: str | None = None
         self.has_given_up = False
@@ -65,7 +69,7 @@ class Backend:
 
     def _compiled(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
-            traced = capture(graph, inputs)
+            traced = self._traced(graph, inputs)
         except Exception as error:  # a private interface has changed, or an operator cannot be traced
             self._warn_of(error)
             return _as_it_is(graph)
@@ -73,7 +77,14 @@ class Backend:
             return self._fused(traced, inputs, self.layout)
         except UnsuitedError as why:
             log.info("layouts stay as they are (%s)", why)
-            return self._fused(capture(graph, inputs), inputs, "keep")
+            return self._fused(self._traced(graph, inputs), inputs, "keep")
+
+    def _traced(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+        traced = capture(graph, inputs)
+        model = None if self.model is None else self.model()
+        if model is not None:
+            name_from(traced, model)
+        return traced
 
     def give_up(self, error: Exception) -> None:
         """Later calls of the model run as it was."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +14,24 @@ from torch import nn
 
 from postlude.graph.backend import Backend
 from postlude.graph.capture import HookWatch, hooks_are_watched, hooks_of_all_modules, is_traced, is_untraceable
+
+_numbers = itertools.count()  # of functions with code of their own
+_FRAME = "postlude_frame"  # an attribute of the functions through which containers are called
+
+
+def install(model: nn.Module, backend: Backend) -> Callable[..., Any]:
+    """Lets calls of the model go through the backend, by the function that is returned."""
+    run = model._compiled_call_impl = compiled(model, backend)
+    give_frames(model)
+    return run
+
+
+def uninstall(model: nn.Module) -> None:
+    """Lets the model be called as before."""
+    model._compiled_call_impl = None
+    for module in model.modules():
+        if has_frame(module):
+            module._compiled_call_impl = None
 
 
 def compiled(model: nn.Module, backend: Backend) -> Callable[..., Any]:
@@ -23,11 +44,9 @@ def compiled(model: nn.Module, backend: Backend) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)
 
-    def compiled_apart() -> Callable[..., Any]:
-        own = types.FunctionType(call.__code__.replace(), call.__globals__, "call", None, call.__closure__)
-        return torch.compile(own, backend=backend)
-
-    plain, hooked, hooks = compiled_apart(), compiled_apart(), HookWatch(model)
+    both = (backend, _apart(backend))
+    plain, hooked = (torch.compile(_with_code_of_its_own(call), backend=one) for one in both)
+    backend.model, hooks = weakref.ref(model), HookWatch(model)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         # Another tracer needs the model's own operators, and global module hooks need its own modules.
@@ -49,3 +68,53 @@ def compiled(model: nn.Module, backend: Backend) -> Callable[..., Any]:
         return result
 
     return run
+
+
+def _apart(backend: Backend) -> Callable[..., Any]:
+    """The same backend as another one for Dynamo: it keeps what it compiled of a frame for each backend, and frames
+    that it meets after a graph break are to be compiled again where hooks are watched."""
+    return functools.partial(backend)
+
+
+def give_frames(model: nn.Module) -> None:
+    """Gives every container of torch.nn inside `model` a frame that Dynamo does not skip.
+
+    Dynamo inlines a container that it meets while it traces. After a graph break it meets frames instead, and skips
+    those in torch.nn: `DistributedDataParallel` breaks before it calls its module, and of a `Sequential` in it nothing
+    would be captured. A function around the container's call is a frame of ours.
+    """
+    apart = {inner for one in model.modules() if isinstance(one, nn.DataParallel) for inner in one.modules()}
+    for module in model.modules():
+        # Replicas of DataParallel have the attributes of their original, so they would call it instead of themselves.
+        if module is model or module in apart or module._compiled_call_impl is not None:
+            continue
+        if _is_container_of_pytorch(module):
+            module._compiled_call_impl = _frame_of(module)
+
+
+def has_frame(module: nn.Module) -> bool:
+    """Whether `module` is called through a frame that `give_frames` gave it."""
+    return hasattr(module._compiled_call_impl, _FRAME)
+
+
+def _is_container_of_pytorch(module: nn.Module) -> bool:
+    # A TorchScript module's class raises where its forward is asked for.
+    where = getattr(getattr(type(module), "forward", None), "__module__", None) or ""
+    return where.startswith("torch.nn.") and next(module.children(), None) is not None
+
+
+def _frame_of(module: nn.Module) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    frame = _with_code_of_its_own(call)
+    vars(frame)[_FRAME] = True
+    return frame
+
+
+def _with_code_of_its_own(function: Any) -> types.FunctionType:
+    """A copy of `function`. Dynamo limits recompilations per code object, and remembers by a code's place and name
+    which sizes have changed between calls: those of another model would become symbols here."""
+    name = f"{function.__name__}_{next(_numbers)}"
+    code = function.__code__.replace(co_name=name)
+    return types.FunctionType(code, function.__globals__, name, None, function.__closure__)

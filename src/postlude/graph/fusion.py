@@ -29,6 +29,7 @@ from postlude.graph.layout import (
     results_of,
 )
 from postlude.graph.match import Declined, Match, match
+from postlude.graph.names import has_modules
 from postlude.graph.norm_layouts import keep_layouts
 from postlude.graph.pool_gradients import gather_pool_gradients
 from postlude.graph.pools import left_to_pytorch
@@ -57,6 +58,7 @@ class Captured:
     declined: tuple[Declined, ...]
     conversions: tuple[Conversion, ...] = ()  # where values become channels-last, and contiguous again
     gathered: tuple[str, ...] = ()  # upsampling whose gradient our kernel gathers
+    calls_modules: bool = True  # a graph may also be of code between the model's layers
 
 
 class Fusion:
@@ -77,7 +79,7 @@ class Fusion:
         rest = self._rest()
         if rest == "inductor" and self.device == "cuda":
             start_workers()  # while chains are planned, built and checked
-        before = results_of(traced)
+        before, calls_modules = results_of(traced), has_modules(traced)
         # Some operators return contiguous results for channels-last inputs. Inductor fuses the conversion, eager does
         # not.
         lays_out = rest == "inductor" and self.layout == "auto"
@@ -93,7 +95,7 @@ class Fusion:
         splice(traced, list(fused), [site for site, _ in fused.values()])
         close_dropouts(traced, dropouts)
         self._finish(fused, rest, lays_out=bool(conversions))
-        return Captured(tuple(sites), tuple(declined), left, tuple(gathered)), rest
+        return Captured(tuple(sites), tuple(declined), left, tuple(gathered), calls_modules), rest
 
     def _finish(self, fused: Fused, rest: str, lays_out: bool) -> None:
         """Prepares what is not fused for those who run it."""

@@ -20,7 +20,8 @@ from postlude.errors import first_line
 from postlude.graph import spellings
 from postlude.graph.capture import fakes_of, modes_left_as_found
 from postlude.graph.dropouts import masks_of
-from postlude.graph.match import Match, site_name
+from postlude.graph.match import Match
+from postlude.graph.names import site_name
 from postlude.graph.norm_layouts import keeps_layout
 from postlude.graph.tidy import memory_of, meta_for_another, storage_of, written_storages
 from postlude.plan.problem import CHANNELS_LAST, layout_of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from postlude.graph.channel_norms import is_length
 from postlude.graph.convolutions import start_with_convolution
 from postlude.graph.draft import Draft, start_with_input
 from postlude.graph.linear import start_with_linear
+from postlude.graph.names import site_name
 from postlude.graph.spellings import describe
 from postlude.graph.tidy import mutated_storages, storage_of
 
@@ -205,15 +205,3 @@ class _Finder:
 
 def _is_norm(step: Step) -> bool:
     return isinstance(step, Normalize) or (isinstance(step, Softmax) and step.op in LENGTHS)
-
-
-def site_name(nodes: tuple[fx.Node, ...]) -> str:
-    """The module in which the chain begins, by its name in `named_modules`; otherwise the node's name."""
-    for node in nodes:
-        stack = node.meta.get("nn_module_stack")
-        if stack:
-            path = re.sub(r"^L\['\w+'\]", "", str(list(stack.values())[-1][0]))
-            name = re.sub(r"_modules\['([^']*)'\]", r"\1", path).strip(".")
-            if name:
-                return name
-    return nodes[0].name

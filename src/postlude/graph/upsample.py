@@ -11,7 +11,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from postlude.errors import raises_errors
-from postlude.graph.match import site_name
+from postlude.graph.names import site_name
 from postlude.plan.problem import memory_format
 from postlude.plan.upsample import Upsampling
 from postlude.run.ahead import load_all, start_all

@@ -156,16 +156,12 @@ class Plan:
         return rows_from(self.chain) is not None
 
     @property
-    def loses_channels_last(self) -> bool:
-        """Whether the result is contiguous although the value is channels-last, as with PyTorch's norm or pool."""
-        return (self.value.layout, self.result_layout) == ("channels_last", "contiguous")
-
-    @property
     def turns(self) -> bool:
-        """Whether the last pass writes a contiguous result from a channels-last value: in C++ also if PyTorch's
-        operators follow."""
-        is_end = self.passes[-1].last == len(self.chain.steps)
-        return self.loses_channels_last and (is_end or self.is_compiled)
+        """Whether the last pass writes a contiguous result from a channels-last value, as PyTorch's norm or pool does.
+
+        Also if PyTorch's operators follow: its next norm would convert, and its batch_norm would keep channels-last.
+        """
+        return (self.value.layout, self.result_layout) == ("channels_last", "contiguous")
 
     @property
     def is_discarded(self) -> bool:

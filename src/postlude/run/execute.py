@@ -33,7 +33,7 @@ def prepare(chain: Chain, outcome: Plan | Refusal) -> Runner:
 def call(runner: Runner, tensors: Sequence[Tensor]) -> Tensor:
     """The chain's result. Autocast is off inside, because the chain has its casts as steps."""
     device = tensors[0].device.type
-    if torch.is_autocast_enabled(device):
+    if device != "meta" and torch.is_autocast_enabled(device):  # PyTorch raises for "meta", which has none
         with torch.autocast(device, enabled=False):
             return runner(tensors)
     return runner(tensors)

@@ -58,7 +58,7 @@ def channels_pass(
     end = plan.channels_end
     block, block_c = channels_tile(channels, positions)
     chunks, is_last = -(-positions // block), spec.layout == "channels_last"
-    turns = end is None and plan.loses_channels_last
+    turns = end is None and plan.turns
     result, first = _result(plan, value, turns), plan.resumes_at
     mean, rstd = moments or (Unread(value), Unread(value))
     around = (last, last + 1) if over.reduce is None else (over.reduce - 1, over.reduce + 1)

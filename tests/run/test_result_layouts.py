@@ -26,15 +26,16 @@ from postlude.reference import continue_from, evaluate
 
 BATCH_NORM = {"affine": False, "running": False}
 SHAPE = (8, 64, 32, 32)
-STRIDED = conv(2, (64, 64), padding=1, stride=2)
+DILATED = conv(2, (64, 64), dilation=2)
 CHAINS = {
     "instance_norm relu group_norm": Builder(2).norm(None).op("relu").norm(4),
     "instance_norm relu group_norm silu": Builder(2).norm(None).op("relu").norm(4).op("silu"),
     "instance_norm relu instance_norm": Builder(2).norm(None).op("relu").norm(None),
+    "instance_norm relu batch_norm": Builder(2).norm(None).op("relu").batch_norm(**BATCH_NORM),
     "batch_norm relu group_norm": Builder(2).batch_norm(**BATCH_NORM).op("relu").norm(4),
     "batch_norm relu batch_norm": Builder(2).batch_norm(**BATCH_NORM).op("relu").batch_norm(**BATCH_NORM),
     "group_norm pool group_norm": Builder(2).norm(4).pool("max", 2).op("relu").norm(4),
-    "conv group_norm relu group_norm": Builder(2, STRIDED).norm(4).op("relu").norm(4),
+    "conv group_norm relu group_norm": Builder(2, DILATED).norm(4).op("relu").norm(4),
 }
 
 

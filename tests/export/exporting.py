@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from postlude.export.device.library import Kernel
 from postlude.export.export_model import HOPPER, Export, export
 from postlude.export.measured import from_records
 from postlude.export.syntax.source import text_of
+from postlude.export.syntax.specialise import specialise
+from postlude.export.syntax.trees import copied
 from postlude.hardware import Machine
 
 ROOT = Path(__file__).parents[2]
@@ -339,6 +342,18 @@ def ruff(*paths: Path) -> str:
         done = subprocess.run([*command, *map(str, paths)], capture_output=True, text=True)
         found += done.stdout + done.stderr if done.returncode else ""
     return found
+
+
+def specialised(
+    function: ast.FunctionDef,
+    constants: Mapping[str, object],
+    names: Mapping[str, str] = {},
+    keep: Collection[str] = (),
+) -> ast.FunctionDef:
+    """A copy that is specialised."""
+    made = copied(function)
+    specialise(made, constants, names, keep)
+    return made
 
 
 def as_text(function: ast.FunctionDef) -> Kernel:

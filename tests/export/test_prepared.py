@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from postlude.export.device import library
 from postlude.export.device import prepared as module
 from postlude.export.device.prepared import prepared
 from postlude.export.device.steps_text import steps_text
-from postlude.plan.program import Buffer, KernelCall, Steps
+from postlude.export.syntax.source import parse, text_of
+from postlude.plan.program import Buffer, KernelCall
 
 SOURCE = """\
 @triton.jit
@@ -24,10 +26,10 @@ def some_kernel(p_x, p_y, UNITS, ALIGN: tl.constexpr):
 
 
 def text_for(grid: tuple[int, ...], units: int, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(module, "library", lambda: {"some_kernel": SOURCE})
+    monkeypatch.setattr(library, "library", lambda: {"some_kernel": parse(SOURCE)})
     x, y = (Buffer(n, (8,), (1,), dtype, "given", n) for n, dtype in enumerate(("float32", "float16")))
     call = KernelCall("some", "some_kernel", grid, ("p_x", "p_y"), (x, y), (("UNITS", units),), (), 4)
-    return prepared(call, dict(zip(call.parameters, call.arguments)))
+    return text_of(prepared(call, dict(zip(call.parameters, call.arguments))))
 
 
 def test_one_unit_for_each_program(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,8 +60,8 @@ def test_a_kernel_without_the_loop_is_an_error(monkeypatch: pytest.MonkeyPatch) 
 def steps(*lines: str) -> tuple[str, str]:
     """The function of these steps, or nothing, and its call."""
     text = "@triton.jit\ndef before(v0, o_c, a0):\n" + "".join(f"    {line}\n" for line in lines)
-    function, call = steps_text(Steps("before", text), {"a0": "p_bias"}, {1: "bias"}, 8)
-    return "" if function is None else function.text, call.text
+    function, call = steps_text(parse(text), {"a0": "p_bias"}, {1: "bias"}, 8)
+    return "" if function is None else text_of(function), call.text
 
 
 def test_steps_of_one_expression_stand_where_they_are_called() -> None:

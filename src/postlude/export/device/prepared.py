@@ -5,21 +5,19 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping
 
-from postlude.export.device.library import library
 from postlude.export.device.simplify import simplified
 from postlude.export.syntax.analysis import name_of
 from postlude.export.syntax.rules import Replaced, rewritten
-from postlude.export.syntax.source import parse, text_of
 from postlude.export.syntax.trees import parsed
 from postlude.plan.program import Argument, Buffer, Descriptor, KernelCall
 
 _UNITS = "range(tl.program_id(0), UNITS, tl.num_programs(0))"
 
 
-def prepared(call: KernelCall, given: Mapping[str, Argument]) -> str:
-    """The library's text with the dtypes of this call's arguments, without axes of the grid that have one program, and
-    without the loop over units where each program has one."""
-    function = parse(simplified(call, library()[call.kernel]))
+def prepared(call: KernelCall, given: Mapping[str, Argument]) -> ast.FunctionDef:
+    """The library's function with the dtypes of this call's arguments, without axes of the grid that have one program,
+    and without the loop over units where each program has one."""
+    function = simplified(call)
     buffers = {word: value for word, value in given.items() if isinstance(value, Buffer | Descriptor)}
     dtypes = {word: (one if isinstance(one, Buffer) else one.buffer).dtype for word, one in buffers.items()}
     single = {axis for axis, size in enumerate((*call.grid, 1, 1)[:3]) if axis and size == 1}
@@ -27,7 +25,7 @@ def prepared(call: KernelCall, given: Mapping[str, Argument]) -> str:
     function.body = rewritten(function.body, lambda node: [] if _is_hint(node) else [node])
     if dict(call.numbers).get("UNITS") == call.grid[0]:
         _leave_loop(function)
-    return text_of(function)
+    return function
 
 
 class _Prepared(ast.NodeTransformer):

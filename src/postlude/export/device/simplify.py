@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping
 
-from postlude.export.device.library import changed
+from postlude.export.device.library import from_library
 from postlude.export.syntax.source import parse, text_of
 from postlude.plan.program import KernelCall
 
@@ -49,14 +49,25 @@ _IN_CHUNKS = {
 }
 
 
-def simplified(call: KernelCall, source: str) -> str:
+def simplified(call: KernelCall) -> ast.FunctionDef:
     known = dict(call.numbers) | dict(call.constants)
-    function = parse(changed(source, _changes(call, known)))
-    holding = _holding(call, known)
+    function, holding = from_library(call.kernel), _holding(call, known)
+    source = text_of(function)
     if absent := [condition for condition in holding if condition not in source]:
         raise ValueError(f"the kernel says no {absent[0]!r}")
+    if changes := _changes(call, known):
+        function = parse(changed(source, changes))
     _Without(holding, {"m_c"} if has_all_channels(call) else set()).visit(function)
-    return text_of(function)
+    return function
+
+
+def changed(source: str, changes: Mapping[str, str]) -> str:
+    """A kernel's text with pieces replaced; each piece must occur exactly once."""
+    for before, after in changes.items():
+        if source.count(before) != 1:
+            raise ValueError(f"the kernel says {before!r} {source.count(before)} times, not once")
+        source = source.replace(before, after)
+    return source
 
 
 class _Without(ast.NodeTransformer):
@@ -162,8 +173,10 @@ def _changes(call: KernelCall, known: Mapping[str, int]) -> dict[str, str]:
     return changes
 
 
-def simplified_helper(name: str, source: str, known: Mapping[str, object]) -> str:
+def simplified_helper(name: str, known: Mapping[str, object]) -> ast.FunctionDef:
     """The same for a device function with these known parameters."""
+    function = from_library(name)
     if name == "phase_sum" and known.get("C_PACKED") == known.get("BLOCK_K"):
-        return source.replace(" + i % BLOCKS_K * BLOCK_K", "").replace("i % BLOCKS_K * BLOCK_K", "0")
-    return source
+        text = text_of(function).replace(" + i % BLOCKS_K * BLOCK_K", "").replace("i % BLOCKS_K * BLOCK_K", "0")
+        function = parse(text)
+    return function

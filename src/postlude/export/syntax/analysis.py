@@ -21,7 +21,7 @@ _EFFECTS = ("store", "atomic", "device_", "static_", "debug_", "inline_asm", "as
 _PURE_METHODS = ("to", "load", "sum", "max", "min", "reshape", "view", "trans", "permute", "broadcast_to", "cast")
 _PURE_BUILTINS = ("range", "len", "min", "max", "abs", "int", "float", "bool")
 _TRITON = SimpleNamespace(cdiv=lambda x, y: -(-x // y))
-Stores = dict[str, list[tuple[ast.stmt, ast.expr | None]]]
+Assignments = dict[str, list[tuple[ast.stmt, ast.expr | None]]]
 
 
 def value_of(node: ast.expr, known: Mapping[str, object]) -> Any:
@@ -103,9 +103,9 @@ def _range_of(node: ast.For, known: Mapping[str, object]) -> range | None:
     return range(*limits) if all(type(limit) is int for limit in limits) and 0 not in limits[2:] else None
 
 
-def stores(function: ast.FunctionDef) -> Stores:
+def assignments(function: ast.FunctionDef) -> Assignments:
     """The names that the body assigns: each statement, and its value if it assigns just this name."""
-    found: Stores = {}
+    found: Assignments = {}
     for statement in walk(ast.Module(function.body, [])):
         if isinstance(statement, ast.stmt):
             for part in ast.iter_child_nodes(statement):
@@ -129,7 +129,7 @@ class Kinds:
             # Parameters of the kernels in capitals are numbers, pointers are written p_x.
             is_number = arg.annotation is None and arg.arg.isupper()
             self.names[arg.arg] = SCALAR if type(known.get(arg.arg, 0 if is_number else "")) is int else ANYTHING
-        assigned = stores(function)
+        assigned = assignments(function)
         for name in assigned:
             self.names.setdefault(name, SCALAR)
         before = None

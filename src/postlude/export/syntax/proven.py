@@ -145,6 +145,8 @@ class _Proven(ProvenNumbers, ast.NodeTransformer):
         left = self._left(condition)
         if not left:
             return yes if self._stands_for(yes, fact) else node
+        if self.facts(condition).number == 0:
+            return no if self._stands_for(no, fact) else node
         arms = [self.facts(part).shape for part in (*left, yes, no)]
         if len(left) < len(self._parts(condition)) and fact.shape is not None and broadcast(arms) == fact.shape:
             node.args[0] = _conjunction(left)

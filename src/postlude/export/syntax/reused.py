@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping
 
-from postlude.export.syntax.analysis import calls_in, name_of, reads, stores
+from postlude.export.syntax.analysis import assignments, calls_in, name_of, reads
 from postlude.export.syntax.rules import single_values
 
 
 def reuse_names(function: ast.FunctionDef) -> None:
     """Replaces whole-number arithmetic that an earlier statement has a name for."""
-    singles, assigned = single_values(function), stores(function)
+    singles, assigned = single_values(function), assignments(function)
     parameters = {arg.arg for arg in function.args.args} - assigned.keys()
     fixed = {
         name: value

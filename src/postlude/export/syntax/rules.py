@@ -12,6 +12,7 @@ from postlude.export.syntax.analysis import (
     WHOLE,
     Kinds,
     Liveness,
+    assignments,
     is_pure,
     name_of,
     never_runs,
@@ -19,7 +20,6 @@ from postlude.export.syntax.analysis import (
     owners,
     reads,
     stored_names,
-    stores,
     times_read,
     value_of,
 )
@@ -61,7 +61,7 @@ def substitute(function: ast.FunctionDef, words: Mapping[str, ast.expr], inlined
     for statement in function.body:
         assigned = stored_names(statement) & left.keys()
         if assigned and not isinstance(statement, ast.Assign):
-            raise ValueError(f"{min(assigned)} is decided, and assigned in line {statement.lineno} of the text")
+            raise ValueError(f"{min(assigned)} is decided, and assigned by {ast.unparse(statement)!r}")
         Replaced(left, inlined).visit(statement)
         left = {name: value for name, value in left.items() if name not in assigned}
 
@@ -209,7 +209,7 @@ def _does_nothing(node: ast.stmt, read: set[str]) -> bool:
 
 def propagated(function: ast.FunctionDef, known: Mapping[str, object]) -> dict[str, ast.expr]:
     """Substitutes locals that are just another name for a flag, a whole number, or another local; returns them."""
-    singles, assigned = single_values(function), stores(function)
+    singles, assigned = single_values(function), assignments(function)
     names = {arg.arg for arg in function.args.args} - set(assigned) | set(singles)
     words: dict[str, ast.expr] = {}
     for name, value in singles.items():
@@ -242,5 +242,6 @@ def _loop_names(function: ast.FunctionDef, singles: Mapping[str, ast.expr]) -> d
 def single_values(function: ast.FunctionDef) -> dict[str, ast.expr]:
     """Locals that are assigned once."""
     parameters = {arg.arg for arg in function.args.args}
-    places = {name: found for name, found in stores(function).items() if len(found) == 1 and name not in parameters}
-    return {name: value for name, ((_, value),) in places.items() if value is not None}
+    places = {name: found for name, found in assignments(function).items() if name not in parameters}
+    values = {name: found[0][1] for name, found in places.items() if len(found) == 1}
+    return {name: value for name, value in values.items() if value is not None}

@@ -143,7 +143,7 @@ def convolve_kernel(
     i_tile = tl.program_id(0) % TILES
     i_n = tl.program_id(0) // TILES
     s0 = i_tile * BLOCK_M
-    row0 = i_n * 39304 + s0
+    row0 = i_n * 39304 + i_tile * BLOCK_M
     # Skip taps along z that read only padding.
     z_last = tl.minimum(s0 + BLOCK_M - 1, 34 * SLICE_PITCH - 1) // SLICE_PITCH
     kd_first = tl.maximum(0, 2 - z_last)

@@ -11,7 +11,6 @@ from postlude.export.syntax.flat import flatten
 from postlude.export.syntax.known import Known
 from postlude.export.syntax.narrowed import narrow
 from postlude.export.syntax.proven import leave_out_proven, say_what_holds
-from postlude.export.syntax.reused import reuse_names
 from postlude.export.syntax.source import parse, text_of
 
 GRID = (12, 4)
@@ -20,8 +19,9 @@ GIVEN = {
     "p_half": Fact((), dtype="*float16"),
     "p_i": Fact((), dtype="*int32"),
     "W": Fact((), 32, 32, "whole"),
+    **dict.fromkeys(("N", "M"), Fact((), dtype="int32")),
 }
-HEAD = "def kernel(p_x, p_y, p_half, p_i, W):\n"
+HEAD = "def kernel(p_x, p_y, p_half, p_i, W, N, M, unknown):\n"
 
 
 def known(function: object, first: bool = False) -> Known:
@@ -100,7 +100,22 @@ CHANGED = [
     ("x = (3 - tl.program_id(0) + 2 - 1) * 1", "x = 4 - tl.program_id(0)"),
     ("n = tl.program_id(0) // 12 + 1\nx = n * tl.program_id(0) + n", "x = tl.program_id(0) + 1"),
     ("x = tl.program_id(0) - 1 + 3", "x = tl.program_id(0) + 2"),
-    ("for i in range(tl.cdiv(96, W)):\n    f(i)", "for i in range(96 // W):\n    f(i)"),
+    # Whole numbers of which nothing but the dtype is known.
+    ("x = N // 1 % M", "x = N % M"),
+    ("x = 1 * (N + M * 1) * 2", "x = (N + M) * 2"),
+    ("x = 0 * N + (M % 3) * 2 + N % 1", "x = (M % 3) * 2"),
+    ("x = f(N - 0) + (N + 0)", "x = f(N) + N"),
+    ("x = tl.load(p_x + N * 1 + 0)", "x = tl.load(p_x + N)"),
+    ("x = tl.arange(0, 64) * 1 + 0", "x = tl.arange(0, 64)"),
+    ("x = N // 3 // 64", "x = N // 192"),
+    ("x = N % 64 % 16 + N % 16 // 64", "x = N % 16"),
+    ("x = N // 48 * 3 + N // 16 % 3", "x = N // 16"),
+    ("x = N // 3 * 3 + N % 3", "x = N"),
+    ("n = N // 16 % 3\nx = N // 48 * 3 + n", "x = N // 16"),  # by what a name stands for
+    ("x = (N // 16 < 4) & (tl.arange(0, 8) < 8)[0]", "x = (N < 64) & (tl.arange(0, 8) < 8)[0]"),
+    ("o = tl.arange(0, 8)\nx = tl.reshape(o * 2, [8])", "x = o * 2"),
+    # A store whose mask never holds.
+    ("tl.store(p_x + tl.arange(0, 1), 0.0, mask=tl.arange(0, 1) < 0)\nx = 1", "x = 1"),
     # Lanes that are not touched may point anywhere.
     ("o = tl.arange(0, 64)\nm = o < 40\nx = tl.load(p_x + (o // 40 * 99 + o % 40), mask=m)",
      "x = tl.load(p_x + o, mask=m)"),
@@ -144,8 +159,13 @@ UNCHANGED = [
     "x = (1.0 - 0.9) * tl.load(p_x)",
     "n = tl.zeros([4], tl.int32)\nx = tl.arange(0, 4)[:, None] + n[None, :]",
     "x = W * tl.program_id(0)",  # a name for the reader
-    "x = tl.load(p_x) + 0 * tl.program_id(0)",  # of -0.0 makes 0.0
-    "x = 0 * tl.program_id(0) + tl.load(p_x)",
+    "x = unknown % 1 + unknown * 0 + (unknown + 0)",  # which may be a block, or not a whole number
+    "x = (tl.arange(0, 64) % 1)[:, None]",
+    "x = N % 16 % 64 + N // 7 * 3 + N // 2 % 3",
+    "o = tl.arange(0, 8)\ntl.store(p_x + o, 0.0, mask=o < 1)",
+    "x = tl.reshape(tl.arange(0, 8), [4, 2])",
+    "x = tl.load(p_x) + 0",  # of -0.0 makes 0.0
+    "x = 0 + tl.load(p_x)",
     "x = tl.load(p_i) - 1 + 3",  # which may overflow
     "x = tl.load(p_x) - 1 + 3",  # which rounds
     "for i in range(tl.cdiv(97, W)):\n    f(i)",
@@ -235,31 +255,3 @@ def test_other_blocks_keep_their_axes(before: str, after: str) -> None:
     assert flat(text) == text
     by_axis = "def f(x):\n    return tl.max(x, axis=0)[None, :]\n"
     assert flat(text, f=by_axis) == text
-
-
-def test_a_value_that_has_a_name_is_read_by_it() -> None:
-    function = parse(
-        "def kernel(p_x, p_y, n):\n    a = n * 4\n    b = n * 4 + tl.arange(0, 8)\n    for i in range(n * 4):\n"
-        "        c = i + n * 4\n        tl.store(p_x + c + b, 0)\n"
-    )
-    reuse_names(function)
-    text = text_of(function)
-    assert text.count("n * 4") == 1
-    assert "b = a + tl.arange(0, 8)" in text
-    assert "c = i + a" in text
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        "a = n * 4\n    a = a + 1\n    b = n * 4",  # assigned twice
-        "a = n * 4\n    n = n + 1\n    b = n * 4",
-        "if n:\n        a = n * 4\n    b = n * 4",
-        "a = tl.load(p_x) + 1\n    tl.store(p_x, 0)\n    b = tl.load(p_x) + 1",
-    ],
-)
-def test_a_value_that_may_have_changed_is_computed_again(body: str) -> None:
-    text = f"def kernel(p_x, n):\n    {body}\n    f(a, b)\n"
-    function = parse(text)
-    reuse_names(function)
-    assert text_of(function) == text

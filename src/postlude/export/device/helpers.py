@@ -7,9 +7,8 @@ import functools
 from collections.abc import Mapping, Sequence
 
 from postlude.export.device.inlining import put_expression
-from postlude.export.device.library import library
+from postlude.export.device.library import from_library, library
 from postlude.export.device.proved import Launch
-from postlude.export.device.simplify import simplified_helper
 from postlude.export.device.single import make_single
 from postlude.export.syntax.analysis import calls_in, name_of
 from postlude.export.syntax.source import parameter_names
@@ -45,7 +44,7 @@ def with_helpers(
         places = enumerate(parameter_names(library()[helper]))
         found = {word: _shared([call.args[place] for call in calls], values) for place, word in places}
         shared = {word: value for word, value in found.items() if value is not None}
-        function = simplified_helper(helper, shared)
+        function = from_library(helper)
         if single:
             make_single(function)
         include(function, shared)

@@ -15,7 +15,6 @@ from postlude.export.syntax.joined import join
 from postlude.export.syntax.known import Known
 from postlude.export.syntax.narrowed import narrow
 from postlude.export.syntax.proven import leave_out_proven, say_what_holds
-from postlude.export.syntax.reused import reuse_names
 from postlude.export.syntax.source import parameter_names
 from postlude.export.syntax.specialise import simplify
 from postlude.export.syntax.trees import copied, walk
@@ -56,7 +55,6 @@ class Launch:
             flatten(function, lambda tree: self.known(tree, given), self.functions.get)
             known, first = self.known(function, given), self.known(function, given, first=True)
             leave_out_proven(function, known, first, self.threads)
-            reuse_names(function)
             simplify(function, helpers=pure_helpers())
             if joins:
                 join(function, pure_helpers())

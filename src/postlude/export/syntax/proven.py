@@ -28,7 +28,7 @@ _HELD = "# The masks of this tile always hold. They keep loads and stores in ord
 
 def leave_out_proven(function: ast.FunctionDef, facts: Known, first: Known, threads: int) -> None:
     """Changes the function in place. `first` are the facts of each block's first element."""
-    function.body = rewritten(function.body, lambda node: _apart(node, facts))
+    function.body = rewritten(function.body, lambda node: [] if _stores_nothing(node, facts) else _apart(node, facts))
     _Proven(function, facts, first, _large_tiles(function, facts, threads)).visit(function)
 
 
@@ -57,6 +57,17 @@ def _large_tiles(function: ast.FunctionDef, facts: Known, threads: int) -> set[t
 def _sizes(shape: Shape) -> tuple[int, ...]:
     """The sizes of a tile, whether it is transposed or not."""
     return tuple(sorted(size for size in shape if size > 1))
+
+
+def _stores_nothing(node: ast.stmt, facts: Known) -> bool:
+    """Whether a statement is a store whose mask holds in no lane."""
+    if (
+        not isinstance(node, ast.Expr)
+        or not isinstance(call := node.value, ast.Call)
+        or name_of(call.func) != "tl.store"
+    ):
+        return False
+    return any(word.arg == "mask" and facts(word.value).number == 0 for word in call.keywords)
 
 
 def _apart(node: ast.stmt, facts: Known) -> list[ast.stmt]:

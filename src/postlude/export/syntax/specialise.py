@@ -54,7 +54,7 @@ def simplify(
     before = ""
     while before != (before := ast.dump(function)):
         known = _known(function, constants or {})
-        rules.Folded(function, known).visit(function)
+        rules.Folded(known).visit(function)
         rules.decide(function, known)
         rules.leave_out(function, helpers)
         _say(function, rules.propagated(function, known))

@@ -15,7 +15,7 @@ from postlude.export.device.inlining import put_in_place
 from postlude.export.device.kernels import written_places
 from postlude.export.device.library import Kernel, kernel_of
 from postlude.export.device.repeats import remove_repeats
-from postlude.export.device.single import make_single, remove_casts
+from postlude.export.device.single import make_single
 from postlude.export.syntax.source import parse, text_of
 from postlude.export.syntax.specialise import simplify
 
@@ -74,16 +74,6 @@ def test_without_float64_a_constant_is_a_number() -> None:
     make_single(function)
     assert text_of(function).splitlines()[-1] == "    return tl.maximum(x, 2.0)"
     assert "if False" in text_of(function)
-
-
-def test_without_float64_what_a_pointer_to_fp32_holds_is_not_converted() -> None:
-    lines = "    b = tl.load(a0 + o_c, mask=m_c, other=0.0)[None, :]{0}\n    c = v0 * tl.load(a0){0}\n"
-    others = "    d = tl.load(a1 + o_c).to(v0.dtype)\n    e = tl.load(a0).to(tl.float16)\n    f = v0.to(v0.dtype)\n"
-    source = f"def f(v0, o_c, m_c, a0, a1):\n{lines}{others}    return b + c + d + e + f\n"
-    for pointers, left in ((["a0"], ""), ([], ".to(v0.dtype)")):
-        function = parse(source.format(".to(v0.dtype)"))
-        remove_casts(function, pointers)
-        assert text_of(function) == source.format(left)
 
 
 def test_a_function_stores_by_its_own_calls_or_by_those_of_what_it_calls(monkeypatch: pytest.MonkeyPatch) -> None:

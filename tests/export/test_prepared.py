@@ -33,12 +33,12 @@ def text_for(grid: tuple[int, ...], units: int, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_one_unit_for_each_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No loop, no axis of one program, no hint with what it says, no conversion that a store makes."""
+    """No loop, no axis of one program, no hint with what it says."""
     lines = [
         "# A unit has its own row.",
         "row = tl.program_id(0) + 0",
         "b_x = tl.load(p_x + row).to(tl.float16)",
-        "tl.store(p_y + row, b_x)",
+        "tl.store(p_y + row, b_x.to(tl.float16))",
         "tl.store(p_y + tl.program_id(0), (b_x + 1.0).to(tl.float16))",
     ]
     head = SOURCE[: SOURCE.index("    for unit")]

@@ -6,12 +6,14 @@ import textwrap
 
 import pytest
 
+from postlude.export.device.proved import Launch
 from postlude.export.syntax.facts import Fact
 from postlude.export.syntax.flat import flatten
 from postlude.export.syntax.known import Known
 from postlude.export.syntax.narrowed import narrow
 from postlude.export.syntax.proven import leave_out_proven, say_what_holds
 from postlude.export.syntax.source import parse, text_of
+from postlude.plan.program import KernelCall
 
 GRID = (12, 4)
 GIVEN = {
@@ -59,6 +61,7 @@ def fact_of(body: str, name: str, first: bool = False) -> Fact:
         ("x = tl.load(p_x + tl.arange(0, 8))\nv = tl.full(x.shape, 1.0, x.dtype)", Fact((8,), dtype="float32")),
         ("v = -tl.abs(tl.load(p_x))", Fact((), dtype="float32")),
         ("v = tl.where(tl.arange(0, 4) < 2, W, 7)", Fact((4,), 7, 32, "whole")),
+        ("d = tl.float16\nv = tl.zeros([W], d) + tl.load(p_half)", Fact((32,), dtype="float16")),
     ],
 )
 def test_facts(body: str, expected: Fact) -> None:
@@ -255,3 +258,14 @@ def test_other_blocks_keep_their_axes(before: str, after: str) -> None:
     assert flat(text) == text
     by_axis = "def f(x):\n    return tl.max(x, axis=0)[None, :]\n"
     assert flat(text, f=by_axis) == text
+
+
+def test_a_device_function_is_known_by_what_its_calls_pass() -> None:
+    """Mutant: by the library's parameters, the one argument that is left would be taken for the first."""
+    call = KernelCall("some", "kernel", (4,), (), (), (), (), 4)
+    whole = parse("def f(x, o):\n    return o % 2\n")
+    kernel = parse("def kernel(p_x, p_y):\n    v = f(tl.arange(0, 8))\n")
+    launch = Launch(call, {}, [whole])
+    assert launch.known(kernel).name("v") == Fact()
+    launch.include(parse("def f(o):\n    return o % 2\n"))
+    assert launch.known(kernel).name("v") == Fact((8,), 0, 1, "int32")

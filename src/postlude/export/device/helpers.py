@@ -35,6 +35,7 @@ def with_helpers(
         for call in calls:
             call.args = [call.args[words.index(word)] for word in parameter_names(function)]
         trees[name] = function
+        launch.include(function)
 
     for function in steps:
         include(function, {})

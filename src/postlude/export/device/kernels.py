@@ -13,9 +13,9 @@ from postlude.export.device.library import Kernel, kernel_of
 from postlude.export.device.prepared import prepared
 from postlude.export.device.proved import Launch, given_facts
 from postlude.export.device.repeats import writes
-from postlude.export.device.simplify import has_all_channels
-from postlude.export.device.single import is_single, remove_casts
+from postlude.export.device.single import is_single
 from postlude.export.device.sizes import remarks_with_sizes
+from postlude.export.device.special_cases import has_all_channels
 from postlude.export.device.steps_text import steps_text
 from postlude.export.syntax.analysis import calls_in, leftmost, name_of, times_read
 from postlude.export.syntax.rules import rewritten
@@ -70,12 +70,10 @@ def cut_kernel(call: KernelCall, words: Mapping[int, str], slots: Mapping[int, s
     single = is_single(call, kernel)
     constants: dict[str, Any] = dict(call.numbers) | dict(call.constants)
     constants |= {word: value for word, value in given.items() if isinstance(value, int)}
-    plain = [word for word in pointers if getattr(given[word], "dtype", "") == "float32"] if single else []
     functions: list[ast.FunctionDef] = []
     for word, steps in constants.items():
         if isinstance(steps, Steps):
             composed = parse(steps.text.replace(", mask=m_c, other=0.0", "") if has_all_channels(call) else steps.text)
-            remove_casts(composed, plain)
             function, constants[word] = steps_text(composed, pointers, slots, constants.get("C", 0))
             functions += [] if function is None else [function]
     facts = {names.get(word, word): fact for word, fact in given_facts(given, constants).items()}

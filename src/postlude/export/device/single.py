@@ -7,9 +7,8 @@ that computes in fp32 the number alone is the same.
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection
 
-from postlude.export.syntax.analysis import leftmost, name_of
+from postlude.export.syntax.analysis import name_of
 from postlude.plan.program import KernelCall, Word, buffers_in
 
 _DOUBLE = "tl.float64"
@@ -26,31 +25,6 @@ def is_single(call: KernelCall, function: ast.FunctionDef) -> bool:
 def make_single(function: ast.FunctionDef) -> None:
     """Makes a device function one for blocks that are not float64."""
     _Single().visit(function)
-
-
-def remove_casts(steps: ast.FunctionDef, pointers: Collection[str]) -> None:
-    """Removes conversions to fp32 of what these pointers to fp32 hold from steps."""
-    _WithoutCasts(pointers).visit(steps)
-
-
-class _WithoutCasts(ast.NodeTransformer):
-    def __init__(self, pointers: Collection[str]) -> None:
-        self.pointers = pointers
-
-    def visit_Call(self, node: ast.Call) -> ast.expr:
-        self.generic_visit(node)
-        if name_of(node.func) != ".to" or not isinstance(node.func, ast.Attribute):
-            return node
-        is_a_blocks = [isinstance(dtype, ast.Attribute) and dtype.attr == "dtype" for dtype in node.args] == [True]
-        return node.func.value if is_a_blocks and _loaded_from(node.func.value) in self.pointers else node
-
-
-def _loaded_from(node: ast.expr) -> str:
-    """The pointer of a load, which may be broadcast by an index; "" for anything else."""
-    load = node.value if isinstance(node, ast.Subscript) else node
-    if not isinstance(load, ast.Call) or name_of(load.func) != "tl.load":
-        return ""
-    return name_of(leftmost(load.args[0]))
 
 
 class _Single(ast.NodeTransformer):

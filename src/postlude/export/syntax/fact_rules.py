@@ -10,6 +10,7 @@ from typing import Protocol
 
 from postlude.export.syntax.analysis import name_of
 from postlude.export.syntax.facts import (
+    DTYPES,
     REAL,
     UNBOUNDED,
     WHOLE,
@@ -39,6 +40,7 @@ _EACH = (
     "sin",
     "cos",
 )
+_NAMED = "dtype "  # before the dtype that a value, such as a parameter, names
 _KEPT = ("float32", "float64", "int32", "int64")  # dtypes that sums and extremes keep
 _COMPARED: dict[type[ast.cmpop], Callable[[Fact, Fact], bool]] = {
     ast.Lt: lambda a, b: a.high < b.low,
@@ -143,6 +145,8 @@ class Rules:
         return replace(inner, shape=tuple(next(sizes) if keeps else 1 for keeps in is_kept))
 
     def _attribute(self, node: ast.Attribute) -> Fact:
+        if name_of(node).startswith("tl.") and node.attr in DTYPES:
+            return Fact((), dtype=f"{_NAMED}{node.attr}")
         inner = self.known(node.value) if node.attr == "T" else Fact()
         return inner if inner.shape is None else replace(inner, shape=inner.shape[::-1])
 
@@ -189,7 +193,8 @@ class Rules:
         """The dtype that an expression names."""
         if isinstance(node, ast.Attribute) and node.attr == "dtype":
             return self.known(node.value).dtype
-        return name_of(node).removeprefix("tl.") if name_of(node).startswith("tl.") else ""
+        named = self.known(node).dtype
+        return named.removeprefix(_NAMED) if named.startswith(_NAMED) else ""
 
     def _same(self, node: ast.Call, last: str) -> Fact:
         inner = self.known(node.args[0])

@@ -15,6 +15,7 @@ WHOLE, REAL = "whole", "real"  # dtypes of literals, which take the dtype of wha
 UNBOUNDED = (-math.inf, math.inf)
 _WIDTHS = {"int1": 1, "int32": 31, "int64": 63}
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
+DTYPES = (*_WIDTHS, *_FLOATS, "int8", "int16", "uint8", "uint16", "uint32", "uint64")
 
 
 @dataclass(frozen=True)

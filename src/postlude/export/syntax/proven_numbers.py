@@ -46,7 +46,7 @@ class ProvenNumbers(ast.NodeTransformer):
         return self.generic_visit(node) if is_same else self.visit(found)  # type: ignore
 
     def _stands_for(self, node: ast.expr, fact: Fact, other: Fact | None = None) -> bool:
-        """Whether an expression has the shape and the dtype of the one that it is a part of, beside this `other` part."""
+        """Whether an expression has the shape and the dtype of the one that it is a part of, beside an `other` part."""
         own = self.facts(node)
         is_alike = own.dtype == fact.dtype or (own.dtype == WHOLE and fact.dtype == "int32" and own.shape == ())
         is_broadcast = own.shape is None or own.shape != fact.shape

@@ -1,4 +1,4 @@
-"""Simplifications of a kernel for one call: conditions that hold in every lane, arithmetic that changes nothing.
+"""What a call determines of single kernels that the facts of its launch do not prove, or would keep.
 
 Each pattern must occur in the kernel's text: if a kernel changes and this table does not, export raises an error.
 """
@@ -29,7 +29,8 @@ _IN_CHUNKS = {
 }
 
 
-def simplified(call: KernelCall) -> ast.FunctionDef:
+def with_special_cases(call: KernelCall) -> ast.FunctionDef:
+    """The kernel of a call without conditions that hold, and with other pieces of text."""
     known = dict(call.numbers) | dict(call.constants)
     function, holding = from_library(call.kernel), _holding(call, known)
     source = text_of(function)
@@ -37,7 +38,7 @@ def simplified(call: KernelCall) -> ast.FunctionDef:
         raise ValueError(f"the kernel says no {absent[0]!r}")
     if changes := _changes(call, known):
         function = parse(changed(source, changes))
-    _Without(holding, {"m_c"} if has_all_channels(call) else set()).visit(function)
+    _Without(holding).visit(function)
     return function
 
 
@@ -53,8 +54,8 @@ def changed(source: str, changes: Mapping[str, str]) -> str:
 class _Without(ast.NodeTransformer):
     """Removes conditions that hold from conjunctions, whatever their index, and such masks from loads and stores."""
 
-    def __init__(self, holding: set[str], masks: set[str]) -> None:
-        self.holding, self.masks = holding, holding | masks
+    def __init__(self, holding: set[str]) -> None:
+        self.holding = holding
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         self.generic_visit(node)
@@ -63,7 +64,7 @@ class _Without(ast.NodeTransformer):
         return node.left if isinstance(node.op, ast.BitAnd) and _condition(node.right) in self.holding else node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        if any(word.arg == "mask" and _condition(word.value) in self.masks for word in node.keywords):
+        if any(word.arg == "mask" and _condition(word.value) in self.holding for word in node.keywords):
             node.keywords = [word for word in node.keywords if word.arg not in ("mask", "other")]
         return self.generic_visit(node)
 

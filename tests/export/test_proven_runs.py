@@ -70,7 +70,7 @@ def both(
 ) -> tuple[list[Any], list[Any], Export, Export]:
     shorter = exported(problem, folder)
     with monkeypatch.context() as patch:
-        patch.setattr(Launch, "simplify", lambda self, function, given=None: simplify(function))
+        patch.setattr(Launch, "simplify", lambda self, function, given=None, joins=True: simplify(function))
         whole = exported(problem, folder)
     one, other = results(shorter, folder, "shorter"), results(whole, folder, "whole")
     return list(map(bits, one)), list(map(bits, other)), shorter, whole

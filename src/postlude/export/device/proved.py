@@ -32,8 +32,8 @@ class Launch:
         self.functions = {**library(), **{function.name: copied(function) for function in steps}}
         self.called = functools.cache(self._called)
 
-    def known(self, function: ast.FunctionDef, given: Given | None = None, first: bool = False) -> Known:
-        return Known(function, self.given if given is None else given, self.grid, self.called, first)
+    def known(self, function: ast.FunctionDef, given: Given | None = None) -> Known:
+        return Known(function, self.given if given is None else given, self.grid, self.called)
 
     def include(self, function: ast.FunctionDef) -> None:
         """Takes a device function in place of the library's, because its calls pass only what it reads."""
@@ -58,8 +58,7 @@ class Launch:
         while before != (before := ast.dump(function)):
             narrow(function, lambda tree: self.known(tree, given))
             flatten(function, lambda tree: self.known(tree, given), self.functions.get)
-            known, first = self.known(function, given), self.known(function, given, first=True)
-            leave_out_proven(function, known, first, self.threads)
+            leave_out_proven(function, self.known(function, given), self.threads)
             simplify(function, helpers=pure_helpers())
             if joins:
                 join(function, pure_helpers())

@@ -21,7 +21,6 @@ def steps_text(
     """The composed steps of a pass, as a function if they are more than one expression, and the text of its call."""
     order, name = parameter_names(function), function.name
     renamed = {f"t{slot}": word for slot, word in slots.items()} | dict(pointers)
-    _return_at_once(function)
     if _is_straight(function):
         renamed |= dict.fromkeys(filter(_is_value, [*order, *_names(function)]), "v")
     renamed[name] = _NAMES.get(name, f"{name}_steps")
@@ -33,17 +32,6 @@ def steps_text(
         rename(function, places)
         return None, Inline(written(first.value))
     return function, Inline(f"{function.name}({', '.join(places[word] for word in parameter_names(function))})")
-
-
-def _return_at_once(function: ast.FunctionDef) -> None:
-    """Returns the last value without giving it a name first."""
-    if len(function.body) < 2:
-        return
-    *body, made, last = function.body
-    if not isinstance(made, ast.Assign) or not isinstance(last, ast.Return) or not isinstance(last.value, ast.Name):
-        return
-    if name_of(made.targets[0]) == last.value.id:
-        function.body = [*body, ast.Return(made.value)]
 
 
 def _is_straight(function: ast.FunctionDef) -> bool:

@@ -12,15 +12,14 @@ from postlude.export.syntax.known import Known
 from postlude.export.syntax.rules import single_values
 
 _WHOLE = (WHOLE, "int32", "int64")
-_DIGITS = 10  # 1.0 - 0.1 is 0.9, but 1.0 - 0.9 is not written as one number
 _EXACT = 1 << 24  # up to which fp32 holds every whole number
 
 
 class ProvenNumbers(ast.NodeTransformer):
-    """Asks for the facts of a node before its parts change. `first` are the facts of each block's first element."""
+    """Asks for the facts of a node before its parts change."""
 
-    def __init__(self, function: ast.FunctionDef, facts: Known, first: Known) -> None:
-        self.facts, self.first = facts, first
+    def __init__(self, function: ast.FunctionDef, facts: Known) -> None:
+        self.facts = facts
         self.singles = single_values(function)
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
@@ -54,26 +53,11 @@ class ProvenNumbers(ast.NodeTransformer):
 
     def _extreme(self, node: ast.Call, fact: Fact, is_least: bool) -> ast.expr:
         one, other = node.args
-        if not is_least and isinstance(other, ast.Constant) and other.value == 1.0 and self._is_counted(one):
-            return one
-        if not is_least and self._is_zeros(one) and self.facts(other).is_magnitude and self._stands_for(other, fact):
-            return other
         least, most = (one, other) if self.facts(one).high <= self.facts(other).low else (other, one)
         below, above = self.facts(least), self.facts(most)
         chosen = least if is_least else most
         is_known = below.is_bounded and above.is_bounded and below.high <= above.low
         return chosen if is_known and self._stands_for(chosen, fact) else node
-
-    def _is_counted(self, node: ast.expr) -> bool:
-        """Whether a value is how many lanes a mask has that holds at least in the first."""
-        node = self.singles.get(node.id, node) if isinstance(node, ast.Name) else node
-        if isinstance(node, ast.Constant):
-            return isinstance(node.value, float) and node.value >= 1.0
-        mask = _counted_mask(node)
-        return mask is not None and self.first(mask).is_true
-
-    def _is_zeros(self, node: ast.expr) -> bool:
-        return isinstance(node, ast.Call) and name_of(node.func) == "tl.zeros"
 
     def _count(self, node: ast.Call) -> float | None:
         """How many lanes a mask that always holds has."""
@@ -93,8 +77,6 @@ class ProvenNumbers(ast.NodeTransformer):
         return value if own.dtype == fact.dtype and own.dtype not in ("", WHOLE, REAL) else None
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
-        if (number := _sum_of_numbers(node)) is not None:
-            return ast.Constant(number)
         fact = self.facts(node)
         found = self._operation(node, fact)
         if found is node and fact.dtype in _WHOLE:
@@ -152,18 +134,6 @@ class ProvenNumbers(ast.NodeTransformer):
 
 def _literal(node: ast.expr) -> int | None:
     return node.value if isinstance(node, ast.Constant) and type(node.value) is int else None
-
-
-def _sum_of_numbers(node: ast.BinOp) -> float | None:
-    """A sum or difference of two numbers, which Triton works out in Python too, where it has few digits."""
-    parts = (node.left, node.right)
-    if not all(isinstance(part, ast.Constant) and isinstance(part.value, float) for part in parts):
-        return None
-    if not isinstance(node.op, ast.Add | ast.Sub):
-        return None
-    one, other = (float(part.value) for part in parts)  # type: ignore[attr-defined]
-    number = one + other if isinstance(node.op, ast.Add) else one - other
-    return number if len(repr(number)) <= _DIGITS else None
 
 
 def _counted_mask(node: ast.expr) -> ast.expr | None:

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from postlude import problem_file
+from postlude.cli.recorded import measured
 from postlude.export.device.library import Kernel
 from postlude.export.export_model import HOPPER, Export, export
-from postlude.export.measured import from_records
 from postlude.export.syntax.source import text_of
 from postlude.export.syntax.specialise import specialise
 from postlude.export.syntax.trees import copied
@@ -25,7 +25,6 @@ from postlude.hardware import Machine
 
 ROOT = Path(__file__).parents[2]
 PROBLEMS = ROOT / "src" / "postlude" / "problems"
-RECORDS = ROOT / "benchmarks" / "results" / "h200.csv"
 GOLDEN = ROOT / "examples" / "kernelbench"
 
 HEAD = """\
@@ -321,7 +320,7 @@ def export_named(name: str, precision: str = "fp32", training: bool = False) -> 
         problem.init_arguments(),
         machine=HOPPER,
         precision=precision,
-        measured=from_records(RECORDS),
+        measured=measured,
         training=training,
     )
 

@@ -12,6 +12,7 @@ from postlude.export.syntax.flat import flatten
 from postlude.export.syntax.known import Known
 from postlude.export.syntax.narrowed import narrow
 from postlude.export.syntax.proven import leave_out_proven, say_what_holds
+from postlude.export.syntax.proven_numbers import MAGNITUDES
 from postlude.export.syntax.source import parse, text_of
 from postlude.plan.program import KernelCall
 
@@ -27,7 +28,7 @@ HEAD = "def kernel(p_x, p_y, p_half, p_i, W, N, M, unknown):\n"
 
 
 def known(function: object) -> Known:
-    return Known(function, GIVEN, GRID)  # type: ignore[arg-type]
+    return Known(function, GIVEN, GRID, lambda name, given: given if name in MAGNITUDES else ())  # type: ignore[arg-type]
 
 
 def proved(body: str, threads: int = 128) -> str:
@@ -109,6 +110,8 @@ CHANGED = [
     ("n = N // 16 % 3\nx = N // 48 * 3 + n", "x = N // 16"),  # by what a name stands for
     ("x = (N // 16 < 4) & (tl.arange(0, 8) < 8)[0]", "x = (N < 64) & (tl.arange(0, 8) < 8)[0]"),
     ("o = tl.arange(0, 8)\nx = tl.reshape(o * 2, [8])", "x = o * 2"),
+    # A maximum of zeros and what is not below 0.
+    ("m = finite_magnitude(tl.load(p_x + tl.arange(0, 8)))\nx = tl.maximum(tl.zeros([8], tl.float32), m)", "x = m"),
     # A store whose mask never holds.
     ("tl.store(p_x + tl.arange(0, 1), 0.0, mask=tl.arange(0, 1) < 0)\nx = 1", "x = 1"),
 ]  # fmt: skip
@@ -149,6 +152,7 @@ UNCHANGED = [
     "x = tl.reshape(tl.arange(0, 8), [4, 2])",
     "x = tl.load(p_x) + 0",  # of -0.0 makes 0.0
     "x = 0 + tl.load(p_x)",
+    "m = tl.load(p_x + tl.arange(0, 8))\nx = tl.maximum(tl.zeros([8], tl.float32), m)",  # which may be below 0
     "x = tl.load(p_i) - 1 + 3",  # which may overflow
     "x = tl.load(p_x) - 1 + 3",  # which rounds
     "for i in range(tl.cdiv(97, W)):\n    f(i)",

@@ -186,11 +186,16 @@ def test_a_loop_of_one_round_is_its_body() -> None:
         for start in range(0, 48, BLOCK):
             o = start + tl.arange(0, BLOCK)
             tl.store(p_y + o, n)
+        for k in range(2):
+            i = k
+            tl.store(p_y + i, i)
     """
     after = """
     def f(p_y, n):
         o = 0 + tl.arange(0, 64)
         tl.store(p_y + o, n)
+        for k in range(2):
+            tl.store(p_y + k, k)
     """
     assert_becomes(before, after, BLOCK=64)
     assert "for start in" in cut(before, BLOCK=32)

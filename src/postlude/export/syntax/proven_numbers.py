@@ -12,6 +12,7 @@ from postlude.export.syntax.known import Known
 from postlude.export.syntax.rules import single_values
 
 _WHOLE = (WHOLE, "int32", "int64")
+MAGNITUDES = ("finite_magnitude",)  # device functions whose values are 0 or more
 _EXACT = 1 << 24  # up to which fp32 holds every whole number
 
 
@@ -53,11 +54,18 @@ class ProvenNumbers(ast.NodeTransformer):
 
     def _extreme(self, node: ast.Call, fact: Fact, is_least: bool) -> ast.expr:
         one, other = node.args
+        if not is_least and _is_zeros(one) and self._is_magnitude(other) and self._stands_for(other, fact):
+            return other
         least, most = (one, other) if self.facts(one).high <= self.facts(other).low else (other, one)
         below, above = self.facts(least), self.facts(most)
         chosen = least if is_least else most
         is_known = below.is_bounded and above.is_bounded and below.high <= above.low
         return chosen if is_known and self._stands_for(chosen, fact) else node
+
+    def _is_magnitude(self, node: ast.expr) -> bool:
+        """Whether a value is 0 or more and never NaN: a device function of the library says so of its own."""
+        node = self.singles.get(node.id, node) if isinstance(node, ast.Name) else node
+        return isinstance(node, ast.Call) and name_of(node.func) in MAGNITUDES
 
     def _count(self, node: ast.Call) -> float | None:
         """How many lanes a mask that always holds has."""
@@ -130,6 +138,10 @@ class ProvenNumbers(ast.NodeTransformer):
         if fact.shape == () and fact.number is not None:
             return ast.Constant(bool(fact.number))
         return self.generic_visit(simpler_comparison(node))
+
+
+def _is_zeros(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and name_of(node.func) == "tl.zeros"
 
 
 def _literal(node: ast.expr) -> int | None:

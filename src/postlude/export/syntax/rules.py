@@ -15,12 +15,14 @@ from postlude.export.syntax.analysis import (
     name_of,
     never_runs,
     only_round,
+    owners,
     reads,
     stored_names,
+    times_read,
     value_of,
 )
 from postlude.export.syntax.source import Comment, is_empty
-from postlude.export.syntax.trees import copied
+from postlude.export.syntax.trees import copied, walk
 
 _INTEGERS = ("tl.int32", "tl.int64")
 _EXTREMES: dict[str, Callable[[int, int], int]] = {"tl.minimum": min, "tl.maximum": max}
@@ -184,10 +186,25 @@ def propagated(function: ast.FunctionDef, known: Mapping[str, object]) -> dict[s
             words[name] = ast.Constant(constant)
         elif isinstance(value, ast.Name) and value.id in names:
             words[name] = value
+    words |= _loop_names(function, singles)
     words = {name: value for name, value in words.items() if not (isinstance(value, ast.Name) and value.id in words)}
     for statement in function.body:
         Replaced(words).visit(statement)
     return words
+
+
+def _loop_names(function: ast.FunctionDef, singles: Mapping[str, ast.expr]) -> dict[str, ast.expr]:
+    """Locals of a loop, read only there, that are another name for what it counts."""
+    found: dict[str, ast.expr] = {}
+    every = times_read(function)
+    for loop in (node for node in walk(function) if isinstance(node, ast.For)):
+        counted, inside = stored_names(loop.target), times_read(loop)
+        changed = set[str]().union(*map(stored_names, loop.body))
+        for name in (changed & singles.keys()) - owners(loop):  # a loop may count in Python's numbers
+            value = singles[name]
+            if isinstance(value, ast.Name) and value.id in counted - changed and every[name] == inside[name]:
+                found[name] = value
+    return found
 
 
 def single_values(function: ast.FunctionDef) -> dict[str, ast.expr]:

@@ -143,7 +143,7 @@ def convolve_kernel(
     i_tile = tl.program_id(0) % TILES
     i_n = tl.program_id(0) // TILES
     s0 = i_tile * BLOCK_M
-    row0 = i_n * 39304 + s0
+    row0 = i_n * 39304 + i_tile * BLOCK_M
     # Skip taps along z that read only padding.
     z_last = tl.minimum(s0 + BLOCK_M - 1, 34 * SLICE_PITCH - 1) // SLICE_PITCH
     kd_first = tl.maximum(0, 2 - z_last)
@@ -172,10 +172,10 @@ def convolve_kernel(
     count = tl.sum(m_s.to(tl.float32))
     b_sum = tl.sum(tl.where(m_x, b_v, 0.0), axis=0)  # [BLOCK_C]
     o_out = (i_n * 128 + o_c) * TILES + i_tile
-    # b_sum / count to nearest; a plain division errs to one side for one count, by 0.1 ulp, which sums over a batch
-    # collect.
-    q = b_sum / count
-    b_mean = q + tl.fma(-q, count, b_sum) / count
+    y = tl.maximum(count, 1.0)
+    # b_sum / y to nearest; a plain division errs to one side for one y, by 0.1 ulp, which sums over a batch collect.
+    q = b_sum / y
+    b_mean = q + tl.fma(-q, y, b_sum) / y
     b_diff = tl.where(m_x, b_v - b_mean[None, :], 0.0)
     tl.store(p_mean + o_out, b_mean)
     tl.store(p_m2 + o_out, tl.sum(b_diff * b_diff, axis=0))

@@ -97,8 +97,8 @@ def _optimized(model: nn.Module, backend: Backend) -> Optimized:
 
 
 def _is_captured(model: nn.Module, backend: Backend) -> bool:
-    """Whether any of the model's layers are in a graph. Those without parameters may leave no operators."""
-    if not any(True for layer in model.children() for _ in layer.parameters()):
+    """Whether a graph has the model's layers. Where torch.nn calls them, as DDP does, its own code may be all of it."""
+    if not type(model).__module__.startswith("torch.nn.") or not any(True for _ in model.parameters()):
         return bool(backend.captured)
     return any(one.sites or one.declined or one.calls_modules for one in backend.captured)
 

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,16 @@ import torch
 from torch import nn
 
 from postlude import problem_file
+from postlude.cli.recorded import measured
 from postlude.export.device.library import Kernel
 from postlude.export.export_model import HOPPER, Export, export
-from postlude.export.measured import from_records
 from postlude.export.syntax.source import text_of
+from postlude.export.syntax.specialise import specialise
+from postlude.export.syntax.trees import copied
 from postlude.hardware import Machine
 
 ROOT = Path(__file__).parents[2]
 PROBLEMS = ROOT / "src" / "postlude" / "problems"
-RECORDS = ROOT / "benchmarks" / "results" / "h200.csv"
 GOLDEN = ROOT / "examples" / "kernelbench"
 
 HEAD = """\
@@ -318,7 +320,7 @@ def export_named(name: str, precision: str = "fp32", training: bool = False) -> 
         problem.init_arguments(),
         machine=HOPPER,
         precision=precision,
-        measured=from_records(RECORDS),
+        measured=measured,
         training=training,
     )
 
@@ -339,6 +341,18 @@ def ruff(*paths: Path) -> str:
         done = subprocess.run([*command, *map(str, paths)], capture_output=True, text=True)
         found += done.stdout + done.stderr if done.returncode else ""
     return found
+
+
+def specialised(
+    function: ast.FunctionDef,
+    constants: Mapping[str, object],
+    names: Mapping[str, str] = {},
+    keep: Collection[str] = (),
+) -> ast.FunctionDef:
+    """A copy that is specialised."""
+    made = copied(function)
+    specialise(made, constants, names, keep)
+    return made
 
 
 def as_text(function: ast.FunctionDef) -> Kernel:

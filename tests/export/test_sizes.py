@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from postlude.export.device.library import Kernel
-from postlude.export.device.sizes import common, with_remarks, with_sizes
+from postlude.export.device.sizes import common, remarks_with_sizes, with_remarks
+from postlude.export.syntax.source import parse, text_of
 from postlude.plan.program import Buffer, Descriptor
 
 TEXT = """\
@@ -40,7 +41,8 @@ def kernel(batch: int) -> Kernel:
         "p_plain": buffer(2),
         "d_x": Descriptor(buffer(8, 64), (8, 64), (64, 1), (4, 64)),
     }
-    return with_sizes(Kernel("kernel", TEXT, words), given, {"C": 32, "TILES": 5})
+    remarks = remarks_with_sizes(parse(TEXT), given, {"C": 32, "TILES": 5})
+    return Kernel("kernel", TEXT, words, remarks)
 
 
 def test_names_that_the_kernel_does_not_have_become_numbers() -> None:
@@ -63,7 +65,7 @@ def test_what_the_tensor_does_not_tell_stays() -> None:
 def test_a_kernel_of_two_launches_says_what_holds_for_both() -> None:
     one, other = kernel(16), kernel(4)
     assert one == other
-    text = with_remarks(common(one, other)).text
+    text = text_of(with_remarks(common(one, other)))
     assert "p_x,  # [N, C, 64] in the value's layout" in text
     assert "d_x,  # descriptor [8, 64] over the input" in text
-    assert "[16, C, 4·16]" in with_remarks(one).text
+    assert "[16, C, 4·16]" in text_of(with_remarks(one))

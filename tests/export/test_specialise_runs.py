@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from cases import BY_NAME
-from export.exporting import as_text
+from export.exporting import as_text, specialised
 from machines import SMALL_H200
 from postlude.check import tensors_for
 from postlude.export.device.library import library
 from postlude.export.syntax import rules
-from postlude.export.syntax.specialise import Inline, specialise
+from postlude.export.syntax.source import text_of
+from postlude.export.syntax.specialise import Inline
 from postlude.plan import Plan, problem_of
 from postlude.plan.gpu import lower_for_gpu
 from postlude.plan.passes import Tile
@@ -87,10 +88,11 @@ def _run_specialised(launch: Launch, pointers: Sequence[Any], calls: dict[str, s
     if numbers:  # run-time sizes as well, and no tile sizes left over
         sizes = values.items()
         constants |= {name: value for name, value in sizes if name not in constants and type(value) is int}
-    source = library()[launch.kernel.fn.__name__]
-    made = as_text(specialise(source, constants, keep=frozenset() if numbers else TILES & constants.keys()))
+    function = library()[launch.kernel.fn.__name__]
+    made = as_text(specialised(function, constants, keep=frozenset() if numbers else TILES & constants.keys()))
     programs = [value.fn for value in launch.constants.values() if hasattr(value, "fn")]
-    helpers = _helpers(made.text, {**library(), **{fn.__name__: inspect.getsource(fn) for fn in programs}})
+    texts = {name: text_of(helper) for name, helper in library().items()}
+    helpers = _helpers(made.text, {**texts, **{fn.__name__: inspect.getsource(fn) for fn in programs}})
     space = compose(HEADER + "\n\n".join([*helpers.values(), made.text]))
     space[launch.kernel.fn.__name__][launch.grid](*[values[p] for p in made.parameters], num_warps=launch.warps)
     return made.parameters

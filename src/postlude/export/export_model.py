@@ -18,9 +18,8 @@ from postlude.export.chain_text import ChainText, chain_text
 from postlude.export.device.library import library
 from postlude.export.file import assemble
 from postlude.export.forward import ForwardText
-from postlude.export.heading import heading
+from postlude.export.heading import Measured, heading
 from postlude.export.masks import Drawn
-from postlude.export.measured import Measured
 from postlude.export.original import arguments_of, read, reads_settings
 from postlude.export.trace import FoundChain, Traced, trace, without_convolution
 from postlude.graph.rows import as_matrices

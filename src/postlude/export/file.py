@@ -10,7 +10,6 @@ from typing import Any
 from postlude.cards import capability_of
 from postlude.export.chain_text import ChainText
 from postlude.export.device.inlining import put_in_place
-from postlude.export.device.sizes import with_remarks
 from postlude.export.original import Original, model_text
 from postlude.export.syntax.analysis import owners, reads
 from postlude.export.syntax.layout import laid_out, without_statements
@@ -48,7 +47,7 @@ def assemble(
     functions = {name: text for chain in chains for name, text in chain.functions.items()}
     sources = {name: source for chain in chains for name, source in chain.sources.items()}
     shapes = {chain.shapes_name: shapes_text(chain) for chain in chains}
-    kernels = {kernel.name: kernel.text for kernel in put_in_place(list(map(with_remarks, chains[-1].kernels)))}
+    kernels = put_in_place(chains[-1].kernels)
     ours = [*kernels.values(), *functions.values(), fits_text(chains, architecture)]
     also_theirs = original.names & {*kernels, *functions, "fits", *shapes}
     ours, forward, tables = (

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from postlude.export.chain_text import ChainText
-from postlude.export.measured import Measured
 from postlude.export.syntax.layout import WIDTH
 from postlude.plan import Plan
 from postlude.plan.cpu_few_channels import CpuFewChannels
@@ -14,6 +13,7 @@ from postlude.plan.few_channels import FewChannels
 from postlude.plan.through import Through
 
 _LABEL = 10
+Measured = Callable[[str, str, str, str], str | None]  # chain, shape, dtype and precision to a sentence
 
 
 def heading(chains: Sequence[ChainText], precision: str, measured: Measured | None) -> str:

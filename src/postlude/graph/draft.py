@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,19 +22,16 @@ from postlude.chain import (
     Role,
     Scalar,
     Slot,
-    Softmax,
     Step,
     Value,
 )
 from postlude.graph import spellings
 from postlude.graph.capture import same_shape
-from postlude.graph.channel_norms import read_channel_norm
+from postlude.graph.composed import composed
 from postlude.graph.idioms import with_idioms
 from postlude.graph.pools import averaged, last_pool, pooled, softmaxed
 from postlude.graph.reductions import Reduction, read_reduction
 from postlude.graph.roles import are_ones, broadcast_role, vector_role
-from postlude.graph.row_norms import ComposedNorm, read_row_norm
-from postlude.graph.row_pools import pooled_features
 from postlude.graph.rows import is_contiguous
 from postlude.graph.spellings import arguments_of, describe
 from postlude.words import POINTWISE
@@ -75,15 +72,8 @@ class Draft:
             # A pass ends with a pool and the elementwise steps after it, so a norm needs a pass, and a chain, of its
             # own.
             return f"{describe(node)} after a pool begins a chain" if last_pool(self.steps) else _normalize(self, node)
-        is_matrix = self.dims == 0 and not self.is_of_rows
-        row_norm = read_row_norm(node) if is_matrix else None
-        if row_norm is not None:
-            return _normalize_rows(self, row_norm)
-        channel_norm = read_channel_norm(node) if self.dims else None
-        if channel_norm is not None:
-            return channel_norm if isinstance(channel_norm, str) else _normalize_channels(self, channel_norm)
-        if is_matrix and (over_features := pooled_features(self, node)) is not None:
-            return over_features
+        if (several := composed(self, node)) is not None:
+            return several
         reduction = read_reduction(node, self.dims)
         if isinstance(reduction, str) and (over_axis := averaged(self, node)) is not None:
             return over_axis
@@ -117,9 +107,12 @@ class Draft:
         wide = dataclasses.replace(self, steps=steps, dtypes=(*self.dtypes, dtype))
         return wide.add(node, Cast(Value(len(steps)), name_of(dtype_of(node))))
 
-    def over(self, nodes: Sequence[fx.Node]) -> Draft:
-        """With nodes between two values, which no other step reads."""
-        return dataclasses.replace(self, nodes=(*self.nodes, *nodes))
+    def step(self, nodes: Sequence[fx.Node], operand: fx.Node, step_of: Callable[[Value], Step]) -> Draft | str:
+        """This draft with a step that these nodes compute of `operand`, in the dtype of the last one; or why not."""
+        if operand not in self.values:
+            return f"{describe(nodes[0])} does not work on the chain's value"
+        draft, value = self.cast(self.values[operand], dtype_of(nodes[-1]))
+        return dataclasses.replace(draft, nodes=(*draft.nodes, *nodes[:-1])).add(nodes[-1], step_of(value))
 
     def add(self, node: fx.Node, step: Step) -> Draft:
         steps = (*self.steps, step)
@@ -269,30 +262,9 @@ def _other_channels(node: fx.Node) -> str:
     return f"{describe(node)} has the second axis as its channels, and a linear layer the last"
 
 
-def _normalize_rows(draft: Draft, found: ComposedNorm) -> Draft | str:
-    """A norm over the features of a linear layer."""
-    result = found.nodes[-1]
-    draft, value = draft.cast(draft.values[found.operand], dtype_of(result))
-    draft = draft.over(found.nodes[:-1])
-    return draft.add(result, Normalize(found.op, value, None, found.eps, axes=1))
-
-
-def _normalize_channels(draft: Draft, found: ComposedNorm) -> Draft | str:
-    result = found.nodes[-1]
-    if found.operand not in draft.values:
-        return f"{found.op} does not work on the chain's value"
-    draft, value = draft.cast(draft.values[found.operand], dtype_of(result))
-    draft = draft.over(found.nodes[:-1])
-    return draft.add(result, Softmax(found.op, value, found.eps))
-
-
 def _reduce(draft: Draft, node: fx.Node, found: Reduction) -> Draft | str:
-    operand, result = arguments_of(node)["self"], found.nodes[-1]
-    if operand not in draft.values:
-        return f"{describe(node)} does not work on the chain's value"
-    draft, value = draft.cast(draft.values[operand], dtype_of(result))
-    draft = draft.over(found.nodes[:-1])
-    return draft.add(result, Reduce(found.op, value, found.over, found.keepdim))  # type: ignore[arg-type]
+    operand = arguments_of(node)["self"]
+    return draft.step(found.nodes, operand, lambda value: Reduce(found.op, value, found.over, found.keepdim))  # type: ignore[arg-type]
 
 
 def name_of(dtype: torch.dtype) -> str:

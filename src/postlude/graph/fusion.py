@@ -24,13 +24,13 @@ from postlude.graph.layout import (
     conversions_in,
     hold,
     hold_convolutions,
+    keep_layouts,
     read_channels_last,
     restore_results,
     results_of,
 )
 from postlude.graph.match import Declined, Match, match
 from postlude.graph.names import has_modules
-from postlude.graph.norm_layouts import keep_layouts
 from postlude.graph.pool_gradients import gather_pool_gradients
 from postlude.graph.pools import left_to_pytorch
 from postlude.graph.splice import splice, use_operator

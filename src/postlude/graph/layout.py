@@ -22,10 +22,9 @@ from postlude.graph.capture import fakes_of, modes_left_as_found
 from postlude.graph.dropouts import masks_of
 from postlude.graph.match import Match
 from postlude.graph.names import site_name
-from postlude.graph.norm_layouts import keeps_layout
 from postlude.graph.tidy import memory_of, meta_for_another, storage_of, written_storages
 from postlude.plan.problem import CHANNELS_LAST, layout_of
-from postlude.run import layouts as layouts  # defines the operator
+from postlude.run import layouts as layouts  # defines the operators
 
 aten = torch.ops.aten
 
@@ -45,6 +44,7 @@ class Conversion:
 
 
 _FAST = (torch.float16, torch.bfloat16)
+_COMPUTED = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # as PyTorch's kernels do
 
 
 def read_channels_last(graph: fx.GraphModule, allows_tf32: bool) -> list[fx.Node]:
@@ -122,6 +122,30 @@ def _hands_on(item: Match) -> bool:
     x = item.tensors[0].meta["val"]
     is_whole = not any(isinstance(step, Reduce) for step in item.chain.steps)
     return is_whole and x.is_contiguous(memory_format=CHANNELS_LAST[item.chain.dims])
+
+
+def keeps_layout(node: fx.Node) -> bool:
+    """Whether `node` is a norm of a channels-last value that the operator can compute."""
+    if node.op != "call_function" or spellings.norm(node) not in ("group_norm", "instance_norm"):
+        return False
+    call = spellings.arguments_of(node)
+    x = call["input"].meta.get("val")
+    if call.get("running_mean") is not None or not call.get("use_input_stats", True):
+        return False
+    return isinstance(x, torch.Tensor) and x.dim() > 3 and layout_of(x) == "channels_last"
+
+
+def keep_layouts(graph: fx.GraphModule) -> None:
+    """Replaces every norm that is not fused and whose result should be channels-last by an operator that keeps that."""
+    for node in graph.graph.nodes:
+        if not keeps_layout(node) or layout_of(node.meta["val"]) != "channels_last":
+            continue
+        call = spellings.arguments_of(node)
+        dtype, given = node.meta["val"].dtype, call["input"].meta["val"]
+        groups = call["num_groups"] if "num_groups" in call else given.shape[1]
+        computed = _COMPUTED.get(dtype, dtype)
+        node.args = (call["input"], call["weight"], call["bias"], groups, call["eps"], computed, dtype)
+        node.kwargs, node.target = {}, torch.ops.postlude.norm.default
 
 
 def conversions_in(graph: fx.GraphModule) -> tuple[Conversion, ...]:

@@ -11,7 +11,7 @@ from torch._ops import HigherOrderOperator
 from postlude.chain import LENGTHS, Chain, Normalize, Softmax, Step
 from postlude.graph import spellings
 from postlude.graph.capture import MODE_CHANGES
-from postlude.graph.channel_norms import is_length
+from postlude.graph.composed import is_length
 from postlude.graph.convolutions import start_with_convolution
 from postlude.graph.draft import Draft, start_with_input
 from postlude.graph.linear import start_with_linear

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.fx as fx
 
-from postlude.chain import Pointwise, Pool, Softmax, Step, Value
+from postlude.chain import Pointwise, Pool, Softmax, Step
 from postlude.graph import spellings
 from postlude.graph.spellings import arguments_of, describe
 from postlude.plan.through import AFFINE as THROUGH
@@ -19,26 +19,24 @@ if TYPE_CHECKING:
 MOST_TAPS = 256  # positions of a window: the argmax is kept in one byte
 
 
-def read_pool(node: fx.Node, dims: int, value: Value) -> Pool | str | None:
-    """The pool of `value` that a node computes; a sentence why this call is not supported; None if it is no pool."""
-    op = spellings.pool(node)
-    if op is None:
-        return None
-    call, name = arguments_of(node), describe(node)
-    if int(name[-2]) != dims:
-        return f"{name} in a {dims}-D chain"
-    windows = windows_of(node, dims)
+def pooled(draft: Draft, node: fx.Node) -> Draft | str:
+    """The draft with a pool, or a sentence why not."""
+    op, call, name = str(spellings.pool(node)), arguments_of(node), describe(node)
+    if int(name[-2]) != draft.dims:
+        return f"{name} in a {draft.dims}-D chain"
+    windows = windows_of(node, draft.dims)
     if windows is None:
         return f"{name} with a dilation"
     if windows.taps > MOST_TAPS:
         return f"{name} over windows of {windows.taps} positions: up to {MOST_TAPS} are supported"
     if any(s > k for s, k in zip(windows.stride, windows.kernel)):
         return f"{name} with gaps between its windows, which a fused pass would not skip"
-    if op == "max_pool":
-        return Pool(op, value, windows)
-    divisor = call["divisor_override"]
-    counts = bool(call["count_include_pad"]) or not any(windows.padding)
-    return Pool(op, value, windows, counts, None if divisor is None else int(divisor))
+    settings: tuple[Any, ...] = ()
+    if op == "avg_pool":
+        divisor = call["divisor_override"]
+        counts = bool(call["count_include_pad"]) or not any(windows.padding)
+        settings = (counts, None if divisor is None else int(divisor))
+    return draft.step((node,), call["self"], lambda value: Pool(op, value, windows, *settings))
 
 
 def windows_of(node: fx.Node, dims: int) -> Windows | None:
@@ -49,17 +47,7 @@ def windows_of(node: fx.Node, dims: int) -> Windows | None:
     return Windows(kernel, stride, padding, bool(call["ceil_mode"])) if set(dilation) == {1} else None
 
 
-def pooled(draft: Draft, node: fx.Node) -> Draft | str:
-    """The draft with a pool, or a sentence why not."""
-    operand = arguments_of(node)["self"]
-    if operand not in draft.values:
-        return f"{describe(node)} does not work on the chain's value"
-    draft, value = draft.cast(draft.values[operand], node.meta["val"].dtype)
-    pool = read_pool(node, draft.dims, value)
-    return draft.add(node, pool) if isinstance(pool, Pool) else str(pool)
-
-
-def averaged(draft: Draft, node: fx.Node) -> Draft | None:
+def averaged(draft: Draft, node: fx.Node) -> Draft | str | None:
     """The draft with a mean over one axis of space, which stays, as a pool of one window; None where it is none, or
     where it could not go through the convolution. Windows along the last axis would be read number by number."""
     if spellings.reduction(node) != "mean" or draft.producer is None or draft.dims < 2:
@@ -70,14 +58,14 @@ def averaged(draft: Draft, node: fx.Node) -> Draft | None:
     is_affine = all(isinstance(step, Pointwise) and step.op in THROUGH for step in draft.steps)
     if len(axes) != 1 or not 2 <= axes[0] <= draft.dims or not call["keepdim"] or call.get("dtype") is not None:
         return None
-    if not is_affine or operand not in draft.values:
+    if not is_affine:
         return None
     size = operand.meta["val"].shape[axes[0]]
     if not isinstance(size, int) or not 1 < size <= MOST_TAPS:
         return None
-    draft, value = draft.cast(draft.values[operand], node.meta["val"].dtype)
     kernel = tuple(size if axis == axes[0] else 1 for axis in range(2, draft.dims + 2))
-    return draft.add(node, Pool("avg_pool", value, Windows(kernel, kernel, (0,) * draft.dims)))
+    windows = Windows(kernel, kernel, (0,) * draft.dims)
+    return draft.step((node,), operand, lambda value: Pool("avg_pool", value, windows))
 
 
 def last_pool(steps: Sequence[Step]) -> int:
@@ -88,15 +76,12 @@ def last_pool(steps: Sequence[Step]) -> int:
 def softmaxed(draft: Draft, node: fx.Node) -> Draft | str:
     """The draft with a softmax over channels, or a sentence why not."""
     call, op = arguments_of(node), spellings.softmax(node)
-    if call["self"] not in draft.values:
-        return f"{describe(node)} does not work on the chain's value"
     rank = call["self"].meta["val"].dim()
     if call["dim"] % rank != (1 if draft.dims else rank - 1):  # a linear layer's channels are its features
         return f"{describe(node)} over axis {call['dim']}: only channels is supported"
     if call["dtype"] is not None:
         return f"{describe(node)} with a dtype of its own"
-    draft, value = draft.cast(draft.values[call["self"]], node.meta["val"].dtype)
-    return draft.add(node, Softmax(str(op), value))
+    return draft.step((node,), call["self"], lambda value: Softmax(str(op), value))
 
 
 def left_to_pytorch(device: str, step: Step) -> str | None:

@@ -7,52 +7,56 @@ import functools
 from collections.abc import Mapping, Sequence
 
 from postlude.export.device.inlining import put_expression
-from postlude.export.device.library import Kernel, cut, kernel_of, library
+from postlude.export.device.library import from_library, library
 from postlude.export.device.proved import Launch
-from postlude.export.device.simplify import simplified_helper
-from postlude.export.device.single import in_single
+from postlude.export.device.single import make_single
 from postlude.export.syntax.analysis import calls_in, name_of
-from postlude.export.syntax.source import parse
+from postlude.export.syntax.source import parameter_names
+from postlude.export.syntax.specialise import drop_unread, specialise
 from postlude.plan.program import Word
 
 
 def with_helpers(
-    functions: Sequence[Kernel], values: Mapping[str, object], single: bool, launch: Launch
-) -> list[Kernel]:
+    functions: Sequence[ast.FunctionDef], values: Mapping[str, object], single: bool, launch: Launch
+) -> list[ast.FunctionDef]:
     """The functions, of which the kernel is the last, with their helpers before them. `values` are the kernel's numbers
     that keep their names; with `single` nothing is float64."""
     *steps, kernel = functions
-    trees, given = {kernel.name: parse(kernel.text)}, {kernel.name: launch.given}
+    trees, given = {kernel.name: kernel}, {kernel.name: launch.given}
 
-    def include(made: Kernel) -> None:
+    def include(function: ast.FunctionDef, constants: Mapping[str, object]) -> None:
         """Adds a function that none but those in `trees` calls."""
-        words = made.parameters
-        calls = [call for tree in trees.values() for call in calls_in(tree, made.name)]
-        given[made.name] = launch.arguments_of(made.name, words, {name: (trees[name], given[name]) for name in trees})
-        made = launch.shorter(made, given[made.name])
+        name, words = function.name, parameter_names(function)
+        calls = [call for tree in trees.values() for call in calls_in(tree, name)]
+        given[name] = launch.arguments_of(name, words, {caller: (trees[caller], given[caller]) for caller in trees})
+        specialise(function, constants)
+        launch.simplify(function, given[name], joins=False)  # first, short helpers are put where they are called
+        drop_unread(function)
         for call in calls:
-            call.args = [call.args[words.index(word)] for word in made.parameters]
-        trees[made.name] = parse(made.text)
+            call.args = [call.args[words.index(word)] for word in parameter_names(function)]
+        trees[name] = function
+        launch.include(function)
 
     for function in steps:
-        include(function)
+        include(function, {})
     helpers: list[str] = []
     while (helper := _next_helper(trees)) is not None:
-        parameters = [arg.arg for arg in parse(library()[helper]).args.args]
         calls = [call for tree in trees.values() for call in calls_in(tree, helper)]
-        shared = {word: value for place, word in enumerate(parameters)
-                  if (value := _shared([call.args[place] for call in calls], values)) is not None}  # fmt: skip
-        source = simplified_helper(helper, library()[helper], shared)
-        made = cut(in_single(source) if single else source, shared, {})
-        for call in calls:
-            call.args = [call.args[parameters.index(word)] for word in made.parameters]
-        include(made)
+        places = enumerate(parameter_names(library()[helper]))
+        found = {word: _shared([call.args[place] for call in calls], values) for place, word in places}
+        shared = {word: value for word, value in found.items() if value is not None}
+        function = from_library(helper)
+        if single:
+            make_single(function)
+        include(function, shared)
         helpers.insert(0, helper)
     names = [function.name for function in functions]
     for helper in list(helpers):
         if put_expression(trees, helper, names):
             helpers.remove(helper)
-    return [kernel_of(trees[name]) for name in (*helpers, *names)]
+    for name in (*helpers, *names[:-1]):
+        launch.simplify(trees[name], given[name])
+    return [trees[name] for name in (*helpers, *names)]
 
 
 def _next_helper(trees: Mapping[str, ast.FunctionDef]) -> str | None:
@@ -65,7 +69,7 @@ def _next_helper(trees: Mapping[str, ast.FunctionDef]) -> str | None:
 @functools.cache
 def _reached(name: str) -> set[str]:
     """The functions that a function calls, directly or indirectly."""
-    found = _called_by(parse(library()[name])) & library().keys() - {name}
+    found = _called_by(library()[name]) & library().keys() - {name}
     return found.union(*(_reached(other) for other in found))
 
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from postlude.export.device.library import Kernel, kernel_of, library, shorter
+from postlude.export.device.library import Kernel, library
+from postlude.export.device.sizes import with_remarks
 from postlude.export.syntax.analysis import calls_in, owners, stored_names, times_read
 from postlude.export.syntax.comments import with_words
 from postlude.export.syntax.in_place import InPlace
-from postlude.export.syntax.layout import WIDTH, refilled
+from postlude.export.syntax.layout import WIDTH, fold, refilled
 from postlude.export.syntax.rules import rewritten
-from postlude.export.syntax.source import Comment, parameters, parse, written
+from postlude.export.syntax.source import Comment, parameters, text_of, written
+from postlude.export.syntax.specialise import simplify
 from postlude.export.syntax.trees import copied, walk
 from postlude.words import POINTWISE
 
@@ -48,9 +50,9 @@ class _Body:
     value: ast.expr
 
 
-def put_in_place(kernels: Sequence[Kernel]) -> list[Kernel]:
-    """The functions of a file, without those that were put where they are called."""
-    trees = {kernel.name: parse(kernel.text) for kernel in kernels}
+def put_in_place(kernels: Sequence[Kernel]) -> dict[str, str]:
+    """The texts of a file's functions, without those that were put where they are called."""
+    trees = {kernel.name: with_remarks(kernel) for kernel in kernels}
     _drop_unread(trees)
     for name in reversed(list(trees)):  # callers come after what they call
         places = _places(trees, name)
@@ -62,7 +64,9 @@ def put_in_place(kernels: Sequence[Kernel]) -> list[Kernel]:
                 assert body is not None
                 _put(place, body, says=number == 0)
             del trees[name]
-    return [_simplified(tree) for tree in trees.values()]
+    for tree in trees.values():
+        simplify(tree)
+    return {name: refilled(fold(text_of(tree))) for name, tree in trees.items()}
 
 
 def put_expression(trees: Trees, name: str, kernels: Collection[str]) -> bool:
@@ -76,11 +80,6 @@ def put_expression(trees: Trees, name: str, kernels: Collection[str]) -> bool:
     _put(places[0], body, says=True)
     del trees[name]
     return True
-
-
-def _simplified(tree: ast.FunctionDef) -> Kernel:
-    made = shorter(kernel_of(tree))
-    return replace(made, text=refilled(made.text))
 
 
 def _drop_unread(trees: Trees) -> None:

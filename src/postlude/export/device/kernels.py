@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from postlude.export.device.helpers import with_helpers
-from postlude.export.device.library import Kernel, cut, kernel_of, shorter
+from postlude.export.device.library import Kernel, kernel_of
 from postlude.export.device.prepared import prepared
 from postlude.export.device.proved import Launch, given_facts
-from postlude.export.device.repeats import pure_helpers, remove_repeats, stores
-from postlude.export.device.simplify import has_all_channels
-from postlude.export.device.single import is_single, without_casts
-from postlude.export.device.sizes import with_sizes
+from postlude.export.device.repeats import writes
+from postlude.export.device.single import is_single
+from postlude.export.device.sizes import remarks_with_sizes
+from postlude.export.device.special_cases import has_all_channels
 from postlude.export.device.steps_text import steps_text
 from postlude.export.syntax.analysis import calls_in, leftmost, name_of, times_read
-from postlude.export.syntax.joined import join
-from postlude.export.syntax.rules import leave_out, rewritten
-from postlude.export.syntax.source import parse
-from postlude.export.syntax.specialise import rename
+from postlude.export.syntax.rules import rewritten
+from postlude.export.syntax.source import parameter_names, parse
+from postlude.export.syntax.specialise import drop_unread, rename, specialise
 from postlude.export.syntax.trees import parsed, walk
 from postlude.plan.program import Argument, Buffer, KernelCall, Steps
 
@@ -68,110 +66,81 @@ def cut_kernel(call: KernelCall, words: Mapping[int, str], slots: Mapping[int, s
         if re.fullmatch(r"a\d", word) and isinstance(value, Buffer)
     }
     names = {**pointers, call.kernel: name}
-    source = prepared(call, given)
-    single = is_single(call, source)
+    kernel = prepared(call, given)
+    single = is_single(call, kernel)
     constants: dict[str, Any] = dict(call.numbers) | dict(call.constants)
     constants |= {word: value for word, value in given.items() if isinstance(value, int)}
-    plain = [word for word in pointers if getattr(given[word], "dtype", "") == "float32"] if single else []
-    functions: list[Kernel] = []
+    functions: list[ast.FunctionDef] = []
     for word, steps in constants.items():
         if isinstance(steps, Steps):
-            text = steps.text.replace(", mask=m_c, other=0.0", "") if has_all_channels(call) else steps.text
-            text = without_casts(text, plain)
-            function, constants[word] = steps_text(replace(steps, text=text), pointers, slots, constants.get("C", 0))
+            composed = parse(steps.text.replace(", mask=m_c, other=0.0", "") if has_all_channels(call) else steps.text)
+            function, constants[word] = steps_text(composed, pointers, slots, constants.get("C", 0))
             functions += [] if function is None else [function]
     facts = {names.get(word, word): fact for word, fact in given_facts(given, constants).items()}
     launch = Launch(call, facts, functions)
-    keep, kernel = _named_sizes(source, constants, names, launch)
-    if len(functions) == 1 and (joined := inlined(kernel, functions[0])) is not None:
-        functions, kernel = [], joined
-    values = {word: constants[word] for word in keep}
+    values = _decide_numbers(kernel, constants, names, launch)
+    if len(functions) == 1 and is_inlined(kernel, functions[0]):
+        functions = []
     *functions, kernel = with_helpers([*functions, kernel], values, single, launch)
-    kernel, named = _settled(kernel, values, launch)
+    named = _settle(kernel, values, launch)
     places = {names.get(word, word): value for word, value in given.items()}
-    arguments = tuple(places[word] for word in kernel.parameters if word not in named)
-    functions = [*map(without_unread, map(_joined, functions)), launch.said(without_unread(kernel))]
-    functions[-1] = with_sizes(functions[-1], places, {word: values[word] for word in named})
-    return CutKernel(tuple(functions), arguments)
+    arguments = tuple(places[word] for word in parameter_names(kernel) if word not in named)
+    remarks = remarks_with_sizes(kernel, places, named)
+    return CutKernel((*map(kernel_of, functions), replace(kernel_of(kernel), remarks=remarks)), arguments)
 
 
-def _settled(kernel: Kernel, values: Mapping[str, int], launch: Launch) -> tuple[Kernel, Collection[str]]:
-    """The kernel in its last form, and those of its numbers that still have names: they are defaults."""
-    uses = _uses(kernel)
-    unread = {word: value for word, value in values.items() if not uses[word]}  # helpers have the number by now
+def _decide_numbers(
+    kernel: ast.FunctionDef, constants: Mapping[str, Any], names: Mapping[str, str], launch: Launch
+) -> dict[str, int]:
+    """Decides constants and returns those that keep their names: tiles, and sizes that the text reads several times."""
+    named = {word: value for word, value in constants.items() if word in _SIZES | _TILES and type(value) is int}
+    named = {word: value for word, value in named.items() if value > 1}
+    specialise(kernel, constants, names, named)
+    launch.simplify(kernel)
+    uses = times_read(*kernel.body)
+    kept = {word: value for word, value in named.items() if uses[word] > (1 if word in _TILES else 3)}
+    specialise(kernel, named, keep=kept)
+    return kept
+
+
+def _settle(kernel: ast.FunctionDef, values: Mapping[str, int], launch: Launch) -> dict[str, int]:
+    """Gives the kernel its last form; returns those of its numbers that still have names, which become defaults in its
+    signature, so that a launch need not pass them."""
+    uses = times_read(*kernel.body)
+    specialise(kernel, {word: value for word, value in values.items() if not uses[word]})  # helpers have it by now
     named = {word: value for word, value in values.items() if uses[word]}
-    kernel = _joined(launch.shorter(_joined(_with_defaults(cut(kernel.text, unread, {}), named))))
-    uses = _uses(kernel)
-    tiles = {word: value for word, value in named.items() if word in _TILES}
-    if tiles and all(uses[word] <= _FEW_READS for word in tiles):
-        kernel = _joined(cut(kernel.text, tiles, {}))
-    return kernel, named
-
-
-def without_unread(kernel: Kernel) -> Kernel:
-    """The kernel without values of device functions that it does not read, such as rows of taps that it has not."""
-    function = parse(kernel.text)
-    leave_out(function, pure_helpers())
-    made = kernel_of(function)
-    return kernel if made.text == kernel.text else shorter(made)
-
-
-def _joined(kernel: Kernel) -> Kernel:
-    """The kernel in fewer statements. What was joined may be simpler as a whole, and the same as a line above it."""
-    text = ""
-    while text != kernel.text:
-        text, function = kernel.text, parse(kernel.text)
-        join(function, pure_helpers())
-        remove_repeats(function)
-        kernel = shorter(kernel_of(function))
-    return kernel
-
-
-def _uses(kernel: Kernel) -> Counter[str]:
-    """How often the statements of a kernel read each name."""
-    return times_read(*parse(kernel.text).body)
-
-
-def _named_sizes(
-    source: str, constants: Mapping[str, object], names: Mapping[str, str], launch: Launch
-) -> tuple[tuple[str, ...], Kernel]:
-    """The kernel, and the numbers that keep their names: tiles, and sizes that the text reads several times."""
-    numbers = {word: value for word, value in constants.items() if type(value) is int}
-    named = tuple(word for word in numbers if word in _SIZES | _TILES and numbers[word] > 1)
-    kernel = launch.shorter(_joined(launch.shorter(cut(source, constants, names, named))))
-    uses = _uses(kernel)
-    keep = tuple(word for word in named if uses[word] > (1 if word in _TILES else 3))
-    return keep, cut(kernel.text, {word: numbers[word] for word in named}, {}, keep)
-
-
-def _with_defaults(kernel: Kernel, values: Mapping[str, Any]) -> Kernel:
-    """The kernel with named numbers as defaults in its signature, so that a launch need not pass them."""
-    function = parse(kernel.text)
-    found = [arg for arg in function.args.args if arg.arg in values]
+    found = [arg for arg in kernel.args.args if arg.arg in named]
     for arg in found:
         arg.annotation = parsed("tl.constexpr")
-    function.args.defaults = [ast.Constant(values[arg.arg]) for arg in found]
-    return kernel_of(function)
+    kernel.args.defaults = [ast.Constant(named[arg.arg]) for arg in found]
+    launch.simplify(kernel)
+    uses = times_read(*kernel.body)
+    tiles = {word: value for word, value in named.items() if word in _TILES}
+    if tiles and all(uses[word] <= _FEW_READS for word in tiles):
+        specialise(kernel, tiles)
+        launch.simplify(kernel)
+    drop_unread(kernel)
+    launch.say_what_holds(kernel)
+    return named
 
 
-def inlined(kernel: Kernel, function: Kernel) -> Kernel | None:
-    """The kernel with a function inlined at its one call, `name = function(…)`."""
-    outer, inner = parse(kernel.text), parse(function.text)
-    *body, last = inner.body
-    calls = calls_in(outer, function.name)
-    around = [node for node in walk(outer) if isinstance(node, ast.Assign) and node.value in calls]
+def is_inlined(kernel: ast.FunctionDef, function: ast.FunctionDef) -> bool:
+    """Inlines a function at its one call, `name = function(…)`, and says whether there is one."""
+    *body, last = function.body
+    calls = calls_in(kernel, function.name)
+    around = [node for node in walk(kernel) if isinstance(node, ast.Assign) and node.value in calls]
     words = [argument.id for call in calls for argument in call.args if isinstance(argument, ast.Name)]
     if len(calls) != 1 or not around or not isinstance(last, ast.Return) or len(words) < len(calls[0].args):
-        return None
+        return False
     assert last.value is not None
-    rename(inner, dict(zip(function.parameters, words)))
+    rename(function, dict(zip(parameter_names(function), words)))
     joined = [*body, ast.Assign(around[0].targets, last.value, lineno=0)]
-    outer.body = rewritten(outer.body, lambda node: joined if node is around[0] else [node])
-    return kernel_of(outer)
+    kernel.body = rewritten(kernel.body, lambda node: joined if node is around[0] else [node])
+    return True
 
 
 def written_places(kernel: Kernel) -> set[int]:
     """Indices of the parameters that a kernel stores to."""
-    calls = [call for call in calls_in(parse(kernel.text)) if stores(name_of(call.func))]
+    calls = [call for call in calls_in(parse(kernel.text)) if writes(name_of(call.func))]
     stored = {name_of(leftmost(call.args[0])) for call in calls}
     return {place for place, word in enumerate(kernel.parameters) if word in stored}

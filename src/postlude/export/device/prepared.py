@@ -5,21 +5,19 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping
 
-from postlude.export.device.library import library
-from postlude.export.device.simplify import simplified
+from postlude.export.device.special_cases import with_special_cases
 from postlude.export.syntax.analysis import name_of
 from postlude.export.syntax.rules import Replaced, rewritten
-from postlude.export.syntax.source import parse, text_of
 from postlude.export.syntax.trees import parsed
 from postlude.plan.program import Argument, Buffer, Descriptor, KernelCall
 
 _UNITS = "range(tl.program_id(0), UNITS, tl.num_programs(0))"
 
 
-def prepared(call: KernelCall, given: Mapping[str, Argument]) -> str:
-    """The library's text with the dtypes of this call's arguments, without axes of the grid that have one program, and
-    without the loop over units where each program has one."""
-    function = parse(simplified(call, library()[call.kernel]))
+def prepared(call: KernelCall, given: Mapping[str, Argument]) -> ast.FunctionDef:
+    """The library's function with the dtypes of this call's arguments, without axes of the grid that have one program,
+    and without the loop over units where each program has one."""
+    function = with_special_cases(call)
     buffers = {word: value for word, value in given.items() if isinstance(value, Buffer | Descriptor)}
     dtypes = {word: (one if isinstance(one, Buffer) else one.buffer).dtype for word, one in buffers.items()}
     single = {axis for axis, size in enumerate((*call.grid, 1, 1)[:3]) if axis and size == 1}
@@ -27,7 +25,7 @@ def prepared(call: KernelCall, given: Mapping[str, Argument]) -> str:
     function.body = rewritten(function.body, lambda node: [] if _is_hint(node) else [node])
     if dict(call.numbers).get("UNITS") == call.grid[0]:
         _leave_loop(function)
-    return text_of(function)
+    return function
 
 
 class _Prepared(ast.NodeTransformer):
@@ -44,18 +42,7 @@ class _Prepared(ast.NodeTransformer):
         name = name_of(node.func)
         if name == "tl.program_id" and isinstance(axis := node.args[0], ast.Constant) and axis.value in self.single:
             return ast.Constant(0)
-        if name == "tl.store":  # which converts by itself
-            node.args[1:] = map(_unconverted, node.args[1:])
         return node
-
-
-def _unconverted(node: ast.expr) -> ast.expr:
-    """A name, without its conversion to a dtype of Triton's."""
-    is_cast = isinstance(node, ast.Call) and name_of(node.func) == ".to" and len(node.args) == 1
-    if not is_cast or not name_of(node.args[0]).startswith("tl."):  # type: ignore[attr-defined]
-        return node
-    value: ast.expr = node.func.value  # type: ignore[attr-defined]
-    return value if isinstance(value, ast.Name) else node
 
 
 def _is_hint(node: ast.stmt) -> bool:

@@ -55,11 +55,11 @@ def _only_reads(call: ast.Call) -> bool:
 @functools.cache
 def pure_helpers() -> frozenset[str]:
     """The library's device functions that store nothing."""
-    return frozenset(name for name in library() if not stores(name))
+    return frozenset(name for name in library() if not writes(name))
 
 
 @functools.cache
-def stores(name: str) -> bool:
+def writes(name: str) -> bool:
     """Whether a function writes to memory: one of Triton's, a method, or a device function, itself or in what it
     calls."""
     owner, dot, last = name.rpartition(".")
@@ -67,5 +67,4 @@ def stores(name: str) -> bool:
         return last == "store" or (owner == "tl" and last.startswith("atomic_"))
     if name not in library():
         return False
-    called = {name_of(call.func) for call in calls_in(ast.parse(library()[name]))}
-    return any(map(stores, called - {name}))
+    return any(map(writes, {name_of(call.func) for call in calls_in(library()[name])} - {name}))

@@ -7,54 +7,24 @@ that computes in fp32 the number alone is the same.
 from __future__ import annotations
 
 import ast
-import functools
-from collections.abc import Collection
 
-from postlude.export.syntax.analysis import leftmost, name_of
-from postlude.export.syntax.source import parse, text_of
+from postlude.export.syntax.analysis import name_of
 from postlude.plan.program import KernelCall, Word, buffers_in
 
 _DOUBLE = "tl.float64"
 _EXTREMES = ("tl.maximum", "tl.minimum")
 
 
-def is_single(call: KernelCall, source: str) -> bool:
-    """Whether a kernel with this source computes in fp32 only."""
-    texts = [source, *(value.text for _, value in call.constants if isinstance(value, Word))]
+def is_single(call: KernelCall, function: ast.FunctionDef) -> bool:
+    """Whether a kernel computes in fp32 only."""
+    texts = [ast.unparse(function), *(value.text for _, value in call.constants if isinstance(value, Word))]
     dtypes = {buffer.dtype for buffer in buffers_in(call.arguments)}
     return "float64" not in dtypes and all(_DOUBLE not in text for text in texts)
 
 
-@functools.cache
-def in_single(source: str) -> str:
-    """A device function for blocks that are not float64."""
-    function = parse(source)
-    return text_of(_Single().visit(function))
-
-
-def without_casts(text: str, pointers: Collection[str]) -> str:
-    """The text of steps, without conversions to fp32 of what these pointers to fp32 hold."""
-    return text_of(_WithoutCasts(pointers).visit(parse(text))) if pointers else text
-
-
-class _WithoutCasts(ast.NodeTransformer):
-    def __init__(self, pointers: Collection[str]) -> None:
-        self.pointers = pointers
-
-    def visit_Call(self, node: ast.Call) -> ast.expr:
-        self.generic_visit(node)
-        if name_of(node.func) != ".to" or not isinstance(node.func, ast.Attribute):
-            return node
-        is_a_blocks = [isinstance(dtype, ast.Attribute) and dtype.attr == "dtype" for dtype in node.args] == [True]
-        return node.func.value if is_a_blocks and _loaded_from(node.func.value) in self.pointers else node
-
-
-def _loaded_from(node: ast.expr) -> str:
-    """The pointer of a load, which may be broadcast by an index; "" for anything else."""
-    load = node.value if isinstance(node, ast.Subscript) else node
-    if not isinstance(load, ast.Call) or name_of(load.func) != "tl.load":
-        return ""
-    return name_of(leftmost(load.args[0]))
+def make_single(function: ast.FunctionDef) -> None:
+    """Makes a device function one for blocks that are not float64."""
+    _Single().visit(function)
 
 
 class _Single(ast.NodeTransformer):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from postlude.export.device.library import Kernel, kernel_of
+from postlude.export.device.library import Kernel
 from postlude.export.syntax.source import parse, remark_of
 from postlude.plan.program import Argument, Buffer, Descriptor
 
@@ -15,17 +16,18 @@ _SHAPE = re.compile(r"\[([^\]]+)\]")
 _NAME = re.compile(r"[A-Z][A-Z\d_]*")
 
 
-def with_sizes(kernel: Kernel, given: Mapping[str, Argument], numbers: Mapping[str, int]) -> Kernel:
-    """The kernel with remarks for this launch. `numbers` are its own constants, which keep their names."""
-    function, known = parse(kernel.text), dict(numbers)
+def remarks_with_sizes(
+    kernel: ast.FunctionDef, given: Mapping[str, Argument], numbers: Mapping[str, int]
+) -> tuple[tuple[str, str], ...]:
+    """The remarks of the parameters, for this launch. `numbers` are the kernel's constants, which keep their names."""
+    known, remarks = dict(numbers), {arg.arg: remark_of(arg) for arg in kernel.args.args}
     for _ in range(2):  # what one parameter tells of N, another one needs
-        for arg in function.args.args:
-            found = _SHAPE.search(remark_of(arg))
-            value = given.get(arg.arg)
+        for word, remark in remarks.items():
+            found, value = _SHAPE.search(remark), given.get(word)
             if found is not None and isinstance(value, Buffer | Descriptor):
                 words = _said(found[1].split(", "), value, known, numbers)
-                vars(arg)["remark"] = f"{found.string[: found.start(1)]}{words}{found.string[found.end(1) :]}"
-    return replace(kernel, remarks=tuple((arg.arg, remark_of(arg)) for arg in function.args.args))
+                remarks[word] = f"{remark[: found.start(1)]}{words}{remark[found.end(1) :]}"
+    return tuple(remarks.items())
 
 
 def common(one: Kernel, other: Kernel) -> Kernel:
@@ -33,12 +35,12 @@ def common(one: Kernel, other: Kernel) -> Kernel:
     return replace(one, remarks=tuple(remark for remark in one.remarks if remark in other.remarks))
 
 
-def with_remarks(kernel: Kernel) -> Kernel:
-    """The kernel with its remarks in its text."""
+def with_remarks(kernel: Kernel) -> ast.FunctionDef:
+    """The kernel with its remarks."""
     function, remarks = parse(kernel.text), dict(kernel.remarks)
     for arg in function.args.args:
         vars(arg)["remark"] = remarks.get(arg.arg, remark_of(arg))
-    return kernel_of(function)
+    return function
 
 
 def _said(sizes: list[str], value: Buffer | Descriptor, known: dict[str, int], own: Mapping[str, int]) -> str:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping
 
-from postlude.export.device.library import Kernel, cut
 from postlude.export.syntax.analysis import name_of
-from postlude.export.syntax.source import parse, text_of, written
-from postlude.export.syntax.specialise import Inline, rename
+from postlude.export.syntax.source import parameter_names, written
+from postlude.export.syntax.specialise import Inline, rename, specialise
 from postlude.export.syntax.trees import walk
-from postlude.plan.program import Steps
 
 _INFIX = {"add": "{0} + {1}", "mul": "{0} * {1}", "sub": "{0} - {1}", "rsub": "{1} - {0}"}
 _INFIX |= {"div": "{0} / {1}", "rdiv": "{1} / {0}"}
@@ -18,36 +16,22 @@ _NAMES = {"before": "before_norm", "whole": "normalize", "moments": "finish"}
 
 
 def steps_text(
-    steps: Steps, pointers: Mapping[str, str], slots: Mapping[int, str], channels: object
-) -> tuple[Kernel | None, Inline]:
-    """The steps of a pass, as a function if they are more than one expression, and the text of its call."""
-    function = parse(steps.text)
-    order = [arg.arg for arg in function.args.args]
+    function: ast.FunctionDef, pointers: Mapping[str, str], slots: Mapping[int, str], channels: object
+) -> tuple[ast.FunctionDef | None, Inline]:
+    """The composed steps of a pass, as a function if they are more than one expression, and the text of its call."""
+    order, name = parameter_names(function), function.name
     renamed = {f"t{slot}": word for slot, word in slots.items()} | dict(pointers)
-    _return_at_once(function)
     if _is_straight(function):
         renamed |= dict.fromkeys(filter(_is_value, [*order, *_names(function)]), "v")
-    renamed[steps.name] = _NAMES.get(steps.name, f"{steps.name}_steps")
-    constants: dict[str, object] = {"C": channels} if steps.name == "moments" else {}
-    made = cut(text_of(function), {**constants, **{word: Inline(form) for word, form in _INFIX.items()}}, renamed)
-    places = {renamed.get(name, name): f"{{{number}}}" for number, name in enumerate(order)}
-    body = parse(made.text)
-    first = body.body[0]
+    renamed[name] = _NAMES.get(name, f"{name}_steps")
+    constants: dict[str, object] = {"C": channels} if name == "moments" else {}
+    specialise(function, {**constants, **{word: Inline(form) for word, form in _INFIX.items()}}, renamed)
+    places = {renamed.get(word, word): f"{{{number}}}" for number, word in enumerate(order)}
+    first = function.body[0]
     if isinstance(first, ast.Return) and first.value is not None and not isinstance(first.value, ast.Tuple):
-        rename(body, places)
+        rename(function, places)
         return None, Inline(written(first.value))
-    return made, Inline(f"{made.name}({', '.join(places[name] for name in made.parameters)})")
-
-
-def _return_at_once(function: ast.FunctionDef) -> None:
-    """Returns the last value without giving it a name first."""
-    if len(function.body) < 2:
-        return
-    *body, made, last = function.body
-    if not isinstance(made, ast.Assign) or not isinstance(last, ast.Return) or not isinstance(last.value, ast.Name):
-        return
-    if name_of(made.targets[0]) == last.value.id:
-        function.body = [*body, ast.Return(made.value)]
+    return function, Inline(f"{function.name}({', '.join(places[word] for word in parameter_names(function))})")
 
 
 def _is_straight(function: ast.FunctionDef) -> bool:

@@ -1,4 +1,4 @@
-"""Analysis of a function's expressions: known values, integers, side effects, and assignments that are never read."""
+"""Analysis of a function's expressions: known values, side effects, and assignments that are never read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from postlude.export.syntax.source import Comment
 from postlude.export.syntax.trees import walk
 
 UNKNOWN = object()
-SCALAR, WHOLE, ANYTHING = 2, 1, 0  # one whole number; whole numbers or a block of them; anything
 _ROUNDING = (ast.FloorDiv, ast.Mod, ast.LShift, ast.RShift)
 _WHOLE = (ast.Add, ast.Sub, ast.Mult, ast.BitAnd, ast.BitOr, *_ROUNDING)  # whole numbers of whole numbers
 _PLAIN = (ast.BinOp, ast.UnaryOp, ast.Compare, ast.Tuple, ast.List)
@@ -21,7 +20,7 @@ _EFFECTS = ("store", "atomic", "device_", "static_", "debug_", "inline_asm", "as
 _PURE_METHODS = ("to", "load", "sum", "max", "min", "reshape", "view", "trans", "permute", "broadcast_to", "cast")
 _PURE_BUILTINS = ("range", "len", "min", "max", "abs", "int", "float", "bool")
 _TRITON = SimpleNamespace(cdiv=lambda x, y: -(-x // y))
-Stores = dict[str, list[tuple[ast.stmt, ast.expr | None]]]
+Assignments = dict[str, list[tuple[ast.stmt, ast.expr | None]]]
 
 
 def value_of(node: ast.expr, known: Mapping[str, object]) -> Any:
@@ -103,9 +102,9 @@ def _range_of(node: ast.For, known: Mapping[str, object]) -> range | None:
     return range(*limits) if all(type(limit) is int for limit in limits) and 0 not in limits[2:] else None
 
 
-def stores(function: ast.FunctionDef) -> Stores:
+def assignments(function: ast.FunctionDef) -> Assignments:
     """The names that the body assigns: each statement, and its value if it assigns just this name."""
-    found: Stores = {}
+    found: Assignments = {}
     for statement in walk(ast.Module(function.body, [])):
         if isinstance(statement, ast.stmt):
             for part in ast.iter_child_nodes(statement):
@@ -118,59 +117,6 @@ def _one_value(node: ast.stmt) -> ast.expr | None:
     if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
         return node.value
     return node.value if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) else None
-
-
-class Kinds:
-    """Which expressions are integers: `x % 1` is 0 only for those, and a 0 can replace only a scalar, not a block."""
-
-    def __init__(self, function: ast.FunctionDef, known: Mapping[str, object]) -> None:
-        self.names: dict[str, int] = {}
-        for arg in function.args.args:
-            # Parameters of the kernels in capitals are numbers, pointers are written p_x.
-            is_number = arg.annotation is None and arg.arg.isupper()
-            self.names[arg.arg] = SCALAR if type(known.get(arg.arg, 0 if is_number else "")) is int else ANYTHING
-        assigned = stores(function)
-        for name in assigned:
-            self.names.setdefault(name, SCALAR)
-        before = None
-        while before != self.names:
-            before = dict(self.names)
-            for name, places in assigned.items():
-                self.names[name] = min(self.names[name], *[self._stored(*place) for place in places])
-
-    def _stored(self, statement: ast.stmt, value: ast.expr | None) -> int:
-        if value is not None:
-            return self(value)
-        if isinstance(statement, ast.AugAssign):
-            return self(statement.value) if isinstance(statement.op, _WHOLE) else ANYTHING
-        is_count = isinstance(statement, ast.For) and isinstance(statement.iter, ast.Call)
-        return SCALAR if is_count and name_of(statement.iter.func) in RANGES else ANYTHING  # type: ignore
-
-    def __call__(self, node: ast.expr) -> int:
-        if isinstance(node, ast.Constant):
-            return SCALAR if type(node.value) is int else ANYTHING
-        if isinstance(node, ast.Name):
-            return self.names.get(node.id, ANYTHING)
-        if isinstance(node, ast.BinOp):
-            return min(self(node.left), self(node.right)) if isinstance(node.op, _WHOLE) else ANYTHING
-        if isinstance(node, ast.UnaryOp):
-            return ANYTHING if isinstance(node.op, ast.Not) else self(node.operand)
-        if isinstance(node, ast.Subscript):
-            return min(self(node.value), WHOLE)
-        if isinstance(node, ast.IfExp):
-            return min(self(node.body), self(node.orelse))
-        return self._call(node) if isinstance(node, ast.Call) else ANYTHING
-
-    def _call(self, node: ast.Call) -> int:
-        name = name_of(node.func)
-        if name in ("tl.program_id", "tl.num_programs"):
-            return SCALAR
-        if name in ("tl.minimum", "tl.maximum", "tl.cdiv", "min", "max"):
-            return min([self(arg) for arg in node.args], default=ANYTHING)
-        if name == ".to" and node.args and isinstance(node.func, ast.Attribute):
-            is_whole = name_of(node.args[0]) in ("tl.int32", "tl.int64")
-            return max(WHOLE, self(node.func.value)) if is_whole else ANYTHING
-        return WHOLE if name == "tl.arange" else ANYTHING
 
 
 class Liveness:

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 
-from postlude.export.syntax.analysis import SCALAR, UNKNOWN, WHOLE, Kinds, value_of
+from postlude.export.syntax.analysis import UNKNOWN, value_of
 
 _PLAIN = (ast.BinOp, ast.UnaryOp, ast.Name, ast.Constant)
 
 
-def simpler(node: ast.BinOp, kinds: Kinds) -> ast.expr:
-    """The operation, or one that is equal and shorter."""
-    left, right = node.left, node.right
-    if isinstance(node.op, ast.BitAnd):
-        return right if _is_true(left) else left if _is_true(right) else node
-    if kinds(node) < WHOLE:
-        return node
+def simpler(node: ast.BinOp, is_scalar: bool, whole: Callable[[ast.expr], ast.expr]) -> ast.expr:
+    """A whole-number operation, or one that is equal and shorter. `whole` gives the expression that a name stands for,
+    or the name."""
+    right, inner = node.right, node.left
     if isinstance(node.op, ast.Add):
-        return _sum(left, right) or node
-    number, inner = _number(right), left
+        return _sum(inner, whole(right)) or node
+    number = _number(right)
     if number is None or not isinstance(inner, ast.BinOp) or (other := _number(inner.right)) is None:
         return node
     is_division, is_inner_rest = isinstance(node.op, ast.FloorDiv), isinstance(inner.op, ast.Mod)
     if is_division and isinstance(inner.op, ast.FloorDiv):
         return ast.BinOp(inner.left, ast.FloorDiv(), ast.Constant(other * number))
-    if is_division and is_inner_rest and other <= number and kinds(node) == SCALAR:
+    if is_division and is_inner_rest and other <= number and is_scalar:
         return ast.Constant(0)
     if isinstance(node.op, ast.Mod) and is_inner_rest and other % number == 0:
         return ast.BinOp(inner.left, ast.Mod(), right)
@@ -71,7 +69,3 @@ def _operands(node: ast.expr, kind: type[ast.operator]) -> tuple[ast.expr, int] 
 def _number(node: ast.expr) -> int | None:
     value = value_of(node, {})
     return value if value is not UNKNOWN and type(value) is int and value > 0 else None
-
-
-def _is_true(node: ast.expr) -> bool:
-    return value_of(node, {}) is True

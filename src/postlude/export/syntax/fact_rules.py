@@ -10,6 +10,7 @@ from typing import Protocol
 
 from postlude.export.syntax.analysis import name_of
 from postlude.export.syntax.facts import (
+    DTYPES,
     REAL,
     UNBOUNDED,
     WHOLE,
@@ -39,6 +40,7 @@ _EACH = (
     "sin",
     "cos",
 )
+_NAMED = "dtype "  # before the dtype that a value, such as a parameter, names
 _KEPT = ("float32", "float64", "int32", "int64")  # dtypes that sums and extremes keep
 _COMPARED: dict[type[ast.cmpop], Callable[[Fact, Fact], bool]] = {
     ast.Lt: lambda a, b: a.high < b.low,
@@ -62,7 +64,6 @@ class _Known(Protocol):
     """What the rules ask of the facts."""
 
     grid: Sequence[int]
-    first: bool
     called: Callable[[str, tuple[Fact, ...]], tuple[Fact, ...]]
 
     def __call__(self, node: ast.expr) -> Fact: ...
@@ -143,6 +144,8 @@ class Rules:
         return replace(inner, shape=tuple(next(sizes) if keeps else 1 for keeps in is_kept))
 
     def _attribute(self, node: ast.Attribute) -> Fact:
+        if name_of(node).startswith("tl.") and node.attr in DTYPES:
+            return Fact((), dtype=f"{_NAMED}{node.attr}")
         inner = self.known(node.value) if node.attr == "T" else Fact()
         return inner if inner.shape is None else replace(inner, shape=inner.shape[::-1])
 
@@ -156,8 +159,7 @@ class Rules:
             return self._same(node, last)
         if owner == "tl" and last in _EACH:
             facts = [self.known(argument) for argument in node.args]
-            is_absolute = last == "abs"
-            return Fact(broadcast([fact.shape for fact in facts]), dtype=all_promoted(facts), is_absolute=is_absolute)
+            return Fact(broadcast([fact.shape for fact in facts]), dtype=all_promoted(facts))
         if isinstance(node.func, ast.Attribute) and owner == "":
             return self._method(node, node.func)
         if name == "float":
@@ -189,7 +191,8 @@ class Rules:
         """The dtype that an expression names."""
         if isinstance(node, ast.Attribute) and node.attr == "dtype":
             return self.known(node.value).dtype
-        return name_of(node).removeprefix("tl.") if name_of(node).startswith("tl.") else ""
+        named = self.known(node).dtype
+        return named.removeprefix(_NAMED) if named.startswith(_NAMED) else ""
 
     def _same(self, node: ast.Call, last: str) -> Fact:
         inner = self.known(node.args[0])
@@ -225,7 +228,7 @@ class Rules:
         first, end = (self.known(argument).number for argument in node.args)
         if first is None or end is None:
             return Fact(dtype="int32")
-        return Fact((end - first,), first, first if self.known.first else end - 1, "int32")
+        return Fact((end - first,), first, end - 1, "int32")
 
     def _tl_zeros(self, node: ast.Call) -> Fact:
         return self._filled(node, Fact((), 0, 0, WHOLE))
@@ -244,15 +247,7 @@ class Rules:
 
     def _tl_where(self, node: ast.Call) -> Fact:
         found = self._either([self.known(argument) for argument in node.args[1:]])
-        is_magnitude = self._is_finite_magnitude(*node.args)
-        return replace(found, shape=broadcast((self.known(node.args[0]).shape, found.shape)), is_magnitude=is_magnitude)
-
-    def _is_finite_magnitude(self, condition: ast.expr, yes: ast.expr, no: ast.expr) -> bool:
-        """Whether of a magnitude only what is below a bound is taken, which NaN is not, and otherwise 0."""
-        if not isinstance(condition, ast.Compare) or not isinstance(condition.ops[0], ast.Lt) or len(condition.ops) > 1:
-            return False
-        is_zero = isinstance(no, ast.Constant) and no.value == 0.0
-        return is_zero and ast.dump(condition.left) == ast.dump(yes) and self.known(yes).is_absolute
+        return replace(found, shape=broadcast((self.known(node.args[0]).shape, found.shape)))
 
     def _tl_minimum(self, node: ast.Call) -> Fact:
         return self._extreme(node, min)

@@ -15,6 +15,7 @@ WHOLE, REAL = "whole", "real"  # dtypes of literals, which take the dtype of wha
 UNBOUNDED = (-math.inf, math.inf)
 _WIDTHS = {"int1": 1, "int32": 31, "int64": 63}
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
+DTYPES = (*_WIDTHS, *_FLOATS, "int8", "int16", "uint8", "uint16", "uint32", "uint64")
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,6 @@ class Fact:
     low: float = -math.inf
     high: float = math.inf
     dtype: str = ""  # "*float32" of a pointer
-    is_absolute: bool = False  # 0, more, or NaN
-    is_magnitude: bool = False  # 0 or more
 
     @property
     def is_true(self) -> bool:
@@ -91,8 +90,7 @@ def joined(one: Fact, other: Fact) -> Fact:
     kinds = {one.dtype, other.dtype}
     dtype = one.dtype if len(kinds) == 1 else "int32" if kinds == {WHOLE, "int32"} else ""
     shape = one.shape if one.shape == other.shape else None
-    signs = one.is_absolute and other.is_absolute, one.is_magnitude and other.is_magnitude
-    return bounded(Fact(shape, min(one.low, other.low), max(one.high, other.high), dtype, *signs))
+    return bounded(Fact(shape, min(one.low, other.low), max(one.high, other.high), dtype))
 
 
 def all_promoted(facts: Sequence[Fact]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from postlude.export.syntax.analysis import Liveness, name_of, reads, stored_names
 from postlude.export.syntax.rules import rewritten
-from postlude.export.syntax.source import Comment, parse, text_of
+from postlude.export.syntax.source import Comment
 from postlude.export.syntax.trees import copied, walk
 
 # The functions of kernels/triton that are inlined; all others stay functions.
@@ -26,13 +26,12 @@ SHARED = frozenset(
 )
 
 
-def whole_texts(functions: Mapping[str, str]) -> dict[str, str]:
+def without_shared(trees: Mapping[str, ast.FunctionDef]) -> dict[str, ast.FunctionDef]:
     """All functions but the shared ones, by name, with calls of shared ones inlined."""
-    trees = {name: parse(text) for name, text in functions.items()}
     whole = dict[str, ast.FunctionDef]()
     for name in trees:
         _make_whole(name, trees, whole)
-    return {name: text_of(tree) for name, tree in whole.items() if name not in SHARED}
+    return {name: tree for name, tree in whole.items() if name not in SHARED}
 
 
 def _make_whole(name: str, trees: Mapping[str, ast.FunctionDef], whole: dict[str, ast.FunctionDef]) -> None:

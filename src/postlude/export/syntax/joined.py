@@ -10,14 +10,12 @@ from postlude.export.syntax.analysis import (
     calls_in,
     is_pure,
     name_of,
-    owners,
     reads,
     stored_names,
     times_read,
 )
-from postlude.export.syntax.rules import Replaced, single_values
+from postlude.export.syntax.rules import Replaced
 from postlude.export.syntax.source import remark_of, written
-from postlude.export.syntax.trees import walk
 
 SHORT = 46  # characters of an expression that may be part of another
 _LONG = 108  # of the statement that it becomes a part of
@@ -28,28 +26,7 @@ def join(function: ast.FunctionDef, helpers: Collection[str] = ()) -> None:
     """Inlines expressions, of Triton's functions and these. A statement with a remark, such as a shape, keeps its line,
     and so does one that is read inside a loop or a branch, where it would be computed again. Loads stay in their order.
     """
-    _put_in_numbers(function)
     _join_block(function, function.body, 4, helpers)
-
-
-def _put_in_numbers(function: ast.FunctionDef) -> None:
-    """Replaces lower-case names of single numbers by the number, as was done with names in capitals."""
-    numbers = {
-        name: value
-        for name, value in single_values(function).items()
-        if isinstance(value, ast.Constant) and type(value.value) is int and name.islower()
-    }
-    numbers = {name: value for name, value in numbers.items() if name not in owners(function)}
-    for statement in function.body:
-        Replaced(numbers).visit(statement)
-    for block in _blocks(function):
-        block[:] = [node for node in block if _joined_name(node) not in numbers]
-
-
-def _blocks(node: ast.AST) -> list[list[ast.stmt]]:
-    parts = [part for part in walk(node) if isinstance(part, ast.FunctionDef | ast.If | ast.For)]
-    found = [block for part in parts for block in (part.body, getattr(part, "orelse", []))]
-    return [block for block in found if block]
 
 
 def _join_block(function: ast.FunctionDef, block: list[ast.stmt], indent: int, helpers: Collection[str]) -> None:

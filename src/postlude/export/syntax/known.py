@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +21,7 @@ class _UnreachedError(Exception):
 
 class Known:
     """The facts of a function's expressions. `given` are those of its parameters, `grid` is the launch's, and `called`
-    tells what a device function returns for arguments. With `first` only the first element of each block counts."""
+    tells what a device function returns for arguments."""
 
     def __init__(
         self,
@@ -30,9 +29,8 @@ class Known:
         given: Mapping[str, Fact],
         grid: Sequence[int] = (),
         called: Callable[[str, tuple[Fact, ...]], tuple[Fact, ...]] = lambda *_: (),
-        first: bool = False,
     ) -> None:
-        self.grid, self.called, self.first = grid, called, first
+        self.grid, self.called = grid, called
         self.rules = Rules(self)
         self.given = {arg.arg: given.get(arg.arg, Fact()) for arg in function.args.args}
         self.names: dict[str, Fact] = dict(self.given)
@@ -56,14 +54,6 @@ class Known:
         if self.is_settled or word not in self.assigned:
             return Fact()
         raise _UnreachedError
-
-    def below(self, word: str, limit: int) -> Known:
-        """The facts where a name is less than a limit."""
-        made = copy.copy(self)
-        fact = self.names[word]
-        made.rules, made.seen = Rules(made), {}
-        made.names = {**self.names, word: replace(fact, high=min(fact.high, limit - 1))}
-        return made
 
     def _settle(self, function: ast.FunctionDef) -> None:
         """Joins what is assigned to each name until nothing changes."""

@@ -10,8 +10,8 @@ import ast
 import math
 from collections.abc import Iterator, Sequence
 
-from postlude.export.syntax.analysis import calls_in, name_of, reads, stored_names
-from postlude.export.syntax.facts import WHOLE, Fact, Shape, broadcast
+from postlude.export.syntax.analysis import calls_in, name_of
+from postlude.export.syntax.facts import Fact, Shape, broadcast
 from postlude.export.syntax.known import Known, in_order
 from postlude.export.syntax.proven_numbers import ProvenNumbers
 from postlude.export.syntax.rules import rewritten
@@ -26,10 +26,10 @@ _LARGE = 32
 _HELD = "# The masks of this tile always hold. They keep loads and stores in order, which takes fewer registers."
 
 
-def leave_out_proven(function: ast.FunctionDef, facts: Known, first: Known, threads: int) -> None:
-    """Changes the function in place. `first` are the facts of each block's first element."""
-    function.body = rewritten(function.body, lambda node: _apart(node, facts))
-    _Proven(function, facts, first, _large_tiles(function, facts, threads)).visit(function)
+def leave_out_proven(function: ast.FunctionDef, facts: Known, threads: int) -> None:
+    """Changes the function in place."""
+    function.body = rewritten(function.body, lambda node: [] if _stores_nothing(node, facts) else [node])
+    _Proven(function, facts, _large_tiles(function, facts, threads)).visit(function)
 
 
 def say_what_holds(function: ast.FunctionDef, facts: Known, threads: int) -> None:
@@ -59,30 +59,28 @@ def _sizes(shape: Shape) -> tuple[int, ...]:
     return tuple(sorted(size for size in shape if size > 1))
 
 
-def _apart(node: ast.stmt, facts: Known) -> list[ast.stmt]:
-    """One assignment for each number of several, so that each is known by its name."""
-    if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
-        return [node]
-    names, values = stored_names(node), node.value.elts
-    is_known = all(facts(value).shape == () and facts(value).dtype == WHOLE for value in values)
-    targets = node.targets[0].elts if isinstance(node.targets[0], ast.Tuple) else []
-    if not values or not is_known or len(targets) != len(values) or names & reads(node.value):
-        return [node]
-    return [ast.Assign([target], value, lineno=0) for target, value in zip(targets, values)]
+def _stores_nothing(node: ast.stmt, facts: Known) -> bool:
+    """Whether a statement is a store whose mask holds in no lane."""
+    if (
+        not isinstance(node, ast.Expr)
+        or not isinstance(call := node.value, ast.Call)
+        or name_of(call.func) != "tl.store"
+    ):
+        return False
+    return any(word.arg == "mask" and facts(word.value).number == 0 for word in call.keywords)
 
 
 class _Proven(ProvenNumbers, ast.NodeTransformer):
     """Masks and choices as well."""
 
-    def __init__(self, function: ast.FunctionDef, facts: Known, first: Known, large: set[tuple[int, ...]]) -> None:
-        super().__init__(function, facts, first)
+    def __init__(self, function: ast.FunctionDef, facts: Known, large: set[tuple[int, ...]]) -> None:
+        super().__init__(function, facts)
         self.function, self.large = function, large
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         name = name_of(node.func)
         if name in MASKED:
             self._mask(node)
-            node.args[0] = self._within_mask(node)
             if name == "tl.store":
                 node.args[1] = self._unconverted(node)
         elif name == "tl.where" and (found := self._where(node, self.facts(node))) is not node:
@@ -100,20 +98,6 @@ class _Proven(ProvenNumbers, ast.NodeTransformer):
             node.keywords = [word for word in node.keywords if word.arg not in ("mask", "other")]
         elif len(left) < len(self._parts(words[0].value)) and self._has_rank(left, words[0].value, pointer):
             words[0].value = _conjunction(left)
-
-    def _within_mask(self, node: ast.Call) -> ast.expr:
-        """The pointer, simplified by what its mask says of names: lanes that are not touched may point anywhere."""
-        facts, pointer = self.facts, node.args[0]
-        masks = [word.value for word in node.keywords if word.arg == "mask"]
-        for part in (part for mask in masks for part in conjuncts(mask)):
-            whole = self.singles.get(part.id, part) if isinstance(part, ast.Name) else part
-            if isinstance(whole, ast.Compare) and len(whole.ops) == 1 and isinstance(whole.ops[0], ast.Lt):
-                limit = self.facts(whole.comparators[0]).number
-                if isinstance(whole.left, ast.Name) and limit is not None:
-                    facts = facts.below(whole.left.id, limit)
-        if facts is self.facts or calls_in(pointer, "tl.load"):
-            return pointer
-        return ProvenNumbers(self.function, facts, self.first).visit(pointer)  # type: ignore[no-any-return]
 
     def _unconverted(self, node: ast.Call) -> ast.expr:
         """What a store stores, which converts to the pointer's dtype by itself."""
@@ -145,6 +129,8 @@ class _Proven(ProvenNumbers, ast.NodeTransformer):
         left = self._left(condition)
         if not left:
             return yes if self._stands_for(yes, fact) else node
+        if self.facts(condition).number == 0:
+            return no if self._stands_for(no, fact) else node
         arms = [self.facts(part).shape for part in (*left, yes, no)]
         if len(left) < len(self._parts(condition)) and fact.shape is not None and broadcast(arms) == fact.shape:
             node.args[0] = _conjunction(left)

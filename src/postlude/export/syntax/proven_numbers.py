@@ -6,19 +6,21 @@ from __future__ import annotations
 import ast
 
 from postlude.export.syntax.analysis import name_of
+from postlude.export.syntax.arithmetic import simpler, simpler_comparison
 from postlude.export.syntax.facts import REAL, WHOLE, Fact
 from postlude.export.syntax.known import Known
 from postlude.export.syntax.rules import single_values
 
-_DIGITS = 10  # 1.0 - 0.1 is 0.9, but 1.0 - 0.9 is not written as one number
+_WHOLE = (WHOLE, "int32", "int64")
+MAGNITUDES = ("finite_magnitude",)  # device functions whose values are 0 or more
 _EXACT = 1 << 24  # up to which fp32 holds every whole number
 
 
 class ProvenNumbers(ast.NodeTransformer):
-    """Asks for the facts of a node before its parts change. `first` are the facts of each block's first element."""
+    """Asks for the facts of a node before its parts change."""
 
-    def __init__(self, function: ast.FunctionDef, facts: Known, first: Known) -> None:
-        self.facts, self.first = facts, first
+    def __init__(self, function: ast.FunctionDef, facts: Known) -> None:
+        self.facts = facts
         self.singles = single_values(function)
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
@@ -34,31 +36,25 @@ class ProvenNumbers(ast.NodeTransformer):
         name, fact, found = name_of(node.func), self.facts(node), None
         if name in ("tl.minimum", "tl.maximum") and len(node.args) == 2:
             found = self._extreme(node, fact, is_least=name == "tl.minimum")
-        elif name == "tl.cdiv" and fact.number is not None:
-            found = self._quotient(*node.args)
         elif name == "tl.sum" and (number := self._count(node)) is not None:
             found = ast.Constant(number)
         elif name == ".to":
             found = self._converted(node, fact)
+        elif name == "tl.reshape" and self._stands_for(node.args[0], fact):
+            found = node.args[0]
         is_same = found is None or found is node
         return self.generic_visit(node) if is_same else self.visit(found)  # type: ignore
 
-    def _quotient(self, one: ast.expr, other: ast.expr) -> ast.expr | None:
-        """A quotient without a remainder, which needs no rounding up."""
-        number, by = self.facts(one).number, self.facts(other).number
-        return ast.BinOp(one, ast.FloorDiv(), other) if number is not None and by and number % by == 0 else None
-
-    def _stands_for(self, node: ast.expr, fact: Fact) -> bool:
-        """Whether an expression has the shape and the dtype of the one that it is a part of."""
+    def _stands_for(self, node: ast.expr, fact: Fact, other: Fact | None = None) -> bool:
+        """Whether an expression has the shape and the dtype of the one that it is a part of, beside an `other` part."""
         own = self.facts(node)
         is_alike = own.dtype == fact.dtype or (own.dtype == WHOLE and fact.dtype == "int32" and own.shape == ())
-        return own.shape is not None and own.shape == fact.shape and own.dtype != "" and is_alike
+        is_broadcast = own.shape is None or own.shape != fact.shape
+        return own.dtype != "" and is_alike and (not is_broadcast or (other is not None and other.shape == ()))
 
     def _extreme(self, node: ast.Call, fact: Fact, is_least: bool) -> ast.expr:
         one, other = node.args
-        if not is_least and isinstance(other, ast.Constant) and other.value == 1.0 and self._is_counted(one):
-            return one
-        if not is_least and self._is_zeros(one) and self.facts(other).is_magnitude and self._stands_for(other, fact):
+        if not is_least and _is_zeros(one) and self._is_magnitude(other) and self._stands_for(other, fact):
             return other
         least, most = (one, other) if self.facts(one).high <= self.facts(other).low else (other, one)
         below, above = self.facts(least), self.facts(most)
@@ -66,16 +62,10 @@ class ProvenNumbers(ast.NodeTransformer):
         is_known = below.is_bounded and above.is_bounded and below.high <= above.low
         return chosen if is_known and self._stands_for(chosen, fact) else node
 
-    def _is_counted(self, node: ast.expr) -> bool:
-        """Whether a value is how many lanes a mask has that holds at least in the first."""
+    def _is_magnitude(self, node: ast.expr) -> bool:
+        """Whether a value is 0 or more and never NaN: a device function of the library says so of its own."""
         node = self.singles.get(node.id, node) if isinstance(node, ast.Name) else node
-        if isinstance(node, ast.Constant):
-            return isinstance(node.value, float) and node.value >= 1.0
-        mask = _counted_mask(node)
-        return mask is not None and self.first(mask).is_true
-
-    def _is_zeros(self, node: ast.expr) -> bool:
-        return isinstance(node, ast.Call) and name_of(node.func) == "tl.zeros"
+        return isinstance(node, ast.Call) and name_of(node.func) in MAGNITUDES
 
     def _count(self, node: ast.Call) -> float | None:
         """How many lanes a mask that always holds has."""
@@ -95,28 +85,36 @@ class ProvenNumbers(ast.NodeTransformer):
         return value if own.dtype == fact.dtype and own.dtype not in ("", WHOLE, REAL) else None
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
-        if (number := _sum_of_numbers(node)) is not None:
-            return ast.Constant(number)
-        found = self._with_one_number(self._operation(node, self.facts(node)))
-        return self.generic_visit(node) if found is node else self.visit(found)
+        fact = self.facts(node)
+        found = self._operation(node, fact)
+        if found is node and fact.dtype in _WHOLE:
+            found = simpler(node, fact.shape == (), self._whole)
+        found = self._with_one_number(found)
+        if found is node:
+            return self.generic_visit(node)
+        if isinstance(found, ast.BinOp):
+            vars(found)["is_grouped"] = vars(node).get("is_grouped", False)
+        return self.visit(found)  # type: ignore[no-any-return]
+
+    def _whole(self, node: ast.expr) -> ast.expr:
+        return self.singles.get(node.id, node) if isinstance(node, ast.Name) else node
 
     def _operation(self, node: ast.BinOp, fact: Fact) -> ast.expr:
-        left, right = self.facts(node.left), self.facts(node.right)
-        is_quotient = isinstance(node.op, ast.FloorDiv)
+        op, left, right = type(node.op), self.facts(node.left), self.facts(node.right)
         is_exact = not fact.dtype.startswith(("float", "bfloat"))  # -0.0 + 0 is 0.0
-        is_sum = isinstance(node.op, ast.Add) and is_exact
-        is_smaller = isinstance(node.op, ast.FloorDiv | ast.Mod) and left.low >= 0 and left.high < right.low
-        if is_smaller and is_quotient and fact.shape == () and not isinstance(node.left, ast.Constant):
+        is_smaller = op in (ast.FloorDiv, ast.Mod) and left.low >= 0 and left.high < right.low
+        is_zero = (is_smaller and op is ast.FloorDiv) or (op is ast.Mod and right.number == 1)
+        is_zero |= op is ast.Mult and 0 in (left.number, right.number)
+        if is_zero and fact.shape == () and fact.dtype in _WHOLE:
             return ast.Constant(0)
-        drops_right = is_smaller and not is_quotient
-        drops_right |= (is_sum or isinstance(node.op, ast.Sub)) and right.number == 0
-        drops_right |= isinstance(node.op, ast.Mult) and right.number == 1
-        drops_right |= isinstance(node.op, ast.BitAnd) and right.is_true
-        drops_left = (is_sum and left.number == 0) or (isinstance(node.op, ast.Mult) and left.number == 1)
-        drops_left |= isinstance(node.op, ast.BitAnd) and left.is_true
-        if drops_right and self._stands_for(node.left, fact):
+        drops_right = (is_smaller and op is ast.Mod) or (op in (ast.Mult, ast.FloorDiv) and right.number == 1)
+        drops_right |= (op is ast.Sub or (op is ast.Add and is_exact)) and right.number == 0
+        drops_right |= op is ast.BitAnd and right.is_true
+        drops_left = (op is ast.Add and is_exact and left.number == 0) or (op is ast.Mult and left.number == 1)
+        drops_left |= op is ast.BitAnd and left.is_true
+        if drops_right and self._stands_for(node.left, fact, right):
             return node.left
-        return node.right if drops_left and self._stands_for(node.right, fact) else node
+        return node.right if drops_left and self._stands_for(node.right, fact, left) else node
 
     def _with_one_number(self, node: ast.expr) -> ast.expr:
         """A sum of whole numbers with two literals, such as 3 - x + 1, with one."""
@@ -139,23 +137,15 @@ class ProvenNumbers(ast.NodeTransformer):
         fact = self.facts(node)
         if fact.shape == () and fact.number is not None:
             return ast.Constant(bool(fact.number))
-        return self.generic_visit(node)
+        return self.generic_visit(simpler_comparison(node))
+
+
+def _is_zeros(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and name_of(node.func) == "tl.zeros"
 
 
 def _literal(node: ast.expr) -> int | None:
     return node.value if isinstance(node, ast.Constant) and type(node.value) is int else None
-
-
-def _sum_of_numbers(node: ast.BinOp) -> float | None:
-    """A sum or difference of two numbers, which Triton works out in Python too, where it has few digits."""
-    parts = (node.left, node.right)
-    if not all(isinstance(part, ast.Constant) and isinstance(part.value, float) for part in parts):
-        return None
-    if not isinstance(node.op, ast.Add | ast.Sub):
-        return None
-    one, other = (float(part.value) for part in parts)  # type: ignore[attr-defined]
-    number = one + other if isinstance(node.op, ast.Add) else one - other
-    return number if len(repr(number)) <= _DIGITS else None
 
 
 def _counted_mask(node: ast.expr) -> ast.expr | None:

@@ -7,11 +7,10 @@ import ast
 from collections.abc import Callable, Collection, Mapping
 
 from postlude.export.syntax.analysis import (
-    SCALAR,
+    RANGES,
     UNKNOWN,
-    WHOLE,
-    Kinds,
     Liveness,
+    assignments,
     is_pure,
     name_of,
     never_runs,
@@ -19,17 +18,14 @@ from postlude.export.syntax.analysis import (
     owners,
     reads,
     stored_names,
-    stores,
     times_read,
     value_of,
 )
-from postlude.export.syntax.arithmetic import simpler, simpler_comparison
 from postlude.export.syntax.source import Comment, is_empty
 from postlude.export.syntax.trees import copied, walk
 
 _INTEGERS = ("tl.int32", "tl.int64")
 _EXTREMES: dict[str, Callable[[int, int], int]] = {"tl.minimum": min, "tl.maximum": max}
-_ADDRESSED = ("tl.load", "tl.store", "tl.atomic_add", "tl.atomic_max", "tl.atomic_min")
 
 
 class Replaced(ast.NodeTransformer):
@@ -61,7 +57,7 @@ def substitute(function: ast.FunctionDef, words: Mapping[str, ast.expr], inlined
     for statement in function.body:
         assigned = stored_names(statement) & left.keys()
         if assigned and not isinstance(statement, ast.Assign):
-            raise ValueError(f"{min(assigned)} is decided, and assigned in line {statement.lineno} of the text")
+            raise ValueError(f"{min(assigned)} is decided, and assigned by {ast.unparse(statement)!r}")
         Replaced(left, inlined).visit(statement)
         left = {name: value for name, value in left.items() if name not in assigned}
 
@@ -69,17 +65,8 @@ def substitute(function: ast.FunctionDef, words: Mapping[str, ast.expr], inlined
 class Folded(ast.NodeTransformer):
     """Folds expressions. A name alone decides a condition, but stays where it is part of arithmetic."""
 
-    def __init__(self, function: ast.FunctionDef, known: Mapping[str, object]) -> None:
-        self.known, self.kinds = known, Kinds(function, known)
-        self.addresses: set[ast.AST] = set()  # sums of a pointer and offsets, which are integers
-        for node in walk(function):
-            if isinstance(node, ast.Call) and name_of(node.func) in _ADDRESSED:
-                left = node.args[:1]
-                while left:
-                    part = left.pop()
-                    if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Add | ast.Sub | ast.Mult):
-                        self.addresses.add(part)
-                        left += [part.left, part.right]
+    def __init__(self, known: Mapping[str, object]) -> None:
+        self.known = known
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         super().generic_visit(node)
@@ -87,27 +74,6 @@ class Folded(ast.NodeTransformer):
         if isinstance(node, ast.expr) and is_worked_out and (value := value_of(node, {})) is not UNKNOWN:
             return ast.Constant(value)
         return node
-
-    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
-        found = self.generic_visit(node)
-        if not isinstance(found, ast.BinOp):
-            return found
-        right, op = value_of(node.right, {}), node.op
-        number, other = (right, node.left) if type(right) is int else (value_of(node.left, {}), node.right)
-        if type(number) is not int or number not in (0, 1):
-            return simpler(node, self.kinds)
-        is_right, kind = other is node.left, self.kinds(other)
-        is_zero = number == 0 and isinstance(op, ast.Mult)
-        if (is_zero or (number == 1 and isinstance(op, ast.Mod) and is_right)) and kind >= SCALAR:
-            return ast.Constant(0)
-        is_factor = number == 1 and (isinstance(op, ast.Mult) or (isinstance(op, ast.FloorDiv) and is_right))
-        is_term = number == 0 and (isinstance(op, ast.Add) or (isinstance(op, ast.Sub) and is_right))
-        is_same = kind >= WHOLE or node in self.addresses
-        return other if (is_factor or is_term) and is_same else simpler(node, self.kinds)
-
-    def visit_Compare(self, node: ast.Compare) -> ast.AST:
-        found = self.generic_visit(node)
-        return simpler_comparison(found) if isinstance(found, ast.Compare) else found
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
         """Drops known parts of a condition; one decides it if nothing before it has side effects."""
@@ -140,6 +106,8 @@ class Folded(ast.NodeTransformer):
             owner = value_of(node.func.value, self.known)
             if node.func.attr == "to" and type(owner) is int and owner == 0:
                 return ast.Constant(0)
+        if name_of(node.func) in RANGES and len(node.args) == 2 and value_of(node.args[0], {}) == 0:
+            del node.args[0]
         axis = value_of(node.args[1], {}) if name_of(node.func) == "tl.expand_dims" else None
         if axis not in (0, 1):
             return node
@@ -209,7 +177,7 @@ def _does_nothing(node: ast.stmt, read: set[str]) -> bool:
 
 def propagated(function: ast.FunctionDef, known: Mapping[str, object]) -> dict[str, ast.expr]:
     """Substitutes locals that are just another name for a flag, a whole number, or another local; returns them."""
-    singles, assigned = single_values(function), stores(function)
+    singles, assigned = single_values(function), assignments(function)
     names = {arg.arg for arg in function.args.args} - set(assigned) | set(singles)
     words: dict[str, ast.expr] = {}
     for name, value in singles.items():
@@ -242,5 +210,6 @@ def _loop_names(function: ast.FunctionDef, singles: Mapping[str, ast.expr]) -> d
 def single_values(function: ast.FunctionDef) -> dict[str, ast.expr]:
     """Locals that are assigned once."""
     parameters = {arg.arg for arg in function.args.args}
-    places = {name: found for name, found in stores(function).items() if len(found) == 1 and name not in parameters}
-    return {name: value for name, ((_, value),) in places.items() if value is not None}
+    places = {name: found for name, found in assignments(function).items() if name not in parameters}
+    values = {name: found[0][1] for name, found in places.items() if len(found) == 1}
+    return {name: value for name, value in values.items() if value is not None}

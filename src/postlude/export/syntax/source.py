@@ -97,6 +97,10 @@ def parameters(function: ast.FunctionDef) -> list[tuple[ast.arg, ast.expr | None
     return list(zip(arguments.args, [*[None] * missing, *arguments.defaults]))
 
 
+def parameter_names(function: ast.FunctionDef) -> list[str]:
+    return [arg.arg for arg in function.args.args]
+
+
 def remark_of(node: ast.AST) -> str:
     return str(vars(node).get("remark", ""))
 

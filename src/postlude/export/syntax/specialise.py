@@ -1,22 +1,20 @@
 """Specialises a kernel to one case: compile-time flags decided, dead branches and unread parameters removed.
 
-The rules are applied until none changes anything. Comments stay, and the result reads as if it had been written for the
-one case.
+Comments stay, and the result reads as if it had been written for the one case.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-import textwrap
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from postlude.export.syntax import rules
-from postlude.export.syntax.analysis import UNKNOWN, Liveness, stores, times_read, value_of
+from postlude.export.syntax.analysis import UNKNOWN, Liveness, assignments, times_read, value_of
 from postlude.export.syntax.comments import decided, with_one_of_two, with_words
-from postlude.export.syntax.source import Comment, parameters, parse, remark_of, written
+from postlude.export.syntax.source import Comment, parameters, remark_of, written
 from postlude.export.syntax.trees import parsed, walk
 from postlude.plan.program import Word
 
@@ -29,35 +27,38 @@ class Inline:
 
 
 def specialise(
-    source: str,
+    function: ast.FunctionDef,
     constants: Mapping[str, object],
     names: Mapping[str, str] | None = None,
-    keep: frozenset[str] = frozenset(),
-) -> ast.FunctionDef:
-    """One function with `constants` decided and identifiers renamed by `names`; a `Word` is put in as it stands.
+    keep: Collection[str] = (),
+) -> None:
+    """Decides `constants` in a function and renames identifiers by `names`, in place; a `Word` is put in as it stands.
 
-    Constants in `keep` stay parameters, and still decide conditions.
+    Constants in `keep` stay parameters, and still decide conditions. Those that the function does not have are ignored.
     """
-    text = textwrap.dedent(source).strip("\n") + "\n"
-    if absent := set(constants) - {*re.findall(r"\w+", text)}:
-        raise ValueError(f"the text has no {', '.join(sorted(absent))}")
-    function, names = parse(text), names or {}
+    names = names or {}
     put_in = {name: value for name, value in constants.items() if name not in keep}
     _decide_comments(function, put_in, names)
     words = {name: _expression(value) for name, value in put_in.items() if not isinstance(value, Inline)}
     inlined = {name: _template(value) for name, value in put_in.items() if isinstance(value, Inline)}
     rules.substitute(function, words, inlined)
+    simplify(function, constants)
+    drop_unread(function)
+    rename(function, names)
+
+
+def simplify(
+    function: ast.FunctionDef, constants: Mapping[str, object] | None = None, helpers: Collection[str] = ()
+) -> None:
+    """Applies the rules until none changes anything. `helpers` are functions that store nothing."""
     before = ""
     while before != (before := ast.dump(function)):
-        known = _known(function, constants)
-        rules.Folded(function, known).visit(function)
+        known = _known(function, constants or {})
+        rules.Folded(known).visit(function)
         rules.decide(function, known)
-        rules.leave_out(function)
+        rules.leave_out(function, helpers)
         _say(function, rules.propagated(function, known))
-    _drop_unread(function)
-    rename(function, names)
     _leave_unread_unnamed(function)
-    return function
 
 
 def _expression(value: Any) -> ast.expr:
@@ -70,7 +71,7 @@ def _template(value: Inline) -> ast.expr:
 
 def _known(function: ast.FunctionDef, constants: Mapping[str, object]) -> dict[str, object]:
     """Constants that the body does not overwrite, and locals with one value."""
-    assigned = stores(function)
+    assigned = assignments(function)
     known = {name: value for name, value in constants.items() if name not in assigned}
     known = {name: value for name, value in known.items() if not isinstance(value, Word | Inline)}
     for name, expression in rules.single_values(function).items():
@@ -106,7 +107,8 @@ def _say(function: ast.FunctionDef, values: Mapping[str, ast.expr]) -> None:
             vars(node)["remark"] = with_words(plain, words)
 
 
-def _drop_unread(function: ast.FunctionDef) -> None:
+def drop_unread(function: ast.FunctionDef) -> None:
+    """Removes parameters that the body does not read."""
     needed = Liveness(function).at_start
     left = [(arg, default) for arg, default in parameters(function) if arg.arg in needed]
     function.args.args = [arg for arg, _ in left]

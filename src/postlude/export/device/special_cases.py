@@ -1,4 +1,4 @@
-"""Simplifications of a kernel for one call: conditions that hold in every lane, arithmetic that changes nothing.
+"""What a call determines of single kernels that the facts of its launch do not prove, or would keep.
 
 Each pattern must occur in the kernel's text: if a kernel changes and this table does not, export raises an error.
 """
@@ -8,30 +8,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping
 
-from postlude.export.device.library import changed
+from postlude.export.device.library import from_library
 from postlude.export.syntax.source import parse, text_of
 from postlude.plan.program import KernelCall
 
-_RANGES = (
-    "tl.range(kd_first * (KH * BLOCKS_K), kd_end * (KH * BLOCKS_K), num_stages=STAGES)",
-    "tl.range(kd_first * (KH * BLOCKS_K), kd_end * (KH * BLOCKS_K))",
-)
-# With strides no slice is skipped, and without padding along z there is none to skip.
-_WHOLE = {
-    _RANGES[0]: "tl.range(KD * KH * BLOCKS_K, num_stages=STAGES)",
-    _RANGES[1]: "tl.range(KD * KH * BLOCKS_K)",
-}
-# In 2-D there is none either.
-_FLAT = {
-    _RANGES[0]: "tl.range(KH * BLOCKS_K, num_stages=STAGES)",
-    _RANGES[1]: "tl.range(KH * BLOCKS_K)",
-    """                i_zy = i // BLOCKS_K
-                offset = (i_zy // KH) * SLICE_PITCH + (i_zy % KH) * ROW_PITCH
-""": "                offset = i // BLOCKS_K * ROW_PITCH\n",
-    """                        # NEIGHBOURS is 1 where KEEPS_INF.
-                        row = row0 + (i // BLOCKS_K // KH) * SLICE_PITCH + (i // BLOCKS_K % KH) * ROW_PITCH
-""": "                        row = row0 + i // BLOCKS_K * ROW_PITCH\n",
-}
 # im2col along x alone: all taps of a position lie in one row of the input.
 _IN_ONE_ROW = {
     " - PH + t_y  # [C_PACKED]": " - PH",
@@ -49,21 +29,33 @@ _IN_CHUNKS = {
 }
 
 
-def simplified(call: KernelCall, source: str) -> str:
+def with_special_cases(call: KernelCall) -> ast.FunctionDef:
+    """The kernel of a call without conditions that hold, and with other pieces of text."""
     known = dict(call.numbers) | dict(call.constants)
-    function = parse(changed(source, _changes(call, known)))
-    holding = _holding(call, known)
+    function, holding = from_library(call.kernel), _holding(call, known)
+    source = text_of(function)
     if absent := [condition for condition in holding if condition not in source]:
         raise ValueError(f"the kernel says no {absent[0]!r}")
-    _Without(holding, {"m_c"} if has_all_channels(call) else set()).visit(function)
-    return text_of(function)
+    if changes := _changes(call, known):
+        function = parse(changed(source, changes))
+    _Without(holding).visit(function)
+    return function
+
+
+def changed(source: str, changes: Mapping[str, str]) -> str:
+    """A kernel's text with pieces replaced; each piece must occur exactly once."""
+    for before, after in changes.items():
+        if source.count(before) != 1:
+            raise ValueError(f"the kernel says {before!r} {source.count(before)} times, not once")
+        source = source.replace(before, after)
+    return source
 
 
 class _Without(ast.NodeTransformer):
     """Removes conditions that hold from conjunctions, whatever their index, and such masks from loads and stores."""
 
-    def __init__(self, holding: set[str], masks: set[str]) -> None:
-        self.holding, self.masks = holding, holding | masks
+    def __init__(self, holding: set[str]) -> None:
+        self.holding = holding
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         self.generic_visit(node)
@@ -72,7 +64,7 @@ class _Without(ast.NodeTransformer):
         return node.left if isinstance(node.op, ast.BitAnd) and _condition(node.right) in self.holding else node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        if any(word.arg == "mask" and _condition(word.value) in self.masks for word in node.keywords):
+        if any(word.arg == "mask" and _condition(word.value) in self.holding for word in node.keywords):
             node.keywords = [word for word in node.keywords if word.arg not in ("mask", "other")]
         return self.generic_visit(node)
 
@@ -123,11 +115,6 @@ def _is_even(program: int, tile: int, rows: int) -> bool:
     return program % tile == 0 and rows % program == 0
 
 
-def _reads_no_padding(known: Mapping[str, int]) -> bool:
-    """Whether every tap along z of every output lies in a slice that holds input."""
-    return known["FIRST_SLICE"] <= 0 and known["OD"] + known["KD"] <= known["LAST_SLICE"] + 2
-
-
 def _changes(call: KernelCall, known: Mapping[str, int]) -> dict[str, str]:
     """Replacements for parts of a kernel's text."""
     changes: dict[str, str] = {}
@@ -136,34 +123,6 @@ def _changes(call: KernelCall, known: Mapping[str, int]) -> dict[str, str]:
         changes |= _IN_ONE_ROW
     if kernel == "pack_weight_kernel" and call.grid[0] == known["C_OUT"]:
         changes["  # up to C_OUT rounded to BLOCK_C"] = ""
-    if kernel == "pack_input_kernel" and not known["PW"]:
-        changes["    if tl.program_id(1) == 0:\n"] = "    if False:\n"
-    if kernel == "pack_weight_kernel" and known["UNFOLDED_TAPS"] == 1:
-        within = "UNFOLDED_TAPS + o % C_PACKED % UNFOLDED_TAPS"
-        tap = "o // C_PACKED" if known["NEIGHBOURS"] == 1 else "o // (C_PACKED * SPAN) * KW + kw"
-        changes[f"((o // (C_PACKED * SPAN)) * KW + kw) * {within}"] = tap
-    if kernel == "pack_weight_kernel" and known["NEIGHBOURS"] == 1:
-        column = "column = (i_o // BLOCK_C) * (NEIGHBOURS * BLOCK_C) + i_w * BLOCK_C + i_o % BLOCK_C"
-        changes[column] = "column = i_o"
-    if kernel == "convolve_kernel":
-        if known["KD"] == known["OD"] == 1:
-            changes |= _FLAT
-        elif known["STRIDE_D"] * known["STRIDE_H"] * known["STRIDE_W"] > 1 or _reads_no_padding(known):
-            changes |= _WHOLE
-        if known["NEIGHBOURS"] == 1:
-            reshape, scaling = (
-                "        b_v = tl.reshape(acc, [BLOCK_M * NEIGHBOURS, BLOCK_C])\n",
-                "b_v = b_v * tl.load(p_unscale",
-            )
-            plain = {reshape: "        b_v = acc\n"}
-            changes |= {reshape: "", scaling: scaling.replace("b_v *", "acc *")} if known["IS_SCALED"] else plain
-            if not known["KD"] == known["OD"] == 1:
-                changes["                        # NEIGHBOURS is 1 where KEEPS_INF.\n"] = ""
+    if kernel == "convolve_kernel" and known["NEIGHBOURS"] == 1:
+        changes["                        # NEIGHBOURS is 1 where KEEPS_INF.\n"] = ""
     return changes
-
-
-def simplified_helper(name: str, source: str, known: Mapping[str, object]) -> str:
-    """The same for a device function with these known parameters."""
-    if name == "phase_sum" and known.get("C_PACKED") == known.get("BLOCK_K"):
-        return source.replace(" + i % BLOCKS_K * BLOCK_K", "").replace("i % BLOCKS_K * BLOCK_K", "0")
-    return source

@@ -115,8 +115,8 @@ SMALL_PROBLEMS = [
     ),
     Problem(
         "PyTorch's convolution, residual",
-        "self.conv = nn.Conv3d(cin, cout, 3, stride=2, padding=1); self.norm = nn.GroupNorm(2, cout); "
-        "self.skip = nn.Conv3d(cin, cout, 1, stride=2)",
+        "self.conv = nn.Conv3d(cin, cout, 3, stride=2, padding=1, groups=2); self.norm = nn.GroupNorm(2, cout); "
+        "self.skip = nn.Conv3d(cin, cout, 1, stride=2, groups=2)",
         "y = self.skip(x); return F.relu(self.norm(self.conv(x)) + y)",
         (2, 4, 6, 6, 6),
         8,
@@ -124,8 +124,8 @@ SMALL_PROBLEMS = [
     ),
     Problem(
         "chains alike but for a step: the kernels of the two read the same",
-        "self.conv = nn.Conv3d(cin, cout, 3, stride=2, padding=1); self.norm = nn.GroupNorm(2, cout); "
-        "self.gate = nn.Conv3d(cin, cout, 3, stride=2, padding=1); self.norm2 = nn.GroupNorm(2, cout)",
+        "self.conv = nn.Conv3d(cin, cout, 3, stride=2, groups=2); self.norm = nn.GroupNorm(2, cout); "
+        "self.gate = nn.Conv3d(cin, cout, 3, stride=2, groups=2); self.norm2 = nn.GroupNorm(2, cout)",
         "y = F.relu(self.norm(self.conv(x)) * 2.0); "
         "return torch.cat([y, torch.sigmoid(self.norm2(self.gate(x)) * 2.0)])",
         (2, 4, 6, 6, 6),
@@ -134,11 +134,19 @@ SMALL_PROBLEMS = [
     ),
     Problem(
         "PyTorch's convolution without a norm",
-        "self.conv = nn.Conv3d(cin, cout, 3, stride=2); self.v = nn.Parameter(torch.randn(cout, 1, 1, 1))",
+        "self.conv = nn.Conv3d(cin, cout, 3, stride=2, groups=2); self.v = nn.Parameter(torch.randn(cout, 1, 1, 1))",
         "return F.silu(self.conv(x) * self.v + 0.5)",
         (2, 4, 7, 7, 7),
         6,
         ("finish_kernel",),
+    ),
+    Problem(
+        "by residue modulo the strides",
+        "self.conv = nn.Conv3d(cin, cout, 3, stride=2, padding=1); self.norm = nn.GroupNorm(2, cout)",
+        "return F.leaky_relu(self.norm(self.conv(x)))",
+        (2, 4, 6, 5, 7),
+        6,
+        ("cells_at", "strided_step", "pack_weight_kernel", "convolve_kernel", "finish_kernel"),
     ),
     Problem(
         "by phase of the strides, no norm after it",
@@ -202,7 +210,7 @@ SMALL_PROBLEMS = [
     ),
     Problem(
         "means over windows in padding",
-        "self.conv = nn.Conv3d(cin, cout, 3, stride=2)",
+        "self.conv = nn.Conv3d(cin, cout, 3, stride=2, groups=2)",
         "return F.gelu(F.avg_pool3d(torch.tanh(self.conv(x)), 3, 2, 1))",
         (2, 4, 9, 11, 9),
         6,

@@ -93,7 +93,7 @@ def test_61_compiles_for_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     )
     module, found = imported(tmp_path / "trained.py")
     gradients_of(module, "ConvReluNorm", module.SHAPES)
-    assert len(found) == 6 + 11
+    assert len(found) == 6 + 10
     check(found, 90)
 
 

@@ -53,6 +53,7 @@ def fact_of(body: str, name: str) -> Fact:
         ("v = tl.program_id(0) * 2000000000", Fact((), dtype="int32")),  # overflows
         ("v = tl.program_id(0).to(tl.int64) * 2000000000", Fact((), 0, 22000000000, "int64")),
         ("v = tl.load(p_i + tl.arange(0, 8)) * 2", Fact((8,), dtype="int32")),
+        ("v = tl.max_contiguous(tl.arange(0, 8) * 2, 2)", Fact((8,), 0, 14, "int32")),
         ("v = 0\nfor i in range(4):\n    v += i", Fact((), dtype="int32")),  # grows in the loop
         ("v = 1\nfor i in range(4):\n    v = i", Fact((), 0, 3, "int32")),
         ("for v in range(2, 11, 4):\n    f(v)", Fact((), 2, 10, "int32")),

@@ -251,11 +251,11 @@ def test_a_region_that_saves_no_conversions_keeps_its_layout(
 
 
 class _Residual(torch.nn.Module):
-    """A strided convolution is PyTorch's."""
+    """A dilated convolution is PyTorch's."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.other = torch.nn.Conv2d(3, 4, 3, stride=2), torch.nn.Conv2d(3, 4, 3, stride=2)
+        self.conv, self.other = torch.nn.Conv2d(3, 4, 3, dilation=2), torch.nn.Conv2d(3, 4, 3, dilation=2)
         self.norm = torch.nn.GroupNorm(2, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ from postlude.export.syntax.facts import (
 )
 
 _SAME = ("tl.reshape", "tl.view", "tl.broadcast_to", "tl.trans", "tl.permute")  # the same elements in another shape
+_HINTS = ("tl.max_contiguous", "tl.max_constancy", "tl.multiple_of")  # the same value, with a promise to the compiler
 _EACH = (
     "abs",
     "exp",
@@ -157,6 +158,8 @@ class Rules:
             return rule(node)  # type: ignore[no-any-return]
         if name in _SAME:
             return self._same(node, last)
+        if name in _HINTS:
+            return self.known(node.args[0])
         if owner == "tl" and last in _EACH:
             facts = [self.known(argument) for argument in node.args]
             return Fact(broadcast([fact.shape for fact in facts]), dtype=all_promoted(facts))

@@ -19,7 +19,7 @@ from postlude.chain import Chain
 from postlude.check import tensors_for
 from postlude.plan import Plan, lower, problem_of
 from postlude.plan.phases import Axis
-from postlude.plan.rules import AFFINE, MEAN, PHASES, RULES, TURNED, rule_lines, rules_of
+from postlude.plan.rules import AFFINE, MEAN, PHASES, RESIDUES, RULES, TURNED, rule_lines, rules_of
 from postlude.run.execute import execute
 
 RELU = Builder(3, conv(3, (3, 4))).norm(2).op("relu").reduce("mean", "space").chain()
@@ -41,6 +41,7 @@ def planned(chain: Chain, shape: tuple[int, ...], trains: bool = False) -> Plan:
         (CHAIN_23, (128, 3, 24, 32, 32), True, {MEAN, AFFINE}),
         (CHAIN_61, (16, 64, 32, 32, 32), False, {TURNED}),
         (STRIDED, (8, 64, 64, 64), False, {PHASES}),
+        (Builder(2, conv(2, (64, 64), stride=2)).norm(8).chain(), (8, 64, 64, 64), False, {RESIDUES}),
         (Builder(3, conv(3, (64, 64), padding=1)).norm(8).chain(), (2, 64, 32, 32, 32), False, set()),
     ],
 )
@@ -65,6 +66,15 @@ def test_what_is_not_affine_is_not_taken_through_the_norm() -> None:
     tensors = tensors_for(RELU, (3, 3, 5, 6, 7), torch.float64)
     plan = lower(RELU, problem_of(tensors), CPU, even_if_slower=True)
     assert not isinstance(plan, Plan) or MEAN not in rules_of(plan)
+
+
+def test_by_residue() -> None:
+    x, weight, stride = torch.randn(2, 3, 13, 11).double(), torch.randn(4, 3, 3, 3).double(), 2
+    found = torch.zeros(())
+    for y, at in itertools.product(range(stride), repeat=2):
+        part = F.conv2d(x[:, :, y::stride, at::stride], weight[:, :, y::stride, at::stride])
+        found = found + part[:, :, :6, :5]  # of the result's size; a residue may have one more
+    torch.testing.assert_close(found, F.conv2d(x, weight, stride=stride), rtol=1e-12, atol=1e-12)
 
 
 def test_transposed_as_plain() -> None:

@@ -3,6 +3,7 @@ has an identity in float64 for each."""
 
 from __future__ import annotations
 
+from postlude.plan.gemm import Gemm
 from postlude.plan.passes import KeepMoments
 from postlude.plan.plan import Plan
 from postlude.plan.through import Through
@@ -10,6 +11,7 @@ from postlude.plan.through import Through
 MEAN = "mean through the norm"
 TURNED = "transposed as plain"
 PHASES = "by phase"
+RESIDUES = "by residue"
 AFFINE = "affine gradient"
 THROUGH = "sum through the producer"
 FOLDED = "pool in the weight"
@@ -17,6 +19,7 @@ RULES = {
     MEAN: "steps between a norm and a mean or sum are affine in each sample and channel, so moments are all they need",
     TURNED: "a transposed convolution of stride 1 is a convolution with its taps reversed",
     PHASES: "a transposed convolution with strides is a convolution of stride 1 for each remainder of its outputs",
+    RESIDUES: "a convolution with strides is a sum of convolutions of stride 1, one for each remainder of its taps",
     THROUGH: "a convolution or a linear layer is linear, so a sum of its result is a product with sums of its input or "
     "of its weight",
     FOLDED: "a convolution and an average of windows are linear, so both are one convolution with averages of taps",
@@ -33,6 +36,8 @@ def rules_of(plan: Plan) -> tuple[str, ...]:
         return (THROUGH,) if plan.own.folding is None else (FOLDED,)
     if conv is not None and conv.transposed and plan.own is not None:
         found.append(PHASES if any(size > 1 for size in conv.stride) else TURNED)
+    if isinstance(plan.own, Gemm) and plan.own.volume.has_residues:
+        found.append(RESIDUES)
     if isinstance(plan.passes[-1].sink, KeepMoments):
         found.append(MEAN)
         if plan.trains and conv is not None:

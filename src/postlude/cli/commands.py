@@ -42,7 +42,7 @@ from postlude.errors import PostludeError
 
 app = typer.Typer(
     name="postlude",
-    help="Fuses what follows a PyTorch model's convolutions, checks it against float64, and measures the gain.",
+    help="Fuses chains of a PyTorch model's operators, checks them against float64, and measures the gain.",
     epilog="FILE.py is in KernelBench's format: a class Model and the functions get_inputs and get_init_inputs.",
     add_completion=False,
     pretty_exceptions_enable=False,

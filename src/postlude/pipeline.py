@@ -18,8 +18,8 @@ from postlude.chain import Chain
 from postlude.check.budget import combine
 from postlude.errors import PostludeError
 from postlude.graph.backend import Backend, check_memory
-from postlude.graph.capture import hooks_of_all_modules
-from postlude.graph.compiled import has_frame, install, uninstall
+from postlude.graph.capture import graph_breaks, hooks_of_all_modules
+from postlude.graph.compiled import give_frames, has_frame, install, misses_layers, uninstall
 from postlude.graph.fusion import LEFT_OUT
 from postlude.graph.match import Match
 from postlude.optimized import Optimized, SiteReport, remember, result_of
@@ -71,17 +71,26 @@ def optimize(
     """
     args, kwargs = _call_arguments(inputs)
     _check_request(model, precision, memory, args, kwargs)
-    ledger = Ledger(check_site if verify else None)
-    inductor = _inductor_settings(mode, {})
-    backend = Backend(precision, rest, _filter(only), memory, convolution, ledger, inductor, layout)
-    run = install(model, backend)
-    try:
+    chosen, inductor = _filter(only), _inductor_settings(mode, {})
+
+    def called_once() -> tuple[Backend, Callable[..., Any]]:
+        ledger = Ledger(check_site if verify else None)
+        backend = Backend(precision, rest, chosen, memory, convolution, ledger, inductor, layout)
+        run = install(model, backend)
         with _left_as_found(model), shown(progress) as ledger.progress:
             model(*args, **kwargs)
+        ledger.progress = None
+        return backend, run
+
+    before = graph_breaks()
+    try:
+        backend, run = called_once()
+        if graph_breaks() > before and misses_layers(model, backend):
+            give_frames(model)
+            backend, run = called_once()
     except BaseException:
         uninstall(model)
         raise
-    ledger.progress = None
     return remember(_optimized(model, backend), run)
 
 
@@ -100,7 +109,7 @@ def _is_captured(model: nn.Module, backend: Backend) -> bool:
     """Whether a graph has the model's layers. Where torch.nn calls them, as DDP does, its own code may be all of it."""
     if not type(model).__module__.startswith("torch.nn.") or not any(True for _ in model.parameters()):
         return bool(backend.captured)
-    return any(one.sites or one.declined or one.calls_modules for one in backend.captured)
+    return any(one.sites or one.declined or one.modules for one in backend.captured)
 
 
 def postlude_backend(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:

@@ -98,7 +98,7 @@ def test_chains_in_modules_of_pytorchs_own_are_found_by_their_names(kind: str) -
 @pytest.mark.usefixtures("one_process")
 def test_without_frames_of_their_own_nothing_is_found_and_the_result_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutant: PyTorch's compiler meets the frames of torch.nn."""
-    monkeypatch.setattr("postlude.graph.compiled.give_frames", lambda _: None)
+    monkeypatch.setattr("postlude.pipeline.give_frames", lambda _: None)
     result = postlude.optimize(DistributedDataParallel(chain()).eval(), torch.randn(SHAPE))
     assert result.sites == ()
     assert "captured none of the model's layers" in (result.failure or "")
@@ -109,7 +109,7 @@ def test_a_graph_between_the_layers_does_not_count_as_captured(monkeypatch: pyte
         def forward(self, x: Tensor) -> Tensor:
             return 2 * x
 
-    monkeypatch.setattr("postlude.graph.compiled.give_frames", lambda _: None)
+    monkeypatch.setattr("postlude.pipeline.give_frames", lambda _: None)
     result = postlude.optimize(nn.Sequential(Breaking(), Scaling(), chain()).eval(), torch.randn(SHAPE))
     assert result.backend.captured
     assert "captured none of the model's layers" in (result.failure or "")
@@ -148,12 +148,33 @@ def test_frames_go_with_undo_and_copies_have_none() -> None:
     assert all(one._compiled_call_impl is None for one in model.modules())
 
 
+class Heads(nn.Module):
+    """One of two heads is used, after a break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.breaking, self.heads = Breaking(), nn.ModuleList([chain(), nn.Conv2d(4, 4, 1)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.heads[0](self.breaking(x))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: nn.Sequential(chain(), nn.Sequential(chain())), Heads], ids=["whole", "heads"]
+)
+def test_a_model_that_misses_no_layer_has_no_frames(make: Callable[[], nn.Module]) -> None:
+    """Each frame costs the host microseconds in every call."""
+    model = make()
+    assert postlude.optimize(model, torch.randn(SHAPE)).sites
+    assert not any(has_frame(one) for one in model.modules())
+
+
 def test_what_data_parallel_would_copy_has_no_frame() -> None:
     """A replica with the original's frame would run the original."""
-    model = nn.Sequential(chain(), nn.DataParallel(nn.Sequential(chain())))
+    model = nn.Sequential(Breaking(), chain(), nn.DataParallel(nn.Sequential(chain())))
     postlude.optimize(model, torch.randn(SHAPE))
-    assert has_frame(model[0])
-    assert not any(has_frame(one) for one in model[1].modules())
+    assert has_frame(model[1])
+    assert not any(has_frame(one) for one in model[2].modules())
 
 
 def doubled(module: nn.Module, given: object, result: Tensor) -> Tensor:

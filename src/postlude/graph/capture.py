@@ -101,6 +101,11 @@ class HookWatch:
         return self.found
 
 
+def graph_breaks() -> int:
+    """How many there were in this process so far."""
+    return sum(torch._dynamo.utils.counters["graph_break"].values())
+
+
 def hooks_of_all_modules() -> bool:
     """Whether global module hooks (`register_module_forward_hook` and the like) exist. Dynamo never notices those."""
     return bool(_has_any_global_hook())

@@ -30,7 +30,7 @@ from postlude.graph.layout import (
     results_of,
 )
 from postlude.graph.match import Declined, Match, match
-from postlude.graph.names import has_modules
+from postlude.graph.names import modules_called
 from postlude.graph.pool_gradients import gather_pool_gradients
 from postlude.graph.pools import left_to_pytorch
 from postlude.graph.splice import splice, use_operator
@@ -58,7 +58,7 @@ class Captured:
     declined: tuple[Declined, ...]
     conversions: tuple[Conversion, ...] = ()  # where values become channels-last, and contiguous again
     gathered: tuple[str, ...] = ()  # upsampling whose gradient our kernel gathers
-    calls_modules: bool = True  # a graph may also be of code between the model's layers
+    modules: frozenset[str] = frozenset()  # the ids of those called in the graph; none in code between layers
 
 
 class Fusion:
@@ -79,7 +79,7 @@ class Fusion:
         rest = self._rest()
         if rest == "inductor" and self.device == "cuda":
             start_workers()  # while chains are planned, built and checked
-        before, calls_modules = results_of(traced), has_modules(traced)
+        before, modules = results_of(traced), modules_called(traced)
         # Some operators return contiguous results for channels-last inputs. Inductor fuses the conversion, eager does
         # not.
         lays_out = rest == "inductor" and self.layout == "auto"
@@ -95,7 +95,7 @@ class Fusion:
         splice(traced, list(fused), [site for site, _ in fused.values()])
         close_dropouts(traced, dropouts)
         self._finish(fused, rest, lays_out=bool(conversions))
-        return Captured(tuple(sites), tuple(declined), left, tuple(gathered), calls_modules), rest
+        return Captured(tuple(sites), tuple(declined), left, tuple(gathered), modules), rest
 
     def _finish(self, fused: Fused, rest: str, lays_out: bool) -> None:
         """Prepares what is not fused for those who run it."""

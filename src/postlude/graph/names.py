@@ -20,9 +20,10 @@ def site_name(nodes: tuple[fx.Node, ...]) -> str:
     return nodes[0].name
 
 
-def has_modules(graph: fx.GraphModule) -> bool:
-    """Whether operators of the graph are in calls of modules."""
-    return any(node.meta.get(_STACK) for node in graph.graph.nodes)
+def modules_called(graph: fx.GraphModule) -> frozenset[str]:
+    """The ids of the modules in whose calls the graph's operators are."""
+    keys = (key for node in graph.graph.nodes for key in node.meta.get(_STACK) or ())
+    return frozenset(_id_of(key) for key in keys)
 
 
 def name_from(graph: fx.GraphModule, model: nn.Module) -> None:
@@ -37,8 +38,12 @@ def name_from(graph: fx.GraphModule, model: nn.Module) -> None:
             node.meta[_STACK] = {key: (_known(known, key, path), kind) for key, (path, kind) in stack.items()}
 
 
+def _id_of(key: str) -> str:
+    return key.partition("@")[0]  # "@1" marks a module's second call
+
+
 def _known(known: dict[str, list[str]], key: str, path: str) -> str:
-    names = known.get(key.partition("@")[0], [])  # "@1" marks a module's second call
+    names = known.get(_id_of(key), [])
     return path if not names or _name(path) in names else names[0]
 
 

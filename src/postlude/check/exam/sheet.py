@@ -13,7 +13,7 @@ from torch import nn
 
 from postlude.check.budget import Point
 from postlude.check.compare import Quantities, cotangent
-from postlude.check.exam.bounds import KinkWatch, listed
+from postlude.check.exam.bounds import BoundWatch, listed
 from postlude.check.exam.cases import Case, can_be_spoiled, cases_for, inputs_of, state_of
 from postlude.check.exam.rules import Rules
 from postlude.check.exam.shapes import DECLARED, WORKING, Shape, in_layout, shapes_of
@@ -207,7 +207,7 @@ class Exam:
                 missing -= now
         if missing:
             self.left_out.append(f"values on both sides of {listed(missing)}: no point was found that has them")
-        if self._has_bias and any(kink.bound for kink in watch.shares):
+        if self._has_bias and any(bound.value for bound in watch.shares):
             found += [case for side in (-1.0, 1.0) for case in self._nearly_all_beyond(side)]
         return found
 
@@ -223,8 +223,8 @@ class Exam:
         seed = self.rules.seed + BOUND_SEEDS
         return replace(Case("bounds", seed=seed, state_seed=seed), **how)  # type: ignore[arg-type]
 
-    def _watched(self, case: Case) -> KinkWatch:
-        question, watch = replace(in_double(self._question(case)), wants="none"), KinkWatch()
+    def _watched(self, case: Case) -> BoundWatch:
+        question, watch = replace(in_double(self._question(case)), wants="none"), BoundWatch()
         with watch:
             self.truths.exact(question)
         return watch

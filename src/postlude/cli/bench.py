@@ -14,7 +14,7 @@ from postlude.check.ceilings import ceilings_of, work_of
 from postlude.check.clock import Contestant
 from postlude.check.floor import Ceilings, Work, holds, judge_times, unbelievable
 from postlude.check.isolation import Candidate, CandidateFailed
-from postlude.check.sides import leaves_of
+from postlude.check.nested import tensors_in
 from postlude.cli import bench_show
 from postlude.cli.bench_entry import bench_of, candidate_of, enter, warm
 from postlude.cli.bench_state import Bench, Options
@@ -162,7 +162,7 @@ def _report(one: Bench, watch: Watch, work: Work, ceilings: Ceilings) -> model.R
         gather.race_of(direction, cache, found, one.refused, events if (direction, cache) == (FORWARD, "warm") else {})
         for direction, cache, found in one.races
     ]
-    first = next(x for x in leaves_of(list(one.opened.inputs)))
+    first = next(x for x in tensors_in(list(one.opened.inputs)))
     sites = [
         dataclasses.replace(site, before_seconds=before, after_seconds=after)
         for site, (before, after) in zip(base.sites, one.site_seconds)

@@ -10,8 +10,8 @@ import torch
 
 from postlude.check.isolation import Candidate, CandidateFailed
 from postlude.check.modes import has_no_convolution, resolve
+from postlude.check.nested import tensors_in
 from postlude.check.points import random_state
-from postlude.check.sides import leaves_of
 from postlude.check.verdict import combine
 from postlude.cli.bench_state import Bench, Options
 from postlude.cli.chains import verdict_words
@@ -47,7 +47,7 @@ WINDOW_LIMIT_S = 120.0  # for one window of a candidate's timed calls
 def bench_of(settings: Settings, options: Options) -> Bench:
     """The problem with random parameters: with a fresh model's γ = 1 and β = 0 some mistakes would not show."""
     opened = open_problem(settings, options.file, options.shapes)
-    floating = next((x for x in leaves_of(list(opened.inputs)) if x.is_floating_point()), opened.output)
+    floating = next((x for x in tensors_in(list(opened.inputs)) if x.is_floating_point()), opened.output)
     device, is_linear = torch.device(settings.device), has_no_convolution(opened.model)
     mode = resolve(settings.precision, floating.dtype, device, is_linear)
     own = copy.deepcopy(opened.model.state_dict())

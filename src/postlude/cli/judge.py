@@ -11,7 +11,8 @@ from postlude import problem_file
 from postlude.check.budget import RMS_FACTOR, WORST_FACTOR
 from postlude.check.exam import Exam, IsolatedSide, Rules, SelfCheck, examine, self_check
 from postlude.check.isolation import Candidate, CandidateFailed, Limits, protect_this_process
-from postlude.check.sides import UnanswerableError, leaves_of
+from postlude.check.nested import tensors_in
+from postlude.check.sides import UnanswerableError
 from postlude.check.verdict import Errors, Judged, Verdict
 from postlude.cli.frame import COULD_NOT_RUN, DONE, NO, Answer, Settings
 from postlude.cli.output import say, show_table, working
@@ -156,5 +157,5 @@ def _row(judged: Judged) -> list[str]:
 
 def _most_bytes(opened: Opened) -> int:
     """The limit for one answer: twice the result, the gradients of inputs and parameters, or the state."""
-    held = leaves_of([opened.output, list(opened.inputs), dict(opened.model.state_dict())])
+    held = tensors_in([opened.output, list(opened.inputs), dict(opened.model.state_dict())])
     return 2 * sum(tensor.numel() * tensor.element_size() for tensor in held) + SPARE_BYTES

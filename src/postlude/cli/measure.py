@@ -15,8 +15,7 @@ from postlude.check.clock import Calls, Contestant, Estimate, Window, difference
 from postlude.check.distribution import distribution
 from postlude.check.floor import Ceilings, Work
 from postlude.check.footprint import launches, peak_bytes, saved_bytes
-from postlude.check.points import map_tensors
-from postlude.check.sides import leaves_of
+from postlude.check.nested import map_tensors, tensors_in
 from postlude.check.supply import Supply
 from postlude.cli.variants import FORWARD, STEP, WITH_GRAPH, Runner, flusher
 from postlude.cli.watch import Watch
@@ -135,7 +134,7 @@ def footprint_of(runner: Runner, device: str, train: bool) -> Footprint:
             count = launches(call) if device == "cuda" else None
         saved = None
         if train:
-            known = [*leaves_of(list(inputs)), *getattr(runner.model, "parameters", tuple)()]
+            known = [*tensors_in(list(inputs)), *getattr(runner.model, "parameters", tuple)()]
             fresh = [x.detach().requires_grad_() if _has_gradient(x) else x for x in inputs]
             saved = saved_bytes(lambda: runner.model(*fresh), known)
     return Footprint(peak, saved, count)

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from postlude import hardware
 from postlude.check.clock import Calls, Contestant, CudaEvents, Stopwatch, Window
 from postlude.check.isolation import Candidate
-from postlude.check.points import inputs_like, map_tensors
+from postlude.check.nested import map_tensors
+from postlude.check.points import inputs_like
 from postlude.check.supply import Supply
 from postlude.cli.race import Runnable, no_compiler
 from postlude.cli.session import Opened

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from postlude.check.isolation import Candidate, CandidateFailed, Limits, candidate
-from postlude.check.sides import named_tensors
+from postlude.check.nested import named_tensors
 from postlude.check.supply import Supply
 from postlude.errors import PostludeError
 

@@ -25,12 +25,12 @@ from postlude.check.exam.shapes import (
     SMALLEST,
     WORKING,
 )
+from postlude.check.nested import map_tensors
 from postlude.check.points import (
     Family,
     input_family,
     inputs_like,
     laid_out_like,
-    map_tensors,
     producer_biases,
     random_state,
 )

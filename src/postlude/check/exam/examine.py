@@ -40,6 +40,7 @@ from postlude.check.exam.shapes import WORKING
 from postlude.check.exam.sheet import Exam, Sheet, why_raises
 from postlude.check.exam.truths import Known
 from postlude.check.isolation.wire import is_dense
+from postlude.check.nested import tensors_in
 from postlude.check.sides import (
     Answering,
     CandidateError,
@@ -48,7 +49,6 @@ from postlude.check.sides import (
     key_findings,
     keys_of,
     lacks_memory,
-    leaves_of,
     some,
     unread_counters,
 )
@@ -68,7 +68,7 @@ def examine(
         findings = key_findings(keys_of(exam.reference), candidate.state_keys())
         if findings:
             return Verdict("wrong", tuple(findings), mode)
-        devices = {t.device for t in leaves_of(exam.shapes[WORKING].inputs) if t.device.type == "cuda"}
+        devices = {t.device for t in tensors_in(exam.shapes[WORKING].inputs) if t.device.type == "cuda"}
         with (
             torch.random.fork_rng(devices=sorted(devices, key=str)),
             torch.autocast(exam.truths.device.type, enabled=False),
@@ -219,7 +219,7 @@ class _Sitting:
         sheet = self.exam.sheet(case)
         result = self._ask(sheet.question, case)
         known = self.exam.known(sheet)
-        samples = next((tensor.shape[0] for tensor in leaves_of(sheet.question.inputs) if tensor.dim()), 0)
+        samples = next((tensor.shape[0] for tensor in tensors_in(sheet.question.inputs) if tensor.dim()), 0)
         samples = 0 if case.spoiled else samples  # a second operand need not have samples
         may_spread = case.family != MASKED or self.exam.has_products
         for name, truth in known.truth.items():

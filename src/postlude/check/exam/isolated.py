@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from postlude.check.compare import GRADIENT, Quantities
 from postlude.check.isolation import Answered, Candidate, CandidateFailed
-from postlude.check.sides import Answer, CandidateError, Question, StateKeys, named_tensors, parameter_findings
+from postlude.check.nested import named_tensors
+from postlude.check.sides import Answer, CandidateError, Question, StateKeys, parameter_findings
 
 
 class IsolatedSide:

@@ -18,9 +18,10 @@ from postlude.check.exam.cases import Case, can_be_spoiled, cases_for, inputs_of
 from postlude.check.exam.rules import Rules
 from postlude.check.exam.shapes import DECLARED, WORKING, Shape, in_layout, shapes_of
 from postlude.check.exam.truths import Known, Truths, in_double
+from postlude.check.nested import tensors_in
 from postlude.check.operations import Operations
 from postlude.check.points import inputs_like, producer_biases, random_state
-from postlude.check.sides import Question, UnanswerableError, Wants, leaves_of
+from postlude.check.sides import Question, UnanswerableError, Wants
 
 # Stretches of inputs and of parameter vectors, tried in turn until values lie on both sides of every bound.
 STRETCHES = ((4.0, 1.0), (16.0, 1.0), (64.0, 1.0), (1.0, 3.0), (1.0, 10.0), (16.0, 10.0), (0.1, 0.3))
@@ -62,7 +63,7 @@ class Exam:
             self.shapes = self._shapes(list(inputs))
             self.truths.takes_other_integers = self._takes_other_integers()
             self.range = self._range()
-            floating = sum(map(can_be_spoiled, leaves_of(self.shapes[WORKING].inputs)))
+            floating = sum(map(can_be_spoiled, tensors_in(self.shapes[WORKING].inputs)))
             cases = cases_for(list(self.shapes), rules.seeds, rules.seed, rules.backward, floating)
             self.cases = [case for case in cases if self._can_be_asked(case)]
             self.cases += self._bound_cases()
@@ -129,7 +130,7 @@ class Exam:
     def _takes_other_integers(self) -> bool:
         """Whether the reference accepts its integers in another order, as it does with labels and most indices."""
         given = self.shapes[WORKING].inputs
-        if all(tensor.is_floating_point() for tensor in leaves_of(given)):
+        if all(tensor.is_floating_point() for tensor in tensors_in(given)):
             return False
         other = inputs_like(given, "normal", 0, shuffles_integers=True)
         try:
@@ -182,7 +183,7 @@ class Exam:
         self.range = None
         if self._finite(drawn) or not self._finite(given):
             return None
-        tensors = [t for t in leaves_of(self.shapes[WORKING].inputs) if t.is_floating_point()]
+        tensors = [t for t in tensors_in(self.shapes[WORKING].inputs) if t.is_floating_point()]
         low, high = min(float(t.min()) for t in tensors), max(float(t.max()) for t in tensors)
         self.left_out.append(f"inputs outside [{low:g}, {high:g}]: the reference gives NaN or infinity there")
         return low, high
@@ -231,11 +232,11 @@ class Exam:
 
 
 def _sizes(inputs: list[Any]) -> tuple[Any, ...]:
-    return tuple(tuple(tensor.shape) for tensor in leaves_of(inputs))
+    return tuple(tuple(tensor.shape) for tensor in tensors_in(inputs))
 
 
 def _layouts(inputs: list[Any]) -> list[Any]:
-    return [(tensor.shape, tensor.stride()) for tensor in leaves_of(inputs)]
+    return [(tensor.shape, tensor.stride()) for tensor in tensors_in(inputs)]
 
 
 def _relative(changed: torch.Tensor, truth: torch.Tensor) -> float:

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from postlude.check.compare import Quantities
 from postlude.check.kinks import Kinks, all_ambiguous, either_side, few, spared
 from postlude.check.modes import FORMATS, RoundedOperands, has_no_convolution, pytorch_switches, resolve
-from postlude.check.points import inputs_like, map_tensors, random_state
+from postlude.check.nested import map_tensors, tensors_in
+from postlude.check.points import inputs_like, random_state
 from postlude.check.same_draws import SameDraws
-from postlude.check.sides import Question, Side, UnanswerableError, leaves_of
+from postlude.check.sides import Question, Side, UnanswerableError
 from postlude.errors import first_line
 
 OTHER = 10_000  # added to a seed for another input or other parameters
@@ -168,10 +169,10 @@ def as_dtype(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 
 def _dtype_of(module: nn.Module, inputs: Sequence[Any]) -> torch.dtype:
-    tensors = [*module.parameters(), *leaves_of(list(inputs))]
+    tensors = [*module.parameters(), *tensors_in(list(inputs))]
     return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
 
 
 def _device_of(module: nn.Module, inputs: Sequence[Any]) -> torch.device:
-    tensors = [*leaves_of(list(inputs)), *module.parameters()]
+    tensors = [*tensors_in(list(inputs)), *module.parameters()]
     return next((tensor.device for tensor in tensors), torch.device("cpu"))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,10 +15,12 @@ from torch import Tensor
 from postlude.check.isolation.buffers import NO_SEAL, can_be_sealed
 from postlude.check.isolation.process import CandidateFailed, Limits, Reply, Running
 from postlude.check.isolation.wire import DTYPES, UnsendableError, flatten, overlaps_itself
-from postlude.check.points import map_tensors
-from postlude.check.sides import Wants, named_tensors
+from postlude.check.nested import map_tensors, named_tensors
 from postlude.check.supply import Turns
 from postlude.errors import PostludeError
+
+if TYPE_CHECKING:
+    from postlude.check.sides import Wants
 
 POISON = 1  # memory is filled with its complement: -1.7e38 in fp32, NaN in fp16
 

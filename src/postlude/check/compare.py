@@ -18,7 +18,7 @@ from postlude.check.verdict import NONE, Errors, Judged, Verdict, conclude
 
 Quantities = dict[str, Tensor]
 Progress = Callable[[str], None] | None
-GRADIENT = "gradient of "
+OUTPUT, GRADIENT = "output", "gradient of "  # how the names of quantities begin
 LARGE_OFFSET = "large offset"
 # Gradients below this part of the largest one are judged by absolute error: the norm may cancel them.
 FLOOR_FRACTION = 1e-3
@@ -72,6 +72,11 @@ def compare(answers: Answers, findings: list[str]) -> dict[str, Point]:
     unexpected = answers.result.keys() - answers.truth.keys()
     findings += [f"{name}: PyTorch has none" for name in sorted(unexpected) if answers.result[name].any()]
     return points
+
+
+def is_output(name: str) -> bool:
+    """Whether a quantity is a result, and not a gradient or a buffer."""
+    return name.startswith(OUTPUT)
 
 
 def has_error(tensor: Tensor) -> bool:
@@ -232,7 +237,7 @@ def _compared(name: str, answers: Answers, truth: Tensor) -> dict[Key, Tensor]:
         # All channels may have the same gradient, so only zeros are tried as a null candidate.
         nulls = {"zeros": torch.zeros_like(truth)} if is_gradient else null_candidates(truth)
         found.update({(_NULL, null): values for null, values in nulls.items()})
-    if name.startswith("output"):
+    if is_output(name):
         further = (answers.nulls or {}).items()
         found.update({(_NULL, null): values[name] for null, values in further if name in values})
     if is_gradient:
@@ -283,7 +288,7 @@ def _judge_all(
         judge(
             name + suffix,
             [one.points[name] for one in rounds if name in one.points],
-            strict=strict and name.startswith("output"),
+            strict=strict and is_output(name),
             slack=slack,
             least=least,
             offset=offset,

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from postlude.check.budget import ULPS, WORST_FACTOR
+from postlude.check.max_pools import MAX_POOLS, Holding, ahead_of_the_second
 from postlude.check.operator_bounds import Given, bounds_of
-from postlude.check.pooled import MAX_POOLS, Holding, ahead_of_the_second
 
 # At most this share of a value is spared; otherwise little would be left to compare.
 MOST = 0.125

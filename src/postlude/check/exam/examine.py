@@ -6,23 +6,22 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from postlude import hardware
 from postlude.check.budget import (
     FEW_ELEMENTS,
-    RMS_FACTOR,
-    WORST_FACTOR,
     Point,
     budget_of,
     is_constant,
     pooled,
     spreads_of,
+    within,
 )
 from postlude.check.compare import (
     GRADIENT,
+    OUTPUT,
     Answers,
     Progress,
     Quantities,
@@ -30,6 +29,7 @@ from postlude.check.compare import (
     compare,
     contract_problem,
     has_error,
+    is_output,
     poison,
     same_bits,
     verdict_of,
@@ -37,9 +37,9 @@ from postlude.check.compare import (
 from postlude.check.exam.cases import MASKED, MOST_REPLACED, OFFSET, REQUIRED, Case
 from postlude.check.exam.nonfinite import lost_or_spread
 from postlude.check.exam.shapes import WORKING
-from postlude.check.exam.sheet import Exam, Sheet, why_raises
+from postlude.check.exam.sheet import Exam, Sheet
+from postlude.check.exam.strides import other_strides
 from postlude.check.exam.truths import Known
-from postlude.check.isolation.wire import is_dense
 from postlude.check.nested import tensors_in
 from postlude.check.sides import (
     Answering,
@@ -105,7 +105,10 @@ class _Sitting:
                 continue
             begin = time.monotonic()
             try:
-                self._answer(case, rounds)
+                if case.is_nonfinite:
+                    self._look_at_nonfinite(case)
+                else:
+                    rounds.append(self._round(case))
             except Exception as error:
                 if case.required or not lacks_memory(error):
                     raise
@@ -123,12 +126,6 @@ class _Sitting:
         if verdict.outcome == "wrong" and not self.findings and (where := _worst_place(rounds)) is not None:
             self.remarks.append(f"the largest error of the output is at the point “{where}”")
         return replace(verdict, notes=tuple(self._notes(verdict)))
-
-    def _answer(self, case: Case, rounds: list[Round]) -> None:
-        if case.is_nonfinite:
-            self._look_at_nonfinite(case)
-        else:
-            rounds.append(self._round(case))
 
     def _hopeless(self, rounds: list[Round]) -> bool:
         """Whether the result is so wrong that no further point can change the verdict."""
@@ -160,21 +157,22 @@ class _Sitting:
             self._look_at_strides(case, result, known)
             if self.findings or case.attempt == MOST_REPLACED or not _is_blind(_outputs(points)):
                 self.telling = self.telling or case
-                return Round(case.pool, points)
+                return Round(case.name, points)
             case = case.again()
 
     def _ask_candidate(self, sheet: Sheet) -> tuple[Quantities, Quantities | None]:
         case, question = sheet.case, sheet.question
-        first_time = self.held is None
-        result = self._ask(question, case, keep=first_time)
         if not case.repeated:
+            result = self._ask(question, case)
             self._look_at_held()
             return result, None
+        is_first = self.held is None
+        result = self._ask(question, case, keep=is_first)
         for tensor in result.values():
             poison(tensor)
         repeated = self._ask(replace(question, interrupted=question.backward), case)
-        if first_time:
-            self.held = {name: tensor for name, tensor in result.items() if name.startswith(("output", GRADIENT))}
+        if is_first:
+            self.held = {name: tensor for name, tensor in result.items() if name.startswith((OUTPUT, GRADIENT))}
         if not all(name in repeated and same_bits(one, repeated[name]) for name, one in result.items()):
             self.remarks.append(
                 "two answers to the same question differ in their last bits: the candidate is not deterministic"
@@ -193,7 +191,7 @@ class _Sitting:
         try:
             answer = self.candidate.ask(question, keep=keep)
         except CandidateError as error:
-            if (why := why_raises(self.exam, question)) is not None:
+            if (why := self.exam.why_raises(question)) is not None:
                 raise UnanswerableError(f"{case.name}: the reference raises as well ({why})") from error
             raise CandidateError(f"{error}{self._place(case)}") from error
         self.findings += [one for one in answer.findings if one not in self.findings]
@@ -223,30 +221,22 @@ class _Sitting:
         samples = 0 if case.spoiled else samples  # a second operand need not have samples
         may_spread = case.family != MASKED or self.exam.has_products
         for name, truth in known.truth.items():
-            if name.startswith("output"):
+            if is_output(name):
                 own, ours = known.own[name], result.get(name)
                 problem, note = contract_problem(name, ours, own), None
                 if problem is None and ours is not None:
                     problem, note = lost_or_spread(ours, own, truth, case.name, samples, may_spread)
-                self.findings += [problem] if problem else []
-                self.remarks += [note] if note else []
+                self._record(problem, note)
 
     def _look_at_strides(self, case: Case, result: Quantities, known: Known) -> None:
         for name, own in known.own.items():
             ours = result.get(name)
-            if name.startswith("output") and ours is not None and ours.shape == own.shape:
-                # A view with gaps, such as y[:, 0], says nothing about the layout that a caller relies on.
-                is_gapped = name in self.gapped
-                if (_steps(ours) == _steps(own) and not is_gapped) or not is_dense(own.shape, own.stride()):
-                    continue
-                if is_gapped:
-                    self.findings.append(f"{name}: a view with gaps, where PyTorch's result has none")
-                    continue
-                text = f"{name}: strides {ours.stride()}, PyTorch gives {own.stride()}"
-                if self.exam.shapes[case.shape].is_contiguous:
-                    self.findings.append(f"{text}, for contiguous inputs")
-                else:
-                    self.remarks.append(f"{text}, for {case.shape} inputs")
+            if is_output(name) and ours is not None and ours.shape == own.shape:
+                self._record(*other_strides(name, ours, own, name in self.gapped, self.exam.shapes[case.shape]))
+
+    def _record(self, finding: str | None, note: str | None) -> None:
+        self.findings += [finding] if finding else []
+        self.remarks += [note] if note else []
 
     def _lack(self, case: Case) -> str | None:
         """What a point would take too much of, if anything."""
@@ -289,7 +279,7 @@ def _differ_as_integers(known: Known) -> bool:
 
 
 def _outputs(points: Mapping[str, Point]) -> list[Point]:
-    return [point for name, point in points.items() if name.startswith("output")]
+    return [point for name, point in points.items() if is_output(name)]
 
 
 def _is_blind(points: Iterable[Point]) -> bool:
@@ -304,8 +294,4 @@ def _blind(point: Point) -> bool:
         return True
     budget = budget_of([point], [spread])
     crossing = [pooled([errors], [spread]) for name, errors in point.nulls.items() if name.startswith(CROSSING)]
-    return any(e.rms <= RMS_FACTOR * budget.rms and e.worst <= WORST_FACTOR * budget.worst for e in crossing)
-
-
-def _steps(tensor: Any) -> list[int]:
-    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+    return any(within(errors, budget) for errors in crossing)

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from postlude.check.budget import Point
-from postlude.check.compare import Quantities, cotangent
+from postlude.check.compare import Quantities, cotangent, is_output
 from postlude.check.exam.bounds import BoundWatch, listed
 from postlude.check.exam.cases import Case, can_be_spoiled, cases_for, inputs_of, state_of
 from postlude.check.exam.rules import Rules
 from postlude.check.exam.shapes import DECLARED, WORKING, Shape, in_layout, shapes_of
-from postlude.check.exam.truths import Known, Truths, in_double
+from postlude.check.exam.truths import Known, Truths
 from postlude.check.nested import tensors_in
 from postlude.check.operations import Operations
 from postlude.check.points import inputs_like, producer_biases, random_state
@@ -89,6 +89,14 @@ class Exam:
             sheet.known = self.truths.known(sheet.question, sheet.case.nulls)
         return sheet.known
 
+    def why_raises(self, question: Question) -> str | None:
+        """Why the reference itself cannot answer; None if it can."""
+        try:
+            self.truths.own(question)
+        except UnanswerableError as error:
+            return str(error)
+        return None
+
     def expected_seconds(self, shape: str) -> float:
         """The expected time for a shape not asked yet: the reference's time there, and the truth's share at the last
         point."""
@@ -109,12 +117,12 @@ class Exam:
 
     def ignored_parameters(self, case: Case) -> list[str]:
         """Parameters that do not affect the result at a point; each is replaced by new random numbers in turn."""
-        question = replace(in_double(self._question(case)), wants="none")
+        question = replace(self._question(case), wants="none")
         other = random_state(self.reference, case.state_seed + 1)
         truth, found = self.truths.exact(question), []
         for name, _ in self.reference.named_parameters():
             changed = self.truths.exact(replace(question, state={**question.state, name: other[name]}))
-            moved = [_relative(changed[one], truth[one]) for one in truth if one.startswith("output")]
+            moved = [_relative(changed[one], truth[one]) for one in truth if is_output(one)]
             found += [name] if max(moved) < torch.finfo(self.truths.dtype).eps / 8 else []
         return found
 
@@ -133,12 +141,10 @@ class Exam:
         if all(tensor.is_floating_point() for tensor in tensors_in(given)):
             return False
         other = inputs_like(given, "normal", 0, shuffles_integers=True)
-        try:
-            self.truths.own(Question(self.reference.state_dict(), other, 0, self.trains))
-        except UnanswerableError as error:
-            self.left_out.append(f"other integers than the file's: {error}")
-            return False
-        return True
+        why = self.why_raises(Question(self.reference.state_dict(), other, 0, self.trains))
+        if why is not None:
+            self.left_out.append(f"other integers than the file's: {why}")
+        return why is None
 
     def _cost(self, inputs: list[Any]) -> tuple[float, int]:
         begin = time.monotonic()
@@ -146,7 +152,7 @@ class Exam:
             own = self.truths.own(Question(self.reference.state_dict(), inputs, 0, self.trains))
         self.own_seconds[_sizes(inputs)] = time.monotonic() - begin
         self.has_products = self.has_products or operations.count > 0
-        outputs = {name: tensor for name, tensor in own.items() if name.startswith("output")}
+        outputs = {name: tensor for name, tensor in own.items() if is_output(name)}
         self._outputs[_sizes(inputs)] = {
             name: tensor.new_zeros(()).expand(tensor.shape) for name, tensor in outputs.items()
         }
@@ -163,13 +169,7 @@ class Exam:
 
     def _can_be_asked(self, case: Case) -> bool:
         """Whether the reference has the gradients of a point that asks for some of them only."""
-        if case.wants not in ("inputs", "parameters"):
-            return True
-        try:
-            self.truths.own(self._question(case))
-        except UnanswerableError:
-            return False
-        return True
+        return case.wants not in ("inputs", "parameters") or self.why_raises(self._question(case)) is None
 
     def _cotangents(self, inputs: list[Any], seed: int) -> tuple[Any, ...]:
         """One per output; those without a gradient get one that is not used."""
@@ -190,8 +190,8 @@ class Exam:
 
     def _finite(self, case: Case) -> bool:
         question = replace(self._question(case), wants="none")
-        found = [*self.truths.exact(in_double(question)).items(), *self.truths.own(question).items()]
-        return all(bool(torch.isfinite(one).all()) for name, one in found if name.startswith("output"))
+        found = [*self.truths.exact(question).items(), *self.truths.own(question).items()]
+        return all(bool(torch.isfinite(one).all()) for name, one in found if is_output(name))
 
     def _bound_cases(self) -> list[Case]:
         """Further points, if at the planned ones all values lie on one side of some bound of the reference."""
@@ -225,7 +225,7 @@ class Exam:
         return replace(Case("bounds", seed=seed, state_seed=seed), **how)  # type: ignore[arg-type]
 
     def _watched(self, case: Case) -> BoundWatch:
-        question, watch = replace(in_double(self._question(case)), wants="none"), BoundWatch()
+        question, watch = replace(self._question(case), wants="none"), BoundWatch()
         with watch:
             self.truths.exact(question)
         return watch
@@ -244,12 +244,3 @@ def _relative(changed: torch.Tensor, truth: torch.Tensor) -> float:
         return 0.0 if torch.equal(changed, truth) else math.inf
     difference = float((changed - truth).nan_to_num().abs().max()) if truth.numel() else 0.0
     return difference / max(float(truth.nan_to_num().abs().max()), 1e-300)
-
-
-def why_raises(exam: Exam, question: Question) -> str | None:
-    """Why the reference itself cannot answer; None if it can."""
-    try:
-        exam.truths.own(question)
-    except UnanswerableError as error:
-        return str(error)
-    return None

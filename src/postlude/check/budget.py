@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from postlude.check.deviations import TOLERANCE, Deviation, Scale
 from postlude.check.draws import offset_for
 from postlude.check.verdict import NONE, Errors, Judged, Outcome
-from postlude.check.verdict import Verdict as Verdict
-from postlude.check.verdict import combine as combine
 
 RMS_FACTOR = 2.0
 WORST_FACTOR = 4.0

@@ -17,11 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from postlude.chain import Chain, Convolution, Normalize, Pointwise, Role, Slot
-from postlude.check.draws import LARGEST_OFFSET, SMALL, normal, uniform
-from postlude.check.draws import Family as Family
-from postlude.check.draws import draw as draw
-from postlude.check.draws import generator_for as generator_for
-from postlude.check.draws import offset_for as offset_for
+from postlude.check.draws import LARGEST_OFFSET, SMALL, Family, draw, generator_for, normal, offset_for, uniform
 from postlude.check.isolation.wire import distinct_part, zeros_laid_out_like
 from postlude.check.nested import map_tensors
 

@@ -24,14 +24,14 @@ from postlude.cli.output import check_writable, working
 from postlude.cli.report import check_report
 from postlude.cli.session import machine_data
 from postlude.cli.site_times import site_seconds
-from postlude.cli.variants import CANDIDATE, EAGER, FORWARD, LEVELS, POSTLUDE, STEP, Isolated
+from postlude.cli.variants import FORWARD, LEVELS, STEP, Isolated
 from postlude.cli.watch import RANDOM, Watch, is_random
 from postlude.errors import PostludeError
 from postlude.report import gather, model, write
 from postlude.report.groups import FEW
+from postlude.report.model import CANDIDATE, EAGER, POSTLUDE
 from postlude.report.write import to_json
 
-__all__ = ["Options", "bench", "run"]
 SAME_INPUTS = "new inputs for timed calls: integers stay as they are, so remembered answers are not found"
 
 

@@ -22,10 +22,7 @@ from postlude.cli.session import fuse, open_problem
 from postlude.cli.variants import (
     AUTOTUNED,
     BENCHMARKED,
-    CANDIDATE,
-    COMPILE,
     FORWARD,
-    POSTLUDE,
     STEP,
     WITH_GRAPH,
     Baselines,
@@ -39,6 +36,7 @@ from postlude.cli.variants import (
 from postlude.cli.watch import crowded
 from postlude.errors import PostludeError
 from postlude.plan import Refusal
+from postlude.report.model import CANDIDATE, COMPILE, POSTLUDE
 
 STATE_SEED = 61
 WINDOW_LIMIT_S = 120.0  # for one window of a candidate's timed calls

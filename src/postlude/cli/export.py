@@ -20,15 +20,16 @@ from postlude.check.verdict import Verdict
 from postlude.cli.chains import verdict_words
 from postlude.cli.frame import DONE, NO, Answer, Settings
 from postlude.cli.judge import CODES, any_seed, exam_for, judged_file, show_verdict
-from postlude.cli.output import check_writable, complain, say, show_table, working, write_whole
-from postlude.cli.race import EAGER, Course, race
+from postlude.cli.output import check_writable, complain, say, show_table, working
+from postlude.cli.race import race
 from postlude.cli.recorded import measured
 from postlude.cli.session import Opened, machine_data, open_problem
 from postlude.errors import PostludeError
 from postlude.export.export_model import HOPPER, Export
 from postlude.export.export_model import export as export_model
 from postlude.export.figures import Figures, figures
-from postlude.report.model import Interval
+from postlude.files import write_whole
+from postlude.report.model import EAGER, Interval
 from postlude.report.words import comparison
 
 FILE = "the file"
@@ -137,7 +138,7 @@ def _timed(settings: Settings, opened: Opened, model: nn.Module | None) -> dict[
         return {}
     inputs = [opened.inputs, opened.problem.inputs(settings.device, seed=1)]
     with working("Timing", timed=True) as update:
-        return race({EAGER: opened.model, FILE: model}, Course(inputs, ROUNDS, TIMING_SECONDS), update)
+        return race({EAGER: opened.model, FILE: model}, inputs, ROUNDS, TIMING_SECONDS, update)
 
 
 def _show(settings: Settings, made: Export, checked: Checked, timings: dict[str, Estimate], read: Figures) -> None:

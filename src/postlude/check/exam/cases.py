@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from postlude.check.compare import LARGE_OFFSET
+from postlude.check.draws import Family
 from postlude.check.exam.shapes import (
     CHANNELS_LAST,
     DECLARED,
@@ -27,7 +28,6 @@ from postlude.check.exam.shapes import (
 )
 from postlude.check.nested import map_tensors
 from postlude.check.points import (
-    Family,
     input_family,
     inputs_like,
     laid_out_like,

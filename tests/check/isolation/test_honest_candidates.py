@@ -209,7 +209,7 @@ def test_a_result_that_is_overwritten_later_shows(versatile: Candidate) -> None:
     first = versatile.forward(["own_buffer", torch.ones(3)], keep=True).outputs
     versatile.forward(["own_buffer", torch.zeros(3)])
     assert torch.equal(first, torch.ones(3))
-    assert torch.equal(versatile.kept(), torch.zeros(3))
+    assert torch.equal(versatile.kept()[0], torch.zeros(3))
 
 
 @pytest.mark.parametrize("kind", ["sparse", "quantised", "subclass"])

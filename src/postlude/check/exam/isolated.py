@@ -49,8 +49,8 @@ class IsolatedSide:
         return Answer(found, tuple(findings), answered.gapped)
 
     def kept(self) -> Quantities:
-        gradients = {GRADIENT + name: one for name, one in _said(self.candidate.kept_gradients).items()}
-        return named_tensors("output", _said(self.candidate.kept)) | gradients
+        outputs, gradients = _said(self.candidate.kept)
+        return named_tensors("output", outputs) | {GRADIENT + name: one for name, one in gradients.items()}
 
 
 def _findings(answered: Answered) -> list[str]:

@@ -27,8 +27,8 @@ MIN_SPREAD_ULPS = 8
 
 
 @dataclass(frozen=True)
-class Point:
-    """Everything that judging needs to know about one quantity at one test point; no tensors."""
+class Measured:
+    """One quantity at one test point: everything that judging needs to know about it; no tensors."""
 
     scale: Scale
     result: Deviation
@@ -48,7 +48,7 @@ def pooled(errors: Sequence[Errors], spreads: Sequence[float]) -> Errors:
     )
 
 
-def budget_of(points: Sequence[Point], spreads: Sequence[float]) -> Errors:
+def budget_of(points: Sequence[Measured], spreads: Sequence[float]) -> Errors:
     own = pooled([point.own.errors for point in points], spreads)
     mode = pooled([point.mode.errors for point in points], spreads)
     ulp = pooled([_ulp(point) for point in points], spreads)
@@ -63,7 +63,7 @@ def within(errors: Errors, budget: Errors) -> bool:
     return errors.rms <= RMS_FACTOR * budget.rms and errors.worst <= WORST_FACTOR * budget.worst
 
 
-def nulls_rejected(points: Sequence[Point], spreads: Sequence[float], budget: Errors) -> dict[str, bool]:
+def nulls_rejected(points: Sequence[Measured], spreads: Sequence[float], budget: Errors) -> dict[str, bool]:
     """Null candidate → whether these points and this budget reject it."""
     names = dict.fromkeys(name for point in points for name in point.nulls)
     rejected = {}
@@ -75,7 +75,7 @@ def nulls_rejected(points: Sequence[Point], spreads: Sequence[float], budget: Er
 
 def judge(
     name: str,
-    points: Sequence[Point],
+    points: Sequence[Measured],
     *,
     strict: bool = False,
     slack: float = 1.0,
@@ -106,7 +106,7 @@ def judge(
 
 def _outcome(
     name: str,
-    points: Sequence[Point],
+    points: Sequence[Measured],
     errors: Errors,
     budget: Errors,
     rejected: Mapping[str, bool],
@@ -137,14 +137,14 @@ def _outcome(
     return "right", ()
 
 
-def _too_few(name: str, points: Sequence[Point], refused: int) -> tuple[Outcome, tuple[str, ...]]:
+def _too_few(name: str, points: Sequence[Measured], refused: int) -> tuple[Outcome, tuple[str, ...]]:
     if any(not math.isfinite(p.result.errors.worst) and math.isfinite(p.own.errors.worst) for p in points):
         return "wrong", (f"{name}: NaN or infinite values are not where the truth has them",)
     why = f"; {refused} refused because the truth there is nearly constant" if refused else ""
     return "cannot tell", (f"{name}: {len(points) - refused} usable points, {MIN_POINTS} are needed{why}",)
 
 
-def spreads_of(points: Sequence[Point]) -> list[float]:
+def spreads_of(points: Sequence[Measured]) -> list[float]:
     counted = [point.scale for point in points if point.scale.count]
     total = sum(scale.count for scale in counted)
     mean = sum(scale.count * scale.mean for scale in counted) / max(total, 1)
@@ -153,19 +153,19 @@ def spreads_of(points: Sequence[Point]) -> list[float]:
     return [max(shared if _shares_spread(point) else point.scale.spread, point.floor) for point in points]
 
 
-def _shares_spread(point: Point) -> bool:
+def _shares_spread(point: Measured) -> bool:
     """Whether a point's own spread means little: that of few elements, or of a truth that PyTorch cannot tell from
     zero, as the mean of a normalized value with γ = 1 and β = 0."""
     is_faint = not point.floor and point.scale.rms < point.own.errors.rms < math.inf
     return 0 < point.scale.count < FEW_ELEMENTS or is_faint
 
 
-def is_constant(point: Point, spread: float) -> bool:
+def is_constant(point: Measured, spread: float) -> bool:
     """Whether a truth is constant. One below its dtype's smallest number counts too, as a saturated softmax's
     gradient."""
     return not spread > max(MIN_SPREAD_ULPS * point.scale.eps * point.scale.rms, point.scale.ulp.rms)
 
 
-def _ulp(point: Point) -> Errors:
+def _ulp(point: Measured) -> Errors:
     least = point.scale.eps * point.floor
     return Errors(max(point.scale.ulp.rms, least), max(point.scale.ulp.worst, least))

@@ -12,7 +12,7 @@ import torch
 from postlude import hardware
 from postlude.check.budget import (
     FEW_ELEMENTS,
-    Point,
+    Measured,
     budget_of,
     is_constant,
     pooled,
@@ -23,9 +23,9 @@ from postlude.check.compare import (
     GRADIENT,
     OUTPUT,
     Answers,
+    AtPoint,
     Progress,
     Quantities,
-    Round,
     compare,
     contract_problem,
     has_error,
@@ -98,7 +98,7 @@ class _Sitting:
         self.tells_integers = False  # integers of the result are others for other inputs
 
     def run(self, cases: Sequence[Case], progress: Progress) -> Verdict:
-        rounds: list[Round] = []
+        points: list[AtPoint] = []
         for number, case in enumerate(cases):
             if not case.required and (lack := self._lack(case)):
                 self.skipped.setdefault(lack, []).append(case.name)
@@ -108,7 +108,7 @@ class _Sitting:
                 if case.is_nonfinite:
                     self._look_at_nonfinite(case)
                 else:
-                    rounds.append(self._round(case))
+                    points.append(self._measured(case))
             except Exception as error:
                 if case.required or not lacks_memory(error):
                     raise
@@ -116,24 +116,24 @@ class _Sitting:
             self.costs[case.shape] = time.monotonic() - begin
             if progress:
                 progress(f"point {number + 1} of {len(cases)} ({case.name})")
-            if self.findings or (number + 1 >= REQUIRED and self._hopeless(rounds)):
+            if self.findings or (number + 1 >= REQUIRED and self._hopeless(points)):
                 break
         least = self.exam.rules.least
-        verdict = verdict_of(rounds, self.findings, self.exam.truths.mode, faint=True, least=least, offset=OFFSET)
-        if self.tells_integers and not self.findings and not any(one.points for one in rounds):
+        verdict = verdict_of(points, self.findings, self.exam.truths.mode, faint=True, least=least, offset=OFFSET)
+        if self.tells_integers and not self.findings and not any(one.quantities for one in points):
             verdict = Verdict("right", (), self.exam.truths.mode)
             self.remarks.append("the result consists of integers, and all of them are PyTorch's")
-        if verdict.outcome == "wrong" and not self.findings and (where := _worst_place(rounds)) is not None:
+        if verdict.outcome == "wrong" and not self.findings and (where := _worst_place(points)) is not None:
             self.remarks.append(f"the largest error of the output is at the point “{where}”")
         return replace(verdict, notes=tuple(self._notes(verdict)))
 
-    def _hopeless(self, rounds: list[Round]) -> bool:
+    def _hopeless(self, points: list[AtPoint]) -> bool:
         """Whether the result is so wrong that no further point can change the verdict."""
-        judged = verdict_of(rounds, [], self.exam.truths.mode, faint=True).quantities
+        judged = verdict_of(points, [], self.exam.truths.mode, faint=True).quantities
         numbers = [(one.errors.rms, one.budget.rms) for one in judged if one.errors and one.budget]
         return any(error > FAR * budget for error, budget in numbers)
 
-    def _round(self, case: Case) -> Round:
+    def _measured(self, case: Case) -> AtPoint:
         while True:
             sheet = self.exam.sheet(case)
             result, repeated = self._ask_candidate(sheet)
@@ -147,17 +147,17 @@ class _Sitting:
                 repeated,
                 known.nulls,
                 known.single,
-                before=sheet.points,
+                before=sheet.measured,
                 guesses=case.shape == WORKING,
                 flipped=known.flipped,
             )
-            points = compare(answers, self.findings)
+            measured = compare(answers, self.findings)
             self.tells_integers = self.tells_integers or _differ_as_integers(known)
-            sheet.points = sheet.points or points
+            sheet.measured = sheet.measured or measured
             self._look_at_strides(case, result, known)
-            if self.findings or case.attempt == MOST_REPLACED or not _is_blind(_outputs(points)):
+            if self.findings or case.attempt == MOST_REPLACED or not _is_blind(_outputs(measured)):
                 self.telling = self.telling or case
-                return Round(case.name, points)
+                return AtPoint(case.name, measured)
             case = case.again()
 
     def _ask_candidate(self, sheet: Sheet) -> tuple[Quantities, Quantities | None]:
@@ -261,11 +261,11 @@ class _Sitting:
                     yield f"the result does not depend on {some(ignored)}: anything done with it passes"
 
 
-def _worst_place(rounds: Sequence[Round]) -> str | None:
+def _worst_place(points: Sequence[AtPoint]) -> str | None:
     """The name of the point at which an output is furthest from the truth."""
-    found = [(one.family, point) for one in rounds for point in _outputs(one.points)]
-    spreads = spreads_of([point for _, point in found])
-    ratios = [p.result.errors.rms / max(s, p.scale.ulp.rms, 1e-300) for (_, p), s in zip(found, spreads)]
+    found = [(one.name, measured) for one in points for measured in _outputs(one.quantities)]
+    spreads = spreads_of([measured for _, measured in found])
+    ratios = [m.result.errors.rms / max(s, m.scale.ulp.rms, 1e-300) for (_, m), s in zip(found, spreads)]
     return found[ratios.index(max(ratios))][0] if found else None
 
 
@@ -278,20 +278,20 @@ def _differ_as_integers(known: Known) -> bool:
     )
 
 
-def _outputs(points: Mapping[str, Point]) -> list[Point]:
-    return [point for name, point in points.items() if is_output(name)]
+def _outputs(quantities: Mapping[str, Measured]) -> list[Measured]:
+    return [measured for name, measured in quantities.items() if is_output(name)]
 
 
-def _is_blind(points: Iterable[Point]) -> bool:
+def _is_blind(outputs: Iterable[Measured]) -> bool:
     """Whether every output's truth is nearly constant here, or the same for other inputs or parameters."""
-    found = [_blind(point) for point in points if point.scale.count >= FEW_ELEMENTS]
+    found = [_blind(output) for output in outputs if output.scale.count >= FEW_ELEMENTS]
     return bool(found) and all(found)
 
 
-def _blind(point: Point) -> bool:
-    spread = point.scale.spread
-    if is_constant(point, spread):
+def _blind(output: Measured) -> bool:
+    spread = output.scale.spread
+    if is_constant(output, spread):
         return True
-    budget = budget_of([point], [spread])
-    crossing = [pooled([errors], [spread]) for name, errors in point.nulls.items() if name.startswith(CROSSING)]
+    budget = budget_of([output], [spread])
+    crossing = [pooled([errors], [spread]) for name, errors in output.nulls.items() if name.startswith(CROSSING)]
     return any(within(errors, budget) for errors in crossing)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from postlude.check.budget import Point
+from postlude.check.budget import Measured
 from postlude.check.compare import Quantities, cotangent, is_output
 from postlude.check.exam.bounds import BoundWatch, listed
 from postlude.check.exam.cases import Case, can_be_spoiled, cases_for, inputs_of, state_of
@@ -41,7 +41,7 @@ class Sheet:
     case: Case
     question: Question
     known: Known | None = None
-    points: dict[str, Point] | None = None  # as first measured, for whichever candidate
+    measured: dict[str, Measured] | None = None  # when it was first asked, of whichever candidate
 
 
 class Exam:

@@ -33,7 +33,7 @@ class Measured:
     scale: Scale
     result: Deviation
     own: Deviation  # PyTorch's, in the same mode
-    mode: Deviation  # of the precision itself: operands rounded, the rest in float64
+    rounded: Deviation  # of the precision mode itself: operands rounded, the rest in float64
     nulls: Mapping[str, Errors] = field(default_factory=dict)
     floor: float = 0.0  # errors are relative to at least this; for gradients whose truth may be zero
     kinks: Errors = NONE  # the error that elements within rounding of a kink may add, if no cotangent spares them
@@ -50,7 +50,7 @@ def pooled(errors: Sequence[Errors], spreads: Sequence[float]) -> Errors:
 
 def budget_of(points: Sequence[Measured], spreads: Sequence[float]) -> Errors:
     own = pooled([point.own.errors for point in points], spreads)
-    mode = pooled([point.mode.errors for point in points], spreads)
+    mode = pooled([point.rounded.errors for point in points], spreads)
     ulp = pooled([_ulp(point) for point in points], spreads)
     kinks = pooled([point.kinks for point in points], spreads)
     return Errors(
@@ -99,7 +99,7 @@ def judge(
     budget = Errors(max(budget.rms, rounding), max(budget.worst, rounding))
     rejected = nulls_rejected(points, spreads, budget)
     outcome, reasons = _outcome(name, points, errors, budget, rejected, strict)
-    own, mode = (pooled([getattr(p, what).errors for p in points], spreads) for what in ("own", "mode"))
+    own, mode = (pooled([getattr(p, what).errors for p in points], spreads) for what in ("own", "rounded"))
     passing = tuple(null for null, is_rejected in rejected.items() if not is_rejected)
     return Judged(name, outcome, reasons, errors, budget, own, mode, len(points), refused, passing)
 

@@ -39,7 +39,7 @@ class Answers:
     result: Quantities
     own: Quantities
     truth: Quantities
-    mode: Quantities | None = None
+    rounded: Quantities | None = None
     repeated: Quantities | None = None  # the candidate's second answer to the same question
     nulls: Mapping[str, Quantities] | None = None  # further answers that must be rejected, for outputs
     single: tuple[Quantities, Quantities] | None = None  # for float64 data: PyTorch in float32, and its truth
@@ -208,7 +208,7 @@ def _measured(name: str, answers: Answers, truth: Tensor) -> Measured:
         scale=scale_of(truth, answers.own[name].dtype.to_real()),
         result=result,
         own=found[_OWN] if answers.single is None else _own_in_float64(name, *answers.single),
-        mode=found.get(_MODE, EXACT),
+        rounded=found.get(_ROUNDED, EXACT),
         nulls={null: one.errors for (what, null), one in found.items() if what == _NULL},
         # How much gradients may differ because elements lie on either side of a kink.
         kinks=Errors(math.hypot(*(one.rms for one in sides), 0.0), sum(one.worst for one in sides)),
@@ -216,7 +216,7 @@ def _measured(name: str, answers: Answers, truth: Tensor) -> Measured:
 
 
 Key = tuple[str, str]  # what is compared, and its name where there are several
-_RESULT, _REPEATED, _OWN, _MODE = (("result", ""), ("repeated", ""), ("own", ""), ("mode", ""))
+_RESULT, _REPEATED, _OWN, _ROUNDED = (("result", ""), ("repeated", ""), ("own", ""), ("rounded", ""))
 _NULL, _SIDE = "null", "side of a kink"
 
 
@@ -231,8 +231,8 @@ def _compared(name: str, answers: Answers, truth: Tensor) -> dict[Key, Tensor]:
     is_gradient = name.startswith(GRADIENT)
     if answers.single is None:
         found[_OWN] = answers.own[name]
-    if answers.mode is not None:
-        found[_MODE] = answers.mode[name]
+    if answers.rounded is not None:
+        found[_ROUNDED] = answers.rounded[name]
     if answers.guesses:
         # All channels may have the same gradient, so only zeros are tried as a null candidate.
         nulls = {"zeros": torch.zeros_like(truth)} if is_gradient else null_candidates(truth)

@@ -131,11 +131,11 @@ def _answers(
     if seed == 0:
         poison(sides.own.output)
         repeated = _candidate(lambda: evaluated(run, chain, tensors, backward).quantities(weights))
-    own, truth, bare = sides.quantities(weights)
+    own, truth, rounded = sides.quantities(weights)
     flipped = sides.flipped(left, weights) if left is not None else ()
     nulls = sides.nulls(seed) if with_nulls else None
     single = in_single(chain, tensors, weights) if own["output"].dtype == torch.float64 else None
-    return Answers(result, own, truth, bare, repeated, nulls, single, guesses=with_nulls, flipped=flipped)
+    return Answers(result, own, truth, rounded, repeated, nulls, single, guesses=with_nulls, flipped=flipped)
 
 
 def _can_tell(one: AtPoint) -> bool:

@@ -16,7 +16,7 @@ from postlude.check.verdict import combine
 from postlude.cli.bench_state import Bench, Options
 from postlude.cli.chains import verdict_words
 from postlude.cli.frame import Settings
-from postlude.cli.judge import judged_file, started
+from postlude.cli.judge import judge_file, started, usual_rules
 from postlude.cli.output import working
 from postlude.cli.session import fuse, open_problem
 from postlude.cli.variants import (
@@ -70,7 +70,8 @@ def enter(one: Bench) -> None:
     device, options = one.settings.device, one.options
     level = options.baselines or ("all" if device == "cuda" else "usual")
     if options.candidate is not None:
-        verdict = judged_file(one.settings, one.opened, options.candidate, options.train)
+        rules = usual_rules(one.settings, options.train)
+        verdict = judge_file(one.settings, one.opened, options.candidate, rules).verdict
         one.verdicts[CANDIDATE], one.notes[CANDIDATE] = verdict, verdict_words(verdict)
     eager = pytorch_ways(one.opened, device, one.state, one.sets, level)
     compiled = Baselines()

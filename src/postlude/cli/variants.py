@@ -235,7 +235,7 @@ def training_step(model: Runnable, weights: Tensor) -> Runnable:
     def step(*inputs: Any) -> None:
         for parameter in parameters:
             parameter.grad = None
-        result = model(*_leaves(inputs))
+        result = model(*as_leaves(inputs))
         if not result.requires_grad:
             raise PostludeError("--train needs a model whose result has a gradient.")
         result.backward(weights)
@@ -249,7 +249,7 @@ def _direction(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> T
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
 
 
-def _leaves(inputs: Sequence[Any]) -> list[Any]:
+def as_leaves(inputs: Sequence[Any]) -> list[Any]:
     """The inputs as leaves that need a gradient, as for a layer inside a network."""
     return [x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs]
 
@@ -258,7 +258,7 @@ def _work(model: Runnable, work: str, output: Tensor) -> Runnable:
     if work == STEP:
         return training_step(model, _direction(output.shape, output.dtype, output.device))
     if work == WITH_GRAPH:
-        return lambda *inputs: model(*_leaves(inputs))
+        return lambda *inputs: model(*as_leaves(inputs))
     return model
 
 

@@ -35,9 +35,9 @@ from postlude.check.compare import (
     verdict_of,
 )
 from postlude.check.exam.cases import MASKED, MOST_REPLACED, OFFSET, REQUIRED, Case
+from postlude.check.exam.exam import Exam, Sheet
 from postlude.check.exam.nonfinite import lost_or_spread
 from postlude.check.exam.shapes import WORKING
-from postlude.check.exam.sheet import Exam, Sheet
 from postlude.check.exam.strides import other_strides
 from postlude.check.exam.truths import Known
 from postlude.check.nested import tensors_in
@@ -143,7 +143,7 @@ class _Sitting:
                 result,
                 known.own,
                 known.truth,
-                known.mode,
+                known.rounded,
                 repeated,
                 known.nulls,
                 known.single,

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from postlude.check.compare import Progress, Quantities
+from postlude.check.exam.exam import Exam
 from postlude.check.exam.examine import examine
 from postlude.check.exam.mutations import Args, Change, changes_of
 from postlude.check.exam.shapes import DECLARED
-from postlude.check.exam.sheet import Exam
 from postlude.check.exam.truths import as_doubles
 from postlude.check.interception import Interception
 from postlude.check.modes import pytorch_switches

@@ -32,7 +32,7 @@ class Known:
 
     own: Quantities
     truth: Quantities
-    mode: Quantities | None
+    rounded: Quantities | None  # in float64 with rounded operands, where the precision mode rounds them
     single: tuple[Quantities, Quantities] | None
     nulls: dict[str, Quantities]
     flipped: tuple[Quantities, ...] = ()  # the truth with elements at a kink on one side, and on the other
@@ -58,12 +58,12 @@ class Truths:
         asked = time.monotonic()
         truth = self.exact(question, own)
         self.seconds = asked - begin, time.monotonic() - asked
-        bare, rounded = None, FORMATS[self.mode]
-        if rounded is not None:
-            with RoundedOperands(rounded):
-                bare = self.exact(question, own)
+        rounded, form = None, FORMATS[self.mode]
+        if form is not None:
+            with RoundedOperands(form):
+                rounded = self.exact(question, own)
         nulls = self._nulls(question) if with_nulls else {}
-        return Known(own, truth, bare, self._single(question), nulls, self._flipped(question, own))
+        return Known(own, truth, rounded, self._single(question), nulls, self._flipped(question, own))
 
     def own(self, question: Question) -> Quantities:
         with pytorch_switches(self.mode, self.device):
@@ -85,11 +85,11 @@ class Truths:
                 answer = self._forward(self.own_side, question)
             with Kinks() as true:
                 outputs = self._forward(self.exact_side, exact)
-            sides, rounded = [own.meetings], FORMATS[self.mode]
-            if rounded is not None:
-                with torch.no_grad(), RoundedOperands(rounded), Kinks() as bare:
+            sides, form = [own.meetings], FORMATS[self.mode]
+            if form is not None:
+                with torch.no_grad(), RoundedOperands(form), Kinks() as rounded:
                     self._forward(self.exact_side, exact)
-                sides.append(bare.meetings)
+                sides.append(rounded.meetings)
             near = all_ambiguous(true.meetings, *sides)
         except UnanswerableError:
             return question

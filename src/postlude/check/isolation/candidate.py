@@ -80,7 +80,7 @@ class Candidate:
         # Also if it is never closed, and when the interpreter exits.
         self._finalizer = weakref.finalize(self, self._running.close)
         try:
-            copied = self._running.bring(Path(path))
+            copied = self._running.copy_in(Path(path))
             self._ask("poison", {"byte": POISON if poisoned else 0}, "its start", self.limits.start_s)
             start = {**given, "path": str(copied), "device": device, "precision": precision}
             self.skipped = self._protections(self._ask("start", start, "its start", self.limits.start_s).value)

@@ -22,7 +22,14 @@ import torch
 from torch import Tensor
 
 from postlude.check.isolation.buffers import Buffer
-from postlude.check.isolation.environment import CODE_FOLDER, WORKING_FOLDER, Ears, bytes_under, furnish, remove
+from postlude.check.isolation.environment import (
+    CODE_FOLDER,
+    WORKING_FOLDER,
+    OutputReader,
+    bytes_under,
+    make_folders,
+    remove,
+)
 from postlude.check.isolation.wire import (
     LENGTH_BYTES,
     MAX_MESSAGE_BYTES,
@@ -91,7 +98,7 @@ class Running:
         self.ending: str | None = None  # why the process has ended
         self._connection, theirs = socket.socketpair()
         try:
-            self._start(theirs, furnish(self.folder, os.environ))
+            self._start(theirs, make_folders(self.folder, os.environ))
         except BaseException:
             self._connection.close()
             remove(self.folder)
@@ -112,13 +119,13 @@ class Running:
                 start_new_session=True,  # its own process group, so that what it starts ends with it
             )
         assert self.process.stdout is not None
-        self._ears = Ears(self.process.stdout.fileno(), self.limits.said_bytes)
+        self._output = OutputReader(self.process.stdout.fileno(), self.limits.said_bytes)
 
     @property
     def said(self) -> str:
-        return self._ears.text
+        return self._output.text
 
-    def bring(self, file: Path) -> Path:
+    def copy_in(self, file: Path) -> Path:
         """Copies a file into the candidate's folder, which holds nothing else."""
         try:
             return Path(shutil.copyfile(file, self.folder / CODE_FOLDER / file.name))
@@ -281,7 +288,7 @@ class Running:
             self._exit_code(self.limits.grace_s)
         self._signal(signal.SIGKILL)
         self.process.wait()
-        self._ears.close()
+        self._output.close()
         assert self.process.stdout is not None
         self.process.stdout.close()
         remove(self.folder)

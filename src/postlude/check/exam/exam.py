@@ -44,6 +44,19 @@ class Sheet:
     measured: dict[str, Measured] | None = None  # when it was first asked, of whichever candidate
 
 
+@dataclass(frozen=True)
+class Call:
+    """One call of the reference."""
+
+    seconds: float
+    operations: int
+    outputs: Quantities  # of zeros: shapes and dtypes only
+
+    @property
+    def elements(self) -> int:
+        return sum(tensor.numel() for tensor in self.outputs.values())
+
+
 class Exam:
     """An examination, made once for a reference; with `remember`, all candidates get the same questions."""
 
@@ -53,9 +66,7 @@ class Exam:
         self.trains = reference.training
         self.truths = Truths(reference, inputs, rules.precision)
         self.left_out: list[str] = []
-        self.own_seconds: dict[tuple[Any, ...], float] = {}  # one call of the reference at these sizes
-        self._outputs: dict[tuple[Any, ...], Quantities] = {}  # of zeros: shapes and dtypes only
-        self.has_products = False  # convolutions, linear layers, matrix products
+        self._calls: dict[tuple[Any, ...], Call] = {}  # the last one at each size of the inputs
         self._remember = remember
         self._has_bias = bool(producer_biases(reference))
         self._sheets: dict[tuple[Any, ...], Sheet] = {}
@@ -100,20 +111,19 @@ class Exam:
     def expected_seconds(self, shape: str) -> float:
         """The expected time for a shape not asked yet: the reference's time there, and the truth's share at the last
         point."""
-        sizes = _sizes(self.shapes[shape].inputs)
-        if sizes not in self.own_seconds:
-            self._cost(self.shapes[shape].inputs)
         own, exact = self.truths.seconds
         share = exact / own if own else 1.0
-        return self.own_seconds[sizes] * (share + COMPARING) * (3.0 if self.rules.backward else 1.0)
+        seconds = self._call_at(self.shapes[shape].inputs).seconds
+        return seconds * (share + COMPARING) * (3.0 if self.rules.backward else 1.0)
 
     def needed_bytes(self, shape: str) -> float:
         """Memory of the host for a point at this shape: about as much as for a softmax."""
-        inputs = self.shapes[shape].inputs
-        if _sizes(inputs) not in self._outputs:
-            self._cost(inputs)
-        outputs = sum(tensor.numel() for tensor in self._outputs[_sizes(inputs)].values())
-        return HELD * (self.shapes[shape].elements + outputs)
+        return HELD * (self.shapes[shape].elements + self._call_at(self.shapes[shape].inputs).elements)
+
+    @property
+    def has_products(self) -> bool:
+        """Whether the reference has convolutions, linear layers or other matrix products."""
+        return any(call.operations for call in self._calls.values())
 
     def ignored_parameters(self, case: Case) -> list[str]:
         """Parameters that do not affect the result at a point; each is replaced by new random numbers in turn."""
@@ -147,16 +157,21 @@ class Exam:
         return why is None
 
     def _cost(self, inputs: list[Any]) -> tuple[float, int]:
+        call = self._call(inputs)
+        return call.operations, call.elements
+
+    def _call_at(self, inputs: list[Any]) -> Call:
+        """A call at the sizes of these inputs, in whichever layout."""
+        return self._calls.get(_sizes(inputs)) or self._call(inputs)
+
+    def _call(self, inputs: list[Any]) -> Call:
         begin = time.monotonic()
         with Operations() as operations:
             own = self.truths.own(Question(self.reference.state_dict(), inputs, 0, self.trains))
-        self.own_seconds[_sizes(inputs)] = time.monotonic() - begin
-        self.has_products = self.has_products or operations.count > 0
-        outputs = {name: tensor for name, tensor in own.items() if is_output(name)}
-        self._outputs[_sizes(inputs)] = {
-            name: tensor.new_zeros(()).expand(tensor.shape) for name, tensor in outputs.items()
-        }
-        return operations.count, sum(tensor.numel() for tensor in outputs.values())
+        seconds = time.monotonic() - begin
+        blank = {name: one.new_zeros(()).expand(one.shape) for name, one in own.items() if is_output(name)}
+        found = self._calls[_sizes(inputs)] = Call(seconds, operations.count, blank)
+        return found
 
     def _question(self, case: Case) -> Question:
         template = self.shapes[case.shape].inputs
@@ -173,9 +188,7 @@ class Exam:
 
     def _cotangents(self, inputs: list[Any], seed: int) -> tuple[Any, ...]:
         """One per output; those without a gradient get one that is not used."""
-        if _sizes(inputs) not in self._outputs:
-            self._cost(inputs)
-        return tuple(cotangent(one, seed) for one in self._outputs[_sizes(inputs)].values())
+        return tuple(cotangent(one, seed) for one in self._call_at(inputs).outputs.values())
 
     def _range(self) -> tuple[float, float] | None:
         """The range of the file's own inputs, where others give NaN or infinity: logarithms, long products."""

@@ -106,8 +106,7 @@ class Running:
 
     def _start(self, theirs: socket.socket, variables: dict[str, str]) -> None:
         packages = Path(torch.__file__).parent.parent
-        arguments = [self.limits.file_bytes, packages]
-        command = [sys.executable, "-I", "-u", str(CHILD), *map(str, arguments)]
+        command = [sys.executable, "-I", "-u", str(CHILD), str(self.limits.file_bytes), str(packages)]
         with theirs:
             self.process = subprocess.Popen(
                 command,
@@ -178,8 +177,7 @@ class Running:
         signal_s: float | None,
     ) -> Reply:
         layout = lay_out(tensors)
-        # Random, so that an answer cannot be sent before its request.
-        number = secrets.randbits(60)
+        number = secrets.randbits(60)  # random, so that an answer cannot be sent before its request
         request = {"request": number, "do": do, "value": tree, **layout.as_json()}
         with Buffer(layout.size) as buffer:
             buffer.write(layout, tensors)

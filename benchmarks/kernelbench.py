@@ -43,8 +43,8 @@ from rows import are_recorded
 from postlude.check import records
 from postlude.cli.other_shapes import SHAPES
 from postlude.cli.suite import problem_files
-from postlude.cli.variants import COMPILE, EAGER, POSTLUDE
 from postlude.errors import first_line
+from postlude.report.model import COMPILE, EAGER, POSTLUDE
 
 CONTEXT_BYTES = 1 << 30  # of a process on the card, beside its tensors
 USED = 0.6  # of the card's memory: the rest is for the one check that runs at a time

@@ -27,13 +27,14 @@ from postlude.check.ceilings import held_bytes
 from postlude.check.floor import Ceilings, Work
 from postlude.check.modes import pytorch_switches
 from postlude.cli.other_shapes import OTHER, at_other_shapes
-from postlude.cli.variants import AUTOTUNED, COMPILE, EAGER, POSTLUDE, Runnable, training_step
+from postlude.cli.variants import AUTOTUNED, Runnable, training_step
 from postlude.errors import first_line
 from postlude.hardware import machine_for
 from postlude.optimized import Optimized
 from postlude.plan import Plan
 from postlude.plan.through import Through
 from postlude.problem_file import ProblemFile
+from postlude.report.model import COMPILE, EAGER, POSTLUDE
 from postlude.run.ledger import Ledger
 
 MODES = {"forward": "forward", "train": "training step"}  # and what records call them

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from postlude import hardware
 from postlude.chain import Chain
-from postlude.check.budget import combine
+from postlude.check.verdict import combine
 from postlude.errors import PostludeError
 from postlude.graph.backend import Backend, check_memory
 from postlude.graph.capture import graph_breaks, hooks_of_all_modules

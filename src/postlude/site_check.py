@@ -20,8 +20,9 @@ from torch import Tensor
 from postlude import encoded, hardware
 from postlude.chain import Chain
 from postlude.check.budget import MIN_POINTS
+from postlude.check.draws import Family
 from postlude.check.effort import Budget, affordable_shape, is_affordable
-from postlude.check.points import ChainPoint, Family, tensors_like
+from postlude.check.points import ChainPoint, tensors_like
 from postlude.check.verdict import Errors, Judged, Verdict
 from postlude.check.verify import verify_chain
 from postlude.code_hash import source_digest

@@ -104,7 +104,7 @@ def started(entry: Entry, device: str = "cpu") -> Candidate:
 
 def restart(candidate: Candidate, entry: Entry, asked: Problem) -> None:
     """Another tame file in the same process: starting one takes a second, most of it torch's import."""
-    copied = candidate._running.bring(entry.path)
+    copied = candidate._running.copy_in(entry.path)
     args, kwargs = asked.arguments
     start = {"path": str(copied), "device": "cpu", "precision": "auto", "args": args, "kwargs": kwargs}
     candidate._ask("start", start, "its start", LIMITS.start_s)

@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cases import Builder, conv
 from postlude import reference
 from postlude.chain import Chain
+from postlude.check.draws import Family
 from postlude.check.kinks import Kinks
 from postlude.check.modes import RoundedOperands
-from postlude.check.points import ChainPoint, Family, tensors_for
+from postlude.check.points import ChainPoint, tensors_for
 
 Run = Callable[[Chain, Sequence[Tensor]], Tensor]
 aten = torch.ops.aten

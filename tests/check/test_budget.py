@@ -14,7 +14,7 @@ from cases import Builder, conv
 from postlude.chain import Chain
 from postlude.check import budget, chain_points, verify_chain
 from postlude.check import deviations as deviations_module
-from postlude.check.budget import MIN_POINTS, Point, judge
+from postlude.check.budget import MIN_POINTS, Measured, judge
 from postlude.check.deviations import MismatchError, deviation, deviations, scale_of
 from postlude.check.nulls import null_candidates
 from postlude.check.verdict import Errors, Judged, Verdict, combine, conclude
@@ -23,13 +23,13 @@ from postlude.reference import evaluate
 EXACT = deviation(torch.zeros(1), torch.zeros(1, dtype=torch.float64))
 
 
-def point(truth: Tensor, result: Tensor, own: Tensor, floor: float = 0.0) -> Point:
+def point(truth: Tensor, result: Tensor, own: Tensor, floor: float = 0.0) -> Measured:
     nulls = {name: deviation(null, truth).errors for name, null in null_candidates(truth).items()}
     scale = scale_of(truth, torch.float32)
-    return Point(scale, deviation(result, truth), deviation(own, truth), EXACT, nulls, floor)
+    return Measured(scale, deviation(result, truth), deviation(own, truth), EXACT, nulls, floor)
 
 
-def points_with(factor: float, noise: float = 1e-5, count: int = MIN_POINTS, offset: float = 0.0) -> list[Point]:
+def points_with(factor: float, noise: float = 1e-5, count: int = MIN_POINTS, offset: float = 0.0) -> list[Measured]:
     """Points where PyTorch is off by `noise` of the spread and the result by `factor` times that."""
     made = []
     for seed in range(count):
@@ -61,7 +61,7 @@ def test_one_element_far_off_is_wrong_by_worst_alone() -> None:
     assert [("worst" in reason, "rms" in reason) for reason in judged.reasons] == [(True, False)]
 
 
-def faint_point(error: float) -> Point:
+def faint_point(error: float) -> Measured:
     """A truth that is nothing, as of a mean of β = 0, where PyTorch is off by rounding."""
     truth = torch.randn(4, 8, 9, dtype=torch.float64) * 1e-18
     return point(truth, truth + error, truth + 1e-9)
@@ -191,7 +191,7 @@ def test_pytorch_not_finite_cannot_tell() -> None:
 
 
 def test_single_numbers_share_the_spread_of_all_points() -> None:
-    def made(error: float) -> list[Point]:
+    def made(error: float) -> list[Measured]:
         truths = [torch.tensor([float(value)], dtype=torch.float64) for value in range(1, 6)]
         return [point(truth, truth + error, truth + 1e-5) for truth in truths]
 
@@ -200,7 +200,7 @@ def test_single_numbers_share_the_spread_of_all_points() -> None:
 
 
 def test_a_cancelled_gradient_is_judged_by_absolute_error() -> None:
-    def made(error: float, floor: float) -> list[Point]:
+    def made(error: float, floor: float) -> list[Measured]:
         noise = [torch.randn(50, generator=torch.Generator().manual_seed(seed)).double() for seed in range(5)]
         # In truth zero but for float64's rounding; PyTorch gives rounding noise of its own.
         return [point(1e-16 * n, error * n, 1e-7 * n.flip(0), floor) for n in noise]

@@ -18,7 +18,8 @@ from check.honest import DTYPES
 from postlude import hardware
 from postlude.chain import Chain
 from postlude.check import chain_sides
-from postlude.check.points import ChainPoint, Family, tensors_for
+from postlude.check.draws import Family
+from postlude.check.points import ChainPoint, tensors_for
 from postlude.check.verdict import Verdict
 from postlude.check.verify import verify_chain
 from postlude.plan import Plan, lower, problem_of

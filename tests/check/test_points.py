@@ -10,13 +10,10 @@ from torch import nn
 
 import mutants
 from postlude.check.budget import MIN_POINTS
+from postlude.check.draws import Family, draw, generator_for, offset_for
 from postlude.check.points import (
-    Family,
-    draw,
     families,
-    generator_for,
     inputs_like,
-    offset_for,
     random_state,
     tensors_for,
     tensors_like,

@@ -23,7 +23,7 @@ from cases import Builder, conv
 from fuzz.drawing import Drawn, draws
 from postlude import hardware, moments, reference
 from postlude.chain import Chain, Normalize, Reduce, Value
-from postlude.check import Errors, Point, deviation, judge, scale_of
+from postlude.check import Errors, Measured, deviation, judge, scale_of
 from postlude.check.compare import OFFSET_SLACK, nonfinite_problem, same_bits
 from postlude.check.deviations import Deviation
 from postlude.plan import Plan, lower, problem_of
@@ -125,7 +125,7 @@ def agrees(drawn: Drawn) -> None:
         if ours.dtype == torch.float64:  # as the truth: only what rounding does to it can be compared
             size = max(1.0, scale_of(truth, ours.dtype).rms, reduced_size(drawn.chain, tensors))
             assert deviations[0].errors.worst <= 1e-12 * size + 1e3 * deviations[2].errors.worst
-        points.append(Point(scale_of(truth, ours.dtype), *deviations, floor=reduced_size(drawn.chain, tensors)))
+        points.append(Measured(scale_of(truth, ours.dtype), *deviations, floor=reduced_size(drawn.chain, tensors)))
     if drawn.dtype == "float64":
         COUNTS["fused and right"] += 1
         return

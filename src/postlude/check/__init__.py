@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from postlude.check.budget import Point, judge
+from postlude.check.budget import Measured, judge
 from postlude.check.clock import Estimate, ratio, rotating, time_interleaved
 from postlude.check.deviations import Deviation, MismatchError, deviation, scale_of
 from postlude.check.modules import verify_modules
@@ -24,8 +24,8 @@ __all__ = [
     "Errors",
     "Estimate",
     "Judged",
+    "Measured",
     "MismatchError",
-    "Point",
     "Verdict",
     "chain_points",
     "combine",

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from postlude.check.deviations import TOLERANCE, Deviation, Scale
 from postlude.check.draws import offset_for
 from postlude.check.verdict import NONE, Errors, Judged, Outcome
-from postlude.check.verdict import Verdict as Verdict
-from postlude.check.verdict import combine as combine
 
 RMS_FACTOR = 2.0
 WORST_FACTOR = 4.0
@@ -29,13 +27,13 @@ MIN_SPREAD_ULPS = 8
 
 
 @dataclass(frozen=True)
-class Point:
-    """Everything that judging needs to know about one quantity at one test point; no tensors."""
+class Measured:
+    """One quantity at one test point: everything that judging needs to know about it; no tensors."""
 
     scale: Scale
     result: Deviation
     own: Deviation  # PyTorch's, in the same mode
-    mode: Deviation  # of the precision itself: operands rounded, the rest in float64
+    rounded: Deviation  # of the precision mode itself: operands rounded, the rest in float64
     nulls: Mapping[str, Errors] = field(default_factory=dict)
     floor: float = 0.0  # errors are relative to at least this; for gradients whose truth may be zero
     kinks: Errors = NONE  # the error that elements within rounding of a kink may add, if no cotangent spares them
@@ -50,9 +48,9 @@ def pooled(errors: Sequence[Errors], spreads: Sequence[float]) -> Errors:
     )
 
 
-def budget_of(points: Sequence[Point], spreads: Sequence[float]) -> Errors:
+def budget_of(points: Sequence[Measured], spreads: Sequence[float]) -> Errors:
     own = pooled([point.own.errors for point in points], spreads)
-    mode = pooled([point.mode.errors for point in points], spreads)
+    mode = pooled([point.rounded.errors for point in points], spreads)
     ulp = pooled([_ulp(point) for point in points], spreads)
     kinks = pooled([point.kinks for point in points], spreads)
     return Errors(
@@ -65,7 +63,7 @@ def within(errors: Errors, budget: Errors) -> bool:
     return errors.rms <= RMS_FACTOR * budget.rms and errors.worst <= WORST_FACTOR * budget.worst
 
 
-def nulls_rejected(points: Sequence[Point], spreads: Sequence[float], budget: Errors) -> dict[str, bool]:
+def nulls_rejected(points: Sequence[Measured], spreads: Sequence[float], budget: Errors) -> dict[str, bool]:
     """Null candidate → whether these points and this budget reject it."""
     names = dict.fromkeys(name for point in points for name in point.nulls)
     rejected = {}
@@ -77,7 +75,7 @@ def nulls_rejected(points: Sequence[Point], spreads: Sequence[float], budget: Er
 
 def judge(
     name: str,
-    points: Sequence[Point],
+    points: Sequence[Measured],
     *,
     strict: bool = False,
     slack: float = 1.0,
@@ -101,14 +99,14 @@ def judge(
     budget = Errors(max(budget.rms, rounding), max(budget.worst, rounding))
     rejected = nulls_rejected(points, spreads, budget)
     outcome, reasons = _outcome(name, points, errors, budget, rejected, strict)
-    own, mode = (pooled([getattr(p, what).errors for p in points], spreads) for what in ("own", "mode"))
+    own, mode = (pooled([getattr(p, what).errors for p in points], spreads) for what in ("own", "rounded"))
     passing = tuple(null for null, is_rejected in rejected.items() if not is_rejected)
     return Judged(name, outcome, reasons, errors, budget, own, mode, len(points), refused, passing)
 
 
 def _outcome(
     name: str,
-    points: Sequence[Point],
+    points: Sequence[Measured],
     errors: Errors,
     budget: Errors,
     rejected: Mapping[str, bool],
@@ -139,14 +137,14 @@ def _outcome(
     return "right", ()
 
 
-def _too_few(name: str, points: Sequence[Point], refused: int) -> tuple[Outcome, tuple[str, ...]]:
+def _too_few(name: str, points: Sequence[Measured], refused: int) -> tuple[Outcome, tuple[str, ...]]:
     if any(not math.isfinite(p.result.errors.worst) and math.isfinite(p.own.errors.worst) for p in points):
         return "wrong", (f"{name}: NaN or infinite values are not where the truth has them",)
     why = f"; {refused} refused because the truth there is nearly constant" if refused else ""
     return "cannot tell", (f"{name}: {len(points) - refused} usable points, {MIN_POINTS} are needed{why}",)
 
 
-def spreads_of(points: Sequence[Point]) -> list[float]:
+def spreads_of(points: Sequence[Measured]) -> list[float]:
     counted = [point.scale for point in points if point.scale.count]
     total = sum(scale.count for scale in counted)
     mean = sum(scale.count * scale.mean for scale in counted) / max(total, 1)
@@ -155,19 +153,19 @@ def spreads_of(points: Sequence[Point]) -> list[float]:
     return [max(shared if _shares_spread(point) else point.scale.spread, point.floor) for point in points]
 
 
-def _shares_spread(point: Point) -> bool:
+def _shares_spread(point: Measured) -> bool:
     """Whether a point's own spread means little: that of few elements, or of a truth that PyTorch cannot tell from
     zero, as the mean of a normalized value with γ = 1 and β = 0."""
     is_faint = not point.floor and point.scale.rms < point.own.errors.rms < math.inf
     return 0 < point.scale.count < FEW_ELEMENTS or is_faint
 
 
-def is_constant(point: Point, spread: float) -> bool:
+def is_constant(point: Measured, spread: float) -> bool:
     """Whether a truth is constant. One below its dtype's smallest number counts too, as a saturated softmax's
     gradient."""
     return not spread > max(MIN_SPREAD_ULPS * point.scale.eps * point.scale.rms, point.scale.ulp.rms)
 
 
-def _ulp(point: Point) -> Errors:
+def _ulp(point: Measured) -> Errors:
     least = point.scale.eps * point.floor
     return Errors(max(point.scale.ulp.rms, least), max(point.scale.ulp.worst, least))

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from postlude.check.clock import Calls
 from postlude.check.floor import Ceilings, Work
 from postlude.check.modes import pytorch_switches
+from postlude.check.nested import tensors_in
 from postlude.check.operations import Operations
-from postlude.check.sides import leaves_of
 
 LEAST_BYTES = 8 << 20  # below this, the launch would be timed and not the memory
 MOST_BYTES = 1 << 30
@@ -26,7 +26,7 @@ WINDOW_S = 0.01
 
 def work_of(model: nn.Module, inputs: Any, output: Tensor) -> Work:
     """The work of one call, counted on the original model."""
-    tensors = [*leaves_of(list(inputs)), *model.parameters(), *model.buffers(), output]
+    tensors = [*tensors_in(list(inputs)), *model.parameters(), *model.buffers(), output]
     with torch.no_grad(), Operations() as operations:
         model(*inputs)
     return Work(sum(map(held_bytes, tensors)), operations.count)

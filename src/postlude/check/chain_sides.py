@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +12,14 @@ from torch import Tensor
 
 from postlude.chain import Chain
 from postlude.check.compare import GRADIENT, Quantities, cotangent
-from postlude.check.kinks import Kinks, all_ambiguous, either_side, spared
+from postlude.check.kinks import Kinks, Meeting, all_ambiguous, either_side, spared
 from postlude.check.modes import FORMATS, RoundedOperands, in_double, library_unsearched, pytorch_switches
 from postlude.check.nulls import chain_nulls
 from postlude.reference import evaluate, first_value
 
 Run = Callable[[Chain, Sequence[Tensor]], Tensor]
 Backward = bool | Sequence[bool]
+Meetings = Sequence[Meeting]
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,9 @@ class Asked:
     mode: str
     backward: Backward
     tells_infinities: bool | None  # None: no point that is not finite
-    among: Run | None = None  # the errors that cost more are wanted, PyTorch's among the samples that this adds
+    # None leaves out the errors that cost more. Else this is how PyTorch runs: `by_pytorch`, or with the samples that
+    # the implementation adds to a point's own.
+    among: Run | None = None
 
 
 @dataclass(frozen=True)
@@ -96,44 +99,42 @@ class Sides:
 
     def __init__(self, asked: Asked, tensors: Sequence[Tensor], doubles: list[Tensor]) -> None:
         self.chain, self.mode, self.backward = asked.chain, asked.mode, asked.backward
-        chain, mode, backward, among = self.chain, self.mode, self.backward, asked.among
         self.device = tensors[0].device
         self.doubles = doubles
-        self._met = [Kinks(), Kinks(), Kinks()]
-        with pytorch_switches(mode, self.device), library_unsearched(), self._watch(0):
-            self.own = evaluated(by_pytorch, chain, tensors, backward)
-        self.among = None
-        if among is not None and among is not by_pytorch:
-            with pytorch_switches(mode, self.device), library_unsearched():
-                self.among = evaluated(among, chain, tensors, backward)
-        with in_double(self.device), self._watch(1):
-            self.truth = evaluated(self._true, chain, self.doubles, backward)
-        self.bare = None
-        if among is not None and FORMATS[mode] is not None:
-            with self._rounded(), self._watch(2):
-                self.bare = evaluated(exactly, chain, self.doubles, backward)
+        with self._as_pytorch():
+            self.own, self.own_kinks = self._watched(by_pytorch, tensors)
+            self.among = None
+            if asked.among is not None and asked.among is not by_pytorch:
+                self.among = evaluated(asked.among, self.chain, tensors, self.backward)
+        with in_double(self.device):
+            self.truth, self.kinks = self._watched(self._true, doubles)
+        self.rounded: Evaluation | None = None
+        self.rounded_kinks: Meetings | None = None
+        if asked.among is not None and FORMATS[self.mode] is not None:
+            with self._rounding():
+                self.rounded, self.rounded_kinks = self._watched(exactly, doubles)
 
     def cotangents(self, seed: int) -> tuple[Tensor, list[Tensor] | None]:
         """A weight for each output, and the elements at a kink that a gradient still reaches."""
         weights = cotangent(self.own.output, seed, product_dtype(self.chain, self.own.leaves))
-        own, exact, bare = (kinks.meetings for kinks in self._met)
-        near = all_ambiguous(exact, own, *([bare] if self.bare is not None else []))
-        return (weights, None) if near is None else spared(self.truth.output, exact, near, weights)
+        others = [self.own_kinks] if self.rounded_kinks is None else [self.own_kinks, self.rounded_kinks]
+        near = all_ambiguous(self.kinks, *others)
+        return (weights, None) if near is None else spared(self.truth.output, self.kinks, near, weights)
 
     def quantities(self, weights: Tensor | None) -> tuple[Quantities, Quantities, Quantities | None]:
-        with pytorch_switches(self.mode, self.device), library_unsearched():
+        with self._as_pytorch():
             own = (self.among or self.own).quantities(weights)
         with in_double(self.device):
             truth = self.truth.quantities(weights)
-        if self.bare is None:
+        if self.rounded is None:
             return own, truth, None
-        with self._rounded():
-            return own, truth, self.bare.quantities(weights)
+        with self._rounding():
+            return own, truth, self.rounded.quantities(weights)
 
     def flipped(self, left: Sequence[Tensor], weights: Tensor | None) -> tuple[Quantities, ...]:
         """The truth with those elements on either side of their kink."""
         found = []
-        for shift in either_side(self._met[1].meetings, left):
+        for shift in either_side(self.kinks, left):
             with in_double(self.device), Kinks(shift):
                 found.append(evaluated(exactly, self.chain, self.doubles, self.backward))
         with in_double(self.device):
@@ -149,11 +150,19 @@ class Sides:
         self._start = start.detach()
         return evaluate(chain, tensors, dtype=torch.float64, moves=True, start=start)
 
-    def _watch(self, side: int) -> AbstractContextManager[Any]:
-        return self._met[side] if self.backward else nullcontext()
+    def _watched(self, run: Run, tensors: Sequence[Tensor]) -> tuple[Evaluation, Meetings]:
+        """A forward call, and the kinks that it meets if gradients are taken."""
+        kinks = Kinks()
+        with kinks if self.backward else nullcontext():
+            return evaluated(run, self.chain, tensors, self.backward), kinks.meetings
 
     @contextmanager
-    def _rounded(self) -> Iterator[None]:
+    def _as_pytorch(self) -> Iterator[None]:
+        with pytorch_switches(self.mode, self.device), library_unsearched():
+            yield
+
+    @contextmanager
+    def _rounding(self) -> Iterator[None]:
         with in_double(self.device), RoundedOperands(FORMATS[self.mode] or ""):
             yield
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from postlude.check.budget import MIN_POINTS, Point, budget_of, judge, spreads_of
+from postlude.check.budget import MIN_POINTS, Measured, budget_of, judge, spreads_of
 from postlude.check.deviations import Deviation, deviation, deviations, scale_of
 from postlude.check.draws import LARGEST_OFFSET, draw, generator_for
 from postlude.check.nulls import null_candidates
@@ -18,7 +18,7 @@ from postlude.check.verdict import NONE, Errors, Judged, Verdict, conclude
 
 Quantities = dict[str, Tensor]
 Progress = Callable[[str], None] | None
-GRADIENT = "gradient of "
+OUTPUT, GRADIENT = "output", "gradient of "  # how the names of quantities begin
 LARGE_OFFSET = "large offset"
 # Gradients below this part of the largest one are judged by absolute error: the norm may cancel them.
 FLOOR_FRACTION = 1e-3
@@ -39,27 +39,27 @@ class Answers:
     result: Quantities
     own: Quantities
     truth: Quantities
-    mode: Quantities | None = None
+    rounded: Quantities | None = None
     repeated: Quantities | None = None  # the candidate's second answer to the same question
     nulls: Mapping[str, Quantities] | None = None  # further answers that must be rejected, for outputs
     single: tuple[Quantities, Quantities] | None = None  # for float64 data: PyTorch in float32, and its truth
     # Everything but the result, as measured for another candidate at the same point.
-    before: Mapping[str, Point] | None = None
+    before: Mapping[str, Measured] | None = None
     guesses: bool = True  # whether to try null candidates that are guessed from the truth's statistics as well
     flipped: tuple[Quantities, ...] = ()  # the truth with ambiguous elements on either side of their kinks
 
 
 @dataclass(frozen=True)
-class Round:
-    """One test point: what it says about each quantity."""
+class AtPoint:
+    """What was measured at one test point."""
 
-    family: str
-    points: dict[str, Point]
+    name: str  # of the point, or of its family; a large offset is judged apart
+    quantities: dict[str, Measured]
 
 
-def compare(answers: Answers, findings: list[str]) -> dict[str, Point]:
+def compare(answers: Answers, findings: list[str]) -> dict[str, Measured]:
     """Measures each quantity. What cannot be measured (shape, dtype, no gradient) becomes a finding."""
-    points = {}
+    measured = {}
     for name, truth in answers.truth.items():
         problem = contract_problem(name, answers.result.get(name), answers.own[name])
         if problem:
@@ -68,10 +68,15 @@ def compare(answers: Answers, findings: list[str]) -> dict[str, Point]:
             if not same_bits(answers.result[name], answers.own[name]):
                 findings.append(f"{name}: differs from PyTorch's")
         else:
-            points[name] = _point(name, answers, in_real(truth))
+            measured[name] = _measured(name, answers, in_real(truth))
     unexpected = answers.result.keys() - answers.truth.keys()
     findings += [f"{name}: PyTorch has none" for name in sorted(unexpected) if answers.result[name].any()]
-    return points
+    return measured
+
+
+def is_output(name: str) -> bool:
+    """Whether a quantity is a result, and not a gradient or a buffer."""
+    return name.startswith(OUTPUT)
 
 
 def has_error(tensor: Tensor) -> bool:
@@ -99,7 +104,7 @@ def contract_problem(name: str, result: Tensor | None, own: Tensor) -> str | Non
 
 
 def verdict_of(
-    rounds: Sequence[Round],
+    points: Sequence[AtPoint],
     findings: Sequence[str],
     precision: str,
     faint: bool = False,
@@ -112,9 +117,9 @@ def verdict_of(
     same holds for plain points whose truth varies little; with `faint` these are judged separately as well. With fewer
     points than `least` the verdict is "cannot tell". A large offset is `offset` spreads, or what the dtype allows.
     """
-    rounds = [_with_floors(one) for one in rounds]
-    plain = [one for one in rounds if one.family != LARGE_OFFSET]
-    shifted = [one for one in rounds if one.family == LARGE_OFFSET]
+    points = [_with_floors(one) for one in points]
+    plain = [one for one in points if one.name != LARGE_OFFSET]
+    shifted = [one for one in points if one.name == LARGE_OFFSET]
     extra = _judge_all(shifted, False, f" ({LARGE_OFFSET})", OFFSET_SLACK, least, offset)
     if faint:
         plain, weak = _without_faint(plain)
@@ -124,24 +129,24 @@ def verdict_of(
     return conclude(precision, findings, _judge_all(plain, strict=precision == "fp32", least=least), extra)
 
 
-def _without_faint(rounds: Sequence[Round]) -> tuple[list[Round], list[Round]]:
+def _without_faint(points: Sequence[AtPoint]) -> tuple[list[AtPoint], list[AtPoint]]:
     """Separates, for each quantity, the points whose own budget is far above that of most."""
     faint: set[tuple[int, str]] = set()
-    for name in dict.fromkeys(name for one in rounds for name in one.points):
-        places = [place for place, one in enumerate(rounds) if name in one.points]
-        own = [rounds[place].points[name] for place in places]
-        budgets = [budget_of([p], [s]).rms if s > 0 else math.inf for p, s in zip(own, spreads_of(own))]
+    for name in dict.fromkeys(name for one in points for name in one.quantities):
+        places = [place for place, one in enumerate(points) if name in one.quantities]
+        own = [points[place].quantities[name] for place in places]
+        budgets = [budget_of([m], [s]).rms if s > 0 else math.inf for m, s in zip(own, spreads_of(own))]
         limit = FAINT * sorted(budgets)[len(budgets) // 2]
         # Enough points must remain.
         weakest = sorted(zip(budgets, places), reverse=True)[: max(0, len(places) - MIN_POINTS)]
         faint |= {(place, name) for budget, place in weakest if budget > limit}
 
-    def part(wanted: bool) -> list[Round]:
+    def part(wanted: bool) -> list[AtPoint]:
         kept = [
-            Round(one.family, {n: p for n, p in one.points.items() if ((place, n) in faint) == wanted})
-            for place, one in enumerate(rounds)
+            AtPoint(one.name, {n: m for n, m in one.quantities.items() if ((place, n) in faint) == wanted})
+            for place, one in enumerate(points)
         ]
-        return [one for one in kept if one.points]
+        return [one for one in kept if one.quantities]
 
     return part(False), part(True)
 
@@ -189,7 +194,7 @@ def same_bits(a: Any, b: Any) -> bool:
     return a.shape == b.shape and bool(torch.equal(a, b) or ((a == b) | ((a != a) & (b != b))).all())
 
 
-def _point(name: str, answers: Answers, truth: Tensor) -> Point:
+def _measured(name: str, answers: Answers, truth: Tensor) -> Measured:
     compared = {key: in_real(one) for key, one in _compared(name, answers, truth).items()}
     found = dict(zip(compared, deviations(list(compared.values()), truth), strict=True))
     result = found[_RESULT]
@@ -199,11 +204,11 @@ def _point(name: str, answers: Answers, truth: Tensor) -> Point:
     if answers.before is not None and name in answers.before:
         return replace(answers.before[name], result=result)
     sides = [one.errors for (what, _), one in found.items() if what == _SIDE]
-    return Point(
+    return Measured(
         scale=scale_of(truth, answers.own[name].dtype.to_real()),
         result=result,
         own=found[_OWN] if answers.single is None else _own_in_float64(name, *answers.single),
-        mode=found.get(_MODE, EXACT),
+        rounded=found.get(_ROUNDED, EXACT),
         nulls={null: one.errors for (what, null), one in found.items() if what == _NULL},
         # How much gradients may differ because elements lie on either side of a kink.
         kinks=Errors(math.hypot(*(one.rms for one in sides), 0.0), sum(one.worst for one in sides)),
@@ -211,7 +216,7 @@ def _point(name: str, answers: Answers, truth: Tensor) -> Point:
 
 
 Key = tuple[str, str]  # what is compared, and its name where there are several
-_RESULT, _REPEATED, _OWN, _MODE = (("result", ""), ("repeated", ""), ("own", ""), ("mode", ""))
+_RESULT, _REPEATED, _OWN, _ROUNDED = (("result", ""), ("repeated", ""), ("own", ""), ("rounded", ""))
 _NULL, _SIDE = "null", "side of a kink"
 
 
@@ -226,13 +231,13 @@ def _compared(name: str, answers: Answers, truth: Tensor) -> dict[Key, Tensor]:
     is_gradient = name.startswith(GRADIENT)
     if answers.single is None:
         found[_OWN] = answers.own[name]
-    if answers.mode is not None:
-        found[_MODE] = answers.mode[name]
+    if answers.rounded is not None:
+        found[_ROUNDED] = answers.rounded[name]
     if answers.guesses:
         # All channels may have the same gradient, so only zeros are tried as a null candidate.
         nulls = {"zeros": torch.zeros_like(truth)} if is_gradient else null_candidates(truth)
         found.update({(_NULL, null): values for null, values in nulls.items()})
-    if name.startswith("output"):
+    if is_output(name):
         further = (answers.nulls or {}).items()
         found.update({(_NULL, null): values[name] for null, values in further if name in values})
     if is_gradient:
@@ -261,29 +266,29 @@ def _kind(tensor: Tensor, tells_infinities: bool) -> Tensor:
     return tensor.isnan().to(torch.int8) + infinite * tensor.isinf().to(torch.int8)
 
 
-def _with_floors(one: Round) -> Round:
+def _with_floors(one: AtPoint) -> AtPoint:
     """Makes gradients relative to their size, but at least to a floor, because a norm may cancel them."""
-    gradients = {name for name in one.points if name.startswith(GRADIENT)}
-    largest = max((one.points[name].scale.rms for name in gradients), default=0.0)
+    gradients = {name for name in one.quantities if name.startswith(GRADIENT)}
+    largest = max((one.quantities[name].scale.rms for name in gradients), default=0.0)
     least = FLOOR_FRACTION * largest
-    floors = {name: max(one.points[name].scale.rms, least) for name in gradients}
-    return Round(one.family, {name: replace(p, floor=floors.get(name, 0.0)) for name, p in one.points.items()})
+    floors = {name: max(one.quantities[name].scale.rms, least) for name in gradients}
+    return AtPoint(one.name, {name: replace(m, floor=floors.get(name, 0.0)) for name, m in one.quantities.items()})
 
 
 def _judge_all(
-    rounds: Sequence[Round],
+    points: Sequence[AtPoint],
     strict: bool,
     suffix: str = "",
     slack: float = 1.0,
     least: int = MIN_POINTS,
     offset: float = 0.0,
 ) -> list[Judged]:
-    names = dict.fromkeys(name for one in rounds for name in one.points)
+    names = dict.fromkeys(name for one in points for name in one.quantities)
     return [
         judge(
             name + suffix,
-            [one.points[name] for one in rounds if name in one.points],
-            strict=strict and name.startswith("output"),
+            [one.quantities[name] for one in points if name in one.quantities],
+            strict=strict and is_output(name),
             slack=slack,
             least=least,
             offset=offset,

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from postlude.check.budget import ULPS, WORST_FACTOR
-from postlude.check.pooled import MAX_POOLS, Holding, ahead_of_the_second
+from postlude.check.max_pools import MAX_POOLS, Holding, ahead_of_the_second
+from postlude.check.operator_bounds import Given, bounds_of
 
 # At most this share of a value is spared; otherwise little would be left to compare.
 MOST = 0.125
@@ -243,11 +244,13 @@ def _met(name: str, args: tuple[Any, ...], given: Mapping[str, Any], in_place: b
     if name in MAX_POOLS:
         gap = ahead_of_the_second(name, args, given)
         return None if gap is None else (gap, (0.0,), False)
-    if name not in _BOUNDS:
-        return None
-    bounds = tuple(float(bound) for bound in _BOUNDS[name](_Given(args, given)) if isinstance(bound, (int, float)))
-    finite = tuple(bound for bound in bounds if abs(bound) < float("inf"))
-    return (x.detach().clone() if in_place else x.detach(), finite, True) if finite else None
+    bounds = () if _is_smooth(name, Given(args, given)) else bounds_of(name, Given(args, given))
+    return (x.detach().clone() if in_place else x.detach(), bounds, True) if bounds else None
+
+
+def _is_smooth(name: str, given: Given) -> bool:
+    """Whether the derivative does not jump at the operator's bounds."""
+    return name == "softplus" or (name == "elu" and given(1, "alpha", 1.0) * given(3, "input_scale", 1.0) == 1)
 
 
 def _runner_up(name: str, x: Tensor, dim: Any, given: Mapping[str, Any]) -> Met | None:
@@ -262,33 +265,3 @@ def _runner_up(name: str, x: Tensor, dim: Any, given: Mapping[str, Any]) -> Met 
 
 _PAIRS = ("maximum", "minimum", "max", "min", "clamp_min", "clamp_max")
 _EXTREMES = ("amax", "amin", "max", "min")
-
-
-class _Given:
-    """The arguments of a call, which may be given by place or by name."""
-
-    def __init__(self, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        self._args, self._named = args, named
-
-    def __call__(self, place: int, name: str, usual: Any = None) -> Any:
-        return self._args[place] if len(self._args) > place else self._named.get(name, usual)
-
-
-def _elu(given: _Given) -> tuple[Any, ...]:
-    """elu has a kink at 0 unless alpha · input_scale is 1."""
-    return () if given(1, "alpha", 1.0) * given(3, "input_scale", 1.0) == 1 else (0.0,)
-
-
-# What is not a number, such as a missing bound, is left out.
-_BOUNDS: dict[str, Callable[[_Given], tuple[Any, ...]]] = {
-    **dict.fromkeys(("relu", "leaky_relu", "prelu", "abs", "selu"), lambda _: (0.0,)),
-    **dict.fromkeys(("hardswish", "hardsigmoid"), lambda _: (-3.0, 3.0)),
-    **dict.fromkeys(("hardshrink", "softshrink"), lambda given: (-given(1, "lambd", 0.5), given(1, "lambd", 0.5))),
-    "relu6": lambda _: (0.0, 6.0),
-    "elu": _elu,
-    "threshold": lambda given: (given(1, "threshold"),),
-    "clamp": lambda given: (given(1, "min"), given(2, "max")),
-    "clamp_min": lambda given: (given(1, "min"),),
-    "clamp_max": lambda given: (given(1, "max"),),
-    "hardtanh": lambda given: (given(1, "min_val", -1.0), given(2, "max_val", 1.0)),
-}

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from postlude.chain import Chain
-from postlude.check.points import draw, generator_for, slots_of_gamma
+from postlude.check.draws import draw, generator_for
+from postlude.check.points import slots_of_gamma
 from postlude.reference import evaluate
 
 

@@ -9,7 +9,7 @@ module are drawn on the CPU.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,11 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from postlude.chain import Chain, Convolution, Normalize, Pointwise, Role, Slot
-from postlude.check.draws import LARGEST_OFFSET, SMALL, normal, uniform
-from postlude.check.draws import Family as Family
-from postlude.check.draws import draw as draw
-from postlude.check.draws import generator_for as generator_for
-from postlude.check.draws import offset_for as offset_for
+from postlude.check.draws import LARGEST_OFFSET, SMALL, Family, draw, generator_for, normal, offset_for, uniform
+from postlude.check.isolation.wire import distinct_part, zeros_laid_out_like
+from postlude.check.nested import map_tensors
 
 Layout = Literal["contiguous", "channels_last"]
 # The order in which a series of seeds takes its families.
@@ -68,30 +66,12 @@ def inputs_like(
     return map_tensors(renew, inputs)
 
 
-def map_tensors(function: Callable[[Tensor], Any], item: Any) -> Any:
-    """`function` applied to every tensor in nested lists, tuples and dicts."""
-    if isinstance(item, Tensor):
-        return function(item)
-    if isinstance(item, dict):
-        return type(item)((key, map_tensors(function, part)) for key, part in item.items())
-    if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return type(item)(*(map_tensors(function, part) for part in item))
-    if isinstance(item, (list, tuple)):
-        return type(item)(map_tensors(function, part) for part in item)
-    return item
-
-
 def laid_out_like(values: Tensor, like: Tensor) -> Tensor:
     """`values` with the device, strides (gaps and expanded axes too) and `requires_grad` of `like`."""
-    if like.numel() == 0:
-        return torch.empty_like(like)
-    # A dimension of stride 0 holds one value only.
-    kept = [1 if stride == 0 else size for size, stride in zip(like.shape, like.stride(), strict=True)]
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(kept, like.stride(), strict=True))
-    storage = torch.zeros(extent, dtype=like.dtype, device=like.device)
-    part = values[tuple(slice(size) for size in kept)]
-    storage.as_strided(kept, like.stride()).copy_(part)
-    return storage.as_strided(like.shape, like.stride()).requires_grad_(like.requires_grad)
+    made = zeros_laid_out_like(like, like.device)
+    part = distinct_part(made)
+    part.copy_(values[tuple(slice(size) for size in part.shape)])
+    return made.requires_grad_(like.requires_grad)
 
 
 def random_state(

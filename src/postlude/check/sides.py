@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from postlude.check.compare import GRADIENT, Quantities, cotangent, same_bits
+from postlude.check.isolation.wire import distinct_part
 from postlude.check.kinks import Shift
-from postlude.check.points import laid_out_like, map_tensors
+from postlude.check.nested import map_tensors, named_tensors, tensors_in
+from postlude.check.points import laid_out_like
 from postlude.errors import first_line
 
 SHOWN = 5  # names listed in one finding
@@ -154,7 +156,7 @@ class InProcess:
             found = self.side.ask(asked)
         except Exception as error:
             raise CandidateError(f"the candidate raised {first_line(error)}") from error
-        pairs = zip(leaves_of(live), leaves_of(question.inputs), strict=True)
+        pairs = zip(tensors_in(live), tensors_in(question.inputs), strict=True)
         findings = [] if all(same_bits(*pair) for pair in pairs) else ["the candidate changed its inputs"]
         parameters = {name: one.detach() for name, one in self.side.module.named_parameters()}
         findings += parameter_findings(parameters, question.state)
@@ -167,13 +169,14 @@ class InProcess:
 
     def _refreshed(self, inputs: list[Any]) -> list[Any]:
         """The inputs at the same addresses as before, so that results cached by address are exposed."""
-        new, old = leaves_of(inputs), leaves_of(self._live)
+        new, old = tensors_in(inputs), tensors_in(self._live)
         if [(t.shape, t.stride(), t.dtype) for t in new] != [(t.shape, t.stride(), t.dtype) for t in old]:
-            old = leaves_of(map_tensors(lambda tensor: laid_out_like(tensor.detach(), tensor), inputs))
+            old = tensors_in(map_tensors(lambda tensor: laid_out_like(tensor.detach(), tensor), inputs))
         buffers = iter(old)
         self._live = map_tensors(lambda _: next(buffers), inputs)  # numbers among the inputs are new
-        for buffer, values in zip(leaves_of(self._live), new, strict=True):
-            _overwrite(buffer, values)
+        for buffer, values in zip(tensors_in(self._live), new, strict=True):
+            # Through .data, which keeps the version counter, as some optimizers do.
+            distinct_part(buffer.data).copy_(distinct_part(values))
         return self._live
 
 
@@ -207,23 +210,6 @@ def key_findings(theirs: StateKeys, ours: StateKeys) -> list[str]:
     return sorted(findings)
 
 
-def named_tensors(name: str, item: Any) -> dict[str, Tensor]:
-    """Every tensor in a nested value, with its place in the name."""
-    if isinstance(item, Tensor):
-        return {name: item}
-    if isinstance(item, dict):
-        pairs = [(f"{name}[{key!r}]", part) for key, part in item.items()]
-    elif isinstance(item, (list, tuple)):
-        pairs = [(f"{name}[{index}]", part) for index, part in enumerate(item)]
-    else:
-        return {}
-    return {place: tensor for path, part in pairs for place, tensor in named_tensors(path, part).items()}
-
-
-def leaves_of(item: Any) -> list[Tensor]:
-    return list(named_tensors("", item).values())
-
-
 def some(names: Sequence[str]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
@@ -236,10 +222,3 @@ def _weight(given: Tensor | None, like: Tensor, seed: int) -> Tensor:
 
 def _leaf(tensor: Tensor, backward: bool) -> Tensor:
     return tensor.detach().requires_grad_(backward and tensor.is_floating_point())
-
-
-def _overwrite(buffer: Tensor, values: Tensor) -> None:
-    # Through .data, which keeps the version counter, as some optimizers do.
-    distinct = [1 if stride == 0 else size for size, stride in zip(buffer.shape, buffer.stride(), strict=True)]
-    place = tuple(slice(size) for size in distinct)
-    buffer.data[place].copy_(values[place])

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from postlude.check.isolation.turns import PLACES, pool_length, settle_heap, view_at
 from postlude.check.isolation.wire import flat_values
-from postlude.check.points import map_tensors
-from postlude.check.sides import leaves_of
+from postlude.check.nested import map_tensors, tensors_in
 
 FEW = 1 << 12  # elements; fewer have too few rotations, so each is drawn by itself
 
@@ -39,7 +38,7 @@ class Turns:
     def whole(self) -> tuple[tuple[Any, ...], list[Any]]:
         """The inputs with a pool in place of every tensor that changes, and for each tensor the shape and the strides
         of the views of its pool; None for one that stays."""
-        forms = [[list(x.shape), list(x.stride())] if changes(x) else None for x in leaves_of(list(self.template))]
+        forms = [[list(x.shape), list(x.stride())] if changes(x) else None for x in tensors_in(list(self.template))]
         return self._with_pools(lambda pool, _: pool), forms
 
     def _with_pools(self, made: Callable[[Tensor, Tensor], Tensor]) -> tuple[Any, ...]:
@@ -100,7 +99,7 @@ def changes(tensor: Tensor) -> bool:
 
 
 def _changing(inputs: Sequence[Any]) -> list[Tensor]:
-    return [x for x in leaves_of(list(inputs)) if changes(x)]
+    return [x for x in tensors_in(list(inputs)) if changes(x)]
 
 
 def _form(inputs: Sequence[Any]) -> list[tuple[Any, ...]]:

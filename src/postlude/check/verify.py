@@ -27,7 +27,7 @@ from postlude.check.compare import (
     GRADIENT,
     LARGE_OFFSET,
     Answers,
-    Round,
+    AtPoint,
     compare,
     contract_problem,
     differs_in_kind,
@@ -76,41 +76,42 @@ def verify_chain(
     findings: list[str] = []
     asked = Asked(run, chain, mode, backward, tells_infinities if nonfinite else None)
     try:
-        rounds = _rounds(asked, given, findings)
-        verdict = verdict_of(rounds, findings, mode, least=least)
+        measured = _measured(asked, given, findings)
+        verdict = verdict_of(measured, findings, mode, least=least)
         if verdict.right or findings or (FORMATS[mode] is None and among is None):
             return verdict
-        again = _rounds(replace(asked, among=among or by_pytorch), given, findings)
+        again = _measured(replace(asked, among=among or by_pytorch), given, findings)
     except CandidateError as error:
         return Verdict("wrong", (str(error),), mode)
-    return verdict_of(list(map(_worse, rounds, again)), findings, mode, least=least)
+    return verdict_of(list(map(_worse, measured, again)), findings, mode, least=least)
 
 
-def _worse(first: Round, second: Round) -> Round:
-    """The second round, but with outputs no better than in the first, so that a race that shows only sometimes counts.
+def _worse(first: AtPoint, second: AtPoint) -> AtPoint:
+    """The second measurement of a point, but with outputs no better than in the first, so that a race that shows only
+    sometimes counts.
 
-    Gradients are those of the second round, whose cotangents spare more elements.
+    Gradients are those of the second, whose cotangents spare more elements.
     """
-    points = dict(second.points)
-    for name, point in second.points.items():
+    found = dict(second.quantities)
+    for name, measured in second.quantities.items():
         if not name.startswith(GRADIENT):
-            points[name] = replace(point, result=larger(first.points[name].result, point.result))
-    return Round(second.family, points)
+            found[name] = replace(measured, result=larger(first.quantities[name].result, measured.result))
+    return AtPoint(second.name, found)
 
 
-def _rounds(asked: Asked, points: Sequence[ChainPoint], findings: list[str]) -> list[Round]:
-    """One round per point, up to the first finding."""
-    rounds: list[Round] = []
+def _measured(asked: Asked, points: Sequence[ChainPoint], findings: list[str]) -> list[AtPoint]:
+    """What is measured at each point, up to the first finding."""
+    measured: list[AtPoint] = []
     copies = Copies(asked.chain)
     for seed, point in enumerate(points):
-        with_nulls = point.family != LARGE_OFFSET and sum(map(_can_tell, rounds)) < NULL_POINTS
+        with_nulls = point.family != LARGE_OFFSET and sum(map(_can_tell, measured)) < NULL_POINTS
         answers = _answers(asked, point.tensors, copies, seed, findings, with_nulls)
-        rounds.append(Round(point.family, compare(answers, findings)))
+        measured.append(AtPoint(point.family, compare(answers, findings)))
         if seed == 0 and asked.tells_infinities is not None:
             findings += _nonfinite_findings(asked, point.tensors, asked.tells_infinities)
         if findings:
             break
-    return rounds
+    return measured
 
 
 def _answers(
@@ -130,16 +131,16 @@ def _answers(
     if seed == 0:
         poison(sides.own.output)
         repeated = _candidate(lambda: evaluated(run, chain, tensors, backward).quantities(weights))
-    own, truth, bare = sides.quantities(weights)
+    own, truth, rounded = sides.quantities(weights)
     flipped = sides.flipped(left, weights) if left is not None else ()
     nulls = sides.nulls(seed) if with_nulls else None
     single = in_single(chain, tensors, weights) if own["output"].dtype == torch.float64 else None
-    return Answers(result, own, truth, bare, repeated, nulls, single, guesses=with_nulls, flipped=flipped)
+    return Answers(result, own, truth, rounded, repeated, nulls, single, guesses=with_nulls, flipped=flipped)
 
 
-def _can_tell(one: Round) -> bool:
-    output = one.points.get("output")
-    return one.family != LARGE_OFFSET and output is not None and not is_constant(output, output.scale.spread)
+def _can_tell(one: AtPoint) -> bool:
+    output = one.quantities.get("output")
+    return one.name != LARGE_OFFSET and output is not None and not is_constant(output, output.scale.spread)
 
 
 def _candidate(ask: Callable[[], _T]) -> _T:

@@ -14,7 +14,7 @@ from postlude.check.ceilings import ceilings_of, work_of
 from postlude.check.clock import Contestant
 from postlude.check.floor import Ceilings, Work, holds, judge_times, unbelievable
 from postlude.check.isolation import Candidate, CandidateFailed
-from postlude.check.sides import leaves_of
+from postlude.check.nested import tensors_in
 from postlude.cli import bench_show
 from postlude.cli.bench_entry import bench_of, candidate_of, enter, warm
 from postlude.cli.bench_state import Bench, Options
@@ -24,14 +24,14 @@ from postlude.cli.output import check_writable, working
 from postlude.cli.report import check_report
 from postlude.cli.session import machine_data
 from postlude.cli.site_times import site_seconds
-from postlude.cli.variants import CANDIDATE, EAGER, FORWARD, LEVELS, POSTLUDE, STEP, Isolated
+from postlude.cli.variants import FORWARD, LEVELS, STEP, Isolated
 from postlude.cli.watch import RANDOM, Watch, is_random
 from postlude.errors import PostludeError
 from postlude.report import gather, model, write
 from postlude.report.groups import FEW
+from postlude.report.model import CANDIDATE, EAGER, POSTLUDE
 from postlude.report.write import to_json
 
-__all__ = ["Options", "bench", "run"]
 SAME_INPUTS = "new inputs for timed calls: integers stay as they are, so remembered answers are not found"
 
 
@@ -162,7 +162,7 @@ def _report(one: Bench, watch: Watch, work: Work, ceilings: Ceilings) -> model.R
         gather.race_of(direction, cache, found, one.refused, events if (direction, cache) == (FORWARD, "warm") else {})
         for direction, cache, found in one.races
     ]
-    first = next(x for x in leaves_of(list(one.opened.inputs)))
+    first = next(x for x in tensors_in(list(one.opened.inputs)))
     sites = [
         dataclasses.replace(site, before_seconds=before, after_seconds=after)
         for site, (before, after) in zip(base.sites, one.site_seconds)

@@ -10,22 +10,19 @@ import torch
 
 from postlude.check.isolation import Candidate, CandidateFailed
 from postlude.check.modes import has_no_convolution, resolve
+from postlude.check.nested import tensors_in
 from postlude.check.points import random_state
-from postlude.check.sides import leaves_of
 from postlude.check.verdict import combine
 from postlude.cli.bench_state import Bench, Options
 from postlude.cli.chains import verdict_words
 from postlude.cli.frame import Settings
-from postlude.cli.judge import judged_file, started
+from postlude.cli.judge import judge_file, started, usual_rules
 from postlude.cli.output import working
 from postlude.cli.session import fuse, open_problem
 from postlude.cli.variants import (
     AUTOTUNED,
     BENCHMARKED,
-    CANDIDATE,
-    COMPILE,
     FORWARD,
-    POSTLUDE,
     STEP,
     WITH_GRAPH,
     Baselines,
@@ -39,6 +36,7 @@ from postlude.cli.variants import (
 from postlude.cli.watch import crowded
 from postlude.errors import PostludeError
 from postlude.plan import Refusal
+from postlude.report.model import CANDIDATE, COMPILE, POSTLUDE
 
 STATE_SEED = 61
 WINDOW_LIMIT_S = 120.0  # for one window of a candidate's timed calls
@@ -47,7 +45,7 @@ WINDOW_LIMIT_S = 120.0  # for one window of a candidate's timed calls
 def bench_of(settings: Settings, options: Options) -> Bench:
     """The problem with random parameters: with a fresh model's γ = 1 and β = 0 some mistakes would not show."""
     opened = open_problem(settings, options.file, options.shapes)
-    floating = next((x for x in leaves_of(list(opened.inputs)) if x.is_floating_point()), opened.output)
+    floating = next((x for x in tensors_in(list(opened.inputs)) if x.is_floating_point()), opened.output)
     device, is_linear = torch.device(settings.device), has_no_convolution(opened.model)
     mode = resolve(settings.precision, floating.dtype, device, is_linear)
     own = copy.deepcopy(opened.model.state_dict())
@@ -72,7 +70,8 @@ def enter(one: Bench) -> None:
     device, options = one.settings.device, one.options
     level = options.baselines or ("all" if device == "cuda" else "usual")
     if options.candidate is not None:
-        verdict = judged_file(one.settings, one.opened, options.candidate, options.train)
+        rules = usual_rules(one.settings, options.train)
+        verdict = judge_file(one.settings, one.opened, options.candidate, rules).verdict
         one.verdicts[CANDIDATE], one.notes[CANDIDATE] = verdict, verdict_words(verdict)
     eager = pytorch_ways(one.opened, device, one.state, one.sets, level)
     compiled = Baselines()

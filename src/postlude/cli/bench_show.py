@@ -7,13 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
+from postlude import hardware
 from postlude.check import records
 from postlude.check.clock import Estimate
 from postlude.cli.bench_state import Bench
 from postlude.cli.frame import Settings
 from postlude.cli.measure import footprint_of
 from postlude.cli.output import say, show_table
-from postlude.cli.session import Opened, machine_data
+from postlude.cli.session import Opened
 from postlude.plan.problem import spec_of
 from postlude.report import gather, model, words
 
@@ -108,7 +109,7 @@ def rows(report: model.Report, opened: Opened, settings: Settings) -> list[recor
         "dtype": x.dtype,
         "layout": x.layout,
         "precision": settings.precision,
-        "threads": machine_data(settings)["threads"],
+        "threads": hardware.machine_for(settings.device).threads,
         **records.environment(settings.device),
     }
     return [_row(common, report, race, entry) for race in report.races for entry in race.entries]

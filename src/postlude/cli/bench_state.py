@@ -13,8 +13,9 @@ from postlude.cli.frame import Settings
 from postlude.cli.measure import Timings
 from postlude.cli.other_shapes import OWN
 from postlude.cli.session import Opened
-from postlude.cli.variants import CANDIDATE, POSTLUDE, Runner
+from postlude.cli.variants import Runner
 from postlude.optimized import Optimized
+from postlude.report.model import CANDIDATE, POSTLUDE
 
 
 @dataclass(frozen=True)

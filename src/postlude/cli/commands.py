@@ -7,37 +7,7 @@ from typing import Annotated
 
 import typer
 
-from postlude.cli import frame
-from postlude.cli.options import (
-    AgainOption,
-    BaselinesOption,
-    ClearCache,
-    ConvolutionOption,
-    Debug,
-    DeclaredOnly,
-    DemoReport,
-    Device,
-    File,
-    JobsOption,
-    Json,
-    LikeKernelBench,
-    Limit,
-    NoVerify,
-    OnCard,
-    OutputFile,
-    Precision,
-    ReportPath,
-    Repro,
-    Results,
-    ResultsFolder,
-    Seconds,
-    Seed,
-    SelfCheck,
-    ShapesOption,
-    TimedCandidate,
-    Train,
-    Version,
-)
+from postlude.cli import frame, options
 from postlude.errors import PostludeError
 
 app = typer.Typer(
@@ -51,22 +21,22 @@ app = typer.Typer(
 
 
 @app.callback()
-def _common(version: Version = False) -> None:
+def _common(version: options.Version = False) -> None:
     pass
 
 
 @app.command(short_help="Find a model's chains, say how each will run, check them; or write a file.")
 def optimize(
-    file: File,
-    report: ReportPath = None,
-    output_file: OutputFile = None,
-    train: Train = False,
-    convolution: ConvolutionOption = "auto",
-    no_verify: NoVerify = False,
-    device: Device = None,
-    precision: Precision = "auto",
-    json: Json = None,
-    debug: Debug = False,
+    file: options.File,
+    report: options.ReportPath = None,
+    output_file: options.OutputFile = None,
+    train: options.Train = False,
+    convolution: options.Convolution = "auto",
+    no_verify: options.NoVerify = False,
+    device: options.Device = None,
+    precision: options.Precision = "auto",
+    json: options.Json = None,
+    debug: options.Debug = False,
 ) -> None:
     """Find the chains of a model, say how each one will run and why, and check it against float64.
 
@@ -94,15 +64,15 @@ def optimize(
 
 @app.command(short_help="Show the passes, the traffic saved, and the reasons.")
 def explain(
-    file: File,
-    repro: Repro = None,
+    file: options.File,
+    repro: options.Repro = None,
     train: Annotated[bool, typer.Option("--train", help="Show the plans of training.")] = False,
-    card: OnCard = None,
-    convolution: ConvolutionOption = "auto",
-    device: Device = None,
-    precision: Precision = "auto",
-    json: Json = None,
-    debug: Debug = False,
+    card: options.OnCard = None,
+    convolution: options.Convolution = "auto",
+    device: options.Device = None,
+    precision: options.Precision = "auto",
+    json: options.Json = None,
+    debug: options.Debug = False,
 ) -> None:
     """Show each chain's passes, the memory traffic they should save, and why the rest is left alone.
 
@@ -126,18 +96,18 @@ def explain(
 def verify(
     reference: Annotated[Path, typer.Argument(metavar="REFERENCE.py", help="The problem, with its Model.")],
     candidate: Annotated[Path | None, typer.Argument(metavar="CANDIDATE.py", help="A file with ModelNew.")] = None,
-    self_check: SelfCheck = False,
+    self_check: options.SelfCheck = False,
     backward: Annotated[bool, typer.Option("--backward", help="Check the gradients as well.")] = False,
     seeds: Annotated[int, typer.Option(min=5, help="Points of each kind; more find rarer faults.")] = 5,
-    seed: Seed = None,
+    seed: options.Seed = None,
     time_budget: Annotated[float, typer.Option(min=1, help="Start no further point after this many seconds.")] = 60.0,
     timeout: Annotated[float, typer.Option(min=0.1, max=1e6, help="Seconds for one call of the candidate.")] = 60.0,
-    declared_only: DeclaredOnly = False,
-    like_kernelbench: LikeKernelBench = False,
-    device: Device = None,
-    precision: Precision = "auto",
-    json: Json = None,
-    debug: Debug = False,
+    declared_only: options.DeclaredOnly = False,
+    like_kernelbench: options.LikeKernelBench = False,
+    device: options.Device = None,
+    precision: options.Precision = "auto",
+    json: options.Json = None,
+    debug: options.Debug = False,
 ) -> None:
     """Judge a candidate against the float64 truth, on random states and inputs that tell right from wrong.
 
@@ -166,19 +136,19 @@ def verify(
 
 @app.command(short_help="Time eager, torch.compile and Postlude in turns.")
 def bench(
-    file: File,
-    candidate: TimedCandidate = None,
+    file: options.File,
+    candidate: options.TimedCandidate = None,
     train: Annotated[bool, typer.Option("--train", help="Time the backward pass and a training step too.")] = False,
     rounds: Annotated[int, typer.Option(min=3, help="How often the variants take turns.")] = 20,
-    seconds: Seconds = 30.0,
+    seconds: options.Seconds = 30.0,
     flush: Annotated[bool, typer.Option(help="A second race with the caches flushed before every call.")] = True,
-    baselines: BaselinesOption = None,
+    baselines: options.Baselines = None,
     csv: Annotated[Path | None, typer.Option("--csv", metavar="PATH", help="Merge the rows into this file.")] = None,
-    report: ReportPath = None,
-    device: Device = None,
-    precision: Precision = "auto",
-    json: Json = None,
-    debug: Debug = False,
+    report: options.ReportPath = None,
+    device: options.Device = None,
+    precision: options.Precision = "auto",
+    json: options.Json = None,
+    debug: options.Debug = False,
 ) -> None:
     """Time eager PyTorch, torch.compile and Postlude in turns; a speed-up is shown only for right results.
 
@@ -187,9 +157,10 @@ def bench(
 
     def command(settings: frame.Settings) -> frame.Answer:
         from postlude.cli import bench as work
+        from postlude.cli.bench_state import Options
 
-        options = work.Options(file, candidate, train, rounds, seconds, flush, baselines, csv, report)
-        return work.bench(settings, options)
+        asked = Options(file, candidate, train, rounds, seconds, flush, baselines, csv, report)
+        return work.bench(settings, asked)
 
     frame.run("bench", frame.Request(device, precision, json, debug), command)
 
@@ -197,21 +168,21 @@ def bench(
 @app.command(short_help="Optimize, verify and time every problem of a folder.")
 def suite(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of problem files, such as KernelBench's.")],
-    results: ResultsFolder = Path("postlude-suite"),
+    results: options.ResultsFolder = Path("postlude-suite"),
     only: Annotated[str, typer.Option(metavar="GLOB", help="Only files whose name matches, such as '61_*'.")] = "*",
-    again: AgainOption = "none",
+    again: options.Again = "none",
     train: Annotated[bool, typer.Option("--train", help="Check and time gradients and training steps too.")] = False,
-    shapes: ShapesOption = "own",
-    limit: Limit = 600.0,
-    jobs: JobsOption = 1,
+    shapes: options.Shapes = "own",
+    limit: options.Limit = 600.0,
+    jobs: options.Jobs = 1,
     rounds: Annotated[int, typer.Option(min=3, help="How often the variants take turns.")] = 12,
-    seconds: Seconds = 10.0,
-    baselines: BaselinesOption = None,
-    report: ReportPath = None,
-    device: Device = None,
-    precision: Precision = "auto",
-    json: Json = None,
-    debug: Debug = False,
+    seconds: options.Seconds = 10.0,
+    baselines: options.Baselines = None,
+    report: options.ReportPath = None,
+    device: options.Device = None,
+    precision: options.Precision = "auto",
+    json: options.Json = None,
+    debug: options.Debug = False,
 ) -> None:
     """Optimize, verify and time every problem of a folder, each in a separate process; resume where it stopped.
 
@@ -221,21 +192,23 @@ def suite(
     def command(settings: frame.Settings) -> frame.Answer:
         from postlude.cli import suite as work
 
-        asked = (folder, results, only, again, limit, rounds, seconds, baselines, report, train, jobs, shapes)
-        return work.suite(settings, work.Options(*asked))
+        asked = work.Options(
+            folder, results, only, again, limit, rounds, seconds, baselines, report, train, jobs, shapes
+        )
+        return work.suite(settings, asked)
 
     frame.run("suite", frame.Request(device, precision, json, debug), command)
 
 
 @app.command(short_help="Measure the tiles of a model's passes on this card.")
 def tune(
-    file: File,
+    file: options.File,
     train: Annotated[bool, typer.Option("--train", help="For training: the passes of the gradients too.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be tried, and run none of it.")] = False,
-    device: Device = None,
-    precision: Precision = "auto",
-    json: Json = None,
-    debug: Debug = False,
+    device: options.Device = None,
+    precision: options.Precision = "auto",
+    json: options.Json = None,
+    debug: options.Debug = False,
 ) -> None:
     """Measure other tiles for the model's chains on this card, and keep what is better for later processes.
 
@@ -254,9 +227,9 @@ def tune(
 
 @app.command(short_help="Turn results that were written earlier into a page.")
 def report(
-    source: Results,
+    source: options.Results,
     target: Annotated[Path, typer.Argument(metavar="REPORT", help="The file to write: .html, .json or .csv.")],
-    debug: Debug = False,
+    debug: options.Debug = False,
 ) -> None:
     """Write a report of results that were measured earlier; nothing is run.
 
@@ -273,11 +246,11 @@ def report(
 
 @app.command(short_help="Show two chains and a network stage before and after.")
 def demo(
-    device: Device = None,
-    precision: Precision = "auto",
-    report: DemoReport = Path("postlude-demo.html"),
-    json: Json = None,
-    debug: Debug = False,
+    device: options.Device = None,
+    precision: options.Precision = "auto",
+    report: options.DemoReport = Path("postlude-demo.html"),
+    json: options.Json = None,
+    debug: options.Debug = False,
 ) -> None:
     """Show two chains and a stage of a network before and after, on this machine, in about a minute.
 
@@ -296,10 +269,10 @@ def demo(
 
 @app.command()
 def doctor(
-    device: Device = None,
-    json: Json = None,
-    debug: Debug = False,
-    clear_cache: ClearCache = False,
+    device: options.Device = None,
+    json: options.Json = None,
+    debug: options.Debug = False,
+    clear_cache: options.ClearCache = False,
 ) -> None:
     """Check this machine and run a tiny self-test; or delete the compiled kernels that are cached on disk.
 

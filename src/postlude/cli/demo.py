@@ -14,13 +14,13 @@ from postlude.cli.demo_case import CASES, Case, compile_case, time_case
 from postlude.cli.demo_child import time_elsewhere
 from postlude.cli.frame import DONE, NO, Answer, Settings
 from postlude.cli.output import say, working
-from postlude.cli.race import COMPILE, EAGER, POSTLUDE
 from postlude.cli.report import check_report
 from postlude.cli.session import fuse, machine_data, malloc_word, result_data
 from postlude.cli.watch import crowded
 from postlude.errors import PostludeError
 from postlude.optimized import Optimized
 from postlude.report import Report, gather, words, write
+from postlude.report.model import COMPILE, EAGER, POSTLUDE
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,8 +14,10 @@ from postlude import problem_file, problems
 from postlude.check.clock import Estimate
 from postlude.check.points import inputs_like
 from postlude.cli.frame import Settings
-from postlude.cli.race import COMPILE, EAGER, POSTLUDE, Course, Runnable, compile_model, race
+from postlude.cli.race import Runnable, race
 from postlude.cli.session import Opened
+from postlude.cli.variants import FORWARD, compile_model
+from postlude.report.model import COMPILE, EAGER, POSTLUDE
 
 ROUNDS = 15
 SECONDS = 3.0  # per problem and malloc; with four problems, two mallocs and compiling, about a minute in all
@@ -75,7 +78,8 @@ CASES = (
 
 def compile_case(case: Case, settings: Settings, opened: Opened) -> tuple[Runnable | None, str]:
     """The case's model under torch.compile, or None and the reason."""
-    return compile_model(case.open(settings.device).model, _course(opened), settings.device)
+    model, device = case.open(settings.device).model, settings.device
+    return compile_model(model, device, (FORWARD,), _sets(opened), opened.output)
 
 
 def time_case(
@@ -84,9 +88,8 @@ def time_case(
     models: dict[str, Runnable] = {EAGER: opened.model, POSTLUDE: fused}
     if compiled is not None:
         models[COMPILE] = compiled
-    return race(models, _course(opened), update)
+    return race(models, _sets(opened), ROUNDS, SECONDS, update)
 
 
-def _course(opened: Opened) -> Course:
-    other = inputs_like(opened.inputs, "uniform", seed=1)
-    return Course([opened.inputs, other], ROUNDS, SECONDS)
+def _sets(opened: Opened) -> list[tuple[Any, ...]]:
+    return [opened.inputs, inputs_like(opened.inputs, "uniform", seed=1)]

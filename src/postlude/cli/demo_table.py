@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from postlude.check.clock import Estimate, ratio
 from postlude.check.records import Record
 from postlude.check.verdict import Errors
 from postlude.cli.output import say
-from postlude.cli.race import COMPILE, EAGER, POSTLUDE, ratio_cell, time_cell
 from postlude.cli.recorded import rows_of
-from postlude.report import words
+from postlude.report import gather, words
+from postlude.report.model import COMPILE, EAGER, POSTLUDE
 
 if TYPE_CHECKING:
     from postlude.cli.demo import Shown
@@ -33,10 +34,10 @@ def _lines(one: Shown, here: str) -> list[str]:
     lines = []
     for malloc, timings in sorted(one.timings.items()):
         eager, compiled, ours = (timings.get(name) for name in (EAGER, COMPILE, POSTLUDE))
-        speeds = [ratio_cell(base, ours) if one.is_right else "–" for base in (eager, compiled)]
+        speeds = [_ratio_cell(base, ours) if one.is_right else "–" for base in (eager, compiled)]
         label = f"  {here}, {malloc}" if len(one.timings) > 1 else f"  {here}"
         speeds[1] = speeds[1].split(" ")[0]
-        lines.append(_line(label, (time_cell(eager), time_cell(compiled), time_cell(ours), *speeds)))
+        lines.append(_line(label, (_time_cell(eager), _time_cell(compiled), _time_cell(ours), *speeds)))
     recorded = rows_of(*one.case.recorded)
     if {EAGER, POSTLUDE} <= recorded.keys():
         lines.append(_line("  H200, recorded", _recorded_cells(recorded)))
@@ -82,3 +83,13 @@ def date_of(shown: Sequence[Shown]) -> str:
     rows = [rows[POSTLUDE] for one in shown if POSTLUDE in (rows := rows_of(*one.case.recorded))]
     days, commits = ({getattr(row, name)[:10] for row in rows} for name in ("timestamp", "commit"))
     return f"{' to '.join(sorted(days))} at commit {', '.join(sorted(commits))}" if rows else ""
+
+
+def _time_cell(timing: Estimate | None) -> str:
+    return "–" if timing is None else words.milliseconds(timing.median)
+
+
+def _ratio_cell(base: Estimate | None, timing: Estimate | None) -> str:
+    if base is None or timing is None:
+        return "–"
+    return words.times_in_range(gather.interval_of(ratio(base, timing)))

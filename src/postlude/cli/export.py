@@ -14,21 +14,22 @@ from torch import nn
 from postlude import hardware, problem_file
 from postlude.check.clock import Estimate, ratio
 from postlude.check.compare import LARGE_OFFSET
-from postlude.check.exam import Rules, examine
+from postlude.check.exam import examine
 from postlude.check.sides import InProcess, UnanswerableError
 from postlude.check.verdict import Verdict
 from postlude.cli.chains import verdict_words
 from postlude.cli.frame import DONE, NO, Answer, Settings
-from postlude.cli.judge import CODES, any_seed, exam_for, judged_file, show_verdict
-from postlude.cli.output import check_writable, complain, say, show_table, working, write_whole
-from postlude.cli.race import EAGER, Course, race
+from postlude.cli.judge import CODES, exam_for, judge_file, show_verdict, usual_rules
+from postlude.cli.output import check_writable, complain, say, show_table, working
+from postlude.cli.race import race
 from postlude.cli.recorded import measured
 from postlude.cli.session import Opened, machine_data, open_problem
 from postlude.errors import PostludeError
 from postlude.export.export_model import HOPPER, Export
 from postlude.export.export_model import export as export_model
 from postlude.export.figures import Figures, figures
-from postlude.report.model import Interval
+from postlude.files import write_whole
+from postlude.report.model import EAGER, Interval
 from postlude.report.words import comparison
 
 FILE = "the file"
@@ -100,13 +101,14 @@ def _checked(settings: Settings, opened: Opened, text: str, name: str, training:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / name
         file.write_text(text, encoding="utf-8")
+        rules = usual_rules(settings, training)
         if settings.device != "cuda":
-            return Checked(None, judged_file(settings, opened, file, backward=training))
+            return Checked(None, judge_file(settings, opened, file, rules).verdict)
         made = problem_file.load(file, "ModelNew")
         answers = _counting(made.module)
         model = made.build(settings.device, like=opened.problem)
         is_large = opened.output.numel() >= LARGE
-        rules = Rules(settings.precision, backward=training, seconds=SECONDS, seed=any_seed(), declared_only=True)
+        rules = replace(rules, seconds=SECONDS, declared_only=True)
         rules = replace(rules, least=1, seeds=1) if is_large else rules
         try:
             exam = exam_for(opened, rules)
@@ -137,7 +139,7 @@ def _timed(settings: Settings, opened: Opened, model: nn.Module | None) -> dict[
         return {}
     inputs = [opened.inputs, opened.problem.inputs(settings.device, seed=1)]
     with working("Timing", timed=True) as update:
-        return race({EAGER: opened.model, FILE: model}, Course(inputs, ROUNDS, TIMING_SECONDS), update)
+        return race({EAGER: opened.model, FILE: model}, inputs, ROUNDS, TIMING_SECONDS, update)
 
 
 def _show(settings: Settings, made: Export, checked: Checked, timings: dict[str, Estimate], read: Figures) -> None:

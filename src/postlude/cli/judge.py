@@ -11,7 +11,8 @@ from postlude import problem_file
 from postlude.check.budget import RMS_FACTOR, WORST_FACTOR
 from postlude.check.exam import Exam, IsolatedSide, Rules, SelfCheck, examine, self_check
 from postlude.check.isolation import Candidate, CandidateFailed, Limits, protect_this_process
-from postlude.check.sides import UnanswerableError, leaves_of
+from postlude.check.nested import tensors_in
+from postlude.check.sides import UnanswerableError
 from postlude.check.verdict import Errors, Judged, Verdict
 from postlude.cli.frame import COULD_NOT_RUN, DONE, NO, Answer, Settings
 from postlude.cli.output import say, show_table, working
@@ -51,8 +52,6 @@ def verify(
         say(f"Self-check: {checked}", "bold")
         code = COULD_NOT_RUN if checked.accepted else DONE
         return Answer(code, {**machine_data(settings), **data, "self_check": checked.as_dict()})
-    problem_file.check_candidate(candidate)
-    protect_this_process()
     judgement = judge_file(settings, opened, candidate, rules, timeout, with_self_check)
     show_verdict(judgement.verdict)
     if judgement.checked is not None:
@@ -72,6 +71,8 @@ def judge_file(
     settings: Settings, opened: Opened, path: Path, rules: Rules, timeout: float = 60.0, with_self_check: bool = False
 ) -> Judgement:
     """The verdict on the file's ModelNew. Nothing of the file runs in this process."""
+    problem_file.check_candidate(path)
+    protect_this_process()
     try:
         exam = exam_for(opened, rules, remember=with_self_check)
     except UnanswerableError as error:
@@ -94,6 +95,11 @@ def judge_file(
     return Judgement(verdict, said, checked)
 
 
+def usual_rules(settings: Settings, backward: bool) -> Rules:
+    """The rules for a file that is judged before it is timed or written."""
+    return Rules(settings.precision, backward=backward, seed=any_seed())
+
+
 def exam_for(opened: Opened, rules: Rules, remember: bool = False) -> Exam:
     with working("Choosing points that can tell right from wrong"):
         return Exam(opened.model, opened.inputs, rules, remember)
@@ -113,13 +119,6 @@ def started(settings: Settings, opened: Opened, path: Path, timeout: float, *, p
     limits = Limits(start_s=max(120.0, timeout), call_s=timeout, output_bytes=_most_bytes(opened))
     device, precision = settings.device, settings.precision
     return Candidate(path, args, kwargs, device=device, limits=limits, poisoned=poisoned, precision=precision)
-
-
-def judged_file(settings: Settings, opened: Opened, path: Path, backward: bool = False) -> Verdict:
-    """The verdict on a file by the usual rules, before it is timed."""
-    problem_file.check_candidate(path)
-    protect_this_process()
-    return judge_file(settings, opened, path, Rules(settings.precision, backward=backward, seed=any_seed())).verdict
 
 
 def show_verdict(verdict: Verdict) -> None:
@@ -156,5 +155,5 @@ def _row(judged: Judged) -> list[str]:
 
 def _most_bytes(opened: Opened) -> int:
     """The limit for one answer: twice the result, the gradients of inputs and parameters, or the state."""
-    held = leaves_of([opened.output, list(opened.inputs), dict(opened.model.state_dict())])
+    held = tensors_in([opened.output, list(opened.inputs), dict(opened.model.state_dict())])
     return 2 * sum(tensor.numel() * tensor.element_size() for tensor in held) + SPARE_BYTES

@@ -15,10 +15,9 @@ from postlude.check.clock import Calls, Contestant, Estimate, Window, difference
 from postlude.check.distribution import distribution
 from postlude.check.floor import Ceilings, Work
 from postlude.check.footprint import launches, peak_bytes, saved_bytes
-from postlude.check.points import map_tensors
-from postlude.check.sides import leaves_of
+from postlude.check.nested import map_tensors, tensors_in
 from postlude.check.supply import Supply
-from postlude.cli.variants import FORWARD, STEP, WITH_GRAPH, Runner, flusher
+from postlude.cli.variants import FORWARD, STEP, WITH_GRAPH, Runner, as_leaves, flusher
 from postlude.cli.watch import Watch
 from postlude.errors import first_line
 from postlude.report import model
@@ -135,9 +134,9 @@ def footprint_of(runner: Runner, device: str, train: bool) -> Footprint:
             count = launches(call) if device == "cuda" else None
         saved = None
         if train:
-            known = [*leaves_of(list(inputs)), *getattr(runner.model, "parameters", tuple)()]
-            fresh = [x.detach().requires_grad_() if _has_gradient(x) else x for x in inputs]
-            saved = saved_bytes(lambda: runner.model(*fresh), known)
+            known = [*tensors_in(list(inputs)), *getattr(runner.model, "parameters", tuple)()]
+            leaves = as_leaves(inputs)
+            saved = saved_bytes(lambda: runner.model(*leaves), known)
     return Footprint(peak, saved, count)
 
 
@@ -164,7 +163,3 @@ def histograms_of(
 def _two_samples(inputs: Sequence[Any]) -> list[Any]:
     batch = next((x.shape[0] for x in inputs if isinstance(x, Tensor) and x.dim()), 0)
     return [x[:2] if isinstance(x, Tensor) and x.dim() and x.shape[0] == batch else x for x in inputs]
-
-
-def _has_gradient(item: Any) -> bool:
-    return isinstance(item, Tensor) and item.is_floating_point()

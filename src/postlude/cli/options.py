@@ -1,4 +1,4 @@
-"""The options that several commands have."""
+"""The options of the commands. Those of one command that fit in a line are in commands.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Device = Annotated[
     str | None, typer.Option(metavar="cpu|cuda", help="Where to run; by default the GPU where there is one.")
 ]
 Precision = Annotated[str, typer.Option(metavar="auto|fp32|tf32", help="auto follows PyTorch's own switches.")]
-ConvolutionOption = Annotated[
+Convolution = Annotated[
     str,
     typer.Option(
         "--convolution",
@@ -31,7 +31,7 @@ ConvolutionOption = Annotated[
     ),
 ]
 Json = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write the results to this file as well.")]
-BaselinesOption = Annotated[
+Baselines = Annotated[
     str | None,
     typer.Option(
         "--baselines",
@@ -39,10 +39,8 @@ BaselinesOption = Annotated[
         help="few: eager only; all: also max-autotune, which takes minutes. Default: all on a GPU, usual on a CPU.",
     ),
 ]
-JobsOption = Annotated[
-    int, typer.Option("--jobs", metavar="N", help="Prepare N problems side by side; each is timed alone.")
-]
-AgainOption = Annotated[
+Jobs = Annotated[int, typer.Option("--jobs", metavar="N", help="Prepare N problems side by side; each is timed alone.")]
+Again = Annotated[
     str,
     typer.Option("--again", metavar="none|failed|all", help="Which problems to run again although they have a result."),
 ]
@@ -55,7 +53,7 @@ Results = Annotated[
         metavar="RESULTS", help="The .json of `bench` or `suite`, the results folder of `suite`, or a .csv of records."
     ),
 ]
-ShapesOption = Annotated[
+Shapes = Annotated[
     str,
     typer.Option(
         "--shapes",

@@ -21,16 +21,6 @@ from rich.text import Text
 from postlude.errors import PostludeError
 from postlude.files import is_special, write_whole
 
-__all__ = [
-    "between",
-    "check_writable",
-    "complain",
-    "say",
-    "show_table",
-    "working",
-    "write_json",
-    "write_whole",
-]
 CLOSED = 141  # the exit code of a program whose reader has left, as shells give it
 _LEAST_TEXT = 13  # characters that a column of text needs, or its longest word
 _GAP = 3  # between two columns
@@ -138,10 +128,6 @@ def working(text: str, *, timed: bool = False) -> Iterator[Callable[[str], None]
             live.refresh()
 
         yield update
-
-
-def between(low: float, high: float) -> str:
-    return f"{low:.2f}–{high:.2f}"
 
 
 def check_writable(path: Path | None) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from postlude import chain as chain_words
-from postlude.cli.output import check_writable, write_whole
+from postlude.cli.output import check_writable
 from postlude.errors import PostludeError
+from postlude.files import write_whole
 from postlude.optimized import SiteReport
 
 _SCRIPT = '''\

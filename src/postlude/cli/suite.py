@@ -23,12 +23,13 @@ from postlude.cli.output import complain, say, show_table, working
 from postlude.cli.report import check_report, natural
 from postlude.cli.suite_batch import Told, run_batch
 from postlude.cli.suite_process import Ended
-from postlude.cli.variants import AUTOTUNED, COMPILE, EAGER, LEVELS, POSTLUDE
+from postlude.cli.variants import AUTOTUNED, LEVELS
 from postlude.cli.watch import crowded
 from postlude.errors import PostludeError
 from postlude.files import write_whole
 from postlude.report import Report, gather, model, words, write
 from postlude.report.decode import decode
+from postlude.report.model import COMPILE, EAGER, POSTLUDE
 from postlude.report.suite import Row, Summary, geometric_mean, row_of, summary
 from postlude.report.write import to_json
 

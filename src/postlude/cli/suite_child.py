@@ -54,7 +54,8 @@ def _report(request: dict[str, Any], turn: Turn) -> Any:
     asked = Request(request["device"], request["precision"])
     # The problem's prints go where errors go; the parent keeps the end of them.
     with quiet(debug=False), contextlib.redirect_stdout(sys.stderr), settled(asked) as settings:
-        from postlude.cli.bench import Options, run
+        from postlude.cli.bench import run
+        from postlude.cli.bench_state import Options
         from postlude.report.model import as_dict
 
         options = Options(

@@ -14,7 +14,7 @@ import torch
 from postlude import hardware
 from postlude.chain import Chain
 from postlude.cli.frame import DONE, Answer, Settings
-from postlude.cli.output import between, say, show_table, working
+from postlude.cli.output import say, show_table, working
 from postlude.cli.session import machine_data, open_problem
 from postlude.cli.tuning import CardBench, Found, TileBench, search
 from postlude.errors import PostludeError
@@ -143,7 +143,7 @@ _NO_GAIN = "No tile is better than the current one beyond noise: nothing was kep
 def _cells(case: Case, use: TileUse, found: Found) -> list[str]:
     left = ", ".join(f"{count} {reason}" for reason, count in found.dropped.most_common()) or "–"
     best = "as it was" if found.best is None else str(found.best)
-    gain = "–" if found.gain is None else f"{found.gain.median:.3f} ({between(found.gain.low, found.gain.high)})"
+    gain = "–" if found.gain is None else f"{found.gain.median:.3f} ({found.gain.low:.2f}–{found.gain.high:.2f})"
     return [case.name, str(use), str(found.tried), left, best, gain]
 
 

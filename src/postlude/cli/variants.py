@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from postlude import hardware
 from postlude.check.clock import Calls, Contestant, CudaEvents, Stopwatch, Window
 from postlude.check.isolation import Candidate
-from postlude.check.points import inputs_like, map_tensors
+from postlude.check.nested import map_tensors
+from postlude.check.points import inputs_like
 from postlude.check.supply import Supply
-from postlude.cli.race import Runnable, no_compiler
+from postlude.cli.race import Runnable
 from postlude.cli.session import Opened
 from postlude.errors import PostludeError, first_line
-from postlude.report.model import CANDIDATE, COMPILE, EAGER, POSTLUDE
+from postlude.report.model import COMPILE, EAGER
 
-__all__ = ["CANDIDATE", "COMPILE", "EAGER", "POSTLUDE", "Isolated", "Runner"]
 BENCHMARKED, CHANNELS_LAST = "eager, cudnn.benchmark", "eager, channels-last"
 AUTOTUNED = "torch.compile, max-autotune"
 FORWARD, WITH_GRAPH, STEP = "forward", "forward with gradients", "training step"
@@ -171,21 +171,46 @@ def compiled_ways(
     level: str,
 ) -> Baselines:
     """torch.compile's modes after their first calls, or the reason why one is missing."""
+    if why := no_compiler(device):
+        return Baselines(left_out=[f"{COMPILE}: {why}"])
     found = Baselines()
-    why = no_compiler(device)
-    if why:
-        found.left_out.append(f"{COMPILE}: {why}")
-        return found
     for name, mode in ((COMPILE, None), (AUTOTUNED, "max-autotune-no-cudagraphs"))[: 2 if level == "all" else 1]:
-        compiled = torch.compile(with_state(opened.problem.build(device), state), mode=mode)
-        try:
-            with contextlib.redirect_stderr(io.StringIO()):  # the autotuner prints its tables there
-                first_calls(compiled, works, sets[:2], opened.output)
-        except Exception as error:  # anything between Dynamo and the C++ compiler
-            found.left_out.append(f"{name}: it failed ({first_line(error)})")
-            continue
-        found.add(Runner(name, compiled, sets))
+        model = with_state(opened.problem.build(device), state)
+        compiled, why = compile_model(model, device, works, sets[:2], opened.output, mode)
+        if compiled is None:
+            found.left_out.append(f"{name}: {why}")
+        else:
+            found.add(Runner(name, compiled, sets))
     return found
+
+
+def compile_model(
+    model: nn.Module,
+    device: str,
+    works: Sequence[str],
+    sets: Sequence[tuple[Any, ...]],
+    output: Tensor,
+    mode: str | None = None,
+) -> tuple[Runnable | None, str]:
+    """The model under torch.compile after its first calls, or None and the reason."""
+    if why := no_compiler(device):
+        return None, why
+    compiled = torch.compile(model, mode=mode)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # the autotuner prints its tables there
+            first_calls(compiled, works, sets, output)
+    except Exception as error:  # anything between Dynamo and the C++ compiler
+        return None, f"it failed ({first_line(error)})"
+    return compiled, ""
+
+
+def no_compiler(device: str) -> str:
+    """Why torch.compile cannot run here; empty if it can."""
+    if device == "cpu" and hardware.cpp_compiler() is None:
+        return "no C++ compiler here, which torch.compile needs on a CPU"
+    if device == "cuda" and not hardware.has_triton():
+        return "Triton is not installed, which torch.compile needs on a GPU"
+    return ""
 
 
 def first_calls(model: Runnable, works: Sequence[str], sets: Sequence[tuple[Any, ...]], output: Tensor) -> None:
@@ -210,7 +235,7 @@ def training_step(model: Runnable, weights: Tensor) -> Runnable:
     def step(*inputs: Any) -> None:
         for parameter in parameters:
             parameter.grad = None
-        result = model(*_leaves(inputs))
+        result = model(*as_leaves(inputs))
         if not result.requires_grad:
             raise PostludeError("--train needs a model whose result has a gradient.")
         result.backward(weights)
@@ -224,7 +249,7 @@ def _direction(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> T
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
 
 
-def _leaves(inputs: Sequence[Any]) -> list[Any]:
+def as_leaves(inputs: Sequence[Any]) -> list[Any]:
     """The inputs as leaves that need a gradient, as for a layer inside a network."""
     return [x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs]
 
@@ -233,7 +258,7 @@ def _work(model: Runnable, work: str, output: Tensor) -> Runnable:
     if work == STEP:
         return training_step(model, _direction(output.shape, output.dtype, output.device))
     if work == WITH_GRAPH:
-        return lambda *inputs: model(*_leaves(inputs))
+        return lambda *inputs: model(*as_leaves(inputs))
     return model
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from postlude.check.exam import Exam, Rules, examine
-from postlude.check.exam.bounds import Kink, KinkWatch
+from postlude.check.exam.bounds import Bound, BoundWatch
 from postlude.check.modules import verify_modules
 from postlude.check.sides import InProcess
 
@@ -33,14 +33,14 @@ INPUTS = (torch.rand(8, 12),)
 
 def test_operators_with_bounds_are_seen() -> None:
     x = torch.tensor([-4.0, -1.0, 2.0, 5.0])
-    with KinkWatch() as watch:
+    with BoundWatch() as watch:
         torch.clamp(x, -2, 9)
         nn.functional.hardtanh(x)
         nn.functional.relu_(x.clone())
         torch.minimum(x, torch.tensor(3.0))
         nn.functional.softplus(x, beta=2.0)
         x + 1
-    found = {(kink.operator, kink.bound): share for kink, share in watch.shares.items()}
+    found = {(bound.operator, bound.value): share for bound, share in watch.shares.items()}
     assert found == {
         ("clamp", -2.0): 0.25,
         ("clamp", 9.0): 0.0,
@@ -50,8 +50,8 @@ def test_operators_with_bounds_are_seen() -> None:
         ("minimum", 3.0): 0.25,
         ("softplus", 10.0): 0.0,
     }
-    assert str(Kink("clamp", 0, 9.0)) == "clamp at 9"
-    assert {kink.bound for kink in watch.reached} == {-2.0, -1.0, 1.0, 0.0, 3.0}
+    assert str(Bound("clamp", 0, 9.0)) == "clamp at 9"
+    assert {bound.value for bound in watch.reached} == {-2.0, -1.0, 1.0, 0.0, 3.0}
 
 
 def test_a_point_is_added_for_a_bound_that_no_other_reaches() -> None:

@@ -24,7 +24,8 @@ from postlude.check.exam.shapes import (
     cut,
     shapes_of,
 )
-from postlude.check.sides import UnanswerableError, leaves_of
+from postlude.check.nested import tensors_in
+from postlude.check.sides import UnanswerableError
 
 GIVEN = [torch.rand(32, 4, 20, 24, 28)]
 
@@ -34,7 +35,7 @@ def free(inputs: list[Any]) -> tuple[float, int]:
 
 
 def sizes(inputs: list[Any]) -> list[tuple[int, ...]]:
-    return [tuple(tensor.shape) for tensor in leaves_of(inputs)]
+    return [tuple(tensor.shape) for tensor in tensors_in(inputs)]
 
 
 def test_every_kind_is_there_and_keeps_the_channels() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from postlude.check.isolation import Candidate, CandidateFailed, Limits, candidate
-from postlude.check.sides import named_tensors
+from postlude.check.nested import named_tensors
 from postlude.check.supply import Supply
 from postlude.errors import PostludeError
 
@@ -209,7 +209,7 @@ def test_a_result_that_is_overwritten_later_shows(versatile: Candidate) -> None:
     first = versatile.forward(["own_buffer", torch.ones(3)], keep=True).outputs
     versatile.forward(["own_buffer", torch.zeros(3)])
     assert torch.equal(first, torch.ones(3))
-    assert torch.equal(versatile.kept(), torch.zeros(3))
+    assert torch.equal(versatile.kept()[0], torch.zeros(3))
 
 
 @pytest.mark.parametrize("kind", ["sparse", "quantised", "subclass"])

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from postlude.check.isolation import Candidate, CandidateFailed, Limits
-from postlude.check.isolation.environment import furnish
+from postlude.check.isolation.environment import make_folders
 from postlude.check.isolation.process import CHILD, FOLDER_PREFIX
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into Linux's /proc")
@@ -172,7 +172,7 @@ def test_memory_is_poisoned_for_checking_and_not_for_timing(tmp_path: Path) -> N
             found[poisoned] = re.sub(r"\[\d+\]", "", repr(around).replace(private, ""))
             assert (ask(candidate, "fresh_memory") == 0xFE) == poisoned
     assert found[True] == found[False]
-    assert not furnish(tmp_path, {"PATH": "/bin", "SECRET": "1", "MALLOC_PERTURB_": "7"}).keys() & {
+    assert not make_folders(tmp_path, {"PATH": "/bin", "SECRET": "1", "MALLOC_PERTURB_": "7"}).keys() & {
         "SECRET",
         "MALLOC_PERTURB_",
     }
@@ -185,4 +185,4 @@ def test_a_candidate_allocates_as_we_do(tmp_path: Path) -> None:
         "MALLOC_TRIM_THRESHOLD_": "8589934592",
         "PYTORCH_ALLOC_CONF": "x:1",
     }
-    assert furnish(tmp_path, {**tuned, "MALLOC_PERTURB_": "7"}).items() >= tuned.items()
+    assert make_folders(tmp_path, {**tuned, "MALLOC_PERTURB_": "7"}).items() >= tuned.items()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from postlude.check.compare import LARGE_OFFSET
+from postlude.check.draws import Family
 from postlude.check.exam.shapes import (
     CHANNELS_LAST,
     DECLARED,
@@ -25,12 +26,11 @@ from postlude.check.exam.shapes import (
     SMALLEST,
     WORKING,
 )
+from postlude.check.nested import map_tensors
 from postlude.check.points import (
-    Family,
     input_family,
     inputs_like,
     laid_out_like,
-    map_tensors,
     producer_biases,
     random_state,
 )
@@ -74,11 +74,6 @@ class Case:
         return replace(moved, family="small") if self.attempt and self.family == "hierarchical" else moved
 
     @property
-    def pool(self) -> str:
-        """The pool in which a point is judged; points with a large offset have their own."""
-        return LARGE_OFFSET if self.family == LARGE_OFFSET else self.name
-
-    @property
     def is_nonfinite(self) -> bool:
         return self.family in NONFINITE
 
@@ -111,7 +106,7 @@ def cases_for(shapes: Sequence[str], seeds: int, base: int, backward: bool = Fal
         Case(INFINITY, INFINITY),
         Case(MASKED, MASKED),
         *(Case(f"{NAN} (input {place + 1})", NAN, spoiled=place) for place in range(1, min(floating, MOST_SPOILED))),
-        *(Case("large offset", LARGE_OFFSET) for _ in range(seeds)),
+        *(Case(LARGE_OFFSET, LARGE_OFFSET) for _ in range(seeds)),
         Case("uniform", "uniform"),
         Case("heavy-tailed", "heavy-tailed"),
         *(Case("random") for _ in range(max(0, seeds - 3))),

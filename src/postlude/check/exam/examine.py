@@ -6,40 +6,41 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from postlude import hardware
 from postlude.check.budget import (
     FEW_ELEMENTS,
-    RMS_FACTOR,
-    WORST_FACTOR,
-    Point,
+    Measured,
     budget_of,
     is_constant,
     pooled,
     spreads_of,
+    within,
 )
 from postlude.check.compare import (
     GRADIENT,
+    OUTPUT,
     Answers,
+    AtPoint,
     Progress,
     Quantities,
-    Round,
     compare,
     contract_problem,
     has_error,
+    is_output,
     poison,
     same_bits,
     verdict_of,
 )
 from postlude.check.exam.cases import MASKED, MOST_REPLACED, OFFSET, REQUIRED, Case
+from postlude.check.exam.exam import Exam, Sheet
 from postlude.check.exam.nonfinite import lost_or_spread
 from postlude.check.exam.shapes import WORKING
-from postlude.check.exam.sheet import Exam, Sheet, why_raises
+from postlude.check.exam.strides import other_strides
 from postlude.check.exam.truths import Known
-from postlude.check.isolation.wire import is_dense
+from postlude.check.nested import tensors_in
 from postlude.check.sides import (
     Answering,
     CandidateError,
@@ -48,7 +49,6 @@ from postlude.check.sides import (
     key_findings,
     keys_of,
     lacks_memory,
-    leaves_of,
     some,
     unread_counters,
 )
@@ -68,7 +68,7 @@ def examine(
         findings = key_findings(keys_of(exam.reference), candidate.state_keys())
         if findings:
             return Verdict("wrong", tuple(findings), mode)
-        devices = {t.device for t in leaves_of(exam.shapes[WORKING].inputs) if t.device.type == "cuda"}
+        devices = {t.device for t in tensors_in(exam.shapes[WORKING].inputs) if t.device.type == "cuda"}
         with (
             torch.random.fork_rng(devices=sorted(devices, key=str)),
             torch.autocast(exam.truths.device.type, enabled=False),
@@ -98,14 +98,17 @@ class _Sitting:
         self.tells_integers = False  # integers of the result are others for other inputs
 
     def run(self, cases: Sequence[Case], progress: Progress) -> Verdict:
-        rounds: list[Round] = []
+        points: list[AtPoint] = []
         for number, case in enumerate(cases):
             if not case.required and (lack := self._lack(case)):
                 self.skipped.setdefault(lack, []).append(case.name)
                 continue
             begin = time.monotonic()
             try:
-                self._answer(case, rounds)
+                if case.is_nonfinite:
+                    self._look_at_nonfinite(case)
+                else:
+                    points.append(self._measured(case))
             except Exception as error:
                 if case.required or not lacks_memory(error):
                     raise
@@ -113,30 +116,24 @@ class _Sitting:
             self.costs[case.shape] = time.monotonic() - begin
             if progress:
                 progress(f"point {number + 1} of {len(cases)} ({case.name})")
-            if self.findings or (number + 1 >= REQUIRED and self._hopeless(rounds)):
+            if self.findings or (number + 1 >= REQUIRED and self._hopeless(points)):
                 break
         least = self.exam.rules.least
-        verdict = verdict_of(rounds, self.findings, self.exam.truths.mode, faint=True, least=least, offset=OFFSET)
-        if self.tells_integers and not self.findings and not any(one.points for one in rounds):
+        verdict = verdict_of(points, self.findings, self.exam.truths.mode, faint=True, least=least, offset=OFFSET)
+        if self.tells_integers and not self.findings and not any(one.quantities for one in points):
             verdict = Verdict("right", (), self.exam.truths.mode)
             self.remarks.append("the result consists of integers, and all of them are PyTorch's")
-        if verdict.outcome == "wrong" and not self.findings and (where := _worst_place(rounds)) is not None:
+        if verdict.outcome == "wrong" and not self.findings and (where := _worst_place(points)) is not None:
             self.remarks.append(f"the largest error of the output is at the point “{where}”")
         return replace(verdict, notes=tuple(self._notes(verdict)))
 
-    def _answer(self, case: Case, rounds: list[Round]) -> None:
-        if case.is_nonfinite:
-            self._look_at_nonfinite(case)
-        else:
-            rounds.append(self._round(case))
-
-    def _hopeless(self, rounds: list[Round]) -> bool:
+    def _hopeless(self, points: list[AtPoint]) -> bool:
         """Whether the result is so wrong that no further point can change the verdict."""
-        judged = verdict_of(rounds, [], self.exam.truths.mode, faint=True).quantities
+        judged = verdict_of(points, [], self.exam.truths.mode, faint=True).quantities
         numbers = [(one.errors.rms, one.budget.rms) for one in judged if one.errors and one.budget]
         return any(error > FAR * budget for error, budget in numbers)
 
-    def _round(self, case: Case) -> Round:
+    def _measured(self, case: Case) -> AtPoint:
         while True:
             sheet = self.exam.sheet(case)
             result, repeated = self._ask_candidate(sheet)
@@ -146,35 +143,36 @@ class _Sitting:
                 result,
                 known.own,
                 known.truth,
-                known.mode,
+                known.rounded,
                 repeated,
                 known.nulls,
                 known.single,
-                before=sheet.points,
+                before=sheet.measured,
                 guesses=case.shape == WORKING,
                 flipped=known.flipped,
             )
-            points = compare(answers, self.findings)
+            measured = compare(answers, self.findings)
             self.tells_integers = self.tells_integers or _differ_as_integers(known)
-            sheet.points = sheet.points or points
+            sheet.measured = sheet.measured or measured
             self._look_at_strides(case, result, known)
-            if self.findings or case.attempt == MOST_REPLACED or not _is_blind(_outputs(points)):
+            if self.findings or case.attempt == MOST_REPLACED or not _is_blind(_outputs(measured)):
                 self.telling = self.telling or case
-                return Round(case.pool, points)
+                return AtPoint(case.name, measured)
             case = case.again()
 
     def _ask_candidate(self, sheet: Sheet) -> tuple[Quantities, Quantities | None]:
         case, question = sheet.case, sheet.question
-        first_time = self.held is None
-        result = self._ask(question, case, keep=first_time)
         if not case.repeated:
+            result = self._ask(question, case)
             self._look_at_held()
             return result, None
+        is_first = self.held is None
+        result = self._ask(question, case, keep=is_first)
         for tensor in result.values():
             poison(tensor)
         repeated = self._ask(replace(question, interrupted=question.backward), case)
-        if first_time:
-            self.held = {name: tensor for name, tensor in result.items() if name.startswith(("output", GRADIENT))}
+        if is_first:
+            self.held = {name: tensor for name, tensor in result.items() if name.startswith((OUTPUT, GRADIENT))}
         if not all(name in repeated and same_bits(one, repeated[name]) for name, one in result.items()):
             self.remarks.append(
                 "two answers to the same question differ in their last bits: the candidate is not deterministic"
@@ -193,7 +191,7 @@ class _Sitting:
         try:
             answer = self.candidate.ask(question, keep=keep)
         except CandidateError as error:
-            if (why := why_raises(self.exam, question)) is not None:
+            if (why := self.exam.why_raises(question)) is not None:
                 raise UnanswerableError(f"{case.name}: the reference raises as well ({why})") from error
             raise CandidateError(f"{error}{self._place(case)}") from error
         self.findings += [one for one in answer.findings if one not in self.findings]
@@ -219,34 +217,26 @@ class _Sitting:
         sheet = self.exam.sheet(case)
         result = self._ask(sheet.question, case)
         known = self.exam.known(sheet)
-        samples = next((tensor.shape[0] for tensor in leaves_of(sheet.question.inputs) if tensor.dim()), 0)
+        samples = next((tensor.shape[0] for tensor in tensors_in(sheet.question.inputs) if tensor.dim()), 0)
         samples = 0 if case.spoiled else samples  # a second operand need not have samples
         may_spread = case.family != MASKED or self.exam.has_products
         for name, truth in known.truth.items():
-            if name.startswith("output"):
+            if is_output(name):
                 own, ours = known.own[name], result.get(name)
                 problem, note = contract_problem(name, ours, own), None
                 if problem is None and ours is not None:
                     problem, note = lost_or_spread(ours, own, truth, case.name, samples, may_spread)
-                self.findings += [problem] if problem else []
-                self.remarks += [note] if note else []
+                self._record(problem, note)
 
     def _look_at_strides(self, case: Case, result: Quantities, known: Known) -> None:
         for name, own in known.own.items():
             ours = result.get(name)
-            if name.startswith("output") and ours is not None and ours.shape == own.shape:
-                # A view with gaps, such as y[:, 0], says nothing about the layout that a caller relies on.
-                is_gapped = name in self.gapped
-                if (_steps(ours) == _steps(own) and not is_gapped) or not is_dense(own.shape, own.stride()):
-                    continue
-                if is_gapped:
-                    self.findings.append(f"{name}: a view with gaps, where PyTorch's result has none")
-                    continue
-                text = f"{name}: strides {ours.stride()}, PyTorch gives {own.stride()}"
-                if self.exam.shapes[case.shape].is_contiguous:
-                    self.findings.append(f"{text}, for contiguous inputs")
-                else:
-                    self.remarks.append(f"{text}, for {case.shape} inputs")
+            if is_output(name) and ours is not None and ours.shape == own.shape:
+                self._record(*other_strides(name, ours, own, name in self.gapped, self.exam.shapes[case.shape]))
+
+    def _record(self, finding: str | None, note: str | None) -> None:
+        self.findings += [finding] if finding else []
+        self.remarks += [note] if note else []
 
     def _lack(self, case: Case) -> str | None:
         """What a point would take too much of, if anything."""
@@ -271,11 +261,11 @@ class _Sitting:
                     yield f"the result does not depend on {some(ignored)}: anything done with it passes"
 
 
-def _worst_place(rounds: Sequence[Round]) -> str | None:
+def _worst_place(points: Sequence[AtPoint]) -> str | None:
     """The name of the point at which an output is furthest from the truth."""
-    found = [(one.family, point) for one in rounds for point in _outputs(one.points)]
-    spreads = spreads_of([point for _, point in found])
-    ratios = [p.result.errors.rms / max(s, p.scale.ulp.rms, 1e-300) for (_, p), s in zip(found, spreads)]
+    found = [(one.name, measured) for one in points for measured in _outputs(one.quantities)]
+    spreads = spreads_of([measured for _, measured in found])
+    ratios = [m.result.errors.rms / max(s, m.scale.ulp.rms, 1e-300) for (_, m), s in zip(found, spreads)]
     return found[ratios.index(max(ratios))][0] if found else None
 
 
@@ -288,24 +278,20 @@ def _differ_as_integers(known: Known) -> bool:
     )
 
 
-def _outputs(points: Mapping[str, Point]) -> list[Point]:
-    return [point for name, point in points.items() if name.startswith("output")]
+def _outputs(quantities: Mapping[str, Measured]) -> list[Measured]:
+    return [measured for name, measured in quantities.items() if is_output(name)]
 
 
-def _is_blind(points: Iterable[Point]) -> bool:
+def _is_blind(outputs: Iterable[Measured]) -> bool:
     """Whether every output's truth is nearly constant here, or the same for other inputs or parameters."""
-    found = [_blind(point) for point in points if point.scale.count >= FEW_ELEMENTS]
+    found = [_blind(output) for output in outputs if output.scale.count >= FEW_ELEMENTS]
     return bool(found) and all(found)
 
 
-def _blind(point: Point) -> bool:
-    spread = point.scale.spread
-    if is_constant(point, spread):
+def _blind(output: Measured) -> bool:
+    spread = output.scale.spread
+    if is_constant(output, spread):
         return True
-    budget = budget_of([point], [spread])
-    crossing = [pooled([errors], [spread]) for name, errors in point.nulls.items() if name.startswith(CROSSING)]
-    return any(e.rms <= RMS_FACTOR * budget.rms and e.worst <= WORST_FACTOR * budget.worst for e in crossing)
-
-
-def _steps(tensor: Any) -> list[int]:
-    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+    budget = budget_of([output], [spread])
+    crossing = [pooled([errors], [spread]) for name, errors in output.nulls.items() if name.startswith(CROSSING)]
+    return any(within(errors, budget) for errors in crossing)

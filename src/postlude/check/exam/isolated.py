@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from postlude.check.compare import GRADIENT, Quantities
 from postlude.check.isolation import Answered, Candidate, CandidateFailed
-from postlude.check.sides import Answer, CandidateError, Question, StateKeys, named_tensors, parameter_findings
+from postlude.check.nested import named_tensors
+from postlude.check.sides import Answer, CandidateError, Question, StateKeys, parameter_findings
 
 
 class IsolatedSide:
@@ -48,8 +49,8 @@ class IsolatedSide:
         return Answer(found, tuple(findings), answered.gapped)
 
     def kept(self) -> Quantities:
-        gradients = {GRADIENT + name: one for name, one in _said(self.candidate.kept_gradients).items()}
-        return named_tensors("output", _said(self.candidate.kept)) | gradients
+        outputs, gradients = _said(self.candidate.kept)
+        return named_tensors("output", outputs) | {GRADIENT + name: one for name, one in gradients.items()}
 
 
 def _findings(answered: Answered) -> list[str]:

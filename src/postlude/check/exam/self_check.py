@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from postlude.check.compare import Progress, Quantities
+from postlude.check.exam.exam import Exam
 from postlude.check.exam.examine import examine
 from postlude.check.exam.mutations import Args, Change, changes_of
 from postlude.check.exam.shapes import DECLARED
-from postlude.check.exam.sheet import Exam
-from postlude.check.exam.truths import in_double
+from postlude.check.exam.truths import as_doubles
 from postlude.check.interception import Interception
 from postlude.check.modes import pytorch_switches
 from postlude.check.sides import Answer, CandidateError, Question, Side, StateKeys, keys_of
@@ -181,7 +181,7 @@ def _changes_nothing(exam: Exam, mutation: Mutation) -> bool:
             continue
         sheet = exam.sheet(case)
         truth = exam.known(sheet).truth
-        found = mutated(side, replace(in_double(sheet.question), wants="none"), mutation)
+        found = mutated(side, replace(as_doubles(sheet.question), wants="none"), mutation)
         for name, values in found.items():
             scale = float(truth[name].nan_to_num().abs().max()) if truth[name].numel() else 0.0
             if float((values - truth[name]).nan_to_num().abs().max()) > SAME * scale:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from postlude.check.points import map_tensors
-from postlude.check.sides import UnanswerableError, leaves_of
+from postlude.check.nested import map_leaves, map_tensors, named_leaves, tensors_in
+from postlude.check.sides import UnanswerableError
 
 WORKING, DECLARED, ONE, ODD, SMALLEST = "working", "declared", "batch 1", "odd sizes", "smallest"
 CHANNELS_LAST, GAPS = "channels-last", "non-contiguous"
@@ -42,14 +42,14 @@ class Shape:
 
     @property
     def is_contiguous(self) -> bool:
-        return all(tensor.is_contiguous() for tensor in leaves_of(self.inputs))
+        return all(tensor.is_contiguous() for tensor in tensors_in(self.inputs))
 
     @property
     def elements(self) -> int:
-        return sum(tensor.numel() for tensor in leaves_of(self.inputs))
+        return sum(tensor.numel() for tensor in tensors_in(self.inputs))
 
     def __str__(self) -> str:
-        return " ".join("×".join(map(str, tensor.shape)) or "scalar" for tensor in leaves_of(self.inputs))
+        return " ".join("×".join(map(str, tensor.shape)) or "scalar" for tensor in tensors_in(self.inputs))
 
 
 def shapes_of(inputs: Sequence[Any], cost: Cost) -> tuple[dict[str, Shape], list[str]]:
@@ -58,12 +58,12 @@ def shapes_of(inputs: Sequence[Any], cost: Cost) -> tuple[dict[str, Shape], list
     working = _working(given, cost)
     found = {WORKING: Shape(WORKING, working), DECLARED: Shape(DECLARED, given)}
     refused: dict[str, str] = {}  # of a kind that is tried in several sizes, the last
-    known = [[tuple(tensor.shape) for tensor in leaves_of(each)] for each in (working, given)]
+    known = [[tuple(tensor.shape) for tensor in tensors_in(each)] for each in (working, given)]
     for name, make in _variants(given, working):
         if name in found:
             continue
         made = make()
-        sizes = [tuple(tensor.shape) for tensor in leaves_of(made)]
+        sizes = [tuple(tensor.shape) for tensor in tensors_in(made)]
         if name in (ONE, ODD, SMALLEST) and sizes in known:
             continue
         try:
@@ -87,7 +87,7 @@ def _check_size(name: str, inputs: list[Any], flops: float = 0.0) -> None:
 
 
 def _is_too_large(inputs: list[Any]) -> bool:
-    return sum(tensor.numel() for tensor in leaves_of(inputs)) > 4 * WORKING_ELEMENTS
+    return sum(tensor.numel() for tensor in tensors_in(inputs)) > 4 * WORKING_ELEMENTS
 
 
 def _variants(given: list[Any], working: list[Any]) -> Iterator[tuple[str, Callable[[], list[Any]]]]:
@@ -97,7 +97,7 @@ def _variants(given: list[Any], working: list[Any]) -> Iterator[tuple[str, Calla
     for size in SMALL_SIZES:
         if all(size < limit for limit in space_of(working).values()):
             yield SMALLEST, partial(cut, working, batch=2, space=dict.fromkeys(space_of(working), size))
-    if any(tensor.dim() in _FORMATS for tensor in leaves_of(working)):
+    if any(tensor.dim() in _FORMATS for tensor in tensors_in(working)):
         yield CHANNELS_LAST, lambda: map_tensors(_channels_last, cut(working, batch=LEAST_BATCH))
     yield GAPS, lambda: map_tensors(_with_gaps, cut(working, batch=LEAST_BATCH))
     declared = space_of(given)
@@ -105,7 +105,7 @@ def _variants(given: list[Any], working: list[Any]) -> Iterator[tuple[str, Calla
         yield LARGER, partial(_larger, given, space)
         if space:
             yield LONGER, partial(_longer, given, space)
-    width = next((tensor.shape[1] for tensor in leaves_of(working) if tensor.dim() > 1), 0)
+    width = next((tensor.shape[1] for tensor in tensors_in(working) if tensor.dim() > 1), 0)
     if width > 2:
         yield FEWER, lambda: _resized(working, width, width - 1 - width % 2)
     if width:
@@ -132,7 +132,7 @@ def _working(given: list[Any], cost: Cost) -> list[Any]:
     sizes = [(WORKING_BATCH, WORKING_SPACE), (4, 16), (4, 12), (LEAST_BATCH, 9), (LEAST_BATCH, LEAST_SPACE)]
     for batch, space in sizes:
         cropped = cut(given, batch=batch, space=dict.fromkeys(space_of(given), space))
-        if sum(t.numel() for t in leaves_of(cropped)) > WORKING_ELEMENTS and (batch, space) != sizes[-1]:
+        if sum(t.numel() for t in tensors_in(cropped)) > WORKING_ELEMENTS and (batch, space) != sizes[-1]:
             continue
         try:
             flops, elements = cost(cropped)
@@ -151,7 +151,7 @@ def _working(given: list[Any], cost: Cost) -> list[Any]:
 
 def cut(inputs: list[Any], batch: int | None = None, space: dict[int, int] | None = None) -> list[Any]:
     """Crops every tensor with the first one's batch size to `batch` samples and `space[axis]` positions."""
-    tensors = leaves_of(inputs)
+    tensors = tensors_in(inputs)
     samples = next((tensor.shape[0] for tensor in tensors if tensor.dim()), 0)
 
     def piece(tensor: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ def cut(inputs: list[Any], batch: int | None = None, space: dict[int, int] | Non
 def _grown(inputs: list[Any], axis: int, twice: bool = False) -> list[Any]:
     """Two more positions along an axis than before, or than twice as many, for every tensor that is as long there as
     the first. Even sizes stay even."""
-    size = next((tensor.shape[axis] for tensor in leaves_of(inputs) if tensor.dim() > axis), 0)
+    size = next((tensor.shape[axis] for tensor in tensors_in(inputs) if tensor.dim() > axis), 0)
 
     def longer(tensor: Tensor) -> Tensor:
         has_axis = tensor.dim() > axis and tensor.shape[axis] == size
@@ -196,28 +196,18 @@ def _resized(inputs: list[Any], old: int, new: int) -> list[Any]:
 
 
 def _numbers_in(item: Any) -> list[Any]:
-    """What is neither a tensor nor a container of some, except None."""
-    if isinstance(item, dict):
-        return [number for part in item.values() for number in _numbers_in(part)]
-    if isinstance(item, (list, tuple)):
-        return [number for part in item for number in _numbers_in(part)]
-    return [] if item is None or isinstance(item, Tensor) else [item]
+    """What is neither a tensor nor None."""
+    return [leaf for leaf in named_leaves("", item).values() if not (leaf is None or isinstance(leaf, Tensor))]
 
 
 def _with_other_numbers(item: Any) -> Any:
     """Every floating number three quarters of what it was, so that shares stay shares."""
-    if isinstance(item, float):
-        return 0.75 * item
-    if isinstance(item, dict):
-        return type(item)((key, _with_other_numbers(part)) for key, part in item.items())
-    if isinstance(item, (list, tuple)) and not hasattr(item, "_fields"):
-        return type(item)(map(_with_other_numbers, item))
-    return item
+    return map_leaves(lambda leaf: 0.75 * leaf if isinstance(leaf, float) else leaf, item)
 
 
 def space_of(inputs: list[Any]) -> dict[int, int]:
     """Axis → its size in the first tensor, for the axes after sample and channel."""
-    tensor = next((tensor for tensor in leaves_of(inputs) if tensor.dim() > 2), None)
+    tensor = next((tensor for tensor in tensors_in(inputs) if tensor.dim() > 2), None)
     return {} if tensor is None else {axis: tensor.shape[axis] for axis in range(2, tensor.dim())}
 
 

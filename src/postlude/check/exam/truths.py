@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from postlude.check.compare import Quantities
 from postlude.check.kinks import Kinks, all_ambiguous, either_side, few, spared
 from postlude.check.modes import FORMATS, RoundedOperands, has_no_convolution, pytorch_switches, resolve
-from postlude.check.points import inputs_like, map_tensors, random_state
+from postlude.check.nested import map_tensors, tensors_in
+from postlude.check.points import inputs_like, random_state
 from postlude.check.same_draws import SameDraws
-from postlude.check.sides import Question, Side, UnanswerableError, leaves_of
+from postlude.check.sides import Question, Side, UnanswerableError
 from postlude.errors import first_line
 
 OTHER = 10_000  # added to a seed for another input or other parameters
@@ -31,7 +32,7 @@ class Known:
 
     own: Quantities
     truth: Quantities
-    mode: Quantities | None
+    rounded: Quantities | None  # in float64 with rounded operands, where the precision mode rounds them
     single: tuple[Quantities, Quantities] | None
     nulls: dict[str, Quantities]
     flipped: tuple[Quantities, ...] = ()  # the truth with elements at a kink on one side, and on the other
@@ -55,41 +56,40 @@ class Truths:
         begin = time.monotonic()
         own = self.own(question)
         asked = time.monotonic()
-        exact = in_double(question)
-        truth = self.exact(exact, own)
+        truth = self.exact(question, own)
         self.seconds = asked - begin, time.monotonic() - asked
-        bare, rounded = None, FORMATS[self.mode]
-        if rounded is not None:
-            with RoundedOperands(rounded):
-                bare = self.exact(exact, own)
-        nulls = self._nulls(exact) if with_nulls else {}
-        return Known(own, truth, bare, self._single(question), nulls, self._flipped(exact, own))
+        rounded, form = None, FORMATS[self.mode]
+        if form is not None:
+            with RoundedOperands(form):
+                rounded = self.exact(question, own)
+        nulls = self._nulls(question) if with_nulls else {}
+        return Known(own, truth, rounded, self._single(question), nulls, self._flipped(question, own))
 
     def own(self, question: Question) -> Quantities:
         with pytorch_switches(self.mode, self.device):
             return self._ask(self.own_side, question)
 
     def exact(self, question: Question, weigh_like: Quantities | None = None) -> Quantities:
-        """The truth for a question in float64."""
-        return self._ask(self.exact_side, question, weigh_like)
+        """The truth: the answer in float64."""
+        return self._ask(self.exact_side, as_doubles(question), weigh_like)
 
     def spared(self, question: Question) -> Question:
         """The question with cotangents by which, as far as possible, no gradient reaches elements at a kink.
 
         If several results have gradients, none is spared, and the truth is computed with such elements on either side.
         """
-        exact = in_double(question)
+        exact = as_doubles(question)
         answer: Quantities = {}
         try:
             with torch.no_grad(), pytorch_switches(self.mode, self.device), Kinks() as own:
                 answer = self._forward(self.own_side, question)
             with Kinks() as true:
                 outputs = self._forward(self.exact_side, exact)
-            sides, rounded = [own.meetings], FORMATS[self.mode]
-            if rounded is not None:
-                with torch.no_grad(), RoundedOperands(rounded), Kinks() as bare:
+            sides, form = [own.meetings], FORMATS[self.mode]
+            if form is not None:
+                with torch.no_grad(), RoundedOperands(form), Kinks() as rounded:
                     self._forward(self.exact_side, exact)
-                sides.append(bare.meetings)
+                sides.append(rounded.meetings)
             near = all_ambiguous(true.meetings, *sides)
         except UnanswerableError:
             return question
@@ -105,20 +105,12 @@ class Truths:
         shifts = () if left is None else tuple(either_side(true.meetings, left))
         return replace(question, cotangents=tuple(weights), shifts=shifts)
 
-    def _flipped(self, exact: Question, own: Quantities) -> tuple[Quantities, ...]:
+    def _flipped(self, question: Question, own: Quantities) -> tuple[Quantities, ...]:
         found = []
-        for shift in exact.shifts:
+        for shift in question.shifts:
             with Kinks(shift):
-                found.append(self.exact(exact, own))
+                found.append(self.exact(question, own))
         return tuple(found)
-
-    def _forward(self, side: Side, question: Question) -> Quantities:
-        asked = replace(question, inputs=map_tensors(torch.clone, question.inputs))
-        try:
-            with self._one_at_a_time, self._drawing(side):
-                return side.forward(asked)[1]
-        except Exception as error:
-            raise UnanswerableError(first_line(error)) from error
 
     def _single(self, question: Question) -> tuple[Quantities, Quantities] | None:
         """PyTorch in float32 and its truth, for float64 data: there PyTorch is the truth, and this tells its error."""
@@ -127,24 +119,30 @@ class Truths:
         rounded = map_tensors(as_dtype(torch.float32), question.state)
         singles = replace(question, state=rounded, inputs=map_tensors(as_dtype(torch.float32), question.inputs))
         own = self._ask(Side(copy.deepcopy(self.reference).float()), singles)
-        return own, self.exact(in_double(singles), own)
+        return own, self.exact(singles, own)
 
-    def _nulls(self, exact: Question) -> dict[str, Quantities]:
+    def _nulls(self, question: Question) -> dict[str, Quantities]:
         """The truth for another input and for other parameters. If one passes, the result does not depend on them."""
-        asked = replace(exact, wants="none")
+        asked = replace(as_doubles(question), wants="none")
         shuffles = self.takes_other_integers
-        other = inputs_like(asked.inputs, "hierarchical", exact.seed + OTHER, shuffles_integers=shuffles)
+        other = inputs_like(asked.inputs, "hierarchical", question.seed + OTHER, shuffles_integers=shuffles)
         nulls = {"the answer for another input": self.exact(replace(asked, inputs=other))}
         if any(True for _ in self.reference.parameters()):
-            changed = random_state(self.reference, exact.seed + OTHER)
+            changed = random_state(self.reference, question.seed + OTHER)
             nulls["the answer for other parameters"] = self.exact(replace(asked, state=changed))
         return nulls
 
     def _ask(self, side: Side, question: Question, weigh_like: Quantities | None = None) -> Quantities:
+        return self._called(side, question, lambda asked: side.ask(asked, weigh_like))
+
+    def _forward(self, side: Side, question: Question) -> Quantities:
+        return self._called(side, question, lambda asked: side.forward(asked)[1])
+
+    def _called(self, side: Side, question: Question, call: Callable[[Question], Quantities]) -> Quantities:
         asked = replace(question, inputs=map_tensors(torch.clone, question.inputs))
         try:
             with self._one_at_a_time, self._drawing(side):
-                return side.ask(asked, weigh_like)
+                return call(asked)
         except Exception as error:
             what = "the reference in float64" if side is self.exact_side else "the reference"
             raise UnanswerableError(f"{what} raised {first_line(error)}") from error
@@ -159,7 +157,7 @@ def _erase(answer: Quantities) -> None:
             tensor.detach().fill_(math.nan)
 
 
-def in_double(question: Question) -> Question:
+def as_doubles(question: Question) -> Question:
     return replace(question, inputs=map_tensors(as_dtype(torch.float64), question.inputs))
 
 
@@ -168,10 +166,10 @@ def as_dtype(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 
 def _dtype_of(module: nn.Module, inputs: Sequence[Any]) -> torch.dtype:
-    tensors = [*module.parameters(), *leaves_of(list(inputs))]
+    tensors = [*module.parameters(), *tensors_in(list(inputs))]
     return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
 
 
 def _device_of(module: nn.Module, inputs: Sequence[Any]) -> torch.device:
-    tensors = [*leaves_of(list(inputs)), *module.parameters()]
+    tensors = [*tensors_in(list(inputs)), *module.parameters()]
     return next((tensor.device for tensor in tensors), torch.device("cpu"))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,10 +15,12 @@ from torch import Tensor
 from postlude.check.isolation.buffers import NO_SEAL, can_be_sealed
 from postlude.check.isolation.process import CandidateFailed, Limits, Reply, Running
 from postlude.check.isolation.wire import DTYPES, UnsendableError, flatten, overlaps_itself
-from postlude.check.points import map_tensors
-from postlude.check.sides import Wants, named_tensors
+from postlude.check.nested import map_tensors, named_tensors
 from postlude.check.supply import Turns
 from postlude.errors import PostludeError
+
+if TYPE_CHECKING:
+    from postlude.check.sides import Wants
 
 POISON = 1  # memory is filled with its complement: -1.7e38 in fp32, NaN in fp16
 
@@ -78,7 +80,7 @@ class Candidate:
         # Also if it is never closed, and when the interpreter exits.
         self._finalizer = weakref.finalize(self, self._running.close)
         try:
-            copied = self._running.bring(Path(path))
+            copied = self._running.copy_in(Path(path))
             self._ask("poison", {"byte": POISON if poisoned else 0}, "its start", self.limits.start_s)
             start = {**given, "path": str(copied), "device": device, "precision": precision}
             self.skipped = self._protections(self._ask("start", start, "its start", self.limits.start_s).value)
@@ -147,30 +149,18 @@ class Candidate:
         how = {"training": training, "seed": seed, "keep": keep, "wants": wants}
         how |= {"interrupted": interrupted, "unaligned": unaligned}
         reply = self._ask("forward", {**asked, **how}, "a call", watched=True)
-        found, names = reply.value, list(named_tensors("input", list(inputs)))
-        if not isinstance(found, dict) or found.keys() != {"outputs", "inputs", "parameters"}:
-            raise self._broken("is not the result of a call")
+        names = list(named_tensors("input", list(inputs)))
         with_gradients = names if cotangents is not None else []
-        gradients = self._gradients(found["inputs"], found["parameters"], with_gradients)
+        outputs, gradients = self._results(reply, with_gradients)
         if keep:
             self._kept_names = with_gradients
         changed = tuple(names[place] for place in reply.changed if place < len(names))
-        outputs, gradients = (self._on_device(reply, one) for one in (found["outputs"], gradients))
-        return Answered(outputs, gradients, changed, *self._notes(reply, found["outputs"]))
+        return Answered(outputs, gradients, changed, *self._notes(reply))
 
-    def kept(self) -> Any:
-        """The current values of the results of the last call with `keep`: later calls may have written to them."""
-        reply = self._ask("kept", {}, "reading an earlier result")
-        return self._on_device(reply, reply.value)
-
-    def kept_gradients(self) -> dict[str, Tensor]:
-        """The gradients of the last call with `keep`, as they are now."""
-        reply = self._ask("kept gradients", {}, "reading earlier gradients")
-        found = reply.value
-        if not isinstance(found, dict) or found.keys() != {"inputs", "parameters"}:
-            raise self._broken("is not the result of a call")
-        gradients = self._gradients(found["inputs"], found["parameters"], self._kept_names)
-        return dict(self._on_device(reply, gradients))
+    def kept(self) -> tuple[Any, dict[str, Tensor]]:
+        """The current values of the outputs and gradients of the last call with `keep`: later calls may have written
+        to them."""
+        return self._results(self._ask("kept", {}, "reading an earlier result"), self._kept_names)
 
     def time_calls(self, turns: Turns, *, training: bool = False, signal_s: float | None = None) -> Timed:
         """Seconds for one call on each of the inputs, by our clock around one request; inputs are sent before it.
@@ -188,19 +178,26 @@ class Candidate:
         self._ask("prepare", {**given, "training": training}, "taking its inputs")
         signal = {"signal": torch.zeros(1, dtype=torch.uint8)}
         seconds = self._ask("window", signal, f"{calls} timed calls", signal_s=signal_s).seconds
-        found = self.kept()
+        reply = self._ask("kept", {}, "reading an earlier result")
+        found = self._on_device(reply, reply.value)
         whole = isinstance(found, dict) and found.keys() == {"call", "outputs"} and type(found["call"]) is int
         if not whole or found["call"] not in range(calls):
             raise self._broken("is not the result of a timed call")
         return Timed(seconds, calls, found["call"], found["outputs"])
 
-    def _gradients(self, of_inputs: Any, of_parameters: Any, names: list[str]) -> dict[str, Tensor]:
+    def _results(self, reply: Reply, names: list[str]) -> tuple[Any, dict[str, Tensor]]:
+        """The outputs of a call and its gradients, those of the inputs under `names`."""
+        value = reply.value
+        if not isinstance(value, dict) or value.keys() != {"outputs", "inputs", "parameters"}:
+            raise self._broken("is not the result of a call")
+        of_inputs, of_parameters = value["inputs"], value["parameters"]
         if not isinstance(of_inputs, list) or not isinstance(of_parameters, dict) or len(of_inputs) != len(names):
             raise self._broken("has other gradients than inputs")
-        found = {**dict(zip(names, of_inputs)), **{str(key): value for key, value in of_parameters.items()}}
-        if not all(value is None or isinstance(value, Tensor) for value in found.values()):
+        found = {**dict(zip(names, of_inputs)), **{str(key): one for key, one in of_parameters.items()}}
+        if not all(one is None or isinstance(one, Tensor) for one in found.values()):
             raise self._broken("has a gradient that is not a tensor")
-        return {name: gradient for name, gradient in found.items() if gradient is not None}
+        gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
+        return self._on_device(reply, value["outputs"]), dict(self._on_device(reply, gradients))
 
     def _ask(self, do: str, value: dict[str, Any], doing: str, limit_s: float | None = None, **how: Any) -> Reply:
         return self._running.ask(do, self.limits.call_s if limit_s is None else limit_s, value, doing, **how)
@@ -214,10 +211,10 @@ class Candidate:
 
         return map_tensors(placed, value)
 
-    def _notes(self, reply: Reply, outputs: Any) -> tuple[tuple[str, ...], frozenset[str]]:
+    def _notes(self, reply: Reply) -> tuple[tuple[str, ...], frozenset[str]]:
         """What is to be said about the results, and those that were views with gaps."""
         specs = {id(tensor): spec for tensor, spec in zip(reply.tensors, reply.layout.specs, strict=True)}
-        found = {name: specs[id(tensor)] for name, tensor in named_tensors("output", outputs).items()}
+        found = {name: specs[id(tensor)] for name, tensor in named_tensors("output", reply.value["outputs"]).items()}
         notes = []
         for name, spec in found.items():
             notes += [f"{name} was a {spec.kind} tensor"] if spec.kind not in ("plain", "gapped") else []

@@ -41,7 +41,7 @@ CODE_FOLDER = "code"
 DUMPABLE = 4  # PR_SET_DUMPABLE
 
 
-def furnish(private: Path, surrounding: Mapping[str, str]) -> dict[str, str]:
+def make_folders(private: Path, surrounding: Mapping[str, str]) -> dict[str, str]:
     """Creates the folders and returns the variables that the candidate gets."""
     for name in (*REDIRECTED.values(), WORKING_FOLDER, CODE_FOLDER):
         (private / name).mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ def protect_this_process() -> str | None:
     return f"the process cannot be protected from others ({os.strerror(ctypes.get_errno())})" if failed else None
 
 
-class Ears:
+class OutputReader:
     """Reads what a process prints until it ends or `close` is called; keeps the beginning, drops the rest.
 
     It runs in a thread, so that a process that prints endlessly neither blocks nor fills our memory.

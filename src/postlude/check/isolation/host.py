@@ -43,7 +43,6 @@ class Host:
         self.live: dict[tuple[Any, ...], list[Tensor]] = {}
         self.turns: list[Any] = []
         self.kept: Any = None
-        self.kept_gradients: dict[str, Any] = {}
         self.last: list[tuple[torch.Size, torch.dtype, torch.device]] = []
 
     def start(self, path: str, args: list[Any], kwargs: dict[str, Any], device: str, precision: str) -> None:
@@ -98,13 +97,11 @@ class Host:
                 self._call_in_between(tree, used)
             if cotangents is not None:
                 found.update(self._gradients(outputs, used, cotangents))
-        if keep:
-            self.kept_gradients = dict(found)
         found["outputs"] = outputs
         for place, leaf in zip(sent, leaves):
             distinct_part(place).copy_(distinct_part(leaf))  # so that the verifier sees changes
         if keep:
-            self.kept = outputs
+            self.kept = found
         self.last = [(one.shape, one.dtype, one.device) for one in _tensors(outputs) if one.is_floating_point()]
         return found
 
@@ -153,9 +150,6 @@ class Host:
 
     def read_kept(self) -> Any:
         return self.kept
-
-    def read_kept_gradients(self) -> dict[str, Any]:
-        return self.kept_gradients
 
     def _state(self) -> dict[str, Tensor]:
         return {key: value for key, value in self.model.state_dict().items() if isinstance(value, torch.Tensor)}

@@ -22,7 +22,14 @@ import torch
 from torch import Tensor
 
 from postlude.check.isolation.buffers import Buffer
-from postlude.check.isolation.environment import CODE_FOLDER, WORKING_FOLDER, Ears, bytes_under, furnish, remove
+from postlude.check.isolation.environment import (
+    CODE_FOLDER,
+    WORKING_FOLDER,
+    OutputReader,
+    bytes_under,
+    make_folders,
+    remove,
+)
 from postlude.check.isolation.wire import (
     LENGTH_BYTES,
     MAX_MESSAGE_BYTES,
@@ -91,7 +98,7 @@ class Running:
         self.ending: str | None = None  # why the process has ended
         self._connection, theirs = socket.socketpair()
         try:
-            self._start(theirs, furnish(self.folder, os.environ))
+            self._start(theirs, make_folders(self.folder, os.environ))
         except BaseException:
             self._connection.close()
             remove(self.folder)
@@ -99,8 +106,7 @@ class Running:
 
     def _start(self, theirs: socket.socket, variables: dict[str, str]) -> None:
         packages = Path(torch.__file__).parent.parent
-        arguments = [self.limits.file_bytes, packages]
-        command = [sys.executable, "-I", "-u", str(CHILD), *map(str, arguments)]
+        command = [sys.executable, "-I", "-u", str(CHILD), str(self.limits.file_bytes), str(packages)]
         with theirs:
             self.process = subprocess.Popen(
                 command,
@@ -112,13 +118,13 @@ class Running:
                 start_new_session=True,  # its own process group, so that what it starts ends with it
             )
         assert self.process.stdout is not None
-        self._ears = Ears(self.process.stdout.fileno(), self.limits.said_bytes)
+        self._output = OutputReader(self.process.stdout.fileno(), self.limits.said_bytes)
 
     @property
     def said(self) -> str:
-        return self._ears.text
+        return self._output.text
 
-    def bring(self, file: Path) -> Path:
+    def copy_in(self, file: Path) -> Path:
         """Copies a file into the candidate's folder, which holds nothing else."""
         try:
             return Path(shutil.copyfile(file, self.folder / CODE_FOLDER / file.name))
@@ -171,8 +177,7 @@ class Running:
         signal_s: float | None,
     ) -> Reply:
         layout = lay_out(tensors)
-        # Random, so that an answer cannot be sent before its request.
-        number = secrets.randbits(60)
+        number = secrets.randbits(60)  # random, so that an answer cannot be sent before its request
         request = {"request": number, "do": do, "value": tree, **layout.as_json()}
         with Buffer(layout.size) as buffer:
             buffer.write(layout, tensors)
@@ -281,7 +286,7 @@ class Running:
             self._exit_code(self.limits.grace_s)
         self._signal(signal.SIGKILL)
         self.process.wait()
-        self._ears.close()
+        self._output.close()
         assert self.process.stdout is not None
         self.process.stdout.close()
         remove(self.folder)

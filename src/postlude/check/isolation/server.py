@@ -59,7 +59,6 @@ class Server:
             "prepare": self.host.prepare,
             "window": self.host.window,
             "kept": self.host.read_kept,
-            "kept gradients": self.host.read_kept_gradients,
             "poison": poison,
         }
         return actions[do](**value)

@@ -94,10 +94,13 @@ def distinct_part(tensor: Tensor) -> Tensor:
 def laid_out(tensor: Tensor, device: str, offset: int = 0) -> Tensor:
     """A copy on `device` with the same strides, `offset` elements behind the start of its memory; gaps, which may hold
     other data, become zeros."""
-    part = distinct_part(tensor)
+    copy = zeros_laid_out_like(tensor, device, offset)
+    distinct_part(copy).copy_(distinct_part(tensor))
+    return copy
+
+
+def zeros_laid_out_like(tensor: Tensor, device: torch.device | str, offset: int = 0) -> Tensor:
     storage = torch.zeros(offset + extent_of(tensor.shape, tensor.stride()), dtype=tensor.dtype, device=device)
-    if tensor.numel():
-        storage.as_strided(part.shape, part.stride(), offset).copy_(part)
     return storage.as_strided(tensor.shape, tensor.stride(), offset)
 
 

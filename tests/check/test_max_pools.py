@@ -12,7 +12,7 @@ from torch import Tensor
 from cases import Builder, conv
 from postlude.chain import Chain
 from postlude.check import chain_points, kinks, verify_chain
-from postlude.check.pooled import ahead_of_the_second
+from postlude.check.max_pools import ahead_of_the_second
 
 CHAIN = Builder(2, conv(2, (8, 16))).norm(4).op("relu").pool("max", 2).chain()
 

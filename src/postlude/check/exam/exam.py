@@ -11,16 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from postlude.check.budget import Point
-from postlude.check.compare import Quantities, cotangent
-from postlude.check.exam.bounds import KinkWatch, listed
+from postlude.check.budget import Measured
+from postlude.check.compare import Quantities, cotangent, is_output
+from postlude.check.exam.bounds import BoundWatch, listed
 from postlude.check.exam.cases import Case, can_be_spoiled, cases_for, inputs_of, state_of
 from postlude.check.exam.rules import Rules
 from postlude.check.exam.shapes import DECLARED, WORKING, Shape, in_layout, shapes_of
-from postlude.check.exam.truths import Known, Truths, in_double
+from postlude.check.exam.truths import Known, Truths
+from postlude.check.nested import tensors_in
 from postlude.check.operations import Operations
 from postlude.check.points import inputs_like, producer_biases, random_state
-from postlude.check.sides import Question, UnanswerableError, Wants, leaves_of
+from postlude.check.sides import Question, UnanswerableError, Wants
 
 # Stretches of inputs and of parameter vectors, tried in turn until values lie on both sides of every bound.
 STRETCHES = ((4.0, 1.0), (16.0, 1.0), (64.0, 1.0), (1.0, 3.0), (1.0, 10.0), (16.0, 10.0), (0.1, 0.3))
@@ -40,7 +41,20 @@ class Sheet:
     case: Case
     question: Question
     known: Known | None = None
-    points: dict[str, Point] | None = None  # as first measured, for whichever candidate
+    measured: dict[str, Measured] | None = None  # when it was first asked, of whichever candidate
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the reference."""
+
+    seconds: float
+    operations: int
+    outputs: Quantities  # of zeros: shapes and dtypes only
+
+    @property
+    def elements(self) -> int:
+        return sum(tensor.numel() for tensor in self.outputs.values())
 
 
 class Exam:
@@ -52,9 +66,7 @@ class Exam:
         self.trains = reference.training
         self.truths = Truths(reference, inputs, rules.precision)
         self.left_out: list[str] = []
-        self.own_seconds: dict[tuple[Any, ...], float] = {}  # one call of the reference at these sizes
-        self._outputs: dict[tuple[Any, ...], Quantities] = {}  # of zeros: shapes and dtypes only
-        self.has_products = False  # convolutions, linear layers, matrix products
+        self._calls: dict[tuple[Any, ...], Call] = {}  # the last one at each size of the inputs
         self._remember = remember
         self._has_bias = bool(producer_biases(reference))
         self._sheets: dict[tuple[Any, ...], Sheet] = {}
@@ -62,7 +74,7 @@ class Exam:
             self.shapes = self._shapes(list(inputs))
             self.truths.takes_other_integers = self._takes_other_integers()
             self.range = self._range()
-            floating = sum(map(can_be_spoiled, leaves_of(self.shapes[WORKING].inputs)))
+            floating = sum(map(can_be_spoiled, tensors_in(self.shapes[WORKING].inputs)))
             cases = cases_for(list(self.shapes), rules.seeds, rules.seed, rules.backward, floating)
             self.cases = [case for case in cases if self._can_be_asked(case)]
             self.cases += self._bound_cases()
@@ -88,32 +100,39 @@ class Exam:
             sheet.known = self.truths.known(sheet.question, sheet.case.nulls)
         return sheet.known
 
+    def why_raises(self, question: Question) -> str | None:
+        """Why the reference itself cannot answer; None if it can."""
+        try:
+            self.truths.own(question)
+        except UnanswerableError as error:
+            return str(error)
+        return None
+
     def expected_seconds(self, shape: str) -> float:
         """The expected time for a shape not asked yet: the reference's time there, and the truth's share at the last
         point."""
-        sizes = _sizes(self.shapes[shape].inputs)
-        if sizes not in self.own_seconds:
-            self._cost(self.shapes[shape].inputs)
         own, exact = self.truths.seconds
         share = exact / own if own else 1.0
-        return self.own_seconds[sizes] * (share + COMPARING) * (3.0 if self.rules.backward else 1.0)
+        seconds = self._call_at(self.shapes[shape].inputs).seconds
+        return seconds * (share + COMPARING) * (3.0 if self.rules.backward else 1.0)
 
     def needed_bytes(self, shape: str) -> float:
         """Memory of the host for a point at this shape: about as much as for a softmax."""
-        inputs = self.shapes[shape].inputs
-        if _sizes(inputs) not in self._outputs:
-            self._cost(inputs)
-        outputs = sum(tensor.numel() for tensor in self._outputs[_sizes(inputs)].values())
-        return HELD * (self.shapes[shape].elements + outputs)
+        return HELD * (self.shapes[shape].elements + self._call_at(self.shapes[shape].inputs).elements)
+
+    @property
+    def has_products(self) -> bool:
+        """Whether the reference has convolutions, linear layers or other matrix products."""
+        return any(call.operations for call in self._calls.values())
 
     def ignored_parameters(self, case: Case) -> list[str]:
         """Parameters that do not affect the result at a point; each is replaced by new random numbers in turn."""
-        question = replace(in_double(self._question(case)), wants="none")
+        question = replace(self._question(case), wants="none")
         other = random_state(self.reference, case.state_seed + 1)
         truth, found = self.truths.exact(question), []
         for name, _ in self.reference.named_parameters():
             changed = self.truths.exact(replace(question, state={**question.state, name: other[name]}))
-            moved = [_relative(changed[one], truth[one]) for one in truth if one.startswith("output")]
+            moved = [_relative(changed[one], truth[one]) for one in truth if is_output(one)]
             found += [name] if max(moved) < torch.finfo(self.truths.dtype).eps / 8 else []
         return found
 
@@ -129,27 +148,30 @@ class Exam:
     def _takes_other_integers(self) -> bool:
         """Whether the reference accepts its integers in another order, as it does with labels and most indices."""
         given = self.shapes[WORKING].inputs
-        if all(tensor.is_floating_point() for tensor in leaves_of(given)):
+        if all(tensor.is_floating_point() for tensor in tensors_in(given)):
             return False
         other = inputs_like(given, "normal", 0, shuffles_integers=True)
-        try:
-            self.truths.own(Question(self.reference.state_dict(), other, 0, self.trains))
-        except UnanswerableError as error:
-            self.left_out.append(f"other integers than the file's: {error}")
-            return False
-        return True
+        why = self.why_raises(Question(self.reference.state_dict(), other, 0, self.trains))
+        if why is not None:
+            self.left_out.append(f"other integers than the file's: {why}")
+        return why is None
 
     def _cost(self, inputs: list[Any]) -> tuple[float, int]:
+        call = self._call(inputs)
+        return call.operations, call.elements
+
+    def _call_at(self, inputs: list[Any]) -> Call:
+        """A call at the sizes of these inputs, in whichever layout."""
+        return self._calls.get(_sizes(inputs)) or self._call(inputs)
+
+    def _call(self, inputs: list[Any]) -> Call:
         begin = time.monotonic()
         with Operations() as operations:
             own = self.truths.own(Question(self.reference.state_dict(), inputs, 0, self.trains))
-        self.own_seconds[_sizes(inputs)] = time.monotonic() - begin
-        self.has_products = self.has_products or operations.count > 0
-        outputs = {name: tensor for name, tensor in own.items() if name.startswith("output")}
-        self._outputs[_sizes(inputs)] = {
-            name: tensor.new_zeros(()).expand(tensor.shape) for name, tensor in outputs.items()
-        }
-        return operations.count, sum(tensor.numel() for tensor in outputs.values())
+        seconds = time.monotonic() - begin
+        blank = {name: one.new_zeros(()).expand(one.shape) for name, one in own.items() if is_output(name)}
+        found = self._calls[_sizes(inputs)] = Call(seconds, operations.count, blank)
+        return found
 
     def _question(self, case: Case) -> Question:
         template = self.shapes[case.shape].inputs
@@ -162,19 +184,11 @@ class Exam:
 
     def _can_be_asked(self, case: Case) -> bool:
         """Whether the reference has the gradients of a point that asks for some of them only."""
-        if case.wants not in ("inputs", "parameters"):
-            return True
-        try:
-            self.truths.own(self._question(case))
-        except UnanswerableError:
-            return False
-        return True
+        return case.wants not in ("inputs", "parameters") or self.why_raises(self._question(case)) is None
 
     def _cotangents(self, inputs: list[Any], seed: int) -> tuple[Any, ...]:
         """One per output; those without a gradient get one that is not used."""
-        if _sizes(inputs) not in self._outputs:
-            self._cost(inputs)
-        return tuple(cotangent(one, seed) for one in self._outputs[_sizes(inputs)].values())
+        return tuple(cotangent(one, seed) for one in self._call_at(inputs).outputs.values())
 
     def _range(self) -> tuple[float, float] | None:
         """The range of the file's own inputs, where others give NaN or infinity: logarithms, long products."""
@@ -182,15 +196,15 @@ class Exam:
         self.range = None
         if self._finite(drawn) or not self._finite(given):
             return None
-        tensors = [t for t in leaves_of(self.shapes[WORKING].inputs) if t.is_floating_point()]
+        tensors = [t for t in tensors_in(self.shapes[WORKING].inputs) if t.is_floating_point()]
         low, high = min(float(t.min()) for t in tensors), max(float(t.max()) for t in tensors)
         self.left_out.append(f"inputs outside [{low:g}, {high:g}]: the reference gives NaN or infinity there")
         return low, high
 
     def _finite(self, case: Case) -> bool:
         question = replace(self._question(case), wants="none")
-        found = [*self.truths.exact(in_double(question)).items(), *self.truths.own(question).items()]
-        return all(bool(torch.isfinite(one).all()) for name, one in found if name.startswith("output"))
+        found = [*self.truths.exact(question).items(), *self.truths.own(question).items()]
+        return all(bool(torch.isfinite(one).all()) for name, one in found if is_output(name))
 
     def _bound_cases(self) -> list[Case]:
         """Further points, if at the planned ones all values lie on one side of some bound of the reference."""
@@ -207,7 +221,7 @@ class Exam:
                 missing -= now
         if missing:
             self.left_out.append(f"values on both sides of {listed(missing)}: no point was found that has them")
-        if self._has_bias and any(kink.bound for kink in watch.shares):
+        if self._has_bias and any(bound.value for bound in watch.shares):
             found += [case for side in (-1.0, 1.0) for case in self._nearly_all_beyond(side)]
         return found
 
@@ -223,19 +237,19 @@ class Exam:
         seed = self.rules.seed + BOUND_SEEDS
         return replace(Case("bounds", seed=seed, state_seed=seed), **how)  # type: ignore[arg-type]
 
-    def _watched(self, case: Case) -> KinkWatch:
-        question, watch = replace(in_double(self._question(case)), wants="none"), KinkWatch()
+    def _watched(self, case: Case) -> BoundWatch:
+        question, watch = replace(self._question(case), wants="none"), BoundWatch()
         with watch:
             self.truths.exact(question)
         return watch
 
 
 def _sizes(inputs: list[Any]) -> tuple[Any, ...]:
-    return tuple(tuple(tensor.shape) for tensor in leaves_of(inputs))
+    return tuple(tuple(tensor.shape) for tensor in tensors_in(inputs))
 
 
 def _layouts(inputs: list[Any]) -> list[Any]:
-    return [(tensor.shape, tensor.stride()) for tensor in leaves_of(inputs)]
+    return [(tensor.shape, tensor.stride()) for tensor in tensors_in(inputs)]
 
 
 def _relative(changed: torch.Tensor, truth: torch.Tensor) -> float:
@@ -243,12 +257,3 @@ def _relative(changed: torch.Tensor, truth: torch.Tensor) -> float:
         return 0.0 if torch.equal(changed, truth) else math.inf
     difference = float((changed - truth).nan_to_num().abs().max()) if truth.numel() else 0.0
     return difference / max(float(truth.nan_to_num().abs().max()), 1e-300)
-
-
-def why_raises(exam: Exam, question: Question) -> str | None:
-    """Why the reference itself cannot answer; None if it can."""
-    try:
-        exam.truths.own(question)
-    except UnanswerableError as error:
-        return str(error)
-    return None

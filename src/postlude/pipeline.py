@@ -73,25 +73,37 @@ def optimize(
     _check_request(model, precision, memory, args, kwargs)
     chosen, inductor = _filter(only), _inductor_settings(mode, {})
 
-    def called_once() -> tuple[Backend, Callable[..., Any]]:
+    def make() -> Backend:
         ledger = Ledger(check_site if verify else None)
-        backend = Backend(precision, rest, chosen, memory, convolution, ledger, inductor, layout)
-        run = install(model, backend)
+        return Backend(precision, rest, chosen, memory, convolution, ledger, inductor, layout)
+
+    backend, run = _first_call(model, make, lambda: model(*args, **kwargs), progress)
+    return remember(_optimized(model, backend), run)
+
+
+def _first_call(
+    model: nn.Module, make: Callable[[], Backend], call: Callable[[], Any], progress: Callable[[str], None] | None
+) -> tuple[Backend, Callable[..., Any]]:
+    """The backend that captured the model, and the function that calls the model through it."""
+
+    def captured() -> tuple[Backend, Callable[..., Any]]:
+        backend = make()
+        run, ledger = install(model, backend), backend.ledger
         with _left_as_found(model), shown(progress) as ledger.progress:
-            model(*args, **kwargs)
+            call()
         ledger.progress = None
         return backend, run
 
     before = graph_breaks()
     try:
-        backend, run = called_once()
-        if graph_breaks() > before and misses_layers(model, backend):
+        found = captured()
+        if graph_breaks() > before and misses_layers(model, found[0]):
             give_frames(model)
-            backend, run = called_once()
+            found = captured()
     except BaseException:
         uninstall(model)
         raise
-    return remember(_optimized(model, backend), run)
+    return found
 
 
 def _optimized(model: nn.Module, backend: Backend) -> Optimized:

@@ -54,7 +54,7 @@ def test_there_are_enough_of_both_and_each_says_what_it_does() -> None:
 
 def test_the_readme_counts_them() -> None:
     readme = " ".join((corpus.FOLDER.parent.parent / "README.md").read_text(encoding="utf-8").split())
-    assert f"{len(CHEATS)} cheats, each rejected, and {len(HONEST)} honest kernels" in readme
+    assert f"{len(CHEATS)} cheats, all rejected, and {len(HONEST)} honest kernels" in readme
 
 
 @pytest.mark.parametrize("entry", CHEATS, ids=lambda entry: entry.name)

@@ -93,4 +93,4 @@ def test_a_time_that_cannot_be_believed_gets_no_ratio(bench: Bench, monkeypatch:
 
 def test_the_readme_counts_them() -> None:
     readme = " ".join((CORPUS.parent.parent.parent / "README.md").read_text(encoding="utf-8").split())
-    assert f"a false ratio to none of {len(CHEATS)} more cheats that are right until they are timed" in readme
+    assert f"a false ratio for none of {len(CHEATS)} more cheats, which are right until they are timed" in readme

@@ -71,7 +71,7 @@ def test_a_true_speed_up_is_shown(bench: Bench, tmp_path: Path) -> None:
     """The reference moves its values to and fro, the candidate does not."""
     text = (CORPUS / "reference.py").read_text(encoding="utf-8")
     slow = tmp_path / "slow.py"
-    slow.write_text(text.replace("self.conv(x)", "self.conv(x)" + 32 * ".flip(4)"), encoding="utf-8")
+    slow.write_text(text.replace("self.conv(x)", "self.conv(x)" + 200 * ".flip(4)"), encoding="utf-8")
     code, out, report = bench(CORPUS / "honest" / "buffer_by_shape.py", slow)
     entry = report.entry(report.main_race, "candidate")
     assert code == 0, out

@@ -222,7 +222,6 @@ def _left_as_found(model: nn.Module) -> Iterator[None]:
                 buffers.update(before)
             with torch.no_grad():
                 for tensor, value in kept:
-                    if not tensor.is_meta and not torch.equal(
-                        tensor, value
-                    ):  # a write would spoil graphs that wait for their backward pass
+                    # A write that changes nothing would still spoil graphs that wait for their backward pass.
+                    if not tensor.is_meta and not torch.equal(tensor, value):
                         tensor.copy_(value)

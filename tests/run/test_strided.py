@@ -13,13 +13,12 @@ from cases import Builder
 from postlude import reference
 from postlude.chain import Chain, Convolution
 from postlude.check import tensors_for
-from postlude.plan import Plan, problem_of
+from postlude.plan import Plan
 from postlude.plan.gemm import Gemm
-from postlude.plan.gpu import lower_for_gpu
 from postlude.plan.problem import Layout
 from postlude.run.chain_run import Training
-from run.test_gpu import CARD
 from run.test_phases import DEEP, FLAT, same_where_not_finite, with_infinities
+from run.test_phases import planned as in_small_tiles
 from tracing import run_plan
 from wrong_kernels import replace_text
 
@@ -49,13 +48,10 @@ def given_for(chain: Chain, dtype: torch.dtype = torch.float32, layout: Layout =
 
 
 def planned(chain: Chain, tensors: Sequence[Tensor], precision: str = "fp32", needs_grad: bool = False) -> Plan:
-    tf32 = precision == "tf32"
-    given = dataclasses.replace(problem_of(tensors, precision), needs_grad=needs_grad, allows_tf32=tf32)
-    plan = lower_for_gpu(chain, given, CARD, even_if_slower=True)
-    assert isinstance(plan, Plan), plan
+    plan = in_small_tiles(chain, tensors, precision, needs_grad)
     assert isinstance(plan.own, Gemm)
     assert plan.own.volume.has_residues
-    return dataclasses.replace(plan, own=dataclasses.replace(plan.own, rows=32))  # several tiles
+    return plan
 
 
 def run(chain: Chain, tensors: Sequence[Tensor], precision: str = "fp32") -> Tensor:
